@@ -1,0 +1,81 @@
+"""Load the definitions of a tutorial without running its cells."""
+
+import ast
+import itertools
+import linecache
+import sys
+import types
+from pathlib import Path
+
+TUTORIALS = Path(__file__).resolve().parent.parent / "tutorials"
+
+_count = itertools.count()
+
+
+def source(name):
+    """Text of a tutorial, e.g. source("01-layer-norm")."""
+    return (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")
+
+
+def load(name, replace=(), interpret=True):
+    """Module with the definitions of a tutorial.
+
+    Definitions are imports, the switch `if not ON_GPU:` of the first cell,
+    assignments to UPPERCASE names, functions and classes. Everything else at
+    module level (the cells that run and print) is left out. Line numbers
+    stay, so Triton and tracebacks find the source.
+
+    replace is a sequence of pairs (old, new) that edit the source text
+    first: that is how a test makes a mutant. Each old must occur once.
+
+    interpret=False leaves out the switch, for compiling without a GPU.
+    """
+    path = TUTORIALS / f"{name}.py"
+    text = path.read_text(encoding="utf-8")
+    filename = str(path)
+    module_name = "tutorial_" + name.replace("-", "_")
+    if replace:
+        for old, new in replace:
+            if text.count(old) != 1:
+                raise ValueError(
+                    f"{name}: {old!r} occurs {text.count(old)} times, not once"
+                )
+            text = text.replace(old, new)
+        # inspect, and so Triton, reads the edited source from the line cache.
+        number = next(_count)
+        filename = f"{filename}.mutant{number}.py"
+        module_name += f"_mutant{number}"
+        lines = text.splitlines(keepends=True)
+        linecache.cache[filename] = (len(text), None, lines, filename)
+    tree = ast.parse(text, filename)
+    tree.body = [node for node in tree.body if _defines(node, interpret)]
+    module = types.ModuleType(module_name)
+    module.__file__ = filename
+    sys.modules[module_name] = module
+    exec(compile(tree, filename, "exec"), module.__dict__)
+    return module
+
+
+def _defines(node, interpret):
+    if isinstance(node, ast.If):
+        return interpret and ast.unparse(node.test) == "not ON_GPU"
+    if isinstance(node, ast.Assign):
+        names = [
+            part
+            for target in node.targets
+            for part in (
+                target.elts if isinstance(target, ast.Tuple) else [target]
+            )
+        ]
+        return all(
+            isinstance(part, ast.Name) and part.id.isupper() for part in names
+        )
+    return isinstance(
+        node,
+        (
+            ast.Import,
+            ast.ImportFrom,
+            ast.FunctionDef,
+            ast.ClassDef,
+        ),
+    )
