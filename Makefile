@@ -1,0 +1,88 @@
+# `make html` and `make test` need git, make and Python 3.11 or 3.12.
+# On a GPU image that has torch and triton: make html PYTHON=python3 VENV=
+
+SHELL := /bin/sh
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+	2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+PORT ?= 8000
+TUTORIALS ?=
+
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+SITE := docs/_build/html
+SPHINX = $(PY) -m sphinx -n -W --keep-going -c . -d docs/_build/doctrees docs
+
+.DEFAULT_GOAL := help
+.PHONY: help html preview serve test test-gpu record linkcheck bench-build \
+	lint clean check-python site-tools test-tools run-tools
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' \
+		$(MAKEFILE_LIST)
+
+html: site-tools  ## build the site into docs/_build/html
+	@$(SPHINX) $(SITE) || { echo "make html: the build stopped; the lines \
+	marked ERROR or WARNING above say where and why." >&2; exit 1; }
+	@echo "The site is in $(SITE): open $(SITE)/index.html, or run make serve."
+
+preview: site-tools  ## build with stale or missing recordings marked; never publish it
+	@FIGURES=preview $(SPHINX) $(SITE)
+	@echo "A preview is in $(SITE): open $(SITE)/index.html, or run make serve."
+
+serve: check-python  ## show the built site at http://localhost:8000
+	@test -d $(SITE) || { echo "make serve: run make html first." >&2; exit 1; }
+	@echo "The site is at http://localhost:$(PORT); stop with Ctrl+C."
+	@$(PYTHON) -m http.server --bind localhost --directory $(SITE) $(PORT)
+
+test: test-tools  ## everything that proves the project, without a GPU
+	@$(PY) tests/run.py
+
+test-gpu: run-tools  ## the checks that need a GPU
+	@$(PY) -m pytest -q tests/gpu
+
+record: run-tools  ## measure on a GPU: TUTORIALS="01 03" picks, default all
+	@$(PY) docs/_ext/record.py $(TUTORIALS)
+
+linkcheck: site-tools  ## check links to other sites (needs the network)
+	@$(SPHINX) -b linkcheck docs/_build/linkcheck
+
+bench-build: site-tools  ## measure the build's budgets
+	@$(PY) tests/bench_build.py
+
+lint: test-tools  ## format and lint, as make test asks for
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+clean:  ## remove everything that was generated
+	rm -rf docs/_build docs/tutorials .pytest_cache .ruff_cache .hypothesis
+
+# Tools ---------------------------------------------------------------------
+
+check-python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; \
+	install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+		2>/dev/null || { echo "make: $(PYTHON) is not Python 3.11 or 3.12; \
+	name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -w . || { echo "make: no permission to write in $(CURDIR); \
+	make it writable or clone elsewhere." >&2; exit 1; }
+
+ifeq ($(VENV),)
+site-tools test-tools run-tools: check-python
+else
+site-tools: $(VENV)/site.stamp
+test-tools: $(VENV)/site.stamp $(VENV)/test.stamp
+# A GPU machine may install the four packages of the tutorials and pytest only.
+run-tools: $(VENV)/test.stamp
+endif
+
+$(VENV)/site.stamp: requirements.txt | check-python
+	@test -x $(PY) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing requirements.txt (torch is large: this takes minutes)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(VENV)/test.stamp: tests/requirements.txt $(VENV)/site.stamp
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@

@@ -1,0 +1,125 @@
+"""Settings of the site. Mechanism lives in ``docs/_ext``, one module each."""
+
+import os
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "docs" / "_ext"))
+
+# The site ------------------------------------------------------------------
+project = "Both Passes"
+author = "The Both Passes authors"
+copyright = "2026, " + author
+language = "en"
+tagline = "GPU kernels in Triton, forward and backward, measured"
+# Where the site is published, and the repository that publishes it. GitHub's
+# workflow sets both; without a repository there is no Colab button.
+html_baseurl = os.environ.get("SITE_URL", "http://localhost:8000/")
+repository = os.environ.get("GITHUB_REPOSITORY", "")
+
+extensions = [
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+    "sphinx_sitemap",
+    "sphinxext.opengraph",
+    "notfound.extension",
+    # our own
+    "cards",
+    "folded",
+    "gallery",
+]
+exclude_patterns = ["_build", "_ext", "_extra"]
+templates_path = ["docs/_templates"]
+nitpicky = True
+root_doc = "index"
+
+# The tutorials -------------------------------------------------------------
+# The GPU whose recordings a page shows first.
+measured_gpu = "nvidia-h200"
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../tutorials",
+    "gallery_dirs": "tutorials",
+    "filename_pattern": r"[/\\]\d\d-.*\.py$",
+    "ignore_pattern": r"(^|[/\\])_",
+    "copyfile_regex": r"index\.rst",
+    "within_subsection_order": "FileNameSortKey",
+    "nested_sections": False,
+    # Numbers, look and passport of every figure: see docs/_ext.
+    "reset_modules": ("gallery.reset",),
+    "reset_modules_order": "both",
+    "image_scrapers": ("gallery.scraper",),
+    "capture_repr": (),
+    "remove_config_comments": True,
+    "show_signature": False,
+    "write_computation_times": False,
+    "min_reported_time": 1e9,
+    "backreferences_dir": None,
+    "download_all_examples": True,
+    "only_warn_on_example_error": False,
+    "junit": "../test-results/gallery.xml",
+    "notebook_images": True,
+    "first_notebook_cell": (
+        "# Needs torch, triton, matplotlib and pandas, and a GPU for the\n"
+        "# timings. In Colab: Runtime > Change runtime type > GPU."
+    ),
+}
+
+# HTML ----------------------------------------------------------------------
+html_theme = "pydata_sphinx_theme"
+html_title = project
+html_static_path = ["docs/_static"]
+html_extra_path = ["docs/_extra"]  # .nojekyll, for GitHub Pages
+html_css_files = ["site.css"]
+html_favicon = "docs/_static/favicon.svg"
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {
+        "text": project,
+        "image_light": "docs/_static/logo.svg",
+        "image_dark": "docs/_static/logo_dark.svg",
+        "alt_text": project,
+    },
+    "header_links_before_dropdown": 6,
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    "secondary_sidebar_items": {
+        "tutorials/[0-9]*": ["page-toc", "downloads"],
+        "tutorials/index": [],
+        "[!t]*": ["page-toc"],
+    },
+    "footer_start": ["copyright"],
+    "footer_end": ["sphinx-version", "theme-version"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+# Beside the tutorials stands their list; other pages need no second menu.
+html_sidebars = {
+    "tutorials/*": ["sidebar-nav-bs"],
+    "[!t]*": [],
+}
+html_context = {
+    # The publishing workflow puts the notebooks on a branch of this name.
+    "notebooks": f"{repository}/blob/notebooks" if repository else "",
+}
+
+# Formulas are drawn by a copy of MathJax that is part of the site.
+mathjax_path = "vendor/mathjax/tex-svg.js"
+
+# Copy what can be run: no prompts, no output.
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
+
+sitemap_url_scheme = "{link}"
+sitemap_excludes = ["search.html", "genindex.html", "404.html"]
+ogp_site_url = html_baseurl
+ogp_image = html_baseurl + "_static/social.png"
+ogp_image_alt = f"{project}: {tagline}"
+ogp_social_cards = {"enable": False}
+# A 404 page is shown at any depth, so its links start at the site's root.
+notfound_urls_prefix = urlsplit(html_baseurl).path

@@ -1,0 +1,110 @@
+"""``.. tutorial-cards::``: a card for each tutorial, with its measured figure.
+
+Title and summary come from the tutorial's first lines, the picture is one of
+its own, and the headline is computed from the recording at build time.
+"""
+
+import math
+from pathlib import Path
+
+import recording
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+from sphinx_gallery.gen_rst import extract_intro_and_title
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+
+class TutorialCards(SphinxDirective):
+    """A grid of cards, one for each tutorial."""
+
+    def run(self):
+        cards = nodes.container(classes=["bp-cards"])
+        for script in recording.tutorials():
+            self.env.note_dependency(str(script))
+            cards += self.card(script)
+        return [cards]
+
+    def card(self, script):
+        conf, blocks = split_code_and_text_blocks(str(script))
+        summary, title = extract_intro_and_title(script, blocks[0].content)
+        card = nodes.container(classes=["bp-card"])
+        card += self.pictures(script, conf.get("thumbnail_number", 1))
+        uri = self.env.app.builder.get_relative_uri(
+            self.env.docname, f"tutorials/{script.stem}"
+        )
+        link = nodes.reference("", title, refuri=uri, internal=True)
+        number = script.stem[:2]
+        card += nodes.paragraph("", number, classes=["bp-card-number"])
+        heading = nodes.paragraph("", "", link, classes=["bp-card-title"])
+        card += heading
+        card += nodes.paragraph("", summary, classes=["bp-card-summary"])
+        gpu = self.config.measured_gpu
+        for line in headlines(gpu, script.stem):
+            card += nodes.paragraph("", line, classes=["bp-card-figure"])
+        path = recording.STORE / gpu / f"{script.stem}.json"
+        self.env.note_dependency(str(path))
+        return card
+
+    def pictures(self, script, number):
+        """The tutorial's picture in its light and its dark form."""
+        folder = Path(self.env.srcdir) / "tutorials" / "images"
+        name = f"sphx_glr_{script.stem}_{number:03}"
+        for ending, theme in (("", "light"), ("_dark", "dark")):
+            path = folder / f"{name}{ending}.svg"
+            if path.exists():
+                yield nodes.image(
+                    uri=f"/tutorials/images/{path.name}",
+                    # The title beside it says what the picture would.
+                    alt="",
+                    classes=[f"only-{theme}", "bp-card-picture"],
+                )
+
+
+def headlines(gpu, stem):
+    """What the recording says in one line a pass, or that there is none."""
+    try:
+        data = recording.load(gpu, stem)
+    except recording.RecordingError:
+        return ["Not recorded yet."]
+    lines = []
+    for benchmark in data["benchmarks"].values():
+        mode = str(benchmark["args"].get("mode", "")).capitalize()
+        if line := headline(benchmark):
+            lines.append(f"{mode}: {line}" if mode else line)
+    return lines
+
+
+def headline(benchmark):
+    """One benchmark in a line: against PyTorch, and against a plain copy."""
+    if benchmark["unit"] != "GB/s":
+        return None
+    speeds = {}
+    for row in benchmark["rows"]:
+        x = tuple(v for k, v in row.items() if k not in _NOT_X)
+        speeds.setdefault(row["provider"], {})[x] = row["median"]
+    if not {"triton", "torch", "copy"} <= speeds.keys():
+        return None
+    faster = geometric_mean(speeds["triton"], speeds["torch"])
+    share = geometric_mean(speeds["triton"], speeds["copy"])
+    return (
+        f"{faster:.2f} × the speed of PyTorch, "
+        f"{100 * share:.0f} % of the speed of a plain copy"
+    )
+
+
+_NOT_X = ("provider", *recording.VALUES)
+
+
+def geometric_mean(ours, theirs):
+    """The geometric mean of ours / theirs over the sizes that both have."""
+    logs = [
+        math.log(ours[x] / theirs[x])
+        for x in ours
+        if ours[x] and theirs.get(x)
+    ]
+    return math.exp(sum(logs) / len(logs))
+
+
+def setup(app):
+    app.add_directive("tutorial-cards", TutorialCards)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

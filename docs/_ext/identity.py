@@ -1,0 +1,112 @@
+"""One look for every figure: colors, lines, and a light and a dark form.
+
+Figures are drawn once, in the colors of the light form. The dark form is the
+same drawing with each color exchanged for its partner, so a tutorial's script
+needs to know nothing of either.
+"""
+
+import io
+
+# Light and dark partners. The series are told apart by colour-blind readers
+# (after Okabe and Ito); each has at least 3:1 contrast on its background.
+PALETTE = {
+    "ink": ("#1f2328", "#e6e8eb"),
+    "faint": ("#d5d9de", "#3d434b"),
+    "blue": ("#0069b4", "#5cb8ff"),
+    "vermilion": ("#c2410c", "#ff9466"),
+    "green": ("#00795a", "#3fd6a8"),
+    "purple": ("#9a3f83", "#f09ad6"),
+    "amber": ("#9a6b00", "#f2c44d"),
+    "sky": ("#2f86a6", "#9fe0f5"),
+    "grey": ("#6b7280", "#a5acb8"),
+}
+LIGHT = {name: pair[0] for name, pair in PALETTE.items()}
+# What scripts may say in plain matplotlib, and its dark partner.
+PLAIN = {"#000000": PALETTE["ink"][1], "#ffffff": "#14181e"}
+
+SERIES = ["blue", "vermilion", "green", "purple", "amber", "sky", "grey"]
+
+# The look of the lines that every benchmark may have.
+LINES = {
+    "triton": ("Triton", "blue", "-"),
+    "torch": ("PyTorch", "vermilion", "-"),
+    "torch.compile": ("torch.compile", "amber", "-"),
+    "liger": ("Liger", "green", "-"),
+    "apex": ("Apex", "purple", "-"),
+    "quack": ("quack", "sky", "-"),
+    "copy": ("Copy", "ink", "--"),
+}
+# Peers that a machine may lack: drawn when they were recorded.
+OPTIONAL = ("liger", "apex", "quack")
+
+
+def rc_params():
+    """The settings of matplotlib that make this look."""
+    from cycler import cycler
+
+    ink, faint = LIGHT["ink"], LIGHT["faint"]
+    return {
+        "figure.figsize": (7.2, 4.2),
+        "figure.constrained_layout.use": True,
+        "font.family": "DejaVu Sans",
+        "font.size": 10.5,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "axes.titlecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": faint,
+        "grid.linewidth": 0.8,
+        "lines.linewidth": 1.8,
+        "legend.frameon": False,
+        "axes.prop_cycle": cycler(color=[LIGHT[name] for name in SERIES]),
+        "savefig.transparent": True,
+        "svg.hashsalt": "both-passes",
+    }
+
+
+def dressed(bench):
+    """The lines of a benchmark in this look, as its ``styles``."""
+    free = [name for name in SERIES if name != "blue"]
+    styles = []
+    for provider in bench.line_vals:
+        if provider in LINES:
+            _, color, line = LINES[provider]
+        else:  # a tutorial's own line, such as a rung of a ladder
+            color, line = free.pop(0) if free else "grey", "-"
+        styles.append((LIGHT[color], line))
+    return styles
+
+
+def finish(figure, bench):
+    """What Triton's plot lacks: names without units, an axis from zero."""
+    axes = figure.axes[0]
+    lines = axes.get_lines()
+    axes.legend(lines, bench.line_names, fontsize=9.5, ncols=2)
+    if not bench.y_log:
+        top = axes.get_ylim()[1]
+        axes.set_ylim(0, top * 1.12)
+    if not bench.xlabel and bench.x_names[0] == "N":
+        axes.set_xlabel("N (columns)")
+    lines[-1].set_zorder(1)
+
+
+def svg(figure):
+    """A figure as two SVG texts: its light and its dark form."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    light = buffer.getvalue()
+    dark = light
+    for pair in PALETTE.values():
+        dark = dark.replace(*pair)
+    for color, partner in PLAIN.items():
+        dark = dark.replace(color, partner)
+    # A shape with no fill of its own is black: give it the dark form's ink.
+    ink = PALETTE["ink"][1]
+    dark = dark.replace("<svg ", f'<svg fill="{ink}" ', 1)
+    return light, dark

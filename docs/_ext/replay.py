@@ -1,0 +1,261 @@
+"""The build's side of a benchmark: recorded, live or not there.
+
+``triton.testing.perf_report`` turns a measuring function into a benchmark.
+While a tutorial is built, this module stands between the two: without a GPU
+the benchmark gets recorded numbers instead of calling the function, on a GPU
+the function is called and its numbers are kept. Triton's own code makes the
+table and the plot in either case, and the tutorial knows nothing of it.
+"""
+
+import copy
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import identity
+import recording
+
+
+@dataclass
+class Measured:
+    """The numbers of one benchmark on one GPU, and their environment."""
+
+    name: str
+    gpu: str  # the folder of the recording
+    environment: dict
+    unit: str
+    args: dict
+    x_names: list
+    names: dict  # provider -> the name of its line
+    method: str
+    rows: list
+    live: bool = False
+    figure: object = None
+
+
+@dataclass
+class Missing:
+    """A benchmark that a preview builds without: no figure, one reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class Session:
+    """What was measured while one tutorial ran."""
+
+    stem: str
+    live: bool
+    default_gpu: str = ""
+    recordings: dict = field(default_factory=dict)  # gpu -> recording
+    reason: str = ""  # why there are no recordings, in a preview
+    results: dict = field(default_factory=dict)  # plot name -> [Measured]
+    timed_outside: bool = False  # do_bench called by no benchmark
+    inside: bool = False
+
+
+@contextmanager
+def replaced(replacement):
+    """Let ``replacement(original, mark, bench, ...)`` stand for Mark._run."""
+    import triton.testing
+
+    original = triton.testing.Mark._run
+
+    def _run(self, bench, *args, **kwargs):
+        return replacement(original, self, bench, *args, **kwargs)
+
+    triton.testing.Mark._run = _run
+    try:
+        yield
+    finally:
+        triton.testing.Mark._run = original
+
+
+@contextmanager
+def watching(session):
+    """Notice a timing outside every benchmark: it has no passport."""
+    import triton.testing
+
+    original = triton.testing.do_bench
+
+    def do_bench(*args, **kwargs):
+        session.timed_outside |= not session.inside
+        return original(*args, **kwargs)
+
+    triton.testing.do_bench = do_bench
+    try:
+        yield
+    finally:
+        triton.testing.do_bench = original
+
+
+@contextmanager
+def measuring_with(mark, fn):
+    """Let a benchmark measure with another function for a while."""
+    original, mark.fn = mark.fn, fn
+    try:
+        yield
+    finally:
+        mark.fn = original
+
+
+def method(mark):
+    """How a benchmark measures: what its function's docstring says."""
+    text = inspect.getdoc(mark.fn)
+    if not text:
+        raise recording.RecordingError(
+            "a measuring function without a docstring: it must say which "
+            "clock it uses, whether L2 is emptied and which quantiles it "
+            "returns"
+        )
+    return " ".join(text.split())
+
+
+def keeping(fn, bench, rows):
+    """The measuring function, with every number it returns kept in rows."""
+
+    def measure(**values):
+        result = fn(**values)
+        names = (*bench.x_names, bench.line_arg)
+        rows.append(
+            {
+                **{n: recording.plain(values[n]) for n in bench.x_names},
+                "provider": values[names[-1]],
+                **recording.point(result),
+            }
+        )
+        return result
+
+    return measure
+
+
+def replaying(rows, bench, stem):
+    """A measuring function that answers from recorded rows."""
+    known = {
+        (*(row.get(n) for n in bench.x_names), row["provider"]): row
+        for row in rows
+    }
+
+    def measure(**values):
+        key = tuple(
+            recording.plain(values[n])
+            for n in (*bench.x_names, bench.line_arg)
+        )
+        if key not in known:
+            raise recording.RecordingError(
+                f"tutorials/{stem}.py: benchmark {bench.plot_name} has no "
+                f"recorded measurement for {key}; {recording.mend(stem)}"
+            )
+        numbers = (known[key][name] for name in recording.VALUES)
+        return tuple(float("nan") if v is None else v for v in numbers)
+
+    return measure
+
+
+def with_recorded_peers(bench, rows):
+    """The benchmark, with the optional peers that were recorded and no other.
+
+    A tutorial draws Liger, for example, where Liger is installed. A page
+    built from a recording shows the peers of the machine that recorded.
+    """
+    recorded = {row["provider"] for row in rows}
+    names = dict(zip(bench.line_vals, bench.line_names, strict=True))
+    names = {
+        k: v
+        for k, v in names.items()
+        if k in recorded or k not in identity.OPTIONAL
+    }
+    for peer in identity.OPTIONAL:
+        if peer in recorded and peer not in names:
+            names[peer] = identity.LINES[peer][0]
+    if "copy" in names:  # the ceiling stays last
+        names["copy"] = names.pop("copy")
+    bench = copy.copy(bench)
+    bench.line_vals, bench.line_names = list(names), list(names.values())
+    return bench
+
+
+class Runner:
+    """Stands for Mark._run while a tutorial is built."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def __call__(
+        self, original, mark, bench, save_path, show, print_data, **kwargs
+    ):
+        session = self.session
+        if session.live:
+            return self.live(original, mark, bench, **kwargs)
+        if not session.recordings:
+            session.results[bench.plot_name] = [
+                Missing(bench.plot_name, session.reason)
+            ]
+            return original(mark, bench, save_path, show, False, **kwargs)
+        tables = {
+            gpu: self.replay(original, mark, bench, gpu, **kwargs)
+            for gpu in session.recordings
+        }
+        return tables[session.default_gpu]
+
+    def live(self, original, mark, bench, **kwargs):
+        rows = []
+        self.session.inside = True
+        try:
+            with measuring_with(mark, keeping(mark.fn, bench, rows)):
+                table = self.draw(original, mark, bench, **kwargs)
+        finally:
+            self.session.inside = False
+        environment = recording.environment(method(mark), "not run")
+        gpu = recording.slug(environment["gpu"])
+        self.keep(mark, bench, gpu, environment, rows, live=True)
+        return table
+
+    def replay(self, original, mark, bench, gpu, **kwargs):
+        session = self.session
+        data = session.recordings[gpu]
+        stored = data["benchmarks"].get(bench.plot_name)
+        if stored is None:
+            raise recording.RecordingError(
+                f"tutorials/{session.stem}.py: benchmark {bench.plot_name} "
+                f"was not recorded on {gpu}; {recording.mend(session.stem)}"
+            )
+        rows = stored["rows"]
+        bench = with_recorded_peers(bench, rows)
+        with measuring_with(mark, replaying(rows, bench, session.stem)):
+            table = self.draw(original, mark, bench, **kwargs)
+        self.keep(mark, bench, gpu, data["environment"], rows, stored=stored)
+        return table
+
+    @staticmethod
+    def draw(original, mark, bench, **kwargs):
+        bench = copy.copy(bench)
+        bench.styles = identity.dressed(bench)
+        return original(mark, bench, "", True, False, **kwargs)
+
+    def keep(self, mark, bench, gpu, environment, rows, live=False, stored=()):
+        import matplotlib.pyplot as plt
+
+        stored = dict(stored)
+        figure = plt.gcf()
+        figure.set_label(bench.plot_name)
+        identity.finish(figure, bench)
+        self.session.results.setdefault(bench.plot_name, []).append(
+            Measured(
+                name=bench.plot_name,
+                gpu=gpu,
+                environment=environment,
+                unit=bench.ylabel,
+                args=stored.get("args")
+                or {k: recording.plain(v) for k, v in bench.args.items()},
+                x_names=list(bench.x_names),
+                names=dict(
+                    zip(bench.line_vals, bench.line_names, strict=True)
+                ),
+                method=stored.get("method") or environment["method"],
+                rows=rows,
+                live=live,
+                figure=figure,
+            )
+        )
