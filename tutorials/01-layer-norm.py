@@ -36,10 +36,12 @@ The input is a matrix of ``M`` rows and ``N`` columns.
 # %%
 # Every page of this site starts with the same lines.
 
+import importlib.util
 import os
 
 import matplotlib.pyplot as plt
 import torch
+import torch.nn.functional as F
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -106,9 +108,10 @@ def _layer_norm_fwd(
 # A warp is 32 lanes of hardware that work together.
 # Each lane loads 16 bytes at a time, so a warp loads 512 bytes.
 # One warp for each 1024 bytes of the block keeps two such loads on their way.
-# A row wider than one block can hold is refused, not computed slowly.
+# Wider rows than this need another design, because a row must fit into the
+# registers of one program: page 03 has one.
 
-MAX_ROW_BYTES = 65536
+MAX_COLUMNS = 16384
 
 
 def launch_options(N, dtype):
@@ -141,7 +144,7 @@ torch.manual_seed(0)
 x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
 w, b = torch.rand(2, N, device=DEVICE)
 y, mean, rstd = forward(x, w, b, 1e-5)
-expected = torch.nn.functional.layer_norm(x, (N,), w, b, 1e-5)
+expected = F.layer_norm(x, (N,), w, b, 1e-5)
 print(f"largest difference: {(y - expected).abs().max():.1e}")
 torch.testing.assert_close(y, expected)
 
@@ -508,9 +511,647 @@ def _check(x, normalized_shape, weight, bias, eps):
             raise ValueError(f"{name} does not have shape {tuple(shape)}")
     if not eps >= 0:
         raise ValueError(f"eps is {eps}, but must not be negative")
-    if shape.numel() * x.element_size() > MAX_ROW_BYTES:
+    if shape.numel() > MAX_COLUMNS:
         raise ValueError(
-            f"normalized_shape {tuple(shape)} is over {MAX_ROW_BYTES} bytes "
-            "a row: see page 03 for wide rows"
+            f"normalized_shape {tuple(shape)} has more than {MAX_COLUMNS} "
+            "elements: page 03 (wide rows) has kernels for it"
         )
     return shape
+
+
+# %%
+# How wrong is it?
+# ----------------
+#
+# Every result has a rounding error, so "equal to PyTorch" is no test:
+# PyTorch rounds as well.
+# We compare both with float64 instead, and take the relative error of a whole
+# tensor: the norm of the difference divided by the norm of the exact result.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy; x is far from centered, as in a trained network."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return [t.to(dtype).requires_grad_() for t in (x, w, b)] + [dy.to(dtype)]
+
+
+def results(function, x, w, b, dy):
+    """y, dx, dw and db of a function called like layer_norm."""
+    y = function(x, x.shape[-1:], w, b, 1e-5)
+    return y, *torch.autograd.grad(y, (x, w, b), dy)
+
+
+def errors(function, M, N, dtype):
+    """Relative errors of y, dx, dw and db against float64."""
+    given = inputs(M, N, dtype)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    pairs = zip(
+        results(function, *given), results(F.layer_norm, *wide), strict=True
+    )
+    return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+for dtype in torch.float16, torch.bfloat16, torch.float32:
+    print(f"{dtype}, half a unit: {torch.finfo(dtype).eps / 2:.1e}")
+    for name, f in ("ours", layer_norm), ("PyTorch", F.layer_norm):
+        print(f"  {name:8}", *(f"{e:.1e}" for e in errors(f, M, N, dtype)))
+
+# %%
+# The columns are ``y``, ``dx``, ``dw`` and ``db``.
+# The tolerance follows from the arithmetic.
+# A 16-bit result is computed in float32 and rounded once, and one rounding to
+# the nearest is wrong by at most half a unit in the last place.
+# Half a unit is therefore the tolerance, and nothing is left to taste.
+# A float32 result has also the errors of its sums, and a mean of 4.6 standard
+# deviations costs it some digits more: we allow 16 times half a unit.
+
+
+def tolerance(dtype):
+    half_unit = torch.finfo(dtype).eps / 2
+    if dtype in (torch.float32, torch.float64):
+        return 16 * half_unit
+    if dtype == torch.bfloat16 and not ON_GPU:
+        return 2 * half_unit  # the interpreter cuts bfloat16, not rounds it
+    return half_unit
+
+
+def test_layer_norm(M, N, dtype):
+    names = "y", "dx", "dw", "db"
+    found = errors(layer_norm, M, N, dtype)
+    for name, error in zip(names, found, strict=True):
+        assert error <= tolerance(dtype), f"{name}: {error:.1e}"
+
+
+test_layer_norm(M, N, torch.float16)
+print(f"passed at {M} x {N}")
+
+# %%
+# Benchmark
+# ---------
+#
+# What is timed, and by which clock, decides what a figure can say.
+#
+# * The first clock is the device alone: the call is captured in a CUDA graph
+#   and replayed, so the time that Python needs is not in it.
+# * The second clock is for the whole call as a user makes it.
+# * The ceiling is a copy: a kernel that moves the same bytes and does nothing
+#   else, timed in the same way.
+#   Forward moves ``x`` and ``y``, backward moves ``x``, ``dy`` and ``dx``.
+
+
+class NoGPU(Exception):
+    """Raised by a benchmark where there is no GPU to measure."""
+
+
+# One stream for all: a backward pass runs on the stream of its forward pass.
+STREAM = torch.cuda.Stream() if ON_GPU else None
+
+
+def device_time(prepare):
+    """Time on the device, in ms, of the function that prepare() returns.
+
+    The call is captured in a CUDA graph, so the host costs nothing.
+    do_bench empties the L2 cache before each replay.
+    Returns the median and the 20 % and 80 % quantiles.
+    """
+    if not ON_GPU:
+        raise NoGPU
+    with torch.cuda.stream(STREAM):
+        fn = prepare()
+        fn()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=STREAM):
+            fn()
+        return triton.testing.do_bench(
+            graph.replay, warmup=10, rep=50, quantiles=[0.5, 0.2, 0.8]
+        )
+
+
+def run(benchmark):
+    """Table and plot of a benchmark, or one line that says what it needs."""
+    try:
+        return benchmark.run(print_data=True, show_plots=True, return_df=True)
+    except NoGPU:
+        if not hasattr(run, "said"):
+            print("Timing needs a GPU; recorded figures are on the page.")
+            run.said = True
+
+
+# %%
+# The table is then judged by code, which counts losses like wins.
+
+
+def claims(table):
+    """Print what a table says about us: won, lost, share of the copy."""
+    if table is None:
+        return
+    ours = table["Triton (GB/s)"]
+    for column in table.columns:
+        peer = column.removesuffix(" (GB/s)")
+        if peer in ("N", "Triton", "Copy"):
+            continue
+        ratio = (ours / table[column]).dropna()
+        worst = ratio.idxmin()
+        print(
+            f"{peer}: faster at {(ratio > 1).sum()} sizes, "
+            f"slower at {(ratio < 1).sum()}; "
+            f"speed ratio {ratio.prod() ** (1 / len(ratio)):.2f} "
+            f"(geometric mean), at worst {ratio[worst]:.2f} "
+            f"at N = {table['N'][worst]:.0f}"
+        )
+    share = (100 * ours / table["Copy (GB/s)"]).dropna()
+    print(
+        f"share of the copy: median {share.median():.0f} %, lowest "
+        f"{share.min():.0f} % at N = {table['N'][share.idxmin()]:.0f}"
+    )
+
+
+# %%
+# These are the rivals; Liger and Apex take part where they are installed.
+
+
+def lines():
+    """Provider keys and their names in the figures."""
+    names = {"triton": "Triton", "torch": "PyTorch"}
+    names["torch.compile"] = "torch.compile"
+    if importlib.util.find_spec("liger_kernel"):
+        names["liger"] = "Liger"
+    find = importlib.util.find_spec
+    if find("apex") and find("apex.normalization"):
+        names["apex"] = "Apex"
+    return names
+
+
+def implementation(provider):
+    """A function called like layer_norm."""
+    if provider == "triton":
+        return layer_norm
+    if provider == "torch.compile":
+        import torch._functorch.config as config
+
+        config.donated_buffer = False  # the backward pass runs many times
+        torch._dynamo.config.recompile_limit = 64
+        return torch.compile(lambda *a: F.layer_norm(*a), dynamic=False)
+    if provider == "liger":
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        return lambda x, _, *a: LigerLayerNormFunction.apply(x, *a)
+    if provider == "apex":
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+        return lambda x, n, w, b, e: fused_layer_norm_affine(x, w, b, n, e)
+    return F.layer_norm
+
+
+# %%
+# Gradients are asked for with ``torch.autograd.grad``, so nothing is
+# accumulated, and everything is built before the clock starts.
+
+
+def measure(M, N, dtype, mode, provider):
+    """Device time of one pass, from a CUDA graph replayed with an empty L2
+    cache; median, 20 % and 80 % quantiles."""
+
+    def prepare():
+        x, w, b, dy = inputs(M, N, dtype)
+        if provider == "copy":
+            x, out = x.detach(), torch.empty_like(dy)
+            if mode == "forward":
+                return lambda: out.copy_(x)
+            return lambda: torch.add(x, dy, out=out)
+        f = implementation(provider)
+        if mode == "forward":
+            return lambda: f(x, (N,), w, b, 1e-5)
+        y = f(x, (N,), w, b, 1e-5)
+        return lambda: torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+    ms, fast, slow = device_time(prepare)
+    moved = (2 if mode == "forward" else 3) * M * N * dtype.itemsize
+    return [moved / t * 1e-6 for t in (ms, slow, fast)]
+
+
+def speed(mode):
+    """The benchmark of one pass."""
+    names = lines() | {"copy": "Copy"}
+    benchmark = triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[512 * i for i in range(2, 32)],
+        line_arg="provider",
+        line_vals=list(names),
+        line_names=list(names.values()),
+        ylabel="GB/s",
+        plot_name=f"layer-norm-{mode}",
+        args={"M": 4096, "dtype": torch.float16, "mode": mode},
+    )
+    return triton.testing.perf_report(benchmark)(measure)
+
+
+# %%
+# The forward pass, against the copy of the same bytes:
+
+table = run(speed("forward"))
+
+# %%
+claims(table)
+
+# %%
+# The backward pass:
+
+table = run(speed("backward"))
+
+# %%
+claims(table)
+
+# %%
+# What the figures say
+# --------------------
+#
+# Forward has little left to win: it reads ``x`` once and writes ``y`` once,
+# as the copy does.
+# Just above a power of two the block is nearly twice as wide as the row, and
+# many lanes of each program have nothing to do.
+# Page 03 removes that step.
+#
+# Backward has more to carry than its three matrices.
+# Each row reads and writes one buffer of ``dw`` and one of ``db``.
+# In float32 that is 16 bytes a column, while ``x``, ``dy`` and ``dx`` have 6
+# bytes in float16.
+# The buffers fit into the L2 cache, but the traffic takes its time, and so
+# does waiting for a lock.
+# A lock has one more price: the order of the rows is not fixed, so the last
+# bits of ``dw`` and ``db`` may differ from run to run.
+# Where the lines above say "slower", this is why.
+# Page 02 replaces the lock and keeps everything else.
+#
+# For narrow rows the whole call is another matter.
+# Python starts the kernels, and the device may wait for it:
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 2048, 4096, 8192, 15872],
+        line_arg="provider",
+        line_vals=list(lines()),
+        line_names=list(lines().values()),
+        ylabel="µs",
+        plot_name="layer-norm-whole-call",
+        args={"M": 4096, "dtype": torch.float16},
+    )
+)
+def measure_whole_call(M, N, dtype, provider):
+    """Forward and backward through autograd, host included: CUDA events
+    around the call, empty L2 cache; median, 20 % and 80 % quantiles."""
+    if not ON_GPU:
+        raise NoGPU
+    given = inputs(M, N, dtype)
+    f = implementation(provider)
+    ms = triton.testing.do_bench(
+        lambda: results(f, *given), quantiles=[0.5, 0.2, 0.8]
+    )
+    return [1000 * t for t in ms]
+
+
+table = run(measure_whole_call)
+
+# %%
+# The errors at full size, against float64, for ours and for PyTorch:
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+OUTPUTS = ("y", "dx", "dw", "db")
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["case"],
+        x_vals=[f"{out} {dtype}" for dtype in DTYPES for out in OUTPUTS],
+        line_arg="provider",
+        line_vals=["triton", "torch"],
+        line_names=["Triton", "PyTorch"],
+        ylabel="relative error",
+        y_log=True,
+        plot_name="layer-norm-error",
+        args={"M": 4096, "N": 15872},
+    )
+)
+def measure_error(M, N, case, provider):
+    """Norm of the difference from a float64 result, divided by the norm of
+    that result."""
+    if not ON_GPU:
+        raise NoGPU
+    out, dtype = case.split()
+    found = errors(implementation(provider), M, N, DTYPES[dtype])
+    error = found[OUTPUTS.index(out)]
+    return error, error, error
+
+
+table = run(measure_error)
+
+# %%
+# What can go wrong
+# -----------------
+#
+# **Masked lanes in the variance.**
+# A row of 5 in a block of 8: three lanes hold 0, and 0 minus the mean is not
+# 0.
+
+row = torch.tensor([3.0, 4.0, 5.0, 6.0, 7.0])
+lanes = torch.cat([row, torch.zeros(3)])
+centered = lanes - row.mean()
+print("wrong:", (centered**2).sum().item() / 5)
+centered = torch.where(torch.arange(8) < 5, centered, 0)
+print("right:", (centered**2).sum().item() / 5)
+
+# %%
+# **Variance in one pass.**
+# The mean of the squares minus the square of the mean needs no second pass,
+# but it is the difference of two large numbers.
+# In float32 nothing may be left of it; it can even be negative.
+
+row = 10000 + torch.randn(4096, generator=torch.Generator().manual_seed(0))
+print("wrong:", ((row**2).mean() - row.mean() ** 2).item())
+print("right:", ((row - row.mean()) ** 2).mean().item())
+
+# %%
+# **Sums in 16 bits.**
+# Each addition rounds, and once the sum is large, small terms are lost.
+# 4096 rows, added one by one:
+
+terms = torch.rand(4096, 64, generator=torch.Generator().manual_seed(0))
+terms = terms.half()
+exact = terms.double().sum(dim=0)
+for name, dtype in ("wrong", torch.float16), ("right", torch.float32):
+    total = torch.zeros(64, dtype=dtype)
+    for term in terms:
+        total += term
+    error = (total.half() - exact).norm() / exact.norm()
+    print(f"{name}: sums in {dtype}, relative error {error.item():.1e}")
+
+# %%
+# **A gradient with strides of 0.**
+# ``y.sum().backward()`` hands over a ``dy`` that has one number in memory.
+# A kernel that reads ``dy`` with the strides of ``x`` leaves that number
+# behind at once.
+
+x, w, b, _ = inputs(4, 8, torch.float32)
+y = layer_norm(x, (8,), w, b)
+y.register_hook(lambda g: print("strides of dy:", g.stride()))
+y.sum().backward()
+dy = torch.ones(()).expand(4, 8)
+print(
+    "wrong: reads up to element", 4 * 8 - 1, "of", dy.untyped_storage().size()
+)
+print("right:", dy.contiguous().stride(), dy.contiguous().numel(), "elements")
+torch.testing.assert_close(b.grad, torch.full_like(b, 4))
+
+# %%
+# **Buffers that nobody wrote.**
+# With 3 rows only 3 of the 256 buffers are written.
+# ``torch.empty`` leaves the others as they are; here they hold NaN.
+# A second stage that is told of more rows adds them.
+
+sums = torch.full((2, 256, 16), float("nan"), device=DEVICE)
+sums[:, :3] = 1.0
+dw, db = torch.empty(2, 16, device=DEVICE)
+for name, rows in ("wrong", 256), ("right", 3):
+    _layer_norm_bwd_dwdb[(1,)](*sums, dw, db, rows, 16, 256, BLOCK=16)
+    print(f"{name}: {dw[0].item()}")
+
+# %%
+# **No barrier before the release.**
+# Two threads, ``a`` and ``b``, store one column each; thread ``a`` also frees
+# the lock.
+# This list is an order that the hardware may choose when nothing forbids it.
+# The second program adds to an old value, and then the late store of the
+# first program wipes out what the second one stored.
+
+
+def replay(order):
+    """Both programs add 1 to both columns; order lists their steps."""
+    memory, register = {"a": 0, "b": 0}, {}
+    for program, step, *column in order:
+        for c in column:
+            if step == "load":
+                register[program, c] = memory[c]
+            if step == "store":
+                memory[c] = register[program, c] + 1
+    return memory
+
+
+first = [(1, "load", "a", "b"), (1, "store", "a")]
+late, free = (1, "store", "b"), (1, "free")
+second = [(2, "load", "a", "b"), (2, "store", "a", "b")]
+print("wrong:", replay([*first, free, *second, late]))
+print("right:", replay([*first, late, free, *second]))
+
+# %%
+# The interpreter runs one program after the other and never shows this error.
+# On a GPU it comes and goes.
+# The tests of this page look for the barrier in the generated machine code.
+
+# %%
+# Exercises
+# ---------
+#
+# Each stub runs as it stands, and ``check`` tells which part is wrong.
+
+
+def check(got, expected):
+    """Say which rows (or columns, of a vector) are wrong."""
+    wrong = ~torch.isclose(got, expected, rtol=1e-3, atol=1e-4)
+    what = "columns"
+    if wrong.dim() == 2:
+        what, wrong = "rows", wrong.any(dim=1)
+    bad = wrong.nonzero().flatten().tolist()
+    print("all right" if not bad else f"wrong {what}: {bad}")
+    return not bad
+
+
+x, w, b, dy = inputs(5, 24, torch.float32)
+y, dx, dw, db = (t.detach() for t in results(F.layer_norm, x, w, b, dy))
+x, w, b = (t.detach() for t in (x, w, b))
+
+# %%
+# **1. Two rows in one program.**
+# For narrow rows a program has too little to do.
+# Let each program normalize ``ROWS`` rows, without ``w`` and ``b``.
+# Then a tile has two dimensions, and there may be fewer rows than the tile
+# has; the stub forgets the sums.
+
+
+@triton.jit
+def _several_rows(
+    x_ptr,
+    y_ptr,
+    eps,
+    M,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * N + cols, mask=mask, other=0)
+    y = x  # to do: normalize each row of the tile
+    tl.store(y_ptr + rows * N + cols, y, mask=mask)
+
+
+def exercise_1(kernel):
+    out = torch.full_like(x, float("nan"))
+    kernel[(3,)](x, out, 1e-5, M=5, N=24, ROWS=2, BLOCK=32)
+    return check(out, F.layer_norm(x, (24,)))
+
+
+exercise_1(_several_rows)
+
+# %%
+# Solution 1
+
+
+@triton.jit
+def _several_rows_solved(
+    x_ptr,
+    y_ptr,
+    eps,
+    M,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * N + cols, mask=mask, other=0)
+    mean = tl.sum(x, axis=1)[:, None] / N
+    x = tl.where(mask, x - mean, 0)
+    variance = tl.sum(x * x, axis=1)[:, None] / N
+    y = x / tl.sqrt(variance + eps)
+    tl.store(y_ptr + rows * N + cols, y, mask=mask)
+
+
+assert exercise_1(_several_rows_solved)
+
+# %%
+# **2. Find the error.**
+# This formula for ``dx`` stands in the documentation of a well-known library.
+# Its sums ``dw`` and ``db`` run over the rows of the batch.
+# Which normalization would it fit, and what must the sums run over here?
+# The last line of ``exercise_2`` needs no reference to reject it.
+
+rstd = (x.var(dim=1, keepdim=True, correction=0) + 1e-5) ** -0.5
+x_hat = (x - x.mean(dim=1, keepdim=True)) * rstd
+
+
+def formula(dy, x_hat, w, rstd):
+    dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
+    return w * rstd * (dy - (db + x_hat * dw) / dy.shape[1])
+
+
+def exercise_2(formula):
+    got = formula(dy, x_hat, w, rstd)
+    print("sums of the rows of dx:")
+    return check(got, dx) & check(got.sum(dim=1), torch.zeros_like(got[:, 0]))
+
+
+exercise_2(formula)
+
+# %%
+# Solution 2
+
+
+def formula_solved(dy, x_hat, w, rstd):
+    # With column sums it is batch normalization. A row needs row sums, and w
+    # stands inside them, because it differs from column to column.
+    wdy = w * dy
+    c1 = (x_hat * wdy).mean(dim=1, keepdim=True)
+    c2 = wdy.mean(dim=1, keepdim=True)
+    return (wdy - x_hat * c1 - c2) * rstd
+
+
+assert exercise_2(formula_solved)
+
+# %%
+# **3. Take the lock less often.**
+# Let each program add up several rows in registers and take the lock once.
+# The stub adds one row of each program and drops the others.
+# With as many buffers as programs, what would be left of the lock?
+
+
+@triton.jit
+def _sum_rows(
+    dy_ptr,
+    db_ptr,
+    lock_ptr,
+    M,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    row = tl.program_id(0)
+    # to do: also the rows after it, tl.num_programs(0) apart
+    db = tl.load(dy_ptr + row * N + cols, mask=mask, other=0)
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+    db += tl.load(db_ptr + cols, mask=mask)
+    tl.store(db_ptr + cols, db, mask=mask)
+    tl.debug_barrier()
+    tl.atomic_xchg(lock_ptr, 0)
+
+
+def exercise_3(kernel):
+    total = torch.zeros_like(db)
+    lock = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    kernel[(2,)](dy, total, lock, M=5, N=24, BLOCK=32)
+    return check(total, db)
+
+
+exercise_3(_sum_rows)
+
+# %%
+# Solution 3
+
+
+@triton.jit
+def _sum_rows_solved(
+    dy_ptr,
+    db_ptr,
+    lock_ptr,
+    M,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    db = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        db += tl.load(dy_ptr + row * N + cols, mask=mask, other=0)
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+    db += tl.load(db_ptr + cols, mask=mask)
+    tl.store(db_ptr + cols, db, mask=mask)
+    tl.debug_barrier()
+    tl.atomic_xchg(lock_ptr, 0)
+    # With one buffer for each program nobody else writes to it: no lock.
+    # That is where page 02 goes.
+
+
+assert exercise_3(_sum_rows_solved)
+
+# %%
+# References
+# ----------
+#
+# * Jimmy Lei Ba, Jamie Ryan Kiros and Geoffrey E. Hinton, `Layer
+#   Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+# * Tony F. Chan, Gene H. Golub and Randall J. LeVeque, `Algorithms for
+#   computing the sample variance
+#   <https://doi.org/10.1080/00031305.1983.10483115>`_, 1983: why the variance
+#   takes two passes.
+# * The `memory consistency model of PTX
+#   <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_:
+#   what a release does and does not order.
