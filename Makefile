@@ -8,17 +8,18 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
+TRITON ?= 3.6.0 3.9.0
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SITE := docs/_build/html
 SPHINX = $(PY) -m sphinx -n -W --keep-going -c . -d docs/_build/doctrees docs
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview serve test test-gpu record linkcheck bench-build \
+.PHONY: help html preview serve test test-gpu test-triton-versions record linkcheck bench-build \
 	lint clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-21s %s\n", $$1, $$2 }' \
 		$(MAKEFILE_LIST)
 
 html: site-tools  ## build the site into docs/_build/html
@@ -36,10 +37,19 @@ serve: check-python  ## show the built site at http://localhost:8000
 	@$(PYTHON) -m http.server --bind localhost --directory $(SITE) $(PORT)
 
 test: test-tools  ## everything that proves the project, without a GPU
-	@$(PY) tests/run.py
+	@$(PY) -m ruff format --check --quiet . && $(PY) -m ruff check --quiet .
+	@$(PY) -m codespell_lib . && $(PY) -m sphinxlint -e all -d line-too-long \
+		$(wildcard docs/*.rst) README.md
+	@echo "Building the site from clean"
+	@rm -rf docs/_build docs/tutorials
+	@FIGURES=recorded $(SPHINX) -q $(SITE)
+	@$(PY) -m pytest -q -n 2 --dist loadfile --ignore tests/gpu tests
 
 test-gpu: run-tools  ## the checks that need a GPU
 	@$(PY) -m pytest -q tests/gpu
+
+test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
+	@$(PY) tests/triton_versions.py $(TRITON)
 
 record: run-tools  ## measure on a GPU: TUTORIALS="01 03" picks, default all
 	@$(PY) docs/_ext/record.py $(TUTORIALS)

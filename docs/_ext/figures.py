@@ -250,9 +250,7 @@ def alt_text(measured):
     """What the figure shows, in words made from its numbers."""
     table = _by_x(measured)
     xs = list(table)
-    first, last = (
-        ", ".join(str(part) for part in x) for x in (xs[0], xs[-1])
-    )
+    first, last = (", ".join(str(part) for part in x) for x in (xs[0], xs[-1]))
     args = ", ".join(f"{k} = {v}" for k, v in measured.args.items())
     lines = []
     for provider, name in measured.names.items():

@@ -113,9 +113,7 @@ def record(script, checks_passed):
             plt.close("all")
     if not recorder.benchmarks:
         raise Refused(f"tutorials/{script.name} has no benchmark to record")
-    methods = dict.fromkeys(
-        b["method"] for b in recorder.benchmarks.values()
-    )
+    methods = dict.fromkeys(b["method"] for b in recorder.benchmarks.values())
     environment = recording.environment(" ".join(methods), checks_passed)
     data = {
         "environment": environment,

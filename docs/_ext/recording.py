@@ -33,7 +33,7 @@ UNITS = {
     "different results of 100": "lower is better",
 }
 ENVIRONMENT = (
-    "gpu driver cuda torch triton python date method checks_passed".split()
+    ["gpu", "driver", "cuda", "torch", "triton", "python", "date", "method", "checks_passed"]
 )
 VALUES = ("median", "low", "high")
 

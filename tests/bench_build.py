@@ -1,0 +1,95 @@
+"""Measure the budgets of the build: ``make bench-build``.
+
+Builds a copy of the project with six tutorials (its own, repeated until there
+are six), and writes what it measured to docs/measurements/build.csv, which
+the page about the build shows.
+"""
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from project import ROOT
+
+COUNT = 6
+
+
+def six_tutorials(root):
+    """A copy of the project whose tutorials are repeated to make six."""
+    ignore = shutil.ignore_patterns("_build", "__pycache__")
+    shutil.copytree(ROOT / "docs", root / "docs", ignore=ignore)
+    shutil.rmtree(root / "docs/tutorials", ignore_errors=True)
+    shutil.copytree(ROOT / "tutorials", root / "tutorials")
+    shutil.copy(ROOT / "conf.py", root)
+    scripts = sorted((root / "tutorials").glob("[0-9][0-9]-*.py"))
+    for i in range(len(scripts), COUNT):
+        original = scripts[i % len(scripts)]
+        name = f"{i + 1:02}-copy-of-{original.stem}"
+        shutil.copy(original, original.with_name(f"{name}.py"))
+        for recording in root.glob(
+            f"docs/measurements/*/{original.stem}.json"
+        ):
+            shutil.copy(recording, recording.with_name(f"{name}.json"))
+    return len(scripts)
+
+
+def build(root):
+    """Seconds of one build, and how many tutorials it executed."""
+    command = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going"]
+    start = time.monotonic()
+    done = subprocess.run(
+        [*command, *"-c . -d doctrees docs html".split()],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"FIGURES": "recorded", "NO_COLOR": "1"},
+    )
+    seconds = time.monotonic() - start
+    if done.returncode:
+        sys.exit(done.stdout[-3000:])
+    found = re.search(r"successfully executed (\d+) out of", done.stdout)
+    return seconds, int(found[1]) if found else 0
+
+
+def measure():
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "site"
+        real = six_tutorials(root)
+        full = build(root)
+        nothing = build(root)
+        script = min((root / "tutorials").glob("[0-9][0-9]-*.py"))
+        text = script.read_text(encoding="utf-8")
+        script.write_text(
+            text.replace("# Benchmark\n", "# The benchmark\n", 1),
+            encoding="utf-8",
+        )
+        prose = build(root)
+    yield "what", "budget", "measured", "tutorials executed"
+    yield (
+        f"full build, {COUNT} tutorials ({real} and their copies)",
+        "90 s",
+        f"{full[0]:.1f} s",
+        full[1],
+    )
+    yield "nothing changed", "6 s", f"{nothing[0]:.1f} s", nothing[1]
+    yield "prose of one changed", "–", f"{prose[0]:.1f} s", prose[1]
+
+
+def main():
+    target = ROOT / "docs" / "measurements" / "build.csv"
+    rows = list(measure())
+    with target.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    for row in rows:
+        print(*row, sep=" | ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""A small copy of the project, with tutorials of a few lines, to build."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TUTORIAL = '''r"""
+Double {name}
+=============
+
+Double a tensor, and see what a page is made of.
+"""
+
+# %%
+# The kernel, in its shortest form.
+
+import os
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _double(x_ptr, y_ptr, N: tl.constexpr):
+    cols = tl.arange(0, N)
+    tl.store(y_ptr + cols, 2 * tl.load(x_ptr + cols))  # a comment
+
+
+x = torch.rand(8)
+y = torch.empty(8)
+_double[(1,)](x, y, 8)
+assert torch.equal(y, 2 * x)
+
+# %%
+# The benchmark. {prose}
+
+
+class NoGPU(Exception):
+    """Raised where there is no GPU."""
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[8, 16],
+        line_arg="provider",
+        line_vals=["triton", "torch", "copy"],
+        line_names=["Triton", "PyTorch", "Copy"],
+        ylabel="GB/s",
+        plot_name="double",
+        args={{"M": 4096, "dtype": torch.float16, "mode": "forward"}},
+    )
+)
+def measure(M, N, dtype, mode, provider):
+    """Invented for a test."""
+    raise NoGPU
+
+
+try:
+    table = measure.run(show_plots=True, return_df=True)
+except NoGPU:
+    table = None
+    print("Timing needs a GPU; recorded figures are on the page.")
+
+# %%
+# What it says.
+
+if table is not None:
+    print("rows:", table["Triton (GB/s)"].tolist())
+'''
+
+
+class Project:
+    """The site's own conf.py and docs, with small tutorials, in a folder."""
+
+    def __init__(self, folder, names=("01-double",)):
+        self.root = Path(folder)
+        shutil.copytree(
+            ROOT / "docs",
+            self.root / "docs",
+            ignore=shutil.ignore_patterns(
+                "_build", "tutorials", "nvidia-*", "vendor", "__pycache__"
+            ),
+        )
+        vendor = self.root / "docs/_static/vendor/mathjax"
+        vendor.mkdir(parents=True)
+        (vendor / "tex-svg.js").write_text("")
+        shutil.copy(ROOT / "conf.py", self.root)
+        (self.root / "tutorials").mkdir()
+        shutil.copy(ROOT / "tutorials/index.rst", self.root / "tutorials")
+        for name in names:
+            self.script(name).write_text(self.tutorial(name))
+            self.record(name)
+
+    @staticmethod
+    def tutorial(name, prose=""):
+        return TUTORIAL.format(name=name[:2], prose=prose)
+
+    def script(self, name="01-double"):
+        return self.root / "tutorials" / f"{name}.py"
+
+    def edit(self, old, new, name="01-double"):
+        text = self.script(name).read_text()
+        assert text.count(old) == 1, f"{old!r}: {text.count(old)} times"
+        self.script(name).write_text(text.replace(old, new))
+
+    def recording(self, name="01-double", gpu="nvidia-h200"):
+        return self.root / "docs/measurements" / gpu / f"{name}.json"
+
+    def record(self, name="01-double", gpu="nvidia-h200", scale=1.0):
+        """Write a recording of invented numbers for a tutorial."""
+        path = self.recording(name, gpu)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps(
+                {
+                    "environment": ENVIRONMENT | {"gpu": gpu.upper()},
+                    "code": self.hash(name),
+                    "benchmarks": {
+                        "double": {
+                            "unit": "GB/s",
+                            "args": {"M": 4096, "dtype": "float16"},
+                            "method": "Invented for a test.",
+                            "rows": rows(scale),
+                        }
+                    },
+                }
+            )
+        )
+
+    def hash(self, name):
+        code = f"import recording; print(recording.code_hash({str(self.script(name))!r}))"
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.root / "docs/_ext",
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    def build(self, figures="recorded", **env):
+        """Build the site; the finished process, its output in one text."""
+        env = os.environ | {"FIGURES": figures, "NO_COLOR": "1"} | env
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going"),
+                *("-c", ".", "-d", "doctrees", "docs", "html"),
+            ],
+            cwd=self.root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
+        return done
+
+    def page(self, name="01-double"):
+        return (self.root / "html/tutorials" / f"{name}.html").read_text()
+
+    def executed(self, output):
+        """How many tutorials a build executed."""
+        found = re.search(r"successfully executed (\d+) out of", output)
+        return int(found[1]) if found else 0
+
+
+ENVIRONMENT = {
+    "driver": "1.2.3",
+    "cuda": "13.0",
+    "torch": "2.0.0",
+    "triton": "3.0.0",
+    "python": "3.12.0",
+    "date": "2026-01-02",
+    "method": "Invented for a test.",
+    "checks_passed": 7,
+}
+
+
+def rows(scale=1.0):
+    speeds = {"triton": 1000.25, "torch": 750.5, "copy": 2000.0}
+    return [
+        {
+            "N": n,
+            "provider": provider,
+            "median": speed * scale * n / 8,
+            "low": speed * scale * n / 8 - 1,
+            "high": speed * scale * n / 8 + 1,
+        }
+        for n in (8, 16)
+        for provider, speed in speeds.items()
+    ]

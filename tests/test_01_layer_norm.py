@@ -1,0 +1,305 @@
+"""Page 01 in Triton's interpreter (or on a GPU, where there is one)."""
+
+import os
+import subprocess
+import sys
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+import layer_norm_cases as cases
+from layer_norm_cases import Case
+from tutorial import TUTORIALS, load
+
+NAME = "01-layer-norm"
+page = load(NAME)
+
+
+def run(case, module=page):
+    cases.run(module.layer_norm, case, module.DEVICE)
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+def test_shapes(shape):
+    M, N = shape
+    # The interpreter needs milliseconds for each row.
+    for dtype in cases.DTYPES if M < 100 else (torch.float16,):
+        run(Case((M,), (N,), dtype))
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "dy", "parameters"])
+def test_layouts(which, layout):
+    for dtype in cases.DTYPES:
+        for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
+            run(Case(lead, shape, dtype, **{which: layout}))
+
+
+def test_all_layouts_at_once():
+    for layout in cases.LAYOUTS:
+        run(Case((2, 3), (5, 4), x=layout, dy=layout, parameters=layout))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight_dtype", cases.DTYPES)
+def test_mixed_dtypes(dtype, weight_dtype):
+    if not page.ON_GPU and cases.wrong_in_interpreter(dtype, weight_dtype):
+        pytest.skip("the interpreter stores float64 as bfloat16 wrongly")
+    run(Case((7,), (65,), dtype, weight_dtype))
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+@pytest.mark.parametrize("shape", [(1,), (9,), (3, 5)])
+def test_dimensions(lead, shape):
+    run(Case(lead, shape))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_only_some_gradients(weight, bias):
+    for number in range(8):
+        wanted = tuple(bool(number >> i & 1) for i in range(3))
+        run(Case((5,), (33,), weight=weight, bias=bias, wanted=wanted))
+
+
+def test_more_rows_than_buffers():
+    # Every buffer is used several times.
+    assert page.group_size(2) < 300
+    run(Case((600,), (2,), torch.float32))
+
+
+def test_constant_rows_and_large_mean():
+    x = torch.full((3, 100), 7.0, device=page.DEVICE)
+    y = page.layer_norm(x, (100,), None, None)
+    assert (y == 0).all()
+    x = 10000 + torch.randn(3, 100, device=page.DEVICE)
+    y = page.layer_norm(x, (100,), None, None)
+    expected = F.layer_norm(x.double(), (100,))
+    torch.testing.assert_close(y.double(), expected, atol=5e-3, rtol=0)
+
+
+layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.builds(
+        Case,
+        lead=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        shape=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
+        dtype=st.sampled_from(cases.DTYPES),
+        weight_dtype=st.sampled_from([None, *cases.DTYPES]),
+        x=layouts,
+        dy=st.sampled_from(list(cases.LAYOUTS)),
+        parameters=layouts,
+        weight=st.booleans(),
+        bias=st.booleans(),
+        wanted=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        eps=st.sampled_from([1e-12, 1e-5, 0.1]),
+    )
+)
+def test_any_case(case):
+    hypothesis.assume(
+        not cases.wrong_in_interpreter(case.dtype, case.weight_dtype)
+    )
+    run(case)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_properties_without_reference(dtype):
+    x, w, b, dy = Case((7,), (129,), dtype).tensors(page.DEVICE)
+    x, w, b = (t.requires_grad_() for t in (x, w, b))
+    y = page.layer_norm(x, (129,), w, b)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    x, w, b, y, dy, dx, dw, db = (
+        t.detach().double() for t in (x, w, b, y, dy, dx, dw, db)
+    )
+    eps = 4 * torch.finfo(dtype).eps
+    x_hat = F.layer_norm(x, (129,))
+    size = dx.abs().sum(1)
+    assert (dx.sum(1).abs() <= eps * size).all()
+    size = (dx * x_hat).abs().sum(1)
+    # eps of the layer norm leaves a rest of relative size 1e-4.
+    assert ((dx * x_hat).sum(1).abs() <= (eps + 1e-4) * size).all()
+    total = (w * dw).sum() + (b * db).sum() - (dy * y).sum()
+    assert total.abs() <= eps * (dy * y).abs().sum()
+
+
+def test_constant_gradient_and_single_column():
+    x = torch.randn(4, 16, device=page.DEVICE, requires_grad=True)
+    w = torch.rand(16, device=page.DEVICE) + 0.5
+    y = page.layer_norm(x, (16,), w, None)
+    (dx,) = torch.autograd.grad(y, x, (1 / w).expand(4, 16))
+    assert dx.abs().max() < 1e-5
+    x = torch.randn(4, 1, device=page.DEVICE, requires_grad=True)
+    (dx,) = torch.autograd.grad(page.layer_norm(x, 1, None, None).sum(), x)
+    assert (dx == 0).all()
+
+
+def test_second_derivative_is_refused():
+    x = torch.randn(2, 8, device=page.DEVICE, requires_grad=True)
+    y = page.layer_norm(x, (8,), None, None).square().sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def _tensor(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device=page.DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("error", "names", "arguments"),
+    [
+        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), 8, None, None)),
+        (TypeError, "weight", (_tensor(2, 8), 8, _tensor(8).int(), None)),
+        (TypeError, "bias", (_tensor(2, 8), 8, None, _tensor(8).bool())),
+        (ValueError, "x.*normalized_shape", (_tensor(2, 8), 7, None, None)),
+        (ValueError, "normalized_shape", (_tensor(2, 8), (), None, None)),
+        (ValueError, "normalized_shape", (_tensor(8), (2, 8), None, None)),
+        (ValueError, "normalized_shape", (_tensor(2, 0), 0, None, None)),
+        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7), None)),
+        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
+        (ValueError, "eps", (_tensor(2, 8), 8, None, None, -1e-5)),
+        (ValueError, "eps", (_tensor(2, 8), 8, None, None, float("nan"))),
+        (ValueError, "x", (_tensor(2, 8).to("meta"), 8, None, None)),
+        (
+            ValueError,
+            "weight",
+            (_tensor(2, 8), 8, _tensor(8).to("meta"), None),
+        ),
+        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(8).to("meta"))),
+        (
+            ValueError,
+            "normalized_shape.*page 03",
+            (_tensor(1, 16385), 16385, None, None),
+        ),
+    ],
+)
+def test_mistakes_are_named(error, names, arguments):
+    with pytest.raises(error, match=names):
+        page.layer_norm(*arguments)
+
+
+def test_widest_row():
+    run(Case((1,), (16384,), torch.float16))
+
+
+# Each edit of the kernels must make a check fail.
+MUTANTS = {
+    "c2 dropped": ("wdy - x_hat * c1 - c2", "wdy - x_hat * c1"),
+    "c1 dropped": ("wdy - x_hat * c1 - c2", "wdy - c2"),
+    "masked lanes in the variance": (
+        "x = tl.where(mask, x - mean, 0)  # masked lanes: 0 again",
+        "x = x - mean",
+    ),
+    "store without mask": (
+        "tl.store(y_ptr + row * N + cols, y, mask=mask)",
+        "tl.store(y_ptr + row * N + cols, y)",
+    ),
+    "sums without mask": (
+        "tl.store(db_ptr, dy, mask=mask)",
+        "tl.store(db_ptr, dy)",
+    ),
+    "buffer read before it is written": (
+        "old = mask & (tl.load(written_ptr) == 1)",
+        "old = mask",
+    ),
+    "buffer never read": (
+        "old = mask & (tl.load(written_ptr) == 1)",
+        "old = mask & (tl.load(written_ptr) == 2)",
+    ),
+    "second stage reads every buffer": (
+        "mask = (rows < M) & (cols < N)\n    tile",
+        "mask = (rows < GROUP_SIZE_M) & (cols < N)\n    tile",
+    ),
+    "second stage without mask": (
+        "dw_ptr + cols, dw, mask=cols < N",
+        "dw_ptr + cols, dw",
+    ),
+    "dy with strides of its own": (
+        "dy.reshape(x.shape).contiguous()",
+        "dy.reshape(x.shape)",
+    ),
+    "x with strides of its own": (
+        "x.reshape(-1, N).contiguous()",
+        "x.reshape(-1, N)",
+    ),
+    "weight with strides of its own": (
+        "weight.reshape(N).contiguous()",
+        "weight.reshape(N)",
+    ),
+    "statistics in float32 only": (
+        "acc = torch.promote_types(x.dtype, torch.float32)",
+        "acc = torch.float32",
+    ),
+}
+
+
+def _suite(module):
+    """A few cases that together catch every mutant."""
+    for dtype in torch.float32, torch.float64:
+        run(Case((3,), (129,), dtype), module)
+    run(Case((3,), (9,), x="columns"), module)
+    run(Case((3,), (9,), dy="one number"), module)
+    run(Case((3,), (9,), parameters="every second"), module)
+    run(Case((300,), (3,)), module)  # more rows than buffers
+
+
+def test_suite_passes():
+    _suite(page)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_fail(name):
+    mutant = load(NAME, [MUTANTS[name]])
+    with pytest.raises((AssertionError, RuntimeError)):
+        _suite(mutant)
+
+
+FEW_BUFFERS = ("return 256 if", "return 2 if")
+HALF_SUMS = (
+    "sums = torch.empty(2, G, N, dtype=mean.dtype",
+    "sums = torch.empty(2, G, N, dtype=x.dtype",
+)
+
+
+def test_sums_in_16_bits_fail():
+    # Few buffers, so that each takes many rows.
+    case = Case((600,), (8,), torch.float16)
+    run(case, load(NAME, [FEW_BUFFERS]))
+    with pytest.raises(AssertionError, match="d[wb]: error"):
+        run(case, load(NAME, [FEW_BUFFERS, HALF_SUMS]))
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """What the script prints when it runs alone in an empty folder."""
+    folder = tmp_path_factory.mktemp("empty")
+    child = subprocess.run(
+        [sys.executable, TUTORIALS / f"{NAME}.py"],
+        cwd=folder,
+        env={**os.environ, "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    assert not list(folder.iterdir())
+    return child.stdout
+
+
+def test_script_runs_alone(output):
+    assert "passed at" in output
+    if not page.ON_GPU:
+        assert output.count("Timing needs a GPU") == 1
+
+
+def test_pitfalls_and_exercises_show(output):
+    assert output.count("wrong:") >= 5
+    assert output.count("right:") >= 5
+    assert output.count("all right") == 3  # the three solutions
+    assert output.count("wrong rows: [0, 1, 2, 3, 4]") == 2  # two stubs
+    assert output.count("wrong columns: [0, 1, 2") == 1  # the third stub

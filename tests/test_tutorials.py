@@ -1,0 +1,134 @@
+"""What is true of every tutorial, whatever it teaches."""
+
+import ast
+import re
+
+import pytest
+from project import ROOT
+
+SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in SCRIPTS}
+EVERY = pytest.mark.parametrize("stem", TEXTS)
+
+# These stand in every tutorial, the same to the letter: a download is alone.
+SHARED = ("NoGPU", "STREAM", "device_time", "run", "claims")
+
+
+def named(stem, name):
+    """The source of a definition at the top level of a tutorial."""
+    text = TEXTS[stem]
+    for node in ast.parse(text).body:
+        names = [getattr(node, "name", None)]
+        if isinstance(node, ast.Assign):
+            names = [getattr(target, "id", None) for target in node.targets]
+        if name in names:
+            first = min([node.lineno, *(d.lineno for d in decorators(node))])
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return None
+
+
+def decorators(node):
+    return getattr(node, "decorator_list", [])
+
+
+def cells(stem):
+    """The code cells of a tutorial."""
+    for cell in re.split(r"^# %%.*\n", TEXTS[stem], flags=re.MULTILINE)[1:]:
+        lines = cell.splitlines()
+        while lines and (not lines[0].strip() or lines[0].startswith("#")):
+            lines.pop(0)
+        yield [line for line in lines if line.strip()]
+
+
+@EVERY
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_cells_are_the_same(stem, name):
+    assert named(stem, name) == named("01-layer-norm", name) is not None
+
+
+@EVERY
+def test_the_switch_is_the_same(stem):
+    switch = re.compile(
+        r"^ON_GPU = .*?^DEVICE = [^\n]*$", re.MULTILINE | re.DOTALL
+    )
+    first = switch.search(TEXTS["01-layer-norm"])[0]
+    assert switch.search(TEXTS[stem])[0] == first
+
+
+@EVERY
+def test_cells_are_short(stem):
+    longest = max(cells(stem), key=len)
+    assert len(longest) <= 40, "\n".join(longest[:3])
+
+
+@EVERY
+def test_lines_are_short(stem):
+    long = [line for line in TEXTS[stem].splitlines() if len(line) > 79]
+    assert not long
+
+
+@EVERY
+def test_the_summary_is_one_sentence(stem):
+    title, _, rest = TEXTS[stem].partition("\n\n")
+    summary = " ".join(rest.split("\n\n")[0].split())
+    assert re.fullmatch(r"[A-Z][^.]+\.", summary), summary
+
+
+@EVERY
+def test_it_imports_nothing_of_this_repository(stem):
+    ours = {p.stem for p in (ROOT / "docs/_ext").glob("*.py")}
+    for node in ast.walk(ast.parse(TEXTS[stem])):
+        if isinstance(node, ast.Import):
+            assert not ours & {a.name.split(".")[0] for a in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] not in ours
+
+
+@EVERY
+def test_prose_renders_in_a_notebook(stem):
+    """Roles other than math, and pictures from files, stay raw there."""
+    prose = "\n".join(
+        line[2:] for line in TEXTS[stem].splitlines() if line.startswith("# ")
+    )
+    prose += TEXTS[stem].split('"""')[1]
+    assert not re.findall(r":(?!math:)[a-z]+:`", prose)
+    directives = set(re.findall(r"^\.\. (\w+)::", prose, re.MULTILINE))
+    assert directives <= {"math", "note", "warning"}
+    assert r"\text{GROUP_" not in prose
+
+
+@EVERY
+def test_no_speed_is_typed_by_hand(stem):
+    claim = re.compile(
+        r"^# .*\d(\.\d+)?\s?(x|×|times|%|percent) (faster|slower|speed)",
+        re.MULTILINE,
+    )
+    assert not claim.search(TEXTS[stem])
+
+
+def test_no_speed_is_typed_in_the_other_pages():
+    claim = re.compile(r"\d(\.\d+)?\s?(x|×|times) (faster|slower|the speed)")
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.rst")):
+        assert not claim.search(path.read_text(encoding="utf-8")), path
+
+
+@EVERY
+def test_solutions_follow_their_exercises(stem):
+    numbers = re.findall(r"^# Solution (\d)", TEXTS[stem], re.MULTILINE)
+    assert 3 <= len(numbers) <= 5
+    assert numbers == [str(i + 1) for i in range(len(numbers))]
+    for number in numbers:
+        assert f"Exercise {number}" in TEXTS[stem]
+
+
+@EVERY
+def test_drawings_are_named(stem):
+    """Their names become alt texts; measured figures make their own."""
+    for node in ast.walk(ast.parse(TEXTS[stem])):
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        if call == "plt.subplots":
+            assert "num" in {k.arg for k in node.keywords}, node.lineno
+        if call == "plt.figure":
+            assert node.args, node.lineno
