@@ -141,7 +141,8 @@ class Project:
         )
 
     def hash(self, name):
-        code = f"import recording; print(recording.code_hash({str(self.script(name))!r}))"
+        script = str(self.script(name))
+        code = f"import recording; print(recording.code_hash({script!r}))"
         return subprocess.run(
             [sys.executable, "-c", code],
             cwd=self.root / "docs/_ext",

@@ -58,7 +58,7 @@ def scraped(session, block_vars, gallery_conf):
                 session.stem,
             )
         parts.append(_images(figure, name, block_vars, gallery_conf))
-    for name, results in session.results.items():
+    for results in session.results.values():
         if isinstance(results[0], Missing):
             parts.append(_missing(results[0]))
             results[0] = None

@@ -21,7 +21,7 @@ import recording
 import replay
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why nothing is recorded, in one line."""
 
 
@@ -34,7 +34,7 @@ def main(names):
         for script in scripts:
             path = record(script, checked[script])
             print(f"wrote {path.relative_to(recording.ROOT)}")
-    except (Refused, recording.RecordingError) as error:
+    except (RefusedError, recording.RecordingError) as error:
         sys.exit(f"make record: {error}")
 
 
@@ -42,7 +42,7 @@ def require_gpu(command):
     import torch
 
     if not torch.cuda.is_available():
-        raise Refused(
+        raise RefusedError(
             f"no GPU here; run {command} on a machine with a GPU "
             "(make html and make test need none)"
         )
@@ -58,7 +58,7 @@ def require_store():
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise Refused(
+        raise RefusedError(
             f"{folder} cannot be written ({error.strerror}); "
             "make it writable, then run make record again"
         ) from None
@@ -69,7 +69,9 @@ def check(script):
     tests = recording.ROOT / "tests" / "gpu"
     mine = sorted(tests.glob(f"test_{script.stem[:2]}_*.py"))
     if not mine:
-        raise Refused(f"tutorials/{script.name} has no checks in tests/gpu")
+        raise RefusedError(
+            f"tutorials/{script.name} has no checks in tests/gpu"
+        )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", *map(str, mine)]
@@ -77,7 +79,7 @@ def check(script):
             [*command, f"--junitxml={report}"], cwd=recording.ROOT
         ).returncode
         if failed:
-            raise Refused(
+            raise RefusedError(
                 f"a GPU check of tutorials/{script.name} failed; nothing was "
                 "recorded (run make test-gpu to see it again)"
             )
@@ -104,7 +106,7 @@ def record(script, checks_passed):
             with replay.replaced(recorder):
                 runpy.run_path(str(script), run_name="__main__")
         except Exception as error:
-            raise Refused(
+            raise RefusedError(
                 f"tutorials/{script.name} stopped with "
                 f"{type(error).__name__}: {error}; nothing was written"
             ) from error
@@ -112,7 +114,9 @@ def record(script, checks_passed):
             os.chdir(home)
             plt.close("all")
     if not recorder.benchmarks:
-        raise Refused(f"tutorials/{script.name} has no benchmark to record")
+        raise RefusedError(
+            f"tutorials/{script.name} has no benchmark to record"
+        )
     methods = dict.fromkeys(b["method"] for b in recorder.benchmarks.values())
     environment = recording.environment(" ".join(methods), checks_passed)
     data = {
