@@ -151,6 +151,11 @@ def test_row_offsets_have_64_bits():
         for replace in ((), NARROW)
         for f in (forward, backward)
     ]
+    for job in jobs:
+        if "locks_ptr" in job.signature:
+            # Without the buffers: their offsets are small.
+            for name in "dw_sums_ptr", "db_sums_ptr", "locks_ptr":
+                job.constants[name] = None
     narrow = [
         re.search(r"mul\.lo\.s32\s.*\b4097;", built.text) is not None
         for built in build(jobs)

@@ -501,6 +501,8 @@ def _check(x, normalized_shape, weight, bias, eps):
                 f"{name} is on {tensor.device}; x, weight and bias must be "
                 f"on one {DEVICE.type} device"
             )
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: make it the current device")
     if shape.numel() == 0 or x.shape[-len(shape) :] != shape:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, which does not end in "
