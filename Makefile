@@ -79,7 +79,16 @@ check-python:
 	make it writable or clone elsewhere." >&2; exit 1; }
 
 ifeq ($(VENV),)
-site-tools test-tools run-tools: check-python
+test-tools: site-tools
+run-tools: check-python
+# Installing requirements.txt here would replace the torch of a GPU image.
+site-tools: check-python
+	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
+	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph' \
+	2>/dev/null || { \
+	echo "make: $(PY) lacks a package that builds the site; install them: \
+	grep -i sphinx requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	exit 1; }
 else
 site-tools: $(VENV)/site.stamp
 test-tools: $(VENV)/site.stamp $(VENV)/test.stamp

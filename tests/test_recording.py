@@ -209,3 +209,128 @@ def test_record_refuses_in_one_line(arguments, message):
 def test_json_is_plain(store):
     path = recording.save(data(store), GPU, STEM)
     assert json.loads(path.read_text())["benchmarks"]["double"]["unit"]
+
+
+MEASURED = """
+import triton.testing
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        ["N"], [8, 16], "provider", ["triton"], ["Triton"], "double", {},
+        ylabel="GB/s",
+    )
+)
+def measure(N, provider):
+    \"\"\"By hand.\"\"\"
+    if N == 16:
+        AT_16
+    return 2.0 * N, 1.0 * N, 3.0 * N
+
+
+measure.run()
+"""
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """As if there were a GPU: only its description is made up."""
+
+    def environment(method, checks_passed):
+        made = {"method": method, "checks_passed": checks_passed}
+        return ENVIRONMENT | {"gpu": "NVIDIA H200"} | made
+
+    monkeypatch.setattr(recording, "environment", environment)
+
+
+def test_a_tutorial_is_recorded(store, on_a_gpu):
+    from record import record
+
+    store.write_text(MEASURED.replace("AT_16", "pass"))
+    path = record(store, checks_passed=3)
+    loaded = recording.load(GPU, STEM)
+    assert path == recording.STORE / GPU / f"{STEM}.json"
+    assert loaded["environment"]["checks_passed"] == 3
+    assert loaded["environment"]["method"] == "By hand."
+    assert loaded["benchmarks"]["double"] == {
+        "unit": "GB/s",
+        "args": {},
+        "method": "By hand.",
+        "rows": [
+            {
+                "N": n,
+                "provider": "triton",
+                "median": 2.0 * n,
+                "low": 1.0 * n,
+                "high": 3.0 * n,
+            }
+            for n in (8, 16)
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "accident", ["raise ValueError('no luck')", "raise KeyboardInterrupt"]
+)
+def test_an_interrupted_run_leaves_the_old_file_whole(
+    store, on_a_gpu, accident
+):
+    from record import RefusedError, record
+
+    path = recording.save(data(store), GPU, STEM)
+    before = path.read_text()
+    store.write_text(MEASURED.replace("AT_16", accident))
+    with pytest.raises((RefusedError, KeyboardInterrupt)) as error:
+        record(store, checks_passed=3)
+    assert path.read_text() == before
+    if error.type is RefusedError:
+        assert "tutorials/01-double.py stopped with ValueError: no luck" in (
+            str(error.value)
+        )
+
+
+def test_a_failed_check_refuses_to_record(tmp_path, monkeypatch):
+    import record
+
+    monkeypatch.setattr(recording, "ROOT", tmp_path)
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    script = tmp_path / "tutorials" / "01-double.py"
+    with pytest.raises(record.RefusedError, match="has no checks"):
+        record.check(script)
+    test = folder / "test_01_double.py"
+    test.write_text("def test_a(): pass\ndef test_b(): assert False\n")
+    with pytest.raises(record.RefusedError, match="check of tutorials/01"):
+        record.check(script)
+    test.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pass\n"
+        "def test_c(): pytest.skip()\n"
+    )
+    assert record.check(script) == 2
+
+
+def test_a_live_benchmark_is_measured_and_kept(on_a_gpu):
+    import matplotlib.pyplot as plt
+    import replay
+    import triton.testing
+
+    @triton.testing.perf_report(
+        triton.testing.Benchmark(
+            *(["N"], [8], "provider", ["triton"], ["Triton"], "double"),
+            {"M": 2},
+            ylabel="GB/s",
+        )
+    )
+    def measure(M, N, provider):
+        """By hand."""
+        return 1.0 * N
+
+    live = replay.Session(STEM, live=True)
+    with replay.replaced(replay.Runner(live)):
+        table = measure.run(return_df=True)
+    plt.close("all")
+    assert table["Triton (GB/s)"][0] == 8
+    (measured,) = live.results["double"]
+    assert measured.live
+    assert measured.rows[0]["median"] == 8
+    assert measured.environment["method"] == "By hand."
