@@ -152,14 +152,14 @@ def exact(case, x, weight, bias, dy):
     c1 = (x_hat * wdy).mean(dims, keepdim=True)
     c2 = wdy.mean(dims, keepdim=True)
     y = x_hat if weight is None else x_hat * weight
-    size = y.abs()
+    size = y.abs() + (1 if weight is None else weight.abs())
     if bias is not None:
         y, size = y + bias, size + bias.abs()
     dw, db = dy * x_hat, dy
     return {
         "y": (y, size),
         "dx": ((wdy - x_hat * c1 - c2) * rstd, (wdy * rstd).abs()),
-        "dw": (_sum(dw, rows), _sum(dw.abs(), rows)),
+        "dw": (_sum(dw, rows), _sum(dw.abs() + dy.abs(), rows)),
         "db": (_sum(db, rows), _sum(db.abs(), rows)),
     }, (1 + (x.abs() * rstd).max().item() if x.numel() else 1)
 
@@ -177,7 +177,7 @@ def check(case, found, device, tensors):
     times the size of x in standard deviations, which subtracting the mean
     costs.
     """
-    x, weight, bias, dy = tensors
+    x, weight, bias, _ = tensors
     expected, cancels = exact(case, *tensors)
     wide = torch.promote_types(case.dtype, torch.float32)
     noise = 16 * torch.finfo(wide).eps / 2 * cancels

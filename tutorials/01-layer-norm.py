@@ -105,19 +105,23 @@ def _layer_norm_fwd(
 
 
 # %%
-# A warp is 32 lanes of hardware that work together.
-# Each lane loads 16 bytes at a time, so a warp loads 512 bytes.
-# One warp for each 1024 bytes of the block keeps two such loads on their way.
+# A warp is 32 lanes of hardware that work together, 16 bytes a load each.
+# We give a row few warps: one for each 4096 bytes of the block, at least 4.
+# Then each lane has several loads on their way at once, and more rows fit on
+# one multiprocessor.
+# The backward pass holds more numbers for each column, so there it is one
+# warp for each 2048 bytes.
+#
 # Wider rows than this need another design, because a row must fit into the
 # registers of one program: page 03 has one.
 
 MAX_COLUMNS = 16384
 
 
-def launch_options(N, dtype):
+def launch_options(N, dtype, warp_bytes):
     """Block size and number of warps for rows of N elements."""
     block = triton.next_power_of_2(N)
-    warps = min(max(block * dtype.itemsize // 1024, 1), 16)
+    warps = min(max(block * dtype.itemsize // warp_bytes, 4), 16)
     return {"BLOCK": block, "num_warps": warps}
 
 
@@ -129,7 +133,7 @@ def forward(x, w, b, eps):
     mean = torch.empty(M, dtype=acc, device=x.device)
     rstd = torch.empty_like(mean)
     _layer_norm_fwd[(M,)](
-        x, w, b, y, mean, rstd, eps, N, **launch_options(N, x.dtype)
+        x, w, b, y, mean, rstd, eps, N, **launch_options(N, x.dtype, 4096)
     )
     return y, mean, rstd
 
@@ -258,23 +262,25 @@ assert_close((dx * x_hat).sum(dim=1, keepdim=True), eps * r**3 * 6 * c1)
 # Backward kernels
 # ----------------
 #
-# ``dx`` is easy: one program a row again, two sums, one store.
-# ``dw`` and ``db`` need every row, and every program has only one.
+# ``dx`` is easy: two sums over each row, one store.
+# ``dw`` and ``db`` are sums over all rows, and no program has all rows.
 # They are summed in two stages.
 #
-# * Stage 1: the program of row ``i`` adds its ``dy * x_hat`` and ``dy`` to
-#   buffer ``i % GROUP_SIZE_M``, one of a few buffers of one row each.
+# * Stage 1: each program takes several rows and adds up their ``dy * x_hat``
+#   and ``dy`` in registers.
+#   Then program ``i`` adds its two sums to buffer ``i % GROUP_SIZE_M``, one of
+#   a few buffers.
 # * Stage 2: a second, small kernel adds up the buffers.
 #
 # With one buffer all programs would wait for each other.
-# With one buffer for each row, stage 2 would read as much as stage 1 wrote.
-# In the picture ``M = 4`` and ``GROUP_SIZE_M = 2``: rows of one color share a
-# buffer.
+# With very many, stage 2 would have as much to read as stage 1.
+# In the picture there are ``M = 4`` rows, a program for each, and
+# ``GROUP_SIZE_M = 2``: rows of one color share a buffer.
 
 
 def diagram():
-    _, ax = plt.subplots(figsize=(7.5, 3.4))
-    ax.set(xlim=(0, 10), ylim=(-0.6, 4.4))
+    _, ax = plt.subplots(figsize=(7.5, 3.4), num="Two-stage sum")
+    ax.set(xlim=(0, 10), ylim=(-0.3, 4.4))
     ax.axis("off")
 
     def box(x, y, text, color):
@@ -284,9 +290,8 @@ def diagram():
         ax.text(x + 1.1, y + 0.35, text, ha="center", va="center")
 
     def arrow(start, end):
-        ax.annotate(
-            "", end, start, arrowprops={"arrowstyle": "->", "color": "black"}
-        )
+        style = {"arrowstyle": "->", "color": "black"}
+        ax.annotate("", end, start, arrowprops=style)
 
     for row in range(4):
         group = row % 2
@@ -297,7 +302,7 @@ def diagram():
         arrow((6.2, 2.85 - 2 * group), (7.6, 1.85))
     box(7.7, 1.5, "dw, db", "C2")
     ax.text(3.1, 4.1, "stage 1: add, one at a time", ha="center")
-    ax.text(6.9, 3.1, "stage 2: reduce", ha="center")
+    ax.text(7.4, 3.3, "stage 2: reduce", ha="center")
     plt.show()
 
 
@@ -306,22 +311,60 @@ diagram()
 # %%
 # Two programs must not add to one buffer at the same time: both would read
 # the old sum, and one addition would be lost.
-# So each buffer has a lock, an integer that is 0 when free.
-# ``atomic_cas`` compares it with 0 and sets it to 1 in one step that nobody
-# can interrupt; a program repeats that until it was the one that found 0.
-# ``atomic_xchg`` puts the 0 back.
+# So each buffer has a lock, an integer with three states:
+#
+# * 0: free, and the buffer was never written;
+# * 1: taken;
+# * 2: free, and the buffer holds a sum.
+#
+# ``atomic_xchg`` writes a new value and returns the old one in a single step
+# that nobody can interrupt.
+# A program writes 1 until the old value is not 1: then the lock is its own.
+# The old value also says whether there is a sum to read.
+# So the buffers need no zeros, and memory that was never written is never
+# read.
 #
 # The release needs care.
 # A program is many threads, and each stores its own columns of the sum.
 # One thread alone executes the exchange that frees the lock.
-# Without a barrier it may do that while other threads still have stores to
+# Without a barrier it may do so while other threads still have stores to
 # make; the next program then reads a sum that is half old.
 # ``tl.debug_barrier()`` makes all threads of the program arrive first.
-# The exchange itself orders memory: who sees the 0 sees the stores as well.
-#
-# A second integer says whether the buffer was ever written.
-# The first program to arrive does not read it, so nothing needs to be zeroed
-# except these integers.
+# ``release`` then says: who sees the 2 also sees the stores before it.
+# ``acquire`` is the other half: no load after it may come too early.
+
+
+@triton.jit
+def _add_behind_lock(
+    dw,  # one row of sums, in registers
+    db,
+    sums_ptr,  # (2, GROUP_SIZE_M, N): the buffers of dw, then those of db
+    locks_ptr,  # (GROUP_SIZE_M,), 0 at the start
+    cols,
+    N: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
+):
+    buffer = tl.program_id(0) % GROUP_SIZE_M
+    lock_ptr = locks_ptr + buffer
+    dw_ptr = sums_ptr + buffer * N + cols
+    db_ptr = dw_ptr + GROUP_SIZE_M * N
+    state = tl.atomic_xchg(lock_ptr, 1, sem="acquire")
+    while state == 1:
+        state = tl.atomic_xchg(lock_ptr, 1, sem="acquire")
+    old = (cols < N) & (state == 2)
+    dw += tl.load(dw_ptr, mask=old, other=0)
+    db += tl.load(db_ptr, mask=old, other=0)
+    tl.store(dw_ptr, dw, mask=cols < N)
+    tl.store(db_ptr, db, mask=cols < N)
+    tl.debug_barrier()  # every thread has stored its columns
+    tl.atomic_xchg(lock_ptr, 2, sem="release")
+
+
+# %%
+# The kernel of stage 1.
+# Program ``i`` takes rows ``i``, ``i + programs``, ``i + 2 * programs`` and so
+# on, so that programs which run at the same time read rows that are
+# neighbors.
 
 
 @triton.jit
@@ -332,105 +375,95 @@ def _layer_norm_bwd_dx(
     mean_ptr,  # (M,)
     rstd_ptr,  # (M,)
     dx_ptr,  # (M, N), or None: not wanted
-    dw_sums_ptr,  # (GROUP_SIZE_M, N), buffers for stage 2
-    db_sums_ptr,  # (GROUP_SIZE_M, N)
-    locks_ptr,  # (2, GROUP_SIZE_M): taken?, written?; None: no dw, no db
+    sums_ptr,  # (2, GROUP_SIZE_M, N), or None: no dw, no db
+    locks_ptr,  # (GROUP_SIZE_M,), or None
+    M,
     N: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     acc = mean_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc)
-    dy = tl.load(dy_ptr + row * N + cols, mask=mask, other=0).to(acc)
-    rstd = tl.load(rstd_ptr + row)
-    x_hat = (x - tl.load(mean_ptr + row)) * rstd
-    if dx_ptr is not None:
-        # Here masked lanes need no care: their wdy is 0.
-        wdy = dy
-        if w_ptr is not None:
-            wdy *= tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
-        c1 = tl.sum(x_hat * wdy) / N
-        c2 = tl.sum(wdy) / N
-        dx = (wdy - x_hat * c1 - c2) * rstd
-        tl.store(dx_ptr + row * N + cols, dx, mask=mask)
-    if locks_ptr is not None:
-        buffer = row % GROUP_SIZE_M
-        lock_ptr = locks_ptr + buffer
-        written_ptr = lock_ptr + GROUP_SIZE_M
-        dw_ptr = dw_sums_ptr + buffer * N + cols
-        db_ptr = db_sums_ptr + buffer * N + cols
-        dw = dy * x_hat
-        while tl.atomic_cas(lock_ptr, 0, 1) == 1:
-            pass
-        old = cols < N * tl.load(written_ptr)  # all columns, or none
-        dw += tl.load(dw_ptr, mask=old, other=0)
-        dy += tl.load(db_ptr, mask=old, other=0)
-        tl.store(dw_ptr, dw, mask=mask)
-        tl.store(db_ptr, dy, mask=mask)
-        tl.store(written_ptr, 1)
-        tl.debug_barrier()  # every thread has stored its columns
-        tl.atomic_xchg(lock_ptr, 0)
+    dw = tl.zeros((BLOCK,), acc)
+    db = tl.zeros((BLOCK,), acc)
+    for i in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + row * N + cols, mask=mask, other=0).to(acc)
+        rstd = tl.load(rstd_ptr + row)
+        x_hat = (x - tl.load(mean_ptr + row)) * rstd
+        dw += dy * x_hat
+        db += dy
+        if dx_ptr is not None:
+            # Masked lanes need no care here: their dy is 0.
+            wdy = dy
+            if w_ptr is not None:
+                wdy *= tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
+            c1 = tl.sum(x_hat * wdy) / N
+            c2 = tl.sum(wdy) / N
+            dx = (wdy - x_hat * c1 - c2) * rstd
+            tl.store(dx_ptr + row * N + cols, dx, mask=mask)
+    if sums_ptr is not None:
+        _add_behind_lock(dw, db, sums_ptr, locks_ptr, cols, N, GROUP_SIZE_M)
 
 
 # %%
 # Stage 2 gives each program a few columns of all buffers.
-# If there are fewer rows than buffers, the last buffers were never written,
-# so they are masked.
+# With fewer programs than buffers the last buffers were never written, so
+# they are masked.
 
 
 @triton.jit
 def _layer_norm_bwd_dwdb(
-    dw_sums_ptr,  # (GROUP_SIZE_M, N)
-    db_sums_ptr,  # (GROUP_SIZE_M, N)
+    sums_ptr,  # (2, GROUP_SIZE_M, N)
     dw_ptr,  # (N,), or None: not wanted
     db_ptr,  # (N,), or None: not wanted
-    M,
+    programs,  # of stage 1
     N: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of one program
 ):
     rows = tl.arange(0, GROUP_SIZE_M)[:, None]
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = (rows < M) & (cols < N)
-    tile = rows * N + cols
+    mask = (rows < programs) & (cols < N)
+    tile_ptr = sums_ptr + rows * N + cols
     if dw_ptr is not None:
-        dw = tl.sum(tl.load(dw_sums_ptr + tile, mask=mask, other=0), axis=0)
+        dw = tl.sum(tl.load(tile_ptr, mask=mask, other=0), axis=0)
         tl.store(dw_ptr + cols, dw, mask=cols < N)
     if db_ptr is not None:
-        db = tl.sum(tl.load(db_sums_ptr + tile, mask=mask, other=0), axis=0)
+        tile_ptr += GROUP_SIZE_M * N
+        db = tl.sum(tl.load(tile_ptr, mask=mask, other=0), axis=0)
         tl.store(db_ptr + cols, db, mask=cols < N)
 
 
 # %%
-# More buffers mean less waiting, but more memory to add up in stage 2.
-# Wide rows get fewer, for their buffers are large.
-# The sums are float32 whatever type ``x`` has (float64 for float64): a sum of
-# thousands of terms that is rounded to 16 bits at each addition loses digits.
+# More rows in a program mean fewer visits to a buffer, but fewer programs to
+# keep the device busy.
+# The rule: 16 rows (8 if they are narrow), but no fewer than 256 programs.
+# The sums are float32 whatever type ``x`` has (float64 for float64): a sum
+# that is rounded to 16 bits at each addition loses digits.
 
-
-def group_size(N):
-    """Number of buffers: a power of two."""
-    return 256 if N <= 2048 else 128 if N <= 8192 else 64
+GROUP_SIZE_M = 128
 
 
 def backward(dy, x, w, mean, rstd, dx, dw, db):
     """Fill dx, dw and db; each of them may be None."""
     M, N = x.shape
-    options = launch_options(N, x.dtype)
-    G = group_size(N)
-    sums, locks = (None, None), None
+    G = GROUP_SIZE_M
+    programs = min(M, max(256, triton.cdiv(M, 8 if N <= 2048 else 16)))
+    sums = locks = None
     if dw is not None or db is not None:
         sums = torch.empty(2, G, N, dtype=mean.dtype, device=x.device)
-        locks = torch.zeros(2, G, dtype=torch.int32, device=x.device)
-    _layer_norm_bwd_dx[(M,)](
-        dy, x, w, mean, rstd, dx, sums[0], sums[1], locks, N, G, **options
+        locks = torch.zeros(G, dtype=torch.int32, device=x.device)
+    options = launch_options(N, x.dtype, 2048)
+    _layer_norm_bwd_dx[(programs,)](
+        dy, x, w, mean, rstd, dx, sums, locks, M, N, G, **options
     )
-    if locks is not None:
-        grid = (triton.cdiv(N, 16),)
-        _layer_norm_bwd_dwdb[grid](sums[0], sums[1], dw, db, M, N, G, BLOCK=16)
+    if sums is not None:
+        _layer_norm_bwd_dwdb[(triton.cdiv(N, 16),)](
+            sums, dw, db, programs, N, G, BLOCK=16
+        )
 
 
 # %%
@@ -777,16 +810,17 @@ claims(table)
 # many lanes of each program have nothing to do.
 # Page 03 removes that step.
 #
-# Backward has more to carry than its three matrices.
-# Each row reads and writes one buffer of ``dw`` and one of ``db``.
-# In float32 that is 16 bytes a column, while ``x``, ``dy`` and ``dx`` have 6
-# bytes in float16.
-# The buffers fit into the L2 cache, but the traffic takes its time, and so
-# does waiting for a lock.
-# A lock has one more price: the order of the rows is not fixed, so the last
-# bits of ``dw`` and ``db`` may differ from run to run.
-# Where the lines above say "slower", this is why.
-# Page 02 replaces the lock and keeps everything else.
+# Backward has more to do than to carry its three matrices.
+#
+# * Each program reads and writes two float32 buffers once: 16 bytes a column,
+#   against 6 for each of its rows of ``x``, ``dy`` and ``dx`` in float16.
+# * While a program waits for a row, it has no other load on its way.
+# * The two sums of the widest rows do not fit into the registers beside the
+#   row; the compiler puts a part of them into memory and fetches it again.
+# * The order in which programs take a lock is not fixed, so the last bits of
+#   ``dw`` and ``db`` may differ from run to run.
+#
+# Page 02 removes these points one by one.
 #
 # For narrow rows the whole call is another matter.
 # Python starts the kernels, and the device may wait for it:
@@ -910,15 +944,16 @@ torch.testing.assert_close(b.grad, torch.full_like(b, 4))
 
 # %%
 # **Buffers that nobody wrote.**
-# With 3 rows only 3 of the 256 buffers are written.
+# 3 programs write 3 of the 128 buffers.
 # ``torch.empty`` leaves the others as they are; here they hold NaN.
-# A second stage that is told of more rows adds them.
+# A second stage that is told of more programs adds them.
 
-sums = torch.full((2, 256, 16), float("nan"), device=DEVICE)
+G = GROUP_SIZE_M
+sums = torch.full((2, G, 16), float("nan"), device=DEVICE)
 sums[:, :3] = 1.0
 dw, db = torch.empty(2, 16, device=DEVICE)
-for name, rows in ("wrong", 256), ("right", 3):
-    _layer_norm_bwd_dwdb[(1,)](*sums, dw, db, rows, 16, 256, BLOCK=16)
+for name, programs in ("wrong", G), ("right", 3):
+    _layer_norm_bwd_dwdb[(1,)](sums, dw, db, programs, 16, G, BLOCK=16)
     print(f"{name}: {dw[0].item()}")
 
 # %%
@@ -976,23 +1011,14 @@ y, dx, dw, db = (t.detach() for t in results(F.layer_norm, x, w, b, dy))
 x, w, b = (t.detach() for t in (x, w, b))
 
 # %%
-# **1. Two rows in one program.**
+# **Exercise 1: several rows in one program.**
 # For narrow rows a program has too little to do.
-# Let each program normalize ``ROWS`` rows, without ``w`` and ``b``.
-# Then a tile has two dimensions, and there may be fewer rows than the tile
-# has; the stub forgets the sums.
+# Let each program normalize ``ROWS`` rows at once, without ``w`` and ``b``.
+# The tile has two dimensions, and the last one may reach beyond row ``M``.
 
 
 @triton.jit
-def _several_rows(
-    x_ptr,
-    y_ptr,
-    eps,
-    M,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _tile(x_ptr, y_ptr, eps, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (rows < M) & (cols < N)
@@ -1007,22 +1033,15 @@ def exercise_1(kernel):
     return check(out, F.layer_norm(x, (24,)))
 
 
-exercise_1(_several_rows)
+exercise_1(_tile)
 
 # %%
+
 # Solution 1
 
 
 @triton.jit
-def _several_rows_solved(
-    x_ptr,
-    y_ptr,
-    eps,
-    M,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _tile_1(x_ptr, y_ptr, eps, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (rows < M) & (cols < N)
@@ -1034,14 +1053,15 @@ def _several_rows_solved(
     tl.store(y_ptr + rows * N + cols, y, mask=mask)
 
 
-assert exercise_1(_several_rows_solved)
+assert exercise_1(_tile_1)
 
 # %%
-# **2. Find the error.**
-# This formula for ``dx`` stands in the documentation of a well-known library.
+# **Exercise 2: find the error.**
+# A formula like this one for ``dx`` is in circulation.
 # Its sums ``dw`` and ``db`` run over the rows of the batch.
-# Which normalization would it fit, and what must the sums run over here?
-# The printed sums reject it without any reference.
+# For which normalization would such sums be right, and over what must they
+# run here?
+# The printed sums reject the formula without any reference.
 
 rstd = (x.var(dim=1, keepdim=True, correction=0) + 1e-5) ** -0.5
 x_hat = (x - x.mean(dim=1, keepdim=True)) * rstd
@@ -1054,94 +1074,70 @@ def formula(dy, x_hat, w, rstd):
 
 def exercise_2(formula):
     got = formula(dy, x_hat, w, rstd)
-    print("sums of the rows of dx:", got.sum(dim=1).tolist())
+    print("sums of the rows:", *(f"{v:.1e}" for v in got.sum(dim=1).tolist()))
     return check(got, dx)
 
 
 exercise_2(formula)
 
 # %%
+
 # Solution 2
 
 
-def formula_solved(dy, x_hat, w, rstd):
-    # With column sums it is batch normalization. A row needs row sums, and w
-    # stands inside them, because it differs from column to column.
+def formula_2(dy, x_hat, w, rstd):
+    # Sums over the batch belong to batch normalization. Here they run over
+    # the row, and w stands inside them: it differs from column to column.
     wdy = w * dy
     c1 = (x_hat * wdy).mean(dim=1, keepdim=True)
     c2 = wdy.mean(dim=1, keepdim=True)
     return (wdy - x_hat * c1 - c2) * rstd
 
 
-assert exercise_2(formula_solved)
+assert exercise_2(formula_2)
 
 # %%
-# **3. Take the lock less often.**
-# Let each program add up several rows in registers and take the lock once.
-# The stub adds one row of each program and drops the others.
-# With as many buffers as programs, what would be left of the lock?
+# **Exercise 3: no lock at all.**
+# With a buffer for each program nobody has to wait.
+# In the stub all programs store to the first buffer, and only the last of
+# them is still there at the end.
 
 
 @triton.jit
-def _sum_rows(
-    dy_ptr,
-    db_ptr,
-    lock_ptr,
-    M,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _own_buffer(dy_ptr, sums_ptr, M, N, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    mask = cols < N
-    row = tl.program_id(0)
-    # to do: also the rows after it, tl.num_programs(0) apart
-    db = tl.load(dy_ptr + row * N + cols, mask=mask, other=0)
-    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
-        pass
-    db += tl.load(db_ptr + cols, mask=mask)
-    tl.store(db_ptr + cols, db, mask=mask)
-    tl.debug_barrier()
-    tl.atomic_xchg(lock_ptr, 0)
+    db = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        db += tl.load(dy_ptr + row * N + cols, mask=cols < N, other=0)
+    buffer = 0  # to do
+    tl.store(sums_ptr + buffer * N + cols, db, mask=cols < N)
 
 
 def exercise_3(kernel):
-    total = torch.zeros_like(db)
-    lock = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    kernel[(2,)](dy, total, lock, M=5, N=24, BLOCK=32)
-    return check(total, db)
+    sums = torch.zeros(2, 24, device=DEVICE)
+    kernel[(2,)](dy, sums, M=5, N=24, BLOCK=32)
+    return check(sums.sum(dim=0), db)
 
 
-exercise_3(_sum_rows)
+exercise_3(_own_buffer)
 
 # %%
+
 # Solution 3
 
 
 @triton.jit
-def _sum_rows_solved(
-    dy_ptr,
-    db_ptr,
-    lock_ptr,
-    M,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _own_buffer_3(dy_ptr, sums_ptr, M, N, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    mask = cols < N
     db = tl.zeros((BLOCK,), tl.float32)
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
-        db += tl.load(dy_ptr + row * N + cols, mask=mask, other=0)
-    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
-        pass
-    db += tl.load(db_ptr + cols, mask=mask)
-    tl.store(db_ptr + cols, db, mask=mask)
-    tl.debug_barrier()
-    tl.atomic_xchg(lock_ptr, 0)
-    # With one buffer for each program nobody else writes to it: no lock.
-    # That is where page 02 goes.
+        db += tl.load(dy_ptr + row * N + cols, mask=cols < N, other=0)
+    # Plain stores, a fixed order of additions, no lock. Page 02 starts here.
+    buffer = tl.program_id(0)
+    tl.store(sums_ptr + buffer * N + cols, db, mask=cols < N)
 
 
-assert exercise_3(_sum_rows_solved)
+assert exercise_3(_own_buffer_3)
 
 # %%
 # References

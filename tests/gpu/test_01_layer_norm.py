@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import layer_norm_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
+
+import layer_norm_cases as cases
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -231,8 +232,10 @@ def test_memcheck():
         "PYTHONPATH": str(Path(cases.__file__).parent),
     }
     child = subprocess.run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "3", sys.executable]
-        + ["-c", MEMCHECK],
+        [
+            *(tool, "--tool", "memcheck", "--error-exitcode", "3"),
+            *(sys.executable, "-c", MEMCHECK),
+        ],
         env=env,
         capture_output=True,
         text=True,
