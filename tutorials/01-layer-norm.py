@@ -7,11 +7,11 @@ formula by running it, and sum weight gradients safely behind a lock.
 
 You will be able to:
 
-* normalize each row of a matrix with a single read of it;
+* normalize each row of a matrix and read it from memory only once;
 * derive the gradient of a normalization and check every step of the algebra;
-* add up a gradient over thousands of programs without losing a term;
+* add up a gradient over many programs without losing a term;
 * wrap the kernels so that a model can train with them;
-* judge an error and a speed by numbers that mean something.
+* say how exact and how fast the result is, and compared with what.
 
 You should know Python and PyTorch, and have seen one Triton kernel.
 Without a GPU everything here runs in Triton's interpreter, except the timing.
@@ -59,16 +59,17 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # A kernel is one function that many programs run at the same time.
 # Here one program takes one row.
-# It holds the whole row in registers, so it reads ``x`` from memory once.
+# It holds the whole row in registers, the memory inside a processor, so it
+# reads ``x`` only once.
 # The mean comes first and the variance second, both from those registers.
 #
-# A block of Triton has a power of two of lanes, a row need not.
+# A block in Triton has a power of two of lanes; a row may have any length.
 # The lanes beyond the row are masked: they load 0 and store nothing.
 # A 0 does no harm to the sum of the row.
 # It does harm the variance, because 0 minus the mean is not 0.
 # So those lanes are set to 0 again after the mean is subtracted.
 #
-# The arithmetic has the type of the saved statistics.
+# Sums are computed in the type of the saved statistics.
 # That is float32 for float16, bfloat16 and float32, and float64 for float64.
 
 
@@ -84,7 +85,7 @@ def _layer_norm_fwd(
     N: tl.constexpr,  # known to the compiler: it can use wide loads
     BLOCK: tl.constexpr,  # power of two, at least N
 ):
-    # 64 bits: M * N may pass 2**31.
+    # 64 bits, because M * N may pass 2**31.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -105,15 +106,16 @@ def _layer_norm_fwd(
 
 
 # %%
-# A warp is 32 lanes of hardware that work together, 16 bytes a load each.
+# A warp is a group of 32 threads that work together.
+# Each of them loads 16 bytes at a time.
 # We give a row few warps: one for each 4096 bytes of the block, at least 4.
-# Then each lane has several loads on their way at once, and more rows fit on
-# one multiprocessor.
+# Then each thread has several loads on their way at once, and more rows fit
+# on one multiprocessor, the part of a GPU that runs programs.
 # The backward pass holds more numbers for each column, so there it is one
 # warp for each 2048 bytes.
 #
-# Wider rows than this need another design, because a row must fit into the
-# registers of one program: page 03 has one.
+# A row must fit into the registers of one program.
+# Page 03 has kernels for rows that do not.
 
 MAX_COLUMNS = 16384
 
@@ -153,14 +155,14 @@ print(f"largest difference: {(y - expected).abs().max():.1e}")
 torch.testing.assert_close(y, expected)
 
 # %%
-# Backward, on paper that runs
-# ----------------------------
+# Backward: the formulas
+# ----------------------
 #
 # The backward pass gets ``dy``, the gradient of the loss with respect to
-# ``y``, and owes the gradients ``dx``, ``dw`` and ``db``.
+# ``y``, and must return the gradients ``dx``, ``dw`` and ``db``.
 # We derive them one step at a time, and each step is checked.
-# The forward pass below is written in plain PyTorch, in float64, and autograd
-# keeps every intermediate value, so we can ask it for any gradient we like.
+# The forward pass is written once more in plain PyTorch, in float64.
+# Autograd can then give the gradient of every value on the way.
 
 eps = 1e-5
 x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
@@ -182,7 +184,7 @@ def autograd(value):
 assert_close = torch.testing.assert_close
 
 # %%
-# Step 1: through scale and shift.
+# **Step 1: through scale and shift.**
 # Each column multiplies its gradient by ``w``.
 # We call the product ``wdy``; it is the gradient of :math:`\hat{x}`.
 
@@ -190,7 +192,7 @@ wdy = w * dy
 assert_close(wdy, autograd(x_hat))
 
 # %%
-# Step 2: through :math:`r = (\sigma^2 + \epsilon)^{-1/2}`.
+# **Step 2: through** :math:`r = (\sigma^2 + \epsilon)^{-1/2}`.
 # The whole row was multiplied by :math:`r`, so its gradient is a sum over the
 # row; then comes the derivative of the power.
 
@@ -200,7 +202,7 @@ dvar = dr * -0.5 * r**3
 assert_close(dvar, autograd(var))
 
 # %%
-# Step 3: through the mean.
+# **Step 3: through the mean.**
 # :math:`\mu` was subtracted from each element of the row, which gives a sum
 # with a minus sign.
 # It also stands inside the variance, but adds nothing there: the derivative
@@ -210,14 +212,15 @@ dmu = -(r * wdy).sum(dim=1, keepdim=True)
 assert_close(dmu, autograd(mu))
 
 # %%
-# Step 4: collect the three ways from ``x`` to the loss.
-# ``x`` is used directly, in the variance, and in the mean.
+# **Step 4: all three ways together.**
+# ``x`` is used directly, in the variance and in the mean.
 
 dx = r * wdy + dvar * 2 * (x - mu) / 6 + dmu / 6
 assert_close(dx, autograd(x))
 
 # %%
-# Step 5: put step 2 and step 3 into it.
+# **Step 5: simplify.**
+# We put the results of steps 2 and 3 into step 4.
 # Since :math:`(x - \mu) \, r = \hat{x}`, two row means remain, named ``c1``
 # and ``c2`` by tradition:
 #
@@ -233,7 +236,7 @@ dx = (wdy - x_hat * c1 - c2) * r
 assert_close(dx, autograd(x))
 
 # %%
-# Step 6: the parameters.
+# **Step 6: the parameters.**
 # All rows share ``w`` and ``b``, so their gradients are sums over the rows:
 #
 # .. math::
@@ -249,31 +252,33 @@ assert_close(dy.sum(dim=0), autograd(b))
 # So a row of ``dx`` has no part along the constant: it sums to zero.
 # A row that is stretched about its mean changes ``y`` only through
 # :math:`\epsilon`.
-# So a row of ``dx`` is orthogonal to :math:`\hat{x}`, up to
-# :math:`\epsilon \, r^3 N c_1`, which tends to 0 with :math:`\epsilon`.
+# So a row of ``dx`` is orthogonal to :math:`\hat{x}`, up to a rest of exactly
+# :math:`\epsilon \, r^3 N c_1`.
 # A formula without ``c2`` fails the first test, one without ``c1`` the second.
 
-print("sum of each row of dx:", dx.sum(dim=1).tolist())
-print("dot with each row of x_hat:", (dx * x_hat).sum(dim=1).tolist())
-assert_close(dx.sum(dim=1), torch.zeros(4, dtype=torch.float64))
-assert_close((dx * x_hat).sum(dim=1, keepdim=True), eps * r**3 * 6 * c1)
+total = dx.sum(dim=1, keepdim=True)
+product = (dx * x_hat).sum(dim=1, keepdim=True)
+print(f"sums of the rows: at most {total.abs().max():.1e}")
+print(f"products with x_hat: at most {product.abs().max():.1e}")
+assert_close(total, torch.zeros_like(total))
+assert_close(product, eps * r**3 * 6 * c1)
 
 # %%
 # Backward kernels
 # ----------------
 #
-# ``dx`` is easy: two sums over each row, one store.
+# ``dx`` needs two sums over each row, which one program can compute alone.
 # ``dw`` and ``db`` are sums over all rows, and no program has all rows.
-# They are summed in two stages.
+# They are computed in two stages.
 #
 # * Stage 1: each program takes several rows and adds up their ``dy * x_hat``
 #   and ``dy`` in registers.
-#   Then program ``i`` adds its two sums to buffer ``i % GROUP_SIZE_M``, one of
-#   a few buffers.
+#   Then program ``i`` adds its two sums to buffer ``i % GROUP_SIZE_M``.
+#   There are ``GROUP_SIZE_M`` buffers, each as long as a row.
 # * Stage 2: a second, small kernel adds up the buffers.
 #
 # With one buffer all programs would wait for each other.
-# With very many, stage 2 would have as much to read as stage 1.
+# With very many, stage 2 would have much to read.
 # In the picture there are ``M = 4`` rows, a program for each, and
 # ``GROUP_SIZE_M = 2``: rows of one color share a buffer.
 
@@ -332,6 +337,9 @@ diagram()
 # ``tl.debug_barrier()`` makes all threads of the program arrive first.
 # ``release`` then says: who sees the 2 also sees the stores before it.
 # ``acquire`` is the other half: no load after it may come too early.
+#
+# Nobody waits forever: a lock belongs to a program that is already running,
+# and nothing between taking and freeing it waits for another program.
 
 
 @triton.jit
@@ -361,10 +369,9 @@ def _add_behind_lock(
 
 
 # %%
-# The kernel of stage 1.
-# Program ``i`` takes rows ``i``, ``i + programs``, ``i + 2 * programs`` and so
-# on, so that programs which run at the same time read rows that are
-# neighbors.
+# This is the kernel of stage 1.
+# Of 100 programs, program 3 takes the rows 3, 103, 203 and so on.
+# It takes the lock once, at the end, when its rows are summed.
 
 
 @triton.jit
@@ -438,7 +445,7 @@ def _layer_norm_bwd_dwdb(
 
 
 # %%
-# More rows in a program mean fewer visits to a buffer, but fewer programs to
+# More rows in a program mean less work behind the lock, but fewer programs to
 # keep the device busy.
 # The rule: 16 rows (8 if they are narrow), but no fewer than 256 programs.
 # The sums are float32 whatever type ``x`` has (float64 for float64): a sum
@@ -473,45 +480,46 @@ def backward(dy, x, w, mean, rstd, dx, dw, db):
 # The kernels trust their arguments: contiguous rows, right shapes.
 # The function around them must not.
 # ``reshape`` and ``contiguous`` make a copy where the layout needs one.
-# Any other way would be an access out of bounds for some layout: the gradient
-# of a plain ``sum()``, for instance, is a single number with strides of 0.
+# The gradient of a plain ``sum()``, for instance, is a single number with
+# strides of 0, and a kernel would read far behind it.
 
 
 class LayerNorm(torch.autograd.Function):
-    """Autograd calls forward and backward with these arguments."""
+    """The kernels, for contiguous copies of any tensors."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, N, eps):
+    def forward(ctx, x, weight, bias, shape, eps):
+        N = shape.numel()
         rows = x.reshape(-1, N).contiguous()
         w = None if weight is None else weight.reshape(N).contiguous()
         b = None if bias is None else bias.reshape(N).contiguous()
         y, mean, rstd = forward(rows, w, b, eps)
-        ctx.save_for_backward(rows, w, mean, rstd)
-        ctx.like = weight, bias
+        ctx.save_for_backward(rows, w, b, mean, rstd)
+        ctx.shape = shape
         return y.reshape(x.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, w, mean, rstd = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        dx = torch.empty_like(x) if wanted[0] else None
-        dw, db = (
-            torch.empty(like.shape, dtype=like.dtype, device=x.device)
-            if want
-            else None
-            for like, want in zip(ctx.like, wanted[1:], strict=True)
+        x, w, b, mean, rstd = ctx.saved_tensors
+        dx, dw, db = (
+            torch.empty_like(tensor) if wanted else None
+            for tensor, wanted in zip(
+                (x, w, b), ctx.needs_input_grad[:3], strict=True
+            )
         )
-        backward(
-            dy.reshape(x.shape).contiguous(), x, w, mean, rstd, dx, dw, db
-        )
-        return (dx if dx is None else dx.reshape(dy.shape)), dw, db, None, None
+        rows = dy.reshape(x.shape).contiguous()
+        backward(rows, x, w, mean, rstd, dx, dw, db)
+        dx = None if dx is None else dx.reshape(dy.shape)
+        dw = None if dw is None else dw.reshape(ctx.shape)
+        db = None if db is None else db.reshape(ctx.shape)
+        return dx, dw, db, None, None
 
 
 def layer_norm(x, normalized_shape, weight, bias, eps=1e-5):
     """Normalize x over its last dimensions; weight and bias may be None."""
     shape = _check(x, normalized_shape, weight, bias, eps)
-    return LayerNorm.apply(x, weight, bias, shape.numel(), eps)
+    return LayerNorm.apply(x, weight, bias, shape, eps)
 
 
 # %%
@@ -558,14 +566,14 @@ def _check(x, normalized_shape, weight, bias, eps):
 # How wrong is it?
 # ----------------
 #
-# Every result has a rounding error, so "equal to PyTorch" is no test:
-# PyTorch rounds as well.
-# We compare both with float64 instead, and take the relative error of a whole
-# tensor: the norm of the difference divided by the norm of the exact result.
+# Every result has a rounding error, also that of PyTorch.
+# So we compare both with a result in float64.
+# The relative error of a tensor is the norm of the difference divided by the
+# norm of the exact result.
 
 
 def inputs(M, N, dtype):
-    """x, w, b and dy; x is far from centered, as in a trained network."""
+    """x, w, b and dy; the mean of x is far from 0."""
     torch.manual_seed(0)
     x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
     w, b = torch.rand(2, N, device=DEVICE)
@@ -597,11 +605,13 @@ for dtype in torch.float16, torch.bfloat16, torch.float32:
 # %%
 # The columns are ``y``, ``dx``, ``dw`` and ``db``.
 # The tolerance follows from the arithmetic.
-# A 16-bit result is computed in float32 and rounded once, and one rounding to
-# the nearest is wrong by at most half a unit in the last place.
-# Half a unit is therefore the tolerance, and nothing is left to taste.
-# A float32 result has also the errors of its sums, and a mean of 4.6 standard
-# deviations costs it some digits more: we allow 16 times half a unit.
+# A 16-bit result is computed in float32 and rounded once, to the nearest
+# number that the type has.
+# That is wrong by at most half a unit in the last place, so half a unit is the
+# tolerance.
+# A float32 result also has the errors of its sums.
+# Here the mean is 4.6 standard deviations from 0, and subtracting it costs
+# some more: we allow 16 times half a unit.
 
 
 def tolerance(dtype):
@@ -627,14 +637,16 @@ print(f"passed at {M} x {N}")
 # Benchmark
 # ---------
 #
-# What is timed, and by which clock, decides what a figure can say.
+# There are two clocks, and they answer two questions.
 #
-# * The first clock is the device alone: the call is captured in a CUDA graph
-#   and replayed, so the time that Python needs is not in it.
-# * The second clock is for the whole call as a user makes it.
-# * The ceiling is a copy: a kernel that moves the same bytes and does nothing
-#   else, timed in the same way.
-#   Forward moves ``x`` and ``y``, backward moves ``x``, ``dy`` and ``dx``.
+# * Device time: the call is captured in a CUDA graph, a recording of its
+#   kernels, and replayed without Python.
+# * The whole call, as a user makes it, with the work of Python.
+#
+# The ceiling is a copy: a kernel that moves the same bytes and does nothing
+# else, by the same clock.
+# Forward moves ``x`` and ``y``, backward moves ``x``, ``dy`` and ``dx``.
+# The L2 cache, which all programs share, is emptied before each run.
 
 
 class NoGPU(Exception):
@@ -676,7 +688,7 @@ def run(benchmark):
 
 
 # %%
-# The table is then judged by code, which counts losses like wins.
+# What a table shows is said by code, which counts losses like wins.
 
 
 def claims(table):
@@ -728,7 +740,7 @@ def implementation(provider):
         import torch._functorch.config as config
 
         config.donated_buffer = False  # the backward pass runs many times
-        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.reset()  # nothing is left of other sizes
         return torch.compile(lambda *a: F.layer_norm(*a), dynamic=False)
     if provider == "liger":
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
@@ -808,7 +820,6 @@ claims(table)
 # as the copy does.
 # Just above a power of two the block is nearly twice as wide as the row, and
 # many lanes of each program have nothing to do.
-# Page 03 removes that step.
 #
 # Backward has more to do than to carry its three matrices.
 #
@@ -820,10 +831,10 @@ claims(table)
 # * The order in which programs take a lock is not fixed, so the last bits of
 #   ``dw`` and ``db`` may differ from run to run.
 #
-# Page 02 removes these points one by one.
+# Page 02 works on these points one by one.
 #
-# For narrow rows the whole call is another matter.
-# Python starts the kernels, and the device may wait for it:
+# The whole call has one more part: Python has to start the kernels.
+# With narrow rows the device is done first, and waits:
 
 
 @triton.testing.perf_report(
@@ -890,6 +901,8 @@ table = run(measure_error)
 # What can go wrong
 # -----------------
 #
+# Each of these mistakes is made here once, next to the right way.
+#
 # **Masked lanes in the variance.**
 # A row of 5 in a block of 8: three lanes hold 0, and 0 minus the mean is not
 # 0.
@@ -905,7 +918,7 @@ print("right:", (centered**2).sum().item() / 5)
 # **Variance in one pass.**
 # The mean of the squares minus the square of the mean needs no second pass,
 # but it is the difference of two large numbers.
-# In float32 nothing may be left of it; it can even be negative.
+# In float32 nothing may be left of it.
 
 row = 10000 + torch.randn(4096, generator=torch.Generator().manual_seed(0))
 print("wrong:", ((row**2).mean() - row.mean() ** 2).item())
@@ -913,8 +926,8 @@ print("right:", ((row - row.mean()) ** 2).mean().item())
 
 # %%
 # **Sums in 16 bits.**
-# Each addition rounds, and once the sum is large, small terms are lost.
-# 4096 rows, added one by one:
+# Each addition rounds, and beside a large sum small terms are lost.
+# Here 4096 rows are added one by one:
 
 terms = torch.rand(4096, 64, generator=torch.Generator().manual_seed(0))
 terms = terms.half()
@@ -929,8 +942,8 @@ for name, dtype in ("wrong", torch.float16), ("right", torch.float32):
 # %%
 # **A gradient with strides of 0.**
 # ``y.sum().backward()`` hands over a ``dy`` that has one number in memory.
-# A kernel that reads ``dy`` with the strides of ``x`` leaves that number
-# behind at once.
+# A kernel that reads ``dy`` with the strides of ``x`` reads memory that is
+# not its own.
 
 x, w, b, _ = inputs(4, 8, torch.float32)
 y = layer_norm(x, (8,), w, b)
@@ -960,9 +973,10 @@ for name, programs in ("wrong", G), ("right", 3):
 # **No barrier before the release.**
 # Two threads, ``a`` and ``b``, store one column each; thread ``a`` also frees
 # the lock.
-# This list is an order that the hardware may choose when nothing forbids it.
+# The first list below is an order that the hardware may choose when nothing
+# forbids it.
 # The second program adds to an old value, and then the late store of the
-# first program wipes out what the second one stored.
+# first program replaces what the second one stored.
 
 
 def replay(order):
@@ -985,14 +999,15 @@ print("right:", replay([*first, late, free, *second]))
 
 # %%
 # The interpreter runs one program after the other and never shows this error.
-# On a GPU it comes and goes.
-# The tests of this page look for the barrier in the generated machine code.
+# On a GPU it is there in some runs and not in others.
+# The code that the compiler makes can be searched for the barrier, and the
+# tests of this page do that.
 
 # %%
 # Exercises
 # ---------
 #
-# Each stub runs as it stands, and ``check`` tells which part is wrong.
+# Each stub runs as it is, and ``check`` tells which rows or columns are wrong.
 
 
 def check(got, expected):
@@ -1143,12 +1158,13 @@ assert exercise_3(_own_buffer_3)
 # References
 # ----------
 #
-# * Jimmy Lei Ba, Jamie Ryan Kiros and Geoffrey E. Hinton, `Layer
-#   Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+# * Jimmy Lei Ba, Jamie Ryan Kiros and Geoffrey E. Hinton, `Layer Normalization
+#   <https://arxiv.org/abs/1607.06450>`_, 2016.
 # * Tony F. Chan, Gene H. Golub and Randall J. LeVeque, `Algorithms for
 #   computing the sample variance
 #   <https://doi.org/10.1080/00031305.1983.10483115>`_, 1983: why the variance
 #   takes two passes.
-# * The `memory consistency model of PTX
-#   <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_:
+# * NVIDIA, `Parallel Thread Execution
+#   <https://docs.nvidia.com/cuda/parallel-thread-execution/>`_, chapter on the
+#   memory consistency model:
 #   what a release does and does not order.
