@@ -834,8 +834,9 @@ claims(table)
 #
 # Page 02 works on these points one by one.
 #
-# The whole call has one more part: Python has to start the kernels.
-# With narrow rows the device is done first, and waits:
+# The whole call has one more part: someone has to start the kernels.
+# Our function does that in Python, while PyTorch's own does it in C++.
+# With narrow rows the device is done first and waits:
 
 
 @triton.testing.perf_report(
