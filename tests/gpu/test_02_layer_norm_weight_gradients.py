@@ -1,0 +1,275 @@
+"""Page 02 on a GPU, at full size."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import layer_norm_cases as cases
+from layer_norm_cases import Case
+from tutorial import load
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+NAME = "02-layer-norm-weight-gradients"
+page = load(NAME)
+SIZES = [512 * i for i in range(2, 21)]
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def run(case):
+    cases.run(page.layer_norm, case, page.DEVICE)
+
+
+def given(M, N, dtype):
+    """x, w, b that ask for gradients, and dy."""
+    dy, x, w, b = page.example(M, N, dtype)
+    return [t.requires_grad_() for t in (x, w, b)], dy
+
+
+def results(function, leaves, dy):
+    y = function(leaves[0], leaves[1].shape, *leaves[1:], 1e-5)
+    return y, *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+def test_shapes(shape):
+    for dtype in cases.DTYPES:
+        run(Case(shape[:1], shape[1:], dtype))
+
+
+@pytest.mark.parametrize(
+    "N", [1000, 1023, 1024, 1151, 1536, 4096, 4608, 8192, 10239, 10240]
+)
+def test_full_size(N):
+    for dtype in SIXTEEN_BITS:
+        run(Case((4096,), (N,), dtype))
+    run(Case((1151,), (N,), torch.float32))
+    run(Case((300,), (N,), torch.float64))
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "dy", "parameters"])
+def test_layouts(which, layout):
+    for dtype in cases.DTYPES:
+        run(Case((20, 30), (40, 25), dtype, **{which: layout}))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight_dtype", cases.DTYPES)
+def test_mixed_dtypes(dtype, weight_dtype):
+    run(Case((70,), (650,), dtype, weight_dtype))
+
+
+def test_only_some_gradients():
+    for number in range(32):
+        *wanted, weight, bias = (bool(number >> i & 1) for i in range(5))
+        run(Case((5,), (33,), weight=weight, bias=bias, wanted=tuple(wanted)))
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (2, 1, 3)])
+def test_dimensions(lead):
+    run(Case(lead, (9,)))
+
+
+@pytest.mark.parametrize("N", [1024, 4608, 10240])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32]
+)
+def test_error_no_larger_than_pytorch(N, dtype):
+    leaves, dy = given(4096, N, dtype)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = results(F.layer_norm, wide, dy.double())
+    ours = results(page.layer_norm, leaves, dy)
+    theirs = results(F.layer_norm, leaves, dy)
+    for a, b, e in zip(ours, theirs, expected, strict=True):
+        assert page.error(a, e) <= 1.5 * page.error(b, e)
+
+
+@pytest.mark.parametrize("name", page.RUNGS)
+def test_every_rung(name):
+    for M, N in (4096, 1024), (3, 4608), (1151, 10240):
+        dy, x, w, b = page.example(M, N, torch.float16)
+        _, mean, rstd = page.forward(x, w, b, 1e-5)
+        found = page.RUNGS[name](dy, x, w, mean, rstd)
+        for a, e in zip(found, page.exact(dy, x, w), strict=True):
+            assert page.error(a, e) <= 2**-11
+
+
+@pytest.mark.parametrize("N", SIZES)
+def test_deterministic(N):
+    """100 times the same bits, the other work on the GPU not."""
+    for dtype in SIXTEEN_BITS if N % 2048 == 0 else (torch.float16,):
+        leaves, dy = given(4096, N, dtype)
+        leaves[1:] = [t.detach().float().requires_grad_() for t in leaves[1:]]
+        first = results(page.layer_norm, leaves, dy)
+        for _ in range(100):
+            again = results(page.layer_norm, leaves, dy)
+            assert all(map(torch.equal, first, again))
+
+
+def test_lock_under_contention():
+    """With its barrier the lock of rung 2 loses no addition."""
+    for N in 512, 1024, 2048:
+        assert page.race(8192, N, "with", "runs") == [0, 0, 0]
+
+
+def test_more_than_2_31_elements():
+    M, N = 2**31 // 8192 + 5, 8192
+    x = torch.empty(M, N, dtype=torch.float16, device="cuda")
+    dy = torch.empty_like(x)
+    for part in x, dy:
+        for rows in part.split(16384):
+            rows.normal_()
+    x.requires_grad_()
+    w, b = torch.rand(2, N, dtype=torch.float16, device="cuda")
+    w, b = w.requires_grad_(), b.requires_grad_()
+    y = page.layer_norm(x, (N,), w, b)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    sums = torch.zeros(2, N, dtype=torch.float64, device="cuda")
+    W, B = w.detach().double(), b.detach().double()
+    for part in zip(
+        *(t.detach().split(8192) for t in (x, dy, y, dx)), strict=True
+    ):
+        X, DY, Y, DX = (t.double() for t in part)
+        sums += torch.stack([(DY * F.layer_norm(X, (N,))).sum(0), DY.sum(0)])
+        X.requires_grad_()
+        expected = F.layer_norm(X, (N,), W, B)
+        (grad,) = torch.autograd.grad(expected, X, DY)
+        assert page.error(Y, expected) <= 2**-11
+        assert page.error(DX, grad) <= 2**-11
+    for found, total in zip((dw, db), sums, strict=True):
+        assert page.error(found, total) <= 2**-11
+
+
+def test_torch_compile():
+    compiled = torch.compile(page.layer_norm, fullgraph=True)
+    for dtype in torch.float16, torch.float32:
+        case = Case((4, 37), (1000,), dtype)
+        tensors = case.tensors(page.DEVICE)
+        found = cases.gradients(compiled, case, *tensors)
+        cases.check(case, found, page.DEVICE, tensors)
+
+
+def test_cuda_graph():
+    leaves, dy = given(512, 1000, torch.float16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        results(page.layer_norm, leaves, dy)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = results(page.layer_norm, leaves, dy)
+    with torch.no_grad():
+        leaves[0].normal_()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = results(F.layer_norm, wide, dy.double())
+    for a, e in zip(found, expected, strict=True):
+        assert page.error(a, e) <= 2**-11
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, N):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(N))
+        self.bias = torch.nn.Parameter(torch.zeros(N))
+
+    def forward(self, x):
+        return page.layer_norm(x, self.weight.shape, self.weight, self.bias)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, norm, N=192, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norms = torch.nn.ModuleList([norm(N), norm(N)])
+        self.qkv = torch.nn.Linear(N, 3 * N)
+        self.project = torch.nn.Linear(N, N)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(N, 4 * N),
+            torch.nn.GELU(),
+            torch.nn.Linear(4 * N, N),
+        )
+
+    def forward(self, x):
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+def _losses(norm, steps=200):
+    torch.manual_seed(0)
+    model = Block(norm).to(page.DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(16, 64, 192, device=page.DEVICE)
+    target = x.roll(1, dims=1).cumsum(dim=1) / 8
+    losses = []
+    for _ in range(steps):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_transformer_block_trains_like_pytorch():
+    """200 steps: the two loss curves differ by at most 0.1 %."""
+    ours, theirs = _losses(Norm), _losses(torch.nn.LayerNorm)
+    assert theirs[-1] < 0.5 * theirs[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)
+
+
+SANITIZED = """
+import torch
+from tutorial import load
+page = load("02-layer-norm-weight-gradients")
+for dtype in torch.float16, torch.float32:
+    dy, x, w, b = page.example(300, 1001, dtype)
+    _, mean, rstd = page.forward(x, w, b, 1e-5)
+    for rung in page.RUNGS.values():
+        rung(dy, x, w, mean, rstd)
+page.lock(dy, x, w, mean, rstd, barrier=False, warps=16)
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizer(tool):
+    """Every kernel. As the page says, no tool sees the missing barrier."""
+    path = shutil.which("compute-sanitizer")
+    path = path or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if path is None:
+        pytest.skip("compute-sanitizer is not installed")
+    # One allocation for each tensor, so that its end is the end of memory.
+    env = {
+        **os.environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": str(Path(cases.__file__).parent),
+    }
+    child = subprocess.run(
+        [path, "--tool", tool, "--error-exitcode", "3", sys.executable]
+        + ["-c", SANITIZED],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    if "Device not supported" in child.stdout:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
+    assert "done" in child.stdout
