@@ -91,7 +91,8 @@ html_theme_options = {
     "secondary_sidebar_items": {
         "tutorials/[0-9]*": ["page-toc", "downloads"],
         "tutorials/index": [],
-        "[!t]*": ["page-toc"],
+        "index": [],
+        "[!ti]*": ["page-toc"],
     },
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version", "theme-version"],

@@ -285,7 +285,10 @@ assert_close(product, eps * r**3 * 6 * c1)
 
 
 def diagram():
-    _, ax = plt.subplots(figsize=(7.5, 3.4), num="Two-stage sum")
+    _, ax = plt.subplots(
+        num="Four rows add to two buffers; a second stage sums the buffers",
+        figsize=(7.5, 3.4),
+    )
     ax.set(xlim=(0, 10), ylim=(-0.3, 4.4))
     ax.axis("off")
 
@@ -705,8 +708,8 @@ def claims(table):
         worst = ratio.idxmin()
         print(
             f"{peer}: faster at {(ratio > 1).sum()} sizes, "
-            f"slower at {(ratio < 1).sum()}; "
-            f"speed ratio {ratio.prod() ** (1 / len(ratio)):.2f} "
+            f"slower at {(ratio < 1).sum()}\n"
+            f"  speed ratio {ratio.prod() ** (1 / len(ratio)):.2f} "
             f"(geometric mean), at worst {ratio[worst]:.2f} "
             f"at N = {table['N'][worst]:.0f}"
         )

@@ -5,10 +5,10 @@ its own, and the headline is computed from the recording at build time.
 """
 
 import math
-from pathlib import Path
 
 import recording
 from docutils import nodes
+from figures import card_pictures
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.gen_rst import extract_intro_and_title
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
@@ -25,10 +25,10 @@ class TutorialCards(SphinxDirective):
         return [cards]
 
     def card(self, script):
-        conf, blocks = split_code_and_text_blocks(str(script))
+        _, blocks = split_code_and_text_blocks(str(script))
         summary, title = extract_intro_and_title(script, blocks[0].content)
         card = nodes.container(classes=["bp-card"])
-        card += self.pictures(script, conf.get("thumbnail_number", 1))
+        card += self.pictures(script.stem)
         uri = self.env.app.builder.get_relative_uri(
             self.env.docname, f"tutorials/{script.stem}"
         )
@@ -45,12 +45,13 @@ class TutorialCards(SphinxDirective):
         self.env.note_dependency(str(path))
         return card
 
-    def pictures(self, script, number):
-        """The tutorial's picture in its light and its dark form."""
-        folder = Path(self.env.srcdir) / "tutorials" / "images"
-        name = f"sphx_glr_{script.stem}_{number:03}"
-        for ending, theme in (("", "light"), ("_dark", "dark")):
-            path = folder / f"{name}{ending}.svg"
+    def pictures(self, stem):
+        """A measured figure of the tutorial, in its light and dark form."""
+        for path, theme in zip(
+            card_pictures(self.env.srcdir, stem),
+            ("light", "dark"),
+            strict=True,
+        ):
             if path.exists():
                 yield nodes.image(
                     uri=f"/tutorials/images/{path.name}",

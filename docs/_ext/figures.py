@@ -36,6 +36,7 @@ def scraped(session, block_vars, gallery_conf):
         if name in known:
             if name not in done:
                 done.add(name)
+                _keep_for_card(session, known[name][0], gallery_conf)
                 parts.append(_measured(known[name], block_vars, gallery_conf))
             elif all(m.figure is not figure for m in known[name]):
                 # drawn by the tutorial from the numbers of that benchmark
@@ -87,6 +88,27 @@ def _images(figure, alt, block_vars, gallery_conf):
             f"   :class: only-{theme} bp-figure\n\n"
         )
     return "\n" + "".join(parts)
+
+
+def _keep_for_card(session, measured, gallery_conf):
+    """The first speed of a backward pass is the picture of the card."""
+    if measured.unit != "GB/s" or measured.args.get("mode") != "backward":
+        return
+    if session.has_card:
+        return
+    session.has_card = True
+    for text, path in zip(
+        identity.svg(measured.figure),
+        card_pictures(gallery_conf["src_dir"], session.stem),
+        strict=True,
+    ):
+        path.write_text(text, encoding="utf-8")
+
+
+def card_pictures(srcdir, stem):
+    """The light and the dark picture of a tutorial's card."""
+    folder = Path(srcdir) / "tutorials" / "images"
+    return folder / f"card_{stem}.svg", folder / f"card_{stem}_dark.svg"
 
 
 def _missing(missing):

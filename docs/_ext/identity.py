@@ -46,10 +46,10 @@ def rc_params():
 
     ink, faint = LIGHT["ink"], LIGHT["faint"]
     return {
-        "figure.figsize": (7.2, 4.2),
+        "figure.figsize": (6.6, 4.0),
         "figure.constrained_layout.use": True,
         "font.family": "DejaVu Sans",
-        "font.size": 10.5,
+        "font.size": 12,
         "text.color": ink,
         "axes.labelcolor": ink,
         "axes.edgecolor": ink,
@@ -87,7 +87,7 @@ def finish(figure, bench):
     """What Triton's plot lacks: names without units, an axis from zero."""
     axes = figure.axes[0]
     lines = axes.get_lines()
-    axes.legend(lines, bench.line_names, fontsize=9.5, ncols=2)
+    axes.legend(lines, bench.line_names, fontsize=11, ncols=2)
     if not bench.y_log:
         top = axes.get_ylim()[1]
         axes.set_ylim(0, top * 1.12)
