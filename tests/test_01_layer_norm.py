@@ -206,12 +206,12 @@ MUTANTS = {
         "tl.store(db_ptr, db)",
     ),
     "buffer read before it is written": (
-        "old = (cols < N) & (state == 2)",
+        "old = cols < tl.where(state == 2, N, 0)",
         "old = cols < N",
     ),
     "buffer never read": (
-        "old = (cols < N) & (state == 2)",
-        "old = (cols < N) & (state == 3)",
+        "old = cols < tl.where(state == 2, N, 0)",
+        "old = cols < tl.where(state == 3, N, 0)",
     ),
     "second stage reads every buffer": (
         "mask = (rows < programs) & (cols < N)",

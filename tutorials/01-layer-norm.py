@@ -363,7 +363,7 @@ def _add_behind_lock(
     state = tl.atomic_xchg(lock_ptr, 1, sem="acquire")
     while state == 1:
         state = tl.atomic_xchg(lock_ptr, 1, sem="acquire")
-    old = (cols < N) & (state == 2)
+    old = cols < tl.where(state == 2, N, 0)  # all columns, or none
     dw += tl.load(dw_ptr, mask=old, other=0)
     db += tl.load(db_ptr, mask=old, other=0)
     tl.store(dw_ptr, dw, mask=cols < N)
