@@ -1,0 +1,62 @@
+"""The site in a real browser."""
+
+import pytest
+from browser import built, tools
+from playwright.sync_api import sync_playwright
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built_site():
+    if not built.PAGES:
+        pytest.fail(built.NO_SITE, pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def base(built_site):
+    """The address of the site, served from this machine."""
+    server = built.serve()
+    yield f"http://127.0.0.1:{server.server_port}{built.prefix()}"
+    server.shutdown()
+    server.server_close()
+
+
+# One for each module: as long as it is open, nbclient cannot run.
+@pytest.fixture(scope="module")
+def browser():
+    path = tools.chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def view():
+    """What a test may change about the window."""
+    return {}
+
+
+@pytest.fixture
+def page(browser, base, view):
+    """A new window on the site, with nothing stored."""
+    settings = {
+        "base_url": base,
+        "viewport": {"width": 1280, "height": 900},
+        "color_scheme": "light",
+        "reduced_motion": "reduce",
+    }
+    context = browser.new_context(**settings | view)
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    yield page
+    context.close()
