@@ -75,14 +75,14 @@ html_title = project
 html_static_path = ["docs/_static"]
 html_extra_path = ["docs/_extra"]  # .nojekyll, for GitHub Pages
 html_css_files = ["site.css"]
-html_favicon = "docs/_static/favicon.svg"
+html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
     "logo": {
         "text": project,
         "image_light": "docs/_static/logo.svg",
-        "image_dark": "docs/_static/logo_dark.svg",
+        "image_dark": "docs/_static/logo.svg",
         "alt_text": project,
     },
     "header_links_before_dropdown": 6,
