@@ -1,0 +1,79 @@
+"""Every link inside the site leads to a file, every anchor to an id."""
+
+import functools
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+from browser import built
+
+ATTRIBUTES = ("href", "src", "poster", "data")
+HOST = "http://site.invalid"
+
+
+def test_there_is_a_site():
+    assert built.PAGES, built.NO_SITE
+
+
+@functools.cache
+def anchors(page):
+    soup = built.soup(page)
+    ids = {tag["id"] for tag in soup.find_all(id=True)}
+    return ids | {tag["name"] for tag in soup.find_all("a", {"name": True})}
+
+
+def links(page):
+    """Where the page's links lead, as addresses on an invented host."""
+    here = f"{HOST}{built.prefix()}{page}"
+    for tag in built.soup(page).find_all(True):
+        for attribute in ATTRIBUTES:
+            if attribute in tag.attrs:
+                yield tag[attribute], urljoin(here, tag[attribute])
+        for part in tag.get("srcset", "").split(","):
+            if part.strip():
+                yield part, urljoin(here, part.split()[0])
+
+
+def fault(address):
+    """What is wrong with an address, or None."""
+    parts = urlsplit(address)
+    if f"{parts.scheme}://{parts.netloc}" != HOST:
+        return None  # another site, checked by make linkcheck
+    path = unquote(parts.path)
+    if not path.startswith(built.prefix()):
+        return "outside the site"
+    path = path.removeprefix(built.prefix())
+    target = built.SITE / path
+    if target.is_dir():
+        target /= "index.html"
+    if not target.is_file():
+        return "no such file"
+    anchor = unquote(parts.fragment)
+    page = target.relative_to(built.SITE).as_posix()
+    if anchor and page in built.PAGES and anchor not in anchors(page):
+        return "no such anchor"
+    return None
+
+
+@pytest.mark.parametrize("page", built.PAGES)
+def test_links(page):
+    found = {
+        f"{link}: {wrong}"
+        for link, address in links(page)
+        if (wrong := fault(address))
+    }
+    assert not found, "\n".join(sorted(found))
+
+
+@pytest.mark.parametrize(
+    ("link", "wrong"),
+    [
+        ("index.html", None),
+        ("tutorials/", None),
+        ("https://example.org/nowhere", None),
+        ("mailto:someone@example.org", None),
+        ("no-such-page.html", "no such file"),
+        ("index.html#no-such-anchor", "no such anchor"),
+    ],
+)
+def test_a_broken_link_is_found(link, wrong):
+    assert fault(urljoin(f"{HOST}{built.prefix()}", link)) == wrong
