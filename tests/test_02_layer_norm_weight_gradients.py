@@ -271,11 +271,14 @@ def test_mutants_fail(name):
 RUNG_MUTANTS = {
     "lock never reads": (
         "lock",
-        ("old = (cols < N) & (state == 2)", "old = (cols < N) & (state == 3)"),
+        (
+            "old = cols < tl.where(state == 2, N, 0)",
+            "old = cols < tl.where(state == 3, N, 0)",
+        ),
     ),
     "lock reads what nobody wrote": (
         "lock",
-        ("old = (cols < N) & (state == 2)", "old = cols < N"),
+        ("old = cols < tl.where(state == 2, N, 0)", "old = cols < N"),
     ),
     "all buffers are added up": (
         "lock",
