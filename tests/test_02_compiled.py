@@ -22,24 +22,24 @@ def job(kernel, pointers, constants, acc=(), dtype="fp16", **more):
     return Job(NAME, kernel, signature, constants, **more)
 
 
-def tile(N, dtype):
+def tile(columns, dtype, narrow, wide):
     # The rule of the page, written out.
     size = SIZE[dtype]
     rows, chunk, warps = 1, 2048, 8
-    if N <= 4096:
+    if columns <= wide:
         chunk, warps = 1024, 4
-    if N <= 1536:
-        chunk = min(max(1 << (N - 1).bit_length(), 16), 1024)
+    if columns <= narrow:
+        chunk = min(max(1 << (columns - 1).bit_length(), 16), 1024)
         rows = 2048 // chunk
     warps = min(warps * size // 2, 16)
-    chunks = -(-N // chunk)
+    chunks = -(-columns // chunk)
     room = max(8 // warps, 1) * 2 * rows * chunk * chunks * size
-    sizes = {"N": N, "ROWS": rows, "CHUNK": chunk, "CHUNKS": chunks}
+    sizes = {"N": columns, "ROWS": rows, "CHUNK": chunk, "CHUNKS": chunks}
     return sizes, warps, 1 + min(98304 // room, 3)
 
 
 def forward(N, dtype="fp16", **more):
-    sizes, warps, _ = tile(N, dtype)
+    sizes, warps, _ = tile(N, dtype, 1024, 5120)
     return job(
         "_layer_norm_fwd",
         "x w b y mean rstd",
@@ -52,7 +52,7 @@ def forward(N, dtype="fp16", **more):
 
 
 def pipelined(N, dtype="fp16", **more):
-    sizes, warps, stages = tile(N, dtype)
+    sizes, warps, stages = tile(N, dtype, 1536, 4096)
     return job(
         "_layer_norm_bwd_pipelined",
         "dy x w mean rstd dx sums",

@@ -216,8 +216,8 @@ MUTANTS = {
         "mask = (tile * ROWS + row >= 0) & (col < N)",
     ),
     "sums without mask": (
-        "tl.store(ptr + cols, tl.sum(chunks[c], 0), mask=cols < N)",
-        "tl.store(ptr + cols, tl.sum(chunks[c], 0))",
+        "tl.store(ptr + N + cols, tl.sum(dbs[c], 0), mask=cols < N)",
+        "tl.store(ptr + N + cols, tl.sum(dbs[c], 0))",
     ),
     "every row once": (
         "tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),\n",

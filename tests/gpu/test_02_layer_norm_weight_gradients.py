@@ -35,7 +35,7 @@ def given(M, N, dtype):
 
 def results(function, leaves, dy):
     y = function(leaves[0], leaves[1].shape, *leaves[1:], 1e-5)
-    return y, *torch.autograd.grad(y, leaves, dy)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
@@ -104,7 +104,7 @@ def test_every_rung(name):
 
 @pytest.mark.parametrize("N", SIZES)
 def test_deterministic(N):
-    """100 times the same bits, the other work on the GPU not."""
+    """100 times the same bits, whatever the order of the programs."""
     for dtype in SIXTEEN_BITS if N % 2048 == 0 else (torch.float16,):
         leaves, dy = given(4096, N, dtype)
         leaves[1:] = [t.detach().float().requires_grad_() for t in leaves[1:]]
@@ -116,8 +116,8 @@ def test_deterministic(N):
 
 def test_lock_under_contention():
     """With its barrier the lock of rung 2 loses no addition."""
-    for N in 512, 1024, 2048:
-        assert page.race(8192, N, "with", "runs") == [0, 0, 0]
+    for N in 512, 1024, 2048, 4096:
+        assert page.race(32768, N, "with", "runs") == [0, 0, 0]
 
 
 def test_more_than_2_31_elements():
@@ -241,7 +241,7 @@ for dtype in torch.float16, torch.float32:
     _, mean, rstd = page.forward(x, w, b, 1e-5)
     for rung in page.RUNGS.values():
         rung(dy, x, w, mean, rstd)
-page.lock(dy, x, w, mean, rstd, barrier=False, warps=16)
+page.lock(dy, x, w, mean, rstd, barrier=False, warps=8)
 torch.cuda.synchronize()
 print("done")
 """
@@ -262,9 +262,9 @@ def test_sanitizer(tool):
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": str(Path(cases.__file__).parent),
     }
+    command = [path, "--tool", tool, "--error-exitcode", "3"]
     child = subprocess.run(
-        [path, "--tool", tool, "--error-exitcode", "3", sys.executable]
-        + ["-c", SANITIZED],
+        [*command, sys.executable, "-c", SANITIZED],
         env=env,
         capture_output=True,
         text=True,
