@@ -87,6 +87,8 @@ def finish(figure, bench):
     """What Triton's plot lacks: names without units, an axis from zero."""
     axes = figure.axes[0]
     lines = axes.get_lines()
+    if all(isinstance(x, str) for x in bench.x_vals):
+        _as_points(axes, lines, bench.x_vals)
     axes.legend(lines, bench.line_names, fontsize=11, ncols=2)
     if not bench.y_log:
         top = axes.get_ylim()[1]
@@ -94,6 +96,17 @@ def finish(figure, bench):
     if not bench.xlabel and bench.x_names[0] == "N":
         axes.set_xlabel("N (columns)")
     lines[-1].set_zorder(1)
+
+
+def _as_points(axes, lines, names):
+    """Nothing lies between two names: points instead of lines."""
+    for line, marker in zip(lines, "o+x^sdv*", strict=False):
+        line.set(linestyle="none", marker=marker, markersize=9)
+        if marker == "o":
+            line.set(markerfacecolor="none", markeredgewidth=1.8)
+    for band in axes.collections:
+        band.set_visible(False)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
 
 
 def svg(figure):
