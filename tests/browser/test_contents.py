@@ -1,0 +1,166 @@
+"""What stands on the pages: figures, passports, solutions, head matter."""
+
+import os
+import re
+import xml.etree.ElementTree as ET
+
+import jinja2
+import pytest
+from browser import built
+
+each_page = pytest.mark.parametrize("name", built.PAGES)
+each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
+COLAB = "https://colab.research.google.com/github/"
+
+
+def test_there_are_tutorials():
+    scripts = (built.ROOT / "tutorials").glob("[0-9][0-9]-*.py")
+    expected = sorted(f"tutorials/{path.stem}.html" for path in scripts)
+    assert expected == built.TUTORIALS != []
+
+
+@each_tutorial
+def test_figures_have_both_forms_and_words(name):
+    figures = built.soup(name).select("div.measured")
+    assert figures
+    for figure in figures:
+        light, dark = (
+            figure.select(f"img.only-{form}") for form in ("light", "dark")
+        )
+        passports = figure.select("div.passport")
+        assert len(light) == len(dark) == len(passports) >= 1
+        for a, b in zip(light, dark, strict=True):
+            assert len(a["alt"].split()) > 10
+            assert a["alt"] == b["alt"]
+            assert b["src"] == a["src"].replace(".svg", "_dark.svg")
+
+
+@each_tutorial
+def test_passports_are_complete(name):
+    # A passport stands under a figure, never by itself.
+    soup = built.soup(name)
+    passports = soup.select("div.passport")
+    assert passports == soup.select("div.measured div.passport")
+    for passport in passports:
+        text = " ".join(passport.p.get_text(" ").split())
+        kind = r"(Recorded\.|Measured on this machine, by this build\.)"
+        pattern = (
+            rf"{kind} \S.*, driver \S+, CUDA \S+, torch \S+, triton \S+, "
+            r"Python \S+, 20\d\d-\d\d-\d\d\. "
+            r"(\d+ GPU checks passed before recording|GPU checks: not run)"
+        )
+        assert re.match(pattern, text), text
+        files = [
+            a["href"].rpartition(".")[2] for a in passport.select("a.download")
+        ]
+        assert files == ["csv", "json"]
+        rows = passport.select("details table tbody tr")
+        assert len(rows) >= 2
+        columns = len(passport.select("thead th"))
+        assert columns >= 2
+        for row in rows:
+            cells = [cell.get_text().strip() for cell in row.select("td")]
+            assert len(cells) == columns
+            assert all(cells)
+
+
+@each_tutorial
+def test_solutions_are_folded(name):
+    solutions = built.soup(name).select("details.bp-solution")
+    titles = [s.summary.get_text().strip() for s in solutions]
+    assert "Solution 1" in titles
+    for solution in solutions:
+        assert "open" not in solution.attrs
+        assert solution.select("div.highlight-Python pre")
+
+
+def meta(soup, name):
+    found = soup.find("meta", {"name": name}) or soup.find(
+        "meta", {"property": name}
+    )
+    return found["content"].strip() if found else ""
+
+
+@each_page
+def test_title_and_icon(name):
+    soup = built.soup(name)
+    assert soup.html["lang"] == "en"
+    assert soup.title.get_text().strip()
+    assert len(soup.find_all("title")) == 1
+    icon = soup.find("link", rel="icon")["href"]
+    folder = (built.SITE / name).parent
+    if name == "404.html":
+        icon, folder = icon.removeprefix(built.prefix()), built.SITE
+    assert (folder / icon).is_file()
+
+
+@pytest.mark.parametrize("name", ["index.html", *built.TUTORIALS])
+def test_what_a_shared_link_shows(name):
+    soup = built.soup(name)
+    for tag in ("description", "og:description"):
+        assert len(meta(soup, tag)) > 40, tag
+    for tag in ("og:title", "og:type", "og:site_name", "og:image:alt"):
+        assert meta(soup, tag), tag
+    assert meta(soup, "og:url").endswith("/" + name)
+    assert meta(soup, "og:image").endswith("/_static/social.png")
+
+
+def test_social_image():
+    image = built.SITE / "_static/social.png"
+    assert image.is_file()
+    start = image.read_bytes()[:24]
+    assert start.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(start[i : i + 4]) for i in (16, 20))
+    assert width >= 1200
+    assert 1.8 <= width / height <= 2.1
+
+
+def test_sitemap():
+    tree = ET.parse(built.SITE / "sitemap.xml")
+    listed = {
+        loc.text.partition("://")[2].partition("/")[2]
+        for loc in tree.findall(".//{*}loc")
+    }
+    folder = built.prefix().lstrip("/")
+    assert {folder + page for page in built.TUTORIALS} <= listed
+    assert folder + "index.html" in listed
+    assert not {folder + "404.html", folder + "search.html"} & listed
+
+
+@pytest.mark.parametrize("name", [".nojekyll", "404.html"])
+def test_files_for_github_pages(name):
+    assert (built.SITE / name).is_file()
+
+
+def test_colab_only_where_it_leads_somewhere():
+    """A page links to Colab if a repository was set when it was built."""
+    repository = os.environ.get("GITHUB_REPOSITORY")
+    for name in built.PAGES:
+        found = [
+            a["href"]
+            for a in built.soup(name).find_all("a", href=True)
+            if "colab.research.google.com" in a["href"]
+        ]
+        expected = f"{COLAB}{repository}/blob/notebooks/{built.stem(name)}"
+        if repository and name in built.TUTORIALS:
+            assert found == [f"{expected}.ipynb"]
+        else:
+            assert found == []
+
+
+@pytest.mark.parametrize("notebooks", ["", "owner/repo/blob/notebooks"])
+def test_colab_link(notebooks):
+    class Link:
+        link, label = "/_downloads/0/01-layer-norm.py", "source code"
+
+    template = built.ROOT / "docs/_templates/downloads.html"
+    page = jinja2.Template(template.read_text(encoding="utf-8")).render(
+        _=str,
+        get_download_links=lambda: {"python": Link},
+        notebooks=notebooks,
+        pagename="tutorials/01-layer-norm",
+        pathto=lambda link, resource: link,
+    )
+    links = re.findall(r'href="([^"]*)"', page)
+    colab = [f"{COLAB}{notebooks}/01-layer-norm.ipynb"] if notebooks else []
+    assert links == [Link.link, *colab]

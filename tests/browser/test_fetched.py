@@ -1,0 +1,63 @@
+"""Every download of every page is its source, byte for byte."""
+
+from pathlib import PurePosixPath
+from urllib.parse import urljoin
+from urllib.request import urlopen
+
+import pytest
+from browser import built
+
+DOCS = built.ROOT / "docs"
+
+
+def source(link):
+    """The file that a download link must hand out."""
+    name = PurePosixPath(link["href"]).name
+    ending = PurePosixPath(name).suffix
+    if ending == ".py":
+        return built.ROOT / "tutorials" / name
+    if ending in (".ipynb", ".zip"):
+        return DOCS / "tutorials" / name
+    if ending == ".csv" or name.endswith(".live.json"):
+        return DOCS / "tutorials/raw" / name
+    if ending == ".json":  # of the GPU that the table beside it names
+        table = link.find_previous("a", class_="download")["href"]
+        gpu = table.removesuffix(".csv").rpartition(".")[2]
+        return DOCS / "measurements" / gpu / name
+    raise AssertionError(f"a download of an unknown kind: {name}")
+
+
+def downloads(name):
+    return built.soup(name).select("a[download]")
+
+
+def fetched(base, name, link):
+    with urlopen(urljoin(base + name, link["href"])) as answer:
+        assert answer.status == 200
+        return answer.read()
+
+
+@pytest.mark.parametrize("name", built.PAGES)
+def test_downloads_are_their_sources(base, name):
+    for link in downloads(name):
+        expected = source(link)
+        same = fetched(base, name, link) == expected.read_bytes()
+        assert same, f"{link['href']} is not {expected}"
+
+
+@pytest.mark.parametrize("name", built.TUTORIALS)
+@pytest.mark.parametrize("ending", ["py", "ipynb", "zip"])
+def test_tutorial_is_offered_twice(name, ending):
+    """In the side bar and at the end of the page."""
+    wanted = f"{built.stem(name)}.{ending}"
+    offers = [a for a in downloads(name) if a["href"].endswith("/" + wanted)]
+    assert len(offers) == 2
+    places = [bool(a.find_parent(class_="bp-downloads")) for a in offers]
+    assert sorted(places) == [False, True]
+
+
+def test_index_offers_everything():
+    names = [
+        a["href"].rpartition("/")[2] for a in downloads("tutorials/index.html")
+    ]
+    assert sorted(names) == ["tutorials_jupyter.zip", "tutorials_python.zip"]
