@@ -2,8 +2,8 @@ r"""
 Five ways to sum a gradient
 ===========================
 
-Climb from a correct layer norm backward pass to a fast one, one measured
-idea at a time, and keep its weight gradients exact to the last bit.
+Sum the weight gradients of layer normalization in five ways, measure each,
+and end with one that is fast and gives the same bits in every run.
 
 You will be able to:
 
@@ -106,10 +106,10 @@ def row_options(N):
 # Cells of one color are read by one program.
 
 
-def picture(name, program, buffers, label):
-    """Draw who reads what, and the rows of sums that it is kept in."""
-    _, ax = plt.subplots(figsize=(7.5, 2.6), num=name)
-    ax.set(xlim=(0, 15), ylim=(-0.9, 5.2))
+def picture(name, label, program, buffers=()):
+    """Draw who reads what, and where the sums are kept."""
+    _, ax = plt.subplots(figsize=(7.5, 2.4), num=name)
+    ax.set(xlim=(0, 14.5), ylim=(0.3, 5.8))
     ax.axis("off")
 
     def cell(x, y, color):
@@ -117,27 +117,23 @@ def picture(name, program, buffers, label):
             plt.Rectangle((x, y), 0.6, 0.5, fc=color, ec="black", alpha=0.6)
         )
 
-    def arrow(x):
-        ax.annotate(
-            "",
-            (x + 0.9, 2.25),
-            (x, 2.25),
-            arrowprops={"arrowstyle": "->", "color": "black"},
-        )
+    def arrow(start, end):
+        style = {"arrowstyle": "->", "color": "black"}
+        ax.annotate("", (end, 2.5), (start, 2.5), arrowprops=style)
 
     for j in range(6):
         for i in range(8):
             cell(0.2 + 0.6 * j, 4 - 0.5 * i, f"C{program(i, j)}")
         for k, color in enumerate(buffers):
-            y = 2 + 0.7 * ((len(buffers) - 1) / 2 - k)
-            cell(5.4 + 0.6 * j, y, f"C{color}")
-        cell(10.6 + 0.6 * j, 2, f"C{program(0, j)}" if not buffers else "C7")
-    arrow(4.2)
+            y = 2.25 + 0.7 * ((len(buffers) - 1) / 2 - k)
+            cell(5.4 + 0.6 * j, y, color)
+        cell(10.6 + 0.6 * j, 2.25, "none" if buffers else f"C{j // 2}")
+    arrow(4.1, 5.1 if buffers else 10.3)
     if buffers:
-        arrow(9.4)
+        arrow(9.3, 10.3)
     ax.text(2, 4.8, "x, dy", ha="center")
-    ax.text(7.2, 4.8, label, ha="center")
-    ax.text(12.4, 2.8, "dw", ha="center")
+    ax.text(7.2, 4.4 if buffers else 2.8, label, ha="center")
+    ax.text(12.4, 3.1, "dw", ha="center")
     plt.show()
 
 
@@ -147,10 +143,11 @@ def picture(name, program, buffers, label):
 #
 # One kernel computes ``dx`` by rows, another ``dw`` and ``db`` by columns.
 # A program of the second kernel owns some columns and walks down all rows.
-# Nobody shares anything, so the result is deterministic.
+# Nobody shares anything, so the result is deterministic: the same bits in
+# every run.
 # The second kernel reads ``x`` and ``dy`` again: five units, not three.
 
-picture("Sum by columns", lambda i, j: j // 2, [], "a program\nowns columns")
+picture("Sum by columns", "a program owns columns", lambda i, j: j // 2)
 
 
 @triton.jit
@@ -212,7 +209,7 @@ def columns(dy, x, w, mean, rstd):
 # ``BARRIER`` is there so that we can leave it out later, and look.
 
 label = "rows of sums,\neach has a lock"
-picture("Sum behind locks", lambda i, j: i % 8, [7, 7], label)
+picture("Sum behind locks", label, lambda i, j: i, ["none"] * 2)
 
 
 @triton.jit
@@ -314,7 +311,7 @@ def lock(dy, x, w, mean, rstd, barrier=True, dtype=None, warps=None):
 # Their order is again left to chance.
 
 label = "one row of sums,\natomic additions"
-picture("Atomic additions", lambda i, j: i % 8, [7], label)
+picture("Atomic additions", label, lambda i, j: i, ["none"])
 
 
 @triton.jit
@@ -365,7 +362,8 @@ NUM_SMS = (
 )
 
 label = "one row of sums\nfor each program"
-picture("Persistent programs", lambda i, j: i % 4, range(4), label)
+colors = ["C0", "C1", "C2", "C3"]
+picture("Persistent programs", label, lambda i, j: i % 4, colors)
 
 
 @triton.jit
@@ -576,8 +574,8 @@ def _layer_norm_bwd_pipelined(
 #
 # How large a tile is, and how many warps share it, was found by measuring.
 # A multiprocessor gets 8 warps with up to 255 registers a thread.
-# That is also the limit of the design: beyond 10240 columns the sums of a
-# row and the row itself no longer fit.
+# That is also the limit of the design: much beyond 10240 columns the sums of
+# a row and the row itself no longer fit.
 
 MAX_COLUMNS = 10240
 PDL = (
@@ -585,8 +583,8 @@ PDL = (
     and torch.version.hip is None
     and torch.cuda.get_device_capability() >= (9, 0)
 )
-
-
+# Up to the first width a tile has several rows; above the second it has 8
+# warps and larger chunks.
 FORWARD, BACKWARD = (1024, 5120), (1536, 4096)
 
 
@@ -604,6 +602,11 @@ def tile_options(columns, itemsize, limits):
     return sizes | {"num_warps": warps}
 
 
+# %%
+# The number of stages is what shared memory has room for.
+# 96 KB is what every GPU with asynchronous copies offers.
+
+
 def pipelined(dy, x, w, mean, rstd, dtype=None, programs=None):
     """Rung 5; dtype is that of dw and db, by default that of w."""
     M, N = x.shape
@@ -611,7 +614,7 @@ def pipelined(dy, x, w, mean, rstd, dtype=None, programs=None):
     rows, chunk, chunks, warps = options.values()
     per_sm = max(8 // warps, 1)
     programs = min(programs or NUM_SMS * per_sm, triton.cdiv(M, rows))
-    # Up to 4 stages, if 96 KB of shared memory hold what is on its way.
+    # One tile in work, and up to 3 on their way.
     size = 2 * rows * chunk * chunks * x.itemsize
     stages = 1 + min(98304 // (per_sm * size), 3)
     # torch.compile does not know the option of an early launch.
@@ -741,7 +744,8 @@ for name, rung in RUNGS.items():
 # The race
 # --------
 #
-# Now the lock without its barrier.
+# A race is a program whose result depends on who comes first.
+# We make one: the lock without its barrier.
 # A program is many threads, and one of them opens the lock.
 # The others may not have stored their columns yet: the next program reads old
 # sums, and what was to be added is lost.
@@ -1305,11 +1309,19 @@ for N in (1024, 4096, 10240):
 
 # %%
 # The rest is the second launch, which weighs most where the whole pass takes
-# only microseconds, and the start and end of the first kernel, when the
+# only microseconds, and the start and the end of the first kernel, when the
 # pipeline fills and drains.
-# In between there is nothing left to win: the hardware counters of Nsight
-# Compute show no spilled register, issue slots that are mostly free, and a
-# level 2 cache whose traffic, not the arithmetic, is the busiest unit.
+# In between little is left to win.
+# The hardware counters of Nsight Compute at ``N = 8192`` show no spilled
+# register and issue slots that are empty most of the time.
+# The busiest unit is the level 2 cache, through which all of it has to pass.
+#
+# The other rungs are limited elsewhere.
+# The second kernel of rung 1 has ``N / 128`` programs, too few for the device
+# where rows are narrow.
+# Rungs 2 and 3 touch their sums for every row, and wait for each other.
+# Rung 4 waits for memory, and beyond 8192 columns its block has 16384 lanes:
+# then registers do not suffice, and some are kept in memory.
 #
 # What can go wrong
 # -----------------
