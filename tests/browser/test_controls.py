@@ -1,0 +1,254 @@
+"""What a reader does with mouse and keyboard."""
+
+import re
+from collections import Counter
+
+import pytest
+from browser import built
+from playwright.sync_api import expect
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
+on_first = pytest.mark.parametrize("name", built.TUTORIALS[:1])
+PHONE = {"viewport": {"width": 390, "height": 844}}
+
+
+def prose(name):
+    """The words of a page's paragraphs."""
+    text = " ".join(
+        tag.get_text(" ")
+        for tag in built.soup(name).select("article > section p")
+        if not tag.select(".math, code")
+    )
+    return Counter(re.findall(r"\b[a-z]{7,}\b", text))
+
+
+def own_word(name):
+    """The most frequent word that no other page has."""
+    own = prose(name)
+    for other in built.PAGES:
+        if other != name:
+            for word in prose(other):
+                # Not a form of it either: the search looks for stems.
+                for mine in [m for m in own if m[:6] == word[:6]]:
+                    del own[mine]
+    return max(own, key=lambda word: (own[word], word))
+
+
+def search(page, word):
+    page.keyboard.press("Control+k")
+    field = page.locator("#pst-search-dialog input")
+    expect(field).to_be_focused()
+    page.keyboard.type(word)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/search.html?q=*")
+
+
+@each_tutorial
+def test_search_finds_a_word_of_a_tutorial(page, name):
+    page.goto("index.html")
+    search(page, own_word(name))
+    result = page.locator(f"ul.search a[href*='{name}']").first
+    expect(result).to_be_visible()
+    result.click()
+    expect(page.locator("h1")).to_have_text(
+        re.compile(re.escape(built.soup(name).h1.find(string=True)))
+    )
+
+
+def test_search_for_layer_normalization(page):
+    page.goto("index.html")
+    search(page, "layer normalization")
+    result = page.locator("ul.search a[href*='01-layer-norm.html']")
+    expect(result.first).to_be_visible()
+
+
+def test_search_without_result_says_so(page):
+    page.goto("index.html")
+    search(page, "qzxqzx")
+    expect(page.locator("#search-results")).to_contain_text(
+        re.compile("did not match any documents")
+    )
+
+
+@on_first
+@pytest.mark.parametrize("view", [{}, PHONE], ids=["desk", "phone"])
+def test_theme_switch(page, view, name):
+    page.goto(name)
+    html = page.locator("html")
+    figure = page.locator("div.measured").first
+    button = page.locator(".theme-switch-button:visible").first
+    if not button.count():  # a phone has it in its menu
+        page.locator(".primary-toggle").click()
+        button = page.locator(".theme-switch-button:visible").first
+    for theme in ("dark", "light", "dark"):
+        button.click()
+        page.locator(f"button[data-mode={theme}]:visible").first.click()
+        expect(html).to_have_attribute("data-theme", theme)
+        other = {"dark": "light", "light": "dark"}[theme]
+        expect(figure.locator(f"img.only-{theme}")).to_be_visible()
+        expect(figure.locator(f"img.only-{other}")).to_be_hidden()
+    page.reload()  # it is remembered
+    expect(html).to_have_attribute("data-theme", "dark")
+
+
+@on_first
+@pytest.mark.parametrize("view", [{"color_scheme": "dark"}])
+def test_theme_follows_the_system(page, view, name):
+    page.goto(name)
+    figure = page.locator("div.measured").first
+    expect(figure.locator("img.only-dark")).to_be_visible()
+    expect(figure.locator("img.only-light")).to_be_hidden()
+
+
+@each_tutorial
+@pytest.mark.parametrize(
+    "view", [{"permissions": ["clipboard-read", "clipboard-write"]}]
+)
+def test_copy_buttons(page, view, name):
+    """Every cell of the script, and nothing else, can be copied."""
+    page.goto(name)
+    page.evaluate("document.querySelectorAll('details').forEach(d=>d.open=1)")
+    script = built.ROOT / "tutorials" / f"{built.stem(name)}.py"
+    cells = [
+        block.content.strip()
+        for block in split_code_and_text_blocks(script)[1]
+        if block.type == "code" and block.content.strip()
+    ]
+    page.locator("button.copybtn").first.wait_for(state="attached")
+    copied = []
+    for button in page.locator(".highlight-Python button.copybtn").all():
+        page.evaluate("navigator.clipboard.writeText('')")
+        button.click()
+        copied.append(page.evaluate("navigator.clipboard.readText()").strip())
+    assert copied == cells
+
+
+# How the focused element looks, and what it is. A mark of the focus is an
+# outline or a shadow, or else a look that goes when the focus goes.
+FOCUSED = """() => {
+  const e = document.activeElement;
+  if (!e || e === document.body) return null;
+  const looks = () => {
+    const s = getComputedStyle(e);
+    return [s.boxShadow, s.backgroundColor, s.borderColor, s.color,
+            s.textDecoration].join();
+  };
+  const style = getComputedStyle(e), box = e.getBoundingClientRect();
+  const outline = style.outlineStyle !== 'none'
+    && parseFloat(style.outlineWidth) > 0;
+  const before = looks();
+  let marked = outline;
+  if (!outline) { e.blur(); marked = looks() !== before;
+                  e.focus({preventScroll: true}); }
+  const kinds = WANTED.filter(([, css]) => e.matches(css)).map(([k]) => k);
+  return {kinds, marked, html: e.outerHTML.slice(0, 160),
+          seen: box.width > 0 && box.height > 0
+            && box.bottom > 0 && box.top < innerHeight};
+}"""
+EVERYWHERE = {
+    "skip link": ".skip-link a",
+    "search": "button.search-button__button",
+    "theme switch": "button.theme-switch-button",
+    "navigation": "nav a.nav-link",
+}
+
+
+def walk(page, wanted):
+    """Press Tab until the focus leaves the page: each element it was on."""
+    pairs = [list(pair) for pair in wanted.items()]
+    script = FOCUSED.replace("WANTED", repr(pairs))
+    stops = []
+    for _ in range(600):
+        page.keyboard.press("Tab")
+        stop = page.evaluate(script)
+        if stop is None:
+            return stops
+        stops.append(stop)
+    raise AssertionError("Tab never leaves the page")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        (
+            "index.html",
+            {"card": ".bp-card a"},
+        ),
+        (
+            "tutorials/index.html",
+            {"card": ".bp-card a", "download": "article a.download"},
+        ),
+        *(
+            (
+                name,
+                {
+                    "copy": "button.copybtn",
+                    "numbers": ".bp-numbers summary",
+                    "solution": ".bp-solution summary",
+                    "side bar download": ".bp-downloads a[download]",
+                    "CSV and JSON": ".passport a.download",
+                    "next or previous": ".prev-next-area a",
+                },
+            )
+            for name in built.TUTORIALS[:1]
+        ),
+    ],
+)
+def test_tab_reaches_everything(page, name, more):
+    wanted = EVERYWHERE | more
+    page.goto(name)
+    page.wait_for_load_state("load")
+    stops = walk(page, wanted)
+    for kind, css in wanted.items():
+        reached = sum(kind in stop["kinds"] for stop in stops)
+        if kind == "skip link":
+            assert kind in stops[0]["kinds"], stops[0]
+        there = page.locator(f"{css}:visible").count()
+        assert reached >= max(there, 1), f"{kind}: {reached} of {there}"
+    faults = [
+        f"{'not marked' if stop['seen'] else 'not seen'}: {stop['html']}"
+        for stop in stops
+        if not (stop["marked"] and stop["seen"])
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@on_first
+def test_enter_opens_the_numbers(page, name):
+    page.goto(name)
+    numbers = page.locator("details.bp-numbers").first
+    table = numbers.locator("table")
+    expect(table).to_be_hidden()
+    numbers.locator("summary").focus()
+    page.keyboard.press("Enter")
+    expect(table).to_be_visible()
+    page.keyboard.press("Enter")
+    expect(table).to_be_hidden()
+
+
+@on_first
+def test_solution_opens_with_a_click(page, name):
+    page.goto(name)
+    solution = page.locator("details.bp-solution").first
+    code = solution.locator("pre").first
+    expect(code).to_be_hidden()
+    solution.locator("summary").click()
+    expect(code).to_be_visible()
+
+
+def test_skip_link_leads_to_the_text(page):
+    page.goto("index.html")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile("#main-content$"))
+
+
+@pytest.mark.parametrize("view", [PHONE], ids=["phone"])
+def test_menu_on_a_phone(page, view):
+    page.goto("index.html")
+    page.locator(".primary-toggle").click()
+    link = page.locator("#pst-primary-sidebar-modal a:visible").first
+    expect(link).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(link).to_be_hidden()
