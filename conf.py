@@ -83,7 +83,6 @@ html_theme_options = {
         "text": project,
         "image_light": "docs/_static/logo.svg",
         "image_dark": "docs/_static/logo.svg",
-        "alt_text": project,
     },
     "header_links_before_dropdown": 6,
     "navigation_with_keys": False,
@@ -105,6 +104,7 @@ html_sidebars = {
     "[!t]*": [],
 }
 html_context = {
+    "default_mode": "auto",  # light or dark as the reader's system is
     # The publishing workflow puts the notebooks on a branch of this name.
     "notebooks": f"{repository}/blob/notebooks" if repository else "",
 }
