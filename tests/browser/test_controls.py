@@ -124,8 +124,8 @@ def test_copy_buttons(page, view, name):
     assert copied == cells
 
 
-# How the focused element looks, and what it is. A mark of the focus is an
-# outline or a shadow, or else a look that goes when the focus goes.
+# What the focused element is, and whether it is marked: by an outline, on
+# the card around it if it is drawn there, or a look that goes with the focus.
 FOCUSED = """() => {
   const e = document.activeElement;
   if (!e || e === document.body) return null;
@@ -134,9 +134,10 @@ FOCUSED = """() => {
     return [s.boxShadow, s.backgroundColor, s.borderColor, s.color,
             s.textDecoration].join();
   };
-  const style = getComputedStyle(e), box = e.getBoundingClientRect();
-  const outline = style.outlineStyle !== 'none'
-    && parseFloat(style.outlineWidth) > 0;
+  const box = e.getBoundingClientRect();
+  const outline = [null, '::after'].map(part => getComputedStyle(e, part))
+    .some(style => style.content !== 'none' && style.outlineStyle !== 'none'
+      && parseFloat(style.outlineWidth) > 0);
   const before = looks();
   let marked = outline;
   if (!outline) { e.blur(); marked = looks() !== before;

@@ -53,10 +53,10 @@ class Watch:
             self.note(f"HTTP {response.status}: {response.url}")
 
 
-def draw_formulas(page):
+def undrawn_formulas(page, patience):
     """Wait for the formulas; how many are not drawn."""
     try:
-        page.wait_for_function(f"{UNDRAWN} === 0", timeout=30_000)
+        page.wait_for_function(f"{UNDRAWN} === 0", timeout=patience)
     except TooLate:
         return page.evaluate(UNDRAWN)
     page.evaluate("window.MathJax?.startup?.promise?.then(() => true)")
@@ -72,22 +72,54 @@ def violations(page):
             yield f"axe {found['id']}: {target} {node['html'][:120]} {summary}"
 
 
+def faults(page, name, theme, patience=30_000):
+    """Load a page and list what is wrong with it."""
+    watch = Watch(page)
+    response = page.goto(name)
+    found = watch.faults
+    if response.status != 200:
+        found.append(f"HTTP status {response.status}")
+    if undrawn := undrawn_formulas(page, patience):
+        found.append(f"{undrawn} formulas are not drawn")
+    shown = page.locator("html").get_attribute("data-theme")
+    if shown != theme:
+        found.append(f"the theme is {shown!r}")
+    if (pixels := page.evaluate(WIDER)) > 0:
+        found.append(f"scrolls {pixels} px sideways")
+    found.extend(violations(page))
+    return found
+
+
 @pytest.mark.parametrize("name", built.PAGES)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_page(page, view, name):
-    watch = Watch(page)
-    response = page.goto(name)
-    assert response.status == 200
-    faults = watch.faults
-    if undrawn := draw_formulas(page):
-        faults.append(f"{undrawn} formulas are not drawn")
-    theme = page.locator("html").get_attribute("data-theme")
-    if theme != view["color_scheme"]:
-        faults.append(f"the theme is {theme!r}")
-    if (pixels := page.evaluate(WIDER)) > 0:
-        faults.append(f"scrolls {pixels} px sideways")
-    faults.extend(violations(page))
-    assert not faults, "\n".join(faults)
+    found = faults(page, name, view["color_scheme"])
+    assert not found, "\n".join(found)
+
+
+BAD = """<!doctype html><html lang="en" data-theme="dark"><title>Bad</title>
+<main><h1>Bad</h1><p style="color: #999; width: 3000px">pale</p>
+<p class="math">x^2</p><img alt="" src="http://other.invalid/x.png"></main>
+<img alt="" src="no-such-picture.png">
+<script>throw new Error("broken")</script>"""
+
+
+def test_faults_are_found(page):
+    """Each kind of fault, on a page that has them all."""
+    page.route("**/bad.html", lambda route: route.fulfill(body=BAD))
+    page.route("http://other.invalid/**", lambda route: route.abort())
+    found = "\n".join(faults(page, "bad.html", "light", patience=500))
+    for fault in (
+        "script error broken",
+        "asks another host: http://other.invalid/x.png",
+        "HTTP 404: ",
+        "console: ",
+        "1 formulas are not drawn",
+        "the theme is 'dark'",
+        "px sideways",
+        "axe color-contrast",
+    ):
+        assert fault in found, found
 
 
 def test_unknown_address_far_down_shows_a_whole_page(page):
