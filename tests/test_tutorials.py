@@ -113,7 +113,9 @@ def test_no_speed_is_typed_in_the_other_pages():
 
 @EVERY
 def test_solutions_follow_their_exercises(stem):
-    numbers = re.findall(r"^# Solution (\d)", TEXTS[stem], re.MULTILINE)
+    # The empty line makes it the first line of the code, not prose.
+    numbers = re.findall(r"^# %%\n\n# Solution (\d)", TEXTS[stem], re.M)
+    assert len(numbers) == TEXTS[stem].count("\n# Solution")
     assert 3 <= len(numbers) <= 5
     assert numbers == [str(i + 1) for i in range(len(numbers))]
     for number in numbers:

@@ -1408,6 +1408,7 @@ def exercise_1(kernel):
 exercise_1(_bias_sums)
 
 # %%
+
 # Solution 1
 
 
@@ -1459,6 +1460,7 @@ def exercise_2(kernel):
 exercise_2(_rms_row)
 
 # %%
+
 # Solution 2
 
 
@@ -1503,6 +1505,7 @@ def exercise_3(units):
 exercise_3(units)
 
 # %%
+
 # Solution 3
 
 
