@@ -26,8 +26,9 @@ def run(case, module=page):
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
-    # The interpreter needs milliseconds for each row.
-    for dtype in cases.DTYPES if M < 200 else (torch.float16,):
+    # The interpreter needs milliseconds for each row, and more if it is wide.
+    quick = M < 100 and M * N < 3000
+    for dtype in cases.DTYPES if quick else (torch.float16,):
         run(Case((M,), (N,), dtype))
 
 
@@ -82,7 +83,7 @@ def test_only_some_gradients(weight, bias):
 layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(
     st.builds(
         Case,
@@ -127,7 +128,7 @@ ROUNDING = {
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("name", page.RUNGS)
 def test_every_rung(name, dtype):
-    for M, N in (1, 1), (3, 129), (33, 40), (2, 1100):
+    for M, N in (1, 1), (3, 129), (33, 40), (2, 600):
         if N == 1:
             # dx is exactly 0 there, so it has no relative error.
             dy, x, w, b = page.example(M, N, dtype)
@@ -254,7 +255,7 @@ def _suite(module):
         run(Case((3,), (129,), dtype), module)
     run(Case((3,), (9,), x="columns"), module)
     run(Case((3,), (9,), dy="one number"), module)
-    run(Case((100,), (129,)), module)  # several tiles for a program
+    run(Case((72,), (129,)), module)  # two tiles for a program
 
 
 def test_suite_passes():
@@ -321,7 +322,7 @@ def test_rung_mutants_fail(name):
     def worst(module):
         errors = [
             error
-            for shape in ((300, 5), (33, 5))
+            for shape in ((260, 5), (33, 5))
             for error in rung_errors(
                 module.RUNGS[rung], *shape, torch.float32, module
             )
