@@ -86,6 +86,7 @@ html_theme_options = {
     },
     "header_links_before_dropdown": 6,
     "navigation_with_keys": False,
+    "back_to_top_button": False,
     "show_prev_next": True,
     "secondary_sidebar_items": {
         "tutorials/[0-9]*": ["page-toc", "downloads"],

@@ -1,4 +1,5 @@
 """``.. tutorial-cards::``: a card for each tutorial, with its measured figure.
+``.. first-tutorial:: TEXT``: a link to the first one.
 
 Title and summary come from the tutorial's first lines, the picture is one of
 its own, and the headline is computed from the recording at build time.
@@ -12,6 +13,18 @@ from figures import card_pictures
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.gen_rst import extract_intro_and_title
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+
+class FirstTutorial(SphinxDirective):
+    """A link to the tutorial that a reader starts with."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self):
+        stem = recording.tutorials()[0].stem
+        link = link_to(self.env, stem, self.arguments[0])
+        return [nodes.paragraph("", "", link)]
 
 
 class TutorialCards(SphinxDirective):
@@ -29,18 +42,14 @@ class TutorialCards(SphinxDirective):
         summary, title = extract_intro_and_title(script, blocks[0].content)
         card = nodes.container(classes=["bp-card"])
         card += self.pictures(script.stem)
-        uri = self.env.app.builder.get_relative_uri(
-            self.env.docname, f"tutorials/{script.stem}"
-        )
-        link = nodes.reference("", title, refuri=uri, internal=True)
+        link = link_to(self.env, script.stem, title)
         number = script.stem[:2]
         card += nodes.paragraph("", number, classes=["bp-card-number"])
         heading = nodes.paragraph("", "", link, classes=["bp-card-title"])
         card += heading
         card += nodes.paragraph("", summary, classes=["bp-card-summary"])
         gpu = self.config.measured_gpu
-        for line in headlines(gpu, script.stem):
-            card += nodes.paragraph("", line, classes=["bp-card-figure"])
+        card += headlines(gpu, script.stem)
         path = recording.STORE / gpu / f"{script.stem}.json"
         self.env.note_dependency(str(path))
         return card
@@ -61,17 +70,34 @@ class TutorialCards(SphinxDirective):
                 )
 
 
+def link_to(env, stem, text):
+    """A link to a tutorial, which Sphinx-Gallery may not have made yet."""
+    uri = env.app.builder.get_relative_uri(env.docname, f"tutorials/{stem}")
+    return nodes.reference("", text, refuri=uri, internal=True)
+
+
 def headlines(gpu, stem):
-    """What the recording says in one line a pass, or that there is none."""
+    """What the recording says in a paragraph a pass, and where it is from."""
     try:
         data = recording.load(gpu, stem)
     except recording.RecordingError:
-        return ["Not recorded yet."]
+        return [nodes.paragraph("", "Not recorded yet.")]
     lines = []
     for benchmark in data["benchmarks"].values():
-        mode = str(benchmark["args"].get("mode", "")).capitalize()
-        if line := headline(benchmark):
-            lines.append(f"{mode}: {line}" if mode else line)
+        if said := headline(benchmark):
+            mode = str(benchmark["args"].get("mode", ""))
+            line = nodes.paragraph(classes=["bp-card-figure"])
+            if mode:
+                line += nodes.inline(
+                    "", f"{mode.capitalize()}:", classes=["bp-pass", mode]
+                )
+                line += nodes.Text(" ")
+            line += nodes.inline("", said, classes=["bp-said"])
+            lines.append(line)
+    if lines:
+        env = data["environment"]
+        source = f"{env['gpu']}, {env['date']}"
+        lines.append(nodes.paragraph("", source, classes=["bp-card-source"]))
     return lines
 
 
@@ -107,5 +133,6 @@ def geometric_mean(ours, theirs):
 
 
 def setup(app):
+    app.add_directive("first-tutorial", FirstTutorial)
     app.add_directive("tutorial-cards", TutorialCards)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -181,7 +181,7 @@ def passport(measured, block_vars, gallery_conf):
     versions = (
         f"driver {env['driver']}, CUDA {env['cuda']}, "
         f"torch {env['torch']}, triton {env['triton']}, "
-        f"Python {env['python']}, {env['date']}"
+        f"Python {env['python']}"
     )
     header, *rows = _table(measured)
     grid = "".join(
@@ -189,11 +189,11 @@ def passport(measured, block_vars, gallery_conf):
     )
     return (
         ".. container:: passport\n\n"
-        f"   **{origin}** {env['gpu']}, {versions}.\n"
-        f"   {checks}\n"
-        f"   {measured.method}\n"
-        f"   :download:`CSV <raw/{table.name}>`\n"
-        f"   :download:`JSON <{raw}>`\n\n"
+        f"   **{origin}** {env['gpu']}, {env['date']}. {checks}\n\n"
+        f"   :Versions: {versions}\n"
+        f"   :Method: {measured.method}\n"
+        f"   :Data: :download:`CSV <raw/{table.name}>`\n"
+        f"      :download:`JSON <{raw}>`\n\n"
         f"   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
         "      .. csv-table::\n"

@@ -45,11 +45,20 @@ def test_passports_are_complete(name):
         text = " ".join(passport.p.get_text(" ").split())
         kind = r"(Recorded\.|Measured on this machine, by this build\.)"
         pattern = (
-            rf"{kind} \S.*, driver \S+, CUDA \S+, torch \S+, triton \S+, "
-            r"Python \S+, 20\d\d-\d\d-\d\d\. "
+            rf"{kind} \S.*, 20\d\d-\d\d-\d\d\. "
             r"(\d+ GPU checks passed before recording|GPU checks: not run)"
         )
         assert re.match(pattern, text), text
+        names = [dt.get_text(" ").strip(" :") for dt in passport.select("dt")]
+        assert names == ["Versions", "Method", "Data"]
+        versions, method, _ = (
+            dd.get_text(" ").strip() for dd in passport.select("dd")
+        )
+        assert re.fullmatch(
+            r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+",
+            versions,
+        ), versions
+        assert len(method.split()) > 3, method
         files = [
             a["href"].rpartition(".")[2] for a in passport.select("a.download")
         ]
