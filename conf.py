@@ -101,7 +101,8 @@ html_theme_options = {
 }
 # Beside the tutorials stands their list; other pages need no second menu.
 html_sidebars = {
-    "tutorials/*": ["sidebar-nav-bs"],
+    "tutorials/[0-9]*": ["sidebar-nav-bs"],
+    "tutorials/index": [],
     "[!t]*": [],
 }
 html_context = {
