@@ -10,8 +10,10 @@ ATTRIBUTES = ("href", "src", "poster", "data")
 HOST = "http://site.invalid"
 
 
-def test_there_is_a_site():
-    assert built.PAGES, built.NO_SITE
+@pytest.fixture(scope="module", autouse=True)
+def built_site():
+    if not built.PAGES:
+        pytest.fail(built.NO_SITE, pytrace=False)
 
 
 @functools.cache

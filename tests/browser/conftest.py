@@ -2,7 +2,7 @@
 
 import pytest
 from browser import built, tools
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 FLAGS = [
     "--no-sandbox",
@@ -13,6 +13,8 @@ FLAGS = [
     "--disable-sync",
     "--no-first-run",
 ]
+PATIENCE = 60_000  # ms: a busy machine is slow, and that is no fault
+expect.set_options(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,6 +59,6 @@ def page(browser, base, view):
     }
     context = browser.new_context(**settings | view)
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(PATIENCE)
     yield page
     context.close()

@@ -5,7 +5,7 @@ import subprocess
 
 from browser import built, tools
 
-# Errors that are let pass, each as the start of its message, with the reason.
+# Errors that are let pass: the start of the message, and the reason for it.
 ALLOWED = {}
 
 

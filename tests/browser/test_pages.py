@@ -17,8 +17,6 @@ VIEWS = {
 UNDRAWN = """[...document.querySelectorAll('.math')]
     .filter(e => !e.querySelector('mjx-container')).length"""
 WIDER = "document.documentElement.scrollWidth - window.innerWidth"
-
-
 # Only what fails: describing what passes takes most of the time.
 AXE = "axe.run(document, {resultTypes: ['violations']})"
 
@@ -72,7 +70,7 @@ def violations(page):
             yield f"axe {found['id']}: {target} {node['html'][:120]} {summary}"
 
 
-def faults(page, name, theme, patience=30_000):
+def faults(page, name, theme, patience=60_000):
     """Load a page and list what is wrong with it."""
     watch = Watch(page)
     response = page.goto(name)
