@@ -171,11 +171,12 @@ COMMITTED = sorted((ROOT / "docs/measurements").glob("*/*.json"))
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
 def test_committed_recordings_are_whole_and_fresh(path):
     loaded = recording.load(path.parent.name, path.stem)
-    for name, benchmark in loaded["benchmarks"].items():
+    speeds = [b for b in loaded["benchmarks"].values() if b["unit"] == "GB/s"]
+    assert speeds
+    for benchmark in speeds:
         providers = {row["provider"] for row in benchmark["rows"]}
-        assert "triton" in providers, name
-        medians = [row["median"] for row in benchmark["rows"]]
-        assert any(medians), name
+        assert {"triton", "copy"} <= providers
+        assert all(row["median"] for row in benchmark["rows"])
     assert loaded["environment"]["checks_passed"] > 0
     assert recording.slug(loaded["environment"]["gpu"]) == path.parent.name
 
