@@ -38,7 +38,9 @@ serve: check-python  ## show the built site at http://localhost:8000
 
 test: test-tools  ## everything that proves the project, without a GPU
 	@$(PY) -m ruff format --check --quiet . && $(PY) -m ruff check --quiet .
-	@$(PY) -m codespell_lib . && $(PY) -m sphinxlint -e all -d line-too-long \
+	@git ls-files '*.py' '*.rst' '*.md' '*.css' '*.html' Makefile \
+		| xargs $(PY) -m codespell_lib
+	@$(PY) -m sphinxlint -e all -d line-too-long \
 		$(wildcard docs/*.rst) README.md
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
