@@ -45,7 +45,7 @@ test: test-tools  ## everything that proves the project, without a GPU
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
 	@FIGURES=recorded $(SPHINX) -q $(SITE)
-	@$(PY) -m pytest -q -n 2 --dist loadfile --ignore tests/gpu tests
+	@$(PY) -m pytest -q -rs -n 2 --dist loadfile --ignore tests/gpu tests
 
 test-gpu: run-tools  ## the checks that need a GPU
 	@$(PY) -m pytest -q tests/gpu
