@@ -827,6 +827,7 @@ claims(table)
 #
 # Backward has more to do than to carry its three matrices.
 #
+# * The step above a power of two is there too.
 # * Each program reads and writes two float32 buffers once: 16 bytes a column,
 #   against 6 for each of its rows of ``x``, ``dy`` and ``dx`` in float16.
 # * While a program waits for a row, it has no other load on its way.
