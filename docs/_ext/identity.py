@@ -89,13 +89,23 @@ def finish(figure, bench):
     lines = axes.get_lines()
     if all(isinstance(x, str) for x in bench.x_vals):
         _as_points(axes, lines, bench.x_vals)
-    axes.legend(lines, bench.line_names, fontsize=11, ncols=2)
     if not bench.y_log:
         top = axes.get_ylim()[1]
         axes.set_ylim(0, top * 1.12)
+        _show_zeros(lines)
     if not bench.xlabel and bench.x_names[0] == "N":
         axes.set_xlabel("N (columns)")
-    lines[-1].set_zorder(1)
+    for provider, line in zip(bench.line_vals, lines, strict=True):
+        # A line at 0 lies on the axis, not under it; the ceiling lies below.
+        line.set(clip_on=False, zorder=1 if provider == "copy" else 3)
+    axes.legend(lines, bench.line_names, fontsize=11, ncols=2)
+
+
+def _show_zeros(lines):
+    """Lines that are 0 everywhere cover each other: rings around rings."""
+    zeros = [line for line in lines if not any(line.get_ydata())]
+    for size, line in enumerate(reversed(zeros)):
+        line.set(marker="o", markersize=5 + 5 * size, markerfacecolor="none")
 
 
 def _as_points(axes, lines, names):
