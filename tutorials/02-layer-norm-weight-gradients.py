@@ -1528,8 +1528,8 @@ assert exercise_3(units_solved)
 # ----------
 #
 # * J. Ba, J. Kiros, G. Hinton: Layer Normalization, 2016,
-#   `arXiv 1607.06450 <https://arxiv.org/abs/1607.06450>`__.
+#   `arXiv 1607.06450 <https://arxiv.org/abs/1607.06450>`_.
 # * `The CUDA programming guide on programmatic dependent launch
-#   <https://docs.nvidia.com/cuda/cuda-c-programming-guide/>`__.
+#   <https://docs.nvidia.com/cuda/cuda-c-programming-guide/>`_.
 # * `A report of the missing barrier in the wild
-#   <https://github.com/meta-pytorch/tritonbench/issues/1266>`__.
+#   <https://github.com/meta-pytorch/tritonbench/issues/1266>`_.
