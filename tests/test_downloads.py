@@ -109,7 +109,7 @@ def test_the_notebook_reads_like_the_page(stem):
     text = "\n".join(
         c.source for c in notebook.cells if c.cell_type == "markdown"
     )
-    for raw in (":math:", ":func:", ":doc:", ":ref:", "\n.. ", "`_"):
+    for raw in (":math:", ":func:", ":doc:", ":ref:", "\n.. ", ">`_", ")_"):
         assert raw not in text, f"{raw} in the notebook of {stem}"
     assert "](/" not in text
     assert "file:" not in text
