@@ -55,7 +55,8 @@ def build(root):
     )
     seconds = time.monotonic() - start
     if done.returncode:
-        sys.exit(done.stdout[-3000:])
+        wrong = [x for x in done.stdout.splitlines() if "WARNING" in x]
+        sys.exit("\n".join(wrong) or done.stdout[-3000:])
     found = re.search(r"successfully executed (\d+) out of", done.stdout)
     return seconds, int(found[1]) if found else 0
 
@@ -69,7 +70,7 @@ def measure():
         script = min((root / "tutorials").glob("[0-9][0-9]-*.py"))
         text = script.read_text(encoding="utf-8")
         script.write_text(
-            text.replace("# Benchmark\n", "# The benchmark\n", 1),
+            text.replace("# Benchmark\n", "# Measuring\n", 1),
             encoding="utf-8",
         )
         prose = build(root)
