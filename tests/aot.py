@@ -16,7 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
+
+# Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
+COMPILER_ADDS_BARRIER = [
+    int(part) for part in version("triton").split(".")[:2]
+] >= [3, 9]
 
 TARGETS = {
     "sm_75": ("cuda", 75, 32),
@@ -110,9 +116,9 @@ def _build(job, modules):
 
 def _ptxas(ptx, arch):
     """Registers and spilled bytes, from the assembler that Triton uses."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+    tool = get_ptxas(arch)
     real = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

@@ -339,6 +339,8 @@ diagram()
 # Without a barrier it may do so while other threads still have stores to
 # make; the next program then reads a sum that is half old.
 # ``tl.debug_barrier()`` makes all threads of the program arrive first.
+# The compiler of triton 3.9.0 puts such a barrier there by itself; those of
+# 3.6.0 and 3.7.1 do not.
 # ``release`` then says: who sees the 2 also sees the stores before it.
 # ``acquire`` is the other half: no load after it may come too early.
 #

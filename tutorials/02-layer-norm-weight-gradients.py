@@ -796,7 +796,8 @@ machine_code()
 # %%
 # ``st.global`` stores the sums, ``exch`` opens the lock.
 # With the barrier, ``bar.sync`` stands between them.
-# Without it nothing does.
+# Without it nothing does, with triton 3.6.0 and 3.7.1.
+# The compiler of triton 3.9.0 puts one there by itself.
 #
 # Who else sees it?
 # All of this was run, on an H200:
