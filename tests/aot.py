@@ -42,6 +42,7 @@ class Job:
     target: str = "sm_90"
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None  # most registers of a thread
     replace: tuple = ()  # pairs (old, new) that edit the source first
 
 
@@ -101,6 +102,8 @@ def _build(job, modules):
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     target = GPUTarget(*TARGETS[job.target])
+    if job.maxnreg and target.backend == "cuda":
+        options["maxnreg"] = job.maxnreg
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]

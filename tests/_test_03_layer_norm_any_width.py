@@ -1,0 +1,381 @@
+"""Page 03 in Triton's interpreter (or on a GPU, where there is one)."""
+
+import os
+import subprocess
+import sys
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+import layer_norm_cases as cases
+from layer_norm_cases import Case
+from tutorial import TUTORIALS, load
+
+NAME = "03-layer-norm-any-width"
+page = load(NAME)
+MORE = {"num_warps": 4, "per_sm": 4}
+FORWARD = {
+    "rows": {"ROWS": 2, "CHUNK": 32, "HINT": "", "num_warps": 4},
+    "one row": {"ROWS": 1, "CHUNK": 32, "HINT": "", "num_warps": 4},
+    "sweeps": {"CHUNK": 32, "num_warps": 4},
+    "slices": {"ROWS": 2, "CHUNK": 32} | MORE,
+}
+BACKWARD = {
+    "rows": {"ROWS": 2, "CHUNK": 32, "STAGES": 2} | MORE,
+    "one row": {"ROWS": 1, "CHUNK": 32, "STAGES": 3} | MORE,
+    "slices": {"ROWS": 2, "CHUNK": 32} | MORE,
+    "shared": {"ROWS": 2, "CHUNK": 32} | MORE,
+}
+# Every kernel occurs, with the backward kernels that may follow it.
+PAIRS = (
+    ("rows", "rows"),
+    ("one row", "one row"),
+    ("sweeps", "slices"),
+    ("slices", "shared"),
+)
+
+
+def run(case, module=page):
+    cases.run(module.layer_norm, case, module.DEVICE)
+
+
+def force(patch, module, pair):
+    """Let the rule always answer with these two plans."""
+    first, second = pair
+
+    def plan(name, options):
+        return "rows" if name == "one row" else name, dict(options)
+
+    patch.setattr(
+        module, "plan_forward", lambda *_: plan(first, FORWARD[first])
+    )
+    patch.setattr(
+        module, "plan_backward", lambda *_: plan(second, BACKWARD[second])
+    )
+
+
+@pytest.fixture(params=PAIRS, ids=" and ".join)
+def pair(request, monkeypatch):
+    force(monkeypatch, page, request.param)
+    return request.param
+
+
+# Slices need rows of at least one chunk. Words hold float32.
+def possible(pair, N, dtype):
+    if pair[1] in ("slices", "shared") and N < 32:
+        return False
+    return not (dtype == torch.float64 and pair[1] == "shared")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("N", [1, 31, 32, 33, 64, 90, 128, 257])
+def test_every_kernel(pair, N, dtype):
+    if possible(pair, N, dtype):
+        run(Case((5,), (N,), dtype))
+
+
+@pytest.mark.parametrize("M", [1, 2, 4, 9])
+def test_every_kernel_and_number_of_rows(pair, M):
+    run(Case((M,), (72,), torch.float16))
+
+
+@pytest.mark.parametrize("sms", [1, 2, 7])
+def test_number_of_multiprocessors(pair, sms, monkeypatch):
+    # More tiles than programs, and fewer.
+    monkeypatch.setattr(page, "NUM_SMS", sms)
+    run(Case((7,), (64,), torch.float32))
+    run(Case((2,), (64,), torch.float32))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_only_some_gradients(pair, weight, bias):
+    for number in range(1, 8):
+        wanted = tuple(bool(number >> i & 1) for i in range(3))
+        run(Case((5,), (40,), weight=weight, bias=bias, wanted=wanted))
+
+
+def test_same_bits_twice(pair):
+    case = Case((9,), (75,), torch.float16)
+    tensors = case.tensors(page.DEVICE)
+    once, twice = (
+        cases.gradients(page.layer_norm, case, *tensors) for _ in range(2)
+    )
+    assert all(map(torch.equal, once, twice))
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+def test_shapes(shape):
+    M, N = shape
+    for dtype in cases.DTYPES if M < 100 else (torch.float16,):
+        run(Case((M,), (N,), dtype))
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "dy", "parameters"])
+def test_layouts(which, layout):
+    for dtype in cases.DTYPES:
+        for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
+            run(Case(lead, shape, dtype, **{which: layout}))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight_dtype", cases.DTYPES)
+def test_mixed_dtypes(dtype, weight_dtype):
+    if not page.ON_GPU and cases.wrong_in_interpreter(dtype, weight_dtype):
+        pytest.skip("the interpreter stores float64 as bfloat16 wrongly")
+    run(Case((7,), (65,), dtype, weight_dtype))
+
+
+def test_mixed_dtypes_of_shared_rows(pair):
+    run(Case((4,), (65,), torch.float16, torch.float32))
+    run(Case((4,), (65,), torch.float32, torch.float16))
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+@pytest.mark.parametrize("shape", [(1,), (9,), (3, 5)])
+def test_dimensions(lead, shape):
+    run(Case(lead, shape))
+
+
+LIMITS = (512, 1024, 1536, 2560, 3072, 4096, 5120, 10240)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_both_sides_of_each_limit(limit):
+    for N in limit, limit + 1:
+        run(Case((2,), (N,), torch.float16))
+
+
+@pytest.mark.parametrize("N", [14337, 24577, 49153, 262145, 2**20])
+def test_wide_rows(N):
+    # The last kernel has a program for 16 columns: too many to interpret.
+    run(Case((1,), (N,), torch.float16, wanted=(True, False, False)))
+
+
+def test_the_rule_answers_for_every_width():
+    """And what it answers fits the kernels it names."""
+    for itemsize in (2, 4, 8):
+        for N in {
+            *range(1, 3000, 7),
+            *(2**i + d for i in range(21) for d in (-1, 0, 1) if 2**i + d),
+        }:
+            for share in (True, False):
+                kind, options = page.plan_forward(N, itemsize, share)
+                chunk = options["CHUNK"]
+                assert chunk & (chunk - 1) == 0
+                assert kind != "slices" or (share and chunk <= N)
+                kind, options = page.plan_backward(N, itemsize, share)
+                chunk = options["CHUNK"]
+                assert chunk & (chunk - 1) == 0
+                assert kind == "rows" or chunk <= N
+                assert kind != "shared" or share
+
+
+def test_constant_rows_and_large_mean(pair):
+    x = torch.full((3, 100), 7.0, device=page.DEVICE)
+    y = page.layer_norm(x, (100,), None, None)
+    assert y.abs().max() < 1e-4
+    x = 10000 + torch.randn(3, 100, device=page.DEVICE)
+    y = page.layer_norm(x, (100,), None, None)
+    expected = F.layer_norm(x.double(), (100,))
+    torch.testing.assert_close(y.double(), expected, atol=5e-3, rtol=0)
+
+
+def test_variance_of_rows_with_a_large_mean():
+    for ratio in 1, 100, 10000:
+        for provider in "triton", "sweeps":
+            assert page.variance_error(3, 1000, ratio, provider) <= 1e-5
+    assert page.variance_error(3, 1000, 10000, "sums of squares") > 0.1
+
+
+layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.builds(
+        Case,
+        lead=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        shape=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
+        dtype=st.sampled_from(cases.DTYPES),
+        weight_dtype=st.sampled_from([None, *cases.DTYPES]),
+        x=layouts,
+        dy=st.sampled_from(list(cases.LAYOUTS)),
+        parameters=layouts,
+        weight=st.booleans(),
+        bias=st.booleans(),
+        wanted=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        eps=st.sampled_from([1e-12, 1e-5, 0.1]),
+    ),
+    st.sampled_from([None, *PAIRS]),
+)
+def test_any_case(case, pair):
+    hypothesis.assume(
+        not cases.wrong_in_interpreter(case.dtype, case.weight_dtype)
+    )
+    N = torch.Size(case.shape).numel()
+    hypothesis.assume(pair is None or possible(pair, N, case.dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        if pair is not None:
+            force(patch, page, pair)
+        run(case)
+
+
+def test_second_derivative_is_refused():
+    x = torch.randn(2, 8, device=page.DEVICE, requires_grad=True)
+    y = page.layer_norm(x, (8,), None, None).square().sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def _tensor(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device=page.DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("error", "names", "arguments"),
+    [
+        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), 8, None, None)),
+        (TypeError, "weight", (_tensor(2, 8), 8, _tensor(8).int(), None)),
+        (TypeError, "bias", (_tensor(2, 8), 8, None, _tensor(8).bool())),
+        (ValueError, "x.*normalized_shape", (_tensor(2, 8), 7, None, None)),
+        (ValueError, "normalized_shape", (_tensor(2, 8), (), None, None)),
+        (ValueError, "normalized_shape", (_tensor(8), (2, 8), None, None)),
+        (ValueError, "normalized_shape", (_tensor(2, 0), 0, None, None)),
+        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7), None)),
+        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
+        (ValueError, "eps", (_tensor(2, 8), 8, None, None, -1e-5)),
+        (ValueError, "eps", (_tensor(2, 8), 8, None, None, float("nan"))),
+        (ValueError, "x", (_tensor(2, 8).to("meta"), 8, None, None)),
+        (
+            ValueError,
+            "weight",
+            (_tensor(2, 8), 8, _tensor(8).to("meta"), None),
+        ),
+        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(8).to("meta"))),
+    ],
+)
+def test_mistakes_are_named(error, names, arguments):
+    with pytest.raises(error, match=names):
+        page.layer_norm(*arguments)
+
+
+# Each edit must make a check fail with the plans named.
+MUTANTS = {
+    "idle lanes in the variance": (
+        PAIRS[0],
+        "if (c + 1) * CHUNK > N:  # idle lanes: 0 again",
+        "if False:",
+    ),
+    "idle lanes in Welford's sums": (
+        PAIRS[2],
+        "        if N % CHUNK != 0:\n            d = tl.where(mask, d, 0)\n"
+        "        n = tl.cast",
+        "        n = tl.cast",
+    ),
+    "sets merged without their distance": (
+        PAIRS[2],
+        "m2_a + m2_b + d * d * n_a * share",
+        "m2_a + m2_b",
+    ),
+    "slices merged without their distance": (
+        PAIRS[3],
+        "m2s + n * d * d",
+        "m2s",
+    ),
+    "a column counted twice, forward": (
+        PAIRS[3],
+        "        d = x.to(tl.float32)\n        if N % CHUNK != 0:",
+        "        d = x.to(tl.float32)\n        if False:",
+    ),
+    "a column counted twice, backward": (
+        PAIRS[3],
+        "w_once = tl.where(counts, w, 0)",
+        "w_once = tl.where(counts, w, w)",
+    ),
+    "sum2 dropped": (PAIRS[1], "w.to(acc) - (d * a + b)", "w.to(acc) - d * a"),
+    "sum1 dropped": (PAIRS[1], "w.to(acc) - (d * a + b)", "w.to(acc) - b"),
+    "the last tile is not finished": (
+        PAIRS[3],
+        "group + (tiles - 1 - group) // groups * groups, M,\n",
+        "group, M,\n",
+    ),
+    "store without mask": (
+        PAIRS[0],
+        "tl.store(at, value, mask=mask)",
+        "tl.store(at, value)",
+    ),
+    "partial rows without mask": (
+        PAIRS[0],
+        "mask = (row < P) & (col < N)",
+        "mask = col < N",
+    ),
+    "dy with strides of its own": (
+        PAIRS[0],
+        "dy.reshape(x.shape).contiguous()",
+        "dy.reshape(x.shape)",
+    ),
+    "x with strides of its own": (
+        PAIRS[0],
+        "rows = x.reshape(-1, N).contiguous()",
+        "rows = x.reshape(-1, N)",
+    ),
+}
+
+
+def _suite(pair, module):
+    with pytest.MonkeyPatch.context() as patch:
+        force(patch, module, pair)
+        run(Case((11,), (75,), torch.float32), module)
+        run(Case((11,), (75,), torch.float32, weight=False), module)
+        run(Case((3,), (37,), x="columns"), module)
+        run(Case((3,), (37,), dy="one number"), module)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_fail(name):
+    pair, old, new = MUTANTS[name]
+    _suite(pair, page)
+    mutant = load(NAME, [(old, new)])
+    with pytest.raises(AssertionError):
+        _suite(pair, mutant)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """What the script prints when it runs alone in an empty folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    child = subprocess.run(
+        [sys.executable, TUTORIALS / f"{NAME}.py"],
+        cwd=folder,
+        env=os.environ | {"MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    assert not list(folder.iterdir())
+    return child.stdout
+
+
+def test_script_runs_alone(output):
+    if not page.ON_GPU:
+        assert output.count("Timing needs a GPU") == 1
+
+
+def test_pitfalls_and_exercises_show(output):
+    assert output.count("wrong:") == output.count("right:") == 4
+    assert output.count("all right") == 3  # the three solutions
+    assert output.count("wrong rows") == 3  # the three stubs
+
+
+def test_machine_code_is_shown(output):
+    told = [line for line in output.splitlines() if "registers," in line]
+    assert len(told) == 5
+    assert "loads of 2 bytes" in told[2]  # an odd width
+    assert " 0 bytes spilled" not in told[3]  # one block
+    assert " 0 bytes spilled" in told[4]  # chunks
