@@ -1082,6 +1082,8 @@ def forward(x, w, b, eps, plan=None):
 def backward(dy, x, w, mean, rstd, dx, dw, db, plan=None):
     """Fill dx, dw and db; each may be None."""
     M, N = x.shape
+    if M == 0:  # the sum of no rows
+        return [t.zero_() for t in (dw, db) if t is not None]
     w = x.new_ones(N) if w is None else w
     kind, options = plan or plan_backward(N, x.itemsize, can_share(x.dtype))
     options = dict(options)
@@ -1112,12 +1114,20 @@ def backward(dy, x, w, mean, rstd, dx, dw, db, plan=None):
             PADDED=triton.next_power_of_2(slices), per_sm=per_sm, **options,
         )  # fmt: skip
     if partial is not None:
-        early = {"launch_pdl": True} if PDL else {}
-        _sum_rows[(triton.cdiv(N, 16),)](
-            partial, dw, db, groups, N,
-            ROWS=min(triton.next_power_of_2(groups), 256), COLS=16, PDL=PDL,
-            **early,
-        )  # fmt: skip
+        sum_rows(partial, dw, db)
+
+
+# %%
+
+
+def sum_rows(partial, dw, db):
+    """Launch the last kernel, early where the GPU can."""
+    P, _, N = partial.shape
+    early = {"launch_pdl": True} if PDL else {}
+    _sum_rows[(triton.cdiv(N, 16),)](
+        partial, dw, db, P, N,
+        ROWS=min(triton.next_power_of_2(P), 256), COLS=16, PDL=PDL, **early,
+    )  # fmt: skip
 
 
 # %%
