@@ -188,9 +188,9 @@ def _layer_norm_fwd_rows(
     for c in tl.static_range(CHUNKS):
         y = (xs[c].to(acc) - mean) * rstd
         if w_ptr is not None:
-            y *= _load(w_ptr, 0, c, 1, N, CHUNK, EVEN, "evict_last").to(acc)
+            y *= _load(w_ptr, 0, c, 1, N, CHUNK, True, "evict_last").to(acc)
         if b_ptr is not None:
-            y += _load(b_ptr, 0, c, 1, N, CHUNK, EVEN, "evict_last").to(acc)
+            y += _load(b_ptr, 0, c, 1, N, CHUNK, True, "evict_last").to(acc)
         _store(y_ptr + first * N, y, row, c, left, N, CHUNK, EVEN)
 
 
@@ -495,7 +495,7 @@ def _finish_fwd(
     m2 = tl.sum(tl.where(n > 0, m2s + n * d * d, 0), 1)
     rstd = tl.rsqrt(m2 / N + eps)
     rows = tile * ROWS + tl.arange(0, ROWS)
-    once = (rows < M) & (s == 0)  # the first slice stores them for all
+    once = rows < tl.where(s == 0, M, 0)  # one slice stores them for all
     tl.store(mean_ptr + rows, mean, mask=once)
     tl.store(rstd_ptr + rows, rstd, mask=once)
     y = (x - mean[:, None]) * rstd[:, None]
