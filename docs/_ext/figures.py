@@ -157,7 +157,7 @@ def passport(measured, block_vars, gallery_conf):
     stem = Path(block_vars["src_file"]).stem
     folder = Path(gallery_conf["src_dir"]) / "tutorials" / "raw"
     folder.mkdir(parents=True, exist_ok=True)
-    # Named by the provider: a page may not carry two files of one name.
+    # Page, benchmark and GPU in the name: no two downloads share it.
     table = folder / f"{stem}.{measured.name}.{measured.gpu}.csv"
     table.write_text(_csv(measured), encoding="utf-8")
     if measured.live:

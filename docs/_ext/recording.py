@@ -24,14 +24,10 @@ TUTORIALS = ROOT / "tutorials"
 STORE = ROOT / "docs" / "measurements"
 
 # The units a benchmark may have: what its ylabel says.
-UNITS = {
-    "GB/s": "higher is better",
-    "µs": "lower is better",
-    "relative error": "lower is better",
-    "% of copy": "higher is better",
-    "wrong runs of 100": "lower is better",
-    "different results of 100": "lower is better",
-}
+UNITS = (
+    *("GB/s", "% of copy", "µs", "relative error"),
+    *("wrong runs of 100", "different results of 100"),
+)
 ENVIRONMENT = (
     *("gpu", "driver", "cuda", "torch", "triton", "python"),
     *("date", "method", "checks_passed"),
@@ -186,11 +182,6 @@ def dump(data):
     text = json.dumps(data, indent=1, ensure_ascii=False)
     row = re.compile(r'\{[^{}]*"provider"[^{}]*\}')
     return row.sub(lambda m: re.sub(r"\s*\n\s*", " ", m[0]), text) + "\n"
-
-
-def row_key(bench, values):
-    """What a row is found by: the x values, then the provider."""
-    return tuple(values[name] for name in (*bench.x_names, bench.line_arg))
 
 
 def plain(value):
