@@ -31,6 +31,7 @@ extensions = [
     "cards",
     "folded",
     "gallery",
+    "moving",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
 templates_path = ["docs/_templates"]
@@ -67,6 +68,21 @@ sphinx_gallery_conf = {
         "# Needs torch, triton, matplotlib and pandas, and a GPU for the\n"
         "# timings. In Colab: Runtime > Change runtime type > GPU."
     ),
+}
+
+# The moving picture of the two stages, behind the cell of a function: with up
+# to this many rows and programs.
+moving_pictures = {
+    "tutorials/01-layer-norm": {
+        "after": "_add_behind_lock",
+        "rows": 16,
+        "programs": 4,
+    },
+    "tutorials/02-layer-norm-weight-gradients": {
+        "after": "lock",
+        "rows": 8,
+        "programs": 8,
+    },
 }
 
 # HTML ----------------------------------------------------------------------
