@@ -14,6 +14,7 @@
   const BOX = 60; // height of a program or a buffer
   const LINE = 18; // height of a row
   const GAP = 10;
+  const HEAD = 20; // above all boxes
 
   for (const figure of document.querySelectorAll(".bp-stages")) setUp(figure);
 
@@ -77,7 +78,9 @@
 
     function show() {
       const state = states.at(-1);
-      said.textContent = sentence(state, words);
+      const text = sentence(state, words);
+      // Setting the same text again would have it read again.
+      if (said.textContent !== text) said.textContent = text;
       // A disabled button would lose the focus.
       button.step.setAttribute("aria-disabled", isDone(state));
       button.back.setAttribute("aria-disabled", states.length === 1);
@@ -148,17 +151,17 @@
     const height = Math.max(
       programs * (BOX + GAP), buffers * (BOX + GAP), state.rows * LINE);
     svg.replaceChildren();
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    svg.setAttribute("height", height);
+    svg.setAttribute("viewBox", `0 0 ${width} ${HEAD + height}`);
+    svg.setAttribute("height", HEAD + height);
 
     // Four columns, and the space for arrows between them.
-    const parts = narrow ? [0.12, 0.32, 0.32, 0.11] : [0.12, 0.25, 0.25, 0.1];
+    const parts = narrow ? [0.09, 0.31, 0.31, 0.15] : [0.12, 0.25, 0.25, 0.12];
     const widths = parts.map((part) => Math.floor(part * width));
     const free = width - 2 - widths.reduce((a, b) => a + b);
     const spaces = [0.25, 0.5, 0.25].map((part) => part * free);
     const lefts = [1];
     for (let i = 0; i < 3; i += 1) lefts.push(lefts[i] + widths[i] + spaces[i]);
-    const middle = (i, n) => ((i + 0.5) * height) / n;
+    const middle = (i, n) => HEAD + ((i + 0.5) * height) / n;
     const top = (i, n) => middle(i, n) - BOX / 2;
     const cellWidth = (column) => (widths[column] - 12) / 2;
     const cellLeft = (column, warp) =>
@@ -192,6 +195,15 @@
     const number = (cell) =>
       cell.known ? cell.rows.length : cell.rows.length ? `? + ${cell.rows.length}` : "?";
 
+    for (const column of [1, 2]) {
+      for (const warp of [0, 1]) {
+        element(svg, "text", {
+          class: "bp-head", "text-anchor": "middle", y: 12,
+          x: cellLeft(column, warp) + cellWidth(column) / 2,
+        }, fill(words.warp, { n: warp }));
+      }
+    }
+
     // Rows
     for (let row = 0; row < state.rows; row += 1) {
       const program = row % programs;
@@ -206,7 +218,7 @@
       });
       element(group, "text", {
         x: lefts[0] + widths[0] / 2, y: y + 12, "text-anchor": "middle",
-      }, fill(words.row, { n: row }));
+      }, narrow ? row : fill(words.row, { n: row }));
     }
 
     // Programs

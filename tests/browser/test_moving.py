@@ -1,0 +1,411 @@
+"""The moving picture of the two stages: its model, drawing and controls."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from browser import built
+from browser.test_pages import VIEWS, WIDER, Watch, violations
+from playwright.sync_api import expect
+
+from tutorial import load
+
+FIRST, SECOND = built.TUTORIALS[:2]
+each_page = pytest.mark.parametrize("name", [FIRST, SECOND])
+PROGRAMS = {FIRST: 4, SECOND: 8}
+SIZES = list(itertools.product(range(1, 17), (1, 2, 4), (4, 8)))
+RUN = """(options) => {
+  const states = [twoStages.start(options)];
+  while (!twoStages.isDone(states.at(-1))) {
+    const before = JSON.stringify(states.at(-1));
+    states.push(twoStages.step(states.at(-1)));
+    if (JSON.stringify(states.at(-2)) !== before) throw Error("changed");
+    if (states.length > 200) throw Error("no end");
+  }
+  return states;
+}"""
+
+
+class Picture:
+    """The picture of a page, as a reader finds it."""
+
+    def __init__(self, page, name):
+        self.page = page
+        page.goto(name)
+        self.figure = page.locator("figure.bp-stages")
+        self.said = self.figure.locator("[aria-live=polite]")
+        self.rows = self.figure.get_by_role("slider", name="Rows, M")
+        self.buffers = self.figure.get_by_role("slider", name="GROUP_SIZE_M")
+        self.barrier = self.figure.get_by_role("switch")
+        expect(self.figure).to_be_visible()
+
+    def button(self, name):
+        return self.figure.get_by_role("button", name=name, exact=True)
+
+    def step(self, times=1):
+        for _ in range(times):
+            self.button("Step").click()
+
+    def to_the_end(self):
+        """Step until nothing is left: every sentence on the way."""
+        step, sentences = self.button("Step"), []
+        while step.get_attribute("aria-disabled") == "false":
+            step.click()
+            sentences.append(self.said.inner_text())
+        return sentences
+
+    def sums(self, kind):
+        cells = self.figure.locator(f"td[data-sum={kind}]")
+        return cells.all_inner_texts()
+
+    def shown(self):
+        return self.figure.locator("svg").inner_html()
+
+
+# The model -----------------------------------------------------------------
+
+
+def run_model(page, rows, buffers, programs, barrier):
+    options = dict(
+        rows=rows, buffers=buffers, programs=programs, barrier=barrier
+    )
+    return page.evaluate(RUN, options)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_model_loses_updates_without_the_barrier_only(page, barrier):
+    page.goto(FIRST)
+    for rows, buffers, programs in SIZES:
+        states = run_model(page, rows, buffers, programs, barrier)
+        last = states[-1]
+        assert last["late"] == []
+        found = [
+            s + lost for s, lost in zip(last["db"], last["lost"], strict=True)
+        ]
+        assert found == [rows, rows]
+        shared = min(rows, programs) > buffers
+        assert last["lost"][0] == 0
+        assert (last["lost"][1] > 0) == (shared and not barrier)
+        used = min(rows, programs, buffers)
+        assert last["locks"] == [2] * used + [0] * (buffers - used)
+        for state in states:
+            check_state(state, barrier)
+
+
+def check_state(state, barrier):
+    """What holds at any time, with the barrier or without it."""
+    holding = [p for p in state["programs"] if p["state"] == "holds"]
+    buffers = [p["buffer"] for p in holding]
+    assert len(set(buffers)) == len(buffers)  # one program has a lock
+    for buffer, lock in enumerate(state["locks"]):
+        assert (lock == 1) == (buffer in buffers)
+        cells = state["memory"][buffer]
+        if barrier and lock != 1:
+            assert sorted(cells[0]["rows"]) == sorted(cells[1]["rows"])
+            assert cells[1]["known"] == (lock == 2)
+    if barrier:
+        assert state["late"] == []
+        assert state["lost"] == [0, 0]
+
+
+def test_model_is_deterministic(page):
+    page.goto(FIRST)
+    assert run_model(page, 7, 2, 4, False) == run_model(page, 7, 2, 4, False)
+
+
+@each_page
+@pytest.mark.parametrize("rows", [1, 3, 4, 7])
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+def test_model_does_what_the_kernels_do(page, name, rows, buffers):
+    """The kernels of the page, run here, leave the same sums and locks."""
+    page.goto(name)
+    last = run_model(page, rows, buffers, PROGRAMS[name], True)[-1]
+    tutorial = load(built.stem(name))
+    N = 2  # a column for each warp
+    dy = torch.ones(rows, N)
+    x, w = torch.randn(rows, N), torch.ones(N)
+    mean, rstd, dx = torch.zeros(rows), torch.ones(rows), torch.empty(rows, N)
+    given = (dy, x, w, mean, rstd, dx)
+    locks = torch.zeros(buffers, dtype=torch.int32)
+    unwritten = torch.full((2, buffers, N), -1.0)
+    programs = len(last["programs"])
+    if name == FIRST:
+        sums = unwritten
+        tutorial._layer_norm_bwd_dx[(programs,)](
+            *given, sums, locks, rows, N, buffers, BLOCK=N
+        )
+        found, db = sums[1], torch.empty(N)
+        tutorial._layer_norm_bwd_dwdb[(1,)](
+            sums, None, db, programs, N, buffers, BLOCK=N
+        )
+    else:
+        sums = unwritten.transpose(0, 1).contiguous()
+        assert programs == rows
+        tutorial._layer_norm_bwd_lock[(rows,)](
+            *given, sums, locks, N, buffers, True, BLOCK=N
+        )
+        found = sums[:, 1]
+        db = tutorial.sum_rows(sums[:rows], torch.float32)[1]
+    expected = [
+        [len(cell["rows"]) if cell["known"] else -1 for cell in cells]
+        for cells in last["memory"]
+    ]
+    assert found.tolist() == expected
+    assert locks.tolist() == last["locks"]
+    assert db.tolist() == last["db"]
+
+
+def test_model_loses_what_the_page_says(page):
+    """Two programs at one buffer, as under 'No barrier before the release'."""
+    text = built.soup(FIRST).get_text()
+    wrong = re.search(r"wrong: \{'a': (\d), 'b': (\d)\}", text)
+    page.goto(FIRST)
+    last = run_model(page, 2, 1, 4, False)[-1]
+    assert last["db"] == [int(n) for n in wrong.groups()] == [2, 1]
+
+
+# Controls ------------------------------------------------------------------
+
+
+@each_page
+def test_step_back_and_reset(page, name):
+    picture = Picture(page, name)
+    first, sentence = picture.shown(), picture.said.inner_text()
+    assert "Nothing has run yet" in sentence
+    expect(picture.button("Back")).to_have_attribute("aria-disabled", "true")
+    picture.step()
+    expect(picture.said).to_contain_text("0, 1, 2, and 3 read the rows")
+    second = picture.shown()
+    assert second != first
+    picture.step()
+    expect(picture.said).to_contain_text("write 1 to their locks")
+    picture.button("Back").click()
+    assert picture.shown() == second
+    picture.button("Reset").click()
+    expect(picture.said).to_have_text(sentence)
+    assert picture.shown() == first
+
+
+@each_page
+def test_with_the_barrier_nothing_is_lost(page, name):
+    picture = Picture(page, name)
+    expect(picture.barrier).to_be_checked()
+    sentences = picture.to_the_end()
+    assert not any("late" in s or "early" in s for s in sentences)
+    assert any("waits at the barrier" in s for s in sentences)
+    assert "that is right" in sentences[-1]
+    assert picture.sums("buffers") == picture.sums("right") == ["4", "4"]
+    assert picture.sums("lost") == ["0", "0"]
+    expect(picture.figure.locator(".bp-wrong")).to_have_count(0)
+
+
+@each_page
+def test_without_the_barrier_an_update_is_lost(page, name):
+    picture = Picture(page, name)
+    picture.barrier.uncheck()
+    sentences = picture.to_the_end()
+    lost = [s for s in sentences if "these updates are lost" in s]
+    assert len(lost) == 1
+    assert not any("barrier" in s for s in sentences)
+    assert "4 in the columns of warp 0 but 2" in sentences[-1]
+    assert picture.sums("right") == ["4", "4"]
+    assert picture.sums("buffers") == ["4", "2"]
+    assert picture.sums("lost") == ["0", "2"]
+    expect(picture.figure.locator("td.bp-wrong")).to_have_text("2")
+    expect(picture.figure.locator("svg .bp-wrong")).to_have_count(3)
+
+
+@each_page
+def test_play_pause_and_play_again(page, name):
+    page.clock.install()
+    picture = Picture(page, name)
+    picture.button("Play").click()  # the first step comes at once
+    expect(picture.said).to_contain_text("read the rows")
+    page.clock.run_for(2000)
+    expect(picture.said).to_contain_text("write 1 to their locks")
+    picture.button("Pause").click()
+    page.clock.run_for(20_000)
+    expect(picture.said).to_contain_text("write 1 to their locks")
+    picture.button("Play").click()
+    page.clock.run_for(60_000)
+    expect(picture.said).to_contain_text("that is right")
+    picture.button("Play").click()  # at the end: from the beginning
+    expect(picture.said).to_contain_text("read the rows")
+    picture.step()  # takes over
+    expect(picture.button("Play")).to_be_visible()
+    page.clock.run_for(20_000)
+    expect(picture.said).to_contain_text("write 1 to their locks")
+
+
+@each_page
+def test_sliders_change_the_model(page, name):
+    picture = Picture(page, name)
+    groups = picture.figure.locator
+    picture.step(2)
+    most = int(picture.rows.get_attribute("max"))
+    picture.rows.fill(str(most))
+    expect(picture.said).to_contain_text("Nothing has run yet")
+    expect(picture.rows).to_have_attribute("aria-valuetext", str(most))
+    expect(groups("svg .bp-row")).to_have_count(most)
+    expect(groups("svg .bp-program")).to_have_count(PROGRAMS[name])
+    for step, buffers in enumerate((1, 2, 4)):
+        picture.buffers.fill(str(step))
+        expect(picture.buffers).to_have_attribute(
+            "aria-valuetext", str(buffers)
+        )
+        expect(groups("svg .bp-buffer")).to_have_count(buffers)
+    picture.to_the_end()
+    assert picture.sums("buffers") == [str(most)] * 2
+    picture.rows.fill("1")
+    expect(groups("svg .bp-program")).to_have_count(1)
+
+
+@each_page
+def test_the_keyboard_is_enough(page, name):
+    picture = Picture(page, name)
+    play = picture.button("Play")
+    play.focus()
+    page.keyboard.press("Tab")
+    expect(picture.button("Step")).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Space")
+    expect(picture.said).to_contain_text("write 1 to their locks")
+    for _ in range(2):
+        page.keyboard.press("Tab")
+    expect(picture.button("Reset")).to_be_focused()
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    expect(picture.rows).to_have_value("5")
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowLeft")
+    expect(picture.buffers).to_have_attribute("aria-valuetext", "1")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    expect(picture.barrier).not_to_be_checked()
+    picture.button("Step").focus()
+    for _ in range(40):  # beyond the end, and the focus stays
+        page.keyboard.press("Enter")
+    expect(picture.button("Step")).to_be_focused()
+    expect(picture.said).to_contain_text("but")
+    outline = picture.button("Step").evaluate(
+        "e => getComputedStyle(e).outlineStyle"
+    )
+    assert outline == "solid"
+
+
+@each_page
+@pytest.mark.parametrize("barrier", [True, False])
+def test_every_step_has_a_sentence(page, name, barrier):
+    picture = Picture(page, name)
+    picture.barrier.set_checked(barrier)
+    for rows in 1, 3, 7, 8:
+        for step in "012":
+            picture.rows.fill(str(rows))
+            picture.buffers.fill(step)
+            for sentence in picture.to_the_end():
+                assert re.fullmatch(r"[A-Z][^{}]+\.", sentence), sentence
+                assert "undefined" not in sentence
+
+
+# How it is shown -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("view", "moves"),
+    [
+        ({"reduced_motion": "reduce"}, False),
+        ({"reduced_motion": "no-preference"}, True),
+    ],
+)
+def test_motion_is_reduced_on_request(page, view, moves):
+    picture = Picture(page, FIRST)
+    count = """() => {
+      document.querySelector('[data-do=step]').click();
+      return document.querySelector('.bp-stages')
+        .getAnimations({subtree: true}).length;
+    }"""
+    assert (page.evaluate(count) > 0) == moves
+    expect(picture.said).to_contain_text("read the rows")
+
+
+@each_page
+@pytest.mark.parametrize("view", [{"java_script_enabled": False}])
+def test_without_javascript_the_drawing_is_there(page, view, name):
+    page.goto(name)
+    expect(page.locator("figure.bp-stages")).to_be_hidden()
+    words = {FIRST: "Four rows add to two buffers", SECOND: "behind locks"}
+    # The theme shows the light form by a script; both are on the page.
+    drawing = page.locator(f"img.bp-figure[alt*='{words[name]}']")
+    expect(drawing).to_have_count(2)
+    assert drawing.first.is_visible()
+
+
+@each_page
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_lost_update_in_every_view(page, view, name):
+    watch = Watch(page)
+    picture = Picture(page, name)
+    picture.barrier.uncheck()
+    picture.rows.fill(picture.rows.get_attribute("max"))
+    picture.to_the_end()
+    assert page.evaluate(WIDER) <= 0
+    theme = page.locator("html").get_attribute("data-theme")
+    assert theme == view["color_scheme"]
+    inside = picture.figure.evaluate(
+        """f => { const out = f.getBoundingClientRect();
+          return [...f.querySelectorAll('svg *')].every(e => {
+            const b = e.getBoundingClientRect();
+            return b.left >= out.left && b.right <= out.right; }); }"""
+    )
+    assert inside
+    found = [*watch.faults, *violations(page)]
+    assert not found, "\n".join(found)
+
+
+# Contrast of the text and the lines of the drawing, which axe leaves out.
+CONTRAST = """() => {
+  const canvas = document.createElement('canvas').getContext('2d');
+  const light = (color) => {
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
+      .map(v => v / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => {
+    const [x, y] = [light(a), light(b)];
+    return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+  };
+  const svg = document.querySelector('.bp-stages svg');
+  const texts = [...svg.querySelectorAll('g > rect')].flatMap(rect =>
+    [...rect.parentElement.querySelectorAll(':scope > text')].map(text =>
+      ratio(getComputedStyle(text).fill, getComputedStyle(rect).fill)));
+  const lines = [...svg.querySelectorAll('rect')].map(rect =>
+    ratio(getComputedStyle(rect).stroke, getComputedStyle(rect).fill));
+  return [Math.min(...texts), Math.min(...lines)];
+}"""
+
+
+@pytest.mark.parametrize(
+    "view", [VIEWS["light"], VIEWS["dark"]], ids=["light", "dark"]
+)
+def test_contrast_of_the_drawing(page, view):
+    picture = Picture(page, SECOND)
+    picture.buffers.fill("2")
+    picture.rows.fill("8")
+    picture.step(3)
+    text, line = page.evaluate(CONTRAST)
+    assert text >= 4.5
+    assert line >= 3
+
+
+def test_the_drawing_follows_the_width(page):
+    picture = Picture(page, FIRST)
+    picture.step(3)
+    wide = picture.shown()
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(picture.figure.locator("svg .bp-row text").first).to_have_text("0")
+    assert picture.shown() != wide
+    expect(picture.said).to_contain_text("waits at the barrier")

@@ -1,0 +1,173 @@
+"""The moving picture is on its pages, in words that can be translated."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import identity
+import jinja2
+import moving
+import pytest
+from bs4 import BeautifulSoup
+from docutils import nodes
+from project import ROOT, Project
+
+SITE = ROOT / "docs/_build/html"
+STATIC = ROOT / "docs/_static"
+TEMPLATE = ROOT / "docs/_templates" / moving.TEMPLATE
+PAGES = {
+    "01-layer-norm": "_add_behind_lock",
+    "02-layer-norm-weight-gradients": "lock",
+}
+MARKS = ("bp-stages", "two-stages", "twoStages")
+
+
+@pytest.fixture(autouse=True)
+def site():
+    if not SITE.exists():
+        pytest.fail("build the site first: make html")
+
+
+def soup(stem):
+    text = (SITE / "tutorials" / f"{stem}.html").read_text(encoding="utf-8")
+    return BeautifulSoup(text, "html.parser")
+
+
+@pytest.mark.parametrize("stem", PAGES)
+def test_it_stands_behind_the_cell_that_it_shows(stem):
+    (figure,) = soup(stem).select("figure.bp-stages")
+    cell = figure.find_previous_sibling()
+    assert f"def {PAGES[stem]}(" in cell.get_text()
+    # Without JavaScript nothing but the drawing is shown.
+    assert "hidden" in figure.attrs
+
+
+def test_other_pages_load_nothing_of_it():
+    for page in SITE.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert ("two-stages" in text) == (page.stem in PAGES), page
+
+
+@pytest.mark.parametrize("stem", PAGES)
+@pytest.mark.parametrize("ending", ["py", "ipynb", "zip"])
+def test_downloads_know_nothing_of_it(stem, ending):
+    (download,) = (SITE / "_downloads").glob(f"*/{stem}.{ending}")
+    content = download.read_bytes()
+    assert not any(mark.encode() in content for mark in MARKS)
+
+
+def rendered(translate=str, **sizes):
+    """The picture, its words passed through a function."""
+    env = jinja2.Environment(extensions=["jinja2.ext.i18n"])
+    env.install_gettext_callables(translate, lambda a, b, n: translate(a))
+    env.filters["forceescape"] = lambda s: str(jinja2.filters.escape(str(s)))
+    html = env.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = html.render(**({"rows": 16, "programs": 4} | sizes))
+    return BeautifulSoup(text, "html.parser").figure
+
+
+@pytest.mark.parametrize("rows", [16, 4])
+def test_every_word_can_be_translated(rows):
+    figure = rendered(lambda text: f"«{text}»", rows=rows)
+    for word in json.loads(figure["data-words"]).values():
+        assert re.fullmatch("«[^«»]+»", word)
+    for tag in figure.find_all(string=True):
+        # Digits and the name of an argument need no translation.
+        if re.search("[a-z]", tag):
+            assert tag.strip().startswith("«") and tag.strip().endswith("»")
+    for tag in figure.select("[aria-label]"):
+        assert tag["aria-label"].startswith("«")
+
+
+def test_translators_see_every_word():
+    """What Sphinx's gettext builder finds in the template."""
+    env = jinja2.Environment(extensions=["jinja2.ext.i18n"])
+    source = TEMPLATE.read_text(encoding="utf-8")
+    found = {text for _, _, text in env.extract_translations(source)}
+    assert set(json.loads(rendered()["data-words"]).values()) <= found
+
+
+def test_words_and_states_fit_together():
+    """No state without a sentence, no sentence without a state."""
+    model = (STATIC / "two-stages-model.js").read_text(encoding="utf-8")
+    words = json.loads(rendered()["data-words"])
+    shown = re.compile(r"state-|lock-\d|(row|program|buffer|warp|result)$")
+    sentences = {
+        name.removesuffix(".one")
+        for name in words
+        if not shown.match(name) and name not in ("play", "pause")
+    }
+    missing = {name for name in sentences if f'"{name}"' not in model}
+    assert not missing
+
+
+def test_the_colors_are_those_of_the_figures():
+    css = (STATIC / "two-stages.css").read_text(encoding="utf-8")
+    found = re.findall(r"--b(\d): (#\w+);", css)
+    series = identity.SERIES[:4]
+    expected = [
+        (str(i), identity.PALETTE[name][form])
+        for form in (0, 1)
+        for i, name in enumerate(series)
+    ]
+    assert found == expected
+
+
+def test_nothing_is_asked_of_another_host():
+    for name in ("two-stages-model.js", "two-stages.js", "two-stages.css"):
+        text = (STATIC / name).read_text(encoding="utf-8")
+        hosts = set(re.findall(r"https?://([^/\"]+)", text))
+        assert hosts <= {"www.w3.org"}  # the name of SVG, not an address
+        assert "import" not in text and "@import" not in text
+
+
+def document(code):
+    block = nodes.literal_block(code, code)
+    return nodes.section("", nodes.paragraph("", "x"), block)
+
+
+@pytest.fixture
+def app():
+    return SimpleNamespace(
+        confdir=str(ROOT),
+        config=SimpleNamespace(
+            templates_path=["docs/_templates"],
+            moving_pictures={"page": {"after": "f"}},
+        ),
+        env=SimpleNamespace(docname="page", note_dependency=lambda path: None),
+    )
+
+
+def test_place(app):
+    tree = document("import x\n\n\ndef f(a):\n    pass\n")
+    moving.place(app, tree)
+    assert isinstance(tree[2], moving.TwoStages)
+    other = document("def f():\n    pass\n")
+    app.env.docname = "another"
+    moving.place(app, other)
+    assert len(other) == 2
+
+
+@pytest.mark.parametrize("code", ["def ff():", "    def f():", "f()"])
+def test_a_page_without_the_cell_stops_the_build(app, code, caplog):
+    tree = document(code)
+    moving.place(app, tree)
+    assert len(tree) == 2
+    assert "no cell defines f" in caplog.text
+
+
+def test_a_build_with_the_picture(tmp_path):
+    project = Project(tmp_path)
+    conf = project.root / "conf.py"
+    text = conf.read_text()
+    old = '"tutorials/01-layer-norm": {\n        "after": "_add_behind_lock"'
+    assert old in text
+    new = '"tutorials/01-double": {\n        "after": "_double"'
+    conf.write_text(text.replace(old, new))
+    done = project.build()
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert 'class="bp-stages"' in project.page("01-double")
+    conf.write_text(text.replace(old, new.replace("_double", "_missing")))
+    done = project.build()
+    assert done.returncode != 0
+    assert "no cell defines _missing" in done.stdout + (done.stderr or "")
