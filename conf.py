@@ -31,6 +31,7 @@ extensions = [
     "cards",
     "folded",
     "gallery",
+    "xray",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
 templates_path = ["docs/_templates"]

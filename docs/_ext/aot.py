@@ -68,6 +68,7 @@ class Call:
     target: str = "sm_90"
     replace: tuple = ()  # pairs (old, new) that edit the source first
     source: str | None = None  # another text of the tutorial
+    sass: bool = False  # disassemble as well, where that is possible
 
 
 @dataclasses.dataclass
@@ -92,7 +93,7 @@ class Built:
     shared: int  # bytes of shared memory
     num_warps: int
     num_stages: int
-    asm: dict  # "ttir", "ttgir", then "ptx" and "cubin", or "amdgcn"
+    asm: dict  # "ttir", "ttgir", then "ptx" and perhaps "sass", or "amdgcn"
     grid: tuple = ()  # programs, if it was launched
 
     @property
@@ -139,8 +140,7 @@ def _child(tasks):
         path = Path(folder) / "tasks"
         path.write_bytes(pickle.dumps(tasks))
         done = subprocess.run(
-            [sys.executable, "-c", "import aot; aot._work()", path],
-            cwd=Path(__file__).parent,
+            [sys.executable, __file__, path],
             capture_output=True,
             text=True,
             env=env,
@@ -204,7 +204,10 @@ def _launched(call, modules):
         def compile_only(*args, **options):
             compiled = kernel.warmup(*args, grid=grid, **options)
             name = kernel.fn.__name__
-            built.append(_measured(compiled, name, call.target, grid))
+            one = _measured(compiled, name, call.target, grid)
+            if call.sass and "cubin" in compiled.asm:
+                one.asm["sass"] = _disassembled(compiled.asm["cubin"])
+            built.append(one)
 
         return compile_only
 
@@ -245,7 +248,7 @@ def _built(job, modules):
 
 
 def _measured(compiled, kernel, target, grid=()):
-    kept = ("ttir", "ttgir", "ptx", "cubin", "amdgcn")
+    kept = ("ttir", "ttgir", "ptx", "amdgcn")
     asm = {name: compiled.asm[name] for name in kept if name in compiled.asm}
     if "amdgcn" in asm:
         registers, spills = (
@@ -253,7 +256,7 @@ def _measured(compiled, kernel, target, grid=()):
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
     else:
-        registers, spills = _resources(asm["cubin"])
+        registers, spills = _resources(compiled.asm["cubin"])
     stages = re.search(r"tt\.num_stages = (\d+)", asm["ttir"])
     data = compiled.metadata
     return Built(
@@ -274,29 +277,34 @@ def _resources(cubin):
     """Registers, and bytes of memory for spilled ones, of a thread."""
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        report = _tool(tool, "-res-usage", file.name)
+    report = _tool(cubin, knobs.nvidia.cuobjdump.path, "-res-usage")
     return tuple(
         int(re.search(rf"\b{name}:(\d+)", report)[1])
         for name in ("REG", "STACK")
     )
 
 
-def disassemble(cubin, tool):
+def _disassembled(cubin):
     """SASS, with the lines of PTX that its instructions come from."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = _tool(tool, "-gp", "-c", "-ndf", file.name)
+    from triton import knobs
+
+    text = _tool(cubin, knobs.nvidia.nvdisasm.path, "-gp", "-c", "-ndf")
     return re.sub(
         r'//## File "\.nv_debug_ptx_txt", line (\d+)', r"// PTX line \1", text
     )
 
 
-def _tool(*command):
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True
-    ).stdout
+def _tool(cubin, *command):
+    """What a tool that comes with Triton says about a binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [*command, file.name], check=True, capture_output=True, text=True
+        ).stdout
+
+
+if __name__ == "__main__":
+    import aot  # as the tasks know it
+
+    aot._work()
