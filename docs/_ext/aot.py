@@ -41,6 +41,7 @@ TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
+    "gfx90a": ("hip", "gfx90a", 64),
     "gfx942": ("hip", "gfx942", 64),
 }
 
@@ -50,6 +51,7 @@ DEVICES = {
     "sm_80": ("NVIDIA A100", 108, (8, 0)),
     "sm_90": ("NVIDIA H200", 132, (9, 0)),
     "sm_100": ("NVIDIA B200", 148, (10, 0)),
+    "gfx90a": ("AMD MI250X", 110, (9, 0)),
     "gfx942": ("AMD MI300X", 304, (9, 4)),
 }
 
@@ -93,6 +95,7 @@ class Built:
     shared: int  # bytes of shared memory
     num_warps: int
     num_stages: int
+    script: str  # the file of the kernel
     asm: dict  # "ttir", "ttgir", then "ptx" and perhaps "sass", or "amdgcn"
     grid: tuple = ()  # programs, if it was launched
 
@@ -203,8 +206,7 @@ def _launched(call, modules):
     def launch(kernel, grid):
         def compile_only(*args, **options):
             compiled = kernel.warmup(*args, grid=grid, **options)
-            name = kernel.fn.__name__
-            one = _measured(compiled, name, call.target, grid)
+            one = _measured(compiled, kernel, call.target, grid)
             if call.sass and "cubin" in compiled.asm:
                 one.asm["sass"] = _disassembled(compiled.asm["cubin"])
             built.append(one)
@@ -244,7 +246,7 @@ def _built(job, modules):
     if job.maxnreg and target.backend == "cuda":
         options["maxnreg"] = job.maxnreg
     compiled = triton.compile(source, target=target, options=options)
-    return _measured(compiled, job.kernel, job.target)
+    return _measured(compiled, kernel, job.target)
 
 
 def _measured(compiled, kernel, target, grid=()):
@@ -260,7 +262,7 @@ def _measured(compiled, kernel, target, grid=()):
     stages = re.search(r"tt\.num_stages = (\d+)", asm["ttir"])
     data = compiled.metadata
     return Built(
-        kernel=kernel,
+        kernel=kernel.__name__,
         target=target,
         registers=registers,
         spills=spills,
@@ -268,6 +270,7 @@ def _measured(compiled, kernel, target, grid=()):
         num_warps=data.num_warps,
         # tl.range may have its own; other loops have that of the launch.
         num_stages=int(stages[1]) if stages else data.num_stages,
+        script=Path(kernel.fn.__code__.co_filename).name,
         asm=asm,
         grid=grid if isinstance(grid, tuple) else (),
     )

@@ -14,7 +14,7 @@ KINDS = {
     "load": "load",
     "copy": "asynchronous copy",
     "store": "store",
-    "shuffle": "exchange between threads",
+    "shuffle": "shuffle between threads",
     "barrier": "barrier",
     "release": "release of the lock",
     "atomic": "atomic",
@@ -172,10 +172,20 @@ def _amd(code):
 
 
 def _releases(found, lines):
-    """On AMD a release writes back the cache just before its exchange."""
+    """What tells the exchange that releases from the one that acquires.
+
+    On gfx942 the caches are written back before a release; gfx90a needs no
+    such thing, there only what acquires empties a cache after it.
+    """
+    older = any("gfx90a" in line for line in lines[:5])
     for mark in found:
         before = lines[max(mark.number - 8, 0) : mark.number]
-        if "_swap" in mark.text and any("buffer_wbl2" in x for x in before):
+        after = lines[mark.number : mark.number + 8]
+        if "_swap" in mark.text and (
+            not any("buffer_wbinvl1" in line for line in after)
+            if older
+            else any("buffer_wbl2" in line for line in before)
+        ):
             mark.kind = "release"
     return found
 
@@ -201,17 +211,21 @@ def _ir(code):
 
 
 def _ptx_sources(lines, script):
-    """Follow .loc lines; a library's line leads to the one that called it."""
+    """Follow .loc lines; a library's line leads to the one that called it.
+
+    Triton 3.7 names each call in a comment, 3.9 with inlined_at.
+    """
     files = {
         number
         for line in lines
         for number, path in re.findall(r'^\s*\.file\s+(\d+) "(.*)"', line)
         if script and script in path
     }
-    callers, source, inline, found = {}, None, False, []
+    comment = re.compile(re.escape(script or "?") + r"\S*:(\d+):\d+")
     pattern = re.compile(
         r"\s*\.loc\s+(\d+) (\d+) (\d+)(?:,.*inlined_at (\d+) (\d+) (\d+))?"
     )
+    callers, source, inline, found = {}, None, False, []
     for line in lines:
         # Inside, LLVM adds 1 to the line for each line of the assembly.
         if "inline asm" in line:
@@ -220,14 +234,12 @@ def _ptx_sources(lines, script):
             at = place.group(1, 2, 3)
             if place[4]:
                 callers[at] = place.group(4, 5, 6)
-            elif at[0] in files:
-                callers.pop(at, None)
-            seen = set()
-            while at and at[0] not in files and at not in seen:
-                seen.add(at)
-                at = callers.get(at)
-            source = int(at[1]) if at and at[0] in files else None
-            source = source or None
+            for _ in range(20):
+                if at in callers and at[0] not in files:
+                    at = callers[at]
+            named = comment.search(line)
+            known = at[1] if at[0] in files else named and named[1]
+            source = int(known or 0) or None
         found.append(source)
     return found
 
@@ -292,7 +304,7 @@ def _ir_sources(lines, script):
     return found
 
 
-# What is made of it ------------------------------------------------------------
+# What is made of it ----------------------------------------------------------
 
 
 def barrier_before(found, number):

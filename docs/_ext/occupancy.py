@@ -23,6 +23,8 @@ class Limits:
 
 
 NVIDIA = {"parts": 4, "registers": 512, "warp_registers": 8, "lanes": 32}
+AMD = {"parts": 4, "registers": 512, "warp_registers": 8, "lanes": 64}
+AMD |= {"shared": 65536, "shared_step": 512, "reserved": 0}
 LIMITS = {
     "sm_75": Limits(32, 16, **NVIDIA, shared=65536, shared_step=256,
                     reserved=0),
@@ -32,8 +34,8 @@ LIMITS = {
                     reserved=1024),
     "sm_100": Limits(64, 32, **NVIDIA, shared=233472, shared_step=128,
                      reserved=1024),
-    "gfx942": Limits(32, 16, parts=4, registers=512, warp_registers=8,
-                     shared=65536, shared_step=512, reserved=0, lanes=64),
+    "gfx90a": Limits(32, 16, **AMD),
+    "gfx942": Limits(32, 16, **AMD),
 }  # fmt: skip
 
 

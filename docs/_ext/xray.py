@@ -10,15 +10,16 @@ import hashlib
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
-import aot
 import kernels
 import machine_code
 import recording
-from occupancy import occupancy
 from sphinx.errors import ExtensionError
+
+import aot
 
 CODES = {
     "ttir": "Triton IR",
@@ -52,7 +53,7 @@ def builds(script, page, folder):
         return pickle.loads(file.read_bytes())
     shapes = [(t, N) for N in page["N"] for t in kernels.SHOWN]
     calls = [
-        kernels.call(script.stem, page, N, t, sass=N == page["N"][0])
+        kernels.call(script.stem, page, N, t, sass=page["N"][0] == N)
         for t, N in shapes
     ]
     found = {
@@ -129,7 +130,10 @@ class Panel:
         )
         body = (
             f"{self.entry['look'].strip()}\n\n"
-            ".. tab-set::\n   :sync-group: target\n" + _indent(tabs)
+            f"{self.page['M']} rows, {self.page['dtype']}, "
+            f"triton {version('triton')}.\n"
+            "Instructions are counted in the code, where a loop stands once."
+            "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
         )
         return (
             f"\n.. dropdown:: X-ray of ``{self.name}``\n"
@@ -138,44 +142,46 @@ class Panel:
 
     def tab(self, target):
         builds = [self.found[self.name, target, N] for N in self.page["N"]]
-        first = builds[0]
-        device, *_ = aot.DEVICES[target]
-        shape = f"{self.page['M']} rows, {self.page['dtype']}"
+        ways = _indent(self.ways(builds[0]))
         return (
-            f"As launched on an {device}, {shape}.\n\n"
-            + self.table(target, builds)
-            + self.ways(first)
-            + self.downloads(first)
+            self.table(builds)
+            + f"Where lines of the page went, at N = {self.page['N'][0]}:\n\n"
+            + f".. raw:: html\n{ways}\n"
+            + self.downloads(builds[0])
         )
 
-    def table(self, target, builds):
+    def table(self, builds):
         """What the compiler says, a column for each shape."""
-        columns = [list(numbers(target, built)) for built in builds]
-        head = ["", *(f"N = {N}" for N in self.page["N"])]
-        rows = [head]
-        for parts in zip(*columns, strict=True):
-            rows.append([parts[0][0], *(value for _, value in parts)])
+        columns = [dict(kernels.numbers(built)) for built in builds]
+        rows = [[aot.DEVICES[builds[0].target][0]]]
+        rows[0] += [f"N = {N}" for N in self.page["N"]]
+        rows += [[key, *(c[key] for c in columns)] for key in columns[0]]
         text = (
             ".. list-table::\n   :header-rows: 1\n   :stub-columns: 1\n"
             "   :class: bp-table\n\n"
         )
         for row in rows:
             for i, cell in enumerate(row):
-                text += f"   {'*' if i == 0 else ' '} - {cell}\n"
+                text += f"   {' ' if i else '*'} - {cell}\n"
         return text + "\n"
 
     def ways(self, built):
         """What became of a few lines of the tutorial, level by level."""
         levels = {key: self.marks(built, key) for key in CODES}
-        machine = levels["ptx"] or levels["amdgcn"]
-        text = ""
-        for line in followed(machine):
-            text += f"``{self.script[line - 1].strip()}``\n\n"
+        for line in followed(levels["ptx"] or levels["amdgcn"]):
+            yield f"<pre class='bp-way'>{escape(self.source(line))}</pre>"
+            yield "<dl class='bp-levels'>"
             for key, name in CODES.items():
-                if parts := list(steps(levels[key], line)):
-                    text += f":{name}: " + "\n   | ".join(["", *parts]) + "\n"
-            text += "\n"
-        return ".. container:: bp-ways\n" + _indent(text) + "\n"
+                parts = list(steps(levels[key], line))
+                if key == "ttgir":
+                    code = built.asm[key]
+                    parts += sorted(layouts(code, levels[key], line))
+                if parts:
+                    yield f"<dt>{name}</dt><dd>{'<br>'.join(parts)}</dd>"
+            yield "</dl>"
+
+    def source(self, line):
+        return self.script[line - 1].strip()
 
     def marks(self, built, key):
         """The marks of a code that this build has, or none."""
@@ -204,58 +210,27 @@ class Panel:
             )
             (self.folder / file).write_text(shortened(text), encoding="utf-8")
             links.append(f":download:`{name} <xray/{file}>`")
-        return "The whole code, with marks: " + ", ".join(links) + ".\n"
-
-
-def numbers(target, built):
-    """The rows of a panel's table."""
-    facts = kernels.Facts(built)
-    programs = 1
-    for size in built.grid:
-        programs *= size
-    per_device = programs, aot.DEVICES[target][1]
-    warps, most, limits = occupancy(
-        target, built.registers, built.shared, built.num_warps, per_device
-    )
-    yield "Programs", f"{programs:,} of {facts.warps} warps"
-    yield "Registers of a thread", facts.registers
-    yield "Spilled bytes of a thread", facts.spills
-    yield "Shared memory, bytes", f"{facts.shared:,}"
-    yield "Stages", facts.stages
-    for title, kind in (
-        ("Global loads", "load"),
-        ("Global stores", "store"),
-        ("Asynchronous copies", "copy"),
-    ):
-        yield title, widths(facts, kind)
-    yield "Exchanges between threads", facts.count("shuffle")
-    yield "Barriers", facts.count("barrier")
-    yield "Atomics", facts.count("atomic") + facts.count("release")
-    limited = f", limited by {' and '.join(limits)}" if limits else ""
-    yield "Warps at a time", f"{warps} of {most}{limited}"
-
-
-def widths(facts, kind):
-    """Instructions by width: ``12 of 16 bytes, 2 of 4``."""
-    found = sorted(
-        ((b, n) for (k, b), n in facts.counts.items() if k == kind),
-        reverse=True,
-    )
-    return ", ".join(f"{n} of {b} bytes" for b, n in found) or "none"
+        return (
+            "The whole code, with these marks and their lines: "
+            + ", ".join(links)
+            + ".\n"
+        )
 
 
 def followed(found):
-    """Lines of the tutorial worth following, in its order."""
-    lines = set()
+    """Lines of the tutorial worth following, in the order of the code."""
+    lines = {}
     for kind in FOLLOWED:
         some = [m for m in found if m.kind == kind and m.line]
         if some:
-            lines.add(max(some, key=lambda m: m.bytes).line)
-    for mark in found:
+            mark = max(some, key=lambda m: m.bytes)
+            lines.setdefault(mark.line, mark.number)
+    for i, mark in enumerate(found):
         if mark.kind == "release":
-            before = [m for m in found if m.number < mark.number]
-            lines |= {m.line for m in before[-3:] if m.kind == "barrier"}
-    return sorted(line for line in lines if line)
+            for before in found[max(i - 2, 0) : i]:
+                if before.kind == "barrier" and before.line:
+                    lines.setdefault(before.line, before.number)
+    return sorted(lines, key=lines.get)
 
 
 def steps(found, line):
@@ -266,7 +241,20 @@ def steps(found, line):
             groups.setdefault((mark.kind, mark.bytes), []).append(mark)
     for marks in groups.values():
         times = f" × {len(marks)}" if len(marks) > 1 else ""
-        yield f"``{marks[0].text}``{times}"
+        yield f"<code>{escape(marks[0].text)}</code>{times}"
+
+
+def layouts(code, found, line):
+    """How a tensor of GPU IR is spread over threads: what the # name means."""
+    for name in {
+        name
+        for mark in found
+        if mark.line == line
+        for name in re.findall(r"#blocked\d*", mark.text)
+    }:
+        meant = re.search(rf"^{name} = .*<{{(.*), order.*}}>", code, re.M)
+        if meant:
+            yield f"<code>{name}: {escape(meant[1])}</code>"
 
 
 def shortened(text):
@@ -277,6 +265,8 @@ def shortened(text):
 
 
 def _indent(text, width=3):
+    """A block under a directive; text may come line by line."""
+    text = text if isinstance(text, str) else "\n".join(text) + "\n"
     pad = " " * width
     return "\n" + "".join(
         pad + line if line.strip() else line
