@@ -75,7 +75,7 @@ def _instruction(line, name):
     if name == "ir":
         if line.startswith("#"):
             return ""
-        line = re.sub(r" loc\(.*", "", line)
+        line = re.sub(r" loc\(.*| \(\{$", "", line)
     if name == "sass":
         line = re.sub(r"/\*[0-9a-f]+\*/", "", line)
     if name == "ptx" and line.lstrip().startswith((".", "//")):

@@ -18,6 +18,8 @@ import kernels
 import machine_code
 import recording
 from sphinx.errors import ExtensionError
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx_design.tabs import sd_tab_label
 
 import aot
 
@@ -84,7 +86,13 @@ def add_panels(app, docname, source):
         return
     app.env.note_dependency(str(kernels.FILE))
     page = kernels.pages()[stem]
-    found = _work[stem].result()
+    try:
+        found = _work[stem].result()
+    except RuntimeError as error:
+        raise ExtensionError(
+            f"tutorials/{stem}.py cannot be compiled for its X-ray, as "
+            f"docs/kernels.toml says: {error}"
+        ) from None
     lines = source[0].splitlines()
     for name, entry in kernels.entries(page).items():
         panel = Panel(app.srcdir, stem, page, name, entry, found)
@@ -274,7 +282,18 @@ def _indent(text, width=3):
     )
 
 
+class ValidTabs(SphinxPostTransform):
+    """sphinx-design's labels of tabs have an attribute that HTML forbids."""
+
+    default_priority = 201  # just after sphinx-design has made them
+
+    def run(self, **kwargs):
+        for label in self.document.findall(sd_tab_label):
+            label.attributes.pop("aria_controls", None)
+
+
 def setup(app):
+    app.add_post_transform(ValidTabs)
     # Sphinx-Gallery runs the tutorials at this event with priority 10.
     app.connect("builder-inited", start, priority=6)
     app.connect("source-read", add_panels)
