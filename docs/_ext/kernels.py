@@ -23,6 +23,7 @@ LIMITS = {
     "narrow_stores": 0,
     "narrow_copies": 0,
 }
+SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
 def pages(file=FILE):
@@ -134,6 +135,8 @@ def broken(entry, built, N, dtype):
         limit = entry.get(what, LIMITS[what])
         if isinstance(limit, dict):
             limit = limit.get(str(N), LIMITS[what])
+        if what == "spills" and built.target != DEFAULT:
+            limit += SPILLS_ELSEWHERE
         if value > limit:
             found.append(Broken(what, limit, value, narrow.get(what, [])))
     can = built.target in ("sm_80", "sm_90", "sm_100")
