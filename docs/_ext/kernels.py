@@ -36,6 +36,15 @@ def entries(page):
     return {name: e for name, e in page.items() if name.startswith("_")}
 
 
+def shown(page):
+    """Pairs of target and N: the first N on all, more on the default."""
+    first, *more = page["N"]
+    for target in SHOWN:
+        yield target, first
+        if target == DEFAULT:
+            yield from ((target, N) for N in more)
+
+
 def call(stem, page, N, target, dtype=None, also=False, **more):
     """The call of a tutorial's wrappers at one shape."""
     values = {"M": page["M"], "N": N, "dtype": dtype or page["dtype"]}

@@ -30,51 +30,61 @@ CODES = {
     "sass": "SASS",
     "amdgcn": "AMD assembly",
 }
+# A disassembler takes longer than the compiler: only for these.
+SASS = (kernels.DEFAULT,)
 # The lines of a tutorial that a panel follows down: the first of each kind.
 FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
 
 _pool = ThreadPoolExecutor(1)
-_work = {}  # stem -> what will be its builds
+_work = None  # what will be the builds of all tutorials
 
 
 def start(app):
     """Begin to compile while the tutorials run; what is known is read."""
-    folder = Path(app.doctreedir).parent / "xray"
+    global _work
     pages = kernels.pages()
-    for script in recording.tutorials():
-        if script.stem in pages:
-            _work[script.stem] = _pool.submit(
-                builds, script, pages[script.stem], folder
-            )
+    scripts = [s for s in recording.tutorials() if s.stem in pages]
+    folder = Path(app.doctreedir).parent / "xray"
+    _work = _pool.submit(builds, scripts, pages, folder)
 
 
-def builds(script, page, folder):
-    """Every shown build of a tutorial: {(kernel, target, N): Built}."""
-    file = folder / f"{script.stem}.{_key(script, page)}"
-    if file.exists():
-        return pickle.loads(file.read_bytes())
-    shapes = [(t, N) for N in page["N"] for t in kernels.SHOWN]
-    calls = [
-        kernels.call(script.stem, page, N, t, sass=page["N"][0] == N)
-        for t, N in shapes
-    ]
-    found = {
-        (name, *shape): built
-        for shape, launched in zip(shapes, aot.launches(calls), strict=True)
-        for name, built in kernels.by_name(launched).items()
+def builds(scripts, pages, folder):
+    """The shown builds of each tutorial: {(kernel, target, N): Built}."""
+    files = {
+        script.stem: folder / f"{script.stem}.{_key(script, pages)}"
+        for script in scripts
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{script.stem}.*"):
-        old.unlink()
-    file.write_bytes(pickle.dumps(found))
+    missing = [
+        (stem, target, N)
+        for stem, file in files.items()
+        if not file.exists()
+        for target, N in kernels.shown(pages[stem])
+    ]
+    calls = [
+        kernels.call(stem, pages[stem], N, target, sass=target in SASS)
+        for stem, target, N in missing
+    ]
+    found = {}
+    launched = aot.launches(calls) if calls else []
+    for (stem, *shape), built in zip(missing, launched, strict=True):
+        for name, one in kernels.by_name(built).items():
+            found.setdefault(stem, {})[name, *shape] = one
+    for stem, file in files.items():
+        if stem not in found:
+            found[stem] = pickle.loads(file.read_bytes())
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f"{stem}.*"):
+            old.unlink()
+        file.write_bytes(pickle.dumps(found[stem]))
     return found
 
 
-def _key(script, page):
-    """A hash of everything that the builds depend on."""
-    parts = [script.read_bytes(), repr(page).encode()]
+def _key(script, pages):
+    """A hash of everything that the builds of a tutorial depend on."""
+    parts = [script.read_bytes(), repr(pages[script.stem]).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
-    for name in ("aot.py", "kernels.py", "tutorial.py"):
+    for name in ("aot.py", "kernels.py", "tutorial.py", "xray.py"):
         parts.append(Path(__file__).with_name(name).read_bytes())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -82,15 +92,16 @@ def _key(script, page):
 def add_panels(app, docname, source):
     """Put the panels of a tutorial into its text."""
     stem = docname.removeprefix("tutorials/")
-    if stem not in _work:
+    pages = kernels.pages()
+    if stem not in pages or stem == docname:
         return
     app.env.note_dependency(str(kernels.FILE))
-    page = kernels.pages()[stem]
+    page = pages[stem]
     try:
-        found = _work[stem].result()
+        found = _work.result()[stem]
     except RuntimeError as error:
         raise ExtensionError(
-            f"tutorials/{stem}.py cannot be compiled for its X-ray, as "
+            "a tutorial cannot be compiled for its X-ray, as "
             f"docs/kernels.toml says: {error}"
         ) from None
     lines = source[0].splitlines()
@@ -149,7 +160,11 @@ class Panel:
         )
 
     def tab(self, target):
-        builds = [self.found[self.name, target, N] for N in self.page["N"]]
+        builds = [
+            self.found[self.name, shape, N]
+            for shape, N in kernels.shown(self.page)
+            if shape == target
+        ]
         ways = _indent(self.ways(builds[0]))
         return (
             self.table(builds)
@@ -162,7 +177,7 @@ class Panel:
         """What the compiler says, a column for each shape."""
         columns = [dict(kernels.numbers(built)) for built in builds]
         rows = [[aot.DEVICES[builds[0].target][0]]]
-        rows[0] += [f"N = {N}" for N in self.page["N"]]
+        rows[0] += [f"N = {N}" for N in self.page["N"][: len(builds)]]
         rows += [[key, *(c[key] for c in columns)] for key in columns[0]]
         text = (
             ".. list-table::\n   :header-rows: 1\n   :stub-columns: 1\n"
