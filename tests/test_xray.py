@@ -92,7 +92,7 @@ def test_amd_assembly():
     text = """
 	.amdgcn_target "amdgcn-amd-amdhsa--gfx942"
 	.loc	1 7 4 is_stmt 1                 ; 01-double.py:7:4
-	buffer_load_dwordx4 v[2:5], v6, s[24:27], 0 offen
+	buffer_load_dwordx4 v[2:5], v6, s[24:27], 0
 	global_load_short_d16_hi v1, v2, s[0:1]
 	.loc	2 314 12                        ; standard.py:314:12 @[ 01-double.py:9:4 ]
 	v_add_f32_dpp v0, v0, v0 row_shr:8 row_mask:0xf bank_mask:0xf
@@ -107,7 +107,7 @@ def test_amd_assembly():
 	v_mov_b32_e32 v1, 2
 	v_mov_b32_e32 v1, 2
 	v_mov_b32_e32 v1, 2
-	buffer_store_dwordx2 v[2:3], v6, s[24:27], 0 offen
+	buffer_store_dwordx2 v[2:3], v6, s[24:27], 0
 	buffer_wbl2 sc1
 	s_waitcnt vmcnt(0)
 	global_atomic_swap v0, v1, s[2:3]

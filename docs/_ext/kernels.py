@@ -105,10 +105,15 @@ class Facts:
         """The line of the first of a kind; 0 without one."""
         return next((m.number for m in self.marks if m.kind == kind), 0)
 
+    def lines(self, kind):
+        """The lines of the tutorial that became instructions of a kind."""
+        return {m.line for m in self.marks if m.kind == kind}
+
     def say(self, sentence, N):
         """Whether an expression of these names, as in the file, is true."""
-        methods = {n: getattr(self, n) for n in ("count", "narrow", "first")}
-        names = vars(self) | methods | {"N": N}
+        methods = ("count", "narrow", "first", "lines")
+        names = vars(self) | {name: getattr(self, name) for name in methods}
+        names |= {"N": N, "len": len}
         return bool(eval(f"({sentence})", {"__builtins__": {}}, names))
 
 
