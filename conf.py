@@ -32,6 +32,7 @@ extensions = [
     "folded",
     "gallery",
     "moving",
+    "xray",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
 templates_path = ["docs/_templates"]

@@ -5,6 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import jinja2
+import kernels
 import pytest
 from browser import built
 
@@ -81,6 +82,24 @@ def test_solutions_are_folded(name):
     for solution in solutions:
         assert "open" not in solution.attrs
         assert solution.select("div.highlight-Python pre")
+
+
+@each_tutorial
+def test_kernels_have_their_xray(name):
+    entries = kernels.entries(kernels.pages()[built.stem(name)])
+    panels = built.soup(name).select("details.bp-xray")
+    titles = [p.summary.get_text().strip() for p in panels]
+    assert sorted(titles) == sorted(f"X-ray of {kernel}" for kernel in entries)
+    for panel in panels:
+        assert "open" not in panel.attrs
+        tabs = [t.get_text().strip() for t in panel.select("label")]
+        assert tuple(tabs) == kernels.SHOWN
+        for tab in panel.select(".sd-tab-content"):
+            assert len(tab.select("tbody tr")) == 12
+            assert len(tab.select("pre.bp-way")) >= 2
+            levels = {dt.get_text() for dt in tab.select("dt")}
+            assert levels >= {"Triton IR", "GPU IR"}
+            assert len(tab.select("a.download")) == len(levels)
 
 
 def meta(soup, name):

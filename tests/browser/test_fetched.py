@@ -18,6 +18,8 @@ def source(link):
         return built.ROOT / "tutorials" / name
     if ending in (".ipynb", ".zip"):
         return DOCS / "tutorials" / name
+    if ending in (".ttir", ".ttgir", ".ptx", ".sass", ".amdgcn"):
+        return DOCS / "tutorials/xray" / name
     if ending == ".csv" or name.endswith(".live.json"):
         return DOCS / "tutorials/raw" / name
     if ending == ".json":  # of the GPU that the table beside it names

@@ -7,7 +7,7 @@ import sys
 import types
 from pathlib import Path
 
-TUTORIALS = Path(__file__).resolve().parent.parent / "tutorials"
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
 _count = itertools.count()
 
@@ -17,7 +17,7 @@ def source(name):
     return (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")
 
 
-def load(name, replace=(), interpret=True):
+def load(name, replace=(), interpret=True, text=None):
     """Module with the definitions of a tutorial.
 
     Definitions are imports, the switch `if not ON_GPU:` of the first cell,
@@ -29,18 +29,20 @@ def load(name, replace=(), interpret=True):
     first: that is how a test makes a mutant. Each old must occur once.
 
     interpret=False leaves out the switch, for compiling without a GPU.
+    text stands for the file's own, to load an earlier version of it.
     """
     path = TUTORIALS / f"{name}.py"
-    text = path.read_text(encoding="utf-8")
+    edited = bool(replace or text)
+    text = text or path.read_text(encoding="utf-8")
     filename = str(path)
     module_name = "tutorial_" + name.replace("-", "_")
-    if replace:
-        for old, new in replace:
-            if text.count(old) != 1:
-                raise ValueError(
-                    f"{name}: {old!r} occurs {text.count(old)} times, not once"
-                )
-            text = text.replace(old, new)
+    for old, new in replace:
+        if text.count(old) != 1:
+            raise ValueError(
+                f"{name}: {old!r} occurs {text.count(old)} times, not once"
+            )
+        text = text.replace(old, new)
+    if edited:
         # inspect, and so Triton, reads the edited source from the line cache.
         number = next(_count)
         filename = f"{filename}.mutant{number}.py"

@@ -1,0 +1,207 @@
+"""Read docs/kernels.toml: the kernels of each tutorial, and their limits."""
+
+import math
+import re
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+
+import machine_code
+import recording
+from occupancy import occupancy
+
+import aot
+
+FILE = recording.ROOT / "docs" / "kernels.toml"
+SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel
+DEFAULT = "sm_90"
+# The most that is allowed where the file says nothing.
+LIMITS = {
+    "spills": 0,
+    "shared": 99 * 1024,
+    "narrow_loads": 0,
+    "narrow_stores": 0,
+    "narrow_copies": 0,
+}
+SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
+
+
+def pages(file=FILE):
+    """The entry of each tutorial that has one."""
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def entries(page):
+    """The kernels of a tutorial: name -> entry."""
+    return {name: e for name, e in page.items() if name.startswith("_")}
+
+
+def shown(page):
+    """Pairs of target and N: the first N on all, more on the default."""
+    first, *more = page["N"]
+    for target in SHOWN:
+        yield target, first
+        if target == DEFAULT:
+            yield from ((target, N) for N in more)
+
+
+def call(stem, page, N, target, dtype=None, also=False, **more):
+    """The call of a tutorial's wrappers at one shape."""
+    values = {"M": page["M"], "N": N, "dtype": dtype or page["dtype"]}
+    code = page["run"] + ("\n" + page.get("also", "") if also else "")
+    return aot.Call(stem, code, values, target, **more)
+
+
+def by_name(launched):
+    """The last launch of each kernel."""
+    return {built.kernel: built for built in launched}
+
+
+class Facts:
+    """Numbers about one compiled kernel, by name."""
+
+    def __init__(self, built):
+        _, self.multiprocessors, _ = aot.DEVICES[built.target]
+        *_, self.lanes = aot.TARGETS[built.target]
+        self.target = built.target
+        self.registers = built.registers
+        self.spills = built.spills
+        self.shared = built.shared
+        self.warps = built.num_warps
+        self.stages = built.num_stages
+        self.programs = math.prod(built.grid)
+        self.marks = machine_code.marks(built.text, built.script)
+        self.counts = Counter((m.kind, m.bytes) for m in self.marks)
+        self.loaded = self.moved("load")  # bytes of a program
+        self.stored = self.moved("store")
+        self.float64 = bool(re.search(r"\.f64\b|_f64", built.text))
+        self.unsafe = [
+            mark
+            for mark in self.marks
+            if mark.kind == "release"
+            and not machine_code.barrier_before(self.marks, mark.number)
+        ]
+
+    def moved(self, kind):
+        """Bytes that a program moves by such instructions, each done once."""
+        each = sum(n * b for (k, b), n in self.counts.items() if k == kind)
+        return each * self.lanes * self.warps
+
+    def count(self, kind, bytes=None):
+        """Instructions of a kind, of all widths or of one."""
+        return sum(
+            n
+            for (k, b), n in self.counts.items()
+            if k == kind and bytes in (None, b)
+        )
+
+    def narrow(self, kind):
+        """Those that move fewer than 16 bytes."""
+        return sum(
+            n for (k, b), n in self.counts.items() if k == kind and b < 16
+        )
+
+    def first(self, kind):
+        """The line of the first of a kind; 0 without one."""
+        return next((m.number for m in self.marks if m.kind == kind), 0)
+
+    def lines(self, kind):
+        """The lines of the tutorial that became instructions of a kind."""
+        return {m.line for m in self.marks if m.kind == kind}
+
+    def say(self, sentence, N):
+        """Whether an expression of these names, as in the file, is true."""
+        methods = ("count", "narrow", "first", "lines")
+        names = vars(self) | {name: getattr(self, name) for name in methods}
+        names |= {"N": N, "len": len}
+        return bool(eval(f"({sentence})", {"__builtins__": {}}, names))
+
+
+@dataclass
+class Broken:
+    """A limit that a kernel does not keep."""
+
+    what: str
+    limit: object
+    now: object
+    where: list  # the marks that break it
+
+    def __str__(self):
+        return f"{self.what}: limit {self.limit}, now {self.now}"
+
+
+def broken(entry, built, N, dtype):
+    """The limits that a build of a kernel breaks."""
+    facts = Facts(built)
+    narrow = {
+        f"narrow_{plural}": [
+            m for m in facts.marks if m.kind == kind and m.bytes < 16
+        ]
+        for kind, plural in (
+            *(("load", "loads"), ("store", "stores"), ("copy", "copies")),
+        )
+    }
+    now = {"spills": facts.spills, "shared": facts.shared}
+    if built.target == DEFAULT:
+        now |= {what: len(marks) for what, marks in narrow.items()}
+    found = []
+    for what, value in now.items():
+        limit = entry.get(what, LIMITS[what])
+        if isinstance(limit, dict):
+            limit = limit.get(str(N), LIMITS[what])
+        if what == "spills" and built.target != DEFAULT:
+            limit += SPILLS_ELSEWHERE
+        if value > limit:
+            found.append(Broken(what, limit, value, narrow.get(what, [])))
+    can = built.target in ("sm_80", "sm_90", "sm_100")
+    for what, limit, value, where in (
+        (
+            "releases of a lock",
+            entry.get("releases", 0),
+            facts.count("release"),
+            [],
+        ),
+        ("releases without a barrier", 0, len(facts.unsafe), facts.unsafe),
+        (
+            "loads ahead, by asynchronous copies",
+            entry.get("copies", False) and can,
+            facts.count("copy") > 0,
+            [],
+        ),
+        ("arithmetic in float64", dtype == "float64", facts.float64, []),
+    ):
+        if value != limit:
+            found.append(Broken(what, limit, value, where))
+    return found
+
+
+def numbers(built):
+    """What a panel says about a build, in pairs of name and value."""
+    facts = Facts(built)
+    per_device = facts.programs, facts.multiprocessors
+    warps, most, limits = occupancy(
+        built.target, built.registers, built.shared, facts.warps, per_device
+    )
+    yield "Programs", f"{facts.programs:,} × {facts.warps} warps"
+    yield "Registers of a thread", facts.registers
+    yield "Spilled bytes of a thread", facts.spills
+    yield "Shared memory", f"{facts.shared:,} bytes"
+    yield "Stages asked for", facts.stages
+    yield "Global loads", widths(facts, "load")
+    yield "Global stores", widths(facts, "store")
+    yield "Asynchronous copies", widths(facts, "copy")
+    yield "Shuffles", facts.count("shuffle") or "none"
+    yield "Barriers", facts.count("barrier") or "none"
+    atomics = facts.count("atomic") + facts.count("release")
+    yield "Atomics", atomics or "none"
+    limited = f", limited by {' and '.join(limits)}" if limits else ""
+    yield "Warps at a time", f"{warps} of {most}{limited}"
+
+
+def widths(facts, kind):
+    """Instructions by width: ``12 × 16 bytes, 2 × 4``."""
+    found = sorted(
+        ((b, n) for (k, b), n in facts.counts.items() if k == kind),
+        reverse=True,
+    )
+    return ", ".join(f"{n} × {b} bytes" for b, n in found) or "none"

@@ -1,0 +1,36 @@
+"""X-ray panels, opened: by keyboard, in light, in dark and on a phone."""
+
+import pytest
+from browser import built
+from browser.test_pages import VIEWS, WIDER, violations
+from playwright.sync_api import expect
+
+each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
+
+
+@each_tutorial
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_nothing_is_wrong_with_open_panels(page, view, name):
+    page.goto(name)
+    page.evaluate(
+        "document.querySelectorAll('.bp-xray').forEach(p => p.open = true)"
+    )
+    assert page.evaluate(WIDER) <= 0
+    assert not list(violations(page))
+
+
+@each_tutorial
+def test_a_panel_is_opened_and_its_target_chosen_by_keyboard(page, name):
+    page.goto(name)
+    panels = page.locator("details.bp-xray")
+    first, last = panels.first, panels.last
+    first.locator("summary").focus()
+    page.keyboard.press("Enter")
+    shown = first.locator(".sd-tab-content:visible")
+    expect(shown).to_contain_text("NVIDIA H200")
+    page.keyboard.press("Tab")  # to the tabs, which arrows go through
+    page.keyboard.press("ArrowRight")
+    expect(shown).to_contain_text("NVIDIA B200")
+    last.locator("summary").click()
+    # The target is chosen for all panels of a page.
+    expect(last.locator(".sd-tab-content:visible")).to_contain_text("B200")

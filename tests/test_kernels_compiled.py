@@ -1,0 +1,274 @@
+"""Every kernel of every tutorial keeps its limits, on GPUs nobody has here.
+
+The limits stand in docs/kernels.toml, beside the sentences of the X-ray
+panels, which are tested too.
+"""
+
+import ast
+import re
+import subprocess
+
+import kernels
+import pytest
+import recording
+
+from aot import COMPILER_ADDS_BARRIER, TARGETS, launches
+from tutorial import source
+
+PAGES = kernels.pages()
+PUBLISHED = [path.stem for path in recording.tutorials()]
+EVERY = pytest.mark.parametrize("stem", PUBLISHED)
+
+
+def compiled(calls):
+    """For each call the last launch of each kernel."""
+    return [kernels.by_name(launched) for launched in launches(calls)]
+
+
+def over(stem, N, dtype, target, builds, replace=(), compare=True):
+    """A message for each kernel of one call that breaks a limit."""
+    for name, entry in kernels.entries(PAGES[stem]).items():
+        if found := kernels.broken(entry, builds[name], N, dtype):
+            place = f"{name} of {stem}, N = {N}, {dtype}, {target}"
+            lines = [place, *(f"  {problem}" for problem in found)]
+            text = source(stem)
+            for old, new in replace:
+                text = text.replace(old, new)
+            wrong = {m.line for problem in found for m in problem.where}
+            for line in sorted(wrong - {None}):
+                code = text.splitlines()[line - 1].strip()
+                lines.append(f"  line {line}: {code}")
+            if compare:
+                lines += changes(stem, N, dtype, builds[name])
+            yield "\n".join(lines)
+
+
+def changes(stem, N, dtype, now):
+    """All numbers of a kernel, those of the version before beside them."""
+    before = {}
+    if text := earlier(stem):
+        call = kernels.call(
+            stem, PAGES[stem], N, now.target, dtype, source=text
+        )
+        try:
+            (builds,) = compiled([call])
+            before = dict(kernels.numbers(builds[now.kernel]))
+        except (RuntimeError, KeyError):
+            pass  # it had no such kernel
+    lines = [f"  {'':27}{'before':31}now"]
+    for what, value in kernels.numbers(now):
+        lines.append(f"  {what:27}{before.get(what, '?')!s:31}{value}")
+    return lines
+
+
+def earlier(stem):
+    """The last committed text of a tutorial that differs from the file."""
+    path = f"tutorials/{stem}.py"
+
+    def git(*args):
+        done = subprocess.run(
+            ["git", *args],
+            cwd=recording.ROOT,
+            capture_output=True,
+            text=True,
+        )
+        return done.stdout if done.returncode == 0 else ""
+
+    for commit in git("log", "-2", "--format=%H", "--", path).split():
+        text = git("show", f"{commit}:{path}")
+        if text and text != source(stem):
+            return text
+    return None
+
+
+# What the file says ----------------------------------------------------------
+
+
+@EVERY
+def test_every_kernel_stands_in_the_file(stem):
+    """Each one is launched, or called by one that is."""
+    assert stem in PAGES, f"docs/kernels.toml has no entry for {stem}"
+    code = PAGES[stem]["run"] + PAGES[stem].get("also", "")
+    named = set(re.findall(r"\b_\w+", code)) | set(
+        kernels.entries(PAGES[stem])
+    )
+    defined, called = set(), set()
+    for node in ast.walk(ast.parse(source(stem))):
+        if isinstance(node, ast.FunctionDef) and any(
+            ast.unparse(d).startswith("triton.jit")
+            for d in node.decorator_list
+        ):
+            defined.add(node.name)
+            called |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    assert defined - called - named == set()
+
+
+@pytest.mark.parametrize("stem", PAGES)
+def test_entries_have_what_a_panel_needs(stem):
+    page = PAGES[stem]
+    assert {"run", "M", "N", "dtype", "sizes"} <= page.keys()
+    assert set(page) - set(kernels.entries(page)) <= {
+        *("run", "also", "M", "N", "dtype", "sizes"),
+    }
+    known = {"look", "true", "copies", "releases", *kernels.LIMITS}
+    for name, entry in kernels.entries(page).items():
+        assert entry.keys() <= known, name
+        assert entry["look"].strip()
+        assert str(page["N"][0]) in entry["true"], name
+
+
+# What the compiler says ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def everywhere():
+    """The builds of each tutorial: {(target, N, dtype): {kernel: Built}}."""
+    keys, calls = [], []
+    for stem in PUBLISHED:
+        page = PAGES[stem]
+        first, dtype = page["N"][0], page["dtype"]
+        shapes = {(t, first, dtype) for t in TARGETS}
+        shapes |= {(t, N, dtype) for t, N in kernels.shown(page)}
+        shapes |= {
+            (kernels.DEFAULT, N, dtype)
+            for dtype, sizes in page["sizes"].items()
+            for N in sizes
+        }
+        for target, N, dtype in sorted(shapes):
+            keys.append((stem, target, N, dtype))
+            also = first == N
+            calls.append(kernels.call(stem, page, N, target, dtype, also=also))
+    return dict(zip(keys, compiled(calls), strict=True))
+
+
+@EVERY
+def test_run_launches_what_has_a_panel(everywhere, stem):
+    page = PAGES[stem]
+    N = next(N for N in page["sizes"][page["dtype"]] if page["N"][0] != N)
+    builds = everywhere[stem, "sm_90", N, page["dtype"]]
+    assert set(builds) == set(kernels.entries(page))
+
+
+@EVERY
+@pytest.mark.parametrize("target", TARGETS)
+def test_limits_on_every_target(everywhere, stem, target):
+    N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
+    builds = everywhere[stem, target, N, dtype]
+    found = list(over(stem, N, dtype, target, builds))
+    assert not found, "\n" + "\n".join(found)
+
+
+@EVERY
+def test_limits_at_every_size(everywhere, stem):
+    found = [
+        message
+        for dtype, sizes in PAGES[stem]["sizes"].items()
+        for N in sizes
+        for message in over(
+            stem, N, dtype, "sm_90", everywhere[stem, "sm_90", N, dtype]
+        )
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@EVERY
+def test_sentences_are_true(everywhere, stem):
+    page = PAGES[stem]
+    for name, entry in kernels.entries(page).items():
+        for N, sentences in entry["true"].items():
+            for target, shape in kernels.shown(page):
+                if shape != int(N):
+                    continue
+                builds = everywhere[stem, target, shape, page["dtype"]]
+                facts = kernels.Facts(builds[name])
+                for sentence in sentences:
+                    said = facts.say(sentence, shape)
+                    assert said, (name, target, N, sentence)
+
+
+# What is found ---------------------------------------------------------------
+
+FIRST, SECOND = "01-layer-norm", "02-layer-norm-weight-gradients"
+FAULTS = {
+    "spill": (FIRST, '"num_warps": warps}', '"num_warps": 1}', "spills"),
+    "scalar load": (
+        FIRST,
+        "    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc)\n"
+        "    mean",
+        "    x = tl.load(x_ptr + row * N + (cols ^ 1), mask=mask, other=0).to"
+        "(acc)\n    mean",
+        "narrow_loads: limit 0, now 32\n"
+        "  line 93: x = tl.load(x_ptr + row * N + (cols ^ 1), mask=mask",
+    ),
+    "barrier": (
+        FIRST,
+        "    tl.debug_barrier()  # every thread has stored its columns\n",
+        "",
+        "releases without a barrier: limit 0, now 1",
+    ),
+    "release": (
+        FIRST,
+        'tl.atomic_xchg(lock_ptr, 2, sem="release")',
+        'tl.atomic_xchg(lock_ptr, 2, sem="relaxed")',
+        "releases of a lock: limit 1, now 0",
+    ),
+    "float64": (
+        FIRST,
+        "rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)",
+        "rstd = 1 / tl.sqrt(tl.sum(x * x).to(tl.float64) / N + eps)",
+        "arithmetic in float64: limit False, now True",
+    ),
+    "no loads ahead": (
+        SECOND,
+        "stages = 1 + min(98304 // (per_sm * size), 3)",
+        "stages = 1",
+        "loads ahead, by asynchronous copies: limit True, now False",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    """Each tutorial with one fault, at the first shape on sm_90."""
+    calls = [
+        kernels.call(
+            stem, PAGES[stem], PAGES[stem]["N"][0], "sm_90",
+            replace=[(old, new)],
+        )
+        for stem, old, new, _ in FAULTS.values()
+    ]  # fmt: skip
+    return dict(zip(FAULTS, compiled(calls), strict=True))
+
+
+def first_shape(stem):
+    return PAGES[stem]["N"][0], PAGES[stem]["dtype"], "sm_90"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(faulty, fault):
+    stem, old, new, said = FAULTS[fault]
+    found = "\n".join(
+        over(
+            stem, *first_shape(stem), faulty[fault], [(old, new)],
+            compare=False,
+        )
+    )  # fmt: skip
+    if fault == "barrier" and COMPILER_ADDS_BARRIER:
+        assert not found
+    else:
+        assert said in found
+
+
+def test_the_message_shows_before_and_after(faulty, monkeypatch):
+    # The version before the fault is the file as it is.
+    monkeypatch.setitem(globals(), "earlier", source)
+    (found,) = over(FIRST, *first_shape(FIRST), faulty["scalar load"])
+    assert re.search(r"^ +before +now$", found, re.MULTILINE)
+    loads = r"^ +Global loads +12 × 16 bytes +8 × 16 bytes, 32 × 2 bytes$"
+    assert re.search(loads, found, re.MULTILINE)
+
+
+def test_the_version_before_is_found():
+    """In a clone that has history; an archive of the files has none."""
+    text = earlier(FIRST)
+    assert text is None or text != source(FIRST)
