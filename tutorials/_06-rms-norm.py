@@ -206,19 +206,17 @@ def _rms_norm_fwd_rows(
 ):  # fmt: skip
     acc: tl.constexpr = rstd_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    # 64 bits only here: M * N may pass 2**31, a tile does not.
-    first = tl.cast(tl.program_id(0), tl.int64) * ROWS
+    first = tl.cast(tl.program_id(0), tl.int64) * ROWS  # M * N may pass 2**31
     start = first * N
     left = M - tl.program_id(0) * ROWS
     row = tl.arange(0, ROWS)[:, None]
-    xs, more = (), ()
+    xs, more, rows = (), (), ()
     for c in tl.static_range(CHUNKS):
         xs += (_load(x_ptr + start, row, c, left, N, CHUNK, EVEN, HINT),)
         if residual_ptr is not None:
             at = residual_ptr + start
             more += (_load(at, row, c, left, N, CHUNK, EVEN, HINT),)
     squares = tl.zeros([ROWS, CHUNK], acc)
-    rows = ()
     for c in tl.static_range(CHUNKS):
         x = xs[c]
         if residual_ptr is not None:
@@ -533,6 +531,9 @@ def _row_sum(xs, dys, ws, offset: tl.constexpr, acc: tl.constexpr):
         wdy = dys[c].to(acc) * _weight(ws[c], offset, acc)
         total += xs[c].to(acc) * wdy
     return tl.sum(total, 1)[:, None]
+
+
+# %%
 
 
 @triton.jit
@@ -1766,4 +1767,4 @@ assert exercise_3(_stream_3)
 #   <https://github.com/google/gemma_pytorch>`_ has the offset and the order of
 #   rounding.
 # * PyTorch, `torch.nn.functional.rms_norm
-#   <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html>`_.
+#   <https://docs.pytorch.org/docs/stable/nn.functional.html>`_.
