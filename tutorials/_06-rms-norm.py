@@ -533,6 +533,25 @@ def _row_sum(xs, dys, ws, offset: tl.constexpr, acc: tl.constexpr):
     return tl.sum(total, 1)[:, None]
 
 
+@triton.jit
+def _whole_weight(
+    w_ptr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    acc: tl.constexpr,
+):
+    """All chunks of w, repeated for each row of a tile: laid out like x."""
+    row = tl.zeros([ROWS, 1], tl.int32)
+    ws = ()
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        if w_ptr is not None:
+            ws += (_load(w_ptr, row, c, 1, N, CHUNK, True, ""),)
+        else:
+            ws += (tl.full([ROWS, CHUNK], 1, acc),)
+    return ws
+
+
 # %%
 
 
@@ -557,14 +576,8 @@ def _rms_norm_bwd_rows(
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.arange(0, ROWS)[:, None]
-    ws, dws = (), ()
+    ws, dws = _whole_weight(w_ptr, ROWS, N, CHUNK, acc), ()
     for c in tl.static_range(CHUNKS):
-        if w_ptr is not None:
-            # Repeated for each row of the tile, to be laid out like x.
-            ws += (_load(w_ptr, row * 0, c, 1, N, CHUNK, True, ""),)
-        else:
-            ws += (tl.full([ROWS, CHUNK], 1, acc),)
         dws += (tl.zeros([ROWS, CHUNK], acc),)
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),
