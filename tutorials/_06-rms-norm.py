@@ -577,7 +577,7 @@ def _rms_norm_bwd_rows(
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     ws, dws = _whole_weight(w_ptr, ROWS, N, CHUNK, acc), ()
-    for c in tl.static_range(CHUNKS):
+    for _ in tl.static_range(CHUNKS):
         dws += (tl.zeros([ROWS, CHUNK], acc),)
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),
