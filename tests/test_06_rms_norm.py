@@ -15,7 +15,7 @@ import rms_norm_cases as cases
 from rms_norm_cases import Case, run
 from tutorial import TUTORIALS, load
 
-NAME = "_06-rms-norm"
+NAME = "06-rms-norm"
 page = load(NAME)
 ROWS = {"CHUNK": 32, "num_warps": 4}
 MORE = {"STAGES": 3, "HIDE": True, "EARLY": False, "per_sm": 4}

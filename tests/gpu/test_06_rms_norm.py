@@ -17,7 +17,7 @@ from tutorial import load
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-NAME = "_06-rms-norm"
+NAME = "06-rms-norm"
 page = load(NAME)
 HIDDEN = list(page.HIDDEN)
 LIMITS = (1024, 1536, 4096, 5120, 12288, 14336, 16384, 20480, 24576, 49152)
@@ -106,7 +106,7 @@ def test_more_than_2_31_elements(N):
     x = torch.empty(M, N, dtype=torch.float16, device="cuda")
     for rows in x.split(16384):
         rows.normal_()
-    w = torch.rand(N, dtype=torch.float16, device="cuda").requires_grad_()
+    w = torch.rand(N, device="cuda").requires_grad_()
     y, s = page.add_rms_norm(x.requires_grad_(), x.detach(), (N,), w)
     dx, dw = torch.autograd.grad((y, s), (x, w), (x.detach(), x.detach()))
     total = torch.zeros(N, dtype=torch.float64, device="cuda")

@@ -8,7 +8,7 @@ import torch
 from aot import TARGETS, Job, build
 from tutorial import load
 
-NAME = "_06-rms-norm"
+NAME = "06-rms-norm"
 page = load(NAME)
 HIDDEN = list(page.HIDDEN)
 TYPES = {
