@@ -28,7 +28,9 @@ def one_h200(monkeypatch):
 def job(N, mode, dtype="fp16", share=True, plan=None, even=True, **more):
     """The kernel that the rule selects for a width, as it is launched."""
     rule = page.plan_forward if mode == "forward" else page.plan_backward
-    kind, options = plan or rule(N, TYPES[dtype].itemsize, share)
+    itemsize = TYPES[dtype].itemsize
+    step = 16 // itemsize if N * itemsize % 16 else 1
+    kind, options = plan or rule(N, itemsize, share, step)
     options = {"HINTS": True} | options if kind == "sweeps" else dict(options)
     warps, per_sm = options.pop("num_warps"), options.pop("per_sm", 1)
     kernel = f"_layer_norm_{mode[0]}wd_{kind}"
@@ -39,12 +41,13 @@ def job(N, mode, dtype="fp16", share=True, plan=None, even=True, **more):
     names = "mean_ptr", "rstd_ptr", "partial_ptr", "sums_ptr"
     signature |= dict.fromkeys(names, acc) | {"words_ptr": "i64"}
     signature = {name: f"*{kind}:16" for name, kind in signature.items()}
-    slices = -(-N // options["CHUNK"])
+    slices = -(-(N + step - 1) // options["CHUNK"])
     # Early launches exist from sm_90 on, waiting by machine code on NVIDIA.
     target = more.get("target", "sm_90")
     constants = {
         "eps": 1e-5,
         "N": N,
+        "STEP": step,
         "EVEN": even,
         "PADDED": 1 << (slices - 1).bit_length(),
         "DIRECT": target.startswith("sm"),
@@ -56,7 +59,7 @@ def job(N, mode, dtype="fp16", share=True, plan=None, even=True, **more):
     return Job(
         NAME,
         kernel,
-        signature | {"M": "i32"},
+        signature | {"M": "i32:16"},
         {name: constants[name] for name in names if name in constants},
         num_warps=warps,
         **more,
