@@ -145,8 +145,8 @@ shifts()
 # ``EVEN`` and the comparisons with ``N`` are known to the compiler: it keeps
 # one of the branches.
 #
-# A load takes whole groups of 16 bytes, with what is left of other rows in the
-# first and the last group, and sets that to 0.
+# A load takes whole groups of 16 bytes, with columns of other rows in the first
+# and the last group, which ``_only_inside`` keeps out of sums.
 # The last group may reach past the end of the matrix, but memory comes in
 # pieces that are larger than 16 bytes.
 # A store must not touch other rows: it writes the whole groups, and then the
@@ -185,14 +185,22 @@ def _load(
     lane, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
     at = ptr + row * N + lane
     if EVEN and (c + 1) * CHUNK <= N:
-        value = tl.load(at, eviction_policy=HINT)
+        return tl.load(at, eviction_policy=HINT)
     else:
         mask = inside if STEP == 1 else lane // STEP * STEP < N + shift
         mask = mask if EVEN else mask & (row < M)
-        value = tl.load(at, mask=mask, other=0, eviction_policy=HINT)
+        return tl.load(at, mask=mask, other=0, eviction_policy=HINT)
+
+
+@triton.jit
+def _only_inside(value, c, shift, N: tl.constexpr, CHUNK: tl.constexpr,
+                 STEP: tl.constexpr):  # fmt: skip
+    """The value, 0 in lanes that hold columns of other rows."""
     if STEP > 1 and (c == 0 or (c + 1) * CHUNK > N):
-        value = tl.where(inside, value, 0)
-    return value
+        _, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
+        return tl.where(inside, value, 0)
+    else:
+        return value
 
 
 # %%
@@ -219,8 +227,9 @@ def _store(
         mask = whole if EVEN else whole & (row < M)
         tl.store(at, value, mask=mask)
         if STEP > 1:
-            edge = inside & (whole == 0)
-            tl.store(at, value, mask=edge if EVEN else edge & (row < M))
+            if (shift > c * CHUNK) | (N + shift < (c + 1) * CHUNK):
+                edge = inside & (whole == 0)
+                tl.store(at, value, mask=edge if EVEN else edge & (row < M))
 
 
 @triton.jit
@@ -346,7 +355,7 @@ def _layer_norm_fwd_shifted(
             x = _load(
                 x_ptr + at, row, c, left, shift, N, CHUNK, STEP, EVEN, ""
             )
-            xs += (x,)
+            xs += (_only_inside(x, c, shift, N, CHUNK, STEP),)
         mean, rstd = _statistics(xs, shift, eps, N, STEP, acc)
         tl.store(mean_ptr + first + row, mean, mask=row < left)
         tl.store(rstd_ptr + first + row, rstd, mask=row < left)
@@ -812,8 +821,8 @@ def _read_tile(x_ptr, dy_ptr, ws, mean, row, left, shift, N: tl.constexpr,
         xs += (x,)
         dys += (dy,)
         one, two = _terms(x, dy, ws[c], mean, acc)
-        sum1 += one
-        sum2 += two
+        sum1 += _only_inside(one, c, shift, N, CHUNK, STEP)
+        sum2 += _only_inside(two, c, shift, N, CHUNK, STEP)
     sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
     return xs, dys, sum1[:, None], sum2[:, None]
 
@@ -1064,8 +1073,10 @@ def _layer_norm_bwd_shared(
         at += start
         x = _load(x_ptr + at, row, 0, left, shift, N, CHUNK, STEP, EVEN, "")
         dy = _load(dy_ptr + at, row, 0, left, shift, N, CHUNK, STEP, EVEN, "")
-        pair = _terms(x, dy, w_once, mean, tl.float32)
-        one, two = tl.reduce(pair, 1, _add_pairs)
+        one, two = _terms(x, dy, w_once, mean, tl.float32)
+        one = _only_inside(one, 0, shift, N, CHUNK, STEP)
+        two = _only_inside(two, 0, shift, N, CHUNK, STEP)
+        one, two = tl.reduce((one, two), 1, _add_pairs)
         word, _ = _words(words_ptr, tile, N, ROWS, CHUNK, STEP, 1)
         _publish(word + s, one[:, None], two[:, None], DIRECT)
         dw, db = _finish_shared(
