@@ -218,6 +218,7 @@ def _store(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
+    SLICED: tl.constexpr = False,  # the chunk is all that a program has
 ):
     lane, inside, whole = _lanes(c, shift, N, CHUNK, STEP)
     at = ptr + row * N + lane
@@ -227,9 +228,13 @@ def _store(
         mask = whole if EVEN else whole & (row < M)
         tl.store(at, value, mask=mask)
         if STEP > 1:
-            if (shift > c * CHUNK) | (N + shift < (c + 1) * CHUNK):
-                edge = inside & (whole == 0)
-                tl.store(at, value, mask=edge if EVEN else edge & (row < M))
+            edge = inside & (whole == 0)
+            edge = edge if EVEN else edge & (row < M)
+            # Most slices of a row have no edge, but each row as a whole has.
+            if not SLICED:
+                tl.store(at, value, mask=edge)
+            elif (shift > 0) | (N + shift < CHUNK):
+                tl.store(at, value, mask=edge)
 
 
 @triton.jit
@@ -361,9 +366,7 @@ def _layer_norm_fwd_shifted(
         tl.store(rstd_ptr + first + row, rstd, mask=row < left)
         for c in tl.static_range(CHUNKS):
             y = (xs[c].to(acc) - mean) * rstd * ws[c].to(acc) + bs[c].to(acc)
-            _store(
-                y_ptr + at, y, row, c, left, shift, N, CHUNK, STEP, EVEN
-            )
+            _store(y_ptr + at, y, row, c, left, shift, N, CHUNK, STEP, EVEN)
 
 
 # %%
@@ -690,8 +693,9 @@ def _finish_fwd(
     y = y.to(y_ptr.dtype.element_ty)
     row = tl.arange(0, ROWS)[:, None] * STEP
     _store(
-        y_ptr + at + start, y, row, 0, M - first, shift, N, CHUNK, STEP, EVEN
-    )
+        y_ptr + at + start, y, row, 0, M - first, shift, N, CHUNK, STEP,
+        EVEN, True,
+    )  # fmt: skip
 
 
 # %%
@@ -926,7 +930,9 @@ def _finish_bwd(
     dx, more_dw, more_db = _gradients(x, dy, w, mean, rstd, sum1, sum2, N)
     if dx_ptr is not None:
         dx = dx.to(dx_ptr.dtype.element_ty)
-        _store(dx_ptr + at, dx, row, 0, left, shift, N, CHUNK, STEP, EVEN)
+        _store(
+            dx_ptr + at, dx, row, 0, left, shift, N, CHUNK, STEP, EVEN, True
+        )
     dw += tl.sum(more_dw, 0, keep_dims=True)
     db += tl.sum(more_db, 0, keep_dims=True)
     return dw, db
@@ -1060,7 +1066,7 @@ def _layer_norm_bwd_shared(
     kind: tl.constexpr = x_ptr.dtype.element_ty
     s, start, shift, counts, group, groups = _slice(N, CHUNK, STEP)
     w = _load_vector(w_ptr, 0, 0, shift, N, CHUNK, STEP, "")
-    w_once = tl.where(counts, w, 0)
+    w_once = tl.where(counts, w, 0) if STEP == 1 else w
     row = tl.arange(0, ROWS)[:, None] * STEP
     dw, db = tl.zeros([1, CHUNK], tl.float32), tl.zeros([1, CHUNK], tl.float32)
     x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
@@ -1074,8 +1080,8 @@ def _layer_norm_bwd_shared(
         x = _load(x_ptr + at, row, 0, left, shift, N, CHUNK, STEP, EVEN, "")
         dy = _load(dy_ptr + at, row, 0, left, shift, N, CHUNK, STEP, EVEN, "")
         one, two = _terms(x, dy, w_once, mean, tl.float32)
-        one = _only_inside(one, 0, shift, N, CHUNK, STEP)
-        two = _only_inside(two, 0, shift, N, CHUNK, STEP)
+        if STEP > 1:  # 0 * w will not do: other rows may hold NaN
+            one, two = tl.where(counts, one, 0), tl.where(counts, two, 0)
         one, two = tl.reduce((one, two), 1, _add_pairs)
         word, _ = _words(words_ptr, tile, N, ROWS, CHUNK, STEP, 1)
         _publish(word + s, one[:, None], two[:, None], DIRECT)
@@ -1140,6 +1146,8 @@ def _sum_rows(
 #
 # * a chunk has 8 columns for each thread, which are 16 bytes in float16, the
 #   widest load; few warps for few columns leave room for many rows at once;
+# * rows that are not aligned keep ``w`` and ``b`` in registers as well, which
+#   leaves room for fewer columns;
 # * beyond 24576 the row does not fit: two sweeps;
 # * beyond 49152 the second sweep misses the cache: shared rows.
 
@@ -1152,12 +1160,14 @@ NUM_SMS = (
 def plan_forward(N, itemsize, share, step=1):
     """Name of the kernel and its options, for rows of N elements."""
     n = N * itemsize // 2
-    if step > 1 and n <= 16384:
-        warps = 4 if n <= 5120 else 8 if n <= 10240 else 16
+    if step > 1 and n <= 16376:
+        warps = 2 if n <= 2560 else 4 if n <= 8184 else 8
         chunk = min(512 * warps // itemsize, triton.next_power_of_2(N + step))
+        fits = 8 if n <= 1536 else 6 if n <= 2560 else 3 if n <= 5120 else 2
         return "shifted", {
-            "ROWS": 1, "CHUNK": chunk, "num_warps": warps, "STAGES": 3,
-            "per_sm": 16 // warps,
+            "ROWS": max(512 // chunk, 1), "CHUNK": chunk,
+            "num_warps": warps, "STAGES": 4,
+            "per_sm": fits if n <= 8184 else 1,
         }  # fmt: skip
     if n <= 24576 and step == 1:
         warps = 2 if n <= 1024 else 4 if n <= 5120 else 8
@@ -1168,15 +1178,17 @@ def plan_forward(N, itemsize, share, step=1):
         return "rows", {
             "ROWS": rows, "CHUNK": chunk, "HINT": hint, "num_warps": warps
         }  # fmt: skip
-    chunk = 8192 // itemsize
-    per_sm = 2
-    if 65536 < n <= 131072:
+    rows, chunk, warps, per_sm = 2, 8192 // itemsize, 8, 2
+    if step > 1:
+        rows, chunk, warps, per_sm = 4, 2048 // itemsize, 4, 4
+    elif 65536 < n <= 131072:
         chunk, per_sm = 16384 // itemsize, 1
     slices = triton.cdiv(N + step - 1, chunk)
-    least = 49152 if step == 1 else 16384
+    least = 49152 if step == 1 else 16376
     if n > least and share and NUM_SMS * per_sm >= step * slices:
         return "slices", {
-            "ROWS": 2, "CHUNK": chunk, "num_warps": 8, "per_sm": per_sm
+            "ROWS": rows, "CHUNK": chunk, "num_warps": warps,
+            "per_sm": per_sm,
         }  # fmt: skip
     warps = 16 if n <= 49152 else 32
     return "sweeps", {"CHUNK": 16384 // itemsize, "num_warps": warps}
@@ -1185,8 +1197,8 @@ def plan_forward(N, itemsize, share, step=1):
 # %%
 # Backward:
 #
-# * up to 10240 whole rows; a multiprocessor holds 8 warps with 255 registers
-#   a thread, in one program or in two;
+# * up to 10240 whole rows, or 8184 if they are not aligned; a multiprocessor
+#   holds 8 warps with 255 registers a thread, in one program or in two;
 # * beyond, rows shared by slices, in which more columns mean fewer partners;
 # * where programs cannot wait for each other, or a row has more slices than
 #   the device runs at the same time, the two kernels that read twice.
@@ -1195,19 +1207,19 @@ def plan_forward(N, itemsize, share, step=1):
 def plan_backward(N, itemsize, share, step=1):
     """Name of the kernel and its options, for rows of N elements."""
     n = N * itemsize // 2
-    if n <= (10240 if step == 1 else 7168):
-        rows, warps = 1, 4 if n <= 4096 else 8
+    if n <= (10240 if step == 1 else 8184):
+        rows, warps = 1, 4 if n <= 4097 - step else 8
         chunk = 512 * warps // itemsize
         if n <= 1024:
             chunk = triton.next_power_of_2(N + step - 1)
             rows = max(min(8192 // itemsize // chunk, 8), 1)
-        elif n <= 1536:
+        elif n <= (1536 if step == 1 else 1152):
             rows = 2
         width = triton.cdiv(N + step - 1, chunk) * chunk
         room = 2 * rows * width * itemsize
         return "rows", {
             "ROWS": rows, "CHUNK": chunk, "num_warps": warps,
-            "STAGES": 1 + min(98304 // room, 3),
+            "STAGES": 1 + min((98304 if step == 1 else 73728) // room, 3),
             "per_sm": 2 if 1024 < n <= 4096 else 1,
         }  # fmt: skip
     for limit, rows, chunk, warps, per_sm in (
@@ -1278,14 +1290,14 @@ def lane_step(N, *matrices):
 
 def cut(M, N, options, step, slices=False):
     """Programs, slices of a row, and what kernels want to know about them."""
-    options = dict(options)
-    per_sm = options.pop("per_sm")
+    options = {"STEP": step} | options
+    step, per_sm = options["STEP"], options.pop("per_sm")
     slices = triton.cdiv(N + step - 1, options["CHUNK"]) if slices else 1
     block = options["ROWS"] * step
     tiles = triton.cdiv(M, block) * step
     groups = NUM_SMS * per_sm // slices // step * step
     groups = min(max(groups, step), tiles)
-    options |= {"EVEN": M % block == 0, "STEP": step}
+    options |= {"EVEN": M % block == 0}
     return groups, slices, tiles * options["ROWS"], per_sm, options
 
 
@@ -1544,7 +1556,7 @@ def tolerance(dtype):
 
 # %%
 
-M, N = (1151, 8193) if ON_GPU else (19, 137)
+M, N = (1151, 8193) if ON_GPU else (3, 137)
 
 given = inputs(M, N, torch.float16)
 wide = [t.detach().double().requires_grad_() for t in given]
@@ -1886,6 +1898,10 @@ def measure_plan(N, mode, provider):
     if provider == "one block":
         options = FORWARD_BLOCK if mode == "forward" else BACKWARD_BLOCK
         plan = "rows", options | {"CHUNK": triton.next_power_of_2(N)}
+    if provider == "lanes from column 0":
+        rule = plan_forward if mode == "forward" else plan_backward
+        name, options = rule(N, 2, share=True)
+        plan = name, options | ({} if mode == "forward" else {"STEP": 1})
     if provider == "no hints":
         plan = "sweeps", {"CHUNK": 8192, "num_warps": 16, "HINTS": False}
     if provider == "two sweeps":
@@ -1926,22 +1942,45 @@ table = run(compare("registers", "backward", NEAR, ["one block"]))
 
 # %%
 # **Narrow loads.**
-# A thread loads 16 bytes at once if it can be sure that every row starts at a
-# multiple of 16 bytes.
-# Eight widths next to each other:
+# Widths next to each other, and the same with lanes that begin with the row,
+# so that a thread loads one column at a time.
 
 NEAR = [4094, 4095, 4096, 4097, 4098, 4100, 4104, 4112]
-table = run(compare("narrow-loads-forward", "forward", NEAR, []))
+table = run(
+    compare("narrow-loads-forward", "forward", NEAR, ["lanes from column 0"])
+)
 
 # %%
-table = run(compare("narrow-loads-backward", "backward", NEAR, []))
+
+
+def drop(table, column):
+    """Print how much lower the other widths are than 4096."""
+    if table is not None:
+        share = table.set_index("N")[f"{column} (% of copy)"]
+        lost = share[4096] - share.drop(4096)
+        print(
+            f"{column}: {share[4096]:.0f} % at N = 4096, at worst "
+            f"{lost.max():.0f} points less at N = {lost.idxmax():.0f}"
+        )
+
+
+drop(table, "Triton")
+drop(table, "lanes from column 0")
 
 # %%
-# For widths that are no multiple of 8 the loads are of 2 to 8 bytes; where
-# they are of 2 bytes the asynchronous copies are gone as well, for these move
-# 4 bytes at least.
-# This cliff remains.
-# The last exercise shows a way to make it smaller.
+table = run(
+    compare("narrow-loads-backward", "backward", NEAR, ["lanes from column 0"])
+)
+
+# %%
+drop(table, "Triton")
+drop(table, "lanes from column 0")
+
+# %%
+# The loads are wide again, but a step remains.
+# The first and the last lanes of a row need masks and single stores, a program
+# starts with the weights in single loads, and one more column can mean one
+# more chunk.
 #
 # **More partial rows than work.**
 # More programs hide more of the latency, but each one has to store its sums,
@@ -1983,7 +2022,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 def look(title, kernel, warps, **known):
-    known |= dict(M=4096) | dict(EVEN=True)
+    known |= dict(M=4096) | dict(EVEN=True) | dict(PDL=False)
+    known = {k: v for k, v in known.items() if k in kernel.arg_names}
     types, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         half = name in ("x_ptr", "dy_ptr", "w_ptr", "b_ptr", "y_ptr", "dx_ptr")
@@ -2007,9 +2047,10 @@ def look(title, kernel, warps, **known):
     sizes = [int(n or 1) * int(b) // 8 for n, b in
              re.findall(loads, built.asm["ptx"])]
     sizes += [16] * built.asm["ptx"].count("cp.async.cg")
-    size = max(set(sizes), key=sizes.count)
     print(f"{title}: {registers} registers, {spilled} bytes spilled, "
-          f"most loads of {size} bytes")
+          "loads of "
+          + ", ".join(f"{size} bytes: {sizes.count(size)}"
+                      for size in sorted(set(sizes))))
 
 """
 
@@ -2020,23 +2061,32 @@ def fwd(title, N, chunk, warps):
     look(title, _layer_norm_fwd_rows, warps, N=N, CHUNK=chunk, eps=1e-5,
          ROWS=1, HINT="")
 
-def bwd(title, N, chunk, warps):
-    look(title, _layer_norm_bwd_rows, warps, N=N, CHUNK=chunk, ROWS=1,
-         STAGES=2, PDL=False)
+def shifted(title, N, chunk, warps):
+    look(title, _layer_norm_fwd_shifted, warps, N=N, CHUNK=chunk, eps=1e-5,
+         ROWS=1, STEP=8, STAGES=4)
 
-fwd("forward, N = 4608, one block", 4608, 8192, 8)
-fwd("forward, N = 4608, chunks   ", 4608, 1024, 4)
-fwd("forward, N = 4609, chunks   ", 4609, 1024, 4)
-bwd("backward, N = 5120, one block", 5120, 8192, 4)
-bwd("backward, N = 5120, chunks   ", 5120, 1024, 4)
+def bwd(title, N, chunk, warps, step=1):
+    look(title, _layer_norm_bwd_rows, warps, N=N, CHUNK=chunk, ROWS=1,
+         STAGES=2, STEP=step)
+
+fwd("forward, N = 4608, one block        ", 4608, 8192, 8)
+fwd("forward, N = 4608, chunks           ", 4608, 1024, 4)
+fwd("forward, N = 4609, from column 0    ", 4609, 1024, 4)
+shifted("forward, N = 4609, aligned lanes    ", 4609, 1024, 4)
+bwd("backward, N = 5120, one block       ", 5120, 8192, 4)
+bwd("backward, N = 5120, chunks          ", 5120, 1024, 4)
+bwd("backward, N = 4097, from column 0   ", 4097, 2048, 8)
+bwd("backward, N = 4097, aligned lanes   ", 4097, 2048, 8, 8)
 """
 
 
 def compiled():
     """Run SCRIPT with the kernels it names, in a process of its own."""
     used = (
-        _load, _store, _layer_norm_fwd_rows, _terms, _gradients, _add_pairs,
-        _store_sums, _read_tile, _layer_norm_bwd_rows,
+        _lanes, _load, _only_inside, _store, _load_vector, _statistics,
+        _layer_norm_fwd_rows, _first, _layer_norm_fwd_shifted, _terms,
+        _gradients, _add_pairs, _store_sums, _read_tile, _load_scalars,
+        _layer_norm_bwd_rows,
     )  # fmt: skip
     parts = ["import triton", "import triton.language as tl"]
     parts += [inspect.getsource(kernel.fn) for kernel in used]
