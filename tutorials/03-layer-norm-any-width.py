@@ -145,8 +145,9 @@ shifts()
 # ``EVEN`` and the comparisons with ``N`` are known to the compiler: it keeps
 # one of the branches.
 #
-# A load takes whole groups of 16 bytes, with columns of other rows in the first
-# and the last group, which ``_only_inside`` keeps out of sums.
+# A load takes whole groups of 16 bytes.
+# The first and the last group also hold columns of other rows, which
+# ``_only_inside`` keeps out of sums.
 # The last group may reach past the end of the matrix, but memory comes in
 # pieces that are larger than 16 bytes.
 # A store must not touch other rows: it writes the whole groups, and then the
@@ -230,10 +231,10 @@ def _store(
         if STEP > 1:
             edge = inside & (whole == 0)
             edge = edge if EVEN else edge & (row < M)
-            # Most slices of a row have no edge, but each row as a whole has.
             if not SLICED:
                 tl.store(at, value, mask=edge)
-            elif (shift > 0) | (N + shift < CHUNK):
+            elif (shift > 0) | (N + shift < CHUNK):  # noqa: SIM114
+                # Most slices have no edge, so this asks at run time.
                 tl.store(at, value, mask=edge)
 
 
