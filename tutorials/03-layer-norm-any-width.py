@@ -233,7 +233,7 @@ def _store(
             edge = edge if EVEN else edge & (row < M)
             if not SLICED:
                 tl.store(at, value, mask=edge)
-            elif (shift > 0) | (N + shift < CHUNK):  # noqa: SIM114
+            elif (shift > 0) | (N + shift < CHUNK):
                 # Most slices have no edge, so this asks at run time.
                 tl.store(at, value, mask=edge)
 
