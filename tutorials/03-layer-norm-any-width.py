@@ -9,6 +9,7 @@ You will be able to:
 
 * say where a kernel loses speed when its rows become narrower or wider;
 * keep a row in registers without padding it to a power of two;
+* load 16 bytes at once, even from rows that begin anywhere;
 * split a row among programs that exchange their sums while they work;
 * sum weight gradients in registers, in the same order every time;
 * choose a configuration by a short rule, and measure what the rule costs.
@@ -1278,7 +1279,8 @@ def empty_words(rows, slices, device):
 
 
 # %%
-# The two functions that follow a plan:
+# Two functions follow a plan.
+# They first cut the matrix into tiles, slices and groups of programs.
 
 
 def lane_step(N, *matrices):
@@ -1300,6 +1302,9 @@ def cut(M, N, options, step, slices=False):
     groups = min(max(groups, step), tiles)
     options |= {"EVEN": M % block == 0}
     return groups, slices, tiles * options["ROWS"], per_sm, options
+
+
+# %%
 
 
 def forward(x, w, b, eps, plan=None):
