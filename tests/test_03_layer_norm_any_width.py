@@ -317,8 +317,8 @@ MUTANTS = {
     ),
     "a column counted twice, forward": (
         PAIRS[3],
-        "        d = x.to(tl.float32)\n        if N % CHUNK != 0:",
-        "        d = x.to(tl.float32)\n        if False:",
+        "    d = x.to(tl.float32)\n    if N % CHUNK != 0:",
+        "    d = x.to(tl.float32)\n    if False:",
     ),
     "a column counted twice, backward": (
         PAIRS[3],

@@ -171,6 +171,9 @@ def _lanes(c, shift, N: tl.constexpr, CHUNK: tl.constexpr,
         return lane, inside, whole
 
 
+# %%
+
+
 @triton.jit
 def _load(
     ptr,  # first lane of the first row
@@ -664,6 +667,31 @@ def _words(ptr, tile, N: tl.constexpr, ROWS: tl.constexpr,
 
 # %%
 # The kernel has two parts.
+# ``_publish_fwd`` tells the others what this program knows about its slice of
+# the rows of a tile.
+
+
+@triton.jit
+def _publish_fwd(
+    x,
+    counts,  # lanes that count in sums
+    n,  # how many they are, at least 1
+    words_ptr, tile, s,  # the word of slice s of each row of the tile
+    N: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    DIRECT: tl.constexpr,
+):  # fmt: skip
+    d = x.to(tl.float32)
+    if N % CHUNK != 0:
+        d = tl.where(counts, d, 0)
+    mean = tl.sum(d, 1)[:, None] / n
+    d -= mean
+    if N % CHUNK != 0:
+        d = tl.where(counts, d, 0)
+    at, _ = _words(words_ptr, tile, N, x.shape[0], CHUNK, STEP, 1)
+    _publish(at + s, mean, tl.sum(d * d, 1)[:, None], DIRECT)
+
+
+# %%
 # ``_finish_fwd`` merges what all slices say about the rows of a tile, and
 # writes this program's slice of ``y``.
 
@@ -731,15 +759,7 @@ def _layer_norm_fwd_slices(
             x_ptr + at + start, row, 0, M - first, shift, N, CHUNK, STEP,
             EVEN, "",
         )  # fmt: skip
-        d = x.to(tl.float32)
-        if N % CHUNK != 0:
-            d = tl.where(counts, d, 0)
-        mean = tl.sum(d, 1)[:, None] / n
-        d -= mean
-        if N % CHUNK != 0:
-            d = tl.where(counts, d, 0)
-        at, _ = _words(words_ptr, tile, N, ROWS, CHUNK, STEP, 1)
-        _publish(at + s, mean, tl.sum(d * d, 1)[:, None], DIRECT)
+        _publish_fwd(x, counts, n, words_ptr, tile, s, N, CHUNK, STEP, DIRECT)
         last = tl.where(tile > group, tile - groups, tile)
         _finish_fwd(
             _unpack(before, kind), w, b, y_ptr, start, shift, mean_ptr,
@@ -833,6 +853,26 @@ def _read_tile(x_ptr, dy_ptr, ws, mean, row, left, shift, N: tl.constexpr,
     return xs, dys, sum1[:, None], sum2[:, None]
 
 
+# %%
+
+
+@triton.jit
+def _write_tile(dx_ptr, at, xs, dys, ws, dws, dbs, mean, rstd, sum1, sum2,
+                row, left, shift, N: tl.constexpr, CHUNK: tl.constexpr,
+                STEP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Store dx of a tile, and return the new sums for dw and db."""
+    new_dws, new_dbs = (), ()
+    for c in tl.static_range(len(ws)):
+        dx, dw, db = _gradients(
+            xs[c], dys[c], ws[c], mean, rstd, sum1, sum2, N
+        )
+        if dx_ptr is not None:
+            _store(dx_ptr + at, dx, row, c, left, shift, N, CHUNK, STEP, EVEN)
+        new_dws += (dws[c] + dw,)
+        new_dbs += (dbs[c] + db,)
+    return new_dws, new_dbs
+
+
 @triton.jit
 def _load_scalars(ptr, row, left, EVEN: tl.constexpr):
     """One number for each row of a tile."""
@@ -888,18 +928,10 @@ def _layer_norm_bwd_rows(
             x_ptr + at, dy_ptr + at, ws, mean, row, left, shift,
             N, CHUNK, STEP, EVEN,
         )  # fmt: skip
-        new_dws, new_dbs = (), ()
-        for c in tl.static_range(CHUNKS):
-            dx, dw, db = _gradients(
-                xs[c], dys[c], ws[c], mean, rstd, sum1, sum2, N
-            )
-            if dx_ptr is not None:
-                _store(
-                    dx_ptr + at, dx, row, c, left, shift, N, CHUNK, STEP, EVEN
-                )
-            new_dws += (dws[c] + dw,)
-            new_dbs += (dbs[c] + db,)
-        dws, dbs = new_dws, new_dbs
+        dws, dbs = _write_tile(
+            dx_ptr, at, xs, dys, ws, dws, dbs, mean, rstd, sum1, sum2, row,
+            left, shift, N, CHUNK, STEP, EVEN,
+        )  # fmt: skip
     for c in tl.static_range(CHUNKS):
         _store_sums(
             partial_ptr, i, dws[c], dbs[c], c, shift, N, CHUNK, STEP, PDL
@@ -1015,6 +1047,22 @@ def _layer_norm_bwd_slices(
 
 
 @triton.jit
+def _publish_bwd(
+    x, dy,
+    w_once,  # 0 in columns that another slice counts, if rows are aligned
+    mean, counts, words_ptr, tile, s,
+    N: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    DIRECT: tl.constexpr,
+):  # fmt: skip
+    one, two = _terms(x, dy, w_once, mean, tl.float32)
+    if STEP > 1:  # 0 * w will not do: other rows may hold NaN
+        one, two = tl.where(counts, one, 0), tl.where(counts, two, 0)
+    one, two = tl.reduce((one, two), 1, _add_pairs)
+    at, _ = _words(words_ptr, tile, N, x.shape[0], CHUNK, STEP, 1)
+    _publish(at + s, one[:, None], two[:, None], DIRECT)
+
+
+@triton.jit
 def _shared_sums(
     words_ptr, tile,
     N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -1081,12 +1129,10 @@ def _layer_norm_bwd_shared(
         at += start
         x = _load(x_ptr + at, row, 0, left, shift, N, CHUNK, STEP, EVEN, "")
         dy = _load(dy_ptr + at, row, 0, left, shift, N, CHUNK, STEP, EVEN, "")
-        one, two = _terms(x, dy, w_once, mean, tl.float32)
-        if STEP > 1:  # 0 * w will not do: other rows may hold NaN
-            one, two = tl.where(counts, one, 0), tl.where(counts, two, 0)
-        one, two = tl.reduce((one, two), 1, _add_pairs)
-        word, _ = _words(words_ptr, tile, N, ROWS, CHUNK, STEP, 1)
-        _publish(word + s, one[:, None], two[:, None], DIRECT)
+        _publish_bwd(
+            x, dy, w_once, mean, counts, words_ptr, tile, s, N, CHUNK, STEP,
+            DIRECT,
+        )  # fmt: skip
         dw, db = _finish_shared(
             x1, dy1, w, mean_ptr, rstd_ptr, dw, db, dx_ptr, words_ptr, start,
             shift, tl.where(tile > group, tile - groups, tile), M,
@@ -2091,8 +2137,8 @@ def compiled():
     used = (
         _lanes, _load, _only_inside, _store, _load_vector, _statistics,
         _layer_norm_fwd_rows, _first, _layer_norm_fwd_shifted, _terms,
-        _gradients, _add_pairs, _store_sums, _read_tile, _load_scalars,
-        _layer_norm_bwd_rows,
+        _gradients, _add_pairs, _store_sums, _read_tile, _write_tile,
+        _load_scalars, _layer_norm_bwd_rows,
     )  # fmt: skip
     parts = ["import triton", "import triton.language as tl"]
     parts += [inspect.getsource(kernel.fn) for kernel in used]
