@@ -437,6 +437,6 @@ def test_machine_code_is_shown(output):
     assert all(" 0 bytes spilled" in line for line in told[:4] + told[5:])
     assert " 0 bytes spilled" not in told[4]  # one block
     # From column 0, x is loaded by single columns.
-    assert "loads of 2 bytes: 40," in told[2] and "2 bytes" in told[6]
+    assert "loads of 2 bytes: 56," in told[2] and "2 bytes" in told[6]
     # Aligned lanes: asynchronous copies of 16 bytes.
     assert "16 bytes" in told[3] and "16 bytes" in told[7]

@@ -1062,6 +1062,9 @@ def _publish_bwd(
     _publish(at + s, one[:, None], two[:, None], DIRECT)
 
 
+# %%
+
+
 @triton.jit
 def _shared_sums(
     words_ptr, tile,
@@ -1107,8 +1110,7 @@ def _finish_shared(
 @triton.jit
 def _layer_norm_bwd_shared(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
-    words_ptr,  # (rows of all tiles, number of slices), EMPTY
-    partial_ptr,  # (groups, 2, N), or None
+    words_ptr, partial_ptr,  # as in the kernels above
     M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STEP: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, DIRECT: tl.constexpr,
