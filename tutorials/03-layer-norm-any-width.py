@@ -802,8 +802,8 @@ def _terms(x, dy, w, mean, acc: tl.constexpr):
 def _gradients(x, dy, w, mean, rstd, sum1, sum2, N: tl.constexpr):
     """dx of a tile, and its terms of dw and db."""
     acc: tl.constexpr = mean.dtype
-    a = sum1 * rstd * rstd * rstd / N
-    b = sum2 * rstd / N
+    a = sum1 * (rstd * rstd * rstd / N)
+    b = sum2 * (rstd / N)
     d = x.to(acc) - mean
     dy = dy.to(acc)
     scaled = dy * rstd
@@ -1124,7 +1124,9 @@ def _layer_norm_bwd_shared(
     x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     dy1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
-    for tile in tl.range(group, tiles, groups, num_stages=3):
+    for tile in tl.range(
+        group, tiles, groups, num_stages=3, disable_licm=True
+    ):
         first, at = _first(tile, N, ROWS, STEP)
         left = M - first
         mean = _load_scalars(mean_ptr + first, row, left, EVEN)
