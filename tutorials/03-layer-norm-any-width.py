@@ -1110,10 +1110,9 @@ def _finish_shared(
 @triton.jit
 def _layer_norm_bwd_shared(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
-    words_ptr, partial_ptr,  # as in the kernels above
-    M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STEP: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, DIRECT: tl.constexpr,
+    words_ptr, partial_ptr, M, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = x_ptr.dtype.element_ty
     s, start, shift, counts, group, groups = _slice(N, CHUNK, STEP)
@@ -1124,9 +1123,8 @@ def _layer_norm_bwd_shared(
     x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     dy1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
-    for tile in tl.range(
-        group, tiles, groups, num_stages=3, disable_licm=True
-    ):
+    for tile in tl.range(group, tiles, groups, num_stages=3,
+                         disable_licm=True):  # fmt: skip
         first, at = _first(tile, N, ROWS, STEP)
         left = M - first
         mean = _load_scalars(mean_ptr + first, row, left, EVEN)
