@@ -1123,8 +1123,7 @@ def _layer_norm_bwd_shared(
     x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     dy1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
-    for tile in tl.range(group, tiles, groups, num_stages=3,
-                         disable_licm=True):  # fmt: skip
+    for tile in tl.range(group, tiles, groups, num_stages=3):
         first, at = _first(tile, N, ROWS, STEP)
         left = M - first
         mean = _load_scalars(mean_ptr + first, row, left, EVEN)
@@ -1610,7 +1609,7 @@ def tolerance(dtype):
 
 # %%
 
-M, N = (1151, 8193) if ON_GPU else (3, 137)
+M, N = (1151, 521) if ON_GPU else (3, 137)
 
 given = inputs(M, N, torch.float16)
 wide = [t.detach().double().requires_grad_() for t in given]
