@@ -1779,6 +1779,8 @@ def height(M, N, dtype):
 def measure(M, N, dtype, mode, provider):
     """Device time of one pass, from a CUDA graph replayed with an empty L2
     cache; median, 20 % and 80 % quantiles."""
+    if provider == "liger" and N > 65536:
+        return [float("nan")] * 3  # wider than it allows
     M = height(M, N, dtype)
     times = device_time(work(M, N, dtype, mode, provider))
     moved = (2 if mode == "forward" else 3) * M * N * dtype.itemsize
