@@ -14,7 +14,18 @@ if not torch.cuda.is_available():
 page = load("03-layer-norm-any-width")
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 LIMITS = (512, 1024, 1536, 2560, 3072, 4096, 5120, 10240, 14336, 20480)
-LIMITS += (24576, 49152, 65536, 131072, 262144, 524288, 32768)
+LIMITS += (
+    1152,
+    8184,
+    16376,
+    24576,
+    49152,
+    65536,
+    131072,
+    262144,
+    524288,
+    32768,
+)
 
 
 def run(case):
@@ -29,7 +40,7 @@ def test_shapes(shape):
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_both_sides_of_each_limit(limit):
-    for N in limit - 1, limit, limit + 1:
+    for N in limit - 8, limit - 1, limit, limit + 1, limit + 8:
         run(Case((37,), (N,), torch.float16))
     run(Case((37,), (limit // 2,), torch.float32))
 
@@ -87,8 +98,9 @@ def test_same_bits_100_times(N):
         assert all(map(torch.equal, first, page.planned(*given)))
 
 
-def test_more_than_2_31_elements():
-    M, N = 2**31 // 32768 + 5, 32768
+@pytest.mark.parametrize("N", [32768, 4093, 12345])
+def test_more_than_2_31_elements(N):
+    M = 2**31 // N + 5
     x = torch.empty(M, N, dtype=torch.float16, device="cuda").normal_()
     y, mean, rstd = page.forward(x, None, None, 1e-5)
     dx = torch.empty_like(x)
@@ -100,6 +112,26 @@ def test_more_than_2_31_elements():
         # dy is y, up to its rounding: dx is nearly 0, and so is dw - M.
         assert dx[rows].abs().max() < 1e-2
     assert (dw - M).abs().max() < 0.05 * M
+
+
+@pytest.mark.parametrize("N", [37, 1151, 4097, 12345, 20001, 65537])
+def test_neighbors_stay_out(N):
+    """A row of NaN makes no other row NaN, whatever shares its 16 bytes."""
+    x, w, b, dy = (t.detach() for t in page.inputs(43, N, torch.float16))
+    x[4], dy[7] = float("nan"), float("inf")
+    y, mean, rstd = page.forward(x, w, b, 1e-5)
+    dx = torch.empty_like(x)
+    page.backward(dy, x, w, mean, rstd, dx, None, None)
+    others = [i for i in range(43) if i not in (4, 7)]
+    assert y[others].isfinite().all() and dx[others].isfinite().all()
+    assert y[4].isnan().all() and not dx[7].isfinite().any()
+
+
+@pytest.mark.parametrize("N", [129, 1151, 2047, 4097, 7777, 12345, 65537])
+@pytest.mark.parametrize("M", [1, 9, 300])
+def test_rows_that_start_anywhere(N, M):
+    for dtype in cases.DTYPES:
+        run(Case((M,), (N,), dtype))
 
 
 @pytest.mark.parametrize("N", [1000, 16384, 65536])
