@@ -1,0 +1,1329 @@
+r"""
+Two Passes: AMD's Backward in Triton
+====================================
+
+Rebuild the two-pass backward of AMD's Composable Kernel in Triton, find the
+error in its documentation, and measure what the second pass costs.
+
+You will be able to:
+
+* reject a wrong gradient formula without any reference;
+* choose, of two equal formulas, the one that keeps its digits;
+* count the bytes of a design before it is written, and then check the count;
+* let a second pass find in the cache what the first one has read;
+* say for which shapes two passes are right.
+
+This page assumes the first page, which derives the formulas and explains the
+forward kernel.
+Without a GPU everything here runs in Triton's interpreter, except the timing.
+
+A library to read
+-----------------
+
+Composable Kernel is AMD's library of GPU kernels, written as C++ templates.
+Its `example 53
+<https://github.com/ROCm/composable_kernel/tree/develop/example/53_layernorm2d_bwd>`_
+is the backward pass of layer normalization.
+It has two operations that do not depend on each other:
+
+* one is parallel over the columns of ``x``: it sums the gradients of weight
+  and bias, each over all rows;
+* one is parallel over the rows of ``x``: it computes ``dx``.
+
+This is the oldest design there is, and the one that PyTorch's own kernels
+follow.
+Both operations read the whole of ``x`` and ``dy``.
+"""
+
+# %%
+# The first cell is that of every page.
+
+import importlib.util
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    # Triton's interpreter runs the same kernels on the CPU, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+# The colors say which program reads a cell: of the columns in the first pass,
+# of the rows in the second.
+
+
+def passes():
+    _, axes = plt.subplots(
+        1, 2, figsize=(7.5, 2.6),
+        num="The first pass is cut by columns, the second pass by rows",
+    )  # fmt: skip
+    titles = "pass one: dw and db", "pass two: dx"
+    for by_rows, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+        ax.set(xlim=(-0.2, 8.2), ylim=(-0.2, 6.2), title=title)
+        ax.axis("off")
+        for i in range(6):
+            for j in range(8):
+                color = f"C{(5 - i) // 2 if by_rows else j // 2}"
+                ax.add_patch(
+                    plt.Rectangle(
+                        (j, i), 1, 1, fc=color, ec="black", alpha=0.6
+                    )
+                )
+    plt.show()
+
+
+passes()
+
+# %%
+# Spot the error
+# --------------
+#
+# The README of the example gives this formula for ``dx``:
+#
+# .. math::
+#
+#    dx_{ij} = \frac{\gamma_j}{\sqrt{\sigma_i^2 + \epsilon}} \left[ dy_{ij}
+#    - \frac{1}{N} \left( d\beta_j + \hat{x}_{ij} \, d\gamma_j \right) \right]
+#
+# Here :math:`\gamma` and :math:`\beta` are weight and bias, and
+# :math:`d\gamma_j` and :math:`d\beta_j` are their gradients.
+# Read it once more before you go on: what is wrong?
+#
+# The first page has a test that needs no reference.
+# A constant added to a row of ``x`` changes nothing in ``y``, so each row of
+# ``dx`` sums to zero.
+# We run the formula in float64, in the example's own shape.
+
+
+def example(M, N, dtype, ratio=4.6):
+    """x, w, b and dy; the mean of x is ratio standard deviations."""
+    torch.manual_seed(0)
+    x = 0.5 * (torch.randn(M, N, device=DEVICE) - ratio)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return [t.to(dtype) for t in (x, w, b, dy)]
+
+
+def error(got, expected):
+    """Relative error: norm of the difference over norm of the result."""
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def autograd(function, *leaves, dy):
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    return torch.autograd.grad(function(*leaves), leaves, dy)
+
+
+x, w, b, dy = (t.cpu() for t in example(1024, 512, torch.float64))
+expected, dw, db = autograd(
+    lambda x, w, b: F.layer_norm(x, (512,), w, b, 1e-5), x, w, b, dy=dy
+)
+mu = x.mean(dim=1, keepdim=True)
+r = (x.var(dim=1, correction=0, keepdim=True) + 1e-5) ** -0.5
+x_hat = (x - mu) * r
+dx = w * r * (dy - (db + x_hat * dw) / 512)
+print(f"largest sum of a row: {dx.sum(dim=1).abs().max():.1e}")
+print(f"relative error: {error(dx, expected):.1%}")
+assert error(dx, expected) > 0.01
+
+# %%
+# The sums in the bracket run over the wrong direction: ``dw`` and ``db`` are
+# sums over the rows, and each column has one.
+# Such sums belong to a normalization whose statistics are taken over the
+# rows, which is batch normalization.
+# With the mean and the variance of the columns, and ``M`` in the place of
+# ``N``, the formula is right, but for another function:
+
+r_column = (x.var(dim=0, correction=0) + 1e-5) ** -0.5
+z = (x - x.mean(dim=0)) * r_column
+dx = w * r_column * (dy - (dy.sum(dim=0) + z * (dy * z).sum(dim=0)) / 1024)
+of_batch_norm = autograd(
+    lambda x: F.batch_norm(x, None, None, w, b, training=True), x, dy=dy
+)[0]
+print(f"error for batch normalization: {error(dx, of_batch_norm):.1e}")
+assert error(dx, of_batch_norm) < 1e-12
+
+# %%
+# There is more in that README which its own code does not do.
+# Its variance is not divided by ``N``.
+# It says that the second pass reads the sums of the first one; the kernel of
+# the second pass has no such argument.
+# The code is right, and the rest of this page follows the code.
+#
+# The right formula, as a projection
+# ----------------------------------
+#
+# The first page derives ``dx`` step by step.
+# Here is a shorter way to see it.
+# Normalization ignores two directions of a row: the constant, and (up to
+# :math:`\epsilon`) the row's own deviation from its mean.
+# So its matrix of derivatives removes both directions:
+#
+# .. math::
+#
+#    J = r \left( I - \frac{1}{N} 1 \, 1^T
+#    - \frac{1}{N} \hat{x} \, \hat{x}^T \right)
+#
+# We check it for one row of 6.
+
+row = torch.randn(6, dtype=torch.float64)
+jacobian = torch.autograd.functional.jacobian(
+    lambda row: F.layer_norm(row, (6,), eps=1e-5), row
+)
+rstd = (row.var(correction=0) + 1e-5) ** -0.5
+hat = (row - row.mean()) * rstd
+one = torch.ones(6, dtype=torch.float64)
+J = rstd * (torch.eye(6) - one.outer(one) / 6 - hat.outer(hat) / 6)
+torch.testing.assert_close(J, jacobian)
+
+# %%
+# ``J`` equals its transpose, so the backward pass multiplies by the same
+# matrix.
+# With :math:`g = w \cdot dy` this is the formula of the first page:
+#
+# .. math::
+#
+#    dx = (g - \hat{x} \, c_1 - c_2) \; r, \qquad
+#    c_1 = \frac{1}{N} \sum_j \hat{x}_j \, g_j, \qquad
+#    c_2 = \frac{1}{N} \sum_j g_j
+
+g = w * dy
+c1 = (x_hat * g).mean(dim=1, keepdim=True)
+c2 = g.mean(dim=1, keepdim=True)
+dx = (g - x_hat * c1 - c2) * r
+print(f"relative error: {error(dx, expected):.1e}")
+print(f"largest sum of a row: {dx.sum(dim=1).abs().max():.1e}")
+assert error(dx, expected) < 1e-12
+
+# %%
+# The code of Composable Kernel, and that of PyTorch for CPUs, has another
+# form.
+# It sums :math:`g \, x` instead of :math:`g \, \hat{x}`, and puts everything
+# that multiplies :math:`x` into one factor:
+#
+# .. math::
+#
+#    b = \frac{(S_1 \mu - S_2) \, r^3}{N}, \qquad
+#    c = -b \mu - \frac{S_1 r}{N}, \qquad
+#    dx = r \, g + b \, x + c
+#
+# with :math:`S_1 = \sum_j g_j` and :math:`S_2 = \sum_j g_j x_j`.
+# Put :math:`x = \mu + \hat{x} / r` into it, and the first form comes out.
+
+
+def form_of_ck(x, g, mu, r):
+    """dx = r * g + b * x + c."""
+    N = x.shape[1]
+    s1 = g.sum(dim=1, keepdim=True)
+    s2 = (g * x).sum(dim=1, keepdim=True)
+    b = (s1 * mu - s2) * r**3 / N
+    c = -b * mu - s1 * r / N
+    return r * g + b * x + c
+
+
+def form_of_page_1(x, g, mu, r):
+    """dx = (g - x_hat * c1 - c2) * r."""
+    x_hat = (x - mu) * r
+    c1 = (x_hat * g).mean(dim=1, keepdim=True)
+    c2 = g.mean(dim=1, keepdim=True)
+    return (g - x_hat * c1 - c2) * r
+
+
+print(f"relative error: {error(form_of_ck(x, g, mu, r), expected):.1e}")
+assert error(form_of_ck(x, g, mu, r), expected) < 1e-12
+
+# %%
+# Which form keeps its digits
+# ---------------------------
+#
+# The two forms are equal, but not in float32.
+# ``S_1 * mu - S_2`` is the difference of two numbers that grow with the mean;
+# so are ``b * x`` and ``c``.
+# Subtracting the mean from ``x`` first avoids both.
+# Here both get the same statistics, which are exact up to their rounding, and
+# the mean grows from one standard deviation to 10000.
+
+
+def digits(M, N, ratio, provider):
+    """Error of dx in float32, for a mean of ratio standard deviations."""
+    x, w, b, dy = example(M, N, torch.float32, ratio)
+    wide = x.double()
+    mu = wide.mean(dim=1, keepdim=True)
+    r = (wide.var(dim=1, correction=0, keepdim=True) + 1e-5) ** -0.5
+    expected = form_of_page_1(wide, w.double() * dy, mu, r)
+    if provider == "torch":
+        dx = autograd(lambda x: F.layer_norm(x, (N,), w, b), x, dy=dy)[0]
+    else:
+        forms = {"triton": form_of_page_1, "ck": form_of_ck}
+        dx = forms[provider](x, w * dy, mu.float(), r.float())
+    return error(dx, expected)
+
+
+for ratio in 1, 100, 10000:
+    print(f"mean / std = {ratio}:", end="")
+    for provider in "triton", "ck", "torch":
+        print(f"  {provider} {digits(64, 512, ratio, provider):.0e}", end="")
+    print()
+assert digits(64, 512, 1e4, "ck") > 2 * digits(64, 512, 1e4, "triton")
+
+# %%
+# ``triton`` is the form that the kernels below have.
+# A figure of this follows with the other measurements.
+#
+# Three vocabularies
+# ------------------
+#
+# Who reads the code of three libraries needs a dictionary.
+#
+# * Gradients of weight and bias: ``dgamma`` and ``dbeta`` in Composable
+#   Kernel, ``dw`` and ``db`` in Triton's tutorials, ``grad_weight`` and
+#   ``grad_bias`` in PyTorch.
+# * Gradient that comes in, and gradient of the input: ``dy`` and ``dx`` in
+#   the first two, ``grad_output`` and ``grad_input`` in PyTorch.
+# * Statistics of a row: ``x_mean`` and ``inv_std``; ``mean`` and ``rstd`` in
+#   the other two.
+# * The two sums over a row: ``db`` and ``ds`` in Composable Kernel, ``c2`` and
+#   ``c1`` (as means, and of :math:`\hat{x}`) in Triton's tutorials.
+#   So ``db`` is a sum over a row in one code, and over a column in the other.
+# * Sizes: ``M`` is what is kept and ``K`` what is summed in Composable Kernel.
+#   So its ``M`` is the number of rows in the kernel for ``dx``, and the number
+#   of columns in the kernel for ``dgamma``.
+# * Who works: a block of threads (AMD: workgroup) in waves of 64 threads on
+#   most AMD GPUs; a program in Triton; on NVIDIA a block has warps of 32.
+# * Where a tile is kept: a ``StaticBuffer`` in ``Vgpr``; a value in Triton.
+#   The compiler of Triton decides what ``ThreadCluster`` and ``ThreadSlice``
+#   say in C++: which thread holds which element.
+# * Shared memory of a block: ``LDS``; Triton's compiler uses it by itself.
+# * A row that is read only once: ``SweepOnce`` in Composable Kernel; here it
+#   is a tuple of chunks in registers.
+
+# %%
+# Forward
+# -------
+#
+# The forward kernel is that of the first page with the chunks of the third: a
+# row is a tuple of chunks in registers, and short rows share a tile.
+# A chunk has a mask only where a lane can be outside.
+
+
+@triton.jit
+def _load(
+    ptr,  # first element of the first row
+    row,  # (ROWS, 1), counted from that row; or 0
+    c,  # number of the chunk
+    left,  # rows that exist
+    N: tl.constexpr,  # columns, also the distance of the rows
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,  # all rows of all tiles exist
+    FULL: tl.constexpr,  # all columns of the chunk exist
+):
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    at = ptr + row * N + col
+    if EVEN and FULL:
+        return tl.load(at)
+    else:
+        mask = col < N if EVEN else (row < left) & (col < N)
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def _store(
+    ptr,
+    value,
+    row,
+    c,
+    left,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    at = ptr + row * N + col
+    if EVEN and FULL:
+        tl.store(at, value)
+    else:
+        mask = col < N if EVEN else (row < left) & (col < N)
+        tl.store(at, value, mask=mask)
+
+
+# %%
+# Mean and variance have a function of their own, because the backward pass
+# may want to compute them again.
+
+
+@triton.jit
+def _statistics(xs, eps, N: tl.constexpr, CHUNK: tl.constexpr,
+                acc: tl.constexpr):  # fmt: skip
+    """mean and rstd of the rows of a tile, (ROWS, 1)."""
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    total = tl.zeros(xs[0].shape, acc)
+    for c in tl.static_range(CHUNKS):
+        total += xs[c].to(acc)
+    mean = tl.sum(total, 1)[:, None] / N
+    total = tl.zeros(xs[0].shape, acc)
+    for c in tl.static_range(CHUNKS):
+        d = xs[c].to(acc) - mean
+        if (c + 1) * CHUNK > N:  # idle lanes: 0 again
+            d = tl.where(tl.arange(0, CHUNK)[None, :] < N - c * CHUNK, d, 0)
+        total += d * d
+    rstd = 1 / tl.sqrt(tl.sum(total, 1)[:, None] / N + eps)
+    return mean, rstd
+
+
+@triton.jit
+def _layer_norm_fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # as on the first page
+    M, eps: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,  # of a tile
+    EVEN: tl.constexpr,  # M is a multiple of ROWS
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    # 64 bits only here: M * N may pass 2**31, a tile does not.
+    first = tl.cast(tl.program_id(0), tl.int64) * ROWS
+    left = M - tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    at = first * N
+    xs = ()
+    for c in tl.static_range(CHUNKS):
+        full: tl.constexpr = (c + 1) * CHUNK <= N
+        xs += (_load(x_ptr + at, row, c, left, N, CHUNK, EVEN, full),)
+    mean, rstd = _statistics(xs, eps, N, CHUNK, acc)
+    tl.store(mean_ptr + first + row, mean, mask=row < left)
+    tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+    for c in tl.static_range(CHUNKS):
+        full: tl.constexpr = (c + 1) * CHUNK <= N
+        y = (xs[c].to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= _load(w_ptr, 0, c, 1, N, CHUNK, True, full).to(acc)
+        if b_ptr is not None:
+            y += _load(b_ptr, 0, c, 1, N, CHUNK, True, full).to(acc)
+        _store(y_ptr + at, y, row, c, left, N, CHUNK, EVEN, full)
+
+
+# %%
+# Rows too wide for registers are read twice, as the third page explains.
+# The statistics of the first sweep are merged lane by lane: each lane keeps
+# the mean of what it has seen and the sum of squares about that mean, of ``x``
+# minus the first element of the row.
+
+
+@triton.jit
+def _merge(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
+    """Mean, squares about it and count of two sets together."""
+    n = n_a + n_b
+    share = n_b / tl.maximum(n, 1)
+    d = mean_b - mean_a
+    return mean_a + d * share, m2_a + m2_b + d * d * n_a * share, n
+
+
+@triton.jit
+def _sweep(x_ptr, eps, N: tl.constexpr, CHUNK: tl.constexpr,
+           acc: tl.constexpr):  # fmt: skip
+    """mean and rstd of the row at x_ptr."""
+    pivot = tl.load(x_ptr).to(acc)
+    mean = tl.zeros([CHUNK], acc)  # of x - pivot, in each lane
+    m2 = tl.zeros([CHUNK], acc)
+    count = tl.zeros([CHUNK], acc)
+    for c in tl.range(0, (N + CHUNK - 1) // CHUNK, num_stages=1):
+        mask = c * CHUNK + tl.arange(0, CHUNK) < N
+        x = tl.load(x_ptr + c * CHUNK + tl.arange(0, CHUNK), mask=mask)
+        d = tl.where(mask, (x.to(acc) - pivot) - mean, 0)
+        n = tl.cast(c + 1, acc)
+        mean += d / n
+        m2 += d * d * ((n - 1) / n)
+        count += tl.where(mask, 1, 0)
+    mean, m2, _ = tl.reduce((mean, m2, count), 0, _merge)
+    return pivot + mean, 1 / tl.sqrt(m2 / N + eps)
+
+
+# %%
+
+
+@triton.jit
+def _layer_norm_fwd_sweeps(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    eps: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    row = tl.program_id(0)
+    start = tl.cast(row, tl.int64) * N
+    mean, rstd = _sweep(x_ptr + start, eps, N, CHUNK, acc)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for i in tl.range(0, CHUNKS, num_stages=1):
+        col = (CHUNKS - 1 - i) * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + start + col, mask=col < N, other=0)
+        y = (x.to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + col, mask=col < N, other=0).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + col, mask=col < N, other=0).to(acc)
+        tl.store(y_ptr + start + col, y, mask=col < N)
+
+
+# %%
+# ``n`` is the width in units of 16 bits, so that wider types move the limits.
+# A chunk has 16 bytes for each thread, the widest load.
+
+
+def plan_forward(N, itemsize):
+    """Options of the forward kernel; sweeps have no ROWS."""
+    n = N * itemsize // 2
+    if n > 24576:
+        return {"CHUNK": 16384 // itemsize, "num_warps": 16}
+    warps = 2 if n <= 1024 else 4 if n <= 5120 else 8
+    warps = 16 if n > 14336 else warps
+    chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
+    rows = max(min(2048 // itemsize // chunk, 64), 1)
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+def forward(x, w, b, eps):
+    """y, mean and rstd for a contiguous (M, N) x."""
+    M, N = x.shape
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = torch.empty_like(x)
+    mean = torch.empty(M, dtype=acc, device=x.device)
+    rstd = torch.empty_like(mean)
+    given = x, w, b, y, mean, rstd
+    options = plan_forward(N, x.itemsize)
+    if M and "ROWS" in options:
+        rows = options["ROWS"]
+        _layer_norm_fwd[(triton.cdiv(M, rows),)](
+            *given, M, eps, N, EVEN=M % rows == 0, **options
+        )
+    elif M:
+        _layer_norm_fwd_sweeps[(M,)](*given, eps, N, **options)
+    return y, mean, rstd
+
+
+# %%
+# Pass two as the example has it
+# ------------------------------
+#
+# A program of the example takes 8 rows, and 128 columns of them at a time.
+# A row of 512 columns is more than that, so it is swept twice: once for the
+# two sums, once for ``dx``.
+# The second sweep runs backward.
+# What the first sweep read last is what a cache still has.
+#
+# ``HOW`` also allows to sweep forward, to see what the reversal is worth.
+
+
+@triton.jit
+def _add_pairs(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _row_means(sum1, sum2, rstd, N: tl.constexpr):
+    """c1 * rstd and c2, from the sums of g * (x - mean) and of g."""
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
+    return sum1[:, None] * rstd * rstd / N, sum2[:, None] / N
+
+
+@triton.jit
+def _dx_sweeps(
+    dy_ptr, x_ptr, w_ptr, mean, rstd, dx_ptr,  # of the first row of a tile
+    left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean.dtype
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    full: tl.constexpr = N % CHUNK == 0
+    row = tl.arange(0, ROWS)[:, None]
+    sum1 = tl.zeros([ROWS, CHUNK], acc)
+    sum2 = tl.zeros([ROWS, CHUNK], acc)
+    for c in tl.range(0, CHUNKS, num_stages=1):
+        x = _load(x_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
+        dy = _load(dy_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
+        g = _load(w_ptr, 0, c, 1, N, CHUNK, True, full).to(acc) * dy
+        sum1 += g * (x - mean)  # idle lanes have g = 0
+        sum2 += g
+    k1, c2 = _row_means(sum1, sum2, rstd, N)
+    for i in tl.range(0, CHUNKS, num_stages=1):
+        c = CHUNKS - 1 - i if HOW == "reversed" else i
+        x = _load(x_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
+        dy = _load(dy_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
+        g = _load(w_ptr, 0, c, 1, N, CHUNK, True, full).to(acc) * dy
+        dx = (g - ((x - mean) * k1 + c2)) * rstd
+        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN, full)
+
+
+# %%
+# Pass two with one read
+# ----------------------
+#
+# The example sweeps twice as soon as a row is wider than 128 columns.
+# The registers of a multiprocessor hold much more: 65536 numbers of 32 bits.
+# So a row of ``x`` and ``dy`` can stay there up to 32768 columns of 16 bits,
+# and there is no second sweep.
+
+
+@triton.jit
+def _read_rows(
+    dy_ptr, x_ptr, ws, mean_ptr, rstd_ptr,  # of the first row of a tile
+    left, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    SAVED: tl.constexpr,  # read mean and rstd; else compute and store them
+):  # fmt: skip
+    """The chunks of x and dy, and four numbers of each row."""
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS)[:, None]
+    xs, dys = (), ()
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        full: tl.constexpr = (c + 1) * CHUNK <= N
+        xs += (_load(x_ptr, row, c, left, N, CHUNK, EVEN, full),)
+        dys += (_load(dy_ptr, row, c, left, N, CHUNK, EVEN, full),)
+    if SAVED:
+        mean = _load(mean_ptr, row, 0, left, 1, 1, EVEN, True)
+        rstd = _load(rstd_ptr, row, 0, left, 1, 1, EVEN, True)
+    else:
+        mean, rstd = _statistics(xs, eps, N, CHUNK, acc)
+        _store(mean_ptr, mean, row, 0, left, 1, 1, EVEN, True)
+        _store(rstd_ptr, rstd, row, 0, left, 1, 1, EVEN, True)
+    sum1 = tl.zeros(xs[0].shape, acc)
+    sum2 = tl.zeros(xs[0].shape, acc)
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        g = ws[c].to(acc) * dys[c].to(acc)
+        sum1 += g * (xs[c].to(acc) - mean)
+        sum2 += g
+    k1, c2 = _row_means(sum1, sum2, rstd, N)
+    return xs, dys, mean, rstd, k1, c2
+
+
+# %%
+# ``w`` is loaded once for each row of a tile, which gives it the layout of
+# ``x``.
+
+
+@triton.jit
+def _load_weight(w_ptr, N: tl.constexpr, ROWS: tl.constexpr,
+                 CHUNK: tl.constexpr):  # fmt: skip
+    ws = ()
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        full: tl.constexpr = (c + 1) * CHUNK <= N
+        row = tl.zeros([ROWS, 1], tl.int32)
+        ws += (_load(w_ptr, row, c, 1, N, CHUNK, True, full),)
+    return ws
+
+
+@triton.jit
+def _dx_registers(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    left, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr, SAVED: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    ws = _load_weight(w_ptr, N, ROWS, CHUNK)
+    xs, dys, mean, rstd, k1, c2 = _read_rows(
+        dy_ptr, x_ptr, ws, mean_ptr, rstd_ptr, left, eps, N, ROWS, CHUNK,
+        EVEN, SAVED,
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        full: tl.constexpr = (c + 1) * CHUNK <= N
+        g = ws[c].to(acc) * dys[c].to(acc)
+        dx = (g - ((xs[c].to(acc) - mean) * k1 + c2)) * rstd
+        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN, full)
+
+
+# %%
+# Mean and ``rstd`` may come from the forward pass, or be computed again
+# (``SAVED`` is false): a row in registers needs no further read for that.
+# A row in sweeps needs one sweep more.
+
+
+@triton.jit
+def _dx_tile(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    tile, M, eps: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    SAVED: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    first = tl.cast(tile, tl.int64) * ROWS  # M * N may pass 2**31
+    left = M - tile * ROWS
+    at = first * N
+    if HOW == "registers":
+        _dx_registers(
+            dy_ptr + at, x_ptr + at, w_ptr, mean_ptr + first,
+            rstd_ptr + first, dx_ptr + at, left, eps, N, ROWS, CHUNK,
+            EVEN, SAVED,
+        )  # fmt: skip
+    else:
+        if not SAVED:  # ROWS is 1
+            acc: tl.constexpr = mean_ptr.dtype.element_ty
+            mean, rstd = _sweep(x_ptr + at, eps, N, CHUNK, acc)
+            tl.store(mean_ptr + first, mean)
+            tl.store(rstd_ptr + first, rstd)
+            mean = tl.zeros([ROWS, 1], acc) + mean
+            rstd = tl.zeros([ROWS, 1], acc) + rstd
+        else:
+            row = tl.arange(0, ROWS)[:, None]
+            mean = _load(mean_ptr + first, row, 0, left, 1, 1, EVEN, True)
+            rstd = _load(rstd_ptr + first, row, 0, left, 1, 1, EVEN, True)
+        _dx_sweeps(
+            dy_ptr + at, x_ptr + at, w_ptr, mean, rstd, dx_ptr + at,
+            left, N, ROWS, CHUNK, EVEN, HOW,
+        )  # fmt: skip
+
+
+@triton.jit
+def _layer_norm_bwd_dx(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    M, eps: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    SAVED: tl.constexpr,
+    HOW: tl.constexpr,  # "registers", or sweeps: "reversed", "forward"
+):  # fmt: skip
+    _dx_tile(
+        dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, tl.program_id(0),
+        M, eps, N, ROWS, CHUNK, EVEN, SAVED, HOW,
+    )  # fmt: skip
+
+
+# %%
+# Pass one, and what it lacks
+# ---------------------------
+#
+# A program of the example owns 32 columns and walks down all rows.
+# With 512 columns that makes 16 programs, for a GPU that runs hundreds.
+# With 32 columns and two million rows it makes one.
+#
+# So we also cut the rows: a program sums ``SPLIT`` rows of its columns.
+# Each split stores one row of partial sums, and a small last kernel adds them
+# up, as on the second page.
+# With ``SPLIT = M`` it is the example again: one row of sums, which is the
+# result.
+
+
+@triton.jit
+def _sum_columns(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr,
+    sums_ptr,  # (splits, 2, N)
+    split, block, M, SPLIT,
+    N: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr,  # of a step
+    STAGES: tl.constexpr,  # steps on their way
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    row = tl.arange(0, TALL)[:, None]
+    col = block * COLS + tl.arange(0, COLS)[None, :]
+    first = tl.cast(split, tl.int64) * SPLIT
+    left = tl.minimum(M - split * SPLIT, SPLIT)
+    dw = tl.zeros([TALL, COLS], acc)
+    db = tl.zeros([TALL, COLS], acc)
+    for i in tl.range(0, left, TALL, num_stages=STAGES):
+        there = i + row < left
+        mask = there if N % COLS == 0 else there & (col < N)
+        at = (first + i) * N
+        x = tl.load(x_ptr + at + (row * N + col), mask=mask, other=0)
+        dy = tl.load(dy_ptr + at + (row * N + col), mask=mask, other=0)
+        mean = tl.load(mean_ptr + first + i + row, mask=there, other=0)
+        rstd = tl.load(rstd_ptr + first + i + row, mask=there, other=0)
+        dw += dy.to(acc) * ((x.to(acc) - mean) * rstd)
+        db += dy.to(acc)
+    at = sums_ptr + tl.cast(split, tl.int64) * 2 * N + col
+    tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=col < N)
+    tl.store(at + N, tl.sum(db, 0, keep_dims=True), mask=col < N)
+
+
+@triton.jit
+def _layer_norm_bwd_dwdb(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, M, SPLIT,
+    N: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (N + COLS - 1) // COLS
+    _sum_columns(
+        dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr,
+        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, M, SPLIT,
+        N, TALL, COLS, STAGES,
+    )  # fmt: skip
+
+
+# %%
+# The last kernel is that of the earlier pages.
+# From the Hopper GPUs on it is launched early, and ``gdc_wait`` holds it until
+# the sums have been written.
+
+
+@triton.jit
+def _sum_rows(
+    sums_ptr,  # (P, 2, N)
+    dw_ptr, db_ptr,  # (N,), or None: not wanted
+    P, N: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,  # of a step
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    dw = tl.zeros([ROWS, COLS], sums_ptr.dtype.element_ty)
+    db = tl.zeros([ROWS, COLS], sums_ptr.dtype.element_ty)
+    for start in range(0, P, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < P) & (col < N)
+        at = sums_ptr + tl.cast(row, tl.int64) * (2 * N) + col
+        dw += tl.load(at, mask=mask, other=0)
+        db += tl.load(at + N, mask=mask, other=0)
+    dw = tl.sum(dw, 0, keep_dims=True)
+    db = tl.sum(db, 0, keep_dims=True)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + col, dw, mask=col < N)
+    if db_ptr is not None:
+        tl.store(db_ptr + col, db, mask=col < N)
+
+
+# %%
+# Two passes that meet in the cache
+# ---------------------------------
+#
+# Both passes read ``x`` and ``dy``.
+# If both matrices together are larger than the L2 cache, pass two finds
+# nothing of what pass one has read, and five matrices move instead of three.
+#
+# But pass two needs nothing from pass one.
+# So nobody has to wait for the end of pass one.
+# We cut the matrix into bands of rows, each small enough for the cache, and
+# put the programs into this order: pass one of band 0, pass two of band 0,
+# pass one of band 1, and so on.
+# It is one launch.
+# A GPU starts programs in the order of their numbers (in practice; nothing
+# promises it), so pass two of a band comes when its rows are still there.
+# If the order were another one, the result would be the same, only later.
+
+
+def bands():
+    _, ax = plt.subplots(
+        num="Four bands of rows: pass one and pass two of each band in turn",
+        figsize=(7.5, 2.9),
+    )
+    ax.set(xlim=(-0.2, 14.4), ylim=(-0.3, 5.3))
+    ax.axis("off")
+
+    def box(x, y, w, h, color, text=""):
+        ax.add_patch(
+            plt.Rectangle((x, y), w, h, fc=color, ec="black", alpha=0.6)
+        )
+        ax.text(x + w / 2, y + h / 2, text, ha="center", va="center")
+
+    ax.text(2, 4.7, "x, dy", ha="center")
+    ax.text(9.5, 4.7, "programs, in the order of their start", ha="center")
+    for band in range(4):
+        box(0, 3.4 - 1.1 * band, 4, 0.9, f"C{band}", f"band {band}")
+        for number in range(2):
+            what = "two: dx" if number else "one: dw, db"
+            x, y = 5 + 4.7 * number, 3.4 - 1.1 * band
+            box(
+                x, y, 4.4, 0.9, f"C{band}", f"{2 * band + number}. pass {what}"
+            )
+    plt.show()
+
+
+bands()
+
+# %%
+# Inside a band pass two starts with the last rows, which were read last.
+# That is the reversed sweep again, now for the whole device.
+
+
+@triton.jit
+def _layer_norm_bwd_bands(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,
+    dx_ptr,  # (M, N), or None: no pass two
+    sums_ptr,  # (splits, 2, N), or None: no pass one
+    M, SPLIT,
+    ONE, TWO,  # programs of each pass in a band
+    N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN: tl.constexpr, HOW: tl.constexpr,
+    TALL: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (N + COLS - 1) // COLS
+    band = tl.program_id(0) // (ONE + TWO)
+    i = tl.program_id(0) % (ONE + TWO)
+    if i < ONE:
+        split = band * (ONE // BLOCKS) + i // BLOCKS
+        # Not joined by "and": without sums this is not even compiled.
+        if sums_ptr is not None:  # noqa: SIM102
+            if split < tl.cdiv(M, SPLIT):
+                _sum_columns(
+                    dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, split,
+                    i % BLOCKS, M, SPLIT, N, TALL, COLS, STAGES,
+                )  # fmt: skip
+    else:
+        tile = band * TWO + (TWO - 1) - (i - ONE)
+        if dx_ptr is not None:  # noqa: SIM102
+            if tile < tl.cdiv(M, ROWS):
+                _dx_tile(
+                    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, tile,
+                    M, 0.0, N, ROWS, CHUNK, EVEN, True, HOW,
+                )  # fmt: skip
+
+
+# %%
+# The rule
+# --------
+#
+# A tile of pass one has 512 bytes of each row, which one warp loads at once.
+# A tile of pass two holds whole rows.
+# Splits are short enough for at least 512 programs, and a band of ``x`` and
+# ``dy`` is 16 MB.
+# ``n`` is the width in units of 16 bits again.
+
+BAND_BYTES = 2**24
+PROGRAMS = 512  # of pass one, at least
+
+
+def floor_power(n):
+    """The largest power of two that is not above n; at least 1."""
+    return 2 ** max(int(n).bit_length() - 1, 0)
+
+
+def plan_backward(M, N, itemsize):
+    """Options of the kernel, and the rows of a band and of a split."""
+    n = N * itemsize // 2
+    warps = 4 if n <= 4096 else 8 if n <= 16384 else 16
+    how = "registers" if n <= 32768 else "reversed"
+    chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
+    rows = max(min(4096 // itemsize // chunk, 128), 1)
+    cols = min(512 // itemsize, max(triton.next_power_of_2(N), 16))
+    tall = 1024 * warps // itemsize // cols
+    whole = triton.next_power_of_2(max(M, rows, 16))
+    band = min(max(floor_power(BAND_BYTES // (2 * N * itemsize)), rows), whole)
+    if how == "reversed":  # the rows in work alone fill the cache
+        band = whole
+    split = floor_power(M * triton.cdiv(N, cols) // PROGRAMS)
+    split = min(max(split, 16), band)
+    return {
+        "ROWS": rows, "CHUNK": chunk, "HOW": how, "TALL": tall, "COLS": cols,
+        "STAGES": 3, "num_warps": warps, "band": band, "split": split,
+    }  # fmt: skip
+
+
+# %%
+# ``dx``, ``dw`` and ``db`` may each be None: then that work is left out.
+
+PDL = (
+    ON_GPU
+    and torch.version.hip is None
+    and torch.cuda.get_device_capability() >= (9, 0)
+)
+
+
+def launch_bands(dy, x, w, mean, rstd, dx, sums, plan):
+    """Both passes; sums has a row for each split."""
+    (M, N), options = x.shape, dict(plan)
+    band, split = options.pop("band"), options.pop("split")
+    one = triton.cdiv(N, options["COLS"]) * (band // split)
+    two = band // options["ROWS"]
+    one, two = 0 if sums is None else one, 0 if dx is None else two
+    _layer_norm_bwd_bands[(triton.cdiv(M, band) * (one + two),)](
+        dy, x, w, mean, rstd, dx, sums, M, split, one, two, N,
+        EVEN=M % options["ROWS"] == 0, **options,
+    )  # fmt: skip
+
+
+def sum_rows(sums, dw, db):
+    """Launch the last kernel, early where the GPU can."""
+    P, _, N = sums.shape
+    # torch.compile does not know the option of an early launch.
+    pdl = PDL and not torch.compiler.is_compiling()
+    early = {"launch_pdl": True} if pdl else {}
+    _sum_rows[(triton.cdiv(N, 16),)](
+        sums, dw, db, P, N,
+        ROWS=min(triton.next_power_of_2(P), 256), COLS=16, PDL=pdl, **early,
+    )  # fmt: skip
+
+
+def backward(dy, x, w, mean, rstd, dx, dw, db, plan=None):
+    """Fill dx, dw and db; each may be None."""
+    M, N = x.shape
+    if M == 0:  # the sum of no rows
+        return [t.zero_() for t in (dw, db) if t is not None]
+    w = x.new_ones(N) if w is None else w
+    plan = plan or plan_backward(M, N, x.itemsize)
+    sums = None
+    if dw is not None or db is not None:
+        splits = triton.cdiv(M, plan["split"])
+        sums = torch.empty(splits, 2, N, dtype=mean.dtype, device=x.device)
+    if dx is not None or sums is not None:
+        launch_bands(dy, x, w, mean, rstd, dx, sums, plan)
+    if sums is not None:
+        sum_rows(sums, dw, db)
+
+
+# %%
+# Two functions for users
+# -----------------------
+#
+# ``layer_norm_backward`` is for those who keep the statistics themselves.
+# PyTorch's forward operator, for instance, returns them.
+# Without them pass two computes them first, and pass one follows in a launch
+# of its own: then no band can be shared.
+
+
+def layer_norm_backward(dy, x, weight, mean, rstd, eps=1e-5):
+    """dx, dweight and dbias.
+
+    mean and rstd have one element for each row; if both are None, they are
+    computed again, with eps. Without a weight, rows are the last dimension.
+    """
+    shape = x.shape[-1:] if weight is None else weight.shape
+    shape = _check(x, shape, weight, None, eps)
+    N, acc = shape.numel(), torch.promote_types(x.dtype, torch.float32)
+    rows = x.reshape(-1, N).contiguous()
+    saved = mean is not None and rstd is not None
+    if dy.shape != x.shape:
+        raise ValueError(f"dy does not have shape {tuple(x.shape)}")
+    for name, t in (("mean", mean), ("rstd", rstd)):
+        if (t is not None) != saved or (saved and t.numel() != len(rows)):
+            raise ValueError(
+                f"{name} must have one element for each of the {len(rows)} "
+                "rows, or mean and rstd must both be None"
+            )
+    if saved:
+        mean, rstd = (t.reshape(-1).to(acc).contiguous() for t in (mean, rstd))
+    w = rows.new_ones(N) if weight is None else weight.reshape(N).contiguous()
+    dy = dy.reshape(rows.shape).to(x.dtype).contiguous()
+    dx, dw, db = (torch.empty_like(t) for t in (rows, w, w))
+    if saved:
+        backward(dy, rows, w, mean, rstd, dx, dw, db)
+    else:
+        mean, rstd = launch_dx(dy, rows, w, dx, eps)
+        backward(dy, rows, w, mean, rstd, None, dw, db)
+    return dx.reshape(x.shape), dw.reshape(shape), db.reshape(shape)
+
+
+# %%
+
+
+def launch_dx(dy, x, w, dx, eps, saved=None, plan=None):
+    """Pass two alone; saved is mean and rstd, computed here without it."""
+    M, N = x.shape
+    plan = plan or plan_backward(M, N, x.itemsize)
+    names = "ROWS", "CHUNK", "HOW", "num_warps"
+    options = {name: plan[name] for name in names}
+    acc = torch.promote_types(x.dtype, torch.float32)
+    mean, rstd = saved or torch.empty(2, M, dtype=acc, device=x.device)
+    if M:
+        _layer_norm_bwd_dx[(triton.cdiv(M, options["ROWS"]),)](
+            dy, x, w, mean, rstd, dx, M, eps, N,
+            EVEN=M % options["ROWS"] == 0, SAVED=saved is not None, **options,
+        )  # fmt: skip
+    return mean, rstd
+
+
+# %%
+# The autograd function is that of the first page.
+
+
+class LayerNorm(torch.autograd.Function):
+    """The kernels, for contiguous copies of any tensors."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, shape, eps):
+        N = shape.numel()
+        rows = x.reshape(-1, N).contiguous()
+        w = None if weight is None else weight.reshape(N).contiguous()
+        b = None if bias is None else bias.reshape(N).contiguous()
+        y, mean, rstd = forward(rows, w, b, eps)
+        ctx.save_for_backward(rows, w, b, mean, rstd)
+        ctx.shape = shape
+        return y.reshape(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, w, b, mean, rstd = ctx.saved_tensors
+        dx, dw, db = (
+            torch.empty_like(tensor) if wanted else None
+            for tensor, wanted in zip(
+                (x, w, b), ctx.needs_input_grad[:3], strict=True
+            )
+        )
+        rows = dy.reshape(x.shape).contiguous()
+        backward(rows, x, w, mean, rstd, dx, dw, db)
+        dx = None if dx is None else dx.reshape(dy.shape)
+        dw = None if dw is None else dw.reshape(ctx.shape)
+        db = None if db is None else db.reshape(ctx.shape)
+        return dx, dw, db, None, None
+
+
+def layer_norm(x, normalized_shape, weight, bias, eps=1e-5):
+    """Normalize x over its last dimensions; weight and bias may be None."""
+    shape = _check(x, normalized_shape, weight, bias, eps)
+    return LayerNorm.apply(x, weight, bias, shape, eps)
+
+
+# %%
+# A mistake in the arguments deserves a message that names the argument.
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _check(x, normalized_shape, weight, bias, eps):
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    shape = torch.Size(normalized_shape)
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if name != "x" and tensor is None:
+            continue
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} has {tensor.dtype}, which is no float")
+        if tensor.device.type != DEVICE.type or tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}; x, weight and bias must be "
+                f"on one {DEVICE.type} device"
+            )
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: make it the current device")
+    if shape.numel() == 0 or x.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, which does not end in "
+            f"normalized_shape {tuple(shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} does not have shape {tuple(shape)}")
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, but must not be negative")
+    return shape
+
+
+# %%
+# The steps, and one pass
+# -----------------------
+#
+# The page has taken these steps:
+#
+# * ``ck``: the example's own order, tiles and sweeps;
+# * ``split``: pass one is cut into splits of rows;
+# * ``registers``: pass two reads a row once;
+# * ``one launch``: pass one first, then pass two from the last row up;
+# * ``triton``: the same in bands.
+#
+# Against them stands one pass, the last rung of the second page in its
+# shortest form.
+# A program keeps the sums of ``dw`` and ``db`` of whole rows in registers
+# while it computes ``dx``.
+# The loop is that of pass two, with two accumulators for each column.
+
+
+@triton.jit
+def _layer_norm_bwd_one_pass(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    sums_ptr,  # (programs, 2, N)
+    M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    row = tl.arange(0, ROWS)[:, None]
+    ws, dws, dbs = _load_weight(w_ptr, N, ROWS, CHUNK), (), ()
+    for _ in tl.static_range(CHUNKS):
+        dws += (tl.zeros([ROWS, CHUNK], acc),)
+        dbs += (tl.zeros([ROWS, CHUNK], acc),)
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),
+        num_stages=STAGES, disable_licm=True,
+    ):  # fmt: skip
+        first = tl.cast(tile, tl.int64) * ROWS
+        at, left = first * N, M - tile * ROWS
+        xs, dys, mean, rstd, k1, c2 = _read_rows(
+            dy_ptr + at, x_ptr + at, ws, mean_ptr + first, rstd_ptr + first,
+            left, 0.0, N, ROWS, CHUNK, EVEN, True,
+        )  # fmt: skip
+        new_dws, new_dbs = (), ()
+        for c in tl.static_range(CHUNKS):
+            full: tl.constexpr = (c + 1) * CHUNK <= N
+            d, dy = xs[c].to(acc) - mean, dys[c].to(acc)
+            dx = (ws[c].to(acc) * dy - (d * k1 + c2)) * rstd
+            _store(dx_ptr + at, dx, row, c, left, N, CHUNK, EVEN, full)
+            new_dws += (dws[c] + dy * rstd * d,)
+            new_dbs += (dbs[c] + dy,)
+        dws, dbs = new_dws, new_dbs
+    at = sums_ptr + tl.program_id(0) * 2 * N
+    for c in tl.static_range(CHUNKS):
+        full: tl.constexpr = (c + 1) * CHUNK <= N
+        dw = tl.sum(dws[c], 0, keep_dims=True)
+        db = tl.sum(dbs[c], 0, keep_dims=True)
+        _store(at, dw, 0, c, 1, N, CHUNK, True, full)
+        _store(at + N, db, 0, c, 1, N, CHUNK, True, full)
+
+
+# %%
+# Its rule is that of the third page, up to the width at which the
+# accumulators no longer fit.
+
+NUM_SMS = (
+    torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    if ON_GPU
+    else 4
+)
+
+
+def plan_one_pass(N, itemsize):
+    n = N * itemsize // 2
+    warps = 4 if n <= 4096 else 8 if n <= 10240 else 16
+    chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
+    rows = max(min(8192 // itemsize // chunk, 128), 1) if n <= 1024 else 1
+    room = 2 * rows * triton.cdiv(N, chunk) * chunk * itemsize
+    return {
+        "ROWS": rows, "CHUNK": chunk, "num_warps": warps,
+        "STAGES": 1 + min(98304 // room, 3),
+        "per_sm": 2 if n <= 4096 else 1,
+    }  # fmt: skip
+
+
+def one_pass(dy, x, w, mean, rstd):
+    """dx, dw and db by one pass."""
+    M, N = x.shape
+    options = plan_one_pass(N, x.itemsize)
+    rows, per_sm = options["ROWS"], options.pop("per_sm")
+    programs = min(NUM_SMS * per_sm, triton.cdiv(M, rows))
+    dx, dw, db = (torch.empty_like(t) for t in (x, w, w))
+    sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=x.device)
+    _layer_norm_bwd_one_pass[(programs,)](
+        dy, x, w, mean, rstd, dx, sums, M, N, EVEN=M % rows == 0, **options
+    )
+    sum_rows(sums, dw, db)
+    return dx, dw, db
+
+
+# %%
+# The steps as functions that are called alike.
+
+CK = {"ROWS": 8, "CHUNK": 128, "HOW": "reversed", "num_warps": 8}
+
+
+def step(dy, x, w, mean, rstd, name):
+    """dx, dw and db by one of the steps."""
+    if name == "one pass":
+        return one_pass(dy, x, w, mean, rstd)
+    M, N = x.shape
+    dx, dw, db = (torch.empty_like(t) for t in (x, w, w))
+    plan = plan_backward(M, N, x.itemsize)
+    if name == "one launch":
+        plan["band"] = triton.next_power_of_2(max(M, plan["band"]))
+    if name in ("one launch", "triton"):
+        backward(dy, x, w, mean, rstd, dx, dw, db, plan)
+        return dx, dw, db
+    if name in ("ck", "split"):
+        launch_dx(dy, x, w, dx, 0.0, (mean, rstd), CK)
+    if name == "ck":
+        sums = torch.empty(1, 2, N, dtype=w.dtype, device=x.device)
+        _layer_norm_bwd_dwdb[(triton.cdiv(N, 32),)](
+            dy, x, mean, rstd, sums, M, M, N, TALL=32, COLS=32, STAGES=1,
+            num_warps=8,
+        )  # fmt: skip
+        return dx, *sums[0]
+    if name == "registers":
+        launch_dx(dy, x, w, dx, 0.0, (mean, rstd), plan)
+    backward(dy, x, w, mean, rstd, None, dw, db, plan)
+    return dx, dw, db
+
+
+# %%
+# Every step against float64, on inputs whose mean is not 0.
+# The columns are the errors of ``dx``, ``dw`` and ``db``.
+# A 16-bit result that is rounded once is wrong by at most half a unit of its
+# last digit, as the first page argues.
+
+STEPS = "ck", "split", "registers", "one launch", "triton", "one pass"
+M, N = (1151, 8192) if ON_GPU else (37, 200)
+
+
+def exact(x, w, dy):
+    """dx, dw and db in float64."""
+    wide = x.double(), w.double(), torch.zeros_like(w).double()
+    return autograd(
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b), *wide, dy=dy.double()
+    )
+
+
+x, w, b, dy = example(M, N, torch.float16)
+y, mean, rstd = forward(x, w, b, 1e-5)
+expected = exact(x, w, dy)
+for name in STEPS:
+    found = [
+        error(*pair)
+        for pair in zip(
+            step(dy, x, w, mean, rstd, name), expected, strict=True
+        )
+    ]
+    print(f"{name:10}", *(f"{e:.1e}" for e in found))
+    assert max(found) < 2**-11
+
+# %%
+# Both functions for users, in three types, next to PyTorch.
+# A float32 result has the errors of its sums as well: here 16 times half a
+# unit is allowed, as on the first page.
+
+
+def results(function, x, w, b, dy):
+    """y, dx, dw and db of a function called like layer_norm."""
+    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+    y = function(x, x.shape[-1:], w, b, 1e-5)
+    return y.detach(), *torch.autograd.grad(y, (x, w, b), dy)
+
+
+def errors(function, M, N, dtype):
+    """Relative errors of y, dx, dw and db against float64."""
+    given = example(M, N, dtype)
+    wide = [t.double() for t in given]
+    pairs = zip(
+        results(function, *given), results(F.layer_norm, *wide), strict=True
+    )
+    return [error(*pair) for pair in pairs]
+
+
+def tolerance(dtype):
+    half_unit = torch.finfo(dtype).eps / 2
+    if dtype in (torch.float32, torch.float64):
+        return 16 * half_unit
+    if dtype == torch.bfloat16 and not ON_GPU:
+        return 2 * half_unit  # the interpreter cuts bfloat16, not rounds it
+    return half_unit
+
+
+for dtype in torch.float16, torch.bfloat16, torch.float32:
+    for name, f in ("ours", layer_norm), ("PyTorch", F.layer_norm):
+        found = errors(f, M, N, dtype)
+        print(f"{dtype} {name:8}", *(f"{e:.1e}" for e in found))
+        assert name == "PyTorch" or max(found) <= tolerance(dtype)
+
+# %%
+# The statistics may be those of PyTorch, or none:
+
+x, w, b, dy = example(M, N, torch.float32)
+_, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
+for saved in (mean, rstd), (None, None):
+    got = layer_norm_backward(dy, x, w, *saved)
+    found = [error(*pair) for pair in zip(got, exact(x, w, dy), strict=True)]
+    print(*(f"{e:.1e}" for e in found))
+    assert max(found) <= tolerance(torch.float32)
+
+# %%
+# And the two properties that need no reference: each row of ``dx`` sums to
+# zero, and is orthogonal to :math:`\hat{x}` up to a rest of
+# :math:`\epsilon \, r^3 N c_1`.
+
+x, w, b, dy = example(8, 96, torch.float64)
+_, mean, rstd = forward(x, w, b, 1e-5)
+dx, _, _ = layer_norm_backward(dy, x, w, mean, rstd)
+x_hat = (x - mean[:, None]) * rstd[:, None]
+rest = 1e-5 * rstd**3 * (x_hat * w * dy).sum(dim=1)
+print(f"largest sum of a row: {dx.sum(dim=1).abs().max():.1e}")
+torch.testing.assert_close(dx.sum(dim=1), torch.zeros_like(mean))
+torch.testing.assert_close((dx * x_hat).sum(dim=1), rest)
