@@ -181,8 +181,8 @@ jacobian = torch.autograd.functional.jacobian(
 rstd = (row.var(correction=0) + 1e-5) ** -0.5
 hat = (row - row.mean()) * rstd
 one = torch.ones(6, dtype=torch.float64)
-J = rstd * (torch.eye(6) - one.outer(one) / 6 - hat.outer(hat) / 6)
-torch.testing.assert_close(J, jacobian)
+projection = torch.eye(6) - one.outer(one) / 6 - hat.outer(hat) / 6
+torch.testing.assert_close(rstd * projection, jacobian)
 
 # %%
 # ``J`` equals its transpose, so the backward pass multiplies by the same
@@ -395,19 +395,27 @@ def _layer_norm_fwd(
     at = first * N
     xs = ()
     for c in tl.static_range(CHUNKS):
-        full: tl.constexpr = (c + 1) * CHUNK <= N
-        xs += (_load(x_ptr + at, row, c, left, N, CHUNK, EVEN, full),)
+        xs += (
+            _load(
+                x_ptr + at, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N
+            ),
+        )
     mean, rstd = _statistics(xs, eps, N, CHUNK, acc)
     tl.store(mean_ptr + first + row, mean, mask=row < left)
     tl.store(rstd_ptr + first + row, rstd, mask=row < left)
     for c in tl.static_range(CHUNKS):
-        full: tl.constexpr = (c + 1) * CHUNK <= N
         y = (xs[c].to(acc) - mean) * rstd
         if w_ptr is not None:
-            y *= _load(w_ptr, 0, c, 1, N, CHUNK, True, full).to(acc)
+            y *= _load(
+                w_ptr, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N
+            ).to(acc)
         if b_ptr is not None:
-            y += _load(b_ptr, 0, c, 1, N, CHUNK, True, full).to(acc)
-        _store(y_ptr + at, y, row, c, left, N, CHUNK, EVEN, full)
+            y += _load(
+                b_ptr, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N
+            ).to(acc)
+        _store(
+            y_ptr + at, y, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N
+        )
 
 
 # %%
@@ -567,7 +575,7 @@ def _dx_sweeps(
 #
 # The example sweeps twice as soon as a row is wider than 128 columns.
 # The registers of a multiprocessor hold much more: 65536 numbers of 32 bits.
-# So a row of ``x`` and ``dy`` can stay there up to 32768 columns of 16 bits,
+# So a row of ``x`` and ``dy`` of some 16000 columns of 16 bits can stay there,
 # and there is no second sweep.
 
 
@@ -583,9 +591,12 @@ def _read_rows(
     row = tl.arange(0, ROWS)[:, None]
     xs, dys = (), ()
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        full: tl.constexpr = (c + 1) * CHUNK <= N
-        xs += (_load(x_ptr, row, c, left, N, CHUNK, EVEN, full),)
-        dys += (_load(dy_ptr, row, c, left, N, CHUNK, EVEN, full),)
+        xs += (
+            _load(x_ptr, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N),
+        )
+        dys += (
+            _load(dy_ptr, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N),
+        )
     if SAVED:
         mean = _load(mean_ptr, row, 0, left, 1, 1, EVEN, True)
         rstd = _load(rstd_ptr, row, 0, left, 1, 1, EVEN, True)
@@ -613,30 +624,27 @@ def _load_weight(w_ptr, N: tl.constexpr, ROWS: tl.constexpr,
                  CHUNK: tl.constexpr):  # fmt: skip
     ws = ()
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        full: tl.constexpr = (c + 1) * CHUNK <= N
         row = tl.zeros([ROWS, 1], tl.int32)
-        ws += (_load(w_ptr, row, c, 1, N, CHUNK, True, full),)
+        ws += (_load(w_ptr, row, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N),)
     return ws
 
 
 @triton.jit
 def _dx_registers(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    dy_ptr, x_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
     left, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, EVEN: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
     acc: tl.constexpr = mean_ptr.dtype.element_ty
-    ws = _load_weight(w_ptr, N, ROWS, CHUNK)
     xs, dys, mean, rstd, k1, c2 = _read_rows(
         dy_ptr, x_ptr, ws, mean_ptr, rstd_ptr, left, eps, N, ROWS, CHUNK,
         EVEN, SAVED,
     )  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        full: tl.constexpr = (c + 1) * CHUNK <= N
         g = ws[c].to(acc) * dys[c].to(acc)
         dx = (g - ((xs[c].to(acc) - mean) * k1 + c2)) * rstd
-        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN, full)
+        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N)
 
 
 # %%
@@ -647,7 +655,7 @@ def _dx_registers(
 
 @triton.jit
 def _dx_tile(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    dy_ptr, x_ptr, w_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
     tile, M, eps: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
     SAVED: tl.constexpr, HOW: tl.constexpr,
@@ -657,7 +665,7 @@ def _dx_tile(
     at = first * N
     if HOW == "registers":
         _dx_registers(
-            dy_ptr + at, x_ptr + at, w_ptr, mean_ptr + first,
+            dy_ptr + at, x_ptr + at, ws, mean_ptr + first,
             rstd_ptr + first, dx_ptr + at, left, eps, N, ROWS, CHUNK,
             EVEN, SAVED,
         )  # fmt: skip
@@ -687,9 +695,12 @@ def _layer_norm_bwd_dx(
     SAVED: tl.constexpr,
     HOW: tl.constexpr,  # "registers", or sweeps: "reversed", "forward"
 ):  # fmt: skip
+    ws = ()
+    if HOW == "registers":
+        ws = _load_weight(w_ptr, N, ROWS, CHUNK)
     _dx_tile(
-        dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, tl.program_id(0),
-        M, eps, N, ROWS, CHUNK, EVEN, SAVED, HOW,
+        dy_ptr, x_ptr, w_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
+        tl.program_id(0), M, eps, N, ROWS, CHUNK, EVEN, SAVED, HOW,
     )  # fmt: skip
 
 
@@ -847,6 +858,7 @@ def _layer_norm_bwd_bands(
     ONE, TWO,  # programs of each pass in a band
     N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     EVEN: tl.constexpr, HOW: tl.constexpr,
+    RUN: tl.constexpr,  # tiles of a program of pass two
     TALL: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (N + COLS - 1) // COLS
@@ -854,7 +866,7 @@ def _layer_norm_bwd_bands(
     i = tl.program_id(0) % (ONE + TWO)
     if i < ONE:
         split = band * (ONE // BLOCKS) + i // BLOCKS
-        # Not joined by "and": without sums this is not even compiled.
+        # Two conditions: without sums the second is not even compiled.
         if sums_ptr is not None:  # noqa: SIM102
             if split < tl.cdiv(M, SPLIT):
                 _sum_columns(
@@ -862,12 +874,19 @@ def _layer_norm_bwd_bands(
                     i % BLOCKS, M, SPLIT, N, TALL, COLS, STAGES,
                 )  # fmt: skip
     else:
-        tile = band * TWO + (TWO - 1) - (i - ONE)
-        if dx_ptr is not None:  # noqa: SIM102
-            if tile < tl.cdiv(M, ROWS):
+        first = (band * TWO + (TWO - 1) - (i - ONE)) * RUN
+        last = tl.minimum(first + RUN, tl.cdiv(M, ROWS))
+        if dx_ptr is not None:
+            ws = ()
+            if HOW == "registers":
+                ws = _load_weight(w_ptr, N, ROWS, CHUNK)
+            for tile in tl.range(
+                first, last, num_stages=STAGES if RUN > 1 else 1,
+                disable_licm=True,
+            ):  # fmt: skip
                 _dx_tile(
-                    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, tile,
-                    M, 0.0, N, ROWS, CHUNK, EVEN, True, HOW,
+                    dy_ptr, x_ptr, w_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
+                    tile, M, 0.0, N, ROWS, CHUNK, EVEN, True, HOW,
                 )  # fmt: skip
 
 
@@ -894,20 +913,24 @@ def plan_backward(M, N, itemsize):
     """Options of the kernel, and the rows of a band and of a split."""
     n = N * itemsize // 2
     warps = 4 if n <= 4096 else 8 if n <= 16384 else 16
-    how = "registers" if n <= 32768 else "reversed"
+    how = "registers" if n <= 16384 else "reversed"
     chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
-    rows = max(min(4096 // itemsize // chunk, 128), 1)
+    rows = 4096 // itemsize // triton.next_power_of_2(N)
+    rows = max(min(rows, 128, triton.next_power_of_2(max(M, 1))), 1)
     cols = min(512 // itemsize, max(triton.next_power_of_2(N), 16))
     tall = 1024 * warps // itemsize // cols
-    whole = triton.next_power_of_2(max(M, rows, 16))
-    band = min(max(floor_power(BAND_BYTES // (2 * N * itemsize)), rows), whole)
+    run = 4 if how == "registers" else 1
+    whole = triton.next_power_of_2(max(M, rows * run, 16))
+    band = max(floor_power(BAND_BYTES // (2 * N * itemsize)), rows * run)
+    band = min(band, whole)
     if how == "reversed":  # the rows in work alone fill the cache
         band = whole
     split = floor_power(M * triton.cdiv(N, cols) // PROGRAMS)
     split = min(max(split, 16), band)
     return {
-        "ROWS": rows, "CHUNK": chunk, "HOW": how, "TALL": tall, "COLS": cols,
-        "STAGES": 3, "num_warps": warps, "band": band, "split": split,
+        "ROWS": rows, "CHUNK": chunk, "HOW": how, "RUN": run,
+        "TALL": tall, "COLS": cols, "STAGES": 3, "num_warps": warps,
+        "band": band, "split": split,
     }  # fmt: skip
 
 
@@ -926,7 +949,7 @@ def launch_bands(dy, x, w, mean, rstd, dx, sums, plan):
     (M, N), options = x.shape, dict(plan)
     band, split = options.pop("band"), options.pop("split")
     one = triton.cdiv(N, options["COLS"]) * (band // split)
-    two = band // options["ROWS"]
+    two = band // (options["ROWS"] * options["RUN"])
     one, two = 0 if sums is None else one, 0 if dx is None else two
     _layer_norm_bwd_bands[(triton.cdiv(M, band) * (one + two),)](
         dy, x, w, mean, rstd, dx, sums, M, split, one, two, N,
@@ -1146,20 +1169,28 @@ def _layer_norm_bwd_one_pass(
         )  # fmt: skip
         new_dws, new_dbs = (), ()
         for c in tl.static_range(CHUNKS):
-            full: tl.constexpr = (c + 1) * CHUNK <= N
             d, dy = xs[c].to(acc) - mean, dys[c].to(acc)
             dx = (ws[c].to(acc) * dy - (d * k1 + c2)) * rstd
-            _store(dx_ptr + at, dx, row, c, left, N, CHUNK, EVEN, full)
+            _store(
+                dx_ptr + at,
+                dx,
+                row,
+                c,
+                left,
+                N,
+                CHUNK,
+                EVEN,
+                (c + 1) * CHUNK <= N,
+            )
             new_dws += (dws[c] + dy * rstd * d,)
             new_dbs += (dbs[c] + dy,)
         dws, dbs = new_dws, new_dbs
     at = sums_ptr + tl.program_id(0) * 2 * N
     for c in tl.static_range(CHUNKS):
-        full: tl.constexpr = (c + 1) * CHUNK <= N
         dw = tl.sum(dws[c], 0, keep_dims=True)
         db = tl.sum(dbs[c], 0, keep_dims=True)
-        _store(at, dw, 0, c, 1, N, CHUNK, True, full)
-        _store(at + N, db, 0, c, 1, N, CHUNK, True, full)
+        _store(at, dw, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N)
+        _store(at + N, db, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N)
 
 
 # %%
@@ -1241,7 +1272,7 @@ def step(dy, x, w, mean, rstd, name):
 # last digit, as the first page argues.
 
 STEPS = "ck", "split", "registers", "one launch", "triton", "one pass"
-M, N = (1151, 8192) if ON_GPU else (37, 200)
+M, N = (1151, 8192) if ON_GPU else (7, 72)
 
 
 def exact(x, w, dy):
@@ -1327,3 +1358,767 @@ rest = 1e-5 * rstd**3 * (x_hat * w * dy).sum(dim=1)
 print(f"largest sum of a row: {dx.sum(dim=1).abs().max():.1e}")
 torch.testing.assert_close(dx.sum(dim=1), torch.zeros_like(mean))
 torch.testing.assert_close((dx * x_hat).sum(dim=1), rest)
+
+# %%
+# Count first
+# -----------
+#
+# The unit is one matrix of ``M`` rows and ``N`` columns that moves between
+# memory and multiprocessors.
+# The least is three: read ``x`` and ``dy``, write ``dx``.
+# A row of partial sums is 8 bytes a column, written once and read once.
+
+
+def units(name, M, N, itemsize):
+    """Least and largest number of matrices moved."""
+    if name == "one pass":
+        options = plan_one_pass(N, itemsize)
+        rows_of_sums = min(132 * options["per_sm"], M)
+        return 2 * [3 + 16 * rows_of_sums / (M * itemsize)]
+    rows_of_sums = M / plan_backward(M, N, itemsize)["split"]
+    sums = 0 if name == "ck" else 16 * rows_of_sums / (M * itemsize)
+    least = 3 if name in ("one launch", "triton") else 5
+    most = 7 if name in ("ck", "split") else 5  # the second sweep misses
+    return [least + sums, most + sums]
+
+
+for name in STEPS:
+    least, most = units(name, 4096, 8192, 2)
+    print(
+        f"{name:10} {least:.2f} to {most:.2f} units, "
+        f"at most {3 / least:.0%} of the copy's speed"
+    )
+
+# %%
+# Two whole passes read ``x`` and ``dy`` twice: five units, and so three fifths
+# of the speed of a copy that moves three.
+# Where the second read finds its rows in a cache the limit is higher; how much
+# of that is real has to be measured.
+#
+# Benchmark
+# ---------
+#
+# Clock, ceiling and code are those of the first page: device time from a CUDA
+# graph with an empty L2 cache, next to a copy of the same bytes.
+
+
+class NoGPU(Exception):
+    """Raised by a benchmark where there is no GPU to measure."""
+
+
+# One stream for all: a backward pass runs on the stream of its forward pass.
+STREAM = torch.cuda.Stream() if ON_GPU else None
+
+
+def device_time(prepare):
+    """Time on the device, in ms, of the function that prepare() returns.
+
+    The call is captured in a CUDA graph, so the host costs nothing.
+    do_bench empties the L2 cache before each replay.
+    Returns the median and the 20 % and 80 % quantiles.
+    """
+    if not ON_GPU:
+        raise NoGPU
+    with torch.cuda.stream(STREAM):
+        fn = prepare()
+        fn()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=STREAM):
+            fn()
+        return triton.testing.do_bench(
+            graph.replay, warmup=50, rep=100, quantiles=[0.5, 0.2, 0.8]
+        )
+
+
+def run(benchmark):
+    """Table and plot of a benchmark, or one line that says what it needs."""
+    try:
+        return benchmark.run(print_data=True, show_plots=True, return_df=True)
+    except NoGPU:
+        if not hasattr(run, "said"):
+            print("Timing needs a GPU; recorded figures are on the page.")
+            run.said = True
+
+
+# %%
+
+
+def claims(table):
+    """Print what a table says about us: won, lost, share of the copy."""
+    if table is None:
+        return
+    ours = table["Triton (GB/s)"]
+    for column in table.columns:
+        peer = column.removesuffix(" (GB/s)")
+        if peer in ("N", "Triton", "Copy"):
+            continue
+        ratio = (ours / table[column]).dropna()
+        worst = ratio.idxmin()
+        print(
+            f"{peer}: faster at {(ratio > 1).sum()} sizes, "
+            f"slower at {(ratio < 1).sum()}\n"
+            f"  speed ratio {ratio.prod() ** (1 / len(ratio)):.2f} "
+            f"(geometric mean), at worst {ratio[worst]:.2f} "
+            f"at N = {table['N'][worst]:.0f}"
+        )
+    share = (100 * ours / table["Copy (GB/s)"]).dropna()
+    print(
+        f"share of the copy: median {share.median():.0f} %, lowest "
+        f"{share.min():.0f} % at N = {table['N'][share.idxmin()]:.0f}"
+    )
+
+
+# %%
+# The first figure is the one promised above: the error of the two forms.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["ratio"],
+        x_vals=[1, 10, 100, 1000, 10000],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton", "ck", "torch"],
+        line_names=["c1, c2 (Triton)", "b, c (CK)", "PyTorch"],
+        ylabel="relative error",
+        y_log=True,
+        plot_name="layer-norm-two-pass-digits",
+        args={"M": 1024, "N": 4096},
+    )
+)
+def measure_digits(M, N, ratio, provider):
+    """Norm of the difference of dx from float64, divided by its norm, for
+    float32 rows with a mean of ratio standard deviations."""
+    if not ON_GPU:
+        raise NoGPU
+    return [digits(M, N, ratio, provider)] * 3
+
+
+table = run(measure_digits)
+
+# %%
+# The other implementations, Liger and Apex where they are installed:
+
+
+def lines():
+    """Provider keys and their names in the figures."""
+    names = {"triton": "Triton", "torch": "PyTorch"}
+    names["torch.compile"] = "torch.compile"
+    find = importlib.util.find_spec
+    if find("liger_kernel"):
+        names["liger"] = "Liger"
+    if find("apex") and find("apex.normalization"):
+        names["apex"] = "Apex"
+    return names
+
+
+def implementation(provider):
+    """A function called like layer_norm."""
+    if provider == "triton":
+        return layer_norm
+    if provider == "torch.compile":
+        import torch._functorch.config as config
+
+        config.donated_buffer = False  # the backward pass runs many times
+        torch._dynamo.reset()  # nothing is left of other sizes
+        return torch.compile(lambda *a: F.layer_norm(*a), dynamic=False)
+    if provider == "liger":
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        return lambda x, _, *a: LigerLayerNormFunction.apply(x, *a)
+    if provider == "apex":
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+        return lambda x, n, w, b, e: fused_layer_norm_affine(x, w, b, n, e)
+    return F.layer_norm
+
+
+# %%
+# One function measures everything that is a whole forward or backward pass.
+
+
+def work(M, N, dtype, mode, provider):
+    """A function that builds the call to be timed."""
+
+    def prepare():
+        x, w, b, dy = example(M, N, dtype)
+        if provider == "copy":
+            out = torch.empty_like(x)
+            if mode == "forward":
+                return lambda: torch.mul(x, 1, out=out)
+            return lambda: torch.add(x, dy, out=out)
+        if provider in STEPS and provider != "triton":
+            _, mean, rstd = forward(x, w, b, 1e-5)
+            return lambda: step(dy, x, w, mean, rstd, provider)
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        f = implementation(provider)
+        if mode == "forward":
+            return lambda: f(x, (N,), w, b, 1e-5)
+        y = f(x, (N,), w, b, 1e-5)
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    return prepare
+
+
+def height(M, N):
+    """M rows, or as many as make 2**26 elements."""
+    return min(M, 2**26 // N)
+
+
+def measure(M, N, dtype, mode, provider):
+    """Device time of one pass, from a CUDA graph replayed with an empty L2
+    cache; median, 20 % and 80 % quantiles."""
+    n, M = N * dtype.itemsize // 2, height(M, N)
+    # Rows beyond what these can do:
+    limits = {"one pass": 32768, "liger": 65536}
+    if ON_GPU and n > limits.get(provider, n):
+        return [float("nan")] * 3
+    ms, fast, slow = device_time(work(M, N, dtype, mode, provider))
+    moved = (2 if mode == "forward" else 3) * M * N * dtype.itemsize
+    return [moved / t * 1e-6 for t in (ms, slow, fast)]
+
+
+# %%
+
+
+def speed(name, widths, names, **args):
+    """A benchmark of that function."""
+    names = names | {"copy": "Copy"}
+    return triton.testing.perf_report(
+        triton.testing.Benchmark(
+            x_names=["N"],
+            x_vals=widths,
+            x_log=widths[1] == 2 * widths[0],
+            line_arg="provider",
+            line_vals=list(names),
+            line_names=list(names.values()),
+            ylabel="GB/s",
+            plot_name=f"layer-norm-two-pass-{name}",
+            args={"M": 4096, "dtype": torch.float16} | args,
+        )
+    )(measure)
+
+
+ONE = {"one pass": "One pass"}
+SWEEP = [512 * i for i in range(2, 32)]
+
+# %%
+# The sweep of the earlier pages, backward.
+# The line "One pass" ends what would be this page's own advertising: it is
+# the design of the second page.
+
+table = run(speed("backward", SWEEP, lines() | ONE, mode="backward"))
+
+# %%
+claims(table)
+
+# %%
+# How close to the limit of two passes, and where better than one pass, is said
+# by code too.
+
+
+def limit(table):
+    """Compare with three fifths of the copy, and with one pass."""
+    if table is None:
+        return
+    ours, widths = table["Triton (GB/s)"], table["N"]
+    share = ours / table["Copy (GB/s)"]
+    print(
+        f"above three fifths of the copy at {(share > 0.6).sum()} of "
+        f"{len(share)} sizes"
+    )
+    one = table["One pass (GB/s)"]
+    won = widths[(ours > one) | one.isna()].astype(int).tolist()
+    print("two passes are faster than one at N =", *(won or ["none"]))
+
+
+limit(table)
+
+# %%
+# Forward:
+
+table = run(speed("forward", SWEEP, lines(), mode="forward"))
+
+# %%
+claims(table)
+
+# %%
+# The steps
+# ---------
+#
+# What each step of the page is worth:
+
+NAMES = {
+    "ck": "CK's design",
+    "split": "Split",
+    "registers": "Registers",
+    "one launch": "One launch",
+    "triton": "Triton",
+}
+LADDER = [1024, 2048, 4096, 6144, 8192, 12288, 15872]
+table = run(speed("steps", LADDER, NAMES | ONE, mode="backward"))
+
+# %%
+
+
+def gains(table, names):
+    """Speed of each column relative to the one before it."""
+    if table is None:
+        return
+    columns = [f"{name} (GB/s)" for name in names]
+    for before, after in zip(columns, columns[1:], strict=False):
+        ratio = (table[after] / table[before]).dropna()
+        print(
+            f"{after.removesuffix(' (GB/s)')}: times {ratio.min():.2f} to "
+            f"{ratio.max():.2f}"
+        )
+
+
+gains(table, NAMES.values())
+
+# %%
+# The example's own size, 1024 × 512 in float32, and its neighbors.
+# ``x`` and ``dy`` are 2 MB each: everything stays in the L2 cache, and the
+# number of programs and of launches decides.
+
+OWN = [128, 256, 512, 1024, 2048]
+PAIR = {"triton": "Triton", "torch": "PyTorch", "ck": "CK's design"} | ONE
+table = run(
+    speed("example", OWN, PAIR, M=1024, dtype=torch.float32, mode="backward")
+)
+
+# %%
+claims(table)
+limit(table)
+
+# %%
+# Tall and narrow: 2**26 elements in few columns.
+# Without splits pass one has one program for 32 columns.
+# One pass has few columns to sum, and its accumulators cost nothing here.
+
+TALL = [32, 64, 128, 256, 512, 1024]
+table = run(
+    speed(
+        "tall", TALL, lines() | {"ck": "CK's design"} | ONE,
+        M=2**21, mode="backward",
+    )
+)  # fmt: skip
+
+# %%
+claims(table)
+limit(table)
+
+# %%
+# Short and wide: 2**26 elements in up to 131072 columns.
+# The accumulators of one pass need 8 bytes of register for each column, so
+# its line ends at 32768.
+# Pass one and pass two of this page have no such limit, and they need no
+# exchange between programs, as the third page does.
+
+WIDE = [2**i for i in range(14, 18)]
+table = run(speed("wide", WIDE, lines() | ONE, mode="backward"))
+
+# %%
+claims(table)
+limit(table)
+
+# %%
+# The reversed sweep
+# ------------------
+#
+# Pass two alone, in three ways: one read, two sweeps with the second
+# backward, two sweeps with both forward.
+# The reversal can only help where the rows in work are larger than a cache.
+
+WAYS = {"registers": "One read", "reversed": "Reversed", "forward": "Forward"}
+
+
+def measure_dx(M, N, dtype, provider):
+    """Device time of the pass that computes dx, from a CUDA graph replayed
+    with an empty L2 cache; median, 20 % and 80 % quantiles."""
+    M = height(M, N)
+    if ON_GPU and provider == "registers" and N > 16384:
+        return [float("nan")] * 3
+
+    def prepare():
+        x, w, b, dy = example(M, N, dtype)
+        _, *saved = forward(x, w, b, 1e-5)
+        dx = torch.empty_like(x)
+        warps = 4 if N <= 4096 else 8 if N <= 16384 else 16
+        plan = {
+            "ROWS": 1, "CHUNK": 256 * warps, "HOW": provider,
+            "num_warps": warps,
+        }  # fmt: skip
+        return lambda: launch_dx(dy, x, w, dx, 0.0, saved, plan)
+
+    copy = work(M, N, dtype, "backward", "copy")
+    times = device_time(copy if provider == "copy" else prepare)
+    ms, fast, slow = times
+    return [3 * M * N * dtype.itemsize / t * 1e-6 for t in (ms, slow, fast)]
+
+
+# %%
+
+names = WAYS | {"copy": "Copy"}
+table = run(
+    triton.testing.perf_report(
+        triton.testing.Benchmark(
+            x_names=["N"],
+            x_vals=[2**i for i in range(10, 18)],
+            x_log=True,
+            line_arg="provider",
+            line_vals=list(names),
+            line_names=list(names.values()),
+            ylabel="GB/s",
+            plot_name="layer-norm-two-pass-sweeps",
+            args={"M": 4096, "dtype": torch.float16},
+        )
+    )(measure_dx)
+)
+
+# %%
+
+
+def reversal(table):
+    """What the reversed sweep and the single read are worth."""
+    if table is None:
+        return
+    for name, before in ("Reversed", "Forward"), ("One read", "Reversed"):
+        ratio = (table[f"{name} (GB/s)"] / table[f"{before} (GB/s)"]).dropna()
+        best = ratio.idxmax()
+        print(
+            f"{name} over {before.lower()}: {ratio.min():.2f} to "
+            f"{ratio.max():.2f}, most at N = {table['N'][best]:.0f}"
+        )
+
+
+reversal(table)
+
+# %%
+# Saved or recomputed
+# -------------------
+#
+# Saved statistics are 8 bytes a row.
+# To compute them again costs no read where a row is in registers, but the
+# passes can no longer share a launch, nor the cache.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 4096, 8192, 16384, 65536],
+        line_arg="provider",
+        line_vals=["triton", "recomputed"],
+        line_names=["Saved", "Recomputed"],
+        ylabel="µs",
+        plot_name="layer-norm-two-pass-saved",
+        args={"M": 4096, "dtype": torch.float16},
+    )
+)
+def measure_saved(M, N, dtype, provider):
+    """Device time of layer_norm_backward with saved or recomputed statistics,
+    from a CUDA graph replayed with an empty L2 cache; median, 20 % and 80 %
+    quantiles."""
+
+    def prepare():
+        x, w, b, dy = example(height(M, N), N, dtype)
+        _, *saved = forward(x, w, b, 1e-5)
+        saved = saved if provider == "triton" else (None, None)
+        return lambda: layer_norm_backward(dy, x, w, *saved)
+
+    return [1000 * t for t in device_time(prepare)]
+
+
+table = run(measure_saved)
+
+# %%
+
+
+def price(table):
+    if table is not None:
+        ratio = table["Recomputed (µs)"] / table["Saved (µs)"]
+        print(f"recomputed: times {ratio.min():.2f} to {ratio.max():.2f}")
+
+
+price(table)
+
+# %%
+# When are two passes right?
+# --------------------------
+#
+# The count says three against five, and the tables above say what is left of
+# it.
+# These are the points to weigh.
+#
+# * One pass keeps two float32 accumulators for each column in registers, which
+#   limits its width, and wider types halve that limit.
+#   Two passes have no limit.
+# * One pass lives from few programs that stay, and each needs many rows.
+#   In two passes every tile is a program of its own.
+# * Pass two needs nothing of pass one.
+#   Where only ``dx`` is asked for, pass one is not run; where only the
+#   parameters are trained, pass two is not.
+# * Both are deterministic: the rows of each partial sum, and the order in
+#   which they are added, do not depend on which program is faster.
+# * Where ``x`` and ``dy`` fit into the L2 cache, the fourth and fifth unit do
+#   not come from memory.
+#   Bands make that true for matrices of any height.
+
+# %%
+# What can go wrong
+# -----------------
+#
+# **Statistics of other data.**
+# The example fills ``mean`` and ``inv_std`` with random numbers.
+# That tests the algebra, for the reference gets the same numbers, but what it
+# computes is no gradient: the rows do not sum to zero.
+# A formula that is wrong for real statistics may pass.
+
+x, w, b, dy = example(4, 48, torch.float32)
+_, *saved = forward(x, w, b, 1e-5)
+noise = [torch.rand(4, device=DEVICE) for _ in range(2)]
+for name, statistics in ("wrong", noise), ("right", saved):
+    dx = layer_norm_backward(dy, x, w, *statistics)[0]
+    print(f"{name}: largest sum of a row {dx.sum(dim=1).abs().max():.0e}")
+
+# %%
+# **The mean subtracted last.**
+# ``dw`` may be computed as :math:`\sum dy \, x \, r - \sum dy \, \mu \, r`,
+# which is algebra, and needs no subtraction for each element.
+# It is a difference of two large sums.
+
+x, w, b, dy = example(64, 48, torch.float32, ratio=10000)
+wide = x.double()
+mu = wide.mean(dim=1, keepdim=True)
+r = (wide.var(dim=1, correction=0, keepdim=True) + 1e-5) ** -0.5
+dw = (dy * (wide - mu) * r).sum(dim=0)
+mu, r = mu.float(), r.float()
+late = (dy * x * r).sum(dim=0) - (dy * mu * r).sum(dim=0)
+early = (dy * ((x - mu) * r)).sum(dim=0)
+for name, got in ("wrong", late), ("right", early):
+    print(f"{name}: relative error {error(got, dw):.0e}")
+
+# %%
+# **A split that loses rows.**
+# 10 rows in 4 splits: division that rounds down gives 2 rows to each.
+
+x, w, b, dy = example(10, 16, torch.float32)
+_, mean, rstd = forward(x, w, b, 1e-5)
+for name, rows in ("wrong", 10 // 4), ("right", triton.cdiv(10, 4)):
+    sums = torch.empty(4, 2, 16, device=DEVICE)
+    _layer_norm_bwd_dwdb[(4,)](
+        dy, x, mean, rstd, sums, 10, rows, 16, TALL=4, COLS=16, STAGES=1
+    )
+    lost = error(sums.sum(dim=0)[1], dy.sum(dim=0))
+    print(f"{name}: {4 * rows} places for 10 rows, error of db {lost:.0e}")
+
+# %%
+# **Sums that were never stored.**
+# The last band of a matrix may have fewer rows than a band has places.
+# Programs beyond the last row store nothing, so there must be no row of sums
+# for them: the buffer has one row for each split that begins inside the
+# matrix.
+
+M, band, split = 40, 32, 8
+places = triton.cdiv(M, band) * (band // split)
+print(f"wrong: {places} rows of sums, {places - 5} of them never written")
+print(f"right: {triton.cdiv(M, split)} rows of sums")
+
+# %%
+# Exercises
+# ---------
+#
+# Each stub runs as it stands, and ``check`` tells which part is wrong.
+
+
+def check(got, expected):
+    """Say which rows (or columns, of a vector) are wrong."""
+    wrong = ~torch.isclose(got, expected, rtol=1e-3, atol=1e-4)
+    what = "columns"
+    if wrong.dim() == 2:
+        what, wrong = "rows", wrong.any(dim=1)
+    bad = wrong.nonzero().flatten().tolist()
+    print("all right" if not bad else f"wrong {what}: {bad}")
+    return not bad
+
+
+x, w, b, dy = example(10, 24, torch.float32)
+_, mean, rstd = forward(x, w, b, 1e-5)
+
+# %%
+# **Exercise 1: from one vocabulary to the other.**
+# The kernel of Composable Kernel knows, of each row, ``ds`` (the sum of
+# ``dy * gamma * x``) and ``db`` (the sum of ``dy * gamma``).
+# Compute ``c1`` and ``c2`` from them, without reading ``x`` or ``dy`` again.
+
+
+def translate(ds, db, mean, rstd, N):
+    return ds / N, db / N  # to do
+
+
+def exercise_1(translate):
+    g, d = w * dy, x - mean[:, None]
+    ds, db = (g * x).sum(dim=1), g.sum(dim=1)
+    found = torch.stack(translate(ds, db, mean, rstd, 24), dim=1)
+    c1 = (d * rstd[:, None] * g).mean(dim=1)
+    return check(found, torch.stack([c1, g.mean(dim=1)], dim=1))
+
+
+exercise_1(translate)
+
+# %%
+
+# Solution 1
+
+
+def translate_solved(ds, db, mean, rstd, N):
+    # g * x_hat = (g * x - g * mean) * rstd, summed over the row.
+    return (ds - mean * db) * rstd / N, db / N
+
+
+assert exercise_1(translate_solved)
+
+# %%
+# **Exercise 2: what a cache still has.**
+# A cache holds 5 chunks and drops the one that was not used for the longest
+# time.
+# A row has 8 chunks.
+# In which order must the second sweep read them to find as many as possible?
+# The stub finds none.
+
+
+def hits(order, room=5):
+    """Chunks of the second sweep that are found, after a forward sweep."""
+    cache, found = [], 0
+    for number, c in enumerate([*range(8), *order]):
+        found += number >= 8 and c in cache
+        cache = [*(k for k in cache if k != c), c][-room:]
+    return found
+
+
+def second_sweep():
+    return list(range(8))  # to do
+
+
+def exercise_2(second_sweep):
+    order = second_sweep()
+    assert sorted(order) == list(range(8)), "each chunk once"
+    print(f"{hits(order)} of 8 found")
+    return check(torch.tensor([hits(order)]), torch.tensor([5]))
+
+
+exercise_2(second_sweep)
+
+# %%
+
+# Solution 2
+
+
+def second_sweep_solved():
+    # Backward: what was read last comes first.
+    return list(range(7, -1, -1))
+
+
+assert exercise_2(second_sweep_solved)
+
+# %%
+# **Exercise 3: split the rows.**
+# Three programs sum ``dy`` over the rows, for all 24 columns.
+# In the stub each of them sums all 10 rows, so the total is three times too
+# large.
+# Give each program its own rows.
+
+
+@triton.jit
+def _split(dy_ptr, sums_ptr, M, SPLIT, N: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    db = tl.zeros([BLOCK], tl.float32)
+    first, last = 0, M  # to do
+    for row in range(first, last):
+        db += tl.load(dy_ptr + row * N + cols, mask=cols < N, other=0)
+    tl.store(sums_ptr + tl.program_id(0) * N + cols, db, mask=cols < N)
+
+
+def exercise_3(kernel):
+    sums = torch.full((3, 24), float("nan"), device=DEVICE)
+    kernel[(3,)](dy, sums, 10, 4, 24, BLOCK=32)
+    return check(sums.sum(dim=0), dy.sum(dim=0))
+
+
+exercise_3(_split)
+
+# %%
+
+# Solution 3
+
+
+@triton.jit
+def _split_solved(
+    dy_ptr, sums_ptr, M, SPLIT, N: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    db = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0) * SPLIT
+    last = tl.minimum(first + SPLIT, M)  # the last split has 2 rows
+    for row in range(first, last):
+        db += tl.load(dy_ptr + row * N + cols, mask=cols < N, other=0)
+    tl.store(sums_ptr + tl.program_id(0) * N + cols, db, mask=cols < N)
+
+
+assert exercise_3(_split_solved)
+
+# %%
+# **Exercise 4: batch normalization.**
+# Turn the README's formula into what it is: the gradient of batch
+# normalization, whose statistics run over the rows.
+# The stub is the formula as printed.
+
+
+def of_columns(dy, x, w, eps):
+    M, N = x.shape
+    mean = x.mean(dim=1, keepdim=True)  # to do: which direction?
+    rstd = (x.var(dim=1, correction=0, keepdim=True) + eps) ** -0.5
+    x_hat = (x - mean) * rstd
+    dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
+    return w * rstd * (dy - (db + x_hat * dw) / N)
+
+
+def exercise_4(of_columns):
+    expected = autograd(
+        lambda x: F.batch_norm(x, None, None, w, b, True, eps=1e-5), x, dy=dy
+    )[0]
+    return check(of_columns(dy, x, w, 1e-5), expected)
+
+
+exercise_4(of_columns)
+
+# %%
+
+# Solution 4
+
+
+def of_columns_solved(dy, x, w, eps):
+    M, N = x.shape
+    mean = x.mean(dim=0)
+    rstd = (x.var(dim=0, correction=0) + eps) ** -0.5
+    x_hat = (x - mean) * rstd
+    dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
+    # Each sum has M terms, and w is a constant of its column.
+    return w * rstd * (dy - (db + x_hat * dw) / M)
+
+
+assert exercise_4(of_columns_solved)
+
+# %%
+# References
+# ----------
+#
+# * AMD, `Composable Kernel, example 53
+#   <https://github.com/ROCm/composable_kernel/tree/develop/example/53_layernorm2d_bwd>`_:
+#   the code that this page rebuilds.
+# * Jimmy Lei Ba, Jamie Ryan Kiros and Geoffrey E. Hinton, `Layer Normalization
+#   <https://arxiv.org/abs/1607.06450>`_, 2016.
+# * Sergey Ioffe and Christian Szegedy, `Batch Normalization
+#   <https://arxiv.org/abs/1502.03167>`_, 2015: where the README's sums belong.
+# * B. P. Welford, `Note on a method for calculating corrected sums of squares
+#   and products <https://doi.org/10.1080/00401706.1962.10490022>`_, 1962.
