@@ -20,10 +20,9 @@ Without a GPU everything here runs in Triton's interpreter, except the timing.
 A library to read
 -----------------
 
-Composable Kernel is AMD's library of GPU kernels, written as C++ templates.
-Its `example 53
-<https://github.com/ROCm/composable_kernel/tree/develop/example/53_layernorm2d_bwd>`_
-is the backward pass of layer normalization.
+`Composable Kernel <https://github.com/ROCm/composable_kernel>`_ is AMD's
+library of GPU kernels, written as C++ templates.
+Its example 53 is the backward pass of layer normalization.
 It has two operations that do not depend on each other:
 
 * one is parallel over the columns of ``x``: it sums the gradients of weight
@@ -39,6 +38,7 @@ Both operations read the whole of ``x`` and ``dy``.
 # The first cell is that of every page.
 
 import importlib.util
+import itertools
 import os
 
 import matplotlib.pyplot as plt
@@ -323,11 +323,10 @@ def _load(
     N: tl.constexpr,  # columns, also the distance of the rows
     CHUNK: tl.constexpr,
     EVEN: tl.constexpr,  # all rows of all tiles exist
-    FULL: tl.constexpr,  # all columns of the chunk exist
 ):
     col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
     at = ptr + row * N + col
-    if EVEN and FULL:
+    if EVEN and (c + 1) * CHUNK <= N:
         return tl.load(at)
     else:
         mask = col < N if EVEN else (row < left) & (col < N)
@@ -335,20 +334,11 @@ def _load(
 
 
 @triton.jit
-def _store(
-    ptr,
-    value,
-    row,
-    c,
-    left,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _store(ptr, value, row, c, left, N: tl.constexpr, CHUNK: tl.constexpr,
+           EVEN: tl.constexpr):  # fmt: skip
     col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
     at = ptr + row * N + col
-    if EVEN and FULL:
+    if EVEN and (c + 1) * CHUNK <= N:
         tl.store(at, value)
     else:
         mask = col < N if EVEN else (row < left) & (col < N)
@@ -395,27 +385,17 @@ def _layer_norm_fwd(
     at = first * N
     xs = ()
     for c in tl.static_range(CHUNKS):
-        xs += (
-            _load(
-                x_ptr + at, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N
-            ),
-        )
+        xs += (_load(x_ptr + at, row, c, left, N, CHUNK, EVEN),)
     mean, rstd = _statistics(xs, eps, N, CHUNK, acc)
     tl.store(mean_ptr + first + row, mean, mask=row < left)
     tl.store(rstd_ptr + first + row, rstd, mask=row < left)
     for c in tl.static_range(CHUNKS):
         y = (xs[c].to(acc) - mean) * rstd
         if w_ptr is not None:
-            y *= _load(
-                w_ptr, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N
-            ).to(acc)
+            y *= _load(w_ptr, 0, c, 1, N, CHUNK, True).to(acc)
         if b_ptr is not None:
-            y += _load(
-                b_ptr, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N
-            ).to(acc)
-        _store(
-            y_ptr + at, y, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N
-        )
+            y += _load(b_ptr, 0, c, 1, N, CHUNK, True).to(acc)
+        _store(y_ptr + at, y, row, c, left, N, CHUNK, EVEN)
 
 
 # %%
@@ -545,28 +525,31 @@ def _row_means(sum1, sum2, rstd, N: tl.constexpr):
 def _dx_sweeps(
     dy_ptr, x_ptr, w_ptr, mean, rstd, dx_ptr,  # of the first row of a tile
     left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    EVEN: tl.constexpr, HOW: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     acc: tl.constexpr = mean.dtype
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    full: tl.constexpr = N % CHUNK == 0
     row = tl.arange(0, ROWS)[:, None]
     sum1 = tl.zeros([ROWS, CHUNK], acc)
     sum2 = tl.zeros([ROWS, CHUNK], acc)
     for c in tl.range(0, CHUNKS, num_stages=1):
-        x = _load(x_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
-        dy = _load(dy_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
-        g = _load(w_ptr, 0, c, 1, N, CHUNK, True, full).to(acc) * dy
+        col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+        mask = (row < left) & (col < N)
+        x = tl.load(x_ptr + row * N + col, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + row * N + col, mask=mask, other=0).to(acc)
+        g = tl.load(w_ptr + col, mask=col < N, other=0).to(acc) * dy
         sum1 += g * (x - mean)  # idle lanes have g = 0
         sum2 += g
     k1, c2 = _row_means(sum1, sum2, rstd, N)
     for i in tl.range(0, CHUNKS, num_stages=1):
         c = CHUNKS - 1 - i if HOW == "reversed" else i
-        x = _load(x_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
-        dy = _load(dy_ptr, row, c, left, N, CHUNK, EVEN, full).to(acc)
-        g = _load(w_ptr, 0, c, 1, N, CHUNK, True, full).to(acc) * dy
+        col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+        mask = (row < left) & (col < N)
+        x = tl.load(x_ptr + row * N + col, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + row * N + col, mask=mask, other=0).to(acc)
+        g = tl.load(w_ptr + col, mask=col < N, other=0).to(acc) * dy
         dx = (g - ((x - mean) * k1 + c2)) * rstd
-        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN, full)
+        tl.store(dx_ptr + row * N + col, dx, mask=mask)
 
 
 # %%
@@ -591,19 +574,15 @@ def _read_rows(
     row = tl.arange(0, ROWS)[:, None]
     xs, dys = (), ()
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        xs += (
-            _load(x_ptr, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N),
-        )
-        dys += (
-            _load(dy_ptr, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N),
-        )
+        xs += (_load(x_ptr, row, c, left, N, CHUNK, EVEN),)
+        dys += (_load(dy_ptr, row, c, left, N, CHUNK, EVEN),)
     if SAVED:
-        mean = _load(mean_ptr, row, 0, left, 1, 1, EVEN, True)
-        rstd = _load(rstd_ptr, row, 0, left, 1, 1, EVEN, True)
+        mean = _load(mean_ptr, row, 0, left, 1, 1, EVEN)
+        rstd = _load(rstd_ptr, row, 0, left, 1, 1, EVEN)
     else:
         mean, rstd = _statistics(xs, eps, N, CHUNK, acc)
-        _store(mean_ptr, mean, row, 0, left, 1, 1, EVEN, True)
-        _store(rstd_ptr, rstd, row, 0, left, 1, 1, EVEN, True)
+        _store(mean_ptr, mean, row, 0, left, 1, 1, EVEN)
+        _store(rstd_ptr, rstd, row, 0, left, 1, 1, EVEN)
     sum1 = tl.zeros(xs[0].shape, acc)
     sum2 = tl.zeros(xs[0].shape, acc)
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
@@ -625,7 +604,7 @@ def _load_weight(w_ptr, N: tl.constexpr, ROWS: tl.constexpr,
     ws = ()
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         row = tl.zeros([ROWS, 1], tl.int32)
-        ws += (_load(w_ptr, row, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N),)
+        ws += (_load(w_ptr, row, c, 1, N, CHUNK, True),)
     return ws
 
 
@@ -644,7 +623,7 @@ def _dx_registers(
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         g = ws[c].to(acc) * dys[c].to(acc)
         dx = (g - ((xs[c].to(acc) - mean) * k1 + c2)) * rstd
-        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN, (c + 1) * CHUNK <= N)
+        _store(dx_ptr, dx, row, c, left, N, CHUNK, EVEN)
 
 
 # %%
@@ -679,29 +658,12 @@ def _dx_tile(
             rstd = tl.zeros([ROWS, 1], acc) + rstd
         else:
             row = tl.arange(0, ROWS)[:, None]
-            mean = _load(mean_ptr + first, row, 0, left, 1, 1, EVEN, True)
-            rstd = _load(rstd_ptr + first, row, 0, left, 1, 1, EVEN, True)
+            mean = _load(mean_ptr + first, row, 0, left, 1, 1, EVEN)
+            rstd = _load(rstd_ptr + first, row, 0, left, 1, 1, EVEN)
         _dx_sweeps(
             dy_ptr + at, x_ptr + at, w_ptr, mean, rstd, dx_ptr + at,
-            left, N, ROWS, CHUNK, EVEN, HOW,
+            left, N, ROWS, CHUNK, HOW,
         )  # fmt: skip
-
-
-@triton.jit
-def _layer_norm_bwd_dx(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
-    M, eps: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
-    SAVED: tl.constexpr,
-    HOW: tl.constexpr,  # "registers", or sweeps: "reversed", "forward"
-):  # fmt: skip
-    ws = ()
-    if HOW == "registers":
-        ws = _load_weight(w_ptr, N, ROWS, CHUNK)
-    _dx_tile(
-        dy_ptr, x_ptr, w_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
-        tl.program_id(0), M, eps, N, ROWS, CHUNK, EVEN, SAVED, HOW,
-    )  # fmt: skip
 
 
 # %%
@@ -747,20 +709,6 @@ def _sum_columns(
     at = sums_ptr + tl.cast(split, tl.int64) * 2 * N + col
     tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=col < N)
     tl.store(at + N, tl.sum(db, 0, keep_dims=True), mask=col < N)
-
-
-@triton.jit
-def _layer_norm_bwd_dwdb(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, M, SPLIT,
-    N: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    BLOCKS: tl.constexpr = (N + COLS - 1) // COLS
-    _sum_columns(
-        dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr,
-        tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, M, SPLIT,
-        N, TALL, COLS, STAGES,
-    )  # fmt: skip
 
 
 # %%
@@ -845,20 +793,27 @@ def bands():
 bands()
 
 # %%
-# Inside a band pass two starts with the last rows, which were read last.
+# Inside a band pass two can start with the last rows (``UP``), which pass one
+# has read last.
 # That is the reversed sweep again, now for the whole device.
+#
+# A program of pass two takes ``RUN`` tiles, and loads the next one while it
+# works, as on the second page.
+# Without ``sums`` there is no pass one, without ``dx`` no pass two; so the
+# same kernel can also run them one after the other, in two launches.
 
 
 @triton.jit
-def _layer_norm_bwd_bands(
+def _layer_norm_bwd_two_pass(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,
     dx_ptr,  # (M, N), or None: no pass two
     sums_ptr,  # (splits, 2, N), or None: no pass one
     M, SPLIT,
     ONE, TWO,  # programs of each pass in a band
-    N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    EVEN: tl.constexpr, HOW: tl.constexpr,
-    RUN: tl.constexpr,  # tiles of a program of pass two
+    eps: tl.constexpr, N: tl.constexpr, SAVED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    HOW: tl.constexpr,  # "registers", or sweeps: "reversed", "forward"
+    RUN: tl.constexpr, UP: tl.constexpr,
     TALL: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (N + COLS - 1) // COLS
@@ -873,21 +828,21 @@ def _layer_norm_bwd_bands(
                     dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, split,
                     i % BLOCKS, M, SPLIT, N, TALL, COLS, STAGES,
                 )  # fmt: skip
-    else:
-        first = (band * TWO + (TWO - 1) - (i - ONE)) * RUN
+    elif dx_ptr is not None:
+        i = TWO - 1 - (i - ONE) if UP else i - ONE
+        first = (band * TWO + i) * RUN
         last = tl.minimum(first + RUN, tl.cdiv(M, ROWS))
-        if dx_ptr is not None:
-            ws = ()
-            if HOW == "registers":
-                ws = _load_weight(w_ptr, N, ROWS, CHUNK)
-            for tile in tl.range(
-                first, last, num_stages=STAGES if RUN > 1 else 1,
-                disable_licm=True,
-            ):  # fmt: skip
-                _dx_tile(
-                    dy_ptr, x_ptr, w_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
-                    tile, M, 0.0, N, ROWS, CHUNK, EVEN, True, HOW,
-                )  # fmt: skip
+        ws = ()
+        if HOW == "registers":
+            ws = _load_weight(w_ptr, N, ROWS, CHUNK)
+        for tile in tl.range(
+            first, last, num_stages=STAGES if RUN > 1 else 1,
+            disable_licm=True,
+        ):  # fmt: skip
+            _dx_tile(
+                dy_ptr, x_ptr, w_ptr, ws, mean_ptr, rstd_ptr, dx_ptr,
+                tile, M, eps, N, ROWS, CHUNK, EVEN, SAVED, HOW,
+            )  # fmt: skip
 
 
 # %%
@@ -928,7 +883,7 @@ def plan_backward(M, N, itemsize):
     split = floor_power(M * triton.cdiv(N, cols) // PROGRAMS)
     split = min(max(split, 16), band)
     return {
-        "ROWS": rows, "CHUNK": chunk, "HOW": how, "RUN": run,
+        "ROWS": rows, "CHUNK": chunk, "HOW": how, "RUN": run, "UP": True,
         "TALL": tall, "COLS": cols, "STAGES": 3, "num_warps": warps,
         "band": band, "split": split,
     }  # fmt: skip
@@ -944,16 +899,17 @@ PDL = (
 )
 
 
-def launch_bands(dy, x, w, mean, rstd, dx, sums, plan):
-    """Both passes; sums has a row for each split."""
+def launch(dy, x, w, mean, rstd, dx, sums, plan, eps=None):
+    """Both passes or one; with eps, pass two computes mean and rstd."""
     (M, N), options = x.shape, dict(plan)
     band, split = options.pop("band"), options.pop("split")
+    rows = options["ROWS"]
     one = triton.cdiv(N, options["COLS"]) * (band // split)
-    two = band // (options["ROWS"] * options["RUN"])
+    two = band // (rows * options["RUN"])
     one, two = 0 if sums is None else one, 0 if dx is None else two
-    _layer_norm_bwd_bands[(triton.cdiv(M, band) * (one + two),)](
-        dy, x, w, mean, rstd, dx, sums, M, split, one, two, N,
-        EVEN=M % options["ROWS"] == 0, **options,
+    _layer_norm_bwd_two_pass[(triton.cdiv(M, band) * (one + two),)](
+        dy, x, w, mean, rstd, dx, sums, M, split, one, two, eps, N,
+        SAVED=eps is None, EVEN=M % rows == 0, **options,
     )  # fmt: skip
 
 
@@ -981,7 +937,7 @@ def backward(dy, x, w, mean, rstd, dx, dw, db, plan=None):
         splits = triton.cdiv(M, plan["split"])
         sums = torch.empty(splits, 2, N, dtype=mean.dtype, device=x.device)
     if dx is not None or sums is not None:
-        launch_bands(dy, x, w, mean, rstd, dx, sums, plan)
+        launch(dy, x, w, mean, rstd, dx, sums, plan)
     if sums is not None:
         sum_rows(sums, dw, db)
 
@@ -1023,28 +979,12 @@ def layer_norm_backward(dy, x, weight, mean, rstd, eps=1e-5):
     if saved:
         backward(dy, rows, w, mean, rstd, dx, dw, db)
     else:
-        mean, rstd = launch_dx(dy, rows, w, dx, eps)
+        mean, rstd = torch.empty(2, len(rows), dtype=acc, device=x.device)
+        plan = plan_backward(*rows.shape, x.itemsize)
+        if len(rows):
+            launch(dy, rows, w, mean, rstd, dx, None, plan, eps)
         backward(dy, rows, w, mean, rstd, None, dw, db)
     return dx.reshape(x.shape), dw.reshape(shape), db.reshape(shape)
-
-
-# %%
-
-
-def launch_dx(dy, x, w, dx, eps, saved=None, plan=None):
-    """Pass two alone; saved is mean and rstd, computed here without it."""
-    M, N = x.shape
-    plan = plan or plan_backward(M, N, x.itemsize)
-    names = "ROWS", "CHUNK", "HOW", "num_warps"
-    options = {name: plan[name] for name in names}
-    acc = torch.promote_types(x.dtype, torch.float32)
-    mean, rstd = saved or torch.empty(2, M, dtype=acc, device=x.device)
-    if M:
-        _layer_norm_bwd_dx[(triton.cdiv(M, options["ROWS"]),)](
-            dy, x, w, mean, rstd, dx, M, eps, N,
-            EVEN=M % options["ROWS"] == 0, SAVED=saved is not None, **options,
-        )  # fmt: skip
-    return mean, rstd
 
 
 # %%
@@ -1171,17 +1111,7 @@ def _layer_norm_bwd_one_pass(
         for c in tl.static_range(CHUNKS):
             d, dy = xs[c].to(acc) - mean, dys[c].to(acc)
             dx = (ws[c].to(acc) * dy - (d * k1 + c2)) * rstd
-            _store(
-                dx_ptr + at,
-                dx,
-                row,
-                c,
-                left,
-                N,
-                CHUNK,
-                EVEN,
-                (c + 1) * CHUNK <= N,
-            )
+            _store(dx_ptr + at, dx, row, c, left, N, CHUNK, EVEN)
             new_dws += (dws[c] + dy * rstd * d,)
             new_dbs += (dbs[c] + dy,)
         dws, dbs = new_dws, new_dbs
@@ -1189,8 +1119,8 @@ def _layer_norm_bwd_one_pass(
     for c in tl.static_range(CHUNKS):
         dw = tl.sum(dws[c], 0, keep_dims=True)
         db = tl.sum(dbs[c], 0, keep_dims=True)
-        _store(at, dw, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N)
-        _store(at + N, db, 0, c, 1, N, CHUNK, True, (c + 1) * CHUNK <= N)
+        _store(at, dw, 0, c, 1, N, CHUNK, True)
+        _store(at + N, db, 0, c, 1, N, CHUNK, True)
 
 
 # %%
@@ -1235,7 +1165,10 @@ def one_pass(dy, x, w, mean, rstd):
 # %%
 # The steps as functions that are called alike.
 
-CK = {"ROWS": 8, "CHUNK": 128, "HOW": "reversed", "num_warps": 8}
+CK = {
+    "ROWS": 8, "CHUNK": 128, "HOW": "reversed", "RUN": 1, "UP": False,
+    "TALL": 32, "COLS": 32, "STAGES": 1, "num_warps": 8,
+}  # fmt: skip
 
 
 def step(dy, x, w, mean, rstd, name):
@@ -1245,22 +1178,19 @@ def step(dy, x, w, mean, rstd, name):
     M, N = x.shape
     dx, dw, db = (torch.empty_like(t) for t in (x, w, w))
     plan = plan_backward(M, N, x.itemsize)
+    whole = {"band": triton.next_power_of_2(max(M, plan["band"]))}
+    ck = CK | whole | {"split": M}
     if name == "one launch":
-        plan["band"] = triton.next_power_of_2(max(M, plan["band"]))
+        plan |= whole
     if name in ("one launch", "triton"):
         backward(dy, x, w, mean, rstd, dx, dw, db, plan)
         return dx, dw, db
-    if name in ("ck", "split"):
-        launch_dx(dy, x, w, dx, 0.0, (mean, rstd), CK)
+    second = plan | {"UP": False} if name == "registers" else ck
+    launch(dy, x, w, mean, rstd, dx, None, second | whole)
     if name == "ck":
         sums = torch.empty(1, 2, N, dtype=w.dtype, device=x.device)
-        _layer_norm_bwd_dwdb[(triton.cdiv(N, 32),)](
-            dy, x, mean, rstd, sums, M, M, N, TALL=32, COLS=32, STAGES=1,
-            num_warps=8,
-        )  # fmt: skip
+        launch(dy, x, w, mean, rstd, None, sums, ck)
         return dx, *sums[0]
-    if name == "registers":
-        launch_dx(dy, x, w, dx, 0.0, (mean, rstd), plan)
     backward(dy, x, w, mean, rstd, None, dw, db, plan)
     return dx, dw, db
 
@@ -1666,7 +1596,7 @@ def gains(table, names):
     if table is None:
         return
     columns = [f"{name} (GB/s)" for name in names]
-    for before, after in zip(columns, columns[1:], strict=False):
+    for before, after in itertools.pairwise(columns):
         ratio = (table[after] / table[before]).dropna()
         print(
             f"{after.removesuffix(' (GB/s)')}: times {ratio.min():.2f} to "
@@ -1745,11 +1675,11 @@ def measure_dx(M, N, dtype, provider):
         _, *saved = forward(x, w, b, 1e-5)
         dx = torch.empty_like(x)
         warps = 4 if N <= 4096 else 8 if N <= 16384 else 16
-        plan = {
-            "ROWS": 1, "CHUNK": 256 * warps, "HOW": provider,
-            "num_warps": warps,
+        plan = plan_backward(M, N, x.itemsize) | {
+            "ROWS": 1, "CHUNK": 256 * warps, "HOW": provider, "RUN": 1,
+            "band": triton.next_power_of_2(M), "num_warps": warps,
         }  # fmt: skip
-        return lambda: launch_dx(dy, x, w, dx, 0.0, saved, plan)
+        return lambda: launch(dy, x, w, *saved, dx, None, plan)
 
     copy = work(M, N, dtype, "backward", "copy")
     times = device_time(copy if provider == "copy" else prepare)
@@ -1882,34 +1812,16 @@ for name, statistics in ("wrong", noise), ("right", saved):
     print(f"{name}: largest sum of a row {dx.sum(dim=1).abs().max():.0e}")
 
 # %%
-# **The mean subtracted last.**
-# ``dw`` may be computed as :math:`\sum dy \, x \, r - \sum dy \, \mu \, r`,
-# which is algebra, and needs no subtraction for each element.
-# It is a difference of two large sums.
-
-x, w, b, dy = example(64, 48, torch.float32, ratio=10000)
-wide = x.double()
-mu = wide.mean(dim=1, keepdim=True)
-r = (wide.var(dim=1, correction=0, keepdim=True) + 1e-5) ** -0.5
-dw = (dy * (wide - mu) * r).sum(dim=0)
-mu, r = mu.float(), r.float()
-late = (dy * x * r).sum(dim=0) - (dy * mu * r).sum(dim=0)
-early = (dy * ((x - mu) * r)).sum(dim=0)
-for name, got in ("wrong", late), ("right", early):
-    print(f"{name}: relative error {error(got, dw):.0e}")
-
-# %%
 # **A split that loses rows.**
 # 10 rows in 4 splits: division that rounds down gives 2 rows to each.
 
 x, w, b, dy = example(10, 16, torch.float32)
 _, mean, rstd = forward(x, w, b, 1e-5)
 for name, rows in ("wrong", 10 // 4), ("right", triton.cdiv(10, 4)):
-    sums = torch.empty(4, 2, 16, device=DEVICE)
-    _layer_norm_bwd_dwdb[(4,)](
-        dy, x, mean, rstd, sums, 10, rows, 16, TALL=4, COLS=16, STAGES=1
-    )
-    lost = error(sums.sum(dim=0)[1], dy.sum(dim=0))
+    sums = torch.empty(triton.cdiv(10, rows), 2, 16, device=DEVICE)
+    plan = CK | {"COLS": 16, "band": 4 * rows, "split": rows}
+    launch(dy, x, w, mean, rstd, None, sums, plan)
+    lost = error(sums[:4].sum(dim=0)[1], dy.sum(dim=0))
     print(f"{name}: {4 * rows} places for 10 rows, error of db {lost:.0e}")
 
 # %%
@@ -2068,54 +1980,11 @@ def _split_solved(
 assert exercise_3(_split_solved)
 
 # %%
-# **Exercise 4: batch normalization.**
-# Turn the README's formula into what it is: the gradient of batch
-# normalization, whose statistics run over the rows.
-# The stub is the formula as printed.
-
-
-def of_columns(dy, x, w, eps):
-    M, N = x.shape
-    mean = x.mean(dim=1, keepdim=True)  # to do: which direction?
-    rstd = (x.var(dim=1, correction=0, keepdim=True) + eps) ** -0.5
-    x_hat = (x - mean) * rstd
-    dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
-    return w * rstd * (dy - (db + x_hat * dw) / N)
-
-
-def exercise_4(of_columns):
-    expected = autograd(
-        lambda x: F.batch_norm(x, None, None, w, b, True, eps=1e-5), x, dy=dy
-    )[0]
-    return check(of_columns(dy, x, w, 1e-5), expected)
-
-
-exercise_4(of_columns)
-
-# %%
-
-# Solution 4
-
-
-def of_columns_solved(dy, x, w, eps):
-    M, N = x.shape
-    mean = x.mean(dim=0)
-    rstd = (x.var(dim=0, correction=0) + eps) ** -0.5
-    x_hat = (x - mean) * rstd
-    dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
-    # Each sum has M terms, and w is a constant of its column.
-    return w * rstd * (dy - (db + x_hat * dw) / M)
-
-
-assert exercise_4(of_columns_solved)
-
-# %%
 # References
 # ----------
 #
-# * AMD, `Composable Kernel, example 53
-#   <https://github.com/ROCm/composable_kernel/tree/develop/example/53_layernorm2d_bwd>`_:
-#   the code that this page rebuilds.
+# * AMD, `Composable Kernel <https://github.com/ROCm/composable_kernel>`_,
+#   ``example/53_layernorm2d_bwd``: the code that this page rebuilds.
 # * Jimmy Lei Ba, Jamie Ryan Kiros and Geoffrey E. Hinton, `Layer Normalization
 #   <https://arxiv.org/abs/1607.06450>`_, 2016.
 # * Sergey Ioffe and Christian Szegedy, `Batch Normalization
