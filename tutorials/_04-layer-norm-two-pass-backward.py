@@ -874,7 +874,7 @@ def plan_backward(M, N, itemsize):
     rows = max(min(rows, 128, triton.next_power_of_2(max(M, 1))), 1)
     cols = min(512 // itemsize, max(triton.next_power_of_2(N), 16))
     tall = 1024 * warps // itemsize // cols
-    run = 4 if how == "registers" else 1
+    run = 4 if n <= 8192 else 1
     whole = triton.next_power_of_2(max(M, rows * run, 16))
     band = max(floor_power(BAND_BYTES // (2 * N * itemsize)), rows * run)
     band = min(band, whole)
