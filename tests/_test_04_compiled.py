@@ -42,7 +42,7 @@ def two_pass(
     options = page.plan_backward(M, N, SIZE[dtype]) | (plan or {})
     del options["band"], options["split"]
     eps = None if saved else 1e-5
-    constants = {"N": N, "EVEN": even, "SAVED": saved, "eps": eps}
+    constants = {"N": N, "EVEN": even, "SAVED": saved, "eps": eps or 0.0}
     constants |= {} if saved else {"sums_ptr": None}
     return job("_layer_norm_bwd_two_pass", dtype, constants, options, **more)
 

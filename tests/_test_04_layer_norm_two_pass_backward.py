@@ -175,7 +175,7 @@ def test_layer_norm_backward(plan, saved, weight):
 
 
 def test_layer_norm_backward_of_any_layout():
-    x, w, b, dy = page.example(6, 40, torch.float64)
+    x, w, _, dy = page.example(6, 40, torch.float64)
     x = x.reshape(2, 3, 5, 8).transpose(0, 1)
     dy = dy.reshape(8, 5, 2, 3).permute(3, 2, 1, 0)
     w = w.reshape(8, 5).T
@@ -339,14 +339,16 @@ MUTANTS = {
 
 def _suite(module, patch):
     """A few cases that together catch every mutant."""
-    forward = module.plan_forward, {"CHUNK": 32, "num_warps": 4}
-    for name, options in PLANS.items():
-        patch.setattr(module, "plan_backward", lambda *_: dict(options))
+    rule = module.plan_forward
+    for name in PLANS:
+        patch.setattr(
+            module, "plan_backward", lambda *_, name=name: dict(PLANS[name])
+        )
         sweeps = name in ("reversed", "forward")
         patch.setattr(
             module,
             "plan_forward",
-            (lambda *_: forward[1]) if sweeps else forward[0],
+            (lambda *_: {"CHUNK": 32, "num_warps": 4}) if sweeps else rule,
         )
         run(Case((19,), (50,), torch.float32), module)
     run(Case((3,), (9,), torch.float64, dy="one number"), module)

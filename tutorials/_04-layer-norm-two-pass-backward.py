@@ -29,9 +29,9 @@ It has two operations that do not depend on each other:
   and bias, each over all rows;
 * one is parallel over the rows of ``x``: it computes ``dx``.
 
-This is the oldest design there is, and the one that PyTorch's own kernels
-follow.
-Both operations read the whole of ``x`` and ``dy``.
+This is the plainest design: each operation is cut along the direction in which
+it does not sum.
+But both read the whole of ``x`` and ``dy``.
 """
 
 # %%
@@ -367,6 +367,9 @@ def _statistics(xs, eps, N: tl.constexpr, CHUNK: tl.constexpr,
         total += d * d
     rstd = 1 / tl.sqrt(tl.sum(total, 1)[:, None] / N + eps)
     return mean, rstd
+
+
+# %%
 
 
 @triton.jit
@@ -861,7 +864,7 @@ PROGRAMS = 512  # of pass one, at least
 
 def floor_power(n):
     """The largest power of two that is not above n; at least 1."""
-    return 2 ** max(int(n).bit_length() - 1, 0)
+    return triton.next_power_of_2(n // 2 + 1)
 
 
 def plan_backward(M, N, itemsize):
@@ -908,7 +911,7 @@ def launch(dy, x, w, mean, rstd, dx, sums, plan, eps=None):
     two = band // (rows * options["RUN"])
     one, two = 0 if sums is None else one, 0 if dx is None else two
     _layer_norm_bwd_two_pass[(triton.cdiv(M, band) * (one + two),)](
-        dy, x, w, mean, rstd, dx, sums, M, split, one, two, eps, N,
+        dy, x, w, mean, rstd, dx, sums, M, split, one, two, eps or 0.0, N,
         SAVED=eps is None, EVEN=M % rows == 0, **options,
     )  # fmt: skip
 
@@ -923,6 +926,9 @@ def sum_rows(sums, dw, db):
         sums, dw, db, P, N,
         ROWS=min(triton.next_power_of_2(P), 256), COLS=16, PDL=pdl, **early,
     )  # fmt: skip
+
+
+# %%
 
 
 def backward(dy, x, w, mean, rstd, dx, dw, db, plan=None):
@@ -1534,8 +1540,7 @@ SWEEP = [512 * i for i in range(2, 32)]
 
 # %%
 # The sweep of the earlier pages, backward.
-# The line "One pass" ends what would be this page's own advertising: it is
-# the design of the second page.
+# The line "One pass" is the design of the second page.
 
 table = run(speed("backward", SWEEP, lines() | ONE, mode="backward"))
 
@@ -1823,18 +1828,6 @@ for name, rows in ("wrong", 10 // 4), ("right", triton.cdiv(10, 4)):
     launch(dy, x, w, mean, rstd, None, sums, plan)
     lost = error(sums[:4].sum(dim=0)[1], dy.sum(dim=0))
     print(f"{name}: {4 * rows} places for 10 rows, error of db {lost:.0e}")
-
-# %%
-# **Sums that were never stored.**
-# The last band of a matrix may have fewer rows than a band has places.
-# Programs beyond the last row store nothing, so there must be no row of sums
-# for them: the buffer has one row for each split that begins inside the
-# matrix.
-
-M, band, split = 40, 32, 8
-places = triton.cdiv(M, band) * (band // split)
-print(f"wrong: {places} rows of sums, {places - 5} of them never written")
-print(f"right: {triton.cdiv(M, split)} rows of sums")
 
 # %%
 # Exercises
