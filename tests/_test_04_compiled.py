@@ -155,11 +155,11 @@ NARROW = {
 
 @pytest.mark.parametrize("name", NARROW)
 def test_row_offsets_have_64_bits(name):
-    """M * N may pass 2**31; the mutant has offsets of 32 bits."""
+    """M * N may pass 2**31; the mutant multiplies by N in 32 bits."""
     kernel = forward if name == "_layer_norm_fwd" else two_pass
-    jobs = [kernel(8191, replace=r) for r in ((), [NARROW[name]])]
-    narrow = [
-        len(re.findall(r"(?:mul|mad)\.lo\.s32\s.*\b8191[,;]", built.text))
-        for built in build(jobs)
-    ]
-    assert narrow[0] < narrow[1], narrow
+    jobs = [kernel(7001, replace=r) for r in ((), [NARROW[name]])]
+    wide = r"(mul|mad)\.(lo\.s64|wide\.[us]32)\s.*\b(7001|14002)[,;]"
+    right, mutant = (
+        len(re.findall(wide, built.text)) for built in build(jobs)
+    )
+    assert mutant < right, (mutant, right)

@@ -1309,7 +1309,7 @@ def units(name, M, N, itemsize):
     """Least and largest number of matrices moved."""
     if name == "one pass":
         options = plan_one_pass(N, itemsize)
-        rows_of_sums = min(132 * options["per_sm"], M)
+        rows_of_sums = min(132 * options["per_sm"], M)  # on an H200
         return 2 * [3 + 16 * rows_of_sums / (M * itemsize)]
     rows_of_sums = M / plan_backward(M, N, itemsize)["split"]
     sums = 0 if name == "ck" else 16 * rows_of_sums / (M * itemsize)
