@@ -472,7 +472,7 @@ def plan_forward(N, itemsize):
     """Options of the forward kernel; sweeps have no ROWS."""
     n = N * itemsize // 2
     if n > 24576:
-        return {"CHUNK": 16384 // itemsize, "num_warps": 16}
+        return {"CHUNK": 8192 // itemsize, "num_warps": 16}
     warps = 2 if n <= 1024 else 4 if n <= 5120 else 8
     warps = 16 if n > 14336 else warps
     chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
