@@ -38,7 +38,7 @@ class Job:
     tutorial: str
     kernel: str
     signature: dict  # name: "*fp16", "i32", "fp32"; ":16" = divisible by 16
-    constants: dict  # constexpr name: value
+    constants: dict  # constexpr name: value, "@name" for a function
     target: str = "sm_90"
     num_warps: int = 4
     num_stages: int = 3
@@ -98,7 +98,10 @@ def _build(job, modules):
         signature[name] = kind
         if divisor:
             attributes[i,] = [["tt.divisibility", int(divisor)]]
-    constants = {name: job.constants[name] for name in job.constants}
+    constants = {
+        name: _named(modules[key], value)
+        for name, value in job.constants.items()
+    }
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     target = GPUTarget(*TARGETS[job.target])
@@ -115,6 +118,13 @@ def _build(job, modules):
         text = compiled.asm["ptx"]
         registers, spills = _ptxas(text, target.arch)
     return Built(text, registers, spills, compiled.metadata.shared)
+
+
+def _named(module, value):
+    """A constant; "@name" stands for a function of the tutorial."""
+    if isinstance(value, str) and value.startswith("@"):
+        return getattr(module, value[1:])
+    return value
 
 
 def _ptxas(ptx, arch):
