@@ -44,7 +44,6 @@ reads it again.
 # %%
 # Every page of this site starts with the same lines.
 
-import importlib.util
 import os
 
 import matplotlib.pyplot as plt
@@ -331,7 +330,7 @@ def _store(
 
 
 # %%
-# The first loop is the elementwise stage.
+# The elementwise stage comes first.
 # What it leaves in registers is what the chain would have written to memory.
 #
 # * The sum is rounded to the type of ``s`` before the statistics are
@@ -339,6 +338,43 @@ def _store(
 # * An activation is never returned, so it is never rounded either.
 # * Lanes beyond the row hold 0, but :math:`f(0)` need not be 0.
 #   They are set to 0 after the activation.
+
+
+@triton.jit
+def _stage(
+    x,  # chunk c of some rows
+    r,  # that of the residual, or None
+    seed, row, c, N: tl.constexpr, CHUNK: tl.constexpr,
+    kind: tl.constexpr,  # type of s
+    acc: tl.constexpr,  # type of all arithmetic
+    ACT: tl.constexpr,  # a function that returns value and slope, or None
+    DROP: tl.constexpr,
+):  # fmt: skip
+    """What is normalized."""
+    if ACT is not None:
+        x, _ = ACT(x.to(acc))
+        if N % CHUNK != 0:
+            x = tl.where(_column(c, CHUNK) < N, x, 0)
+    if r is not None:
+        x = _dropout(x.to(acc), seed, row, c, DROP) + r.to(acc)
+        x = x.to(kind)
+    return x
+
+
+@triton.jit
+def _column(c, CHUNK: tl.constexpr):
+    return tl.arange(0, CHUNK)[None, :] + c * CHUNK
+
+
+@triton.jit
+def _value_of(seed, DROP: tl.constexpr):
+    if DROP > 0 and seed.dtype.is_ptr():
+        seed = tl.load(seed)
+    return seed
+
+
+# %%
+# ``x`` and ``residual`` are read once, ``s`` and ``y`` are written once.
 
 
 @triton.jit
@@ -352,27 +388,24 @@ def _fused_layer_norm_fwd(
     seed,  # an integer, or a pointer to one; None without dropout
     M, eps: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,  # the tile
-    ACT: tl.constexpr,  # a function that returns value and slope, or None
-    DROP: tl.constexpr,
+    ACT: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     acc: tl.constexpr = mean_ptr.dtype.element_ty
+    kind: tl.constexpr = y_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    first = tl.cast(tl.program_id(0), tl.int64) * ROWS  # may pass 2**31 / N
+    first = tl.cast(tl.program_id(0), tl.int64) * ROWS  # M * N may pass 2**31
     left = M - tl.program_id(0) * ROWS
     row = tl.arange(0, ROWS)[:, None]
+    number = row + tl.program_id(0) * ROWS
     seed = _value_of(seed, DROP)
     held = ()
     for c in tl.static_range(CHUNKS):
-        a = _load(x_ptr + first * N, row, c, left, N, CHUNK, EVEN)
-        if ACT is not None:
-            a, _ = ACT(a.to(acc))
-            if (c + 1) * CHUNK > N:
-                a = tl.where(_column(c, CHUNK) < N, a, 0)
+        x = _load(x_ptr + first * N, row, c, left, N, CHUNK, EVEN)
+        r = None
         if r_ptr is not None:
             r = _load(r_ptr + first * N, row, c, left, N, CHUNK, EVEN)
-            number = tl.program_id(0) * ROWS + row
-            a = _dropout(a.to(acc), seed, number, c, DROP) + r.to(acc)
-            a = a.to(s_ptr.dtype.element_ty)
+        a = _stage(x, r, seed, number, c, N, CHUNK, kind, acc, ACT, DROP)
+        if s_ptr is not None:
             _store(s_ptr + first * N, a, row, c, left, N, CHUNK, EVEN)
         held += (a,)
     mean, rstd = _statistics(held, eps, N, acc)
@@ -386,18 +419,6 @@ def _fused_layer_norm_fwd(
 # %%
 # The rest is as on the earlier pages: mean first, variance second, ``w`` and
 # ``b`` loaded last.
-
-
-@triton.jit
-def _column(c, CHUNK: tl.constexpr):
-    return tl.arange(0, CHUNK)[None, :] + c * CHUNK
-
-
-@triton.jit
-def _value_of(seed, DROP: tl.constexpr):
-    if DROP > 0 and seed.dtype.is_ptr():
-        seed = tl.load(seed)
-    return seed
 
 
 @triton.jit
@@ -479,27 +500,25 @@ def _fused_layer_norm_fwd_sweeps(
     ACT: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     acc: tl.constexpr = mean_ptr.dtype.element_ty
+    kind: tl.constexpr = y_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
     number = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
     first = tl.cast(tl.program_id(0), tl.int64) * N
     seed = _value_of(seed, DROP)
     mean = tl.zeros([1, CHUNK], acc)
     m2 = tl.zeros([1, CHUNK], acc)
-    count = tl.zeros([1, CHUNK], acc)
+    n = tl.zeros([1, CHUNK], acc)  # elements so far
     for c in tl.range(0, CHUNKS, num_stages=1):
         col = _column(c, CHUNK)
-        mask = col < N
-        a = tl.load(x_ptr + first + col, mask=mask, other=0).to(acc)
-        if ACT is not None:
-            a, _ = ACT(a)
+        x = tl.load(x_ptr + first + col, mask=col < N, other=0)
+        r = None
         if r_ptr is not None:
-            r = tl.load(r_ptr + first + col, mask=mask, other=0)
-            a = _dropout(a, seed, number, c, DROP) + r.to(acc)
-            s = a.to(s_ptr.dtype.element_ty)
-            tl.store(s_ptr + first + col, s, mask=mask)
-            a = s.to(acc)
-        mean, m2, count = _welford_step(a, mask, c, mean, m2, count)
-    mean, m2, _ = tl.reduce((mean, m2, count), 1, _merge)
+            r = tl.load(r_ptr + first + col, mask=col < N, other=0)
+        a = _stage(x, r, seed, number, c, N, CHUNK, kind, acc, ACT, DROP)
+        if s_ptr is not None:
+            tl.store(s_ptr + first + col, a, mask=col < N)
+        mean, m2, n = _welford_step(a.to(acc), col < N, c, mean, m2, n)
+    mean, m2, _ = tl.reduce((mean, m2, n), 1, _merge)
     rstd = 1 / tl.sqrt(m2 / N + eps)
     row = tl.program_id(0) + tl.arange(0, 1)
     tl.store(mean_ptr + row, mean)
@@ -508,12 +527,9 @@ def _fused_layer_norm_fwd_sweeps(
     for i in tl.range(0, CHUNKS, num_stages=1):
         c = CHUNKS - 1 - i
         col = _column(c, CHUNK)
-        if r_ptr is not None:
-            a = tl.load(s_ptr + first + col, mask=col < N, other=0).to(acc)
-        else:
-            a = tl.load(x_ptr + first + col, mask=col < N, other=0).to(acc)
-        if ACT is not None:
-            a, _ = ACT(a)
+        again = x_ptr if s_ptr is None else s_ptr
+        x = tl.load(again + first + col, mask=col < N, other=0).to(acc)
+        a = _stage(x, None, seed, number, c, N, CHUNK, kind, acc, ACT, DROP)
         x_hat = (a - mean[:, None]) * rstd[:, None]
         y = _affine(x_hat, w_ptr, b_ptr, c, N)
         tl.store(y_ptr + first + col, y, mask=col < N)
@@ -607,7 +623,7 @@ for p in 0.1, 0.5:
 # ----------------------
 #
 # The first page derives the gradient of the norm.
-# What is new stands around it: ``s`` has two readers, and three things happened
+# What is new stands around it: ``s`` has two readers, and something happens
 # before the norm.
 # We derive it once more in float64, and autograd checks each step.
 
@@ -796,6 +812,26 @@ def _second_half(
 
 
 # %%
+# The gradient of ``s`` and that of ``x`` differ by the mask.
+
+
+@triton.jit
+def _store_gradients(
+    g, dr_ptr, dx_ptr, seed, tile, row, c, M,
+    N: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    DROP: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = row.shape[0]
+    at = tl.cast(tile, tl.int64) * ROWS * N
+    left = M - tile * ROWS
+    if dr_ptr is not None:
+        _store(dr_ptr + at, g, row, c, left, N, CHUNK, EVEN)
+    if dx_ptr is not None:
+        g = _dropout(g, seed, row + tile * ROWS, c, DROP)
+        _store(dx_ptr + at, g, row, c, left, N, CHUNK, EVEN)
+
+
+# %%
 # And the kernel.
 
 
@@ -856,11 +892,10 @@ def _one_tile(
 ):  # fmt: skip
     acc: tl.constexpr = mean_ptr.dtype.element_ty
     ROWS: tl.constexpr = row.shape[0]
-    first = tl.cast(tile, tl.int64) * ROWS
-    left = M - tile * ROWS
+    first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS
     mean = _load(mean_ptr + first, row, 0, left, 1, 1, EVEN)
     rstd = _load(rstd_ptr + first, row, 0, left, 1, 1, EVEN)
-    xs, dys, new_dws, new_dbs = (), (), (), ()
+    held, new_dws, new_dbs = (), (), ()
     sum1 = tl.zeros([ROWS, CHUNK], acc)
     sum2 = tl.zeros([ROWS, CHUNK], acc)
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
@@ -870,25 +905,23 @@ def _one_tile(
         one, two, dw, db = _first_half(x, dy, w, mean, rstd, ACT)
         sum1 += one
         sum2 += two
-        xs += (x,)
-        dys += (dy,)
+        held += (x, dy)
         new_dws += (dws[c] + dw,)
         new_dbs += (dbs[c] + db,)
     sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
     sum1, sum2 = sum1[:, None], sum2[:, None]
-    zero = (sum1 != sum1).to(tl.int32)
+    zero = sum1 != sum1
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        x, dy = _forget(xs[c], zero, PTX), _forget(dys[c], zero, PTX)
+        x = _forget(held[2 * c], zero, PTX)
+        dy = _forget(held[2 * c + 1], zero, PTX)
         w = _forget(_unpack(ws[c], kind, PTX), zero, PTX)
         g = _second_half(x, dy, w, mean, rstd, sum1, sum2, N, ACT)
         if ds_ptr is not None:
             ds = _load(ds_ptr + first * N, row, c, left, N, CHUNK, EVEN)
             g += ds.to(acc)
-        if dr_ptr is not None:
-            _store(dr_ptr + first * N, g, row, c, left, N, CHUNK, EVEN)
-        if dx_ptr is not None:
-            g = _dropout(g, seed, row + tile * ROWS, c, DROP)
-            _store(dx_ptr + first * N, g, row, c, left, N, CHUNK, EVEN)
+        _store_gradients(
+            g, dr_ptr, dx_ptr, seed, tile, row, c, M, N, CHUNK, EVEN, DROP
+        )
     return new_dws, new_dbs
 
 
@@ -927,6 +960,27 @@ def _fused_layer_norm_bwd_sums(
     tl.store(at + 1, sum2)
 
 
+@triton.jit
+def _store_slice(
+    ptr, dw, db, col, group, N: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if ptr is not None:
+        at = ptr + tl.cast(group, tl.int64) * 2 * N + col
+        tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=col < N)
+        tl.store(at + N, tl.sum(db, 0, keep_dims=True), mask=col < N)
+
+
+@triton.jit
+def _of_rows(mean_ptr, rstd_ptr, sums_ptr, row, left):
+    mean = tl.load(mean_ptr + row, mask=row < left, other=0)
+    rstd = tl.load(rstd_ptr + row, mask=row < left, other=0)
+    sum1 = tl.load(sums_ptr + 2 * row, mask=row < left, other=0)
+    sum2 = tl.load(sums_ptr + 2 * row + 1, mask=row < left, other=0)
+    return mean, rstd, sum1, sum2
+
+
 # %%
 
 
@@ -939,30 +993,27 @@ def _fused_layer_norm_bwd_slices(
 ):  # fmt: skip
     acc: tl.constexpr = mean_ptr.dtype.element_ty
     seed = _value_of(seed, DROP)
-    c = tl.program_id(0)
+    c, group = tl.program_id(0), tl.program_id(1)
     col = _column(c, CHUNK)
     w = tl.load(w_ptr + col, mask=col < N, other=0)
-    dw = tl.zeros([1, CHUNK], acc)
-    db = tl.zeros([1, CHUNK], acc)
+    row = tl.arange(0, ROWS)[:, None]
+    dw = tl.zeros([ROWS, CHUNK], acc)
+    db = tl.zeros([ROWS, CHUNK], acc)
     for tile in tl.range(
-        tl.program_id(1), tl.cdiv(M, ROWS), tl.num_programs(1),
-        num_stages=STAGES,
-    ):  # fmt: skip
+        group, tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=STAGES
+    ):
         first = tl.cast(tile, tl.int64) * ROWS
-        row = tl.arange(0, ROWS)[:, None]
         left = M - tile * ROWS
-        mask = (row < left) & (col < N)
-        mean = tl.load(mean_ptr + first + row, mask=row < left, other=0)
-        rstd = tl.load(rstd_ptr + first + row, mask=row < left, other=0)
-        at = sums_ptr + 2 * (first + row)
-        sum1 = tl.load(at, mask=row < left, other=0)
-        sum2 = tl.load(at + 1, mask=row < left, other=0)
+        mean, rstd, sum1, sum2 = _of_rows(
+            mean_ptr + first, rstd_ptr + first, sums_ptr + 2 * first, row, left
+        )
         at = first * N + row * N + col
+        mask = (row < left) & (col < N)
         x = tl.load(x_ptr + at, mask=mask, other=0)
         dy = tl.load(dy_ptr + at, mask=mask, other=0)
         _, _, more_dw, more_db = _first_half(x, dy, w, mean, rstd, ACT)
-        dw += tl.sum(more_dw, 0, keep_dims=True)
-        db += tl.sum(more_db, 0, keep_dims=True)
+        dw += more_dw
+        db += more_db
         g = _second_half(x, dy, w, mean, rstd, sum1, sum2, N, ACT)
         if ds_ptr is not None:
             g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)
@@ -971,12 +1022,7 @@ def _fused_layer_norm_bwd_slices(
         if dx_ptr is not None:
             g = _dropout(g, seed, row + tile * ROWS, c, DROP)
             tl.store(dx_ptr + at, g, mask=mask)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if partial_ptr is not None:
-        at = partial_ptr + tl.cast(tl.program_id(1), tl.int64) * 2 * N + col
-        tl.store(at, dw, mask=col < N)
-        tl.store(at + N, db, mask=col < N)
+    _store_slice(partial_ptr, dw, db, col, group, N, PDL)
 
 
 # %%
@@ -1024,13 +1070,13 @@ if ON_GPU:
 
 
 def plan_backward(N, itemsize, matrices=3, widest=16384):
-    """Options of the kernel for rows of N elements; slices have a SLICE."""
+    """Options of the kernel for rows of N elements; wide ones have SLICES."""
     n = N * itemsize // 2
     if n > widest:
         chunk = 4096 // itemsize
         room = matrices * 2 * chunk * itemsize
         return {
-            "ROWS": 2, "CHUNK": chunk, "SLICE": True, "num_warps": 8,
+            "ROWS": 2, "CHUNK": chunk, "SLICES": True, "num_warps": 8,
             "STAGES": 1 + min((SHARED // 2 - 4096) // room, 3), "per_sm": 2,
         }  # fmt: skip
     rows, warps = 1, 4 if n <= 4096 else 8
@@ -1049,6 +1095,45 @@ def plan_backward(N, itemsize, matrices=3, widest=16384):
 # %%
 
 
+def launch_backward(
+    dy, ds, x, w, mean, rstd, dr, dx, dw, db, activation, p, seed, plan
+):  # fmt: skip
+    M, N = x.shape
+    w = x.new_ones(N) if w is None else w
+    plan = dict(plan or default_plan(N, x, w, ds, activation, p))
+    wide, per_sm = plan.pop("SLICES", False), plan.pop("per_sm")
+    slices = triton.cdiv(N, plan["CHUNK"]) if wide else 1
+    tiles = triton.cdiv(M, plan["ROWS"])
+    programs = min(max(NUM_SMS * per_sm // slices, 1), tiles)
+    partial = None
+    if dw is not None or db is not None:
+        partial = torch.empty(
+            programs, 2, N, dtype=mean.dtype, device=x.device
+        )
+    stage = {"ACT": activation and ACTIVATIONS[activation]}
+    stage |= {"DROP": round(p * 2**32), "PDL": PDL and partial is not None}
+    given = dy, ds, x, w, mean, rstd, dr, dx, partial
+    rest = seed if p > 0 else None, M, N
+    if wide:
+        sums = torch.empty(M, 2, dtype=mean.dtype, device=x.device)
+        _fused_layer_norm_bwd_sums[(M,)](
+            *given[:1], *given[2:6], sums, N, 4096, stage["ACT"], num_warps=8
+        )
+        _fused_layer_norm_bwd_slices[(slices, programs)](
+            *given, sums, *rest, **stage, **plan
+        )
+    else:
+        even = M % plan["ROWS"] == 0
+        _fused_layer_norm_bwd[(programs,)](
+            *given, *rest, EVEN=even, PTX=CUDA, **stage, **plan
+        )
+    if partial is not None:
+        sum_rows(partial, dw, db)
+
+
+# %%
+
+
 def backward(
     dy, ds, x, w, mean, rstd, wanted, types, activation=None, p=0.0,
     seed=None, plan=None,
@@ -1058,50 +1143,19 @@ def backward(
     x is what was normalized, or the input of the activation. Where s and x
     have the same gradient, ask for one of them only.
     """
-    M, N = x.shape
-    dr = torch.empty_like(x, dtype=types[0]) if wanted[0] else None
-    dx = torch.empty_like(x, dtype=types[1]) if wanted[1] else None
-    new = {"device": x.device}
-    dw = torch.empty(N, dtype=types[2], **new) if wanted[2] else None
-    db = torch.empty(N, dtype=types[3], **new) if wanted[3] else None
-    if M == 0:  # the sum of no rows
-        for sums in dw, db:
+    shapes = x.shape, x.shape, x.shape[1:], x.shape[1:]
+    found = [
+        torch.empty(n, dtype=dtype, device=x.device) if want else None
+        for n, dtype, want in zip(shapes, types, wanted, strict=True)
+    ]
+    if len(x):
+        given = dy, ds, x, w, mean, rstd, *found
+        launch_backward(*given, activation, p, seed, plan)
+    else:  # the sum of no rows
+        for sums in found[2:]:
             if sums is not None:
                 sums.zero_()
-        return [t for t in (dr, dx, dw, db) if t is not None]
-    w = x.new_ones(N) if w is None else w
-    plan = dict(plan or default_plan(N, x, w, ds, activation, p))
-    per_sm, slices = plan.pop("per_sm"), 1
-    tiles = triton.cdiv(M, plan["ROWS"])
-    if plan.pop("SLICE", False):
-        slices = triton.cdiv(N, plan["CHUNK"])
-    programs = min(max(NUM_SMS * per_sm // slices, 1), tiles)
-    partial = None
-    if dw is not None or db is not None:
-        partial = torch.empty(programs, 2, N, dtype=mean.dtype, **new)
-    stage = {
-        "ACT": activation and ACTIVATIONS[activation],
-        "DROP": round(p * 2**32),
-    }
-    early = {"PDL": PDL and partial is not None}
-    given = dy, ds, x, w, mean, rstd, dr, dx, partial
-    seed = seed if p > 0 else None
-    if slices > 1:
-        sums = torch.empty(M, 2, dtype=mean.dtype, **new)
-        _fused_layer_norm_bwd_sums[(M,)](
-            dy, x, w, mean, rstd, sums, N, 4096, stage["ACT"], num_warps=8
-        )
-        _fused_layer_norm_bwd_slices[(slices, programs)](
-            *given, sums, seed, M, N, **stage, **early, **plan
-        )
-    else:
-        even = M % plan["ROWS"] == 0
-        _fused_layer_norm_bwd[(programs,)](
-            *given, seed, M, N, EVEN=even, PTX=CUDA, **stage, **early, **plan
-        )
-    if partial is not None:
-        sum_rows(partial, dw, db)
-    return [t for t in (dr, dx, dw, db) if t is not None]
+    return [t for t in found if t is not None]
 
 
 # %%
@@ -1192,6 +1246,9 @@ def call(operator, function, *given):
     return operator(*rest, seed)
 
 
+# %%
+
+
 class FusedLayerNorm(torch.autograd.Function):
     """Two results with a residual, one without."""
 
@@ -1221,32 +1278,39 @@ class FusedLayerNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, ds=None):
-        x, w, mean, rstd, tensor = ctx.saved_tensors
-        shape, activation, p, seed = ctx.rest
-        full = ds.shape if dy is None else dy.shape
-        dy, ds = (
-            None if t is None else t.reshape(x.shape).contiguous()
-            for t in (dy, ds)
-        )
-        dy = torch.zeros_like(x) if dy is None else dy
-        for_x, for_r, *for_wb = ctx.needs_input_grad[:4]
-        type_x, type_r, *types = ctx.types
-        one = ctx.two and p == 0 and type_x == type_r  # x and residual agree
-        wanted = [for_r, for_x and not one, *for_wb]
-        if one:
-            wanted[0] = for_x or for_r
-        found = iter(
-            call(
-                BACKWARD, backward, dy, ds, x, w, mean, rstd, wanted,
-                [type_r, type_x, *types], activation, p,
-                seed if tensor is None else tensor,
-            )
-        )  # fmt: skip
-        dr, dx, dw, db = (next(found) if want else None for want in wanted)
-        dr, dx = (None if t is None else t.reshape(full) for t in (dr, dx))
-        dw, db = (None if t is None else t.reshape(shape) for t in (dw, db))
-        dx = dr if one and for_x else dx
-        return dx, dr if for_r else None, dw, db, *[None] * 5
+        return *_gradients(ctx, dy, ds), None, None, None, None, None
+
+
+# %%
+# Without dropout ``x`` and ``residual`` share one gradient, and one tensor.
+
+
+def _gradients(ctx, dy, ds):
+    """dx, dresidual, dw, db; dy or ds is None where nobody used y or s."""
+    x, w, mean, rstd, tensor = ctx.saved_tensors
+    shape, activation, p, seed = ctx.rest
+    full = ds.shape if dy is None else dy.shape
+    dy, ds = (
+        None if t is None else t.reshape(x.shape).contiguous()
+        for t in (dy, ds)
+    )
+    dy = torch.zeros_like(x) if dy is None else dy
+    for_x, for_r, *for_wb = ctx.needs_input_grad[:4]
+    type_x, type_r, *types = ctx.types
+    one = ctx.two and p == 0 and type_x == type_r
+    wanted = [for_r or (one and for_x), for_x and not one, *for_wb]
+    found = call(
+        BACKWARD, backward, dy, ds, x, w, mean, rstd, wanted,
+        [type_r, type_x, *types], activation, p,
+        seed if tensor is None else tensor,
+    )  # fmt: skip
+    found = iter(found)
+    dr, dx, dw, db = (next(found) if want else None for want in wanted)
+    dr, dx = (None if t is None else t.reshape(full) for t in (dr, dx))
+    dw, db = (None if t is None else t.reshape(shape) for t in (dw, db))
+    if one and for_x:
+        dx = dr
+    return dx, dr if for_r else None, dw, db
 
 
 # %%
@@ -1264,7 +1328,7 @@ def add_layer_norm(
 
     The same seed drops the same elements: give each call its own seed.
     """
-    shape = _check(x, normalized_shape, weight, bias, eps, residual)
+    shape = _check(x, normalized_shape, weight, bias, eps, residual=residual)
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p}, but must be in [0, 1]")
     _check_seed(seed, x)
@@ -1296,12 +1360,11 @@ def activation_layer_norm(
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check(x, normalized_shape, weight, bias, eps, *residual):
+def _check(x, normalized_shape, weight, bias, eps, **more):
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     shape = torch.Size(normalized_shape)
-    given = {"x": x, "weight": weight, "bias": bias}
-    given |= {"residual": r for r in residual}
+    given = {"x": x, "weight": weight, "bias": bias} | more
     for name, tensor in given.items():
         if name in ("weight", "bias") and tensor is None:
             continue
@@ -1319,14 +1382,17 @@ def _check(x, normalized_shape, weight, bias, eps, *residual):
             raise ValueError(f"{name} does not have shape {tuple(shape)}")
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         raise ValueError(f"x is on {x.device}: make it the current device")
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, but must not be negative")
     if shape.numel() == 0 or x.shape[-len(shape) :] != shape:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, which does not end in "
             f"normalized_shape {tuple(shape)}"
         )
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}, but must not be negative")
     return shape
+
+
+# %%
 
 
 def _check_seed(seed, x):
@@ -1404,8 +1470,8 @@ for dtype in torch.float16, torch.bfloat16, torch.float32:
             assert f is theirs or max(found) <= tolerance(dtype)
 
 # %%
-# The tolerance of the first page is half a unit of the type, which one rounding
-# of the result costs.
+# The tolerance of the first page is half a unit of the type, which is what one
+# rounding costs.
 # Here it is twice that: ``y`` is the norm of a sum that was rounded itself.
 
 # %%
@@ -1467,6 +1533,9 @@ def move(read, written, block=2048, warps=4):
     _move[(triton.cdiv(size, block),)](
         *given, size, BLOCK=block, num_warps=warps
     )
+
+
+# %%
 
 
 class NoGPU(Exception):
@@ -1589,6 +1658,8 @@ def work(M, N, dtype, mode, what, provider):
 
     return prepare
 
+
+# %%
 
 UNITS = {"add": {"forward": 4, "backward": 4}}
 UNITS["silu"] = {"forward": 2, "backward": 3}
