@@ -207,11 +207,14 @@ def check_add(module, tensors, p=0.0, seed=0):
     kept = module.kept(*x.shape, p, seed) if p else torch.ones_like(x)
     kept = kept.double()
     exact = x.double() * kept / (1 - p) + residual.double()
-    # One rounding to 16 bits, or three of the arithmetic.
-    unit = torch.finfo(wide).eps / 2 * (1 if wide.itemsize == 2 else 3)
+    # One rounding to the type of s, after those of the arithmetic.
+    unit = torch.finfo(wide).eps / 2
     if wide == torch.bfloat16 and not page.ON_GPU:
         unit *= 2  # the interpreter cuts
-    assert ((s.double() - exact).abs() <= 1.01 * unit * exact.abs()).all()
+    fine = torch.finfo(torch.promote_types(wide, torch.float32)).eps
+    size = x.double().abs() / (1 - p) + residual.double().abs()
+    bound = unit * exact.abs() + 2 * fine * size
+    assert ((s.double() - exact).abs() <= bound).all()
     case = Case(x.shape[:-1], x.shape[-1:], wide)
     expected, cancels = cases.exact(case, s, w, b, dy)
     value, size = expected["dx"]
@@ -335,7 +338,8 @@ def test_keep_rate(p):
         assert abs(both - (1 - p) ** 2) < 5 * sigma
     for dim, size in (0, 32), (1, 2048):
         spread = (p * (1 - p) / size) ** 0.5
-        assert (kept.mean(dim) - (1 - p)).abs().max() < 6 * spread
+        largest = (kept.mean(dim) - (1 - p)).abs().max()
+        assert largest < 6 * spread + 4 / size
 
 
 def test_the_mask_depends_on_seed_row_and_column_only():
@@ -675,7 +679,7 @@ def _wide_suite(module):
         force(patch, module, "wide")
         patch.setattr(module, "NUM_SMS", 8)
         check_add(module, given(7, 43, torch.float32), 0.5)
-        check_add(module, given(1, 4200, torch.float32), 0.0)
+        check_add(module, given(1, 70, torch.float32), 0.0)
 
 
 def test_wide_suite_passes():

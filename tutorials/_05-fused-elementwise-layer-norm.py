@@ -1117,8 +1117,8 @@ def launch_backward(
     if wide:
         sums = torch.empty(M, 2, dtype=mean.dtype, device=x.device)
         _fused_layer_norm_bwd_sums[(M,)](
-            dy, x, w, mean, rstd, sums, N,
-            min(triton.next_power_of_2(N), 4096), stage["ACT"], num_warps=8,
+            dy, x, w, mean, rstd, sums, N, plan["CHUNK"], stage["ACT"],
+            num_warps=8,
         )  # fmt: skip
         _fused_layer_norm_bwd_slices[(slices, programs)](
             *given, sums, *rest, **stage, **plan
