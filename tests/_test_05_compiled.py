@@ -64,8 +64,6 @@ def job(
     constants = {"N": N, "eps": 1e-5, "EVEN": even, "ACT": act, "DROP": drop}
     constants |= {"PDL": target in ("sm_90", "sm_100")}
     constants |= {"PTX": target.startswith("sm")} | plan
-    if not drop:
-        constants["seed"] = None
     if what != "add" and what != "dropout":
         constants |= dict.fromkeys(("r_ptr", "s_ptr", "ds_ptr", "dr_ptr"))
     elif not drop:

@@ -375,9 +375,11 @@ def _value_of(seed, DROP: tl.constexpr):
 
 # %%
 # ``x`` and ``residual`` are read once, ``s`` and ``y`` are written once.
+# ``do_not_specialize``: for an integer that is 1, or a multiple of 16, Triton
+# would compile another kernel, and a seed is another number in each call.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _fused_layer_norm_fwd(
     x_ptr,  # (M, N), contiguous, as all matrices here
     r_ptr,  # the residual, or None
@@ -385,7 +387,7 @@ def _fused_layer_norm_fwd(
     y_ptr,
     s_ptr,  # dropout(x) + residual, or None
     mean_ptr, rstd_ptr,  # (M,)
-    seed,  # an integer, or a pointer to one; None without dropout
+    seed,  # an integer, or a pointer to one
     M, eps: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,  # the tile
     ACT: tl.constexpr, DROP: tl.constexpr,
@@ -493,7 +495,7 @@ def _welford_step(a, mask, c, mean, m2, count):
 # so a barrier stands between the two.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _fused_layer_norm_fwd_sweeps(
     x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, seed,
     eps: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
@@ -561,7 +563,7 @@ def forward(x, r, w, b, eps, activation=None, p=0.0, seed=None, plan=None):
     acc = torch.promote_types(y.dtype, torch.float32)
     mean = torch.empty(M, dtype=acc, device=x.device)
     rstd = torch.empty_like(mean)
-    given = x, r, w, b, y, s, mean, rstd, seed if p > 0 else None
+    given = x, r, w, b, y, s, mean, rstd, seed if p > 0 else 0
     stage = {
         "ACT": activation and ACTIVATIONS[activation],
         "DROP": round(p * 2**32),
@@ -835,7 +837,7 @@ def _store_gradients(
 # And the kernel.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _fused_layer_norm_bwd(
     dy_ptr, ds_ptr,  # ds may be None: nobody used s
     x_ptr,  # s, or the x of an activation
@@ -984,7 +986,7 @@ def _of_rows(mean_ptr, rstd_ptr, sums_ptr, row, left):
 # %%
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _fused_layer_norm_bwd_slices(
     dy_ptr, ds_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr,
     partial_ptr, sums_ptr, seed, M, N: tl.constexpr,
@@ -1113,7 +1115,7 @@ def launch_backward(
     stage = {"ACT": activation and ACTIVATIONS[activation]}
     stage |= {"DROP": round(p * 2**32), "PDL": PDL and partial is not None}
     given = dy, ds, x, w, mean, rstd, dr, dx, partial
-    rest = seed if p > 0 else None, M, N
+    rest = seed if p > 0 else 0, M, N
     if wide:
         sums = torch.empty(M, 2, dtype=mean.dtype, device=x.device)
         _fused_layer_norm_bwd_sums[(M,)](
