@@ -713,14 +713,14 @@ for name, f in TORCH.items():
 #
 # The kernel is the last rung of the second page: persistent programs, loads
 # that run ahead, sums in registers, one row of partial sums for each program.
-# It has one more matrix to read, and that changes two things.
+# It has one more matrix to read, ``ds``, and two things are new.
 #
 # * ``mean`` and ``rstd`` are known, so ``dw`` and ``db`` are updated in the
 #   first half, before the sums of the row are there.
 # * ``ds`` is needed in the second half only, and is taken from shared memory
 #   only there.
 #
-# In between a row has to be kept: ``x``, ``dy`` and ``w``.
+# From the first half to the second a program keeps ``x``, ``dy`` and ``w``.
 # Here registers decide how wide a row may be.
 # In 16 bits two numbers share a register, but the compiler does not leave it
 # at that: it sees that both halves need them in float32, converts them once,
@@ -730,7 +730,8 @@ for name, f in TORCH.items():
 # So we make it forget.
 # ``_forget`` returns ``x`` combined by exclusive or with a 0 of which the
 # compiler does not know that it is 0.
-# It costs one instruction for two numbers, and a row of 16384 columns fits.
+# It costs one instruction for two numbers, and rows of up to 16384 columns fit,
+# but for a handful of registers in the widest of them.
 # The instruction is written in the assembly language of NVIDIA GPUs, because
 # only there we can say that one register holds two numbers.
 # Other devices, and the interpreter, do without.
@@ -1613,6 +1614,7 @@ def claims(table):
 # only for RMS norm.
 # So the others are PyTorch, which runs the chain, and ``torch.compile``, which
 # fuses what it can.
+# Both get the chain without dropout.
 
 NAMES = {"triton": "Triton", "torch": "PyTorch"}
 NAMES |= {"torch.compile": "torch.compile", "copy": "Copy"}
