@@ -730,8 +730,8 @@ for name, f in TORCH.items():
 # So we make it forget.
 # ``_forget`` returns ``x`` combined by exclusive or with a 0 of which the
 # compiler does not know that it is 0.
-# It costs one instruction for two numbers, and rows of up to 16384 columns fit,
-# but for a handful of registers in the widest of them.
+# It costs one instruction for two numbers.
+# Rows of up to 16384 columns fit, but for a few registers in the widest.
 # The instruction is written in the assembly language of NVIDIA GPUs, because
 # only there we can say that one register holds two numbers.
 # Other devices, and the interpreter, do without.
@@ -961,6 +961,10 @@ def _fused_layer_norm_bwd_sums(
     at = sums_ptr + 2 * row + tl.arange(0, 1)
     tl.store(at, sum1)
     tl.store(at + 1, sum2)
+
+
+# %%
+# Two helpers of the second kernel.
 
 
 @triton.jit
