@@ -78,7 +78,7 @@ class Job:
     tutorial: str
     kernel: str
     signature: dict  # name: "*fp16", "i32", "fp32"; ":16" = divisible by 16
-    constants: dict  # constexpr name: value
+    constants: dict  # constexpr name: value, "@name" for a function
     target: str = "sm_90"
     num_warps: int = 4
     num_stages: int = 3
@@ -239,7 +239,10 @@ def _built(job, modules):
         signature[name] = kind
         if divisor:
             attributes[i,] = [["tt.divisibility", int(divisor)]]
-    constants = {name: job.constants[name] for name in job.constants}
+    module = _module(job, modules)
+    constants = {
+        name: _named(module, value) for name, value in job.constants.items()
+    }
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     target = GPUTarget(*TARGETS[job.target])
@@ -247,6 +250,13 @@ def _built(job, modules):
         options["maxnreg"] = job.maxnreg
     compiled = triton.compile(source, target=target, options=options)
     return _measured(compiled, kernel, job.target)
+
+
+def _named(module, value):
+    """A constant; "@name" stands for a function of the tutorial."""
+    if isinstance(value, str) and value.startswith("@"):
+        return getattr(module, value[1:])
+    return value
 
 
 def _measured(compiled, kernel, target, grid=()):

@@ -1,0 +1,256 @@
+"""Page 05 compiled for GPUs that this machine does not need to have."""
+
+import re
+
+import pytest
+import torch
+
+from aot import TARGETS, Job, build
+from tutorial import load
+
+NAME = "_05-fused-elementwise-layer-norm"
+page = load(NAME)
+SWEEP = [512 * i for i in range(2, 32)]
+TYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+MATRICES = ("dy", "ds", "x", "r", "y", "s", "dr", "dx", "w", "b")
+
+
+@pytest.fixture(autouse=True)
+def one_h200(monkeypatch):
+    """The rule as on a GPU with 132 multiprocessors."""
+    monkeypatch.setattr(page, "NUM_SMS", 132)
+    monkeypatch.setattr(page, "SHARED", 232448)
+    monkeypatch.setattr(page, "CUDA", True)
+
+
+def job(
+    mode, N, dtype="fp16", weight=None, what="add", ds=True, even=True,
+    plan=None, **more,
+):  # fmt: skip
+    """The kernel that the rule selects for a width, as it is launched."""
+    act = None if what in ("add", "dropout", "plain") else f"@_{what}"
+    acc = "fp64" if dtype == "fp64" else "fp32"
+    size = TYPES[dtype].itemsize
+    drop = 2**30 if what == "dropout" else 0
+    types = dict.fromkeys(MATRICES, dtype)
+    types |= dict.fromkeys(("mean", "rstd", "partial", "sums"), acc)
+    types["w"] = types["b"] = weight or dtype
+    signature = {f"{k}_ptr": f"*{v}:16" for k, v in types.items()}
+    signature |= {"M": "i32", "seed": "i64"}
+    if plan is None and mode == "forward":
+        plan = page.plan_forward(N, size)
+    if plan is None:
+        x = torch.empty(0, dtype=TYPES[dtype])
+        w = torch.empty(0, dtype=TYPES[weight or dtype])
+        p = 0.25 if drop else 0.0
+        plan = page.default_plan(
+            N, x, w, x if ds and act is None else None,
+            act and act.removeprefix("@_"), p,
+        )  # fmt: skip
+    plan = dict(plan)
+    plan.pop("per_sm", None)
+    warps, wide = plan.pop("num_warps"), plan.pop("SLICES", False)
+    kernel = {
+        "forward": "_fused_layer_norm_fwd"
+        + ("" if "ROWS" in plan else "_sweeps"),
+        "backward": "_fused_layer_norm_bwd" + ("_slices" if wide else ""),
+    }[mode]
+    target = more.get("target", "sm_90")
+    constants = {"N": N, "eps": 1e-5, "EVEN": even, "ACT": act, "DROP": drop}
+    constants |= {"PDL": target in ("sm_90", "sm_100")}
+    constants |= {"PTX": target.startswith("sm")} | plan
+    if what != "add" and what != "dropout":
+        constants |= dict.fromkeys(("r_ptr", "s_ptr", "ds_ptr", "dr_ptr"))
+    elif not drop:
+        constants["dx_ptr"] = None
+    if not ds:
+        constants["ds_ptr"] = None
+    names = getattr(page, kernel).arg_names
+    return Job(
+        NAME,
+        kernel,
+        signature,
+        {name: constants[name] for name in names if name in constants},
+        num_warps=warps,
+        **more,
+    )
+
+
+def helper(kernel, **more):
+    """The small kernels of the backward pass, and the ceiling."""
+    pointers = dict.fromkeys(
+        ("dy", "x", "w", "a", "b", "c", "out1", "out2", "dw", "db"), "fp16"
+    )
+    pointers |= dict.fromkeys(("mean", "rstd", "sums", "partial"), "fp32")
+    early = more.get("target", "sm_90") in ("sm_90", "sm_100")
+    constants = {
+        "_fused_layer_norm_bwd_sums": {
+            "N": 32768, "CHUNK": 4096, "ACT": "@_silu",
+        },
+        "_sum_rows": {"N": 4096, "ROWS": 256, "COLS": 16, "PDL": early},
+        "_move": {"BLOCK": 2048},
+    }[kernel]  # fmt: skip
+    signature = {f"{k}_ptr": f"*{v}:16" for k, v in pointers.items()}
+    signature |= {"P": "i32", "size": "i32:16"}
+    return Job(NAME, kernel, signature, constants, **more)
+
+
+HELPERS = ("_fused_layer_norm_bwd_sums", "_sum_rows", "_move")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target):
+    jobs = [
+        job(mode, N, what=what, even=even, target=target)
+        for mode in ("forward", "backward")
+        for N, what, even in (
+            (1000, "add", False),
+            (4096, "dropout", True),
+            (4097, "gelu_tanh", True),
+            (40000, "dropout", True),
+            (40000, "silu", True),
+        )
+    ]
+    jobs += [helper(kernel, target=target) for kernel in HELPERS]
+    for built in build(jobs):
+        assert built.registers > 0
+        assert ("xor.b32" in built.text) <= target.startswith("sm")
+
+
+# Bytes a thread that the compiler may spill: the widest rows that the rule
+# gives to one program need a few registers more than there are.
+FEW = 72
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_no_spills_and_wide_loads(mode):
+    jobs = [job(mode, N) for N in (*SWEEP, 16384, 16392, 24576, 24584)]
+    for one, built in zip(jobs, build(jobs), strict=True):
+        N = one.constants["N"]
+        what = one.kernel, N, built.spills
+        few = 14336 < N <= 16384 if mode == "backward" else N == 16392
+        assert built.spills <= (FEW if few else 0), what
+        widths = built.widths()
+        assert widths["st", 16] >= 1, what
+        assert not any(widths[k, 2] for k in ("ld", "st")), what
+        assert not any(widths[k, 8] for k in ("ld", "st")), what
+
+
+@pytest.mark.parametrize("what", ["dropout", "silu", "gelu", "gelu_tanh"])
+def test_no_spills_with_a_stage(what):
+    some = [1024, 2048, 4096, 5120, 8192, 10240, 12288, 15872, 20480]
+    jobs = [job(mode, N, what=what) for N in some for mode in page.MODES]
+    for one, built in zip(jobs, build(jobs), strict=True):
+        few = one.kernel == "_fused_layer_norm_bwd"
+        few = few and one.constants["N"] > 10240
+        what = one.kernel, one.constants["N"], built.spills
+        assert built.spills <= (FEW if few else 0), what
+
+
+@pytest.mark.parametrize("mode", page.MODES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_spills_in_other_types(mode, dtype):
+    some = [1024, 2560, 5120, 8192, 10240, 14336]
+    jobs = [job(mode, N, dtype) for N in some]
+    for one, built in zip(jobs, build(jobs), strict=True):
+        what = one.kernel, one.constants["N"], built.spills
+        assert built.spills <= FEW, what
+
+
+def test_float32_weights_of_float16_rows():
+    jobs = [job("backward", N, weight="fp32") for N in (1024, 4096, 8192)]
+    jobs += [job("forward", N, weight="fp32") for N in (1024, 4096, 15872)]
+    for one, built in zip(jobs, build(jobs), strict=True):
+        what = one.kernel, one.constants["N"], built.spills
+        assert built.spills == 0, what
+
+
+def test_what_is_on_its_way_fits_into_shared_memory():
+    jobs = [job("backward", N) for N in (1024, 4096, 5120, 10240, 16384)]
+    for one, built in zip(jobs, build(jobs), strict=True):
+        programs = 2 if one.constants["N"] <= 4096 else 1
+        assert built.shared * programs <= 232448 - 1024 * programs
+        assert "cp.async.cg.shared.global" in built.text
+
+
+def test_without_dropout_no_random_bits_are_compiled():
+    for mode in page.MODES:
+        jobs = [job(mode, 2048, what=what) for what in ("add", "dropout")]
+        without, with_it = build(jobs)
+        philox = str(0xD2511F53 - 2**32)  # a constant of the generator
+        assert philox not in without.text
+        assert with_it.text.count(philox) >= 10  # once in each round
+
+
+def test_no_mask_goes_through_memory():
+    """With dropout forward reads and writes the same bytes as without."""
+    jobs = [job("forward", 4096, what=what) for what in ("add", "dropout")]
+    counts = []
+    for built in build(jobs):
+        counts.append(
+            {
+                kind: sum(
+                    size * n
+                    for (k, size), n in built.widths().items()
+                    if k == kind and size >= 4 and size != 8
+                )
+                for kind in ("ld", "st")
+            }
+        )
+    assert counts[0] == counts[1]
+
+
+def test_forward_reads_and_writes_each_matrix_once():
+    """16 bytes at a time: 4 chunks of x and residual, of s and y."""
+    (built,) = build([job("forward", 4096)])
+    widths = built.widths()
+    chunks = 4096 // 1024
+    assert widths["ld", 16] == 4 * chunks  # x, residual, w, b
+    assert widths["st", 16] == 2 * chunks  # s, y
+
+
+def test_the_function_is_in_place_of_its_call():
+    silu, plain = build(
+        [job("forward", 1024, what=w) for w in ("silu", "plain")]
+    )
+    assert "ex2.approx" in silu.text and "ex2.approx" not in plain.text
+    assert not re.search(r"^\s*call", silu.text, re.MULTILINE)
+
+
+FORGETS = [("if PTX and x.dtype.primitive_bitwidth == 16:", "if False:")]
+
+
+def test_forgetting_saves_registers():
+    jobs = [job("backward", 14336, replace=r) for r in ((), FORGETS)]
+    forgets, remembers = build(jobs)
+    assert forgets.spills == 0
+    assert remembers.spills > 100
+
+
+NARROW = [
+    (
+        "first = tl.cast(tl.program_id(0), tl.int64) * ROWS  # M",
+        "first = tl.program_id(0) * ROWS  # M",
+    ),
+    (
+        "first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS",
+        "first, left = tile * ROWS, M - tile * ROWS",
+    ),
+]
+
+
+def test_row_offsets_have_64_bits():
+    """M * N may pass 2**31; the mutant has offsets of 32 bits."""
+    jobs = [
+        job(mode, 4097, replace=r) for r in ((), NARROW) for mode in page.MODES
+    ]
+    narrow = [
+        re.search(r"(mul|mad)\.lo\.s32\s.*\b4097\b", built.text) is not None
+        for built in build(jobs)
+    ]
+    assert narrow == [False, False, True, True]
