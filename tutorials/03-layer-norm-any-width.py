@@ -1292,6 +1292,8 @@ def plan_backward(N, itemsize, share, step=1):
 # A cooperative launch makes sure: it fails if they do not fit.
 # ``maxnreg`` limits the registers of a thread so that ``per_sm`` programs fit
 # on a multiprocessor.
+# Some compilers then spill a few bytes of ``_layer_norm_bwd_shared``, which is
+# cheaper than a program less.
 # ``torch.compile`` knows neither option; a later section takes care of it.
 # The interpreter runs one program after the other.
 # There a kernel runs twice: what the first run published, the second one
