@@ -101,7 +101,7 @@ tiles()
 # sure that they start at a multiple of 16 bytes.
 # Every row starts there if ``N`` is a multiple of 8.
 # If not, a kernel that begins each row with its first lane has to load single
-# columns, and loses half of its speed.
+# columns; a section below measures what that costs.
 #
 # So the lanes begin at the multiple of 8 before the row.
 # ``shift`` says how many lanes lie before it, and column ``j`` is in lane
