@@ -3,7 +3,7 @@
     python only_four.py SCRIPT [allowed package ...]
 
 Everything that is neither the standard library nor one of the packages, or
-something that they need, is refused at import.
+something that they need, is not found.
 """
 
 import importlib.metadata as metadata
@@ -34,29 +34,33 @@ def needed(packages):
     return found
 
 
-class Refuse:
-    """An importer that finds only what is allowed."""
+class Only:
+    """A finder that does not find what is not allowed.
 
-    def __init__(self, packages):
-        allowed = needed(packages)
-        self.refused = {
-            module
-            for module, owners in metadata.packages_distributions().items()
-            if not allowed
-            & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}
-        }
+    It returns None rather than raise: torch asks find_spec whether some
+    packages are there, and shall hear that they are not.
+    """
+
+    def __init__(self, finder, refused):
+        self.finder, self.refused = finder, refused
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in self.refused:
-            raise ModuleNotFoundError(
-                f"No module named {name!r} (not one of the four packages)",
-                name=name,
-            )
-        return None
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
 
 
 def install(packages=()):
-    sys.meta_path.insert(0, Refuse([*FOUR, *packages]))
+    allowed = needed([*FOUR, *packages])
+    refused = {
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if not allowed & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}
+    }
+    sys.meta_path[:] = [Only(finder, refused) for finder in sys.meta_path]
 
 
 if __name__ == "__main__":

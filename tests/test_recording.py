@@ -176,7 +176,11 @@ def test_committed_recordings_are_whole_and_fresh(path):
     for benchmark in speeds:
         providers = {row["provider"] for row in benchmark["rows"]}
         assert {"triton", "copy"} <= providers
-        assert all(row["median"] for row in benchmark["rows"])
+        for row in benchmark["rows"]:
+            # A peer may refuse a size; we and the ceiling may not.
+            refused = row["median"] is None
+            assert not refused or row["provider"] not in ("triton", "copy")
+            assert refused or row["median"] > 0
     assert loaded["environment"]["checks_passed"] > 0
     assert recording.slug(loaded["environment"]["gpu"]) == path.parent.name
 
