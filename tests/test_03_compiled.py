@@ -114,9 +114,8 @@ def test_every_kernel_compiles(target):
 
 
 def allowed(one):
-    """Bytes that may spill: a few where the last shared slice is moved."""
-    moved = one.constants["N"] % one.constants["CHUNK"]
-    return 64 if moved and one.kernel == "_layer_norm_bwd_shared" else 0
+    """Bytes that may spill: a few where three programs share registers."""
+    return 64 if one.kernel == "_layer_norm_bwd_shared" else 0
 
 
 def widths():
