@@ -30,6 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import machine_code
+import occupancy
 
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
 COMPILER_ADDS_BARRIER = [
@@ -190,8 +191,10 @@ def _launched(call, modules):
     torch.cuda.is_available = lambda: True
     torch.cuda.Stream = lambda *args: None
     torch.cuda.get_device_capability = lambda *args: capability
+    limits = occupancy.LIMITS[call.target]
     torch.cuda.get_device_properties = lambda *args: SimpleNamespace(
-        multi_processor_count=multiprocessors
+        multi_processor_count=multiprocessors,
+        shared_memory_per_block_optin=limits.shared - limits.reserved,
     )
     torch.version.hip = "6.0" if target.backend == "hip" else None
     driver.set_active(

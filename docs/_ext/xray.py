@@ -84,8 +84,8 @@ def _key(script, pages):
     """A hash of everything that the builds of a tutorial depend on."""
     parts = [script.read_bytes(), repr(pages[script.stem]).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
-    for name in ("aot.py", "kernels.py", "tutorial.py", "xray.py"):
-        parts.append(Path(__file__).with_name(name).read_bytes())
+    for name in ("aot", "kernels", "occupancy", "tutorial", "xray"):
+        parts.append(Path(__file__).with_name(f"{name}.py").read_bytes())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
