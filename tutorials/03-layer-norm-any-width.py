@@ -1709,7 +1709,7 @@ def claims(table):
 
 
 # %%
-# The other implementations, Liger, Apex and quack where they are installed:
+# The other implementations, Liger and Apex where they are installed:
 
 
 def lines():
