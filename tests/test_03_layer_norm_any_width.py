@@ -388,7 +388,7 @@ MUTANTS = {
 def _suite(pair, module):
     with pytest.MonkeyPatch.context() as patch:
         force(patch, module, pair)
-        run(Case((9,), (43,), torch.float32), module)
+        run(Case((19,), (43,), torch.float32), module)
         run(Case((7,), (44,), torch.float32), module)
         run(Case((3,), (43,), torch.float32, weight=False), module)
         run(Case((3,), (37,), x="columns"), module)
