@@ -31,7 +31,9 @@ def place(app, doctree):
     if wanted is None:
         return
     for folder in app.config.templates_path:
-        app.env.note_dependency(str(Path(app.confdir, folder, TEMPLATE)))
+        template = Path(app.confdir, folder, TEMPLATE)
+        if template.exists():  # a missing file would always count as changed
+            app.env.note_dependency(str(template))
     first_line = re.compile(rf"^def {wanted['after']}\(", re.MULTILINE)
     for block in doctree.findall(nodes.literal_block):
         if first_line.search(block.astext()):
