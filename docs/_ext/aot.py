@@ -72,6 +72,7 @@ class Call:
     replace: tuple = ()  # pairs (old, new) that edit the source first
     source: str | None = None  # another text of the tutorial
     sass: bool = False  # disassemble as well, where that is possible
+    last: bool = False  # of each kernel, only its last launch
 
 
 @dataclasses.dataclass
@@ -204,17 +205,13 @@ def _launched(call, modules):
             get_current_stream=lambda device=None: 0,
         )
     )
-    built = []
+    launched = []
 
     def launch(kernel, grid):
-        def compile_only(*args, **options):
-            compiled = kernel.warmup(*args, grid=grid, **options)
-            one = _measured(compiled, kernel, call.target, grid)
-            if call.sass and "cubin" in compiled.asm:
-                one.asm["sass"] = _disassembled(compiled.asm["cubin"])
-            built.append(one)
+        def later(*args, **options):
+            launched.append((kernel, grid, args, options))
 
-        return compile_only
+        return later
 
     KernelInterface.__getitem__ = launch
     module = _module(call, modules)
@@ -224,6 +221,17 @@ def _launched(call, modules):
         for name, value in call.values.items()
     }
     exec(call.code, module.__dict__ | values)
+    if call.last:
+        launched = {kernel: (kernel, *more) for kernel, *more in launched}
+        launched = launched.values()
+    return [_compiled(call, *one) for one in launched]
+
+
+def _compiled(call, kernel, grid, args, options):
+    compiled = kernel.warmup(*args, grid=grid, **options)
+    built = _measured(compiled, kernel, call.target, grid)
+    if call.sass and "cubin" in compiled.asm:
+        built.asm["sass"] = _disassembled(compiled.asm["cubin"])
     return built
 
 

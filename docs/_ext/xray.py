@@ -61,7 +61,9 @@ def builds(scripts, pages, folder):
         for target, N in kernels.shown(pages[stem])
     ]
     calls = [
-        kernels.call(stem, pages[stem], N, target, sass=target in SASS)
+        kernels.call(
+            stem, pages[stem], N, target, sass=target in SASS, last=True
+        )
         for stem, target, N in missing
     ]
     found = {}
