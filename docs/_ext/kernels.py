@@ -175,9 +175,9 @@ def broken(entry, built, N, dtype):
     return found
 
 
-def numbers(built):
+def numbers(built, facts=None):
     """What a panel says about a build, in pairs of name and value."""
-    facts = Facts(built)
+    facts = facts or Facts(built)
     per_device = facts.programs, facts.multiprocessors
     warps, most, limits = occupancy(
         built.target, built.registers, built.shared, facts.warps, per_device
