@@ -9,7 +9,9 @@ import sass
 from machine_code import annotated, barrier_before, language, marks
 from occupancy import occupancy
 from project import Project
+from sheets import Sheet
 from triton import knobs
+from xray import Panel
 
 SCRIPT = "01-double.py"
 
@@ -272,6 +274,24 @@ def built(tmp_path_factory):
     project = with_panel(tmp_path_factory.mktemp("site"))
     project.output = project.build().stdout
     return project
+
+
+def test_the_columns_are_those_that_the_kernel_got(tmp_path):
+    """A kernel for wide rows is launched with the same ones at each N."""
+    page = {"N": [1024, 512]}
+    for given, named in (
+        ((None, None), ["N = 1024", "N = 512"]),
+        ((2048, 1024), ["N = 2048", "N = 1024"]),
+        ((4096, 4096), ["N = 4096"]),
+    ):
+        found = {
+            ("_f", "sm_90", N): Sheet("_f", "sm_90", got, {"Programs": "3"})
+            for N, got in zip(page["N"], given, strict=True)
+        }
+        panel = Panel(tmp_path, "01-double", page, "_f", {}, found)
+        table, ways = panel.tab("sm_90").split("Where lines")
+        assert re.findall(r"N = \d+", table) == named
+        assert named[0] in ways
 
 
 def test_the_panel_follows_its_kernel(built):
