@@ -2,6 +2,7 @@
 
 import re
 
+import kernels
 import pytest
 import torch
 
@@ -114,8 +115,15 @@ def test_every_kernel_compiles(target):
 
 
 def allowed(one):
-    """Bytes that may spill: a few where three programs share registers."""
-    return 64 if one.kernel == "_layer_norm_bwd_shared" else 0
+    """Bytes that may spill: a few where three programs share registers.
+
+    With triton 3.6 also in rows that are not aligned and nearly as wide as
+    the registers allow: all 255 are taken.
+    """
+    some = {"_layer_norm_bwd_shared": 16}
+    if kernels.TRITON == "3.6" and one.constants["N"] > 7000:
+        some["_layer_norm_fwd_shifted"] = 16
+    return some.get(one.kernel, 0)
 
 
 def widths():
@@ -143,7 +151,7 @@ def test_no_spills_and_wide_loads(mode):
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_rows_that_start_anywhere(mode, dtype):
-    """Loads stay wide and asynchronous. Shared rows may spill a little."""
+    """Loads stay wide and asynchronous. A few bytes may spill."""
     some = [513, 1023, 1151, 2047, 2561, 4097, 5001, 7777, 8183, 9999, 12345]
     some += [16375, 16377, 20001, 65537]
     jobs = [job(N, mode, dtype) for N in some]
