@@ -1123,7 +1123,9 @@ def _layer_norm_bwd_shared(
     x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     dy1 = _pack(tl.zeros([ROWS, CHUNK], kind))
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
-    for tile in tl.range(group, tiles, groups, num_stages=3):
+    for tile in tl.range(
+        group, tiles, groups, num_stages=3, disable_licm=True
+    ):  # fmt: skip
         first, at = _first(tile, N, ROWS, STEP)
         left = M - first
         mean = _load_scalars(mean_ptr + first, row, left, EVEN)
@@ -1196,7 +1198,8 @@ def _sum_rows(
 # * a chunk has 8 columns for each thread, which are 16 bytes in float16, the
 #   widest load; few warps for few columns leave room for many rows at once;
 # * rows that are not aligned keep ``w`` and ``b`` in registers as well, which
-#   leaves room for fewer columns;
+#   leaves room for fewer columns; with chunks of 4 columns for each thread
+#   fewer lanes are idle, and the program needs fewer registers;
 # * beyond 24576 the row does not fit: two sweeps;
 # * beyond 49152 the second sweep misses the cache: shared rows.
 
@@ -1205,19 +1208,28 @@ NUM_SMS = (
     torch.cuda.get_device_properties(0).multi_processor_count if ON_GPU else 4
 )
 
+# Rows that are not aligned: up to n, columns of a chunk, warps, programs a
+# multiprocessor, stages.
+SHIFTED = (
+    (512, 512, 2, 8, 4), (1280, 256, 1, 8, 4), (2304, 256, 2, 6, 4),
+    (3064, 512, 4, 4, 4), (4096, 512, 4, 3, 4), (6144, 512, 4, 2, 4),
+    (8184, 512, 4, 2, 3), (12800, 2048, 8, 1, 4), (16376, 2048, 8, 1, 3),
+)  # fmt: skip
+
 
 def plan_forward(N, itemsize, share, step=1):
     """Name of the kernel and its options, for rows of N elements."""
     n = N * itemsize // 2
-    if step > 1 and n <= 16376:
-        warps = 2 if n <= 2560 else 4 if n <= 8184 else 8
-        chunk = min(512 * warps // itemsize, triton.next_power_of_2(N + step))
-        fits = 8 if n <= 1536 else 6 if n <= 2560 else 3 if n <= 5120 else 2
-        return "shifted", {
-            "ROWS": max(512 // chunk, 1), "CHUNK": chunk,
-            "num_warps": warps, "STAGES": 4,
-            "per_sm": fits if n <= 8184 else 1,
-        }  # fmt: skip
+    for limit, chunk, warps, per_sm, stages in SHIFTED if step > 1 else ():
+        if n <= limit:
+            chunk = min(
+                2 * chunk // itemsize, triton.next_power_of_2(N + step)
+            )
+            return "shifted", {
+                "ROWS": max(512 // chunk, 1) if n <= 512 else 1,
+                "CHUNK": chunk, "num_warps": warps, "STAGES": stages,
+                "per_sm": per_sm,
+            }  # fmt: skip
     if n <= 24576 and step == 1:
         warps = 2 if n <= 1024 else 4 if n <= 5120 else 8
         warps = 16 if 14336 < n <= 20480 else warps
@@ -1248,6 +1260,7 @@ def plan_forward(N, itemsize, share, step=1):
 #
 # * up to 10240 whole rows, or 8184 if they are not aligned; a multiprocessor
 #   holds 8 warps with 255 registers a thread, in one program or in two;
+#   rows that are not aligned have narrow chunks here as well;
 # * beyond, rows shared by slices, in which more columns mean fewer partners;
 # * where programs cannot wait for each other, or a row has more slices than
 #   the device runs at the same time, the two kernels that read twice.
@@ -1257,19 +1270,23 @@ def plan_backward(N, itemsize, share, step=1):
     """Name of the kernel and its options, for rows of N elements."""
     n = N * itemsize // 2
     if n <= (10240 if step == 1 else 8184):
-        rows, warps = 1, 4 if n <= 4097 - step else 8
+        rows, warps = 1, 4 if n <= (4096 if step == 1 else 4601) else 8
         chunk = 512 * warps // itemsize
         if n <= 1024:
             chunk = triton.next_power_of_2(N + step - 1)
-            rows = max(min(8192 // itemsize // chunk, 8), 1)
+            room = 8192 if step == 1 else 4096
+            rows = max(min(room // itemsize // chunk, 8), 1)
         elif n <= (1536 if step == 1 else 1152):
             rows = 2
+        elif step > 1 and warps == 4:
+            chunk //= 2
+        per_sm = 8 // warps if n > 1024 or step > 1 else 1
+        memory = 98304 if step == 1 else 98304 // 4 * (4 - per_sm)
         width = triton.cdiv(N + step - 1, chunk) * chunk
-        room = 2 * rows * width * itemsize
         return "rows", {
             "ROWS": rows, "CHUNK": chunk, "num_warps": warps,
-            "STAGES": 1 + min((98304 if step == 1 else 73728) // room, 3),
-            "per_sm": 2 if 1024 < n <= 4096 else 1,
+            "STAGES": 1 + min(memory // (2 * rows * width * itemsize), 3),
+            "per_sm": per_sm,
         }  # fmt: skip
     for limit, rows, chunk, warps, per_sm in (
         (65536, 4, 1024, 4, 3),
@@ -1292,8 +1309,8 @@ def plan_backward(N, itemsize, share, step=1):
 # A cooperative launch makes sure: it fails if they do not fit.
 # ``maxnreg`` limits the registers of a thread so that ``per_sm`` programs fit
 # on a multiprocessor.
-# Some compilers then spill a few bytes of ``_layer_norm_bwd_shared``, which is
-# cheaper than a program less.
+# Without it the compiler may take a few registers more, and a program less
+# fits: the others then wait for a second round.
 # ``torch.compile`` knows neither option; a later section takes care of it.
 # The interpreter runs one program after the other.
 # There a kernel runs twice: what the first run published, the second one
@@ -1309,11 +1326,16 @@ def can_share(dtype):
     return CUDA and not wide
 
 
+def fitting(num_warps, per_sm):
+    """So many registers a thread that per_sm programs fit."""
+    registers = 65536 // (32 * num_warps * per_sm) // 8 * 8
+    return {"maxnreg": min(registers, 255)} if CUDA else {}
+
+
 def together(kernel, programs, *arguments, per_sm, num_warps, **options):
     """Launch programs that exchange words."""
+    options |= fitting(num_warps, per_sm)
     if CUDA:
-        registers = 65536 // (32 * num_warps * per_sm) // 8 * 8
-        options["maxnreg"] = min(registers, 255)
         options["launch_cooperative_grid"] = True
     for _ in range(1 if ON_GPU else 2):
         kernel[(programs,)](
@@ -1387,6 +1409,7 @@ def forward(x, w, b, eps, plan=None):
         M, N, options, step, kind == "slices"
     )
     if kind == "shifted":
+        options |= fitting(options["num_warps"], per_sm)
         _layer_norm_fwd_shifted[(groups,)](*given, M, eps, N, **options)
     else:
         words = empty_words(rows, slices, x.device)
@@ -1709,16 +1732,19 @@ def claims(table):
 
 
 # %%
-# The other implementations, Liger and Apex where they are installed:
+# The other implementations, Liger, quack and Apex where they are installed.
+# quack has no autograd function for this, so it gets one here; it takes
+# weights in float32 only.
 
 
 def lines():
     """Provider keys and their names in the figures."""
     names = {"triton": "Triton", "torch": "PyTorch"}
     names["torch.compile"] = "torch.compile"
-    if importlib.util.find_spec("liger_kernel"):
-        names["liger"] = "Liger"
     find = importlib.util.find_spec
+    for package, name in ("liger_kernel", "Liger"), ("quack", "quack"):
+        if find(package):
+            names[name.lower()] = name
     if find("apex") and find("apex.normalization"):
         names["apex"] = "Apex"
     return names
@@ -1742,7 +1768,28 @@ def implementation(provider):
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
         return lambda x, n, w, b, e: fused_layer_norm_affine(x, w, b, n, e)
+    if provider == "quack":
+        return lambda x, _, *a: Quack.apply(x, *a)
     return F.layer_norm
+
+
+class Quack(torch.autograd.Function):
+    """Layer norm of quack."""
+
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        from quack.rmsnorm import layernorm_fwd
+
+        y, rstd, mean = layernorm_fwd(x, w, b, eps, True, True)
+        ctx.save_for_backward(x, w, rstd, mean)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        from quack.rmsnorm import layernorm_bwd
+
+        x, w, rstd, mean = ctx.saved_tensors
+        return *layernorm_bwd(x, w, dy, rstd, mean), None
 
 
 # %%
@@ -1761,6 +1808,8 @@ def work(M, N, dtype, mode, provider):
             if M * N * dtype.itemsize > 2**27:
                 return lambda: torch.mul(x, 1, out=out)
             return lambda: out.copy_(x)
+        if provider == "quack":
+            w, b = (t.detach().float().requires_grad_() for t in (w, b))
         f = implementation(provider)
         if mode == "forward":
             return lambda: f(x, (N,), w, b, 1e-5)
@@ -1778,11 +1827,18 @@ def height(M, N, dtype):
     return min(M, 2**29 // (N * dtype.itemsize))
 
 
+def refuses(provider, N):
+    """Whether an implementation cannot do rows of N columns, both ways."""
+    if provider == "quack":
+        return N > 2**18 or N % 8 > 0
+    return provider == "liger" and N > 2**16
+
+
 def measure(M, N, dtype, mode, provider):
     """Device time of one pass, from a CUDA graph replayed with an empty L2
     cache; median, 20 % and 80 % quantiles."""
-    if provider == "liger" and N > 65536:
-        return [float("nan")] * 3  # wider than it allows
+    if refuses(provider, N):
+        return [float("nan")] * 3
     M = height(M, N, dtype)
     times = device_time(work(M, N, dtype, mode, provider))
     moved = (2 if mode == "forward" else 3) * M * N * dtype.itemsize
@@ -2129,11 +2185,11 @@ def bwd(title, N, chunk, warps, step=1):
 fwd("forward, N = 4608, one block        ", 4608, 8192, 8)
 fwd("forward, N = 4608, chunks           ", 4608, 1024, 4)
 fwd("forward, N = 4609, from column 0    ", 4609, 1024, 4)
-shifted("forward, N = 4609, aligned lanes    ", 4609, 1024, 4)
+shifted("forward, N = 4609, aligned lanes    ", 4609, 512, 4)
 bwd("backward, N = 5120, one block       ", 5120, 8192, 4)
 bwd("backward, N = 5120, chunks          ", 5120, 1024, 4)
 bwd("backward, N = 4097, from column 0   ", 4097, 2048, 8)
-bwd("backward, N = 4097, aligned lanes   ", 4097, 2048, 8, 8)
+bwd("backward, N = 4097, aligned lanes   ", 4097, 512, 4, 8)
 """
 
 
@@ -2189,6 +2245,13 @@ table = run(compare("portable", "backward", NEAR, ["two kernels"]))
 
 CANDIDATES = {
     "forward": [
+        ("shifted", {"ROWS": 1, "CHUNK": chunk, "num_warps": warps}
+            | {"STAGES": stages, "per_sm": per_sm})
+        for chunk, warps in (
+            (256, 1), (256, 2), (512, 4), (1024, 8), (2048, 8)
+        )
+        for per_sm in (8 // warps, 16 // warps) for stages in (3, 4)
+    ] + [
         ("rows", {"ROWS": rows, "CHUNK": 256 * warps, "HINT": hint}
             | {"num_warps": warps})
         for rows, warps in ((1, 2), (2, 2), (1, 4), (2, 4), (1, 8), (1, 16))
@@ -2199,9 +2262,10 @@ CANDIDATES = {
         ("slices", {"ROWS": 2, "CHUNK": 8192, "num_warps": 8, "per_sm": 1}),
     ],
     "backward": [
-        ("rows", {"ROWS": rows, "CHUNK": 256 * warps, "STAGES": stages}
+        ("rows", {"ROWS": rows, "CHUNK": chunk, "STAGES": stages}
             | {"num_warps": warps, "per_sm": 8 // warps})
-        for rows, warps in ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8))
+        for rows, chunk, warps in ((1, 512, 4), (1, 1024, 4), (2, 1024, 4),
+                                   (4, 1024, 4), (1, 2048, 8), (2, 2048, 8))
         for stages in (3, 4)
     ] + [
         ("shared", {"ROWS": 4, "CHUNK": 1024, "num_warps": 4, "per_sm": 3}),
@@ -2214,7 +2278,9 @@ CANDIDATES = {
 def sensible(plan, N, mode):
     """Neither idle chunks nor rows far too wide for the plan."""
     name, options = plan
-    if name == "rows":
+    if mode == "forward" and (name == "shifted") != (N % 8 > 0):
+        return False
+    if name in ("rows", "shifted"):
         room = (64 if mode == "forward" else 40) * 32 * options["num_warps"]
         return options["CHUNK"] <= 2 * N and options["ROWS"] * N <= room
     if name == "sweeps":
@@ -2238,10 +2304,13 @@ def measure_rule(N, mode, provider):
     return 1000 * ms, 1000 * ms, 1000 * ms
 
 
+ODD = [1151, 4097, 7777]
+
+
 def rule(mode):
     benchmark = triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[512, 1024, 1536, 2560, 4608, 8192, 12288, 15872, 65536],
+        x_vals=sorted([512, 1024, 1536, 2560, 4608, 8192, 12288, 65536, *ODD]),
         line_arg="provider",
         line_vals=["triton", "best"],
         line_names=["Rule", "Best plan"],
