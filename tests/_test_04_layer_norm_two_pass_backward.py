@@ -232,8 +232,6 @@ def test_plan():
                 assert band % (plan["ROWS"] * plan["RUN"]) == 0
                 for name in "ROWS", "CHUNK", "TALL", "COLS":
                     assert plan[name] & (plan[name] - 1) == 0 < plan[name]
-                if plan["HOW"] != "registers":
-                    assert plan["ROWS"] == 1  # or it cannot recompute
 
 
 def _tensor(*shape, dtype=torch.float32):
@@ -363,18 +361,6 @@ def test_mutants_fail(name, monkeypatch):
     mutant = load(NAME, [MUTANTS[name]])
     with pytest.raises(AssertionError):
         _suite(mutant, monkeypatch)
-
-
-def test_recomputing_mutant_fails():
-    """Stored means of another row."""
-    edit = (
-        "_store(mean_ptr, mean, row, 0, left, 1, 1, EVEN)",
-        "_store(mean_ptr, mean + 1, row, 0, left, 1, 1, EVEN)",
-    )
-    x, w, _, dy = page.example(5, 33, torch.float32)
-    found = load(NAME, [edit]).layer_norm_backward(dy, x, w, None, None)
-    with pytest.raises(AssertionError):
-        check_backward(found, x, w, dy)
 
 
 def test_forms():
