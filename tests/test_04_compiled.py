@@ -7,7 +7,7 @@ import pytest
 from aot import TARGETS, Job, build
 from tutorial import load
 
-NAME = "_04-layer-norm-two-pass-backward"
+NAME = "04-layer-norm-two-pass-backward"
 page = load(NAME)
 SIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 # Rows just wider than each limit of the rules, and the widest in registers.

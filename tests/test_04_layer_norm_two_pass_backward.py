@@ -14,7 +14,7 @@ import layer_norm_cases as cases
 from layer_norm_cases import Case
 from tutorial import TUTORIALS, load
 
-NAME = "_04-layer-norm-two-pass-backward"
+NAME = "04-layer-norm-two-pass-backward"
 page = load(NAME)
 # So small that a small matrix has several bands, splits, tiles and chunks.
 SMALL = {

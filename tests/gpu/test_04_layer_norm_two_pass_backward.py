@@ -17,7 +17,7 @@ from tutorial import load
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-NAME = "_04-layer-norm-two-pass-backward"
+NAME = "04-layer-norm-two-pass-backward"
 page = load(NAME)
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
