@@ -57,6 +57,7 @@ def test_what_the_panels_do_not_show():
         for job in (
             forward(1000, target=target),
             two_pass(1000, target=target, even=False),
+            two_pass(32768, target=target),
             two_pass(4096, "fp64", target=target),
         )
     ]

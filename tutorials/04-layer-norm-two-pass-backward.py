@@ -776,22 +776,23 @@ def _layer_norm_bwd_two_pass(
 # The rule
 # --------
 #
-# ``n`` is the width in units of 16 bits again.
-# The limits were found by measuring on one GPU; the reasons are these:
+# The limits were found by measuring; ``n`` is the width in units of 16 bits
+# again.
 #
 # * A tile of pass one has 512 bytes of each row, which one warp loads at once.
-# * A tile of pass two holds whole rows.
-#   From 12288 on they take so many registers that few programs fit on a
-#   multiprocessor: sweeps are faster, and the second finds its row in a cache.
-# * A short split writes many sums, a long one leaves few programs.
-#   So 512 programs, but fewer where a split would be shorter than 128 rows.
-# * A band of ``x`` and ``dy`` is 16 MB, so that it stays in the L2 cache.
-#   Sweeps fill that cache by themselves, and the programs of narrow rows are
-#   so many that a band of them takes longer to start than to read again.
+# * A row of pass two is held by the warps that suit its width.
+#   From 8192 on it takes so many registers that few programs fit on a
+#   multiprocessor, and two sweeps, the second from a cache, are faster.
+# * A band of ``x`` and ``dy`` has 16 MB: a part of the L2 cache, because the
+#   next bands start before it is done.
+#   Beyond 32768 it would have too few rows for a split.
+# * In each band pass one has 128 programs, about as many as a GPU has
+#   multiprocessors.
+#   Where there are more bands to work on, fewer programs may be longer: 16
+#   steps at least, for each stores a row of sums.
 
 BAND_BYTES = 2**24
-PROGRAMS = 512  # of pass one, for long splits; a quarter for short ones
-SHORT = 128  # rows of a split
+PROGRAMS = 128  # of pass one, in a band
 
 
 def floor_power(n):
@@ -802,24 +803,23 @@ def floor_power(n):
 def plan_backward(M, N, itemsize):
     """Options of the kernel, and the rows of a band and of a split."""
     n = N * itemsize // 2
-    warps = 4 if n <= 4096 else 8 if n <= 32768 else 16
-    how = "registers" if n < 12288 else "reversed"
+    how, warps = ("registers", 4) if n <= 8192 else ("reversed", 8)
     chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
     rows = 4096 // itemsize // triton.next_power_of_2(N)
     rows = max(min(rows, 128, triton.next_power_of_2(max(M, 1))), 1)
-    cols = min(512 // itemsize, max(triton.next_power_of_2(N), 16))
-    run = 4 if n <= 8192 else 1
+    run = 4 if how == "registers" else 1
     band = triton.next_power_of_2(max(M, rows * run, 16))  # all rows
-    if 1024 < n < 12288:
-        few = floor_power(BAND_BYTES // (2 * N * itemsize))
-        band = min(band, max(few, rows * run))
-    tiles = M * triton.cdiv(N, cols)  # of pass one, one row tall
-    split = min(floor_power(4 * tiles // PROGRAMS), SHORT)
-    split = max(split, floor_power(tiles // PROGRAMS), 16)
+    if n <= 32768:
+        part = floor_power(BAND_BYTES // (2 * N * itemsize))
+        band = min(band, max(part, rows * run))
+    cols = min(512 // itemsize, max(triton.next_power_of_2(N), 16))
+    tall = 1024 * warps // itemsize // cols
+    split = floor_power(min(band, M) * triton.cdiv(N, cols) // PROGRAMS)
+    split = min(max(split, 16 * tall if band < M else 16), band)
     return {
         "ROWS": rows, "CHUNK": chunk, "HOW": how, "RUN": run, "UP": True,
-        "TALL": 1024 * warps // itemsize // cols, "COLS": cols, "STAGES": 3,
-        "num_warps": warps, "band": band, "split": min(split, band),
+        "TALL": tall, "COLS": cols, "STAGES": 3, "num_warps": warps,
+        "band": band, "split": split,
     }  # fmt: skip
 
 
