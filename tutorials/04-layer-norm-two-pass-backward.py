@@ -179,9 +179,8 @@ projection = torch.eye(6) - one.outer(one) / 6 - hat.outer(hat) / 6
 torch.testing.assert_close(rstd * projection, jacobian)
 
 # %%
-# ``J`` equals its transpose, so the backward pass multiplies by the same
-# matrix.
-# With :math:`g = w \cdot dy` this is the formula of the first page:
+# ``J`` equals its transpose, so with :math:`g = w \cdot dy` the backward pass
+# is the formula of the first page:
 #
 # .. math::
 #
@@ -198,10 +197,9 @@ print(f"largest sum of a row: {dx.sum(dim=1).abs().max():.1e}")
 assert error(dx, expected) < 1e-12
 
 # %%
-# The code of Composable Kernel, and that of PyTorch for CPUs, has another
-# form.
-# It sums :math:`g \, x` instead of :math:`g \, \hat{x}`, and puts everything
-# that multiplies :math:`x` into one factor:
+# The code of Composable Kernel, and that of PyTorch for CPUs, sums
+# :math:`g \, x` instead of :math:`g \, \hat{x}`, and puts everything that
+# multiplies :math:`x` into one factor:
 #
 # .. math::
 #
@@ -239,11 +237,10 @@ assert error(form_of_ck(x, g, mu, r), expected) < 1e-12
 # ---------------------------
 #
 # The two forms are equal, but not in float32.
-# ``S_1 * mu - S_2`` is the difference of two numbers that grow with the mean;
-# so are ``b * x`` and ``c``.
-# Subtracting the mean from ``x`` first avoids both.
-# Here both get the same statistics, which are exact up to their rounding, and
-# the mean grows from one standard deviation to 10000.
+# :math:`S_1 \mu` and :math:`S_2` grow with the mean, and so do :math:`b \, x`
+# and :math:`c`; their differences do not.
+# Subtracting the mean from :math:`x` first avoids that.
+# Here both forms get the same statistics, exact up to their rounding.
 
 
 def digits(M, N, ratio, provider):
@@ -269,8 +266,7 @@ for ratio in 1, 100, 10000:
 assert digits(64, 512, 1e4, "ck") > 2 * digits(64, 512, 1e4, "triton")
 
 # %%
-# ``triton`` is the form that the kernels below have.
-# A figure of this follows with the other measurements.
+# ``triton`` is the form that the kernels below have; a figure follows.
 #
 # Three vocabularies
 # ------------------
@@ -389,6 +385,9 @@ def _merge(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
     share = n_b / tl.maximum(n, 1)
     d = mean_b - mean_a
     return mean_a + d * share, m2_a + m2_b + d * d * n_a * share, n
+
+
+# %%
 
 
 @triton.jit
@@ -603,11 +602,10 @@ def _dx_tile(
 # With 512 columns that makes 16 programs, for a GPU that runs hundreds.
 # With 32 columns and two million rows it makes one.
 #
-# So we also cut the rows: a program sums ``SPLIT`` rows of its columns.
-# Each split stores one row of partial sums, and a small last kernel adds them
-# up, as on the second page.
-# With ``SPLIT = M`` it is the example again: one row of sums, which is the
-# result.
+# So we also cut the rows: a program sums ``SPLIT`` rows of its columns and
+# stores one row of partial sums.
+# A small last kernel adds them up, as on the second page.
+# With ``SPLIT = M`` it is the example again.
 
 
 @triton.jit
@@ -675,59 +673,24 @@ def _sum_rows(
 # Two passes that meet in the cache
 # ---------------------------------
 #
-# Both passes read ``x`` and ``dy``.
-# If both matrices together are larger than the L2 cache, pass two finds
+# If ``x`` and ``dy`` together are larger than the L2 cache, pass two finds
 # nothing of what pass one has read, and five matrices move instead of three.
 #
-# But pass two needs nothing from pass one.
-# So nobody has to wait for the end of pass one.
-# We cut the matrix into bands of rows, each small enough for the cache, and
-# put the programs into this order: pass one of band 0, pass two of band 0,
-# pass one of band 1, and so on.
-# It is one launch.
+# But pass two needs nothing from pass one, so nobody has to wait for the end
+# of pass one.
+# We cut the matrix into bands of rows that fit into the cache, and put the
+# programs of one launch into this order: pass one of band 0, pass two of band
+# 0, pass one of band 1, and so on.
 # A GPU starts programs in the order of their numbers (in practice; nothing
 # promises it), so pass two of a band comes when its rows are still there.
-# If the order were another one, the result would be the same, only later.
-
-
-def bands():
-    _, ax = plt.subplots(
-        num="Four bands of rows: pass one and pass two of each band in turn",
-        figsize=(7.5, 2.9),
-    )
-    ax.set(xlim=(-0.2, 14.4), ylim=(-0.3, 5.3))
-    ax.axis("off")
-
-    def box(x, y, w, h, color, text=""):
-        ax.add_patch(
-            plt.Rectangle((x, y), w, h, fc=color, ec="black", alpha=0.6)
-        )
-        ax.text(x + w / 2, y + h / 2, text, ha="center", va="center")
-
-    ax.text(2, 4.7, "x, dy", ha="center")
-    ax.text(9.5, 4.7, "programs, in the order of their start", ha="center")
-    for band in range(4):
-        box(0, 3.4 - 1.1 * band, 4, 0.9, f"C{band}", f"band {band}")
-        for number in range(2):
-            what = "two: dx" if number else "one: dw, db"
-            x, y = 5 + 4.7 * number, 3.4 - 1.1 * band
-            box(
-                x, y, 4.4, 0.9, f"C{band}", f"{2 * band + number}. pass {what}"
-            )
-    plt.show()
-
-
-bands()
-
-# %%
+# In another order the result would be the same, only later.
+#
 # Inside a band pass two can start with the last rows (``UP``), which pass one
 # has read last.
 # That is the reversed sweep again, now for the whole device.
-#
 # A program of pass two takes ``RUN`` tiles, and loads the next one while it
 # works, as on the second page.
-# Without ``sums`` there is no pass one, without ``dx`` no pass two; so the
-# same kernel can also run them one after the other, in two launches.
+# Without ``sums`` there is no pass one, without ``dx`` no pass two.
 
 
 @triton.jit
@@ -776,20 +739,19 @@ def _layer_norm_bwd_two_pass(
 # The rule
 # --------
 #
-# The limits were found by measuring; ``n`` is the width in units of 16 bits
-# again.
+# The limits were found by measuring; ``n`` is the width in units of 16 bits.
 #
 # * A tile of pass one has 512 bytes of each row, which one warp loads at once.
-# * A row of pass two is held by the warps that suit its width.
-#   From 8192 on it takes so many registers that few programs fit on a
-#   multiprocessor, and two sweeps, the second from a cache, are faster.
-# * A band of ``x`` and ``dy`` has 16 MB: a part of the L2 cache, because the
-#   next bands start before it is done.
+# * In pass two, rows wider than 8192 take so many registers that few programs
+#   fit on a multiprocessor.
+#   Two sweeps, the second from a cache, are faster there.
+# * A band of ``x`` and ``dy`` has 16 MB, a part of the L2 cache: the next
+#   bands start before it is done.
 #   Beyond 32768 it would have too few rows for a split.
-# * In each band pass one has 128 programs, about as many as a GPU has
+# * Pass one has 128 programs in each band, about as many as a large GPU has
 #   multiprocessors.
-#   Where there are more bands to work on, fewer programs may be longer: 16
-#   steps at least, for each stores a row of sums.
+#   Where other bands run beside it, fewer programs may be longer: 16 steps at
+#   least, because each program stores a row of sums.
 
 BAND_BYTES = 2**24
 PROGRAMS = 128  # of pass one, in a band
@@ -1008,11 +970,8 @@ def _check(x, normalized_shape, weight, bias, eps):
 # * ``one launch``: pass one first, then pass two from the last row up;
 # * ``triton``: the same in bands.
 #
-# Against them stands one pass, the last rung of the second page in its
-# shortest form.
-# A program keeps the sums of ``dw`` and ``db`` of whole rows in registers
-# while it computes ``dx``.
-# The loop is that of pass two, with two accumulators for each column.
+# Against them stands one pass, the last rung of the second page: a program
+# keeps the sums of ``dw`` and ``db`` in registers while it computes ``dx``.
 
 
 @triton.jit
@@ -1250,14 +1209,12 @@ for name in STEPS:
 # %%
 # Two whole passes read ``x`` and ``dy`` twice: five units, and so three fifths
 # of the speed of a copy that moves three.
-# Where the second read finds its rows in a cache the limit is higher; how much
-# of that is real has to be measured.
+# Where the second read finds its rows in a cache the limit is higher.
 #
 # Benchmark
 # ---------
 #
-# Clock, ceiling and code are those of the first page: device time from a CUDA
-# graph with an empty L2 cache, next to a copy of the same bytes.
+# Clock, ceiling and code are those of the first page.
 
 
 class NoGPU(Exception):
@@ -1642,15 +1599,17 @@ judge("few columns, many rows", tall)
 judge("many columns", wide)
 
 # %%
-# Few columns need few registers, and a program of one pass finds enough rows
-# to pipeline: splits by rows, which the example lacks, serve both designs.
-# That leaves the width: one pass has a limit, and wider types halve it.
+# If one pass was right for few columns, this is why it can be: their sums take
+# few registers, and its programs cut the rows among them as splits do.
+# What the example loses there it loses for lack of splits.
+#
+# The width is a limit of one pass, and wider types halve it.
 # Beyond it stand two passes, or the programs of the third page that share a
 # row and exchange their sums.
 #
-# Two passes keep two advantages that no clock shows.
-# Pass two needs nothing of pass one, so where only ``dx`` or only the
-# parameters are asked for, the other pass is not run.
+# Two passes have two advantages that no clock shows.
+# Where only ``dx`` or only the parameters are asked for, the other pass is not
+# run.
 # And no program waits for another.
 
 # %%
@@ -1658,10 +1617,9 @@ judge("many columns", wide)
 # -----------------
 #
 # **Statistics of other data.**
-# The example fills ``mean`` and ``inv_std`` with random numbers.
-# That tests the algebra, for the reference gets the same numbers, but what it
-# computes is no gradient: the rows do not sum to zero.
-# A formula that is wrong for real statistics may pass.
+# The example fills ``mean`` and ``inv_std`` with random numbers, and so does
+# its reference.
+# What it computes is no gradient, and a wrong formula may pass.
 
 x, w, b, dy = example(4, 48, torch.float32)
 _, *saved = forward(x, w, b, 1e-5)
