@@ -406,9 +406,9 @@ def _layer_norm_fwd_sweeps(
         col = c * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(x_ptr + col, mask=col < N).to(acc)
         d = tl.where(col < N, (x - pivot) - mean, 0)
-        n = tl.cast(c + 1, acc)
-        mean += d / n
-        m2 += d * d * ((n - 1) / n)
+        share = 1 / tl.cast(c + 1, acc)
+        mean += d * share
+        m2 += d * d * (1 - share)
         count += tl.where(col < N, 1, 0)
     mean, m2, _ = tl.reduce((mean, m2, count), 0, _merge)
     mean, rstd = pivot + mean, 1 / tl.sqrt(m2 / N + eps)
@@ -1571,7 +1571,7 @@ gains(table, ["Saved", "Recomputed"])
 # lives from few programs that stay.
 # So one would choose two passes for two kinds of shapes: few columns and very
 # many rows, and rows too wide for those sums.
-# Here is what was measured.
+# This is what was measured:
 
 
 def judge(what, table):
@@ -1599,11 +1599,10 @@ judge("few columns, many rows", tall)
 judge("many columns", wide)
 
 # %%
-# If one pass was right for few columns, this is why it can be: their sums take
-# few registers, and its programs cut the rows among them as splits do.
-# What the example loses there it loses for lack of splits.
+# Few columns speak for one pass as well: their sums take few registers, and its
+# programs share the rows, which is what splits do.
 #
-# The width is a limit of one pass, and wider types halve it.
+# Many columns are its limit, and wider types halve it.
 # Beyond it stand two passes, or the programs of the third page that share a
 # row and exchange their sums.
 #
