@@ -1599,8 +1599,8 @@ judge("few columns, many rows", tall)
 judge("many columns", wide)
 
 # %%
-# Few columns speak for one pass as well: their sums take few registers, and its
-# programs share the rows, which is what splits do.
+# Few columns speak for one pass as well: their sums take few registers, and
+# its programs share the rows, which is what splits do.
 #
 # Many columns are its limit, and wider types halve it.
 # Beyond it stand two passes, or the programs of the third page that share a
