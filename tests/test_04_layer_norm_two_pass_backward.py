@@ -56,12 +56,12 @@ def plan(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("N", [1, 33, 64])
+@pytest.mark.parametrize("N", [1, 50])
 def test_every_plan(plan, N, dtype):
     run(Case((11,), (N,), dtype))
 
 
-@pytest.mark.parametrize("M", [1, 2, 7, 8, 9])
+@pytest.mark.parametrize("M", [1, 8, 9])
 def test_every_plan_and_number_of_rows(plan, M):
     run(Case((M,), (40,), torch.float16))
 
@@ -115,7 +115,7 @@ def test_dimensions(lead, shape):
     run(Case(lead, shape))
 
 
-@pytest.mark.parametrize("N", [1024, 1025, 4097, 8193, 16385])
+@pytest.mark.parametrize("N", [1024, 1025, 8193, 32769])
 def test_each_kind_of_plan(N):
     run(Case((1,), (N,), torch.float16))
 

@@ -56,27 +56,20 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# The colors say which program reads a cell: of the columns in the first pass,
-# of the rows in the second.
+# Each color is a program: of columns in the first pass, of rows in the second.
 
 
 def passes():
-    _, axes = plt.subplots(
+    _, (one, two) = plt.subplots(
         1, 2, figsize=(7.5, 2.6),
         num="The first pass is cut by columns, the second pass by rows",
     )  # fmt: skip
-    titles = "pass one: dw and db", "pass two: dx"
-    for by_rows, (ax, title) in enumerate(zip(axes, titles, strict=True)):
-        ax.set(xlim=(-0.2, 8.2), ylim=(-0.2, 6.2), title=title)
+    colors, style = ["C0", "C1", "C2", "C3"], {"ec": "black", "alpha": 0.6}
+    one.bar(range(4), 3, width=1, color=colors, **style)
+    two.barh(range(3), 4, height=1, color=colors[:3], **style)
+    for ax, title in (one, "pass one: dw and db"), (two, "pass two: dx"):
+        ax.set_title(title)
         ax.axis("off")
-        for i in range(6):
-            for j in range(8):
-                color = f"C{(5 - i) // 2 if by_rows else j // 2}"
-                ax.add_patch(
-                    plt.Rectangle(
-                        (j, i), 1, 1, fc=color, ec="black", alpha=0.6
-                    )
-                )
     plt.show()
 
 
@@ -238,7 +231,7 @@ assert error(form_of_ck(x, g, mu, r), expected) < 1e-12
 #
 # The two forms are equal, but not in float32.
 # :math:`S_1 \mu` and :math:`S_2` grow with the mean, and so do :math:`b \, x`
-# and :math:`c`; their differences do not.
+# and :math:`c`; what is left when they cancel does not.
 # Subtracting the mean from :math:`x` first avoids that.
 # Here both forms get the same statistics, exact up to their rounding.
 

@@ -32,7 +32,7 @@ def test_shapes(shape):
         run(Case(shape[:1], shape[1:], dtype))
 
 
-@pytest.mark.parametrize("limit", [1024, 4096, 8192, 14336, 16384, 24576])
+@pytest.mark.parametrize("limit", [1024, 5120, 8192, 14336, 24576, 32768])
 def test_both_sides_of_each_limit(limit):
     for N in limit - 1, limit, limit + 1:
         run(Case((37,), (N,), torch.float16))
