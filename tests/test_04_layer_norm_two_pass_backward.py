@@ -22,7 +22,6 @@ SMALL = {
     "CHUNK": 32,
     "HOW": "registers",
     "RUN": 2,
-    "UP": True,
     "TALL": 2,
     "COLS": 16,
     "STAGES": 2,
@@ -32,7 +31,7 @@ SMALL = {
 }
 PLANS = {
     "registers": SMALL,
-    "one tile": SMALL | {"RUN": 1, "UP": False},
+    "one tile": SMALL | {"RUN": 1},
     "reversed": SMALL | {"HOW": "reversed", "ROWS": 1, "RUN": 1},
     "forward": SMALL | {"HOW": "forward", "ROWS": 1, "band": 16, "split": 2},
     "one band": SMALL | {"band": 64, "split": 64, "CHUNK": 128},
@@ -313,8 +312,8 @@ MUTANTS = {
         "if split <= tl.cdiv(M, SPLIT):",
     ),
     "tiles only of the first band": (
-        "first = (band * TWO + i) * RUN",
-        "first = i * RUN",
+        "first = (band * TWO + i - ONE) * RUN",
+        "first = (i - ONE) * RUN",
     ),
     "one tile for a program": (
         "last = tl.minimum(first + RUN, tl.cdiv(M, ROWS))",

@@ -678,9 +678,6 @@ def _sum_rows(
 # promises it), so pass two of a band comes when its rows are still there.
 # In another order the result would be the same, only later.
 #
-# Inside a band pass two can start with the last rows (``UP``), which pass one
-# has read last.
-# That is the reversed sweep again, now for the whole device.
 # A program of pass two takes ``RUN`` tiles, and loads the next one while it
 # works, as on the second page.
 # Without ``sums`` there is no pass one, without ``dx`` no pass two.
@@ -696,7 +693,7 @@ def _layer_norm_bwd_two_pass(
     N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     EVEN: tl.constexpr,
     HOW: tl.constexpr,  # "registers", or sweeps: "reversed", "forward"
-    RUN: tl.constexpr, UP: tl.constexpr,
+    RUN: tl.constexpr,  # tiles of a program
     TALL: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (N + COLS - 1) // COLS
@@ -712,8 +709,7 @@ def _layer_norm_bwd_two_pass(
                     i % BLOCKS, M, SPLIT, N, TALL, COLS, STAGES,
                 )  # fmt: skip
     elif dx_ptr is not None:
-        i = TWO - 1 - (i - ONE) if UP else i - ONE
-        first = (band * TWO + i) * RUN
+        first = (band * TWO + i - ONE) * RUN
         last = tl.minimum(first + RUN, tl.cdiv(M, ROWS))
         ws = ()
         if HOW == "registers":
@@ -758,7 +754,8 @@ def floor_power(n):
 def plan_backward(M, N, itemsize):
     """Options of the kernel, and the rows of a band and of a split."""
     n = N * itemsize // 2
-    how, warps = ("registers", 4) if n <= 8192 else ("reversed", 8)
+    warps = 4 if n <= 4096 else 8
+    how = "registers" if n <= 8192 else "reversed"
     chunk = min(512 * warps // itemsize, triton.next_power_of_2(N))
     rows = 4096 // itemsize // triton.next_power_of_2(N)
     rows = max(min(rows, 128, triton.next_power_of_2(max(M, 1))), 1)
@@ -772,9 +769,9 @@ def plan_backward(M, N, itemsize):
     split = floor_power(min(band, M) * triton.cdiv(N, cols) // PROGRAMS)
     split = min(max(split, 16 * tall if band < M else 16), band)
     return {
-        "ROWS": rows, "CHUNK": chunk, "HOW": how, "RUN": run, "UP": True,
-        "TALL": tall, "COLS": cols, "STAGES": 3, "num_warps": warps,
-        "band": band, "split": split,
+        "ROWS": rows, "CHUNK": chunk, "HOW": how, "RUN": run, "TALL": tall,
+        "COLS": cols, "STAGES": 3, "num_warps": warps, "band": band,
+        "split": split,
     }  # fmt: skip
 
 
@@ -960,7 +957,7 @@ def _check(x, normalized_shape, weight, bias, eps):
 # * ``ck``: the example's own order, tiles and sweeps;
 # * ``split``: pass one is cut into splits of rows;
 # * ``tiles``: pass two has the tiles of the rule;
-# * ``one launch``: pass one first, then pass two from the last row up;
+# * ``one launch``: pass one, then pass two in the same launch;
 # * ``triton``: the same in bands.
 #
 # Against them stands one pass, the last rung of the second page: a program
@@ -1051,7 +1048,7 @@ def one_pass(dy, x, w, mean, rstd):
 # The steps as functions that are called alike.
 
 CK = {
-    "ROWS": 8, "CHUNK": 128, "HOW": "reversed", "RUN": 1, "UP": False,
+    "ROWS": 8, "CHUNK": 128, "HOW": "reversed", "RUN": 1,
     "TALL": 32, "COLS": 32, "STAGES": 1, "num_warps": 8,
 }  # fmt: skip
 
@@ -1070,7 +1067,7 @@ def step(dy, x, w, mean, rstd, name):
     if name in ("one launch", "triton"):
         backward(dy, x, w, mean, rstd, dx, dw, db, plan)
         return dx, dw, db
-    second = plan | {"UP": False} if name == "tiles" else ck
+    second = plan if name == "tiles" else ck
     launch(dy, x, w, mean, rstd, dx, None, second | whole)
     if name == "ck":
         sums = torch.empty(1, 2, N, dtype=w.dtype, device=x.device)

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -220,7 +219,7 @@ def test_sanitizer(tool):
     env = {
         **os.environ,
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": str(Path(cases.__file__).parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     command = [path, "--tool", tool, "--error-exitcode", "3"]
     child = subprocess.run(
