@@ -728,12 +728,13 @@ def _layer_norm_bwd_two_pass(
 # The rule
 # --------
 #
-# The limits were found by measuring; ``n`` is the width in units of 16 bits.
+# The limits were found by measuring on one GPU; ``n`` is the width in units of
+# 16 bits.
 #
 # * A tile of pass one has 512 bytes of each row, which one warp loads at once.
 # * In pass two, rows wider than 8192 take so many registers that few programs
 #   fit on a multiprocessor.
-#   Two sweeps, the second from a cache, are faster there.
+#   They are swept twice, the second time from a cache.
 # * A band of ``x`` and ``dy`` has 16 MB, a part of the L2 cache: the next
 #   bands start before it is done.
 #   Beyond 32768 it would have too few rows for a split.
