@@ -110,9 +110,11 @@ def test_entries_have_what_a_panel_needs(stem):
     assert set(page) - set(kernels.entries(page)) <= {
         *("run", "also", "M", "N", "dtype", "sizes"),
     }
-    known = {"look", "true", "copies", "releases", *kernels.LIMITS}
+    limits = {"copies", "releases", *kernels.LIMITS}
     for name, entry in kernels.entries(page).items():
-        assert entry.keys() <= known, name
+        assert entry.keys() <= {"look", "true", "triton", *limits}, name
+        for changed in entry.get("triton", {}).values():
+            assert changed.keys() <= limits, name
         assert entry["look"].strip()
         assert str(page["N"][0]) in entry["true"], name
 

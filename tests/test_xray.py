@@ -2,11 +2,16 @@
 
 import json
 import re
+import subprocess
 
 import pytest
+import sass
 from machine_code import annotated, barrier_before, language, marks
 from occupancy import occupancy
 from project import Project
+from sheets import Sheet
+from triton import knobs
+from xray import Panel
 
 SCRIPT = "01-double.py"
 
@@ -86,6 +91,67 @@ def test_sass_has_the_lines_of_its_ptx():
         ("spill", 8, 7),
         ("release", 0, 13),
     ]
+
+
+ADD = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry {name}(.param .u64 {name}_p)
+{{
+    .loc 1 3 1
+    .reg .pred %p;
+    .reg .b32 %r<3>;
+    .reg .b64 %rd<2>;
+    ld.param.u64 %rd1, [{name}_p];
+again:
+    .loc 1 4 1
+    ld.relaxed.gpu.global.b32 %r1, [%rd1];
+    add.u32 %r2, %r1, {number};
+    .loc 1 5 1
+    st.global.b32 [%rd1], %r2;
+    setp.lt.u32 %p, %r2, 1000;
+    @%p bra again;
+    {more}
+    ret;
+}}
+.file 1 "/somewhere/01-double.py"
+"""
+
+
+def test_sass_of_many_kernels_is_that_of_each(tmp_path):
+    cubins, expected = [], []
+    tools = knobs.nvidia
+    long = 300 * ".loc 1 6 1\n st.volatile.global.b32 [%rd1], %r1;\n"
+    for name, number, more in (("one", 1, ""), ("two", 2, long), ("x", 3, "")):
+        ptx, cubin = tmp_path / f"{name}.ptx", tmp_path / f"{name}.cubin"
+        ptx.write_text(ADD.format(name=name, number=number, more=more))
+        subprocess.run(
+            [tools.ptxas.path, "-lineinfo", "-arch=sm_90a", ptx, "-o", cubin],
+            check=True,
+        )
+        cubins.append(cubin.read_bytes())
+        expected.append(
+            subprocess.run(
+                [tools.nvdisasm.path, "-gp", "-c", "-ndf", cubin],
+                check=True, capture_output=True, text=True,
+            ).stdout
+        )  # fmt: skip
+    found = sass.disassembled(cubins, "sm_90a", tools.nvdisasm.path)
+    for text, whole in zip(found, expected, strict=True):
+        told = list(instructions(text))
+        assert told == list(instructions(whole))
+        assert len({line for _, line in told}) > 4
+
+
+def instructions(text):
+    """Pairs of name and line of PTX."""
+    line = None
+    for row in text.splitlines():
+        if named := re.search(r"(?:PTX|ptx_txt\",) line (\d+)", row):
+            line = named[1]
+        if code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)", row):
+            yield code[2], line
 
 
 def test_amd_assembly():
@@ -208,6 +274,24 @@ def built(tmp_path_factory):
     project = with_panel(tmp_path_factory.mktemp("site"))
     project.output = project.build().stdout
     return project
+
+
+def test_the_columns_are_those_that_the_kernel_got(tmp_path):
+    """A kernel for wide rows is launched with the same ones at each N."""
+    page = {"N": [1024, 512]}
+    for given, named in (
+        ((None, None), ["N = 1024", "N = 512"]),
+        ((2048, 1024), ["N = 2048", "N = 1024"]),
+        ((4096, 4096), ["N = 4096"]),
+    ):
+        found = {
+            ("_f", "sm_90", N): Sheet("_f", "sm_90", got, {"Programs": "3"})
+            for N, got in zip(page["N"], given, strict=True)
+        }
+        panel = Panel(tmp_path, "01-double", page, "_f", {}, found)
+        table, ways = panel.tab("sm_90").split("Where lines")
+        assert re.findall(r"N = \d+", table) == named
+        assert named[0] in ways
 
 
 def test_the_panel_follows_its_kernel(built):

@@ -43,9 +43,12 @@ def attempt(version):
     scripts = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
     compiled = sorted((ROOT / "tests").glob("test_*_compiled.py"))
     jobs = {s.name: [sys.executable, s] for s in scripts}
-    for test in compiled:
-        pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
-        jobs[test.name] = [*pytest, test]
+    # What the tests of a file share is compiled once: a file stays together.
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
+    jobs["tests of compiled kernels"] = [
+        *(*pytest, "--dist", "loadfile"),
+        *compiled,
+    ]
     for name, command in jobs.items():
         print(f"triton {version}: {name}", flush=True)
         done = subprocess.run(

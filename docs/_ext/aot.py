@@ -17,6 +17,7 @@ triton.language itself is interpreted and cannot be compiled any more.
 """
 
 import dataclasses
+import gc
 import os
 import pickle
 import re
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,7 @@ from types import SimpleNamespace
 
 import machine_code
 import occupancy
+import sass
 
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
 COMPILER_ADDS_BARRIER = [
@@ -73,6 +76,7 @@ class Call:
     source: str | None = None  # another text of the tutorial
     sass: bool = False  # disassemble as well, where that is possible
     last: bool = False  # of each kernel, only its last launch
+    then: Callable | None = None  # what to make of each Built, over there
 
 
 @dataclasses.dataclass
@@ -100,6 +104,7 @@ class Built:
     script: str  # the file of the kernel
     asm: dict  # "ttir", "ttgir", then "ptx" and perhaps "sass", or "amdgcn"
     grid: tuple = ()  # programs, if it was launched
+    columns: int | None = None  # what it was given as N
 
     @property
     def text(self):
@@ -121,14 +126,15 @@ def build(jobs):
     return _in_children(jobs)
 
 
-def launches(calls):
+def launches(calls, workers=None):
     """For each Call the list of Built of what it launches, in order."""
-    return _in_children(calls)
+    return _in_children(calls, workers)
 
 
-def _in_children(tasks):
+def _in_children(tasks, workers=None):
     """The results for all tasks, from a child process for each core."""
-    workers = max(1, min(len(os.sched_getaffinity(0)), len(tasks) // 4))
+    workers = workers or len(os.sched_getaffinity(0))
+    workers = max(1, min(workers, len(tasks) // 4))
     results = [None] * len(tasks)
     shares = [range(i, len(tasks), workers) for i in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
@@ -160,6 +166,7 @@ def _child(tasks):
 
 def _work():
     path, modules = Path(sys.argv[1]), {}
+    gc.set_threshold(50_000)  # 700 costs a twentieth of the time
     results = [
         (_launched if isinstance(task, Call) else _built)(task, modules)
         for task in pickle.loads(path.read_bytes())
@@ -224,15 +231,27 @@ def _launched(call, modules):
     if call.last:
         launched = {kernel: (kernel, *more) for kernel, *more in launched}
         launched = launched.values()
-    return [_compiled(call, *one) for one in launched]
+    builds, cubins = [], []
+    for kernel, grid, args, options in launched:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        built = _measured(compiled, kernel, call.target, grid)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        built.columns = given.get("N")
+        builds.append(built)
+        cubins.append(compiled.asm.get("cubin"))
+    if call.sass and all(cubins):
+        _disassemble(builds, cubins)
+    return [call.then(b) for b in builds] if call.then else builds
 
 
-def _compiled(call, kernel, grid, args, options):
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    built = _measured(compiled, kernel, call.target, grid)
-    if call.sass and "cubin" in compiled.asm:
-        built.asm["sass"] = _disassembled(compiled.asm["cubin"])
-    return built
+def _disassemble(builds, cubins):
+    """Add SASS to builds for one target."""
+    from triton import knobs
+
+    arch = re.search(r"^\.target (\w+)", builds[0].text, re.MULTILINE)[1]
+    found = sass.disassembled(cubins, arch, knobs.nvidia.nvdisasm.path)
+    for built, text in zip(builds, found, strict=True):
+        built.asm["sass"] = text
 
 
 def _built(job, modules):
@@ -305,16 +324,6 @@ def _resources(cubin):
     return tuple(
         int(re.search(rf"\b{name}:(\d+)", report)[1])
         for name in ("REG", "STACK")
-    )
-
-
-def _disassembled(cubin):
-    """SASS, with the lines of PTX that its instructions come from."""
-    from triton import knobs
-
-    text = _tool(cubin, knobs.nvidia.nvdisasm.path, "-gp", "-c", "-ndf")
-    return re.sub(
-        r'//## File "\.nv_debug_ptx_txt", line (\d+)', r"// PTX line \1", text
     )
 
 

@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import machine_code
 import recording
@@ -23,6 +24,7 @@ LIMITS = {
     "narrow_stores": 0,
     "narrow_copies": 0,
 }
+TRITON = ".".join(version("triton").split(".")[:2])
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
@@ -145,6 +147,7 @@ def broken(entry, built, N, dtype):
     if built.target == DEFAULT:
         now |= {what: len(marks) for what, marks in narrow.items()}
     found = []
+    entry = entry | entry.get("triton", {}).get(TRITON, {})
     for what, value in now.items():
         limit = entry.get(what, LIMITS[what])
         if isinstance(limit, dict):
@@ -175,9 +178,9 @@ def broken(entry, built, N, dtype):
     return found
 
 
-def numbers(built):
+def numbers(built, facts=None):
     """What a panel says about a build, in pairs of name and value."""
-    facts = Facts(built)
+    facts = facts or Facts(built)
     per_device = facts.programs, facts.multiprocessors
     warps, most, limits = occupancy(
         built.target, built.registers, built.shared, facts.warps, per_device

@@ -7,36 +7,32 @@ added to the text that Sphinx reads: script and notebook know nothing of it.
 """
 
 import hashlib
+import os
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
-from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
 import kernels
-import machine_code
 import recording
+import sheets
 from sphinx.errors import ExtensionError
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx_design.tabs import sd_tab_label
 
 import aot
 
-CODES = {
-    "ttir": "Triton IR",
-    "ttgir": "GPU IR",
-    "ptx": "PTX",
-    "sass": "SASS",
-    "amdgcn": "AMD assembly",
-}
 # A disassembler takes longer than the compiler: only for these.
 SASS = (kernels.DEFAULT,)
-# The lines of a tutorial that a panel follows down: the first of each kind.
-FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
+# The modules that make the sheets.
+MADE_BY = (
+    *("aot", "kernels", "machine_code", "occupancy", "sass", "sheets"),
+    *("tutorial", "xray"),
+)
 
 _pool = ThreadPoolExecutor(1)
-_work = None  # what will be the builds of all tutorials
+_work = None  # what will be the sheets of all tutorials
 
 
 def start(app):
@@ -45,32 +41,37 @@ def start(app):
     pages = kernels.pages()
     scripts = [s for s in recording.tutorials() if s.stem in pages]
     folder = Path(app.doctreedir).parent / "xray"
-    _work = _pool.submit(builds, scripts, pages, folder)
+    _work = _pool.submit(made, scripts, pages, folder)
 
 
-def builds(scripts, pages, folder):
-    """The shown builds of each tutorial: {(kernel, target, N): Built}."""
+def made(scripts, pages, folder):
+    """The sheets of each tutorial: {(kernel, target, N): Sheet}."""
     files = {
         script.stem: folder / f"{script.stem}.{_key(script, pages)}"
         for script in scripts
     }
     missing = [
-        (stem, target, N)
+        (stem, target, N, pages[stem]["N"][0] == N)
         for stem, file in files.items()
         if not file.exists()
         for target, N in kernels.shown(pages[stem])
     ]
     calls = [
         kernels.call(
-            stem, pages[stem], N, target, sass=target in SASS, last=True
+            *(stem, pages[stem], N, target),
+            sass=first and target in SASS,
+            last=True,
+            then=sheets.full if first else sheets.brief,
         )
-        for stem, target, N in missing
+        for stem, target, N, first in missing
     ]
     found = {}
-    launched = aot.launches(calls) if calls else []
-    for (stem, *shape), built in zip(missing, launched, strict=True):
-        for name, one in kernels.by_name(built).items():
-            found.setdefault(stem, {})[name, *shape] = one
+    # One core is left to the tutorials, which run meanwhile.
+    workers = max(1, len(os.sched_getaffinity(0)) - 1)
+    launched = aot.launches(calls, workers) if calls else []
+    for (stem, *shape, _), results in zip(missing, launched, strict=True):
+        for name, sheet in kernels.by_name(results).items():
+            found.setdefault(stem, {})[name, *shape] = sheet
     for stem, file in files.items():
         if stem not in found:
             found[stem] = pickle.loads(file.read_bytes())
@@ -83,11 +84,12 @@ def builds(scripts, pages, folder):
 
 
 def _key(script, pages):
-    """A hash of everything that the builds of a tutorial depend on."""
+    """A hash of everything that the sheets of a tutorial depend on."""
     parts = [script.read_bytes(), repr(pages[script.stem]).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
-    for name in ("aot", "kernels", "occupancy", "tutorial", "xray"):
-        parts.append(Path(__file__).with_name(f"{name}.py").read_bytes())
+    parts += [
+        Path(__file__).with_name(f"{m}.py").read_bytes() for m in MADE_BY
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -139,8 +141,6 @@ class Panel:
         self.folder = Path(srcdir) / "tutorials" / "xray"
         self.stem, self.page, self.name = stem, page, name
         self.entry, self.found = entry, found
-        script = recording.TUTORIALS / f"{stem}.py"
-        self.script = script.read_text(encoding="utf-8").splitlines()
 
     def text(self):
         tabs = "".join(
@@ -162,25 +162,27 @@ class Panel:
         )
 
     def tab(self, target):
-        builds = [
-            self.found[self.name, shape, N]
-            for shape, N in kernels.shown(self.page)
-            if shape == target
-        ]
-        ways = _indent(self.ways(builds[0]))
+        found = {}  # kernels for wide rows have the same columns at each N
+        for shape, N in kernels.shown(self.page):
+            if shape == target:
+                sheet = self.found[self.name, shape, N]
+                found.setdefault(sheet.columns or N, sheet)
+        columns, first = next(iter(found.items()))
         return (
-            self.table(builds)
-            + f"Where lines of the page went, at N = {self.page['N'][0]}:\n\n"
-            + f".. raw:: html\n{ways}\n"
-            + self.downloads(builds[0])
+            self.table(found)
+            + f"Where lines of the page went, at N = {columns}:\n\n"
+            + f".. raw:: html\n{_indent(first.ways)}\n\n"
+            + self.downloads(first)
         )
 
-    def table(self, builds):
+    def table(self, found):
         """What the compiler says, a column for each shape."""
-        columns = [dict(kernels.numbers(built)) for built in builds]
-        rows = [[aot.DEVICES[builds[0].target][0]]]
-        rows[0] += [f"N = {N}" for N in self.page["N"][: len(builds)]]
-        rows += [[key, *(c[key] for c in columns)] for key in columns[0]]
+        (first, *_) = found.values()
+        rows = [[aot.DEVICES[first.target][0], *(f"N = {N}" for N in found)]]
+        rows += [
+            [key, *(sheet.numbers[key] for sheet in found.values())]
+            for key in first.numbers
+        ]
         text = (
             ".. list-table::\n   :header-rows: 1\n   :stub-columns: 1\n"
             "   :class: bp-table\n\n"
@@ -190,51 +192,14 @@ class Panel:
                 text += f"   {' ' if i else '*'} - {cell}\n"
         return text + "\n"
 
-    def ways(self, built):
-        """What became of a few lines of the tutorial, level by level."""
-        levels = {key: self.marks(built, key) for key in CODES}
-        for line in followed(levels["ptx"] or levels["amdgcn"]):
-            yield f"<pre class='bp-way'>{escape(self.source(line))}</pre>"
-            yield "<dl class='bp-levels'>"
-            for key, name in CODES.items():
-                parts = list(steps(levels[key], line))
-                if key == "ttgir":
-                    code = built.asm[key]
-                    parts += sorted(layouts(code, levels[key], line))
-                if parts:
-                    yield f"<dt>{name}</dt><dd>{'<br>'.join(parts)}</dd>"
-            yield "</dl>"
-
-    def source(self, line):
-        return self.script[line - 1].strip()
-
-    def marks(self, built, key):
-        """The marks of a code that this build has, or none."""
-        if key not in built.asm:
-            return []
-        ptx = built.asm.get("ptx", "")
-        found = machine_code.marks(built.asm[key], self.stem, ptx)
-        if key == "amdgcn":  # its release has no line of its own
-            known = self.marks(built, "ttgir")
-            lines = {m.line for m in known if m.kind == "release"}
-            for mark in found:
-                if mark.kind == "release" and len(lines) == 1:
-                    (mark.line,) = lines
-        return found
-
-    def downloads(self, built):
+    def downloads(self, sheet):
         """Write the codes, with their marks; links to them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         links = []
-        for key, name in CODES.items():
-            if key not in built.asm:
-                continue
-            file = f"{self.stem}.{self.name}.{built.target}.{key}"
-            text = machine_code.annotated(
-                built.asm[key], self.marks(built, key), self.script
-            )
-            (self.folder / file).write_text(shortened(text), encoding="utf-8")
-            links.append(f":download:`{name} <xray/{file}>`")
+        for key, code in sheet.codes.items():
+            file = f"{self.stem}.{self.name}.{sheet.target}.{key}"
+            (self.folder / file).write_text(code, encoding="utf-8")
+            links.append(f":download:`{sheets.CODES[key]} <xray/{file}>`")
         return (
             "The whole code, with these marks and their lines: "
             + ", ".join(links)
@@ -242,56 +207,8 @@ class Panel:
         )
 
 
-def followed(found):
-    """Lines of the tutorial worth following, in the order of the code."""
-    lines = {}
-    for kind in FOLLOWED:
-        some = [m for m in found if m.kind == kind and m.line]
-        if some:
-            mark = max(some, key=lambda m: m.bytes)
-            lines.setdefault(mark.line, mark.number)
-    for i, mark in enumerate(found):
-        if mark.kind == "release":
-            for before in found[max(i - 2, 0) : i]:
-                if before.kind == "barrier" and before.line:
-                    lines.setdefault(before.line, before.number)
-    return sorted(lines, key=lines.get)
-
-
-def steps(found, line):
-    """The instructions of one level that a line became."""
-    groups = {}
-    for mark in found:
-        if mark.line == line:
-            groups.setdefault((mark.kind, mark.bytes), []).append(mark)
-    for marks in groups.values():
-        times = f" × {len(marks)}" if len(marks) > 1 else ""
-        yield f"<code>{escape(marks[0].text)}</code>{times}"
-
-
-def layouts(code, found, line):
-    """How a tensor of GPU IR is spread over threads: what the # name means."""
-    for name in {
-        name
-        for mark in found
-        if mark.line == line
-        for name in re.findall(r"#blocked\d*", mark.text)
-    }:
-        meant = re.search(rf"^{name} = .*<{{(.*), order.*}}>", code, re.M)
-        if meant:
-            yield f"<code>{name}: {escape(meant[1])}</code>"
-
-
-def shortened(text):
-    """Without debug data and without the folders of this machine."""
-    text = re.split(r"^\s*\.section\s+\.debug", text, flags=re.MULTILINE)[0]
-    text = text.replace(f"{recording.ROOT}/", "")
-    return re.sub(r'"?[^\s"]*/(triton/language)', r"\1", text)
-
-
 def _indent(text, width=3):
-    """A block under a directive; text may come line by line."""
-    text = text if isinstance(text, str) else "\n".join(text) + "\n"
+    """A block under a directive."""
     pad = " " * width
     return "\n" + "".join(
         pad + line if line.strip() else line

@@ -1,0 +1,139 @@
+"""What an X-ray panel shows of one compiled kernel.
+
+It is made where the kernel is compiled, in another process, while the
+tutorials run: reading generated code takes time.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+
+import kernels
+import machine_code
+import recording
+
+CODES = {
+    "ttir": "Triton IR",
+    "ttgir": "GPU IR",
+    "ptx": "PTX",
+    "sass": "SASS",
+    "amdgcn": "AMD assembly",
+}
+# The lines of a tutorial that a panel follows down: the first of each kind.
+FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
+
+
+@dataclass
+class Sheet:
+    kernel: str
+    target: str
+    columns: int | None  # that the kernel was launched with
+    numbers: dict  # name -> value
+    ways: str = ""  # HTML: what became of a few lines, level by level
+    codes: dict = field(default_factory=dict)  # a key of CODES -> marked text
+
+
+def brief(built):
+    """The sheet of a kernel, with its numbers and no code."""
+    return _numbered(built, kernels.Facts(built))
+
+
+def full(built):
+    """The sheet of a kernel, with its code."""
+    facts = kernels.Facts(built)
+    found = {k: _marks(built, k, facts) for k in CODES if k in built.asm}
+    if "amdgcn" in found:  # its release has no line of its own
+        lines = {m.line for m in found["ttgir"] if m.kind == "release"}
+        for mark in found["amdgcn"]:
+            if mark.kind == "release" and len(lines) == 1:
+                (mark.line,) = lines
+    sheet = _numbered(built, facts)
+    script = _script(built.script)
+    sheet.ways = "\n".join(_ways(built, found, script))
+    sheet.codes = {
+        key: shortened(machine_code.annotated(built.asm[key], marks, script))
+        for key, marks in found.items()
+    }
+    return sheet
+
+
+def _numbered(built, facts):
+    numbers = dict(kernels.numbers(built, facts))
+    return Sheet(built.kernel, built.target, built.columns, numbers)
+
+
+def _marks(built, key, facts):
+    code = built.asm[key]
+    if code is built.text:
+        return facts.marks
+    return machine_code.marks(code, built.script, built.asm.get("ptx", ""))
+
+
+@cache
+def _script(name):
+    """The lines of a tutorial."""
+    path = recording.TUTORIALS / name
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def _ways(built, found, script):
+    """What became of a few lines of the tutorial, level by level."""
+    for line in followed(found.get("ptx") or found["amdgcn"]):
+        source = escape(script[line - 1].strip())
+        yield f"<pre class='bp-way'>{source}</pre>"
+        yield "<dl class='bp-levels'>"
+        for key, marks in found.items():
+            parts = list(steps(marks, line))
+            if key == "ttgir":
+                parts += sorted(layouts(built.asm[key], marks, line))
+            if parts:
+                yield f"<dt>{CODES[key]}</dt><dd>{'<br>'.join(parts)}</dd>"
+        yield "</dl>"
+
+
+def followed(found):
+    """Lines of the tutorial worth following, in the order of the code."""
+    lines = {}
+    for kind in FOLLOWED:
+        some = [m for m in found if m.kind == kind and m.line]
+        if some:
+            mark = max(some, key=lambda m: m.bytes)
+            lines.setdefault(mark.line, mark.number)
+    for i, mark in enumerate(found):
+        if mark.kind == "release":
+            for before in found[max(i - 2, 0) : i]:
+                if before.kind == "barrier" and before.line:
+                    lines.setdefault(before.line, before.number)
+    return sorted(lines, key=lines.get)
+
+
+def steps(found, line):
+    """The instructions of one level that a line became."""
+    groups = {}
+    for mark in found:
+        if mark.line == line:
+            groups.setdefault((mark.kind, mark.bytes), []).append(mark)
+    for marks in groups.values():
+        times = f" × {len(marks)}" if len(marks) > 1 else ""
+        yield f"<code>{escape(marks[0].text)}</code>{times}"
+
+
+def layouts(code, found, line):
+    """How a tensor of GPU IR is spread over threads: what the # name means."""
+    for name in {
+        name
+        for mark in found
+        if mark.line == line
+        for name in re.findall(r"#blocked\d*", mark.text)
+    }:
+        meant = re.search(rf"^{name} = .*<{{(.*), order.*}}>", code, re.M)
+        if meant:
+            yield f"<code>{name}: {escape(meant[1])}</code>"
+
+
+def shortened(text):
+    """Without debug data and without the folders of this machine."""
+    text = re.split(r"^\s*\.section\s+\.debug", text, flags=re.MULTILINE)[0]
+    text = re.sub(r'(?<=[\s"])/[^\s"]*/(triton/language)', r"\1", text)
+    return text.replace(f"{recording.ROOT}/", "")
