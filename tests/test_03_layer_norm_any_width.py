@@ -438,5 +438,5 @@ def test_machine_code_is_shown(output):
     assert " 0 bytes spilled" not in told[4]  # one block
     # From column 0, x is loaded by single columns.
     assert "loads of 2 bytes: 56," in told[2] and "2 bytes" in told[6]
-    # Aligned lanes: asynchronous copies of 16 bytes.
-    assert "16 bytes" in told[3] and "16 bytes" in told[7]
+    # Aligned lanes: asynchronous copies of 8 bytes.
+    assert " 8 bytes:" in told[3] and " 8 bytes:" in told[7]

@@ -9,7 +9,7 @@ You will be able to:
 
 * say where a kernel loses speed when its rows become narrower or wider;
 * keep a row in registers without padding it to a power of two;
-* load 16 bytes at once, even from rows that begin anywhere;
+* load 8 or 16 bytes at once, even from rows that begin anywhere;
 * split a row among programs that exchange their sums while they work;
 * sum weight gradients in registers, in the same order every time;
 * choose a configuration by a short rule, and measure what the rule costs.
@@ -2159,7 +2159,8 @@ def look(title, kernel, warps, **known):
     loads = r"ld[.]global[^;{]*?(?:[.]v(\\d))?[.]b(\\d+) "
     sizes = [int(n or 1) * int(b) // 8 for n, b in
              re.findall(loads, built.asm["ptx"])]
-    sizes += [16] * built.asm["ptx"].count("cp.async.cg")
+    copies = r"cp[.]async[.]c.[.]shared[^;]*?], 0x(\\w+)"
+    sizes += [int(n, 16) for n in re.findall(copies, built.asm["ptx"])]
     print(f"{title}: {registers} registers, {spilled} bytes spilled, "
           "loads of "
           + ", ".join(f"{size} bytes: {sizes.count(size)}"

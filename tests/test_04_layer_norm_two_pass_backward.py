@@ -14,7 +14,7 @@ import layer_norm_cases as cases
 from layer_norm_cases import Case
 from tutorial import TUTORIALS, load
 
-NAME = "_04-layer-norm-two-pass-backward"
+NAME = "04-layer-norm-two-pass-backward"
 page = load(NAME)
 # So small that a small matrix has several bands, splits, tiles and chunks.
 SMALL = {
@@ -22,7 +22,6 @@ SMALL = {
     "CHUNK": 32,
     "HOW": "registers",
     "RUN": 2,
-    "UP": True,
     "TALL": 2,
     "COLS": 16,
     "STAGES": 2,
@@ -32,7 +31,7 @@ SMALL = {
 }
 PLANS = {
     "registers": SMALL,
-    "one tile": SMALL | {"RUN": 1, "UP": False},
+    "one tile": SMALL | {"RUN": 1},
     "reversed": SMALL | {"HOW": "reversed", "ROWS": 1, "RUN": 1},
     "forward": SMALL | {"HOW": "forward", "ROWS": 1, "band": 16, "split": 2},
     "one band": SMALL | {"band": 64, "split": 64, "CHUNK": 128},
@@ -56,12 +55,12 @@ def plan(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("N", [1, 33, 64])
+@pytest.mark.parametrize("N", [1, 50])
 def test_every_plan(plan, N, dtype):
     run(Case((11,), (N,), dtype))
 
 
-@pytest.mark.parametrize("M", [1, 2, 7, 8, 9])
+@pytest.mark.parametrize("M", [1, 8, 9])
 def test_every_plan_and_number_of_rows(plan, M):
     run(Case((M,), (40,), torch.float16))
 
@@ -89,7 +88,7 @@ def test_bits_do_not_depend_on_bands(plan):
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
-    for dtype in cases.DTYPES if M < 100 else (torch.float16,):
+    for dtype in cases.DTYPES if M * N < 2000 else (torch.float16,):
         run(Case((M,), (N,), dtype))
 
 
@@ -115,7 +114,7 @@ def test_dimensions(lead, shape):
     run(Case(lead, shape))
 
 
-@pytest.mark.parametrize("N", [1024, 1025, 4097, 8193, 16385])
+@pytest.mark.parametrize("N", [1024, 1025, 8193, 32769])
 def test_each_kind_of_plan(N):
     run(Case((1,), (N,), torch.float16))
 
@@ -123,7 +122,7 @@ def test_each_kind_of_plan(N):
 layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(
     st.builds(
         Case,
@@ -232,8 +231,6 @@ def test_plan():
                 assert band % (plan["ROWS"] * plan["RUN"]) == 0
                 for name in "ROWS", "CHUNK", "TALL", "COLS":
                     assert plan[name] & (plan[name] - 1) == 0 < plan[name]
-                if plan["HOW"] != "registers":
-                    assert plan["ROWS"] == 1  # or it cannot recompute
 
 
 def _tensor(*shape, dtype=torch.float32):
@@ -315,8 +312,8 @@ MUTANTS = {
         "if split <= tl.cdiv(M, SPLIT):",
     ),
     "tiles only of the first band": (
-        "first = (band * TWO + i) * RUN",
-        "first = i * RUN",
+        "first = (band * TWO + i - ONE) * RUN",
+        "first = (i - ONE) * RUN",
     ),
     "one tile for a program": (
         "last = tl.minimum(first + RUN, tl.cdiv(M, ROWS))",
@@ -363,18 +360,6 @@ def test_mutants_fail(name, monkeypatch):
     mutant = load(NAME, [MUTANTS[name]])
     with pytest.raises(AssertionError):
         _suite(mutant, monkeypatch)
-
-
-def test_recomputing_mutant_fails():
-    """Stored means of another row."""
-    edit = (
-        "_store(mean_ptr, mean, row, 0, left, 1, 1, EVEN)",
-        "_store(mean_ptr, mean + 1, row, 0, left, 1, 1, EVEN)",
-    )
-    x, w, _, dy = page.example(5, 33, torch.float32)
-    found = load(NAME, [edit]).layer_norm_backward(dy, x, w, None, None)
-    with pytest.raises(AssertionError):
-        check_backward(found, x, w, dy)
 
 
 def test_forms():
