@@ -54,7 +54,8 @@ def job(N, mode, dtype="fp16", share=True, plan=None, even=True, **more):
         "PDL": target in ("sm_90", "sm_100"),
     } | options
     names = page_arguments(kernel)
-    if kind in ("slices", "shared") and kernel != "_layer_norm_bwd_slices":
+    fits = ("slices", "shared", "shifted")
+    if kind in fits and kernel != "_layer_norm_bwd_slices":
         more["maxnreg"] = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
     return Job(
         NAME,
@@ -114,8 +115,9 @@ def test_every_kernel_compiles(target):
 
 
 def allowed(one):
-    """Bytes that may spill: a few where three programs share registers."""
-    return 64 if one.kernel == "_layer_norm_bwd_shared" else 0
+    """Bytes that may spill: a few of wide rows that are not aligned."""
+    shared = one.kernel == "_layer_norm_bwd_shared"
+    return 16 if shared and one.constants["STEP"] > 1 else 0
 
 
 def widths():
@@ -143,14 +145,17 @@ def test_no_spills_and_wide_loads(mode):
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_rows_that_start_anywhere(mode, dtype):
-    """Loads stay wide and asynchronous. Shared rows may spill a little."""
+    """Loads stay asynchronous, by 8 bytes or 16."""
     some = [513, 1023, 1151, 2047, 2561, 4097, 5001, 7777, 8183, 9999, 12345]
     some += [16375, 16377, 20001, 65537]
     jobs = [job(N, mode, dtype) for N in some]
     for one, built in zip(jobs, build(jobs), strict=True):
         what = one.kernel, one.constants["N"], built.spills
         assert built.spills <= allowed(one), what
-        assert built.text.count("cp.async.cg.shared.global") > 1, what
+        copies = re.findall(r"cp\.async[^;]*, 0x(\w+)", built.text)
+        narrow = [size for size in copies if size not in ("8", "10")]
+        assert len(copies) > 1, what
+        assert mode == "backward" or not narrow, (what, narrow)
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
