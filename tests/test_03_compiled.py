@@ -55,7 +55,8 @@ def job(N, mode, dtype="fp16", share=True, plan=None, even=True, **more):
         "PDL": target in ("sm_90", "sm_100"),
     } | options
     names = page_arguments(kernel)
-    if kind in ("slices", "shared") and kernel != "_layer_norm_bwd_slices":
+    fits = ("slices", "shared", "shifted")
+    if kind in fits and kernel != "_layer_norm_bwd_slices":
         more["maxnreg"] = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
     return Job(
         NAME,
@@ -115,15 +116,11 @@ def test_every_kernel_compiles(target):
 
 
 def allowed(one):
-    """Bytes that may spill: a few where three programs share registers.
-
-    With triton 3.6 also in rows that are not aligned and nearly as wide as
-    the registers allow: all 255 are taken.
-    """
-    some = {"_layer_norm_bwd_shared": 16}
+    """Bytes that may spill: a few of wide rows that are not aligned."""
+    spill = {"_layer_norm_bwd_shared"}
     if kernels.TRITON == "3.6" and one.constants["N"] > 7000:
-        some["_layer_norm_fwd_shifted"] = 16
-    return some.get(one.kernel, 0)
+        spill.add("_layer_norm_fwd_shifted")  # with all 255 registers taken
+    return 16 if one.kernel in spill and one.constants["STEP"] > 1 else 0
 
 
 def widths():
@@ -151,14 +148,17 @@ def test_no_spills_and_wide_loads(mode):
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_rows_that_start_anywhere(mode, dtype):
-    """Loads stay wide and asynchronous. A few bytes may spill."""
+    """Loads stay asynchronous, by 8 bytes or 16."""
     some = [513, 1023, 1151, 2047, 2561, 4097, 5001, 7777, 8183, 9999, 12345]
     some += [16375, 16377, 20001, 65537]
     jobs = [job(N, mode, dtype) for N in some]
     for one, built in zip(jobs, build(jobs), strict=True):
         what = one.kernel, one.constants["N"], built.spills
         assert built.spills <= allowed(one), what
-        assert built.text.count("cp.async.cg.shared.global") > 1, what
+        copies = re.findall(r"cp\.async[^;]*, 0x(\w+)", built.text)
+        narrow = [size for size in copies if size not in ("8", "10")]
+        assert len(copies) > 1, what
+        assert mode == "backward" or not narrow, (what, narrow)
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

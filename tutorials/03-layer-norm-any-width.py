@@ -1216,6 +1216,8 @@ SHIFTED = (
     (8184, 512, 4, 2, 3), (12800, 2048, 8, 1, 4), (16376, 2048, 8, 1, 3),
 )  # fmt: skip
 
+# %%
+
 
 def plan_forward(N, itemsize, share, step=1):
     """Name of the kernel and its options, for rows of N elements."""

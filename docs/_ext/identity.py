@@ -72,13 +72,17 @@ def rc_params():
 
 def dressed(bench):
     """The lines of a benchmark in this look, as its ``styles``."""
-    free = [name for name in SERIES if name != "blue"]
+    taken = {LINES[p][1] for p in bench.line_vals if p in LINES} | {"blue"}
+    free = [name for name in SERIES if name not in taken]
+    # A tutorial's own lines, such as the rungs of a ladder: each color once,
+    # then each again with another line.
+    own = iter([(c, "-") for c in free] + [(c, ":") for c in free])
     styles = []
     for provider in bench.line_vals:
         if provider in LINES:
             _, color, line = LINES[provider]
-        else:  # a tutorial's own line, such as a rung of a ladder
-            color, line = free.pop(0) if free else "grey", "-"
+        else:
+            color, line = next(own, ("grey", ":"))
         styles.append((LIGHT[color], line))
     return styles
 
