@@ -273,9 +273,16 @@ def _silu(x):
 
 @triton.jit
 def _gelu(x):
-    below = 0.5 * (1 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
-    density = tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
-    return x * below, below + x * density
+    bell = tl.exp(-0.5 * x * x)
+    if x.dtype == tl.float64:
+        below = 0.5 * (1 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+    else:
+        t = 1 / (1 + 0.23164189 * tl.abs(x))  # 0.3275911 / sqrt(2)
+        tail = 0.5307027145 * t - 0.7265760135
+        tail = (tail * t + 0.7107068705) * t - 0.142248368
+        tail = (tail * t + 0.127414796) * t * bell
+        below = tl.where(x < 0, tail, 1 - tail)
+    return x * below, below + x * bell * 0.3989422804014327  # 1 / sqrt(2 pi)
 
 
 @triton.jit
@@ -400,13 +407,14 @@ def _fused_layer_norm_fwd(
     row = tl.arange(0, ROWS)[:, None]
     number = row + tl.program_id(0) * ROWS
     seed = _value_of(seed, DROP)
-    held = ()
+    xs, rs, held = (), (), ()
     for c in tl.static_range(CHUNKS):
-        x = _load(x_ptr + first * N, row, c, left, N, CHUNK, EVEN)
-        r = None
+        xs += (_load(x_ptr + first * N, row, c, left, N, CHUNK, EVEN),)
         if r_ptr is not None:
-            r = _load(r_ptr + first * N, row, c, left, N, CHUNK, EVEN)
-        a = _stage(x, r, seed, number, c, N, CHUNK, kind, acc, ACT, DROP)
+            rs += (_load(r_ptr + first * N, row, c, left, N, CHUNK, EVEN),)
+    for c in tl.static_range(CHUNKS):
+        r = None if r_ptr is None else rs[c]
+        a = _stage(xs[c], r, seed, number, c, N, CHUNK, kind, acc, ACT, DROP)
         if s_ptr is not None:
             _store(s_ptr + first * N, a, row, c, left, N, CHUNK, EVEN)
         held += (a,)
@@ -1069,11 +1077,10 @@ def _sum_rows(
 
 CUDA = ON_GPU and torch.version.hip is None
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
-NUM_SMS, SHARED = 4, 98304  # in the interpreter any numbers will do
-if ON_GPU:
-    properties = triton.runtime.driver.active.utils.get_device_properties(0)
-    NUM_SMS = properties["multiprocessor_count"]
-    SHARED = properties["max_shared_mem"]
+GPU = torch.cuda.get_device_properties(0) if ON_GPU else None
+# In the interpreter any numbers will do.
+NUM_SMS = getattr(GPU, "multi_processor_count", 4)
+SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
 
 
 def plan_backward(N, itemsize, matrices=3, widest=16384):
@@ -1111,7 +1118,9 @@ def launch_backward(
     wide, per_sm = plan.pop("SLICES", False), plan.pop("per_sm")
     slices = triton.cdiv(N, plan["CHUNK"]) if wide else 1
     tiles = triton.cdiv(M, plan["ROWS"])
-    programs = min(max(NUM_SMS * per_sm // slices, 1), tiles)
+    room = max(NUM_SMS * per_sm // slices, 1)
+    # The fewest programs that need no more rounds.
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, room)) if tiles else 1
     partial = None
     if dw is not None or db is not None:
         partial = torch.empty(
@@ -1174,8 +1183,6 @@ def default_plan(N, x, w, ds, activation, p):
     widest = 16384
     if p > 0 or w.itemsize > x.itemsize or not CUDA:
         widest = 12288  # more registers are needed
-    if activation not in (None, "silu"):
-        widest = 10240
     matrices = 2 if ds is None else 3
     return plan_backward(N, x.itemsize, matrices, widest)
 
