@@ -28,6 +28,9 @@ def one_h200(monkeypatch):
     monkeypatch.setattr(page, "CUDA", True)
 
 
+PTX = [("PTX = tl.constexpr(CUDA)", "PTX = tl.constexpr(True)")]
+
+
 def job(
     mode, N, dtype="fp16", weight=None, what="add", ds=True, even=True,
     plan=None, **more,
@@ -63,7 +66,9 @@ def job(
     target = more.get("target", "sm_90")
     constants = {"N": N, "eps": 1e-5, "EVEN": even, "ACT": act, "DROP": drop}
     constants |= {"PDL": target in ("sm_90", "sm_100")}
-    constants |= {"PTX": target.startswith("sm")} | plan
+    constants |= {"STAGES": 1, "HIDE": True} | plan
+    if target.startswith("sm"):  # known before the source is read
+        more["replace"] = (*more.get("replace", ()), *PTX)
     if what != "add" and what != "dropout":
         constants |= dict.fromkeys(("r_ptr", "s_ptr", "ds_ptr", "dr_ptr"))
     elif not drop:

@@ -20,7 +20,10 @@ NAME = "_05-fused-elementwise-layer-norm"
 page = load(NAME)
 ROWS = {"ROWS": 2, "CHUNK": 32, "num_warps": 4}
 PAIRS = {
-    "rows": (ROWS, ROWS | {"STAGES": 2, "per_sm": 1}),
+    "rows": (
+        ROWS | {"STAGES": 2, "per_sm": 1},
+        ROWS | {"STAGES": 2, "per_sm": 1, "HIDE": False},
+    ),
     "wide": (
         {"CHUNK": 32, "num_warps": 4},
         ROWS | {"STAGES": 2, "per_sm": 1, "SLICES": True},
@@ -566,8 +569,8 @@ MUTANTS = {
         "g = _dropout(g, seed, row + tile + 1, c, DROP)\n        _store",
     ),
     "every row of a tile gets the first mask": (
-        "number = row + tl.program_id(0) * ROWS\n",
-        "number = row * 0 + tl.program_id(0) * ROWS\n",
+        "xs[c], r, seed, row + tile * ROWS",
+        "xs[c], r, seed, row * 0 + tile * ROWS",
     ),
     "kept elements not scaled": (
         "scale: tl.constexpr = 2**32 / (2**32 - DROP)",
@@ -591,7 +594,7 @@ MUTANTS = {
         "        x = x.to(acc)\n",
     ),
     "idle lanes after the activation": (
-        "        if N % CHUNK != 0:\n"
+        "        if TAIL:\n"
         "            x = tl.where(_column(c, CHUNK) < N, x, 0)\n",
         "",
     ),
