@@ -13,8 +13,10 @@ You will be able to:
 * hand a function to a kernel, with its derivative, as a constant;
 * compute a variance in one pass and say what that costs in accuracy.
 
-This page assumes the first page, which derives the gradients, and the second,
-which explains the persistent backward kernel and its sums.
+This page assumes the first page, which derives the gradients, the second,
+which explains the persistent backward kernel and its sums, and the third,
+which cuts rows into chunks.
+Their kernels come back here and are not explained again.
 Without a GPU everything here runs in Triton's interpreter, except the timing.
 
 What is computed
@@ -111,11 +113,10 @@ draw_chain()
 # Count first
 # -----------
 #
-# PyTorch can tell us what a chain moves.
 # A *dispatch mode* sees every operator that PyTorch runs, forward and
 # backward.
-# We add up what each of them must read and write.
-# The unit is one matrix of the size and type of ``x``.
+# We add up what each of them must read and write, in units of one matrix of
+# the size and type of ``x``.
 # The device ``meta`` has shapes and no numbers, so counting takes no time.
 
 
@@ -185,8 +186,7 @@ for dropout_p in 0.0, 0.1:
 # The second addition belongs to the backward pass: ``s`` is used twice, so it
 # gets two gradients.
 # A mask of booleans counts half a unit beside float16.
-# The true traffic is larger: the layer norm of PyTorch reads its input more
-# than once.
+# An operator that reads its input twice moves more than this count.
 #
 # What must be moved, if nothing is written in between?
 #
@@ -202,23 +202,18 @@ for dropout_p in 0.0, 0.1:
 # Dropout sets each element to 0 with probability :math:`p` and divides the
 # others by :math:`1 - p`.
 # The backward pass needs the same choice again.
-# PyTorch stores it as a matrix of booleans.
-# We compute it a second time.
+# PyTorch stores it as a matrix of booleans; we compute it a second time.
 #
-# That works with a *counter-based* generator, here Philox.
-# It has no state: it is a function that turns a key and a counter into random
-# bits.
+# That works with a *counter-based* generator, here Philox: a function without
+# state that turns a key and a counter into random bits.
 # The key is the seed, and the counter says for which element the bits are.
-# So every element of every program gets its bits at any time, in any order.
 #
 # * One call of ``tl.philox`` gives four words of 32 bits, so four neighbors
 #   share a call.
-#   ``tl.rand`` would throw away three of them.
 # * The counter is a pair: the group of four columns, and the row.
-#   The position ``row * N + column`` needs 64 bits in a large matrix, and with
-#   64-bit counters Triton runs a slower generator, or drops the upper half.
-# * Nothing in it depends on how a kernel cuts a row, so a kernel that cuts it
-#   in another way makes the same mask.
+#   The position ``row * N + column`` would need 64 bits in a large matrix.
+# * Nothing in it depends on how a kernel cuts a row, so all kernels make the
+#   same mask.
 #
 # ``DROP`` is an integer: of ``2**32`` words, so many mean 0.
 # It is a constant, so with ``DROP = 0`` nothing of this is compiled.
@@ -251,22 +246,19 @@ def _dropout(
 # A function as a constant
 # ------------------------
 #
-# A kernel that is written for SiLU is of no use for GELU.
-# But a ``@triton.jit`` function can be an argument of a kernel, if it is a
-# ``tl.constexpr``: the compiler then puts its instructions in place of the
-# call, as if they had been written there.
+# A ``@triton.jit`` function can be an argument of a kernel, if it is a
+# ``tl.constexpr``: the compiler puts its instructions in place of the call.
+# So one kernel serves every activation.
+# Each function returns its value and its slope; what a pass does not use is
+# not compiled.
 #
-# Each function returns its value and its slope.
-# The forward pass uses the value only, and the compiler removes the rest.
-#
-# GELU has two forms, and PyTorch has both.
-# ``gelu`` is exact, with the error function; ``gelu_tanh`` is the
-# approximation that many models were trained with.
-# It is written with a sigmoid, because
-# :math:`\frac{1}{2}(1 + \tanh u) = \mathrm{sigmoid}(2 u)`.
+# Memory is so fast that an activation must be short.
+# ``tl.exp`` and ``/`` spend instructions on numbers that overflow or nearly
+# vanish, where the result is 0 either way here.
+# The two functions below are one instruction each on NVIDIA GPUs.
+# ``PTX`` says whether the code is compiled for one; it is a constant too.
 
-
-PTX = tl.constexpr(CUDA)  # the assembly language of NVIDIA GPUs
+PTX = tl.constexpr(CUDA)  # their assembly language
 
 
 @triton.jit
@@ -289,6 +281,18 @@ def _inverse(x):
         )  # fmt: skip
     else:
         return 1 / x
+
+
+# %%
+# GELU has two forms: ``gelu`` is exact, ``gelu_tanh`` is the approximation
+# that many models were trained with.
+# It is written with a sigmoid, because
+# :math:`\frac{1}{2}(1 + \tanh u) = \mathrm{sigmoid}(2 u)`.
+#
+# The exact one needs the error function, which is long.
+# Formula 7.1.26 of Abramowitz and Stegun replaces it: a polynomial times
+# ``bell``, which the slope needs anyway.
+# It is off by 1.5e-7 at most, which is as fine as float32 can be near 1.
 
 
 @triton.jit
@@ -326,9 +330,8 @@ ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 # Forward
 # -------
 #
-# A row is held in registers as a tuple of chunks, as on the second page.
-# Two helpers load and store a chunk.
-# They use a mask only where a lane can be outside.
+# The helpers are those of the third page: a row is a tuple of chunks in
+# registers, and masks stand only where a lane can be outside.
 
 
 @triton.jit
@@ -363,14 +366,13 @@ def _store(
 
 
 # %%
-# The elementwise stage comes first.
-# What it leaves in registers is what the chain would have written to memory.
+# The elementwise stage leaves in registers what the chain would have written
+# to memory.
 #
 # * The sum is rounded to the type of ``s`` before the statistics are
 #   computed, so ``y`` is the layer norm of the ``s`` that is returned.
 # * An activation is never returned, so it is never rounded either.
 # * Lanes beyond the row hold 0, but :math:`f(0)` need not be 0.
-#   They are set to 0 after the activation.
 
 
 @triton.jit
@@ -469,8 +471,7 @@ def _fused_layer_norm_fwd(
 
 
 # %%
-# The rest is as on the earlier pages: mean first, variance second, ``w`` and
-# ``b`` loaded last.
+# The rest is as on the earlier pages: mean first, variance second.
 
 
 @triton.jit
@@ -508,11 +509,8 @@ def _affine(x_hat, w_ptr, b_ptr, c, N: tl.constexpr):
 # Rows that do not fit: Welford
 # -----------------------------
 #
-# A wide row does not fit into registers.
-# Then a program goes over it twice: once to compute and store ``s`` and its
-# statistics, once more, from the end to the start, to write ``y``.
-# What was written last is still in a cache.
-#
+# A program goes twice over a row that does not fit into registers, the second
+# time from its end, as on the third page.
 # The first sweep sees each element once, so it cannot subtract a mean that it
 # does not know yet.
 # Welford's method updates the mean with every element, and keeps the sum
@@ -762,11 +760,14 @@ def _apply(x_ptr, out_ptr, N, ACT: tl.constexpr, BLOCK: tl.constexpr):
 for name, f in TORCH.items():
     expected = f(x)
     slope = torch.autograd.grad(expected.sum(), x)[0]
-    found = torch.empty(2, 200, dtype=torch.float64, device=DEVICE)
-    _apply[(1,)](
-        x.detach().to(DEVICE), found, 200, ACT=ACTIVATIONS[name], BLOCK=256
-    )
-    assert_close(found.cpu(), torch.stack([expected, slope]).detach())
+    expected = torch.stack([expected, slope]).detach()
+    for dtype in torch.float64, torch.float32:
+        given = x.detach().to(DEVICE, dtype)
+        found = torch.empty(2, 200, dtype=dtype, device=DEVICE)
+        _apply[(1,)](given, found, 200, ACT=ACTIVATIONS[name], BLOCK=256)
+        assert_close(found.cpu(), expected.to(dtype))
+        error = (found.cpu() - expected).abs().max().item()
+    print(f"{name}: at most {error:.0e} off in float32")
 
 # %%
 # Backward: one pass over memory
@@ -782,20 +783,16 @@ for name, f in TORCH.items():
 #   only there.
 #
 # From the first half to the second a program keeps ``x``, ``dy`` and ``w``.
-# Here registers decide how wide a row may be.
-# In 16 bits two numbers share a register, but the compiler does not leave it
-# at that: it sees that both halves need them in float32, converts them once,
-# and keeps the float32 numbers.
-# That needs twice the registers, and beyond 12288 columns there are none left.
+# In 16 bits two numbers share a register, but the compiler sees that both
+# halves need them in float32, converts them once, and keeps twice the
+# registers.
+# For wide rows there are none left.
 #
 # So we make it forget.
 # ``_forget`` returns ``x`` combined by exclusive or with a 0 of which the
-# compiler does not know that it is 0.
-# It costs one instruction for two numbers.
-# Rows of up to 16384 columns fit, but for a few registers in the widest.
-# The instruction is written in the assembly language of NVIDIA GPUs, because
-# only there we can say that one register holds two numbers.
-# Other devices, and the interpreter, do without.
+# compiler does not know that it is 0: one instruction for two numbers.
+# That is written in assembly language, where we can say that one register
+# holds two numbers; other devices do without.
 
 
 @triton.jit
@@ -810,10 +807,8 @@ def _forget(x, zero):
 
 
 # %%
-# ``w`` stays for all rows.
-# From one turn of a loop to the next, a number of 16 bits takes a register of
-# its own.
-# So two of them are packed into a word, and unpacked in every turn.
+# What stays from one turn of a loop to the next is packed, as on the third
+# page: a number of 16 bits alone would take a whole register.
 
 
 @triton.jit
@@ -841,8 +836,7 @@ def _unpack(words, dtype: tl.constexpr):
 
 # %%
 # The two halves of a row.
-# With :math:`\hat{x} = (s - \mu) \, r` the factors :math:`r` leave the sums,
-# and are applied once for a row.
+# The factors :math:`r` leave the sums, as on the third page.
 
 
 @triton.jit
@@ -896,7 +890,7 @@ def _store_gradients(
 
 
 # %%
-# And the kernel.
+# The kernel:
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -990,63 +984,125 @@ def _one_tile(
 
 
 # %%
-# Beyond 16384 columns the sums of ``dw`` and ``db`` alone fill the registers.
-# Then there are two kernels, which work for any width.
-# The first computes the two sums of each row.
-# The second cuts the columns into slices, and every program keeps the sums of
-# its own slice.
-# ``x`` and ``dy`` are read twice.
+# Wide rows are shared by programs that each have a slice of the columns.
+# This is the exchange of the third page: a program publishes what its slice
+# adds to the two sums of a row, in one word of 64 bits, and finishes the tile
+# before, whose words have arrived by then.
+# A word that has not arrived is ``EMPTY``.
+#
+# Where programs cannot wait for each other, the kernel runs twice: ``RUN`` 1
+# only publishes, ``RUN`` 2 only finishes, and ``x`` and ``dy`` are read twice.
+# ``RUN`` 0 does both.
+
+EMPTY = 0x7FEDCBA9  # in both halves of a word
 
 
 @triton.jit
-def _fused_layer_norm_bwd_sums(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,
-    sums_ptr,  # (M, 2)
-    N: tl.constexpr, CHUNK: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
-    acc: tl.constexpr = mean_ptr.dtype.element_ty
-    row = tl.cast(tl.program_id(0), tl.int64)
-    mean = tl.load(mean_ptr + row)
-    rstd = tl.load(rstd_ptr + row)
-    sum1 = tl.zeros([1, CHUNK], acc)
-    sum2 = tl.zeros([1, CHUNK], acc)
-    for c in tl.range(0, (N + CHUNK - 1) // CHUNK, num_stages=1):
-        col = _column(c, CHUNK)
-        x = tl.load(x_ptr + row * N + col, mask=col < N, other=0)
-        dy = tl.load(dy_ptr + row * N + col, mask=col < N, other=0)
-        w = tl.load(w_ptr + col, mask=col < N, other=0)
-        one, two, _, _ = _first_half(x, dy, w, mean, rstd, ACT)
-        sum1 += one
-        sum2 += two
-    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
-    at = sums_ptr + 2 * row + tl.arange(0, 1)
-    tl.store(at, sum1)
-    tl.store(at + 1, sum2)
+def _publish(ptr, at, a, b, DIRECT: tl.constexpr):
+    if DIRECT:
+        low = a.to(tl.uint32, bitcast=True).to(tl.int64)
+        high = b.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l",
+            [(ptr + at).to(tl.int64), (high << 32) | low],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(ptr + 2 * at, a)
+        tl.store(ptr + 2 * at + 1, b)
 
 
 # %%
-# Two helpers of the second kernel.
 
 
 @triton.jit
-def _store_slice(
-    ptr, dw, db, col, group, N: tl.constexpr, PDL: tl.constexpr
+def _wait(ptr, at, DIRECT: tl.constexpr):
+    if DIRECT:
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p, q;
+            .reg .b32 n;
+            mov.b32 n, 0;
+            AGAIN:
+            ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];
+            setp.eq.b32 p, $0, 0x7FEDCBA9;
+            setp.eq.or.b32 p, $1, 0x7FEDCBA9, p;
+            add.u32 n, n, 1;
+            setp.lt.and.u32 q, n, 100000, p;
+            @q bra AGAIN;
+            }
+            """,
+            "=r,=r,l", [(ptr + at).to(tl.int64)],
+            dtype=(tl.uint32, tl.uint32), is_pure=False, pack=1,
+        )  # fmt: skip
+        low = low.to(tl.float32, bitcast=True)
+        return low, high.to(tl.float32, bitcast=True)
+    else:
+        return tl.load(ptr + 2 * at), tl.load(ptr + 2 * at + 1)
+
+
+# %%
+# What is done with a tile when all words of its rows are there:
+
+
+@triton.jit
+def _finish(
+    x, dy, w, ds_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr, seed,
+    tile, c, M, N: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr,
+    ACT: tl.constexpr, DROP: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    SLICES: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    row = tl.arange(0, x.shape[0])[:, None]
+    first = tl.cast(tile, tl.int64) * x.shape[0]
+    left = M - tile * x.shape[0]
+    mean = tl.load(mean_ptr + first + row, mask=row < left, other=0)
+    rstd = tl.load(rstd_ptr + first + row, mask=row < left, other=0)
+    s = tl.arange(0, PADDED)[None, :]
+    at = (first + row) * SLICES + tl.minimum(s, SLICES - 1)
+    one, two = _wait(words_ptr, at, DIRECT)
+    one, two = tl.where(s < SLICES, one, 0), tl.where(s < SLICES, two, 0)
+    sum1, sum2 = tl.reduce((one, two), 1, _add_pairs)
+    g = _second_half(
+        x, dy, w, mean, rstd, sum1[:, None], sum2[:, None], N, ACT
+    )
+    at = first * N + row * N + _column(c, CHUNK)
+    mask = (row < left) & (_column(c, CHUNK) < N)
+    if ds_ptr is not None:
+        g += tl.load(ds_ptr + at, mask=mask, other=0).to(g.dtype)
+    if dr_ptr is not None:
+        tl.store(dr_ptr + at, g, mask=mask)
+    if dx_ptr is not None:
+        g = _dropout(g, seed, row + tile * x.shape[0], c, DROP)
+        tl.store(dx_ptr + at, g, mask=mask)
+
+
+# %%
+# The rows of ``words`` are padded to whole tiles.
+
+
+@triton.jit
+def _share(
+    x, dy, w, mean, rstd, words_ptr, tile, c, N: tl.constexpr,
+    ACT: tl.constexpr, RUN: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Publish the sums of a slice of a tile; return its terms of dw and db."""
+    one, two, dw, db = _first_half(x, dy, w, mean, rstd, ACT)
+    if RUN != 2:
+        one, two = tl.reduce((one, two), 1, _add_pairs)
+        SLICES: tl.constexpr = (N + x.shape[1] - 1) // x.shape[1]
+        row = tl.cast(tile, tl.int64) * x.shape[0] + tl.arange(0, x.shape[0])
+        at = row[:, None] * SLICES + c
+        _publish(words_ptr, at, one[:, None], two[:, None], DIRECT)
+    return tl.sum(dw, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True)
+
+
+@triton.jit
+def _store_slice(ptr, dw, db, col, group, N: tl.constexpr):
     if ptr is not None:
         at = ptr + tl.cast(group, tl.int64) * 2 * N + col
-        tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=col < N)
-        tl.store(at + N, tl.sum(db, 0, keep_dims=True), mask=col < N)
-
-
-@triton.jit
-def _of_rows(mean_ptr, rstd_ptr, sums_ptr, row, left):
-    mean = tl.load(mean_ptr + row, mask=row < left, other=0)
-    rstd = tl.load(rstd_ptr + row, mask=row < left, other=0)
-    sum1 = tl.load(sums_ptr + 2 * row, mask=row < left, other=0)
-    sum2 = tl.load(sums_ptr + 2 * row + 1, mask=row < left, other=0)
-    return mean, rstd, sum1, sum2
+        tl.store(at, dw, mask=col < N)
+        tl.store(at + N, db, mask=col < N)
 
 
 # %%
@@ -1055,42 +1111,53 @@ def _of_rows(mean_ptr, rstd_ptr, sums_ptr, row, left):
 @triton.jit(do_not_specialize=["seed"])
 def _fused_layer_norm_bwd_slices(
     dy_ptr, ds_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr,
-    partial_ptr, sums_ptr, seed, M, N: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    partial_ptr, words_ptr, seed, M, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr,
     ACT: tl.constexpr, DROP: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
+    kind: tl.constexpr = x_ptr.dtype.element_ty
     acc: tl.constexpr = mean_ptr.dtype.element_ty
+    SLICES: tl.constexpr = (N + CHUNK - 1) // CHUNK
     seed = _value_of(seed, DROP)
-    c, group = tl.program_id(0), tl.program_id(1)
-    col = _column(c, CHUNK)
+    c, group = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
+    tiles = tl.cdiv(M, ROWS)
+    col, row = _column(c, CHUNK), tl.arange(0, ROWS)[:, None]
     w = tl.load(w_ptr + col, mask=col < N, other=0)
-    row = tl.arange(0, ROWS)[:, None]
-    dw = tl.zeros([ROWS, CHUNK], acc)
-    db = tl.zeros([ROWS, CHUNK], acc)
-    for tile in tl.range(
-        group, tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=STAGES
-    ):
-        first = tl.cast(tile, tl.int64) * ROWS
-        left = M - tile * ROWS
-        mean, rstd, sum1, sum2 = _of_rows(
-            mean_ptr + first, rstd_ptr + first, sums_ptr + 2 * first, row, left
-        )
-        at = first * N + row * N + col
-        mask = (row < left) & (col < N)
+    dw, db = tl.zeros([1, CHUNK], acc), tl.zeros([1, CHUNK], acc)
+    x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
+    dy1 = _pack(tl.zeros([ROWS, CHUNK], dy_ptr.dtype.element_ty))
+    for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+        first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS
+        mean = tl.load(mean_ptr + first + row, mask=row < left, other=0)
+        rstd = tl.load(rstd_ptr + first + row, mask=row < left, other=0)
+        at, mask = first * N + row * N + col, (row < left) & (col < N)
         x = tl.load(x_ptr + at, mask=mask, other=0)
         dy = tl.load(dy_ptr + at, mask=mask, other=0)
-        _, _, more_dw, more_db = _first_half(x, dy, w, mean, rstd, ACT)
+        more_dw, more_db = _share(
+            x, dy, w, mean, rstd, words_ptr, tile, c, N, ACT, RUN, DIRECT
+        )
         dw += more_dw
         db += more_db
-        g = _second_half(x, dy, w, mean, rstd, sum1, sum2, N, ACT)
-        if ds_ptr is not None:
-            g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)
-        if dr_ptr is not None:
-            tl.store(dr_ptr + at, g, mask=mask)
-        if dx_ptr is not None:
-            g = _dropout(g, seed, row + tile * ROWS, c, DROP)
-            tl.store(dx_ptr + at, g, mask=mask)
-    _store_slice(partial_ptr, dw, db, col, group, N, PDL)
+        if RUN != 1:
+            _finish(
+                _unpack(x1, kind), _unpack(dy1, dy_ptr.dtype.element_ty), w,
+                ds_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr, seed,
+                tl.where(tile > group, tile - groups, tile), c, M, N, CHUNK,
+                PADDED, ACT, DROP, DIRECT,
+            )  # fmt: skip
+            x1, dy1 = _pack(x), _pack(dy)
+    if RUN != 1:
+        _finish(
+            _unpack(x1, kind), _unpack(dy1, dy_ptr.dtype.element_ty), w,
+            ds_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr, seed,
+            group + (tiles - 1 - group) // groups * groups, c, M, N, CHUNK,
+            PADDED, ACT, DROP, DIRECT,
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    _store_slice(partial_ptr, dw, db, col, group, N)
 
 
 # %%
@@ -1179,14 +1246,13 @@ def launch_backward(
     given = dy, ds, x, w, mean, rstd, dr, dx, partial
     rest = seed if p > 0 else 0, M, N
     if wide:
-        sums = torch.empty(M, 2, dtype=mean.dtype, device=x.device)
-        _fused_layer_norm_bwd_sums[(M,)](
-            dy, x, w, mean, rstd, sums, N, plan["CHUNK"], stage["ACT"],
-            num_warps=8,
-        )  # fmt: skip
-        _fused_layer_norm_bwd_slices[(slices, groups)](
-            *given, sums, *rest, **stage, **plan
+        together = CUDA and mean.dtype == torch.float32
+        launch = (
+            exchange
+            if together and groups * slices <= NUM_SMS * per_sm
+            else twice
         )
+        launch(given, rest, groups, slices, tiles, per_sm, stage | plan)
     else:
         even = M % plan["ROWS"] == 0
         plan = {"HIDE": True} | plan
@@ -1195,6 +1261,38 @@ def launch_backward(
         )
     if partial is not None:
         sum_rows(partial, dw, db)
+
+
+# %%
+# Programs that wait for each other must all be running: a cooperative launch
+# makes sure, and ``maxnreg`` leaves room for ``per_sm`` of them, as on the
+# third page.
+
+
+def exchange(given, rest, groups, slices, tiles, per_sm, options):
+    """One run."""
+    rows, word = tiles * options["ROWS"], EMPTY << 32 | EMPTY
+    words = torch.full(
+        (rows, slices), word, dtype=torch.int64, device=given[0].device
+    )
+    registers = 65536 // (32 * options["num_warps"] * per_sm) // 8 * 8
+    _fused_layer_norm_bwd_slices[(groups * slices,)](
+        *given, words, *rest, PADDED=triton.next_power_of_2(slices), RUN=0,
+        DIRECT=True, maxnreg=min(registers, 255),
+        launch_cooperative_grid=True, **options,
+    )  # fmt: skip
+
+
+def twice(given, rest, groups, slices, tiles, per_sm, options):
+    """A run for the sums, and one for the rest."""
+    mean = given[4]
+    words = mean.new_empty(tiles * options["ROWS"], slices, 2)
+    for run in 1, 2:
+        more = {"PDL": options["PDL"] and run == 2, "RUN": run}
+        _fused_layer_norm_bwd_slices[(groups * slices,)](
+            *given, words, *rest, PADDED=triton.next_power_of_2(slices),
+            DIRECT=False, **options | more,
+        )  # fmt: skip
 
 
 # %%
@@ -2208,6 +2306,8 @@ assert exercise_3(units_solved)
 # * John K. Salmon and others, `Parallel random numbers: as easy as 1, 2, 3
 #   <https://doi.org/10.1145/2063384.2063405>`_, 2011: counter-based
 #   generators, among them Philox.
+# * Milton Abramowitz and Irene A. Stegun, *Handbook of Mathematical
+#   Functions*, 1964: formula 7.1.26.
 # * Dan Hendrycks and Kevin Gimpel, `Gaussian Error Linear Units
 #   <https://arxiv.org/abs/1606.08415>`_, 2016.
 # * B. P. Welford, `Note on a method for calculating corrected sums of squares
