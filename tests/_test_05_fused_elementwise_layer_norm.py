@@ -659,20 +659,28 @@ WIDE_MUTANTS = {
         "d = a - mean",
     ),
     "ds forgotten": (
-        "g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)",
+        "g += tl.load(ds_ptr + at, mask=mask, other=0).to(g.dtype)",
         "pass",
     ),
     "another mask in the backward pass": (
-        "g = _dropout(g, seed, row + tile * ROWS, c, DROP)\n            tl.st",
-        "g = _dropout(g, seed, row + tile, c, DROP)\n            tl.st",
+        "g = _dropout(g, seed, row + tile * x.shape[0], c, DROP)",
+        "g = _dropout(g, seed, row + tile, c, DROP)",
     ),
     "slices share their sums": (
         "at = ptr + tl.cast(group, tl.int64) * 2 * N + col",
         "at = ptr + col",
     ),
-    "the first chunk only": (
-        "    for c in tl.range(0, (N + CHUNK - 1) // CHUNK, num_stages=1):",
-        "    for c in tl.range(0, 1, num_stages=1):",
+    "the first slice only": (
+        "tl.where(s < SLICES, one, 0), tl.where(s < SLICES, two, 0)",
+        "tl.where(s < 1, one, 0), tl.where(s < 1, two, 0)",
+    ),
+    "the last tile not finished": (
+        "group + (tiles - 1 - group) // groups * groups, c, M",
+        "group, c, M",
+    ),
+    "words of another tile": (
+        "row = tl.cast(tile, tl.int64) * x.shape[0] + tl.arange",
+        "row = tl.cast(tile * 0, tl.int64) * x.shape[0] + tl.arange",
     ),
 }
 
@@ -680,7 +688,7 @@ WIDE_MUTANTS = {
 def _wide_suite(module):
     with pytest.MonkeyPatch.context() as patch:
         force(patch, module, "wide")
-        patch.setattr(module, "NUM_SMS", 8)
+        patch.setattr(module, "NUM_SMS", 4)
         check_add(module, given(7, 43, torch.float32), 0.5)
         check_add(module, given(1, 70, torch.float32), 0.0)
 
