@@ -16,7 +16,7 @@ import layer_norm_cases as cases
 from layer_norm_cases import Case
 from tutorial import TUTORIALS, load
 
-NAME = "_05-fused-elementwise-layer-norm"
+NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
 ROWS = {"ROWS": 2, "CHUNK": 32, "num_warps": 4}
 PAIRS = {

@@ -18,7 +18,7 @@ from tutorial import load
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-NAME = "_05-fused-elementwise-layer-norm"
+NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 ADD = page.add_results, page.add_layer_norm, page.add_chain

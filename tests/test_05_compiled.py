@@ -8,7 +8,7 @@ import torch
 from aot import TARGETS, Job, build
 from tutorial import load
 
-NAME = "_05-fused-elementwise-layer-norm"
+NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
 SWEEP = [512 * i for i in range(2, 32)]
 TYPES = {
