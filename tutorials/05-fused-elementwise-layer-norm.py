@@ -411,7 +411,52 @@ def _value_of(seed, DROP: tl.constexpr):
 
 
 # %%
-# ``x`` and ``residual`` are read once, ``s`` and ``y`` are written once.
+# All loads of a tile come before the first store: the compiler cannot know
+# that ``s`` and ``x`` do not overlap, so it would not move a load up over a
+# store.
+
+
+@triton.jit
+def _forward_tile(
+    x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr, seed,
+    ws, bs,  # chunks of w and b, or empty: they are loaded last
+    tile, M, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr,
+    DROP: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    kind: tl.constexpr = y_ptr.dtype.element_ty
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    first = tl.cast(tile, tl.int64) * ROWS  # M * N may pass 2**31
+    left, row = M - tile * ROWS, tl.arange(0, ROWS)[:, None]
+    xs, rs, held = (), (), ()
+    for c in tl.static_range(CHUNKS):
+        xs += (_load(x_ptr + first * N, row, c, left, N, CHUNK, EVEN),)
+        if r_ptr is not None:
+            rs += (_load(r_ptr + first * N, row, c, left, N, CHUNK, EVEN),)
+    for c in tl.static_range(CHUNKS):
+        r = None if r_ptr is None else rs[c]
+        a = _stage(
+            xs[c], r, seed, row + tile * ROWS, c, N, CHUNK, kind, acc, ACT,
+            DROP, (c + 1) * CHUNK > N,
+        )  # fmt: skip
+        if s_ptr is not None:
+            _store(s_ptr + first * N, a, row, c, left, N, CHUNK, EVEN)
+        held += (a,)
+    mean, rstd = _statistics(held, eps, N, acc)
+    tl.store(mean_ptr + first + row, mean, mask=row < left)
+    tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+    for c in tl.static_range(CHUNKS):
+        y = (held[c].to(acc) - mean) * rstd
+        if len(ws) > 0:
+            y = y * _unpack(ws[c], w_ptr.dtype.element_ty).to(acc)
+            y = y + _unpack(bs[c], b_ptr.dtype.element_ty).to(acc)
+        else:
+            y = _affine(y, w_ptr, b_ptr, c, N)
+        _store(y_ptr + first * N, y, row, c, left, N, CHUNK, EVEN)
+
+
+# %%
 # ``do_not_specialize``: for an integer that is 1, or a multiple of 16, Triton
 # would compile another kernel, and a seed is another number in each call.
 
@@ -427,48 +472,30 @@ def _fused_layer_norm_fwd(
     seed,  # an integer, or a pointer to one
     M, eps: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,  # the tile
-    STAGES: tl.constexpr, ACT: tl.constexpr, DROP: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight; 1: a program for each tile
+    ACT: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    acc: tl.constexpr = mean_ptr.dtype.element_ty
-    kind: tl.constexpr = y_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    row = tl.arange(0, ROWS)[:, None]
     seed = _value_of(seed, DROP)
     ws, bs = (), ()
-    for c in tl.static_range(CHUNKS if STAGES > 1 else 0):
-        ws += (_pack(_load(w_ptr, 0, c, 1, N, CHUNK, True)),)
-        bs += (_pack(_load(b_ptr, 0, c, 1, N, CHUNK, True)),)
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),
-        num_stages=STAGES, disable_licm=True,
-    ):  # fmt: skip
-        first = tl.cast(tile, tl.int64) * ROWS  # M * N may pass 2**31
-        left = M - tile * ROWS
-        xs, rs, held = (), (), ()
+    if STAGES == 1:
+        _forward_tile(
+            x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+            seed, ws, bs, tl.program_id(0), M, eps, N, ROWS, CHUNK, EVEN,
+            ACT, DROP,
+        )  # fmt: skip
+    else:
         for c in tl.static_range(CHUNKS):
-            xs += (_load(x_ptr + first * N, row, c, left, N, CHUNK, EVEN),)
-            if r_ptr is not None:
-                rs += (_load(r_ptr + first * N, row, c, left, N, CHUNK, EVEN),)
-        for c in tl.static_range(CHUNKS):
-            r = None if r_ptr is None else rs[c]
-            a = _stage(
-                xs[c], r, seed, row + tile * ROWS, c, N, CHUNK, kind, acc,
-                ACT, DROP, (c + 1) * CHUNK > N,
+            ws += (_pack(_load(w_ptr, 0, c, 1, N, CHUNK, True)),)
+            bs += (_pack(_load(b_ptr, 0, c, 1, N, CHUNK, True)),)
+        for tile in tl.range(
+            tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),
+            num_stages=STAGES, disable_licm=True,
+        ):  # fmt: skip
+            _forward_tile(
+                x_ptr, r_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
+                seed, ws, bs, tile, M, eps, N, ROWS, CHUNK, EVEN, ACT, DROP,
             )  # fmt: skip
-            if s_ptr is not None:
-                _store(s_ptr + first * N, a, row, c, left, N, CHUNK, EVEN)
-            held += (a,)
-        mean, rstd = _statistics(held, eps, N, acc)
-        tl.store(mean_ptr + first + row, mean, mask=row < left)
-        tl.store(rstd_ptr + first + row, rstd, mask=row < left)
-        for c in tl.static_range(CHUNKS):
-            y = (held[c].to(acc) - mean) * rstd
-            if STAGES > 1:
-                y = y * _unpack(ws[c], w_ptr.dtype.element_ty).to(acc)
-                y = y + _unpack(bs[c], b_ptr.dtype.element_ty).to(acc)
-            else:
-                y = _affine(y, w_ptr, b_ptr, c, N)
-            _store(y_ptr + first * N, y, row, c, left, N, CHUNK, EVEN)
 
 
 # %%
@@ -1281,6 +1308,7 @@ def launch_slices(given, rest, groups, slices, per_sm, options):
         options["launch_cooperative_grid"] = True
     else:
         words = mean.new_empty(rows, slices, 2)
+        options["STAGES"] = 1  # the words would fill shared memory
     for run in (0,) if together else (1, 2):
         _fused_layer_norm_bwd_slices[(groups * slices,)](
             *given, words, *rest, PADDED=triton.next_power_of_2(slices),
@@ -1295,15 +1323,15 @@ def backward(
     dy, ds, x, w, mean, rstd, wanted, types, activation=None, p=0.0,
     seed=None, plan=None,
 ):  # fmt: skip
-    """Those gradients of s, x, w and b that are wanted, with their types.
+    """Those gradients of s, x, w and b that are wanted; types has names.
 
     x is what was normalized, or the input of the activation. Where s and x
     have the same gradient, ask for one of them only.
     """
     shapes = x.shape, x.shape, x.shape[1:], x.shape[1:]
     found = [
-        torch.empty(n, dtype=dtype, device=x.device) if want else None
-        for n, dtype, want in zip(shapes, types, wanted, strict=True)
+        x.new_empty(n, dtype=getattr(torch, name)) if want else None
+        for n, name, want in zip(shapes, types, wanted, strict=True)
     ]
     if len(x):
         given = dy, ds, x, w, mean, rstd, *found
@@ -1358,7 +1386,7 @@ BACKWARD = torch.library.custom_op(
     backward,
     mutates_args=(),
     schema="(Tensor dy, Tensor? ds, Tensor x, Tensor? w, Tensor mean, "
-    "Tensor rstd, bool[] wanted, ScalarType[] types, str? activation, "
+    "Tensor rstd, bool[] wanted, str[] types, str? activation, "
     "float p, Tensor? seed) -> Tensor[]",
 )
 
@@ -1378,7 +1406,11 @@ def _(x, r, w, b, eps, activation, p, seed):
 def _(dy, ds, x, w, mean, rstd, wanted, types, activation, p, seed):
     shapes = x.shape, x.shape, x.shape[1:], x.shape[1:]
     given = zip(shapes, wanted, types, strict=True)
-    return [x.new_empty(n, dtype=d) for n, want, d in given if want]
+    return [
+        x.new_empty(n, dtype=getattr(torch, name))
+        for n, want, name in given
+        if want
+    ]
 
 
 # %%
@@ -1412,7 +1444,8 @@ class FusedLayerNorm(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         sizes = (-1, shape.numel()), (-1, shape.numel()), (-1,), (-1,)
         given = x, residual, w, b
-        ctx.types = [x.dtype if t is None else t.dtype for t in given]
+        types = [x.dtype if t is None else t.dtype for t in given]
+        ctx.types = [str(dtype).removeprefix("torch.") for dtype in types]
         rows, r, w, b = (
             None if t is None else t.reshape(size).contiguous()
             for t, size in zip(given, sizes, strict=True)
@@ -1938,7 +1971,7 @@ def counted(what, mode):
         if mode == "forward":
             FORWARD(x, r, w, b, 1e-5, act, p, seed)
         else:
-            types = [x.dtype] * 4
+            types = ["float16"] * 4
             BACKWARD(dy, ds, x, w, row, row, wanted, types, act, p, seed)
     with Traffic(x) as theirs:
         out = chain(F.layer_norm, what, *given[:2], (8192,), w, b)
