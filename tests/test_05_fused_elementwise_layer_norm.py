@@ -88,11 +88,13 @@ def pair(request, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-def test_shapes(form, shape):
+def test_shapes(shape):
     M, N = shape
     quick = M < 100 and M * N < 2000
     for dtype in cases.DTYPES if quick else (torch.float16,):
-        run(form, Case((M,), (N,), dtype))
+        run(add_zero, Case((M,), (N,), dtype))
+        if quick:
+            run(no_activation, Case((M,), (N,), dtype))
 
 
 @pytest.mark.parametrize("N", [1, 31, 32, 33, 90])
@@ -242,10 +244,10 @@ def check_add(module, tensors, p=0.0, seed=0):
         assert error <= allowed + 1e-12, f"{name}: {error:.1e} > {allowed:.1e}"
 
 
-@pytest.mark.parametrize("p", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_sum_and_dropout(pair, dtype, p):
-    for M, N in (1, 40), (5, 33), (3, 130):
+    for M, N in (1, 40), (5, 130):
         check_add(page, given(M, N, dtype), p, seed=M)
 
 
@@ -329,7 +331,7 @@ def test_everything_dropped():
     assert not dx.any() and dr.any()
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.01, 0.5])
 def test_keep_rate(p):
     kept = page.kept(32, 2048, p, seed=12).double()
     n = kept.numel()

@@ -1890,13 +1890,13 @@ claims(table)
 # %%
 # SiLU and layer norm:
 
-table = run(speed("silu-layer-norm", "forward", "silu"))
+table = run(speed("silu-layer-norm", "forward", "silu", 4096, SWEEP[::2]))
 
 # %%
 claims(table)
 
 # %%
-table = run(speed("silu-layer-norm", "backward", "silu"))
+table = run(speed("silu-layer-norm", "backward", "silu", 4096, SWEEP[::2]))
 
 # %%
 claims(table)
