@@ -634,6 +634,11 @@ def plan_forward(N, itemsize):
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
+# %%
+# With ``STAGES`` above 1 a program takes tile after tile and loads ahead; the
+# rule never asks for that, but a plan can, to try it.
+
+
 def forward(x, r, w, b, eps, activation=None, p=0.0, seed=None, plan=None):
     """y, s, mean and rstd for contiguous matrices; there is no s without r."""
     M, N = x.shape
@@ -821,6 +826,7 @@ for name, f in TORCH.items():
 # compiler does not know that it is 0: one instruction for two numbers.
 # That is written in assembly language, where we can say that one register
 # holds two numbers; other devices do without.
+# In the widest rows a few registers are spilled nevertheless.
 
 
 @triton.jit
@@ -1220,7 +1226,8 @@ def _sum_rows(
 
 
 # %%
-# The plan of the backward pass.
+# The plan of the backward pass: up to ``widest`` columns of 16 bits a program
+# holds a whole row, beyond that programs share rows.
 # ``matrices`` is the number of matrices that are read: two or three.
 # As many tiles are on their way as fit into shared memory, but three at most.
 
@@ -1888,7 +1895,11 @@ table = run(speed("add-layer-norm", "backward"))
 claims(table)
 
 # %%
-# SiLU and layer norm:
+# SiLU and layer norm.
+# An activation is computed while the memory waits, and less memory is moved
+# for each instruction than with the addition.
+# The backward pass computes it twice, because there is no room to keep the
+# results: see what that costs.
 
 table = run(speed("silu-layer-norm", "forward", "silu", 4096, SWEEP[::2]))
 
