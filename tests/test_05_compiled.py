@@ -8,7 +8,7 @@ import torch
 from aot import TARGETS, Job, build
 from tutorial import load
 
-NAME = "_05-fused-elementwise-layer-norm"
+NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
 SWEEP = [512 * i for i in range(2, 32)]
 TYPES = {
@@ -26,6 +26,9 @@ def one_h200(monkeypatch):
     monkeypatch.setattr(page, "NUM_SMS", 132)
     monkeypatch.setattr(page, "SHARED", 232448)
     monkeypatch.setattr(page, "CUDA", True)
+
+
+PTX = [("PTX = tl.constexpr(CUDA)", "PTX = tl.constexpr(True)")]
 
 
 def job(
@@ -53,7 +56,7 @@ def job(
             act and act.removeprefix("@_"), p,
         )  # fmt: skip
     plan = dict(plan)
-    plan.pop("per_sm", None)
+    per_sm = plan.pop("per_sm", None)
     warps, wide = plan.pop("num_warps"), plan.pop("SLICES", False)
     kernel = {
         "forward": "_fused_layer_norm_fwd"
@@ -63,7 +66,18 @@ def job(
     target = more.get("target", "sm_90")
     constants = {"N": N, "eps": 1e-5, "EVEN": even, "ACT": act, "DROP": drop}
     constants |= {"PDL": target in ("sm_90", "sm_100")}
-    constants |= {"PTX": target.startswith("sm")} | plan
+    constants |= {"STAGES": 1, "HIDE": True} | plan
+    if wide:
+        slices = -(-N // plan["CHUNK"])
+        constants["PADDED"] = 1 << (slices - 1).bit_length()
+        direct = target.startswith("sm") and acc == "fp32"
+        constants |= {"DIRECT": direct, "RUN": 0 if direct else 2}
+        types["words"] = "i64" if direct else acc
+        signature["words_ptr"] = f"*{types['words']}:16"
+        if direct:
+            more["maxnreg"] = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
+    if target.startswith("sm"):  # known before the source is read
+        more["replace"] = (*more.get("replace", ()), *PTX)
     if what != "add" and what != "dropout":
         constants |= dict.fromkeys(("r_ptr", "s_ptr", "ds_ptr", "dr_ptr"))
     elif not drop:
