@@ -2,6 +2,7 @@
 
 import re
 
+import kernels
 import pytest
 import torch
 
@@ -116,8 +117,10 @@ def test_every_kernel_compiles(target):
 
 def allowed(one):
     """Bytes that may spill: a few of wide rows that are not aligned."""
-    shared = one.kernel == "_layer_norm_bwd_shared"
-    return 16 if shared and one.constants["STEP"] > 1 else 0
+    spill = {"_layer_norm_bwd_shared"}
+    if kernels.TRITON == "3.6" and one.constants["N"] > 7000:
+        spill.add("_layer_norm_fwd_shifted")  # with all 255 registers taken
+    return 16 if one.kernel in spill and one.constants["STEP"] > 1 else 0
 
 
 def widths():
