@@ -103,9 +103,6 @@ def helper(kernel, **more):
     pointers |= dict.fromkeys(("mean", "rstd", "sums", "partial"), "fp32")
     early = more.get("target", "sm_90") in ("sm_90", "sm_100")
     constants = {
-        "_fused_layer_norm_bwd_sums": {
-            "N": 32768, "CHUNK": 4096, "ACT": "@_silu",
-        },
         "_sum_rows": {"N": 4096, "ROWS": 256, "COLS": 16, "PDL": early},
         "_move": {"BLOCK": 2048},
     }[kernel]  # fmt: skip
@@ -114,7 +111,7 @@ def helper(kernel, **more):
     return Job(NAME, kernel, signature, constants, **more)
 
 
-HELPERS = ("_fused_layer_norm_bwd_sums", "_sum_rows", "_move")
+HELPERS = ("_sum_rows", "_move")
 
 
 @pytest.mark.parametrize("target", TARGETS)
