@@ -1895,11 +1895,11 @@ table = run(speed("add-layer-norm", "backward"))
 claims(table)
 
 # %%
-# SiLU and layer norm.
-# An activation is computed while the memory waits, and less memory is moved
-# for each instruction than with the addition.
-# The backward pass computes it twice, because there is no room to keep the
-# results: see what that costs.
+# Where the share of the copy drops in the widest rows, the compiler has
+# spilled registers: the sums of ``dw`` and ``db``, ``x``, ``dy`` and ``w``
+# fill them all.
+#
+# SiLU and layer norm:
 
 table = run(speed("silu-layer-norm", "forward", "silu", 4096, SWEEP[::2]))
 
@@ -1913,6 +1913,14 @@ table = run(speed("silu-layer-norm", "backward", "silu", 4096, SWEEP[::2]))
 claims(table)
 
 # %%
+# The share of the copy is lower here: not memory but arithmetic sets the pace.
+# SiLU moves fewer bytes for each element than the addition, and needs more
+# instructions, in the backward pass twice, because there is no room to keep
+# its results.
+# In float32 the same instructions go with twice the bytes.
+# Forward a row waits in registers as float32, so fewer rows fit on a
+# multiprocessor: one waits for memory while no other computes.
+#
 # Composable Kernel, AMD's library, has an example of such a kernel: number 45,
 # forward only.
 # Its matrix has 12288 rows of 1024 columns, and it refuses rows of 4096
@@ -2067,6 +2075,15 @@ def compare(table):
 
 
 compare(table)
+
+# %%
+# A saving counts in full where memory sets the pace.
+# Where the measured ratio is below the count, something else does: the
+# arithmetic of SiLU and of the generator, and the registers of rows as wide as
+# these.
+# The backward pass of dropout runs here in the kernel for shared rows, and its
+# chain in the kernel for whole rows: a ratio below 1 means that not writing a
+# mask did not pay for that.
 
 # %%
 # One pass or two
