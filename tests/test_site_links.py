@@ -66,6 +66,17 @@ def test_links(page):
     assert not found, "\n".join(sorted(found))
 
 
+@pytest.mark.parametrize("page", built.PAGES)
+def test_no_figure_is_shown_twice(page):
+    """A drawing made from a benchmark's numbers is not its plot again."""
+    figures = built.soup(page).select("img.bp-figure.only-light")
+    texts = [
+        (built.SITE / page).parent.joinpath(figure["src"]).read_text()
+        for figure in figures
+    ]
+    assert len(set(texts)) == len(texts)
+
+
 @pytest.mark.parametrize(
     ("link", "wrong"),
     [

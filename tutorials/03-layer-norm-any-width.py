@@ -1775,6 +1775,9 @@ def implementation(provider):
     return F.layer_norm
 
 
+# %%
+
+
 class Quack(torch.autograd.Function):
     """Layer norm of quack."""
 
@@ -2276,6 +2279,8 @@ CANDIDATES = {
         ("shared", {"ROWS": 2, "CHUNK": 4096, "num_warps": 8, "per_sm": 1}),
     ],
 }  # fmt: skip
+
+# %%
 
 
 def sensible(plan, N, mode):

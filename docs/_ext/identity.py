@@ -46,7 +46,7 @@ def rc_params():
 
     ink, faint = LIGHT["ink"], LIGHT["faint"]
     return {
-        "figure.figsize": (6.6, 4.0),
+        "figure.figsize": (6.6, 4.2),
         "figure.constrained_layout.use": True,
         "font.family": "DejaVu Sans",
         "font.size": 12,
@@ -97,12 +97,25 @@ def finish(figure, bench):
         top = axes.get_ylim()[1]
         axes.set_ylim(0, top * 1.12)
         _show_zeros(lines)
+    if axes.get_xscale() == "linear" and _whole(bench.x_vals):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if not bench.xlabel and bench.x_names[0] == "N":
         axes.set_xlabel("N (columns)")
     for provider, line in zip(bench.line_vals, lines, strict=True):
         # A line at 0 lies on the axis, not under it; the ceiling lies below.
         line.set(clip_on=False, zorder=1 if provider == "copy" else 3)
-    axes.legend(lines, bench.line_names, fontsize=11, ncols=2)
+        if any(y != y for y in line.get_ydata()):  # points between gaps
+            line.set(marker="o", markersize=4)
+    if axes.get_legend():
+        axes.get_legend().remove()
+    # Beside the axes it hides no line.
+    figure.legend(
+        lines, bench.line_names, fontsize=11, ncols=3, loc="outside upper left"
+    )
+
+
+def _whole(values):
+    return all(isinstance(value, int) for value in values)
 
 
 def _show_zeros(lines):

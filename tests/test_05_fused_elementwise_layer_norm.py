@@ -16,11 +16,14 @@ import layer_norm_cases as cases
 from layer_norm_cases import Case
 from tutorial import TUTORIALS, load
 
-NAME = "_05-fused-elementwise-layer-norm"
+NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
 ROWS = {"ROWS": 2, "CHUNK": 32, "num_warps": 4}
 PAIRS = {
-    "rows": (ROWS, ROWS | {"STAGES": 2, "per_sm": 1}),
+    "rows": (
+        ROWS | {"STAGES": 2, "per_sm": 1},
+        ROWS | {"STAGES": 2, "per_sm": 1, "HIDE": False},
+    ),
     "wide": (
         {"CHUNK": 32, "num_warps": 4},
         ROWS | {"STAGES": 2, "per_sm": 1, "SLICES": True},
@@ -85,11 +88,13 @@ def pair(request, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-def test_shapes(form, shape):
+def test_shapes(shape):
     M, N = shape
     quick = M < 100 and M * N < 2000
     for dtype in cases.DTYPES if quick else (torch.float16,):
-        run(form, Case((M,), (N,), dtype))
+        run(add_zero, Case((M,), (N,), dtype))
+        if quick:
+            run(no_activation, Case((M,), (N,), dtype))
 
 
 @pytest.mark.parametrize("N", [1, 31, 32, 33, 90])
@@ -239,10 +244,10 @@ def check_add(module, tensors, p=0.0, seed=0):
         assert error <= allowed + 1e-12, f"{name}: {error:.1e} > {allowed:.1e}"
 
 
-@pytest.mark.parametrize("p", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_sum_and_dropout(pair, dtype, p):
-    for M, N in (1, 40), (5, 33), (3, 130):
+    for M, N in (1, 40), (5, 130):
         check_add(page, given(M, N, dtype), p, seed=M)
 
 
@@ -326,7 +331,7 @@ def test_everything_dropped():
     assert not dx.any() and dr.any()
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.01, 0.5])
 def test_keep_rate(p):
     kept = page.kept(32, 2048, p, seed=12).double()
     n = kept.numel()
@@ -566,8 +571,8 @@ MUTANTS = {
         "g = _dropout(g, seed, row + tile + 1, c, DROP)\n        _store",
     ),
     "every row of a tile gets the first mask": (
-        "number = row + tl.program_id(0) * ROWS\n",
-        "number = row * 0 + tl.program_id(0) * ROWS\n",
+        "xs[c], r, seed, row + tile * ROWS",
+        "xs[c], r, seed, row * 0 + tile * ROWS",
     ),
     "kept elements not scaled": (
         "scale: tl.constexpr = 2**32 / (2**32 - DROP)",
@@ -591,7 +596,7 @@ MUTANTS = {
         "        x = x.to(acc)\n",
     ),
     "idle lanes after the activation": (
-        "        if N % CHUNK != 0:\n"
+        "        if TAIL:\n"
         "            x = tl.where(_column(c, CHUNK) < N, x, 0)\n",
         "",
     ),
@@ -656,20 +661,28 @@ WIDE_MUTANTS = {
         "d = a - mean",
     ),
     "ds forgotten": (
-        "g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)",
+        "g += tl.load(ds_ptr + at, mask=mask, other=0).to(g.dtype)",
         "pass",
     ),
     "another mask in the backward pass": (
-        "g = _dropout(g, seed, row + tile * ROWS, c, DROP)\n            tl.st",
-        "g = _dropout(g, seed, row + tile, c, DROP)\n            tl.st",
+        "g = _dropout(g, seed, row + tile * x.shape[0], c, DROP)",
+        "g = _dropout(g, seed, row + tile, c, DROP)",
     ),
     "slices share their sums": (
         "at = ptr + tl.cast(group, tl.int64) * 2 * N + col",
         "at = ptr + col",
     ),
-    "the first chunk only": (
-        "    for c in tl.range(0, (N + CHUNK - 1) // CHUNK, num_stages=1):",
-        "    for c in tl.range(0, 1, num_stages=1):",
+    "the first slice only": (
+        "tl.where(s < SLICES, one, 0), tl.where(s < SLICES, two, 0)",
+        "tl.where(s < 1, one, 0), tl.where(s < 1, two, 0)",
+    ),
+    "the last tile not finished": (
+        "group + (tiles - 1 - group) // groups * groups, c, M",
+        "group, c, M",
+    ),
+    "words of another tile": (
+        "row = tl.cast(tile, tl.int64) * x.shape[0] + tl.arange",
+        "row = tl.cast(tile * 0, tl.int64) * x.shape[0] + tl.arange",
     ),
 }
 
@@ -677,7 +690,7 @@ WIDE_MUTANTS = {
 def _wide_suite(module):
     with pytest.MonkeyPatch.context() as patch:
         force(patch, module, "wide")
-        patch.setattr(module, "NUM_SMS", 8)
+        patch.setattr(module, "NUM_SMS", 4)
         check_add(module, given(7, 43, torch.float32), 0.5)
         check_add(module, given(1, 70, torch.float32), 0.0)
 

@@ -8,7 +8,7 @@ import torch
 from aot import TARGETS, Job, build
 from tutorial import load
 
-NAME = "_05-fused-elementwise-layer-norm"
+NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
 SWEEP = [512 * i for i in range(2, 32)]
 TYPES = {
@@ -26,6 +26,9 @@ def one_h200(monkeypatch):
     monkeypatch.setattr(page, "NUM_SMS", 132)
     monkeypatch.setattr(page, "SHARED", 232448)
     monkeypatch.setattr(page, "CUDA", True)
+
+
+PTX = [("PTX = tl.constexpr(CUDA)", "PTX = tl.constexpr(True)")]
 
 
 def job(
@@ -53,7 +56,7 @@ def job(
             act and act.removeprefix("@_"), p,
         )  # fmt: skip
     plan = dict(plan)
-    plan.pop("per_sm", None)
+    per_sm = plan.pop("per_sm", None)
     warps, wide = plan.pop("num_warps"), plan.pop("SLICES", False)
     kernel = {
         "forward": "_fused_layer_norm_fwd"
@@ -63,7 +66,18 @@ def job(
     target = more.get("target", "sm_90")
     constants = {"N": N, "eps": 1e-5, "EVEN": even, "ACT": act, "DROP": drop}
     constants |= {"PDL": target in ("sm_90", "sm_100")}
-    constants |= {"PTX": target.startswith("sm")} | plan
+    constants |= {"STAGES": 1, "HIDE": True} | plan
+    if wide:
+        slices = -(-N // plan["CHUNK"])
+        constants["PADDED"] = 1 << (slices - 1).bit_length()
+        direct = target.startswith("sm") and acc == "fp32"
+        constants |= {"DIRECT": direct, "RUN": 0 if direct else 2}
+        types["words"] = "i64" if direct else acc
+        signature["words_ptr"] = f"*{types['words']}:16"
+        if direct:
+            more["maxnreg"] = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
+    if target.startswith("sm"):  # known before the source is read
+        more["replace"] = (*more.get("replace", ()), *PTX)
     if what != "add" and what != "dropout":
         constants |= dict.fromkeys(("r_ptr", "s_ptr", "ds_ptr", "dr_ptr"))
     elif not drop:
@@ -89,9 +103,6 @@ def helper(kernel, **more):
     pointers |= dict.fromkeys(("mean", "rstd", "sums", "partial"), "fp32")
     early = more.get("target", "sm_90") in ("sm_90", "sm_100")
     constants = {
-        "_fused_layer_norm_bwd_sums": {
-            "N": 32768, "CHUNK": 4096, "ACT": "@_silu",
-        },
         "_sum_rows": {"N": 4096, "ROWS": 256, "COLS": 16, "PDL": early},
         "_move": {"BLOCK": 2048},
     }[kernel]  # fmt: skip
@@ -100,7 +111,7 @@ def helper(kernel, **more):
     return Job(NAME, kernel, signature, constants, **more)
 
 
-HELPERS = ("_fused_layer_norm_bwd_sums", "_sum_rows", "_move")
+HELPERS = ("_sum_rows", "_move")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -122,9 +133,16 @@ def test_every_kernel_compiles(target):
         assert ("xor.b32" in built.text) <= target.startswith("sm")
 
 
-# Bytes a thread that the compiler may spill: the widest rows that the rule
-# gives to one program need a few registers more than there are.
-FEW = 72
+def allowed(one):
+    """Bytes of a thread that the compiler may spill."""
+    N = one.constants["N"] * (2 if "32" in one.signature["x_ptr"] else 1)
+    if one.kernel == "_fused_layer_norm_bwd_slices":
+        return 64  # two programs share the registers
+    if one.kernel == "_fused_layer_norm_bwd" and N > 14336:
+        return 288  # the widest rows, as the page says
+    if one.kernel == "_fused_layer_norm_bwd" and N > 10240:
+        return 80  # in bfloat16, with dropout or an activation
+    return 72 if N == 16392 else 0
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
@@ -133,12 +151,12 @@ def test_no_spills_and_wide_loads(mode):
     for one, built in zip(jobs, build(jobs), strict=True):
         N = one.constants["N"]
         what = one.kernel, N, built.spills
-        few = 14336 < N <= 16384 if mode == "backward" else N == 16392
-        assert built.spills <= (FEW if few else 0), what
+        assert built.spills <= (allowed(one) if N > 14336 else 0), what
         widths = built.widths()
         assert widths["st", 16] >= 1, what
         assert not any(widths[k, 2] for k in ("ld", "st")), what
-        assert not any(widths[k, 8] for k in ("ld", "st")), what
+        if "slices" not in one.kernel:  # they have words of 8 bytes
+            assert not any(widths[k, 8] for k in ("ld", "st")), what
 
 
 @pytest.mark.parametrize("what", ["dropout", "silu", "gelu", "gelu_tanh"])
@@ -146,10 +164,8 @@ def test_no_spills_with_a_stage(what):
     some = [1024, 2048, 4096, 5120, 8192, 10240, 12288, 15872, 20480]
     jobs = [job(mode, N, what=what) for N in some for mode in page.MODES]
     for one, built in zip(jobs, build(jobs), strict=True):
-        few = one.kernel == "_fused_layer_norm_bwd"
-        few = few and one.constants["N"] > 10240
         what = one.kernel, one.constants["N"], built.spills
-        assert built.spills <= (FEW if few else 0), what
+        assert built.spills <= allowed(one), what
 
 
 @pytest.mark.parametrize("mode", page.MODES)
@@ -159,7 +175,7 @@ def test_no_spills_in_other_types(mode, dtype):
     jobs = [job(mode, N, dtype) for N in some]
     for one, built in zip(jobs, build(jobs), strict=True):
         what = one.kernel, one.constants["N"], built.spills
-        assert built.spills <= FEW, what
+        assert built.spills <= allowed(one), what
 
 
 def test_float32_weights_of_float16_rows():
@@ -222,7 +238,12 @@ def test_the_function_is_in_place_of_its_call():
     assert not re.search(r"^\s*call", silu.text, re.MULTILINE)
 
 
-FORGETS = [("if PTX and x.dtype.primitive_bitwidth == 16:", "if False:")]
+FORGETS = [
+    (
+        "if PTX and x.dtype.primitive_bitwidth == 16:\n        x = tl.inl",
+        "if False:\n        x = tl.inl",
+    )
+]
 
 
 def test_forgetting_saves_registers():
@@ -234,12 +255,13 @@ def test_forgetting_saves_registers():
 
 NARROW = [
     (
-        "first = tl.cast(tl.program_id(0), tl.int64) * ROWS  # M",
-        "first = tl.program_id(0) * ROWS  # M",
+        "first = tl.cast(tile, tl.int64) * ROWS  # M",
+        "first = tile * ROWS  # M",
     ),
     (
-        "first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS",
-        "first, left = tile * ROWS, M - tile * ROWS",
+        "first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS\n"
+        "    mean = _load(",
+        "first, left = tile * ROWS, M - tile * ROWS\n    mean = _load(",
     ),
 ]
 
