@@ -172,10 +172,10 @@ COMMITTED = sorted((ROOT / "docs/measurements").glob("*/*.json"))
 def test_committed_recordings_are_whole_and_fresh(path):
     loaded = recording.load(path.parent.name, path.stem)
     speeds = [b for b in loaded["benchmarks"].values() if b["unit"] == "GB/s"]
-    assert speeds
+    providers = [{row["provider"] for row in b["rows"]} for b in speeds]
+    assert all("copy" in names for names in providers)  # the ceiling
+    assert any("triton" in names for names in providers)
     for benchmark in speeds:
-        providers = {row["provider"] for row in benchmark["rows"]}
-        assert {"triton", "copy"} <= providers
         for row in benchmark["rows"]:
             # A peer may refuse a size; we and the ceiling may not.
             refused = row["median"] is None
