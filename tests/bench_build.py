@@ -51,7 +51,9 @@ def build(root):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"FIGURES": "recorded", "NO_COLOR": "1"},
+        env=os.environ
+        | {"FIGURES": "recorded", "NO_COLOR": "1"}
+        | {"TRITON_CACHE_DIR": str(root / "triton")},  # nothing compiled yet
     )
     seconds = time.monotonic() - start
     if done.returncode:
@@ -76,7 +78,8 @@ def measure():
         prose = build(root)
     yield "what", "budget", "measured", "tutorials executed"
     yield (
-        f"full build, {COUNT} tutorials ({real} and their copies)",
+        f"full build, {COUNT} tutorials"
+        + (f" ({real} and their copies)" if real < COUNT else ""),
         "90 s",
         f"{full[0]:.1f} s",
         full[1],
