@@ -2,6 +2,7 @@
 
 import re
 
+import kernels
 import pytest
 import torch
 
@@ -142,6 +143,8 @@ def allowed(one):
         return 288  # the widest rows, as the page says
     if one.kernel == "_fused_layer_norm_bwd" and N > 10240:
         return 80  # in bfloat16, with dropout or an activation
+    if one.kernel == "_fused_layer_norm_bwd" and N >= 5120:
+        return 48 if kernels.TRITON == "3.9" else 0
     return 72 if N == 16392 else 0
 
 
