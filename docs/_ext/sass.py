@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from bisect import bisect_right
 
 
 def disassembled(cubins, arch, nvdisasm):
@@ -37,13 +38,12 @@ def disassembled(cubins, arch, nvdisasm):
         starts.append(start)
         start += len(code)
     results = [[] for _ in cubins]
-    at = 0
     for instruction in text.splitlines():
         place = re.match(r"\s*/\*([0-9a-f]{4,})\*/", instruction)
         if not place:
             continue
         at = int(place[1], 16)
-        found = results[sum(start <= at for start in starts) - 1]
+        found = results[bisect_right(starts, at) - 1]
         if at in lines:
             found.append(f"\t// PTX line {lines[at]}")
         found.append(instruction)

@@ -23,7 +23,7 @@ from sphinx_design.tabs import sd_tab_label
 
 import aot
 
-# A disassembler takes longer than the compiler: only for these.
+# The disassembler starts once for each page and target: only for these.
 SASS = (kernels.DEFAULT,)
 # The modules that make the sheets.
 MADE_BY = (
