@@ -35,10 +35,9 @@ import machine_code
 import occupancy
 import sass
 
+TRITON = ".".join(version("triton").split(".")[:2])
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
-COMPILER_ADDS_BARRIER = [
-    int(part) for part in version("triton").split(".")[:2]
-] >= [3, 9]
+COMPILER_ADDS_BARRIER = [int(part) for part in TRITON.split(".")] >= [3, 9]
 
 TARGETS = {
     "sm_75": ("cuda", 75, 32),

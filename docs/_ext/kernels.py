@@ -5,7 +5,6 @@ import re
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import machine_code
 import recording
@@ -24,7 +23,6 @@ LIMITS = {
     "narrow_stores": 0,
     "narrow_copies": 0,
 }
-TRITON = ".".join(version("triton").split(".")[:2])
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
@@ -147,7 +145,7 @@ def broken(entry, built, N, dtype):
     if built.target == DEFAULT:
         now |= {what: len(marks) for what, marks in narrow.items()}
     found = []
-    entry = entry | entry.get("triton", {}).get(TRITON, {})
+    entry = entry | entry.get("triton", {}).get(aot.TRITON, {})
     for what, value in now.items():
         limit = entry.get(what, LIMITS[what])
         if isinstance(limit, dict):
