@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
+import tutorial
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -260,7 +261,7 @@ def test_sanitizer(tool):
     env = {
         **os.environ,
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": str(Path(cases.__file__).parent),
+        "PYTHONPATH": str(Path(tutorial.__file__).parent),
     }
     command = [path, "--tool", tool, "--error-exitcode", "3"]
     child = subprocess.run(

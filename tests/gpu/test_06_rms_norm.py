@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import rms_norm_cases as cases
+import tutorial
 from rms_norm_cases import Case
 from tutorial import load
 
@@ -230,7 +231,7 @@ def test_memcheck():
     env = {
         **os.environ,
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": str(Path(cases.__file__).parent),
+        "PYTHONPATH": str(Path(tutorial.__file__).parent),
     }
     child = subprocess.run(
         [
