@@ -677,12 +677,12 @@ WIDE_MUTANTS = {
         "tl.where(s < 1, one, 0), tl.where(s < 1, two, 0)",
     ),
     "the last tile not finished": (
-        "group + (tiles - 1 - group) // groups * groups, c, M",
-        "group, c, M",
+        "last = group + (tiles - 1 - group) // groups * groups",
+        "last = group",
     ),
     "words of another tile": (
-        "row = tl.cast(tile, tl.int64) * x.shape[0] + tl.arange",
-        "row = tl.cast(tile * 0, tl.int64) * x.shape[0] + tl.arange",
+        "at = (first + row) * SLICES + c\n",
+        "at = row * SLICES + c\n",
     ),
 }
 

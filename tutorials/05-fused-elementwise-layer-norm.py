@@ -256,8 +256,17 @@ def _dropout(
 # Memory is so fast that an activation must be short.
 # ``tl.exp`` and ``/`` spend instructions on numbers that overflow or nearly
 # vanish, where the result is 0 either way here.
-# The two functions below are one instruction each on NVIDIA GPUs.
+# NVIDIA GPUs have one instruction for :math:`2^x` and one for :math:`1/x`.
 # ``PTX`` says whether the code is compiled for one; it is a constant too.
+#
+# These two instructions are slow: a multiprocessor finishes 16 of them in a
+# cycle, and 128 multiplications.
+# So two numbers share one reciprocal:
+# :math:`\frac{1}{a} = b \cdot \frac{1}{ab}` and
+# :math:`\frac{1}{b} = a \cdot \frac{1}{ab}`.
+# Numbers above :math:`2^{62}` count as :math:`2^{62}`, so that the product
+# stays finite.
+# NaN does too, so that it does not reach its neighbor.
 
 PTX = tl.constexpr(CUDA)  # their assembly language
 
@@ -275,13 +284,48 @@ def _exp(x):
 
 @triton.jit
 def _inverse(x):
-    if PTX and x.dtype == tl.float32:
+    """1 / x for x >= 1; in pairs, if each thread has two numbers or more."""
+    if (
+        PTX
+        and x.dtype == tl.float32
+        and x.numel >= 64 * tl.extra.cuda.num_warps()
+    ):
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x],
-            dtype=tl.float32, is_pure=True, pack=1,
+            """
+            {
+            .reg .f32 a, b, r;
+            min.f32 a, $2, 0f5E800000;  // 2**62
+            min.f32 b, $3, 0f5E800000;
+            mul.f32 r, a, b;
+            rcp.approx.ftz.f32 r, r;
+            mul.f32 $0, b, r;
+            mul.f32 $1, a, r;
+            }
+            """,
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return 1 / x
+
+
+# %%
+# The reciprocal is never 0 then, and rarely exactly 1.
+# Times a huge ``x`` that would show, so ``x`` stays between two bounds.
+#
+# * At -43, where :math:`e^{-x}` is :math:`2^{62}`, the functions below are
+#   smaller than 1e-16, and they stay so.
+# * Beyond ``highest`` their slopes are 1.
+#   What is multiplied by a difference of nearly 0 must not grow any more.
+
+
+@triton.jit
+def _bounded(x, highest: tl.constexpr):
+    """x, not below -43, where NaN stays NaN; and that, not above highest."""
+    if PTX and x.dtype == tl.float32:
+        x = tl.maximum(x, -43.0, propagate_nan=tl.PropagateNan.ALL)
+        return x, tl.minimum(x, highest)
+    else:
+        return x, x
 
 
 # %%
@@ -298,8 +342,9 @@ def _inverse(x):
 
 @triton.jit
 def _silu(x):
+    x, near = _bounded(x, 20.0)
     sigmoid = _inverse(1 + _exp(-x))
-    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+    return x * sigmoid, sigmoid * (1 + near * (1 - sigmoid))
 
 
 @triton.jit
@@ -318,11 +363,12 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
+    x, near = _bounded(x, 6.0)
     # 2 sqrt(2 / pi) (x + 0.044715 x**3), divided by x; and its derivative
-    u = 1.5957691216057308 + 0.07135481627260025 * x * x
-    du = 1.5957691216057308 + 0.21406444881780076 * x * x
-    sigmoid = _inverse(1 + _exp(-x * u))
-    return x * sigmoid, sigmoid * (1 + x * du * (1 - sigmoid))
+    u = 1.5957691216057308 + 0.07135481627260025 * near * near
+    du = 1.5957691216057308 + 0.21406444881780076 * near * near
+    sigmoid = _inverse(1 + _exp(-near * u))
+    return x * sigmoid, sigmoid * (1 + near * du * (1 - sigmoid))
 
 
 ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
@@ -411,6 +457,34 @@ def _value_of(seed, DROP: tl.constexpr):
 
 
 # %%
+# What stays from one turn of a loop to the next is packed, as on the third
+# page: a number of 16 bits alone would take a whole register.
+
+
+@triton.jit
+def _pack(tile):
+    if PTX and tile.dtype.primitive_bitwidth == 16:
+        bits = tile.to(tl.uint16, bitcast=True)
+        low, high = tl.split(
+            tl.reshape(bits, [tile.shape[0], tile.shape[1] // 2, 2])
+        )
+        return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    else:
+        return tile
+
+
+@triton.jit
+def _unpack(words, dtype: tl.constexpr):
+    if PTX and dtype.primitive_bitwidth == 16:
+        low = words.to(tl.uint16).to(dtype, bitcast=True)
+        high = (words >> 16).to(tl.uint16).to(dtype, bitcast=True)
+        pairs = tl.join(low, high)
+        return tl.reshape(pairs, [words.shape[0], words.shape[1] * 2])
+    else:
+        return words
+
+
+# %%
 # All loads of a tile come before the first store: the compiler cannot know
 # that ``s`` and ``x`` do not overlap, so it would not move a load up over a
 # store.
@@ -485,9 +559,10 @@ def _fused_layer_norm_fwd(
             ACT, DROP,
         )  # fmt: skip
     else:
-        for c in tl.static_range(CHUNKS):
-            ws += (_pack(_load(w_ptr, 0, c, 1, N, CHUNK, True)),)
-            bs += (_pack(_load(b_ptr, 0, c, 1, N, CHUNK, True)),)
+        if w_ptr is not None and b_ptr is not None:
+            for c in tl.static_range(CHUNKS):
+                ws += (_pack(_load(w_ptr, 0, c, 1, N, CHUNK, True)),)
+                bs += (_pack(_load(b_ptr, 0, c, 1, N, CHUNK, True)),)
         for tile in tl.range(
             tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0),
             num_stages=STAGES, disable_licm=True,
@@ -565,6 +640,34 @@ def _welford_step(a, mask, c, mean, m2):
 
 
 # %%
+
+
+@triton.jit
+def _first_sweep(
+    x_ptr, r_ptr, s_ptr, seed, first, eps: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr, kind: tl.constexpr, acc: tl.constexpr,
+    ACT: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    """mean and rstd of a row; the sum is stored on the way."""
+    number = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
+    mean = tl.zeros([1, CHUNK], acc)
+    m2 = tl.zeros([1, CHUNK], acc)
+    for c in tl.range(0, (N + CHUNK - 1) // CHUNK, num_stages=1):
+        col = _column(c, CHUNK)
+        x = tl.load(x_ptr + first + col, mask=col < N, other=0)
+        r = None
+        if r_ptr is not None:
+            r = tl.load(r_ptr + first + col, mask=col < N, other=0)
+        a = _stage(x, r, seed, number, c, N, CHUNK, kind, acc, ACT, DROP, True)
+        if s_ptr is not None:
+            tl.store(s_ptr + first + col, a, mask=col < N)
+        mean, m2 = _welford_step(a.to(acc), col < N, c, mean, m2)
+    n = (N - 1 - tl.arange(0, CHUNK)[None, :] + CHUNK) // CHUNK  # of a lane
+    mean, m2, _ = tl.reduce((mean, m2, n.to(acc)), 1, _merge)
+    return mean, 1 / tl.sqrt(m2 / N + eps)
+
+
+# %%
 # The second sweep reads what other threads of the program may have written,
 # so a barrier stands between the two.
 
@@ -578,24 +681,11 @@ def _fused_layer_norm_fwd_sweeps(
     acc: tl.constexpr = mean_ptr.dtype.element_ty
     kind: tl.constexpr = y_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    number = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
     first = tl.cast(tl.program_id(0), tl.int64) * N
-    seed = _value_of(seed, DROP)
-    mean = tl.zeros([1, CHUNK], acc)
-    m2 = tl.zeros([1, CHUNK], acc)
-    for c in tl.range(0, CHUNKS, num_stages=1):
-        col = _column(c, CHUNK)
-        x = tl.load(x_ptr + first + col, mask=col < N, other=0)
-        r = None
-        if r_ptr is not None:
-            r = tl.load(r_ptr + first + col, mask=col < N, other=0)
-        a = _stage(x, r, seed, number, c, N, CHUNK, kind, acc, ACT, DROP, True)
-        if s_ptr is not None:
-            tl.store(s_ptr + first + col, a, mask=col < N)
-        mean, m2 = _welford_step(a.to(acc), col < N, c, mean, m2)
-    n = (N - 1 - tl.arange(0, CHUNK)[None, :] + CHUNK) // CHUNK  # of a lane
-    mean, m2, _ = tl.reduce((mean, m2, n.to(acc)), 1, _merge)
-    rstd = 1 / tl.sqrt(m2 / N + eps)
+    mean, rstd = _first_sweep(
+        x_ptr, r_ptr, s_ptr, _value_of(seed, DROP), first, eps, N, CHUNK, kind,
+        acc, ACT, DROP,
+    )  # fmt: skip
     row = tl.program_id(0) + tl.arange(0, 1)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
@@ -605,17 +695,69 @@ def _fused_layer_norm_fwd_sweeps(
         col = _column(c, CHUNK)
         again = x_ptr if s_ptr is None else s_ptr
         x = tl.load(again + first + col, mask=col < N, other=0).to(acc)
-        a = _stage(
-            x, None, seed, number, c, N, CHUNK, kind, acc, ACT, DROP, True
-        )
+        a = _stage(x, None, 0, 0, c, N, CHUNK, kind, acc, ACT, DROP, True)
         x_hat = (a - mean[:, None]) * rstd[:, None]
         y = _affine(x_hat, w_ptr, b_ptr, c, N)
         tl.store(y_ptr + first + col, y, mask=col < N)
 
 
 # %%
-# Which of the two, and with how many warps, depends on the width alone.
+# Which of the two, and with how many warps, depends on the width.
 # ``n`` is the width in units of 16 bits.
+#
+# An addition is done as soon as its numbers are there: a program for each
+# tile, with few registers, keeps the memory busy.
+# An activation takes its time, and the next rows have to arrive meanwhile.
+# Two ways lead there: ``per_sm`` programs share the registers of a
+# multiprocessor, so that one computes while another one loads; or a program
+# loads ahead, with ``STAGES`` tiles on their way.
+# As many tiles are on their way as fit into shared memory.
+# Which way is better changes with the width, so that rule is a table of what
+# was measured, with SiLU on an H200.
+
+GPU = torch.cuda.get_device_properties(0) if ON_GPU else None
+# In the interpreter any numbers will do.
+NUM_SMS = getattr(GPU, "multi_processor_count", 4)
+SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
+
+ACTIVATION_PLANS = (
+    # up to n, columns of 16 bits in a chunk, warps, per_sm, STAGES
+    (2048, 1024, 4, 12, 1),
+    (3584, 512, 2, 4, 4),
+    (4096, 2048, 8, 6, 1),
+    (7680, 512, 4, 2, 4),
+    (8192, 4096, 16, 3, 1),
+    (9216, 1024, 8, 3, 1),
+    (10240, 2048, 8, 1, 4),
+    (12288, 4096, 16, 2, 1),
+    (14336, 2048, 16, 2, 1),
+    (14848, 2048, 8, 1, 4),
+    (15360, 1024, 8, 2, 1),
+    (16384, 2048, 8, 1, 4),
+)
+
+
+def plan_forward(N, itemsize, activation=False):
+    """Options of the kernel for rows of N elements; sweeps have no ROWS."""
+    n = N * itemsize // 2
+    if n > 24576:
+        return {"CHUNK": 16384 // itemsize, "num_warps": 16}
+    if activation and 1024 < n <= 16384:
+        plan = next(plan for plan in ACTIVATION_PLANS if n <= plan[0])
+        _, chunk, warps, per_sm, stages = plan
+        row = triton.cdiv(n, chunk) * chunk * 2  # bytes
+        return {
+            "ROWS": 1, "CHUNK": 2 * chunk // itemsize, "num_warps": warps,
+            "per_sm": per_sm,
+            "STAGES": 1 + min((SHARED // per_sm - 4096) // row, stages - 1),
+        }  # fmt: skip
+    warps = 2 if n <= 1024 else 4 if n <= 5120 else 8 if n <= 11264 else 16
+    chunk = min(max(triton.next_power_of_2(N), 16), 512 * warps // itemsize)
+    rows = min(max(2048 // itemsize // chunk, 1), 16) if n <= 1024 else 1
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+# %%
 
 
 def programs(tiles, room):
@@ -623,20 +765,9 @@ def programs(tiles, room):
     return triton.cdiv(tiles, max(triton.cdiv(tiles, room), 1))
 
 
-def plan_forward(N, itemsize):
-    """Options of the kernel for rows of N elements; sweeps have no ROWS."""
-    n = N * itemsize // 2
-    if n > 24576:
-        return {"CHUNK": 16384 // itemsize, "num_warps": 16}
-    warps = 2 if n <= 1024 else 4 if n <= 5120 else 8 if n <= 15872 else 16
-    chunk = min(max(triton.next_power_of_2(N), 16), 512 * warps // itemsize)
-    rows = min(max(2048 // itemsize // chunk, 1), 16) if n <= 1024 else 1
-    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
-
-
-# %%
-# With ``STAGES`` above 1 a program takes tile after tile and loads ahead; the
-# rule never asks for that, but a plan can, to try it.
+def registers(warps, per_sm):
+    """What a thread may have, if so many programs share 65536 registers."""
+    return {"maxnreg": min(65536 // (32 * warps * per_sm) // 8 * 8, 255)}
 
 
 def forward(x, r, w, b, eps, activation=None, p=0.0, seed=None, plan=None):
@@ -649,27 +780,42 @@ def forward(x, r, w, b, eps, activation=None, p=0.0, seed=None, plan=None):
     acc = torch.promote_types(y.dtype, torch.float32)
     mean = torch.empty(M, dtype=acc, device=x.device)
     rstd = torch.empty_like(mean)
-    plan = {"STAGES": 1} | (plan or plan_forward(N, y.itemsize))
-    if plan["STAGES"] > 1:
-        w = x.new_ones(N) if w is None else w
-        b = x.new_zeros(N) if b is None else b
     given = x, r, w, b, y, s, mean, rstd, seed if p > 0 else 0
     stage = {
         "ACT": activation and ACTIVATIONS[activation],
         "DROP": round(p * 2**32),
     }
+    plan = dict(plan or default_forward_plan(x, y, w, b, activation))
     if "ROWS" in plan:
-        tiles = triton.cdiv(M, plan["ROWS"])
-        per_sm = plan.pop("per_sm", None)
-        grid = programs(tiles, NUM_SMS * per_sm) if per_sm else tiles
-        even = M % plan["ROWS"] == 0
-        _fused_layer_norm_fwd[(grid,)](
-            *given, M, eps, N, EVEN=even, **stage, **plan
-        )
+        launch_rows(given, eps, stage | plan)
     else:
-        del plan["STAGES"]
         _fused_layer_norm_fwd_sweeps[(M,)](*given, eps, N, **stage, **plan)
     return [t for t in (y, s, mean, rstd) if t is not None]
+
+
+# %%
+
+
+def default_forward_plan(x, y, w, b, activation):
+    """The plan for these tensors."""
+    # What loads ahead keeps w and b in registers, where wide ones do not fit.
+    fits = all(t is None or t.itemsize <= x.itemsize for t in (w, b))
+    return plan_forward(
+        x.shape[1], y.itemsize, fits and activation in ("silu", "gelu_tanh")
+    )
+
+
+def launch_rows(given, eps, options):
+    """Launch the kernel that holds rows in registers."""
+    M, N = given[0].shape
+    tiles = grid = triton.cdiv(M, options["ROWS"])
+    options = {"STAGES": 1, "EVEN": M % options["ROWS"] == 0} | options
+    per_sm = options.pop("per_sm", None)
+    if options["STAGES"] > 1:
+        grid = programs(tiles, NUM_SMS * per_sm)
+    if per_sm and CUDA:
+        options |= registers(options["num_warps"], per_sm)
+    _fused_layer_norm_fwd[(grid,)](*given, M, eps, N, **options)
 
 
 # %%
@@ -826,7 +972,8 @@ for name, f in TORCH.items():
 # compiler does not know that it is 0: one instruction for two numbers.
 # That is written in assembly language, where we can say that one register
 # holds two numbers; other devices do without.
-# In the widest rows a few registers are spilled nevertheless.
+# Where even that does not help, in rows of more than 14336 numbers, programs
+# share a row.
 
 
 @triton.jit
@@ -838,34 +985,6 @@ def _forget(x, zero):
             dtype=x.dtype, is_pure=True, pack=2,
         )  # fmt: skip
     return x
-
-
-# %%
-# What stays from one turn of a loop to the next is packed, as on the third
-# page: a number of 16 bits alone would take a whole register.
-
-
-@triton.jit
-def _pack(tile):
-    if PTX and tile.dtype.primitive_bitwidth == 16:
-        bits = tile.to(tl.uint16, bitcast=True)
-        low, high = tl.split(
-            tl.reshape(bits, [tile.shape[0], tile.shape[1] // 2, 2])
-        )
-        return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
-    else:
-        return tile
-
-
-@triton.jit
-def _unpack(words, dtype: tl.constexpr):
-    if PTX and dtype.primitive_bitwidth == 16:
-        low = words.to(tl.uint16).to(dtype, bitcast=True)
-        high = (words >> 16).to(tl.uint16).to(dtype, bitcast=True)
-        pairs = tl.join(low, high)
-        return tl.reshape(pairs, [words.shape[0], words.shape[1] * 2])
-    else:
-        return words
 
 
 # %%
@@ -1082,14 +1201,17 @@ def _wait(ptr, at, DIRECT: tl.constexpr):
 
 @triton.jit
 def _finish(
-    x, dy, w, ds_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr, seed,
-    tile, c, M, N: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr,
+    x, dy, w,  # x and dy: packed
+    dy_ptr, ds_ptr, x_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr,
+    seed, tile, c, M, N: tl.constexpr, PADDED: tl.constexpr,
     ACT: tl.constexpr, DROP: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
+    x = _unpack(x, x_ptr.dtype.element_ty)
+    dy = _unpack(dy, dy_ptr.dtype.element_ty)
+    CHUNK: tl.constexpr = x.shape[1]
     SLICES: tl.constexpr = (N + CHUNK - 1) // CHUNK
     row = tl.arange(0, x.shape[0])[:, None]
-    first = tl.cast(tile, tl.int64) * x.shape[0]
-    left = M - tile * x.shape[0]
+    first, left = tl.cast(tile, tl.int64) * x.shape[0], M - tile * x.shape[0]
     mean = tl.load(mean_ptr + first + row, mask=row < left, other=0)
     rstd = tl.load(rstd_ptr + first + row, mask=row < left, other=0)
     s = tl.arange(0, PADDED)[None, :]
@@ -1117,29 +1239,35 @@ def _finish(
 
 @triton.jit
 def _share(
-    x, dy, w, mean, rstd, words_ptr, tile, c, N: tl.constexpr,
-    ACT: tl.constexpr, RUN: tl.constexpr, DIRECT: tl.constexpr,
+    dy_ptr, x_ptr, w, mean_ptr, rstd_ptr, words_ptr, dw, db, tile, c, M,
+    N: tl.constexpr, ROWS: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Publish the sums of a slice of a tile; return its terms of dw and db."""
-    one, two, dw, db = _first_half(x, dy, w, mean, rstd, ACT)
+    """Load a slice of a tile and publish its sums; x, dy and new dw, db."""
+    CHUNK: tl.constexpr = w.shape[1]
+    SLICES: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    row = tl.arange(0, ROWS)[:, None]
+    first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS
+    mean = tl.load(mean_ptr + first + row, mask=row < left, other=0)
+    rstd = tl.load(rstd_ptr + first + row, mask=row < left, other=0)
+    at = first * N + row * N + _column(c, CHUNK)
+    mask = (row < left) & (_column(c, CHUNK) < N)
+    x = tl.load(x_ptr + at, mask=mask, other=0)
+    dy = tl.load(dy_ptr + at, mask=mask, other=0)
+    one, two, more_dw, more_db = _first_half(x, dy, w, mean, rstd, ACT)
+    dw += tl.sum(more_dw, 0, keep_dims=True)
+    db += tl.sum(more_db, 0, keep_dims=True)
     if RUN != 2:
         one, two = tl.reduce((one, two), 1, _add_pairs)
-        SLICES: tl.constexpr = (N + x.shape[1] - 1) // x.shape[1]
-        row = tl.cast(tile, tl.int64) * x.shape[0] + tl.arange(0, x.shape[0])
-        at = row[:, None] * SLICES + c
+        at = (first + row) * SLICES + c
         _publish(words_ptr, at, one[:, None], two[:, None], DIRECT)
-    return tl.sum(dw, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True)
-
-
-@triton.jit
-def _store_slice(ptr, dw, db, col, group, N: tl.constexpr):
-    if ptr is not None:
-        at = ptr + tl.cast(group, tl.int64) * 2 * N + col
-        tl.store(at, dw, mask=col < N)
-        tl.store(at + N, db, mask=col < N)
+    return x, dy, dw, db
 
 
 # %%
+# The kernel keeps ``x1`` and ``dy1`` of the tile before.
+# Which tile that was is computed, not kept: otherwise the compiler would not
+# load ahead.
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -1150,49 +1278,50 @@ def _fused_layer_norm_bwd_slices(
     ACT: tl.constexpr, DROP: tl.constexpr, PDL: tl.constexpr,
     RUN: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    kind: tl.constexpr = x_ptr.dtype.element_ty
     acc: tl.constexpr = mean_ptr.dtype.element_ty
     SLICES: tl.constexpr = (N + CHUNK - 1) // CHUNK
     seed = _value_of(seed, DROP)
     c, group = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES
     tiles = tl.cdiv(M, ROWS)
-    col, row = _column(c, CHUNK), tl.arange(0, ROWS)[:, None]
+    col = _column(c, CHUNK)
     w = tl.load(w_ptr + col, mask=col < N, other=0)
     dw, db = tl.zeros([1, CHUNK], acc), tl.zeros([1, CHUNK], acc)
-    x1 = _pack(tl.zeros([ROWS, CHUNK], kind))
+    x1 = _pack(tl.zeros([ROWS, CHUNK], x_ptr.dtype.element_ty))
     dy1 = _pack(tl.zeros([ROWS, CHUNK], dy_ptr.dtype.element_ty))
     for tile in tl.range(group, tiles, groups, num_stages=STAGES):
-        first, left = tl.cast(tile, tl.int64) * ROWS, M - tile * ROWS
-        mean = tl.load(mean_ptr + first + row, mask=row < left, other=0)
-        rstd = tl.load(rstd_ptr + first + row, mask=row < left, other=0)
-        at, mask = first * N + row * N + col, (row < left) & (col < N)
-        x = tl.load(x_ptr + at, mask=mask, other=0)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0)
-        more_dw, more_db = _share(
-            x, dy, w, mean, rstd, words_ptr, tile, c, N, ACT, RUN, DIRECT
-        )
-        dw += more_dw
-        db += more_db
+        x, dy, dw, db = _share(
+            dy_ptr, x_ptr, w, mean_ptr, rstd_ptr, words_ptr, dw, db, tile, c,
+            M, N, ROWS, ACT, RUN, DIRECT,
+        )  # fmt: skip
         if RUN != 1:
+            before = tl.where(tile > group, tile - groups, tile)
             _finish(
-                _unpack(x1, kind), _unpack(dy1, dy_ptr.dtype.element_ty), w,
-                ds_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr, seed,
-                tl.where(tile > group, tile - groups, tile), c, M, N, CHUNK,
-                PADDED, ACT, DROP, DIRECT,
+                x1, dy1, w, dy_ptr, ds_ptr, x_ptr, mean_ptr, rstd_ptr, dr_ptr,
+                dx_ptr, words_ptr, seed, before, c, M, N, PADDED, ACT, DROP,
+                DIRECT,
             )  # fmt: skip
             x1, dy1 = _pack(x), _pack(dy)
     if RUN != 1:
+        last = group + (tiles - 1 - group) // groups * groups
         _finish(
-            _unpack(x1, kind), _unpack(dy1, dy_ptr.dtype.element_ty), w,
-            ds_ptr, mean_ptr, rstd_ptr, dr_ptr, dx_ptr, words_ptr, seed,
-            group + (tiles - 1 - group) // groups * groups, c, M, N, CHUNK,
-            PADDED, ACT, DROP, DIRECT,
+            x1, dy1, w, dy_ptr, ds_ptr, x_ptr, mean_ptr, rstd_ptr, dr_ptr,
+            dx_ptr, words_ptr, seed, last, c, M, N, PADDED, ACT, DROP, DIRECT,
         )  # fmt: skip
-    if PDL:
+        _store_slice(partial_ptr, dw, db, col, group, N, PDL)
+
+
+# %%
+
+
+@triton.jit
+def _store_slice(ptr, dw, db, col, group, N: tl.constexpr, PDL: tl.constexpr):
+    if PDL:  # the last kernel may start; it waits for what follows
         tl.extra.cuda.gdc_launch_dependents()
-    if RUN != 1:
-        _store_slice(partial_ptr, dw, db, col, group, N)
+    if ptr is not None:
+        at = ptr + tl.cast(group, tl.int64) * 2 * N + col
+        tl.store(at, dw, mask=col < N)
+        tl.store(at + N, db, mask=col < N)
 
 
 # %%
@@ -1229,35 +1358,37 @@ def _sum_rows(
 # The plan of the backward pass: up to ``widest`` columns of 16 bits a program
 # holds a whole row, beyond that programs share rows.
 # ``matrices`` is the number of matrices that are read: two or three.
-# As many tiles are on their way as fit into shared memory, but three at most.
+# As many tiles are on their way as fit into shared memory, but three at most,
+# and two where rows are shared.
+#
+# Up to 8192 columns nothing has to be forgotten.
+# With an activation that is the end: what the first half has computed is too
+# dear to compute it again, so wider rows are shared.
 
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
-GPU = torch.cuda.get_device_properties(0) if ON_GPU else None
-# In the interpreter any numbers will do.
-NUM_SMS = getattr(GPU, "multi_processor_count", 4)
-SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
 
 
-def plan_backward(N, itemsize, matrices=3, widest=16384):
+def plan_backward(N, itemsize, matrices=3, widest=14336, activation=False):
     """Options of the kernel for rows of N elements; wide ones have SLICES."""
     n = N * itemsize // 2
     if n > widest:
-        chunk = 4096 // itemsize
-        room = matrices * 2 * chunk * itemsize
-        return {
-            "ROWS": 2, "CHUNK": chunk, "SLICES": True, "num_warps": 8,
-            "STAGES": 1 + min((SHARED // 2 - 4096) // room, 3), "per_sm": 2,
-        }  # fmt: skip
-    rows, warps = 1, 4 if n <= 4096 else 8
-    chunk = 512 * warps // itemsize
-    if n <= 1024:
-        chunk = max(triton.next_power_of_2(N), 16)
-        rows = max(min(4096 // itemsize // chunk, 8), 1)
-    per_sm = 2 if n <= 4096 else 1
-    room = matrices * rows * triton.cdiv(N, chunk) * chunk * itemsize
-    return {
+        columns, warps, per_sm = (1024, 2, 4) if activation else (2048, 4, 2)
+        chunk, rows, most = 2 * columns // itemsize, 2, 2
+        lanes, kind = chunk, {"SLICES": True}
+    else:
+        warps = 4 if n <= min(4096, widest // 2) else 8
+        per_sm = 2 if n <= 4096 and warps == 4 else 1
+        chunk = 512 * warps // itemsize
+        if n <= 1024:
+            chunk = max(triton.next_power_of_2(N), 16)
+        lanes, most = triton.cdiv(N, chunk) * chunk, 3
+        size = (8192 if activation else 4096) // itemsize
+        rows = max(min(size // lanes, 8), 1)
+        kind = {"HIDE": n > 8192}
+    room = matrices * rows * lanes * itemsize  # bytes of a tile
+    return kind | {
         "ROWS": rows, "CHUNK": chunk, "num_warps": warps, "per_sm": per_sm,
-        "STAGES": 1 + min((SHARED // per_sm - 4096) // room, 3),
+        "STAGES": 1 + min((SHARED // per_sm - 4096) // room, most),
     }  # fmt: skip
 
 
@@ -1310,8 +1441,7 @@ def launch_slices(given, rest, groups, slices, per_sm, options):
         words = torch.full(
             (rows, slices), word, dtype=torch.int64, device=x.device
         )
-        registers = 65536 // (32 * options["num_warps"] * per_sm) // 8 * 8
-        options["maxnreg"] = min(registers, 255)
+        options |= registers(options["num_warps"], per_sm)
         options["launch_cooperative_grid"] = True
     else:
         words = mean.new_empty(rows, slices, 2)
@@ -1355,11 +1485,15 @@ def backward(
 
 def default_plan(N, x, w, ds, activation, p):
     """The plan for these tensors."""
-    widest = 16384
+    widest = 14336
     if p > 0 or w.itemsize > x.itemsize or not CUDA:
         widest = 12288  # more registers are needed
+    if activation:
+        widest = 8192 if activation in ("silu", "gelu_tanh") else 6144
     matrices = 2 if ds is None else 3
-    return plan_backward(N, x.itemsize, matrices, widest)
+    return plan_backward(
+        N, x.itemsize, matrices, widest, activation is not None
+    )
 
 
 def sum_rows(partial, dw, db):
@@ -1895,10 +2029,6 @@ table = run(speed("add-layer-norm", "backward"))
 claims(table)
 
 # %%
-# Where the share of the copy drops in the widest rows, the compiler has
-# spilled registers: the sums of ``dw`` and ``db``, ``x``, ``dy`` and ``w``
-# fill them all.
-#
 # SiLU and layer norm:
 
 table = run(speed("silu-layer-norm", "forward", "silu", 4096, SWEEP[::2]))
@@ -1913,13 +2043,19 @@ table = run(speed("silu-layer-norm", "backward", "silu", 4096, SWEEP[::2]))
 claims(table)
 
 # %%
-# The share of the copy is lower here: not memory but arithmetic sets the pace.
+# The share of the copy is lower here: arithmetic takes about as long as
+# memory, and the two do not overlap completely.
 # SiLU moves fewer bytes for each element than the addition, and needs more
-# instructions, in the backward pass twice, because there is no room to keep
-# its results.
+# instructions.
+#
+# * Forward a row waits in registers, as float32.
+#   The wider the row, the fewer rows fit on a multiprocessor, and while one
+#   waits for its sums, little else is there to compute.
+#   That is why the curve is a saw: a tooth for each row that fits no more.
+# * Backward a program remembers the sigmoids of its row up to 8192 columns.
+#   In wider rows there is no room, and both halves compute them.
+#
 # In float32 the same instructions go with twice the bytes.
-# Forward a row waits in registers as float32, so fewer rows fit on a
-# multiprocessor: one waits for memory while no other computes.
 #
 # Composable Kernel, AMD's library, has an example of such a kernel: number 45,
 # forward only.
@@ -2079,11 +2215,8 @@ compare(table)
 # %%
 # A saving counts in full where memory sets the pace.
 # Where the measured ratio is below the count, something else does: the
-# arithmetic of SiLU and of the generator, and the registers of rows as wide as
-# these.
-# The backward pass of dropout runs here in the kernel for shared rows, and its
-# chain in the kernel for whole rows: a ratio below 1 means that not writing a
-# mask did not pay for that.
+# arithmetic of SiLU and of the generator, for which the chain has time while
+# it waits for its many bytes.
 
 # %%
 # One pass or two

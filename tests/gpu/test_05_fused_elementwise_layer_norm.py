@@ -45,7 +45,7 @@ def test_shapes(shape):
         run(Case(shape[:1], shape[1:], dtype))
 
 
-LIMITS = (256, 512, 1024, 4096, 5120, 10240, 12288, 15872, 16384, 24576)
+LIMITS = (256, 512, 1024, 4096, 5120, 11264, 12288, 14336, 24576)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -122,17 +122,92 @@ def test_dropout(N):
         assert (a - e).norm() <= 2**-10 * e.norm()
 
 
+def check_activation(name, M, N, dtype, weight=None, bias=None):
+    """Against autograd in float64; the types of w and b, None for that of x,
+    False for no parameter."""
+    given = page.inputs(M, N, dtype)
+    x, w, b, dy = given[0], *given[2:5]
+    w, b = (
+        None if kind is False else t.detach().to(kind or dtype)
+        for t, kind in ((w, weight), (b, bias))
+    )
+    leaves = [t for t in (x, w, b) if t is not None]
+    for t in leaves:
+        t.requires_grad_()
+    y = page.activation_layer_norm(x, (N,), w, b, 1e-5, name)
+    found = y, *torch.autograd.grad(y, leaves, dy)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    rest = iter(wide[1:])
+    w, b = (None if t is None else next(rest) for t in (w, b))
+    y = F.layer_norm(page.TORCH[name](wide[0]), (N,), w, b)
+    expected = y, *torch.autograd.grad(y, wide, dy.double())
+    most = 2**-8 if dtype == torch.bfloat16 else 2**-10
+    for a, e in zip(found, expected, strict=True):
+        assert (a - e).norm() <= most * e.norm(), (name, N)
+
+
 @pytest.mark.parametrize("name", page.TORCH)
 @pytest.mark.parametrize("N", [1000, 10240, 15872, 32768])
 def test_activations(name, N):
-    x, _, w, b, dy, _ = page.inputs(300, N, torch.bfloat16)
-    y = page.activation_layer_norm(x, (N,), w, b, 1e-5, name)
-    found = y, *torch.autograd.grad(y, (x, w, b), dy)
-    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    y = F.layer_norm(page.TORCH[name](wide[0]), (N,), *wide[1:])
-    expected = y, *torch.autograd.grad(y, wide, dy.double())
-    for a, e in zip(found, expected, strict=True):
-        assert (a - e).norm() <= 2**-8 * e.norm()
+    check_activation(name, 300, N, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", page.TORCH)
+def test_activations_far_out(name):
+    """Any number, also beside one that is none, or far from it."""
+    near = torch.linspace(-50, 50, 64, dtype=torch.float64)
+    far = torch.tensor([-3e38, -1e30, -1e4, -90.0, 90.0, 1e4, 1e30])
+    far = torch.cat([far, torch.full((1,), torch.nan)]).double()
+    x = torch.stack([near, far.repeat(8)], dim=1).flatten().requires_grad_()
+    expected = page.TORCH[name](x)
+    slope = torch.autograd.grad(expected.sum(), x)[0].nan_to_num(0, 0, 0)
+    expected = torch.stack([expected.detach(), slope])
+    given = x.detach().float().cuda()
+    found = torch.empty(2, len(x), device="cuda")
+    page._apply[(1,)](
+        given, found, len(x), ACT=page.ACTIVATIONS[name], BLOCK=len(x),
+        num_warps=1,
+    )  # fmt: skip
+    found = found.cpu().double()
+    none = x.isnan()
+    assert found[0][none].isnan().all()
+    torch.testing.assert_close(
+        found[:, ~none], expected[:, ~none], rtol=1e-5, atol=1e-6
+    )
+
+
+# Rows for several rounds of the programs that load ahead.
+@pytest.mark.parametrize(
+    "limit", [1024, 6144, *(plan[0] for plan in page.ACTIVATION_PLANS)]
+)
+def test_activations_on_both_sides_of_each_limit(limit):
+    for N in limit - 1, limit, limit + 1:
+        for name in page.TORCH:
+            check_activation(name, 1101, N, torch.float16)
+    check_activation("silu", 1101, limit // 2, torch.float32)
+
+
+@pytest.mark.parametrize("N", [1000, 3072, 7680, 9000, 10240])
+def test_activations_with_other_parameters(N):
+    for weight, bias in (
+        (torch.float32, torch.float32),
+        (torch.float32, None),
+        (False, False),
+        (False, None),
+        (None, False),
+    ):
+        check_activation("silu", 600, N, torch.float16, weight, bias)
+
+
+@pytest.mark.parametrize("N", [1000, 3072, 7680, 10240, 15872])
+def test_activations_same_bits_100_times(N):
+    x, _, w, b, dy, _ = page.inputs(1101, N, torch.float16)
+    first = None
+    for _ in range(100):
+        y = page.activation_layer_norm(x, (N,), w, b)
+        again = y, *torch.autograd.grad(y, (x, w, b), dy)
+        first = first or again
+        assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.parametrize("N", [256, 1000, 8192, 15872, 32768])
