@@ -708,12 +708,14 @@ def _fused_layer_norm_fwd_sweeps(
 # An addition is done as soon as its numbers are there: a program for each
 # tile, with few registers, keeps the memory busy.
 # An activation takes its time, and the next rows have to arrive meanwhile.
-# Two ways lead there: ``per_sm`` programs share the registers of a
-# multiprocessor, so that one computes while another one loads; or a program
-# loads ahead, with ``STAGES`` tiles on their way.
+# Two ways lead there.
+# ``per_sm`` programs share the registers of a multiprocessor, so that one
+# computes while another one loads.
+# Or a program loads ahead, with ``STAGES`` tiles in flight.
 # As many tiles are on their way as fit into shared memory.
-# Which way is better changes with the width, so that rule is a table of what
-# was measured, with SiLU on an H200.
+# Which way is better changes with the width.
+# So the rule for activations is a table of what was measured, with SiLU on an
+# H200.
 
 GPU = torch.cuda.get_device_properties(0) if ON_GPU else None
 # In the interpreter any numbers will do.
