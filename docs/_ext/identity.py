@@ -33,7 +33,7 @@ LINES = {
     "torch.compile": ("torch.compile", "amber", "-"),
     "liger": ("Liger", "green", "-"),
     "apex": ("Apex", "purple", "-"),
-    "quack": ("quack", "sky", "-"),
+    "quack": ("quack", "sky", "-."),
     "copy": ("Copy", "ink", "--"),
 }
 # Peers that a machine may lack: drawn when they were recorded.
@@ -102,8 +102,9 @@ def finish(figure, bench):
     if not bench.xlabel and bench.x_names[0] == "N":
         axes.set_xlabel("N (columns)")
     for provider, line in zip(bench.line_vals, lines, strict=True):
-        # A line at 0 lies on the axis, not under it; the ceiling lies below.
-        line.set(clip_on=False, zorder=1 if provider == "copy" else 3)
+        # A line at 0 lies on the axis, not under it; ours lies on top.
+        level = {"copy": 1, "triton": 4}.get(provider, 3)
+        line.set(clip_on=False, zorder=level)
         if any(y != y for y in line.get_ydata()):  # points between gaps
             line.set(marker="o", markersize=4)
     if axes.get_legend():
