@@ -1,17 +1,11 @@
 """Page 01 on a GPU, at full size."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
-import tutorial
+import sanitizer
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -220,29 +214,5 @@ print("done")
 
 def test_memcheck():
     """Each of the three kernels under compute-sanitizer."""
-    tool = shutil.which("compute-sanitizer")
-    tool = tool or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
-    if tool is None:
-        pytest.skip("compute-sanitizer is not installed")
-    # One allocation for each tensor, so that its end is the end of memory.
-    env = {
-        **os.environ,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": str(Path(tutorial.__file__).parent),
-    }
-    child = subprocess.run(
-        [
-            *(tool, "--tool", "memcheck", "--error-exitcode", "3"),
-            *(sys.executable, "-c", MEMCHECK),
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    if "Device not supported" in child.stdout:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
-    assert "done" in child.stdout
-    assert "ERROR SUMMARY: 0 errors" in child.stdout
+    printed = sanitizer.run("memcheck", MEMCHECK)
+    assert "ERROR SUMMARY: 0 errors" in printed

@@ -1,17 +1,11 @@
 """Page 02 on a GPU, at full size."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
-import tutorial
+import sanitizer
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -251,26 +245,4 @@ print("done")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_sanitizer(tool):
     """Every kernel. As the page says, no tool sees the missing barrier."""
-    path = shutil.which("compute-sanitizer")
-    path = path or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
-    if path is None:
-        pytest.skip("compute-sanitizer is not installed")
-    # One allocation for each tensor, so that its end is the end of memory.
-    env = {
-        **os.environ,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": str(Path(tutorial.__file__).parent),
-    }
-    command = [path, "--tool", tool, "--error-exitcode", "3"]
-    child = subprocess.run(
-        [*command, sys.executable, "-c", SANITIZED],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    if "Device not supported" in child.stdout:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
-    assert "done" in child.stdout
+    sanitizer.run(tool, SANITIZED)

@@ -1,17 +1,11 @@
 """Page 05 on a GPU, at full size."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
-import tutorial
+import sanitizer
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -199,27 +193,34 @@ def test_activations_with_other_parameters(N):
         check_activation("silu", 600, N, torch.float16, weight, bias)
 
 
+def same_bits(call):
+    first = call()
+    for _ in range(99):
+        assert all(map(torch.equal, first, call()))
+
+
 @pytest.mark.parametrize("N", [1000, 3072, 7680, 10240, 15872])
 def test_activations_same_bits_100_times(N):
     x, _, w, b, dy, _ = page.inputs(1101, N, torch.float16)
-    first = None
-    for _ in range(100):
+
+    def call():
         y = page.activation_layer_norm(x, (N,), w, b)
-        again = y, *torch.autograd.grad(y, (x, w, b), dy)
-        first = first or again
-        assert all(map(torch.equal, first, again))
+        return y, *torch.autograd.grad(y, (x, w, b), dy)
+
+    same_bits(call)
 
 
 @pytest.mark.parametrize("N", [256, 1000, 8192, 15872, 32768])
 def test_same_bits_100_times(N):
     x, residual, w, b, dy, ds = page.inputs(512, N, torch.float16)
     w, b = (t.detach().float().requires_grad_() for t in (w, b))
-    leaves, first = (x, residual, w, b), None
-    for _ in range(100):
+    leaves = x, residual, w, b
+
+    def call():
         y, s = page.add_layer_norm(x, residual, (N,), w, b, 1e-5, 0.1, 3)
-        again = y, s, *torch.autograd.grad((y, s), leaves, (dy, ds))
-        first = first or again
-        assert all(map(torch.equal, first, again))
+        return y, s, *torch.autograd.grad((y, s), leaves, (dy, ds))
+
+    same_bits(call)
 
 
 def test_more_than_2_31_elements():
@@ -341,7 +342,6 @@ def test_two_layers_train_like_pytorch():
 
 
 SANITIZED = f"""
-import sys
 import torch
 from tutorial import load
 page = load({NAME!r})
@@ -360,25 +360,4 @@ print("done")
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):
-    path = shutil.which("compute-sanitizer")
-    path = path or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
-    if path is None:
-        pytest.skip("compute-sanitizer is not installed")
-    env = {
-        **os.environ,
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": str(Path(tutorial.__file__).parent),
-    }
-    command = [path, "--tool", tool, "--error-exitcode", "3"]
-    child = subprocess.run(
-        [*command, sys.executable, "-c", SANITIZED, tool],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    if "Device not supported" in child.stdout:
-        pytest.skip("compute-sanitizer does not support this device")
-    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
-    assert "done" in child.stdout
+    sanitizer.run(tool, SANITIZED)
