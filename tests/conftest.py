@@ -1,8 +1,14 @@
-"""What every test file needs to be true before it imports triton."""
+"""What every test file needs to be true before it imports triton; and what
+the tests of each tutorial share."""
 
 import os
+import subprocess
+import sys
 
+import pytest
 import torch
+
+from tutorial import TUTORIALS
 
 if not torch.cuda.is_available():
     # triton.language is interpreted or compiled, decided at its first import.
@@ -10,3 +16,19 @@ if not torch.cuda.is_available():
 
 # Figures are drawn, never shown.
 os.environ["MPLBACKEND"] = "Agg"
+
+
+@pytest.fixture(scope="module")
+def output(request, tmp_path_factory):
+    """What the module's tutorial prints when it runs alone, in an empty
+    folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    child = subprocess.run(
+        [sys.executable, TUTORIALS / f"{request.module.NAME}.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    assert not list(folder.iterdir())
+    return child.stdout

@@ -1,18 +1,14 @@
 """Page 01 in Triton's interpreter (or on a GPU, where there is one)."""
 
-import os
-import subprocess
-import sys
-
 import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 
 import layer_norm_cases as cases
+from any_case import any_layer_norm
 from layer_norm_cases import Case
-from tutorial import TUTORIALS, load
+from tutorial import load
 
 NAME = "01-layer-norm"
 page = load(NAME)
@@ -81,30 +77,11 @@ def test_constant_rows_and_large_mean():
     torch.testing.assert_close(y.double(), expected, atol=5e-3, rtol=0)
 
 
-layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
-
-
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.builds(
-        Case,
-        lead=st.lists(st.integers(0, 5), max_size=3).map(tuple),
-        shape=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
-        dtype=st.sampled_from(cases.DTYPES),
-        weight_dtype=st.sampled_from([None, *cases.DTYPES]),
-        x=layouts,
-        dy=st.sampled_from(list(cases.LAYOUTS)),
-        parameters=layouts,
-        weight=st.booleans(),
-        bias=st.booleans(),
-        wanted=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-        eps=st.sampled_from([1e-12, 1e-5, 0.1]),
-    )
+    any_layer_norm(),
 )
 def test_any_case(case):
-    hypothesis.assume(
-        not cases.wrong_in_interpreter(case.dtype, case.weight_dtype)
-    )
     run(case)
 
 
@@ -274,22 +251,6 @@ def test_sums_in_16_bits_fail():
     run(case, load(NAME, [FEW_BUFFERS]))
     with pytest.raises(AssertionError, match=r"d[wb]: error"):
         run(case, load(NAME, [FEW_BUFFERS, HALF_SUMS]))
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """What the script prints when it runs alone in an empty folder."""
-    folder = tmp_path_factory.mktemp("empty")
-    child = subprocess.run(
-        [sys.executable, TUTORIALS / f"{NAME}.py"],
-        cwd=folder,
-        env={**os.environ, "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    assert not list(folder.iterdir())
-    return child.stdout
 
 
 def test_script_runs_alone(output):

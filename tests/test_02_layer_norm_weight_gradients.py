@@ -1,18 +1,14 @@
 """Page 02 in Triton's interpreter (or on a GPU, where there is one)."""
 
-import os
-import subprocess
-import sys
-
 import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 
 import layer_norm_cases as cases
+from any_case import any_layer_norm
 from layer_norm_cases import Case
-from tutorial import TUTORIALS, load
+from tutorial import load
 
 NAME = "02-layer-norm-weight-gradients"
 page = load(NAME)
@@ -80,30 +76,11 @@ def test_only_some_gradients(weight, bias):
         run(Case((5,), (33,), weight=weight, bias=bias, wanted=wanted))
 
 
-layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
-
-
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.builds(
-        Case,
-        lead=st.lists(st.integers(0, 5), max_size=3).map(tuple),
-        shape=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
-        dtype=st.sampled_from(cases.DTYPES),
-        weight_dtype=st.sampled_from([None, *cases.DTYPES]),
-        x=layouts,
-        dy=st.sampled_from(list(cases.LAYOUTS)),
-        parameters=layouts,
-        weight=st.booleans(),
-        bias=st.booleans(),
-        wanted=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-        eps=st.sampled_from([1e-12, 1e-5, 0.1]),
-    )
+    any_layer_norm(),
 )
 def test_any_case(case):
-    hypothesis.assume(
-        not cases.wrong_in_interpreter(case.dtype, case.weight_dtype)
-    )
     run(case)
 
 
@@ -346,22 +323,6 @@ def test_sums_in_16_bits_fail():
         return few.lock(*given, dtype=torch.float16)
 
     assert max(rung_errors(half, 400, 8, torch.float16)) > 2**-11
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """What the script prints when it runs alone in an empty folder."""
-    folder = tmp_path_factory.mktemp("empty")
-    child = subprocess.run(
-        [sys.executable, TUTORIALS / f"{NAME}.py"],
-        cwd=folder,
-        env={**os.environ, "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    assert not list(folder.iterdir())
-    return child.stdout
 
 
 def test_script_runs_alone(output):

@@ -1,9 +1,6 @@
 """Page 03 in Triton's interpreter (or on a GPU, where there is one)."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import hypothesis
 import pytest
@@ -12,8 +9,9 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import layer_norm_cases as cases
+from any_case import any_layer_norm
 from layer_norm_cases import Case
-from tutorial import TUTORIALS, load
+from tutorial import load
 
 NAME = "03-layer-norm-any-width"
 page = load(NAME)
@@ -218,31 +216,12 @@ def test_variance_of_rows_with_a_large_mean():
     assert page.variance_error(3, 1024, 10000, "sums of squares") > 0.1
 
 
-layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
-
-
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.builds(
-        Case,
-        lead=st.lists(st.integers(0, 5), max_size=3).map(tuple),
-        shape=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
-        dtype=st.sampled_from(cases.DTYPES),
-        weight_dtype=st.sampled_from([None, *cases.DTYPES]),
-        x=layouts,
-        dy=st.sampled_from(list(cases.LAYOUTS)),
-        parameters=layouts,
-        weight=st.booleans(),
-        bias=st.booleans(),
-        wanted=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-        eps=st.sampled_from([1e-12, 1e-5, 0.1]),
-    ),
+    any_layer_norm(),
     st.sampled_from([None, *PAIRS]),
 )
 def test_any_case(case, pair):
-    hypothesis.assume(
-        not cases.wrong_in_interpreter(case.dtype, case.weight_dtype)
-    )
     N = torch.Size(case.shape).numel()
     hypothesis.assume(pair is None or possible(pair, N, case.dtype))
     with pytest.MonkeyPatch.context() as patch:
@@ -402,22 +381,6 @@ def test_mutants_fail(name):
     mutant = load(NAME, [(old, new)])
     with pytest.raises(AssertionError):
         _suite(pair, mutant)
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """What the script prints when it runs alone in an empty folder."""
-    folder = tmp_path_factory.mktemp("alone")
-    child = subprocess.run(
-        [sys.executable, TUTORIALS / f"{NAME}.py"],
-        cwd=folder,
-        env=os.environ | {"MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    assert not list(folder.iterdir())
-    return child.stdout
 
 
 def test_script_runs_alone(output):

@@ -65,6 +65,7 @@ def job(
     constants = {"N": N, "eps": 1e-5, "EVEN": even, "ACT": act, "DROP": drop}
     constants |= {"PDL": target in ("sm_90", "sm_100")}
     constants |= {"STAGES": 1, "HIDE": True} | plan
+    together = mode == "forward" and per_sm  # they share the registers
     if wide:
         slices = -(-N // plan["CHUNK"])
         constants["PADDED"] = 1 << (slices - 1).bit_length()
@@ -72,9 +73,8 @@ def job(
         constants |= {"DIRECT": direct, "RUN": 0 if direct else 2}
         types["words"] = "i64" if direct else acc
         signature["words_ptr"] = f"*{types['words']}:16"
-        if direct:
-            more |= page.registers(warps, per_sm)
-    if mode == "forward" and per_sm and target.startswith("sm"):
+        together = direct
+    if together and target.startswith("sm"):
         more |= page.registers(warps, per_sm)
     if target.startswith("sm"):  # known before the source is read
         more["replace"] = (*more.get("replace", ()), *PTX)

@@ -1,9 +1,5 @@
 """Page 05 in Triton's interpreter (or on a GPU, where there is one)."""
 
-import os
-import subprocess
-import sys
-
 import hypothesis
 import pytest
 import torch
@@ -13,8 +9,9 @@ import triton.language as tl
 from hypothesis import strategies as st
 
 import layer_norm_cases as cases
+from any_case import any_layer_norm
 from layer_norm_cases import Case
-from tutorial import TUTORIALS, load
+from tutorial import load
 
 NAME = "05-fused-elementwise-layer-norm"
 page = load(NAME)
@@ -139,32 +136,13 @@ def test_number_of_multiprocessors(form, pair, sms, monkeypatch):
     run(form, Case((2,), (64,)))
 
 
-layouts = st.sampled_from([k for k in cases.LAYOUTS if k != "one number"])
-
-
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.builds(
-        Case,
-        lead=st.lists(st.integers(0, 5), max_size=3).map(tuple),
-        shape=st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple),
-        dtype=st.sampled_from(cases.DTYPES),
-        weight_dtype=st.sampled_from([None, *cases.DTYPES]),
-        x=layouts,
-        dy=st.sampled_from(list(cases.LAYOUTS)),
-        parameters=layouts,
-        weight=st.booleans(),
-        bias=st.booleans(),
-        wanted=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-        eps=st.sampled_from([1e-12, 1e-5, 0.1]),
-    ),
+    any_layer_norm(),
     st.sampled_from([None, *PAIRS]),
     st.sampled_from(list(FORMS)),
 )
 def test_any_case(case, pair, form):
-    hypothesis.assume(
-        not cases.wrong_in_interpreter(case.dtype, case.weight_dtype)
-    )
     with pytest.MonkeyPatch.context() as patch:
         if pair is not None:
             force(patch, page, pair)
@@ -704,22 +682,6 @@ def test_wide_mutants_fail(name):
     mutant = load(NAME, [WIDE_MUTANTS[name]])
     with pytest.raises(AssertionError):
         _wide_suite(mutant)
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """What the script prints when it runs alone in an empty folder."""
-    folder = tmp_path_factory.mktemp("alone")
-    child = subprocess.run(
-        [sys.executable, TUTORIALS / f"{NAME}.py"],
-        cwd=folder,
-        env=os.environ | {"MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    assert not list(folder.iterdir())
-    return child.stdout
 
 
 def test_script_runs_alone(output):

@@ -99,9 +99,11 @@ def used_too_early(text):
     known = set().union(*map(defined_by, body))
     needs = {}  # of what is defined so far
     for node in body:
-        names = used_by(node) & known
-        runs = not isinstance(node, (ast.FunctionDef, ast.ClassDef))
-        reached, left = set(), list(names if runs else decorated(node) & known)
+        now = [node]
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            now = decorators(node)  # the rest runs when it is called
+        left = [name for part in now for name in used_by(part) & known]
+        reached = set()
         while left:
             name = left.pop()
             if name not in needs:
@@ -110,14 +112,8 @@ def used_too_early(text):
                 left += needs[name]
             reached.add(name)
         for name in defined_by(node):
-            needs[name] = names
+            needs[name] = used_by(node) & known
     return early
-
-
-def decorated(node):
-    """Names in decorators, which run where they stand."""
-    parts = [n for d in node.decorator_list for n in ast.walk(d)]
-    return {n.id for n in parts if isinstance(n, ast.Name)}
 
 
 # Only a later benchmark asks for it.
