@@ -54,7 +54,7 @@ test-triton-versions: test-tools  ## compile and run the kernels with other vers
 	@$(PY) tests/triton_versions.py $(TRITON)
 
 record: run-tools  ## measure on a GPU: TUTORIALS="01 03" picks, default all
-	@$(PY) docs/_ext/record.py $(TUTORIALS)
+	@PYTHONPATH=docs/_ext $(PY) -m measurements.record $(TUTORIALS)
 
 linkcheck: site-tools  ## check links to other sites (needs the network)
 	@$(SPHINX) -b linkcheck docs/_build/linkcheck

@@ -1,4 +1,4 @@
-"""Settings of the site. Mechanism lives in ``docs/_ext``, one module each."""
+"""Settings of the site. Its mechanism lives in ``docs/_ext``."""
 
 import os
 import sys
@@ -28,11 +28,11 @@ extensions = [
     "sphinxext.opengraph",
     "notfound.extension",
     # our own
-    "cards",
-    "folded",
     "gallery",
-    "moving",
-    "xray",
+    "page.cards",
+    "page.moving",
+    "page.solutions",
+    "page.xray",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
 templates_path = ["docs/_templates"]

@@ -142,7 +142,10 @@ class Project:
 
     def hash(self, name):
         script = str(self.script(name))
-        code = f"import recording; print(recording.code_hash({script!r}))"
+        code = (
+            "from measurements import recording; "
+            f"print(recording.code_hash({script!r}))"
+        )
         return subprocess.run(
             [sys.executable, "-c", code],
             cwd=self.root / "docs/_ext",

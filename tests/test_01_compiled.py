@@ -2,7 +2,7 @@
 
 import re
 
-from aot import Call, launches
+from compiled.aot import Call, launches
 
 NAME = "01-layer-norm"
 

@@ -2,9 +2,8 @@
 
 import re
 
-from kernels import Facts
-
-from aot import COMPILER_ADDS_BARRIER, TARGETS, Call, launches
+from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, Call, launches
+from compiled.limits import Facts
 
 NAME = "02-layer-norm-weight-gradients"
 MAX_COLUMNS = 10240

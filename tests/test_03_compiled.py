@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from aot import TARGETS, TRITON, Job, build
+from compiled.aot import TARGETS, TRITON, Job, build
 from tutorial import load
 
 NAME = "03-layer-norm-any-width"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from aot import TARGETS, TRITON, Job, build
+from compiled.aot import TARGETS, TRITON, Job, build
 from tutorial import load
 
 NAME = "04-layer-norm-two-pass-backward"

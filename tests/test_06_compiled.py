@@ -2,11 +2,11 @@
 
 import re
 
-import kernels
 import pytest
 import torch
 
-from aot import TARGETS, TRITON, Job, build
+from compiled import limits
+from compiled.aot import TARGETS, TRITON, Job, build
 from tutorial import load
 
 NAME = "06-rms-norm"
@@ -76,7 +76,7 @@ def test_a_last_tile_that_is_not_full():
 
 
 # Widths of the fused kernels in bfloat16 that docs/kernels.toml has.
-COVERED = set(kernels.pages()[NAME]["sizes"]["bfloat16"])
+COVERED = set(limits.pages()[NAME]["sizes"]["bfloat16"])
 # Where the rule changes, in each mode: rows just wider are compiled.
 LIMITS = {
     "forward": (1024, 4096, 5120, 14336, 20480, 24576, 49152),

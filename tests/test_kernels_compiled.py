@@ -8,27 +8,27 @@ import ast
 import re
 import subprocess
 
-import kernels
 import pytest
-import recording
 
-from aot import COMPILER_ADDS_BARRIER, TARGETS, launches
+from compiled import limits
+from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, launches
+from measurements import recording
 from tutorial import source
 
-PAGES = kernels.pages()
+PAGES = limits.pages()
 PUBLISHED = [path.stem for path in recording.tutorials()]
 EVERY = pytest.mark.parametrize("stem", PUBLISHED)
 
 
 def compiled(calls):
     """For each call the last launch of each kernel."""
-    return [kernels.by_name(launched) for launched in launches(calls)]
+    return [limits.by_name(launched) for launched in launches(calls)]
 
 
 def over(stem, N, dtype, target, builds, replace=(), compare=True):
     """A message for each kernel of one call that breaks a limit."""
-    for name, entry in kernels.entries(PAGES[stem]).items():
-        if found := kernels.broken(entry, builds[name], N, dtype):
+    for name, entry in limits.entries(PAGES[stem]).items():
+        if found := limits.broken(entry, builds[name], N, dtype):
             place = f"{name} of {stem}, N = {N}, {dtype}, {target}"
             lines = [place, *(f"  {problem}" for problem in found)]
             text = source(stem)
@@ -47,16 +47,16 @@ def changes(stem, N, dtype, now):
     """All numbers of a kernel, those of the version before beside them."""
     before = {}
     if text := earlier(stem):
-        call = kernels.call(
+        call = limits.call(
             stem, PAGES[stem], N, now.target, dtype, source=text
         )
         try:
             (builds,) = compiled([call])
-            before = dict(kernels.numbers(builds[now.kernel]))
+            before = dict(limits.numbers(builds[now.kernel]))
         except (RuntimeError, KeyError):
             pass  # it had no such kernel
     lines = [f"  {'':27}{'before':31}now"]
-    for what, value in kernels.numbers(now):
+    for what, value in limits.numbers(now):
         lines.append(f"  {what:27}{before.get(what, '?')!s:31}{value}")
     return lines
 
@@ -89,9 +89,7 @@ def test_every_kernel_stands_in_the_file(stem):
     """Each one is launched, or called by one that is."""
     assert stem in PAGES, f"docs/kernels.toml has no entry for {stem}"
     code = PAGES[stem]["run"] + PAGES[stem].get("also", "")
-    named = set(re.findall(r"\b_\w+", code)) | set(
-        kernels.entries(PAGES[stem])
-    )
+    named = set(re.findall(r"\b_\w+", code)) | set(limits.entries(PAGES[stem]))
     defined, called = set(), set()
     for node in ast.walk(ast.parse(source(stem))):
         if isinstance(node, ast.FunctionDef) and any(
@@ -107,14 +105,14 @@ def test_every_kernel_stands_in_the_file(stem):
 def test_entries_have_what_a_panel_needs(stem):
     page = PAGES[stem]
     assert {"run", "M", "N", "dtype", "sizes"} <= page.keys()
-    assert set(page) - set(kernels.entries(page)) <= {
+    assert set(page) - set(limits.entries(page)) <= {
         *("run", "also", "M", "N", "dtype", "sizes"),
     }
-    limits = {"copies", "releases", *kernels.LIMITS}
-    for name, entry in kernels.entries(page).items():
-        assert entry.keys() <= {"look", "true", "triton", *limits}, name
+    known = {"copies", "releases", *limits.LIMITS}
+    for name, entry in limits.entries(page).items():
+        assert entry.keys() <= {"look", "true", "triton", *known}, name
         for changed in entry.get("triton", {}).values():
-            assert changed.keys() <= limits, name
+            assert changed.keys() <= known, name
         assert entry["look"].strip()
         assert str(page["N"][0]) in entry["true"], name
 
@@ -130,16 +128,16 @@ def everywhere():
         page = PAGES[stem]
         first, dtype = page["N"][0], page["dtype"]
         shapes = {(t, first, dtype) for t in TARGETS}
-        shapes |= {(t, N, dtype) for t, N in kernels.shown(page)}
+        shapes |= {(t, N, dtype) for t, N in limits.shown(page)}
         shapes |= {
-            (kernels.DEFAULT, N, dtype)
+            (limits.DEFAULT, N, dtype)
             for dtype, sizes in page["sizes"].items()
             for N in sizes
         }
         for target, N, dtype in sorted(shapes):
             keys.append((stem, target, N, dtype))
             also = first == N
-            calls.append(kernels.call(stem, page, N, target, dtype, also=also))
+            calls.append(limits.call(stem, page, N, target, dtype, also=also))
     return dict(zip(keys, compiled(calls), strict=True))
 
 
@@ -148,7 +146,7 @@ def test_run_launches_what_has_a_panel(everywhere, stem):
     page = PAGES[stem]
     N = next(N for N in page["sizes"][page["dtype"]] if page["N"][0] != N)
     builds = everywhere[stem, "sm_90", N, page["dtype"]]
-    assert set(builds) == set(kernels.entries(page))
+    assert set(builds) == set(limits.entries(page))
 
 
 @EVERY
@@ -176,13 +174,13 @@ def test_limits_at_every_size(everywhere, stem):
 @EVERY
 def test_sentences_are_true(everywhere, stem):
     page = PAGES[stem]
-    for name, entry in kernels.entries(page).items():
+    for name, entry in limits.entries(page).items():
         for N, sentences in entry["true"].items():
-            for target, shape in kernels.shown(page):
+            for target, shape in limits.shown(page):
                 if shape != int(N):
                     continue
                 builds = everywhere[stem, target, shape, page["dtype"]]
-                facts = kernels.Facts(builds[name])
+                facts = limits.Facts(builds[name])
                 for sentence in sentences:
                     said = facts.say(sentence, shape)
                     assert said, (name, target, N, sentence)
@@ -233,7 +231,7 @@ FAULTS = {
 def faulty():
     """Each tutorial with one fault, at the first shape on sm_90."""
     calls = [
-        kernels.call(
+        limits.call(
             stem, PAGES[stem], PAGES[stem]["N"][0], "sm_90",
             replace=[(old, new)],
         )

@@ -4,13 +4,14 @@ import json
 import re
 from types import SimpleNamespace
 
-import identity
 import jinja2
-import moving
 import pytest
 from bs4 import BeautifulSoup
 from docutils import nodes
 from project import ROOT, Project
+
+import style
+from page import moving
 
 SITE = ROOT / "docs/_build/html"
 STATIC = ROOT / "docs/_static"
@@ -104,9 +105,9 @@ def test_words_and_states_fit_together():
 def test_the_colors_are_those_of_the_figures():
     css = (STATIC / "two-stages.css").read_text(encoding="utf-8")
     found = re.findall(r"--b(\d): (#\w+);", css)
-    series = identity.SERIES[:4]
+    series = style.SERIES[:4]
     expected = [
-        (str(i), identity.PALETTE[name][form])
+        (str(i), style.PALETTE[name][form])
         for form in (0, 1)
         for i, name in enumerate(series)
     ]

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import recording
 from project import ENVIRONMENT, ROOT, rows
+
+from measurements import recording
 
 GPU, STEM = "nvidia-h200", "01-double"
 
@@ -201,10 +202,11 @@ def test_every_tutorial_is_recorded_on_the_default_gpu():
 )
 def test_record_refuses_in_one_line(arguments, message):
     done = subprocess.run(
-        [sys.executable, ROOT / "docs/_ext/record.py", *arguments],
+        [sys.executable, "-m", "measurements.record", *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "docs/_ext")},
     )
     assert done.returncode != 0
     assert message in done.stderr
@@ -249,7 +251,7 @@ def on_a_gpu(monkeypatch):
 
 
 def test_a_tutorial_is_recorded(store, on_a_gpu):
-    from record import record
+    from measurements.record import record
 
     store.write_text(MEASURED.replace("AT_16", "pass"))
     path = record(store, checks_passed=3)
@@ -280,7 +282,7 @@ def test_a_tutorial_is_recorded(store, on_a_gpu):
 def test_an_interrupted_run_leaves_the_old_file_whole(
     store, on_a_gpu, accident
 ):
-    from record import RefusedError, record
+    from measurements.record import RefusedError, record
 
     path = recording.save(data(store), GPU, STEM)
     before = path.read_text()
@@ -295,7 +297,7 @@ def test_an_interrupted_run_leaves_the_old_file_whole(
 
 
 def test_a_failed_check_refuses_to_record(tmp_path, monkeypatch):
-    import record
+    from measurements import record
 
     monkeypatch.setattr(recording, "ROOT", tmp_path)
     folder = tmp_path / "tests" / "gpu"
@@ -316,8 +318,9 @@ def test_a_failed_check_refuses_to_record(tmp_path, monkeypatch):
 
 def test_a_live_benchmark_is_measured_and_kept(on_a_gpu):
     import matplotlib.pyplot as plt
-    import replay
     import triton.testing
+
+    from measurements import replay
 
     @triton.testing.perf_report(
         triton.testing.Benchmark(

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import recording
-import replay
 import triton.testing
 from project import ENVIRONMENT, rows
+
+from measurements import recording, replay
 
 
 def benchmark(**changes):
@@ -62,7 +62,7 @@ def closed():
 
 
 def test_record_then_replay_gives_the_same_numbers():
-    from record import Recorder
+    from measurements.record import Recorder
 
     def measure(M, N, provider):
         """By hand."""
@@ -151,7 +151,7 @@ def test_every_gpu_gets_a_figure_and_the_default_the_table():
 
 
 def test_recording_an_unknown_unit_stops():
-    from record import Recorder
+    from measurements.record import Recorder
 
     def measure(M, N, provider):
         """By hand."""
@@ -165,7 +165,7 @@ def test_recording_an_unknown_unit_stops():
 
 
 def test_a_measuring_function_must_say_its_method():
-    from record import Recorder
+    from measurements.record import Recorder
 
     with (
         replay.replaced(Recorder("01-double")),

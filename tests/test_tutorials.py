@@ -146,7 +146,7 @@ def test_the_summary_is_one_sentence(stem):
 
 @EVERY
 def test_it_imports_nothing_of_this_repository(stem):
-    ours = {p.stem for p in (ROOT / "docs/_ext").glob("*.py")}
+    ours = {p.stem for p in (ROOT / "docs/_ext").iterdir()}
     for node in ast.walk(ast.parse(TEXTS[stem])):
         if isinstance(node, ast.Import):
             assert not ours & {a.name.split(".")[0] for a in node.names}

@@ -5,13 +5,14 @@ import re
 import subprocess
 
 import pytest
-import sass
-from machine_code import annotated, barrier_before, language, marks
-from occupancy import occupancy
 from project import Project
-from sheets import Sheet
 from triton import knobs
-from xray import Panel
+
+from compiled import sass
+from compiled.machine_code import annotated, barrier_before, language, marks
+from compiled.occupancy import occupancy
+from compiled.sheets import Sheet
+from page.xray import Panel
 
 SCRIPT = "01-double.py"
 

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
-import figures
-import identity
-import recording
-import replay
 from sphinx.errors import ExtensionError
+
+import style
+from measurements import recording, replay
+from page import figures
 
 MODES = ("auto", "recorded", "live", "preview")
 
@@ -56,7 +56,7 @@ def reset(gallery_conf, fname, when):
     import matplotlib.pyplot as plt
 
     plt.rcdefaults()
-    plt.rcParams.update(identity.rc_params())
+    plt.rcParams.update(style.rc_params())
     _session = session(Path(fname).stem)
     _open.enter_context(replay.replaced(replay.Runner(_session)))
     _open.enter_context(replay.watching(_session))
@@ -129,7 +129,7 @@ def forget_outdated(app):
         gpu_present(),
     ):
         common.update(repr(part).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         common.update(path.read_bytes())
     folder = Path(app.srcdir) / "tutorials"
     folder.mkdir(exist_ok=True)

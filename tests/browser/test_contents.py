@@ -5,9 +5,10 @@ import re
 import xml.etree.ElementTree as ET
 
 import jinja2
-import kernels
 import pytest
 from browser import built
+
+from compiled import limits
 
 each_page = pytest.mark.parametrize("name", built.PAGES)
 each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
@@ -86,14 +87,14 @@ def test_solutions_are_folded(name):
 
 @each_tutorial
 def test_kernels_have_their_xray(name):
-    entries = kernels.entries(kernels.pages()[built.stem(name)])
+    entries = limits.entries(limits.pages()[built.stem(name)])
     panels = built.soup(name).select("details.bp-xray")
     titles = [p.summary.get_text().strip() for p in panels]
     assert sorted(titles) == sorted(f"X-ray of {kernel}" for kernel in entries)
     for panel in panels:
         assert "open" not in panel.attrs
         tabs = [t.get_text().strip() for t in panel.select("label")]
-        assert tuple(tabs) == kernels.SHOWN
+        assert tuple(tabs) == limits.SHOWN
         for tab in panel.select(".sd-tab-content"):
             assert len(tab.select("tbody tr")) == 12
             assert len(tab.select("pre.bp-way")) >= 2

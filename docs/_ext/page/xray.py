@@ -14,21 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-import kernels
-import recording
-import sheets
 from sphinx.errors import ExtensionError
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx_design.tabs import sd_tab_label
 
-import aot
+import tutorial
+from compiled import aot, limits, sheets
+from measurements import recording
 
 # The disassembler starts once for each page and target: only for these.
-SASS = (kernels.DEFAULT,)
+SASS = (limits.DEFAULT,)
 # The modules that make the sheets.
 MADE_BY = (
-    *("aot", "kernels", "machine_code", "occupancy", "sass", "sheets"),
-    *("tutorial", "xray"),
+    *sorted(Path(aot.__file__).parent.glob("*.py")),
+    *(Path(tutorial.__file__), Path(__file__)),
 )
 
 _pool = ThreadPoolExecutor(1)
@@ -38,7 +37,7 @@ _work = None  # what will be the sheets of all tutorials
 def start(app):
     """Begin to compile while the tutorials run; what is known is read."""
     global _work
-    pages = kernels.pages()
+    pages = limits.pages()
     scripts = [s for s in recording.tutorials() if s.stem in pages]
     folder = Path(app.doctreedir).parent / "xray"
     _work = _pool.submit(made, scripts, pages, folder)
@@ -54,10 +53,10 @@ def made(scripts, pages, folder):
         (stem, target, N, pages[stem]["N"][0] == N)
         for stem, file in files.items()
         if not file.exists()
-        for target, N in kernels.shown(pages[stem])
+        for target, N in limits.shown(pages[stem])
     ]
     calls = [
-        kernels.call(
+        limits.call(
             *(stem, pages[stem], N, target),
             sass=first and target in SASS,
             last=True,
@@ -70,7 +69,7 @@ def made(scripts, pages, folder):
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
     launched = aot.launches(calls, workers) if calls else []
     for (stem, *shape, _), results in zip(missing, launched, strict=True):
-        for name, sheet in kernels.by_name(results).items():
+        for name, sheet in limits.by_name(results).items():
             found.setdefault(stem, {})[name, *shape] = sheet
     for stem, file in files.items():
         if stem not in found:
@@ -87,19 +86,17 @@ def _key(script, pages):
     """A hash of everything that the sheets of a tutorial depend on."""
     parts = [script.read_bytes(), repr(pages[script.stem]).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
-    parts += [
-        Path(__file__).with_name(f"{m}.py").read_bytes() for m in MADE_BY
-    ]
+    parts += [path.read_bytes() for path in MADE_BY]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def add_panels(app, docname, source):
     """Put the panels of a tutorial into its text."""
     stem = docname.removeprefix("tutorials/")
-    pages = kernels.pages()
+    pages = limits.pages()
     if stem not in pages or stem == docname:
         return
-    app.env.note_dependency(str(kernels.FILE))
+    app.env.note_dependency(str(limits.FILE))
     page = pages[stem]
     try:
         found = _work.result()[stem]
@@ -109,7 +106,7 @@ def add_panels(app, docname, source):
             f"docs/kernels.toml says: {error}"
         ) from None
     lines = source[0].splitlines()
-    for name, entry in kernels.entries(page).items():
+    for name, entry in limits.entries(page).items():
         panel = Panel(app.srcdir, stem, page, name, entry, found)
         at = _after_cell(lines, name)
         if at is None:
@@ -145,9 +142,9 @@ class Panel:
     def text(self):
         tabs = "".join(
             f".. tab-item:: {target}\n   :sync: {target}\n"
-            + ("   :selected:\n" if target == kernels.DEFAULT else "")
+            + ("   :selected:\n" if target == limits.DEFAULT else "")
             + _indent(self.tab(target))
-            for target in kernels.SHOWN
+            for target in limits.SHOWN
         )
         body = (
             f"{self.entry['look'].strip()}\n\n"
@@ -163,7 +160,7 @@ class Panel:
 
     def tab(self, target):
         found = {}  # kernels for wide rows have the same columns at each N
-        for shape, N in kernels.shown(self.page):
+        for shape, N in limits.shown(self.page):
             if shape == target:
                 sheet = self.found[self.name, shape, N]
                 found.setdefault(sheet.columns or N, sheet)

@@ -12,8 +12,8 @@ import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import identity
-import recording
+import style
+from measurements import recording
 
 
 @dataclass
@@ -165,11 +165,11 @@ def with_recorded_peers(bench, rows):
     names = {
         k: v
         for k, v in names.items()
-        if k in recorded or k not in identity.OPTIONAL
+        if k in recorded or k not in style.OPTIONAL
     }
-    for peer in identity.OPTIONAL:
+    for peer in style.OPTIONAL:
         if peer in recorded and peer not in names:
-            names[peer] = identity.LINES[peer][0]
+            names[peer] = style.LINES[peer][0]
     if "copy" in names:  # the ceiling stays last
         names["copy"] = names.pop("copy")
     bench = copy.copy(bench)
@@ -232,7 +232,7 @@ class Runner:
     @staticmethod
     def draw(original, mark, bench, **kwargs):
         bench = copy.copy(bench)
-        bench.styles = identity.dressed(bench)
+        bench.styles = style.dressed(bench)
         return original(mark, bench, "", True, False, **kwargs)
 
     def keep(self, mark, bench, gpu, environment, rows, live=False, stored=()):
@@ -241,7 +241,7 @@ class Runner:
         stored = dict(stored)
         figure = plt.gcf()
         figure.set_label(bench.plot_name)
-        identity.finish(figure, bench)
+        style.finish(figure, bench)
         self.session.results.setdefault(bench.plot_name, []).append(
             Measured(
                 name=bench.plot_name,

@@ -7,12 +7,13 @@ its own, and the headline is computed from the recording at build time.
 
 import math
 
-import recording
 from docutils import nodes
-from figures import card_pictures
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.gen_rst import extract_intro_and_title
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+from measurements import recording
+from page.figures import card_pictures
 
 
 class FirstTutorial(SphinxDirective):

@@ -31,9 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-import machine_code
-import occupancy
-import sass
+from compiled import machine_code, occupancy, sass
 
 TRITON = ".".join(version("triton").split(".")[:2])
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
@@ -146,11 +144,12 @@ def _in_children(tasks, workers=None):
 
 def _child(tasks):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(Path(__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tasks"
         path.write_bytes(pickle.dumps(tasks))
         done = subprocess.run(
-            [sys.executable, __file__, path],
+            [sys.executable, "-m", "compiled.aot", path],
             capture_output=True,
             text=True,
             env=env,
@@ -337,6 +336,6 @@ def _tool(cubin, *command):
 
 
 if __name__ == "__main__":
-    import aot  # as the tasks know it
+    from compiled import aot  # as the tasks know it
 
     aot._work()

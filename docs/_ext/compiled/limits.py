@@ -6,11 +6,9 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass
 
-import machine_code
-import recording
-from occupancy import occupancy
-
-import aot
+from compiled import aot, machine_code
+from compiled.occupancy import occupancy
+from measurements import recording
 
 FILE = recording.ROOT / "docs" / "kernels.toml"
 SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel

@@ -1,6 +1,6 @@
 """Measure tutorials on a GPU and write their recordings: ``make record``.
 
-    python docs/_ext/record.py [01 03-layer-norm-any-width ...]
+    python -m measurements.record [01 03-layer-norm-any-width ...]
 
 Needs torch, triton, matplotlib, pandas and pytest, not Sphinx. First the GPU
 checks of the tutorials run; if one fails, nothing is recorded. Then each
@@ -17,8 +17,7 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import recording
-import replay
+from measurements import recording, replay
 
 
 class RefusedError(Exception):

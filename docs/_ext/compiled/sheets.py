@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 
-import kernels
-import machine_code
-import recording
+from compiled import limits, machine_code
+from measurements import recording
 
 CODES = {
     "ttir": "Triton IR",
@@ -36,12 +35,12 @@ class Sheet:
 
 def brief(built):
     """The sheet of a kernel, with its numbers and no code."""
-    return _numbered(built, kernels.Facts(built))
+    return _numbered(built, limits.Facts(built))
 
 
 def full(built):
     """The sheet of a kernel, with its code."""
-    facts = kernels.Facts(built)
+    facts = limits.Facts(built)
     found = {k: _marks(built, k, facts) for k in CODES if k in built.asm}
     if "amdgcn" in found:  # its release has no line of its own
         lines = {m.line for m in found["ttgir"] if m.kind == "release"}
@@ -59,7 +58,7 @@ def full(built):
 
 
 def _numbered(built, facts):
-    numbers = dict(kernels.numbers(built, facts))
+    numbers = dict(limits.numbers(built, facts))
     return Sheet(built.kernel, built.target, built.columns, numbers)
 
 

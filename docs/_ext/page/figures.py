@@ -11,11 +11,12 @@ import json
 import math
 from pathlib import Path
 
-import identity
-import recording
-from replay import Measured, Missing
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
+
+import style
+from measurements import recording
+from measurements.replay import Measured, Missing
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _images(figure, alt, block_vars, gallery_conf):
     path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
     parts = []
     for text, ending, theme in zip(
-        identity.svg(figure), ("", "_dark"), ("light", "dark"), strict=True
+        style.svg(figure), ("", "_dark"), ("light", "dark"), strict=True
     ):
         image = path.with_name(f"{path.stem}{ending}.svg")
         image.write_text(text, encoding="utf-8")
@@ -100,7 +101,7 @@ def _keep_for_card(session, measured, gallery_conf):
         return
     session.has_card = True
     for text, path in zip(
-        identity.svg(measured.figure),
+        style.svg(measured.figure),
         card_pictures(gallery_conf["src_dir"], session.stem),
         strict=True,
     ):

@@ -19,7 +19,7 @@ import time
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TUTORIALS = ROOT / "tutorials"
 STORE = ROOT / "docs" / "measurements"
 
