@@ -21,6 +21,7 @@ LIMITS = {
     "narrow_stores": 0,
     "narrow_copies": 0,
 }
+DTYPES = {"float16", "bfloat16", "float32", "float64"}
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
@@ -48,6 +49,27 @@ def call(stem, page, N, target, dtype=None, also=False, **more):
     values = {"M": page["M"], "N": N, "dtype": dtype or page["dtype"]}
     code = page["run"] + ("\n" + page.get("also", "") if also else "")
     return aot.Call(stem, code, values, target, **more)
+
+
+def calls_of(stem, page, case):
+    """The calls of a further case: pairs of (N, type) and call."""
+    for dtype in sorted(DTYPES & case.keys()):
+        for N in case[dtype]:
+            values = {"M": page["M"], "N": N, "dtype": dtype}
+            yield (N, dtype), aot.Call(stem, case["run"], values, DEFAULT)
+
+
+def in_case(page, case, kernel):
+    """The entry of a kernel, with the limits that are others in a case."""
+    return merged(page[kernel], case.get(kernel, {}))
+
+
+def merged(*entries):
+    """One entry; later ones come first, and the version of triton in each."""
+    found = {}
+    for entry in entries:
+        found |= entry | entry.get("triton", {}).get(aot.TRITON, {})
+    return {k: v for k, v in found.items() if k != "triton"}
 
 
 def by_name(launched):
@@ -143,7 +165,7 @@ def broken(entry, built, N, dtype):
     if built.target == DEFAULT:
         now |= {what: len(marks) for what, marks in narrow.items()}
     found = []
-    entry = entry | entry.get("triton", {}).get(aot.TRITON, {})
+    entry = merged(entry)
     for what, value in now.items():
         limit = entry.get(what, LIMITS[what])
         if isinstance(limit, dict):
