@@ -57,18 +57,24 @@ def reset(gallery_conf, fname, when):
 
     plt.rcdefaults()
     plt.rcParams.update(style.rc_params())
-    _session = session(Path(fname).stem)
+    _session = session(tutorial_of(fname))
     _open.enter_context(replay.replaced(replay.Runner(_session)))
     _open.enter_context(replay.watching(_session))
 
 
-def session(stem):
+def tutorial_of(file):
+    """The name of the tutorial in a file: Sphinx-Gallery gives no folder."""
+    (script,) = (s for s in recording.tutorials() if s.name == Path(file).name)
+    return recording.name_of(script)
+
+
+def session(name):
     """The numbers that a tutorial's benchmarks will be given."""
-    made = replay.Session(stem, live())
+    made = replay.Session(name, live())
     if made.live:
         return made
     try:
-        made.recordings = recordings(stem)
+        made.recordings = recordings(name)
     except recording.RecordingError as error:
         if _config.measured_figures != "preview":
             raise ExtensionError(str(error)) from None
@@ -77,11 +83,11 @@ def session(stem):
     return made
 
 
-def recordings(stem):
+def recordings(name):
     """All recordings of a tutorial, that of the default GPU first."""
     default = _config.measured_gpu
-    others = [gpu for gpu in recording.gpus(stem) if gpu != default]
-    return {gpu: recording.load(gpu, stem) for gpu in (default, *others)}
+    others = [gpu for gpu in recording.gpus(name) if gpu != default]
+    return {gpu: recording.load(gpu, name) for gpu in (default, *others)}
 
 
 def scraper(block, block_vars, gallery_conf):
@@ -106,7 +112,7 @@ def check_recordings(app, config):
     problems = []
     for path in recording.tutorials():
         try:
-            recordings(path.stem)
+            recordings(recording.name_of(path))
         except recording.RecordingError as error:
             problems.append(str(error))
     if problems:
@@ -135,9 +141,9 @@ def forget_outdated(app):
     folder.mkdir(exist_ok=True)
     for script in recording.tutorials():
         inputs = common.copy()
-        for gpu in recording.gpus(script.stem):
-            file = recording.STORE / gpu / f"{script.stem}.json"
-            inputs.update(file.read_bytes())
+        name = recording.name_of(script)
+        for gpu in recording.gpus(name):
+            inputs.update(recording.path_of(gpu, name).read_bytes())
         stamp = folder / f"{script.stem}.inputs"
         if not stamp.exists() or stamp.read_text() != inputs.hexdigest():
             (folder / f"{script.name}.md5").unlink(missing_ok=True)

@@ -97,7 +97,8 @@ def record(script, checks_passed):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    recorder = Recorder(script.stem)
+    name = recording.name_of(script)
+    recorder = Recorder(name, checks_passed)
     home = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # what a tutorial may leave behind stays here
@@ -116,51 +117,45 @@ def record(script, checks_passed):
         raise RefusedError(
             f"tutorials/{script.name} has no benchmark to record"
         )
-    methods = dict.fromkeys(b["method"] for b in recorder.benchmarks.values())
-    environment = recording.environment(" ".join(methods), checks_passed)
-    data = {
-        "environment": environment,
-        "code": recording.code_hash(script),
-        "benchmarks": recorder.benchmarks,
-    }
-    return recording.save(
-        data, recording.slug(environment["gpu"]), script.stem
-    )
+    data = {"benchmarks": recorder.benchmarks}
+    return recording.save(data, recorder.gpu, name)
 
 
 class Recorder:
     """Stands for Mark._run while a tutorial is recorded."""
 
-    def __init__(self, stem):
-        self.stem = stem
+    def __init__(self, name, checks_passed):
+        self.name = name
+        # Before anything is measured: of the text that is about to run.
+        self.codes = recording.codes(name)
+        self.environment = recording.environment(checks_passed)
+        self.gpu = recording.slug(self.environment["gpu"])
         self.benchmarks = {}
 
     def __call__(
         self, original, mark, bench, save_path, show, print_data, **kwargs
     ):
-        if bench.plot_name in self.benchmarks:
+        name = bench.plot_name
+        where = f"tutorials/{self.name}.py: benchmark {name}"
+        if name in self.benchmarks or name not in self.codes:
+            known = ", ".join(self.codes.keys() - self.benchmarks.keys())
             raise recording.RecordingError(
-                f"tutorials/{self.stem}.py: two benchmarks are called "
-                f"{bench.plot_name}"
+                f"{where}: found it run, expected one of those left: {known}"
             )
         rows = []
-        stored = {
-            "unit": bench.ylabel,
-            "args": {k: recording.plain(v) for k, v in bench.args.items()},
-            "method": replay.method(mark),
-            "rows": rows,
-        }
         total = len(bench.x_vals) * len(bench.line_vals)
-        progress = Progress(f"{self.stem}: {bench.plot_name}", total)
+        progress = Progress(f"{self.name}: {name}", total)
         measure = progress.over(replay.keeping(mark.fn, bench, rows), bench)
         with replay.measuring_with(mark, measure):
             table = original(mark, bench, "", False, print_data, **kwargs)
-        if problem := recording.benchmark_problem(stored):
-            raise recording.RecordingError(
-                f"tutorials/{self.stem}.py: benchmark {bench.plot_name}: "
-                f"{problem}"
-            )
-        self.benchmarks[bench.plot_name] = stored
+        stored = recording.sealed(
+            {"code": self.codes[name], "environment": self.environment}
+            | replay.described(mark, bench)
+            | {"rows": rows}
+        )
+        if problem := recording.benchmark_problem(stored, self.gpu):
+            raise recording.RecordingError(f"{where}: {problem}")
+        self.benchmarks[name] = stored
         return table
 
 
