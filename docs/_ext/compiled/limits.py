@@ -60,8 +60,10 @@ def calls_of(stem, page, case):
 
 
 def in_case(page, case, kernel):
-    """The entry of a kernel, with the limits that are others in a case."""
-    return merged(page[kernel], case.get(kernel, {}))
+    """The entry of a kernel, with the limits that are others in a case: of
+    all its kernels, or of this one."""
+    of_all = {what: case[what] for what in LIMITS.keys() & case.keys()}
+    return merged(page[kernel], of_all, case.get(kernel, {}))
 
 
 def merged(*entries):
@@ -203,6 +205,7 @@ def numbers(built, facts=None):
     warps, most, limits = occupancy(
         built.target, built.registers, built.shared, facts.warps, per_device
     )
+    yield "Compiled by", built.compiler
     yield "Programs", f"{facts.programs:,} × {facts.warps} warps"
     yield "Registers of a thread", facts.registers
     yield "Spilled bytes of a thread", facts.spills
