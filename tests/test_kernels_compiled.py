@@ -150,8 +150,7 @@ def everywhere(compiled):
         }
         for target, N, dtype in sorted(shapes):
             keys.append((stem, target, N, dtype))
-            also = first == N
-            calls.append(limits.call(stem, page, N, target, dtype, also=also))
+            calls.append(limits.call(stem, page, N, target, dtype))
     return dict(zip(keys, compiled(calls), strict=True))
 
 
@@ -161,6 +160,17 @@ def test_run_launches_what_has_a_panel(everywhere, stem):
     N = next(N for N in page["sizes"][page["dtype"]] if page["N"][0] != N)
     builds = everywhere[stem, "sm_90", N, page["dtype"]]
     assert set(builds) == set(limits.entries(page))
+
+
+@pytest.mark.parametrize("stem", [s for s in PUBLISHED if "also" in PAGES[s]])
+def test_what_else_is_launched_compiles(launches, stem):
+    page = PAGES[stem]
+    calls = [
+        limits.call(stem, page, page["N"][0], target, run="also")
+        for target in TARGETS
+    ]
+    for launched in launches(calls):
+        assert launched
 
 
 @EVERY

@@ -44,19 +44,17 @@ def shown(page):
             yield from ((target, N) for N in more)
 
 
-def call(stem, page, N, target, dtype=None, also=False, **more):
+def call(stem, page, N, target, dtype=None, run="run", **more):
     """The call of a tutorial's wrappers at one shape."""
     values = {"M": page["M"], "N": N, "dtype": dtype or page["dtype"]}
-    code = page["run"] + ("\n" + page.get("also", "") if also else "")
-    return aot.Call(stem, code, values, target, **more)
+    return aot.Call(stem, page[run], values, target, **more)
 
 
 def calls_of(stem, page, case):
     """The calls of a further case: pairs of (N, type) and call."""
     for dtype in sorted(DTYPES & case.keys()):
         for N in case[dtype]:
-            values = {"M": page["M"], "N": N, "dtype": dtype}
-            yield (N, dtype), aot.Call(stem, case["run"], values, DEFAULT)
+            yield (N, dtype), call(stem, page | case, N, DEFAULT, dtype)
 
 
 def in_case(page, case, kernel):

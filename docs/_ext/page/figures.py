@@ -8,8 +8,8 @@ drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 import csv
 import io
 import json
-import re
 import math
+import re
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
