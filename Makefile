@@ -67,7 +67,7 @@ lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff check --fix .
 
 clean:  ## remove everything that was generated
-	rm -rf docs/_build docs/tutorials .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/tutorials .cache .pytest_cache .ruff_cache .hypothesis
 
 # Tools ---------------------------------------------------------------------
 
@@ -86,10 +86,10 @@ run-tools: check-python
 # Installing requirements.txt here would replace the torch of a GPU image.
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
-	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph' \
+	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, elftools' \
 	2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -i sphinx requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp

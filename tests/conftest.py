@@ -18,6 +18,17 @@ if not torch.cuda.is_available():
 os.environ["MPLBACKEND"] = "Agg"
 
 
+@pytest.fixture(scope="session")
+def launches():
+    """What compiles calls, in processes that stay: each takes seconds to
+    start."""
+    from compiled.aot import Compilers  # GPU machines may lack pyelftools
+
+    runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    with Compilers(max(1, len(os.sched_getaffinity(0)) // runs)) as compilers:
+        yield compilers.launches
+
+
 @pytest.fixture(scope="module")
 def output(request, tmp_path_factory):
     """What the module's tutorial prints when it runs alone, in an empty

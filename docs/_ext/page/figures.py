@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
@@ -232,6 +233,12 @@ def passport(tutorial, measured, gallery_conf):
         + "".join(f"      {line}\n" for line in grid.splitlines())
         + "\n"
     )
+
+
+def timed_with(text):
+    """The versions of triton that the passports of a page's text name."""
+    found = re.findall(r"^ +:Versions: .*\btriton ([^\s,]+)", text, re.M)
+    return sorted(set(found))
 
 
 def _quoted(cell):
