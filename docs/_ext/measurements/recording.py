@@ -21,9 +21,8 @@ import time
 from pathlib import Path
 
 from measurements import benchmarks
+from tutorial import ROOT, TUTORIALS
 
-ROOT = Path(__file__).resolve().parents[3]
-TUTORIALS = ROOT / "tutorials"
 STORE = ROOT / "docs" / "measurements"
 
 # The units a benchmark may have (what its ylabel says), and their numbers.
