@@ -7,7 +7,6 @@ drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 
 import csv
 import io
-import json
 import math
 from pathlib import Path
 
