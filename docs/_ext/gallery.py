@@ -1,15 +1,16 @@
 """What Sphinx-Gallery calls while it builds the tutorials.
 
-``reset`` runs before and after each tutorial: it puts recorded numbers (or,
-on a GPU, live ones) under the benchmarks and takes everything back at the
-end. ``scraper`` turns figures into reST. ``setup`` is the Sphinx extension:
-it checks all recordings before anything runs, and makes Sphinx-Gallery run a
+``reset`` runs before and after each tutorial: it puts recorded numbers under
+the benchmarks and takes everything back at the end. ``scraper`` turns figures
+into reST. ``setup`` is the Sphinx extension: before anything runs it measures
+(on a GPU) and checks all recordings, and it makes Sphinx-Gallery run a
 tutorial again when something that its page depends on has changed.
 """
 
 import hashlib
 import os
 import sys
+import time
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,8 @@ from pathlib import Path
 from sphinx.errors import ExtensionError
 
 import style
-from measurements import recording, replay
+from measurements import gpus, live, recording, replay
+from measurements.progress import clock, say
 from page import figures
 
 MODES = ("auto", "recorded", "live", "preview")
@@ -25,32 +27,23 @@ MODES = ("auto", "recorded", "live", "preview")
 _open = ExitStack()
 _session = None
 _config = None
+_started = 0.0
 
 
-def gpu_present():
-    """Whether the machine has a GPU, without importing torch."""
-    dev = Path("/dev")
-    return any(dev.glob("nvidia[0-9]*")) or any(
-        (dev / name).exists() for name in ("kfd", "dxg")
-    )
-
-
-def live():
+def measures():
     """Whether this build measures, rather than showing recordings."""
-    if _config.measured_figures != "auto":
-        return _config.measured_figures == "live"
-    if not gpu_present():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+    mode = _config.measured_figures
+    return mode == "live" or (mode == "auto" and gpus.there())
 
 
 def reset(gallery_conf, fname, when):
     """Before a tutorial: put the numbers in place. After it: restore."""
-    global _session
+    global _session, _started
     _open.close()
     _session = None
+    if when == "after" and measures():
+        took = clock(time.monotonic() - _started)
+        say(f"{Path(fname).stem}: its cells ran in {took}")
     if when == "after" or fname is None:
         return
     import matplotlib.pyplot as plt
@@ -60,6 +53,7 @@ def reset(gallery_conf, fname, when):
     _session = session(tutorial_of(fname))
     _open.enter_context(replay.replaced(replay.Runner(_session)))
     _open.enter_context(replay.watching(_session))
+    _started = time.monotonic()
 
 
 def tutorial_of(file):
@@ -70,9 +64,7 @@ def tutorial_of(file):
 
 def session(name):
     """The numbers that a tutorial's benchmarks will be given."""
-    made = replay.Session(name, live())
-    if made.live:
-        return made
+    made = replay.Session(name, measures())
     try:
         made.recordings = recordings(name)
     except recording.RecordingError as error:
@@ -84,7 +76,13 @@ def session(name):
 
 
 def recordings(name):
-    """All recordings of a tutorial, that of the default GPU first."""
+    """What was measured for a tutorial: {GPU: recording}.
+
+    By this build, or else by all GPUs, the default one first.
+    """
+    if measures():
+        gpu = gpus.folder()
+        return {gpu: recording.load(gpu, name, live.STORE)}
     default = _config.measured_gpu
     others = [gpu for gpu in recording.gpus(name) if gpu != default]
     return {gpu: recording.load(gpu, name) for gpu in (default, *others)}
@@ -96,27 +94,35 @@ def scraper(block, block_vars, gallery_conf):
 
 
 def check_recordings(app, config):
-    """Stop before anything runs if a recording is missing or stale."""
+    """Measure, or stop before anything runs if a recording does not fit."""
     global _config
     _config = config
-    if not gpu_present():
+    mode = config.measured_figures
+    # A reader's mistake needs a sentence, not the report that Sphinx makes of
+    # an error: hence sys.exit.
+    if mode not in MODES:
+        sys.exit(f"FIGURES={mode}: it must be one of {', '.join(MODES)}")
+    if mode == "preview":
+        # Never measures: its tutorials run as on a machine without a GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not gpus.there():
         # Before triton is imported: its language is interpreted or it is not.
         os.environ["TRITON_INTERPRET"] = "1"
-    mode = config.measured_figures
-    if mode not in MODES:
-        raise ExtensionError(
-            f"FIGURES={mode}: it must be one of {', '.join(MODES)}"
-        )
-    if mode == "preview" or live():
+        if mode == "live":
+            sys.exit(
+                "FIGURES=live measures every figure, and torch finds no GPU "
+                "here; without FIGURES the recorded figures are shown"
+            )
+    if mode == "preview":
         return
-    problems = []
-    for path in recording.tutorials():
+    problems = live.measure_what_is_stale() if measures() else []
+    for path in recording.tutorials() if not problems else ():
         try:
             recordings(recording.name_of(path))
         except recording.RecordingError as error:
             problems.append(str(error))
     if problems:
-        raise ExtensionError("\n".join(problems))
+        sys.exit("\n".join(problems))
 
 
 def forget_outdated(app):
@@ -132,7 +138,7 @@ def forget_outdated(app):
         [version(name) for name in packages],
         app.config.measured_figures,
         app.config.measured_gpu,
-        gpu_present(),
+        gpus.there(),
     ):
         common.update(repr(part).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -142,8 +148,14 @@ def forget_outdated(app):
     for script in recording.tutorials():
         inputs = common.copy()
         name = recording.name_of(script)
-        for gpu in recording.gpus(name):
-            inputs.update(recording.path_of(gpu, name).read_bytes())
+        if measures():
+            files = [recording.path_of(gpus.folder(), name, live.STORE)]
+        else:
+            files = [
+                recording.path_of(gpu, name) for gpu in recording.gpus(name)
+            ]
+        for file in files:
+            inputs.update(file.read_bytes())
         stamp = folder / f"{script.stem}.inputs"
         if not stamp.exists() or stamp.read_text() != inputs.hexdigest():
             (folder / f"{script.name}.md5").unlink(missing_ok=True)

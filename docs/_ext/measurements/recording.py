@@ -75,8 +75,8 @@ def script_of(name):
     return TUTORIALS / f"{name}.py"
 
 
-def path_of(gpu, name):
-    return STORE / gpu / f"{name}.json"
+def path_of(gpu, name, store=None):
+    return (store or STORE) / gpu / f"{name}.json"
 
 
 def number(name):
@@ -133,9 +133,9 @@ def codes(name):
         raise RecordingError(f"tutorials/{name}.py: {error}") from None
 
 
-def load(gpu, name):
+def load(gpu, name, store=None):
     """A recording that is whole and fits the tutorial's code."""
-    data = read(gpu, name)
+    data = read(gpu, name, store)
     if problems := stale(data, name):
         raise RecordingError(
             f"{_where(gpu, name)} is stale: {'; '.join(problems.values())}; "
@@ -161,11 +161,13 @@ def stale(data, name):
     return problems
 
 
-def read(gpu, name):
+def read(gpu, name, store=None):
     """A recording that is whole, whether or not it fits the code."""
     where = _where(gpu, name)
     try:
-        data = json.loads(path_of(gpu, name).read_text(encoding="utf-8"))
+        data = json.loads(
+            path_of(gpu, name, store).read_text(encoding="utf-8")
+        )
     except FileNotFoundError:
         raise RecordingError(f"{where} is missing; {mend(name)}") from None
     except (ValueError, OSError) as error:
@@ -301,9 +303,9 @@ def grid(benchmark):
     return list(xs), list(dict.fromkeys(row["provider"] for row in rows))
 
 
-def save(data, gpu, name):
+def save(data, gpu, name, store=None):
     """Write a recording; an interrupted write leaves the old file whole."""
-    path = path_of(gpu, name)
+    path = path_of(gpu, name, store)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".draft")
     try:

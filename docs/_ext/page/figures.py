@@ -7,7 +7,6 @@ drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 
 import csv
 import io
-import json
 import math
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util import logging
 
 import style
-from measurements import recording
+from measurements import live, recording
 from measurements.replay import Measured, Missing
 
 logger = logging.getLogger(__name__)
@@ -190,12 +189,9 @@ def passport(tutorial, measured, gallery_conf):
     # Page, benchmark and GPU in the name: no two downloads share it.
     file = f"{flat(tutorial)}.{measured.name}.{measured.gpu}.csv"
     (folder / file).write_text(_csv(measured), encoding="utf-8")
-    if measured.live:
-        raw = folder / f"{flat(tutorial)}.live.json"
-        _add_live(raw, measured)
-        raw = f"/tutorials/raw/{raw.name}"
-    else:
-        raw = f"/measurements/{measured.gpu}/{tutorial}.json"
+    store = live.STORE if measured.live else recording.STORE
+    raw = recording.path_of(measured.gpu, tutorial, store)
+    raw = raw.relative_to(gallery_conf["src_dir"]).as_posix()
     env = measured.environment
     origin = (
         "Measured on this machine, by this build."
@@ -224,7 +220,7 @@ def passport(tutorial, measured, gallery_conf):
         + (f"   :Measured: {circumstances(measured)}\n" * bool(measured.args))
         + f"   :Method: {measured.method}\n"
         f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"
-        f"      :download:`JSON <{raw}>`\n\n"
+        f"      :download:`JSON </{raw}>`\n\n"
         f"   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
         "      .. csv-table::\n"
@@ -253,20 +249,6 @@ def circumstances(measured):
     if mode and not words:
         args["mode"] = mode
     return ", ".join([*words, *(f"{k} = {v}" for k, v in args.items())])
-
-
-def _add_live(path, measured):
-    """Keep the numbers of a live build in the format of a recording."""
-    data = {"benchmarks": {}}
-    if path.exists():
-        data = json.loads(path.read_text(encoding="utf-8"))
-    data["benchmarks"][measured.name] = recording.sealed(
-        {
-            key: getattr(measured, key)
-            for key in recording.KEYS.keys() - {"digest"}
-        }
-    )
-    path.write_text(recording.dump(data), encoding="utf-8")
 
 
 def _csv(measured):
