@@ -18,7 +18,7 @@ from sphinx.errors import ExtensionError
 
 import style
 from measurements import recording, replay
-from page import figures
+from page import figures, solutions
 
 MODES = ("auto", "recorded", "live", "preview")
 
@@ -60,6 +60,7 @@ def reset(gallery_conf, fname, when):
     _session = session(Path(fname).stem)
     _open.enter_context(replay.replaced(replay.Runner(_session)))
     _open.enter_context(replay.watching(_session))
+    _open.enter_context(solutions.hidden_in_notebooks())
 
 
 def session(stem):
