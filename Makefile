@@ -67,7 +67,7 @@ lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff check --fix .
 
 clean:  ## remove everything that was generated
-	rm -rf docs/_build docs/tutorials .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/tutorials .cache .pytest_cache .ruff_cache .hypothesis
 
 # Tools ---------------------------------------------------------------------
 

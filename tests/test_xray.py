@@ -9,6 +9,7 @@ from project import Project
 from triton import knobs
 
 from compiled import sass
+from compiled.aot import anywhere
 from compiled.machine_code import annotated, barrier_before, language, marks
 from compiled.occupancy import occupancy
 from compiled.sheets import Sheet
@@ -344,6 +345,44 @@ def test_the_code_can_be_downloaded(built):
         assert any("load" in x and kernel in x for x in marked), name
         assert str(built.root) not in text
         assert "site-packages" not in text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nothing_made_in_one_checkout_names_another(
+    tmp_path, monkeypatch, shared
+):
+    """Each has kernels of its own, unless who builds says where they are."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    if shared:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "kernels"))
+    for name in "one", "two":
+        project = with_panel(tmp_path / name)
+        assert "build succeeded." in project.build().stdout
+        kept = project.root / ".cache" / "triton"
+        assert kept.exists() != shared
+        pages = (project.root / "html").rglob("*.*")
+        downloads = (project.root / "docs/tutorials/xray").iterdir()
+        texts = [p for p in (*pages, *downloads) if p.is_file()]
+        assert len(texts) > 30
+        for path in texts:
+            assert str(tmp_path).encode() not in path.read_bytes(), path
+    assert not (home / ".triton").exists()
+
+
+def test_folders_are_taken_out_of_code():
+    """In each form of Triton's; also a folder whose name has a space."""
+    for line, kept in (
+        ('.file 1 "/a b/x/tutorials/01.py"', '.file 1 "tutorials/01.py"'),
+        ('.file 1 "/a/x/tutorials" "01.py"', '.file 1 "tutorials" "01.py"'),
+        ('.file\t2 "/b/triton/language/standard.py"',
+         '.file\t2 "triton/language/standard.py"'),
+        ('#loc = loc("/tutorials/a b/tutorials/01.py":77:0)',
+         '#loc = loc("tutorials/01.py":77:0)'),
+        (".loc 1 7 4\n\t.section .debug_str\n/a/x", ".loc 1 7 4\n"),
+    ):  # fmt: skip
+        assert anywhere(line) == kept
 
 
 def test_nothing_changed_nothing_is_compiled(built):

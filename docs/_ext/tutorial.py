@@ -1,15 +1,26 @@
-"""Load the definitions of a tutorial without running its cells."""
+"""The tutorials, and their definitions without the cells that run.
+
+Everything else of the mechanism builds on this module, so it also says where
+compiled kernels are kept: in the checkout.
+"""
 
 import ast
-import itertools
+import hashlib
 import linecache
+import os
 import sys
 import types
 from pathlib import Path
 
-TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIALS = ROOT / "tutorials"
 
-_count = itertools.count()
+# Not under docs/_build: make test empties that, and CI keeps this.
+CACHE = ROOT / ".cache"
+# Who has set these himself shares kernels between checkouts, and may: no path
+# is left in what the pages show (see compiled.aot).
+os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 
 def source(name):
@@ -28,11 +39,13 @@ def load(name, replace=(), interpret=True, text=None):
     replace is a sequence of pairs (old, new) that edit the source text
     first: that is how a test makes a mutant. Each old must occur once.
 
-    interpret=False leaves out the switch, for compiling without a GPU.
+    interpret=False leaves out the switch, for compiling without a GPU. The
+    file is then named without its folder, mutant or not: Triton keeps what it
+    compiled by the text and the line of a kernel, and the name stands in it.
     text stands for the file's own, to load an earlier version of it.
     """
     path = TUTORIALS / f"{name}.py"
-    edited = bool(replace or text)
+    edited = bool(replace or text or not interpret)
     text = text or path.read_text(encoding="utf-8")
     filename = str(path)
     module_name = "tutorial_" + name.replace("-", "_")
@@ -44,9 +57,11 @@ def load(name, replace=(), interpret=True, text=None):
         text = text.replace(old, new)
     if edited:
         # inspect, and so Triton, reads the edited source from the line cache.
-        number = next(_count)
-        filename = f"{filename}.mutant{number}.py"
-        module_name += f"_mutant{number}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        module_name += f"_{digest}"
+        filename = f"{filename}.{digest}.py"
+        if not interpret:
+            filename = f"tutorials/{name}.py"
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
     tree = ast.parse(text, filename)

@@ -144,7 +144,9 @@ def _in_children(tasks, workers=None):
 
 def _child(tasks):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    # In front of a version of triton that may stand there.
+    paths = str(Path(__file__).parents[1]), env.get("PYTHONPATH")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tasks"
         path.write_bytes(pickle.dumps(tasks))
@@ -289,10 +291,14 @@ def _named(module, value):
 
 def _measured(compiled, kernel, target, grid=()):
     kept = ("ttir", "ttgir", "ptx", "amdgcn")
-    asm = {name: compiled.asm[name] for name in kept if name in compiled.asm}
+    asm = {
+        name: anywhere(compiled.asm[name])
+        for name in kept
+        if name in compiled.asm
+    }
     if "amdgcn" in asm:
         registers, spills = (
-            int(re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"])[1])
+            int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
     else:
@@ -311,6 +317,18 @@ def _measured(compiled, kernel, target, grid=()):
         script=Path(kernel.fn.__code__.co_filename).name,
         asm=asm,
         grid=grid if isinstance(grid, tuple) else (),
+    )
+
+
+def anywhere(code):
+    """Without debug data, and without the folder of any machine.
+
+    What Triton kept may have been compiled elsewhere, even in this checkout:
+    before it was moved, or on a GPU, where a tutorial runs as it stands.
+    """
+    code = re.split(r"^\s*\.section\s+\.debug", code, flags=re.MULTILINE)[0]
+    return re.sub(
+        r'"/(?:[^"\n]*/)?(triton/language|tutorials)\b', r'"\1', code
     )
 
 

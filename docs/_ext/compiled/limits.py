@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from compiled import aot, machine_code
 from compiled.occupancy import occupancy
-from measurements import recording
+from tutorial import ROOT
 
-FILE = recording.ROOT / "docs" / "kernels.toml"
+FILE = ROOT / "docs" / "kernels.toml"
 SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel
 DEFAULT = "sm_90"
 # The most that is allowed where the file says nothing.

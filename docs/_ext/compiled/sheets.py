@@ -10,7 +10,7 @@ from functools import cache
 from html import escape
 
 from compiled import limits, machine_code
-from measurements import recording
+from tutorial import source
 
 CODES = {
     "ttir": "Triton IR",
@@ -51,7 +51,7 @@ def full(built):
     script = _script(built.script)
     sheet.ways = "\n".join(_ways(built, found, script))
     sheet.codes = {
-        key: shortened(machine_code.annotated(built.asm[key], marks, script))
+        key: machine_code.annotated(built.asm[key], marks, script)
         for key, marks in found.items()
     }
     return sheet
@@ -72,8 +72,7 @@ def _marks(built, key, facts):
 @cache
 def _script(name):
     """The lines of a tutorial."""
-    path = recording.TUTORIALS / name
-    return path.read_text(encoding="utf-8").splitlines()
+    return source(name.removesuffix(".py")).splitlines()
 
 
 def _ways(built, found, script):
@@ -129,10 +128,3 @@ def layouts(code, found, line):
         meant = re.search(rf"^{name} = .*<{{(.*), order.*}}>", code, re.M)
         if meant:
             yield f"<code>{name}: {escape(meant[1])}</code>"
-
-
-def shortened(text):
-    """Without debug data and without the folders of this machine."""
-    text = re.split(r"^\s*\.section\s+\.debug", text, flags=re.MULTILINE)[0]
-    text = re.sub(r'(?<=[\s"])/[^\s"]*/(triton/language)', r"\1", text)
-    return text.replace(f"{recording.ROOT}/", "")

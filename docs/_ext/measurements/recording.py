@@ -19,8 +19,8 @@ import time
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-TUTORIALS = ROOT / "tutorials"
+from tutorial import ROOT, TUTORIALS
+
 STORE = ROOT / "docs" / "measurements"
 
 # The units a benchmark may have: what its ylabel says.
