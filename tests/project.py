@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 TUTORIAL = '''r"""
 Double {name}
-=============
+=====================
 
 Double a tensor, and see what a page is made of.
 """
@@ -82,6 +82,22 @@ if table is not None:
 '''
 
 
+SECTION = """{title}
+==================
+
+What this section
+is about.
+
+.. tutorial-cards::
+
+.. toctree::
+   :hidden:
+   :glob:
+
+   [0-9][0-9]-*
+"""
+
+
 class Project:
     """The site's own conf.py and docs, with small tutorials, in a folder."""
 
@@ -101,12 +117,24 @@ class Project:
         (self.root / "tutorials").mkdir()
         shutil.copy(ROOT / "tutorials/index.rst", self.root / "tutorials")
         for name in names:
-            self.script(name).write_text(self.tutorial(name))
-            self.record(name)
+            self.add(name)
+
+    def add(self, name):
+        """Write a tutorial, its recording, and its section."""
+        script = self.script(name)
+        section = name.rpartition("/")[0]
+        if section and not script.parent.exists():
+            script.parent.mkdir()
+            index = script.with_name("index.rst")
+            index.write_text(SECTION.format(title=f"About {section}"))
+            above = self.root / "tutorials/index.rst"
+            above.write_text(f"{above.read_text()}   {section}/index\n")
+        script.write_text(self.tutorial(name))
+        self.record(name)
 
     @staticmethod
     def tutorial(name, prose=""):
-        return TUTORIAL.format(name=name[:2], prose=prose)
+        return TUTORIAL.format(name=name.removesuffix("-double"), prose=prose)
 
     def script(self, name="01-double"):
         return self.root / "tutorials" / f"{name}.py"

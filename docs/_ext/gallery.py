@@ -1,10 +1,10 @@
 """What Sphinx-Gallery calls while it builds the tutorials.
 
-``reset`` runs before and after each tutorial: it puts recorded numbers (or,
-on a GPU, live ones) under the benchmarks and takes everything back at the
-end. ``scraper`` turns figures into reST. ``setup`` is the Sphinx extension:
-it checks all recordings before anything runs, and makes Sphinx-Gallery run a
-tutorial again when something that its page depends on has changed.
+``begin`` runs before each tutorial: it puts recorded numbers (or, on a GPU,
+live ones) under the benchmarks. ``reset`` takes everything back. ``scraper``
+turns figures into reST. ``setup`` is the Sphinx extension: it checks all
+recordings before anything runs, and makes Sphinx-Gallery run a tutorial again
+when something that its page depends on has changed.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from pathlib import Path
 from sphinx.errors import ExtensionError
 
 import style
+import tutorial
 from measurements import recording, replay
 from page import figures, solutions
 
@@ -47,20 +48,28 @@ def live():
 
 
 def reset(gallery_conf, fname, when):
-    """Before a tutorial: put the numbers in place. After it: restore."""
+    """Before and after a tutorial: restore what begin has changed."""
     global _session
     _open.close()
     _session = None
-    if when == "after" or fname is None:
-        return
+
+
+def begin(gallery_conf, script_vars):
+    """Before a tutorial, whose arguments this is asked for: it has none.
+
+    Sphinx-Gallery tells the whole path nowhere else, and names are not unique.
+    """
+    global _session
     import matplotlib.pyplot as plt
 
     plt.rcdefaults()
     plt.rcParams.update(style.rc_params())
-    _session = session(Path(fname).stem)
+    script = Path(script_vars["src_file"]).resolve()
+    _session = session(tutorial.name_of(script))
     _open.enter_context(replay.replaced(replay.Runner(_session)))
     _open.enter_context(replay.watching(_session))
     _open.enter_context(solutions.hidden_in_notebooks())
+    return []
 
 
 def session(stem):
@@ -87,7 +96,7 @@ def recordings(stem):
 
 def scraper(block, block_vars, gallery_conf):
     """Save the figures of a cell and give the reST that shows them."""
-    return figures.scraped(_session, block_vars, gallery_conf)
+    return figures.scraped(_session, gallery_conf)
 
 
 def check_recordings(app, config):
@@ -107,7 +116,7 @@ def check_recordings(app, config):
     problems = []
     for path in recording.tutorials():
         try:
-            recordings(path.stem)
+            recordings(tutorial.name_of(path))
         except recording.RecordingError as error:
             problems.append(str(error))
     if problems:
@@ -134,14 +143,22 @@ def forget_outdated(app):
         common.update(path.read_bytes())
     folder = Path(app.srcdir) / "tutorials"
     folder.mkdir(exist_ok=True)
+    for script in tutorial.TUTORIALS.glob("*/[0-9][0-9]-*.py"):
+        if not script.with_name("index.rst").exists():
+            raise ExtensionError(
+                f"tutorials/{script.parent.name} has no index.rst: a section "
+                "needs a title, a sentence and a toctree"
+            )
     for script in recording.tutorials():
         inputs = common.copy()
-        for gpu in recording.gpus(script.stem):
-            file = recording.STORE / gpu / f"{script.stem}.json"
+        name = tutorial.name_of(script)
+        for gpu in recording.gpus(name):
+            file = recording.STORE / gpu / f"{name}.json"
             inputs.update(file.read_bytes())
-        stamp = folder / f"{script.stem}.inputs"
+        stamp = folder / f"{name}.inputs"
         if not stamp.exists() or stamp.read_text() != inputs.hexdigest():
-            (folder / f"{script.name}.md5").unlink(missing_ok=True)
+            (folder / f"{name}.py.md5").unlink(missing_ok=True)
+            stamp.parent.mkdir(exist_ok=True)
             stamp.write_text(inputs.hexdigest())
 
 

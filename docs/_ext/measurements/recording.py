@@ -19,6 +19,7 @@ import time
 import tokenize
 from pathlib import Path
 
+import tutorial
 from tutorial import ROOT, TUTORIALS
 
 STORE = ROOT / "docs" / "measurements"
@@ -41,15 +42,16 @@ class RecordingError(Exception):
 
 def tutorials():
     """The tutorials, in order."""
-    return sorted(TUTORIALS.glob("[0-9][0-9]-*.py"))
+    return tutorial.scripts()
 
 
 def pick(names):
     """The tutorials that names such as ``01`` or ``01-layer-norm`` mean."""
-    known = {key: p for p in tutorials() for key in (p.stem, p.stem[:2])}
+    known = {p.stem[:2]: p for p in tutorials() if p.parent == TUTORIALS}
+    known |= {tutorial.name_of(p): p for p in tutorials()}
     for name in names:
         if name not in known:
-            stems = ", ".join(p.stem for p in tutorials())
+            stems = ", ".join(map(tutorial.name_of, tutorials()))
             raise RecordingError(f"no tutorial {name!r}; there are: {stems}")
     return [known[name] for name in names] or tutorials()
 
@@ -86,13 +88,19 @@ def slug(gpu):
 
 def gpus(stem):
     """The folders that hold a recording of a tutorial."""
-    return sorted(p.parent.name for p in STORE.glob(f"*/{stem}.json"))
+    files = STORE.glob(f"*/{stem}.json")
+    return sorted(p.relative_to(STORE).parts[0] for p in files)
+
+
+def short(stem):
+    """What names a tutorial on the command line."""
+    return stem if "/" in stem else stem[:2]
 
 
 def mend(stem):
     """The commands that bring a recording in order."""
     return (
-        f"on a GPU run: make record TUTORIALS={stem[:2]} "
+        f"on a GPU run: make record TUTORIALS={short(stem)} "
         "(to build without its figures: make preview)"
     )
 

@@ -17,11 +17,12 @@ from sphinx.util import logging
 import style
 from measurements import recording
 from measurements.replay import Measured, Missing
+from tutorial import file_name
 
 logger = logging.getLogger(__name__)
 
 
-def scraped(session, block_vars, gallery_conf):
+def scraped(session, gallery_conf):
     """Save the open figures and give the reST that shows them."""
     import matplotlib.pyplot as plt
 
@@ -40,14 +41,12 @@ def scraped(session, block_vars, gallery_conf):
                 for axes in figure.axes:
                     axes.grid(not axes.images)  # no lines across a map
                 parts.append(
-                    _measured(
-                        [known[name][0]], block_vars, gallery_conf, figure
-                    )
+                    _measured([known[name][0]], session, gallery_conf, figure)
                 )
             elif name not in done:
                 done.add(name)
                 _keep_for_card(session, known[name][0], gallery_conf)
-                parts.append(_measured(known[name], block_vars, gallery_conf))
+                parts.append(_measured(known[name], session, gallery_conf))
             continue
         if session.timed_outside:
             raise ExtensionError(
@@ -61,7 +60,7 @@ def scraped(session, block_vars, gallery_conf):
                 "plt.figure('what the picture shows')",
                 session.stem,
             )
-        parts.append(_images(figure, name, block_vars, gallery_conf))
+        parts.append(_images(figure, name, session, gallery_conf))
     for results in session.results.values():
         if isinstance(results[0], Missing):
             parts.append(_missing(results[0]))
@@ -75,14 +74,16 @@ def scraped(session, block_vars, gallery_conf):
     return "\n".join(parts)
 
 
-def _images(figure, alt, block_vars, gallery_conf):
+def _images(figure, alt, session, gallery_conf):
     """Save both forms of a figure; the page shows the one of its theme."""
-    path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
+    session.pictures += 1
+    name = f"{file_name(session.stem)}_{session.pictures:03}"
+    folder = _folder(gallery_conf["src_dir"], "images")
     parts = []
     for text, ending, theme in zip(
         style.svg(figure), ("", "_dark"), ("light", "dark"), strict=True
     ):
-        image = path.with_name(f"{path.stem}{ending}.svg")
+        image = folder / f"{name}{ending}.svg"
         image.write_text(text, encoding="utf-8")
         uri = image.relative_to(gallery_conf["src_dir"]).as_posix()
         parts.append(
@@ -110,8 +111,16 @@ def _keep_for_card(session, measured, gallery_conf):
 
 def card_pictures(srcdir, stem):
     """The light and the dark picture of a tutorial's card."""
-    folder = Path(srcdir) / "tutorials" / "images"
-    return folder / f"card_{stem}.svg", folder / f"card_{stem}_dark.svg"
+    folder = _folder(srcdir, "images")
+    name = f"card_{file_name(stem)}"
+    return folder / f"{name}.svg", folder / f"{name}_dark.svg"
+
+
+def _folder(srcdir, name):
+    """Where all tutorials put files of a kind, under names of their own."""
+    folder = Path(srcdir) / "tutorials" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _missing(missing):
@@ -122,16 +131,16 @@ def _missing(missing):
     )
 
 
-def _measured(results, block_vars, gallery_conf, figure=None):
+def _measured(results, session, gallery_conf, figure=None):
     """A measured figure with its passport; a tab for each GPU."""
     bodies = [
         _images(
             figure or measured.figure,
             alt_text(measured),
-            block_vars,
+            session,
             gallery_conf,
         )
-        + passport(measured, block_vars, gallery_conf)
+        + passport(measured, session.stem, gallery_conf)
         for measured in results
     ]
     if len(bodies) == 1:
@@ -155,18 +164,17 @@ def _indent(text, width=3):
     )
 
 
-def passport(measured, block_vars, gallery_conf):
+def passport(measured, stem, gallery_conf):
     """Where the numbers of a figure come from, and the numbers."""
-    stem = Path(block_vars["src_file"]).stem
-    folder = Path(gallery_conf["src_dir"]) / "tutorials" / "raw"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(gallery_conf["src_dir"], "raw")
     # Page, benchmark and GPU in the name: no two downloads share it.
-    table = folder / f"{stem}.{measured.name}.{measured.gpu}.csv"
+    name = f"{file_name(stem)}.{measured.name}.{measured.gpu}.csv"
+    table = folder / name
     table.write_text(_csv(measured), encoding="utf-8")
     if measured.live:
-        raw = folder / f"{stem}.live.json"
+        raw = folder / f"{file_name(stem)}.live.json"
         _add_live(raw, stem, measured)
-        raw = f"raw/{raw.name}"
+        raw = f"/tutorials/raw/{raw.name}"
     else:
         raw = f"/measurements/{measured.gpu}/{stem}.json"
     env = measured.environment
@@ -195,7 +203,7 @@ def passport(measured, block_vars, gallery_conf):
         f"   **{origin}** {env['gpu']}, {env['date']}. {checks}\n\n"
         f"   :Versions: {versions}\n"
         f"   :Method: {measured.method}\n"
-        f"   :Data: :download:`CSV <raw/{table.name}>`\n"
+        f"   :Data: :download:`CSV </tutorials/raw/{table.name}>`\n"
         f"      :download:`JSON <{raw}>`\n\n"
         f"   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"

@@ -20,7 +20,6 @@ from sphinx_design.tabs import sd_tab_label
 
 import tutorial
 from compiled import aot, limits, sheets
-from measurements import recording
 
 # The disassembler starts once for each page and target: only for these.
 SASS = (limits.DEFAULT,)
@@ -38,7 +37,11 @@ def start(app):
     """Begin to compile while the tutorials run; what is known is read."""
     global _work
     pages = limits.pages()
-    scripts = [s for s in recording.tutorials() if s.stem in pages]
+    scripts = [
+        script
+        for script in tutorial.scripts()
+        if tutorial.name_of(script) in pages
+    ]
     folder = Path(app.doctreedir).parent / "xray"
     _work = _pool.submit(made, scripts, pages, folder)
 
@@ -46,8 +49,9 @@ def start(app):
 def made(scripts, pages, folder):
     """The sheets of each tutorial: {(kernel, target, N): Sheet}."""
     files = {
-        script.stem: folder / f"{script.stem}.{_key(script, pages)}"
+        name: folder / f"{tutorial.file_name(name)}.{_key(script, pages)}"
         for script in scripts
+        for name in [tutorial.name_of(script)]
     }
     missing = [
         (stem, target, N, pages[stem]["N"][0] == N)
@@ -76,7 +80,7 @@ def made(scripts, pages, folder):
             found[stem] = pickle.loads(file.read_bytes())
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"{stem}.*"):
+        for old in folder.glob(f"{tutorial.file_name(stem)}.*"):
             old.unlink()
         file.write_bytes(pickle.dumps(found[stem]))
     return found
@@ -84,7 +88,10 @@ def made(scripts, pages, folder):
 
 def _key(script, pages):
     """A hash of everything that the sheets of a tutorial depend on."""
-    parts = [script.read_bytes(), repr(pages[script.stem]).encode()]
+    parts = [
+        script.read_bytes(),
+        repr(pages[tutorial.name_of(script)]).encode(),
+    ]
     parts += [version("triton").encode(), version("torch").encode()]
     parts += [path.read_bytes() for path in MADE_BY]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -194,9 +201,11 @@ class Panel:
         self.folder.mkdir(parents=True, exist_ok=True)
         links = []
         for key, code in sheet.codes.items():
-            file = f"{self.stem}.{self.name}.{sheet.target}.{key}"
+            page = tutorial.file_name(self.stem)
+            file = f"{page}.{self.name}.{sheet.target}.{key}"
             (self.folder / file).write_text(code, encoding="utf-8")
-            links.append(f":download:`{sheets.CODES[key]} <xray/{file}>`")
+            path = f"/tutorials/xray/{file}"
+            links.append(f":download:`{sheets.CODES[key]} <{path}>`")
         return (
             "The whole code, with these marks and their lines: "
             + ", ".join(links)
