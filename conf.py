@@ -29,6 +29,7 @@ extensions = [
     "notfound.extension",
     # our own
     "gallery",
+    "incremental",
     "page.cards",
     "page.moving",
     "page.solutions",

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from compiled.aot import Compilers
 from tutorial import TUTORIALS
 
 if not torch.cuda.is_available():
@@ -16,6 +17,15 @@ if not torch.cuda.is_available():
 
 # Figures are drawn, never shown.
 os.environ["MPLBACKEND"] = "Agg"
+
+
+@pytest.fixture(scope="session")
+def launches():
+    """What compiles calls, in processes that stay: each takes seconds to
+    start."""
+    runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    with Compilers(max(1, len(os.sched_getaffinity(0)) // runs)) as compilers:
+        yield compilers.launches
 
 
 @pytest.fixture(scope="module")

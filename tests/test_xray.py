@@ -13,6 +13,7 @@ from compiled.aot import anywhere
 from compiled.machine_code import annotated, barrier_before, language, marks
 from compiled.occupancy import occupancy
 from compiled.sheets import Sheet
+from page import xray
 from page.xray import Panel
 
 SCRIPT = "01-double.py"
@@ -347,27 +348,23 @@ def test_the_code_can_be_downloaded(built):
         assert "site-packages" not in text
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_nothing_made_in_one_checkout_names_another(
-    tmp_path, monkeypatch, shared
-):
-    """Each has kernels of its own, unless who builds says where they are."""
-    home = tmp_path / "home"
+def test_nothing_made_in_one_checkout_names_another(tmp_path, monkeypatch):
+    """Each has kernels of its own; also if who builds lets it use others."""
+    home, one, two = (tmp_path / name for name in ("home", "one", "two"))
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    if shared:
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "kernels"))
-    for name in "one", "two":
-        project = with_panel(tmp_path / name)
-        assert "build succeeded." in project.build().stdout
-        kept = project.root / ".cache" / "triton"
-        assert kept.exists() != shared
-        pages = (project.root / "html").rglob("*.*")
-        downloads = (project.root / "docs/tutorials/xray").iterdir()
-        texts = [p for p in (*pages, *downloads) if p.is_file()]
-        assert len(texts) > 30
-        for path in texts:
+    for root, kernels in (one, None), (two, one / ".cache" / "triton"):
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+        if kernels:
+            monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
+        assert "build succeeded." in with_panel(root).build().stdout
+        assert (root / ".cache" / "triton").exists() == (root == one)
+        pages = (root / "html").rglob("*.*")
+        downloads = (root / "docs/tutorials/xray").iterdir()
+        made = [path for path in (*pages, *downloads) if path.is_file()]
+        assert len(made) > 30
+        for path in made:
             assert str(tmp_path).encode() not in path.read_bytes(), path
+        monkeypatch.setenv("TRITON_CACHE_DIR", "")
     assert not (home / ".triton").exists()
 
 
@@ -385,11 +382,58 @@ def test_folders_are_taken_out_of_code():
         assert anywhere(line) == kept
 
 
-def test_nothing_changed_nothing_is_compiled(built):
-    (kept,) = (built.root / "xray").iterdir()
-    before = kept.stat().st_mtime_ns
+def kept(project):
+    """What is kept of a project's panels, and when it was written."""
+    (file,) = (project.root / "xray").iterdir()
+    return file, file.stat().st_mtime_ns
+
+
+def test_sheets_are_kept_while_the_code_is_the_same(built):
+    """Prose of the page may change, as long as no line moves."""
+    before = kept(built)
+    built.edit("in its shortest form", "as short as can be")
+    built.edit("Double a tensor, and", "Double a vector, and")
     assert "build succeeded" in built.build().stdout
-    assert [f.stat().st_mtime_ns for f in kept.parent.iterdir()] == [before]
+    assert "as short as can be" in built.page()
+    assert kept(built) == before
+    for old, new in (
+        ("2 * tl.load(", "2.5 * tl.load("),
+        ("  # a comment", "  # another comment"),
+        ("# %%\n# The kernel", "#\n# %%\n# The kernel"),
+    ):
+        key = xray._key(built.script(), {"01-double": {}})
+        built.edit(old, new)
+        changed = xray._key(built.script(), {"01-double": {}})
+        built.edit(new, old)
+        assert changed != key, new
+
+
+def test_sheets_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file, found = tmp_path / "xray" / "01-double.1", {"_f": 1}
+    xray._write(file, found)
+    assert xray._read(file) == found
+    with pytest.raises(OSError), monkeypatch.context() as patch:
+        patch.setattr(xray.os, "replace", full_disk)
+        xray._write(file, {"_f": 2})
+    assert xray._read(file) == found
+    newer = file.with_suffix(".2")
+    xray._write(newer, found)
+    assert list(file.parent.iterdir()) == [newer]
+
+
+def full_disk(*_):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_unreadable_sheets_are_made_again(built, left):
+    file, _ = kept(built)
+    whole, page = file.read_bytes(), built.page()
+    file.write_bytes(whole[:left])
+    (built.root / "doctrees/environment.pickle").unlink()  # read all again
+    assert "build succeeded" in built.build().stdout
+    assert file.read_bytes() == whole
+    assert built.page() == page
 
 
 def test_a_kernel_that_is_not_there_is_named(tmp_path):

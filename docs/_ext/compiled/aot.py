@@ -1,37 +1,33 @@
 """Compile kernels of a tutorial for a named GPU, on a machine without one.
 
-Either as the tutorial's own wrapper would launch them on that GPU:
+They are compiled as the tutorial's own wrapper would launch them there:
 
     call = Call("01-layer-norm", "forward(*args)", {...}, target="sm_90")
-    for built in launches([call])[0]:
-        print(built.kernel, built.registers)
-
-or with a signature and options of one's own:
-
-    jobs = [Job("01-layer-norm", "_layer_norm_fwd", signature, constants,
-                target="sm_90", num_warps=8)]
-    ptx = build(jobs)[0].text
-
-The work is done in a child process without TRITON_INTERPRET: with it,
-triton.language itself is interpreted and cannot be compiled any more.
+    with Compilers() as compilers:
+        for built in compilers.launches([call])[0]:
+            print(built.kernel, built.registers)
 """
 
 import dataclasses
 import gc
+import multiprocessing
 import os
-import pickle
 import re
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 from compiled import machine_code, occupancy, sass
+from tutorial import load
 
 TRITON = ".".join(version("triton").split(".")[:2])
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
@@ -77,19 +73,6 @@ class Call:
 
 
 @dataclasses.dataclass
-class Job:
-    tutorial: str
-    kernel: str
-    signature: dict  # name: "*fp16", "i32", "fp32"; ":16" = divisible by 16
-    constants: dict  # constexpr name: value, "@name" for a function
-    target: str = "sm_90"
-    num_warps: int = 4
-    num_stages: int = 3
-    maxnreg: int | None = None  # most registers of a thread
-    replace: tuple = ()  # pairs (old, new) that edit the source first
-
-
-@dataclasses.dataclass
 class Built:
     kernel: str
     target: str
@@ -118,75 +101,54 @@ class Built:
         )
 
 
-def build(jobs):
-    """A list of Built, one for each Job."""
-    return _in_children(jobs)
+class Compilers(ProcessPoolExecutor):
+    """Processes that compile, one for each core, until they are shut down.
+
+    TRITON_INTERPRET is not set in them: with it, triton.language itself is
+    interpreted and cannot be compiled any more.
+    """
+
+    def __init__(self, workers=None):
+        workers = workers or len(os.sched_getaffinity(0))
+        spawn = multiprocessing.get_context("spawn")
+        super().__init__(workers, spawn, initializer=_start)
+
+    def launches(self, calls):
+        """For each Call the list of Built of what it launches, in order."""
+        return list(self.map(_launched, calls))
 
 
-def launches(calls, workers=None):
-    """For each Call the list of Built of what it launches, in order."""
-    return _in_children(calls, workers)
+# In such a process -----------------------------------------------------------
 
 
-def _in_children(tasks, workers=None):
-    """The results for all tasks, from a child process for each core."""
-    workers = workers or len(os.sched_getaffinity(0))
-    workers = max(1, min(workers, len(tasks) // 4))
-    results = [None] * len(tasks)
-    shares = [range(i, len(tasks), workers) for i in range(workers)]
-    with ThreadPoolExecutor(workers) as pool:
-        done = pool.map(lambda s: _child([tasks[i] for i in s]), shares)
-        for share, part in zip(shares, done, strict=True):
-            for i, result in zip(share, part, strict=True):
-                results[i] = result
-    return results
-
-
-def _child(tasks):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # In front of a version of triton that may stand there.
-    paths = str(Path(__file__).parents[1]), env.get("PYTHONPATH")
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tasks"
-        path.write_bytes(pickle.dumps(tasks))
-        done = subprocess.run(
-            [sys.executable, "-m", "compiled.aot", path],
-            capture_output=True,
-            text=True,
-            env=env,
-        )
-        if done.returncode:
-            raise RuntimeError((done.stdout + done.stderr)[-4000:])
-        return pickle.loads(path.read_bytes())
-
-
-# In the child ----------------------------------------------------------------
-
-
-def _work():
-    path, modules = Path(sys.argv[1]), {}
+def _start():
+    assert "triton" not in sys.modules
+    os.environ.pop("TRITON_INTERPRET", None)
     gc.set_threshold(50_000)  # 700 costs a twentieth of the time
-    results = [
-        (_launched if isinstance(task, Call) else _built)(task, modules)
-        for task in pickle.loads(path.read_bytes())
-    ]
-    path.write_bytes(pickle.dumps(results))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _module(task, modules):
-    from tutorial import load
-
-    source = getattr(task, "source", None)
-    key = task.tutorial, tuple(map(tuple, task.replace)), source
-    # A tutorial may ask about its GPU while it is loaded.
-    key += (task.target,) if isinstance(task, Call) else ()
-    if key not in modules:
-        modules[key] = load(task.tutorial, task.replace, False, source)
-    return modules[key]
+def _end_with_parent():
+    """Also when it is killed: the others of the pool would wait for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
-def _launched(call, modules):
+@cache
+def _module(name, replace, source, target):
+    """A tutorial; it may ask about its GPU, the target, while it is loaded."""
+    return load(name, replace, False, source)
+
+
+def _launched(call):
+    try:
+        return _compiled(call)
+    except Exception:
+        said = traceback.format_exc()[-4000:]
+        raise RuntimeError(f"{call.tutorial}: {said}") from None
+
+
+def _compiled(call):
     """Run the code; every launch compiles instead."""
     import torch
     from triton.backends.compiler import GPUTarget
@@ -221,7 +183,8 @@ def _launched(call, modules):
         return later
 
     KernelInterface.__getitem__ = launch
-    module = _module(call, modules)
+    replace = tuple(map(tuple, call.replace))
+    module = _module(call.tutorial, replace, call.source, call.target)
     module.DEVICE = torch.device("meta")
     values = {
         name: getattr(torch, value) if name == "dtype" else value
@@ -252,41 +215,6 @@ def _disassemble(builds, cubins):
     found = sass.disassembled(cubins, arch, knobs.nvidia.nvdisasm.path)
     for built, text in zip(builds, found, strict=True):
         built.asm["sass"] = text
-
-
-def _built(job, modules):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(_module(job, modules), job.kernel)
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in job.constants:
-            signature[name] = "constexpr"
-            continue
-        kind, _, divisor = job.signature[name].partition(":")
-        signature[name] = kind
-        if divisor:
-            attributes[i,] = [["tt.divisibility", int(divisor)]]
-    module = _module(job, modules)
-    constants = {
-        name: _named(module, value) for name, value in job.constants.items()
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
-    target = GPUTarget(*TARGETS[job.target])
-    if job.maxnreg and target.backend == "cuda":
-        options["maxnreg"] = job.maxnreg
-    compiled = triton.compile(source, target=target, options=options)
-    return _measured(compiled, kernel, job.target)
-
-
-def _named(module, value):
-    """A constant; "@name" stands for a function of the tutorial."""
-    if isinstance(value, str) and value.startswith("@"):
-        return getattr(module, value[1:])
-    return value
 
 
 def _measured(compiled, kernel, target, grid=()):
@@ -351,9 +279,3 @@ def _tool(cubin, *command):
         return subprocess.run(
             [*command, file.name], check=True, capture_output=True, text=True
         ).stdout
-
-
-if __name__ == "__main__":
-    from compiled import aot  # as the tasks know it
-
-    aot._work()

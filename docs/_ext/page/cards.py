@@ -12,7 +12,6 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.gen_rst import extract_intro_and_title
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-import tutorial
 from measurements import recording
 from page.figures import card_pictures
 
@@ -24,7 +23,7 @@ class FirstTutorial(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self):
-        name = tutorial.name_of(tutorial.scripts()[0])
+        name = recording.name_of(recording.tutorials()[0])
         link = link_to(self.env, name, self.arguments[0])
         return [nodes.paragraph("", "", link)]
 
@@ -34,8 +33,8 @@ class TutorialCards(SphinxDirective):
 
     def run(self):
         groups = {"": []}
-        for script in tutorial.scripts():
-            name = tutorial.name_of(script)
+        for script in recording.tutorials():
+            name = recording.name_of(script)
             groups.setdefault(name.rpartition("/")[0], []).append(name)
         here = self.env.docname.removeprefix("tutorials/")
         if (section := here.removesuffix("/index")) in groups:
@@ -51,7 +50,7 @@ class TutorialCards(SphinxDirective):
 
     def section(self, section, names):
         """The cards of a section under its title and its sentence."""
-        index = tutorial.TUTORIALS / section / "index.rst"
+        index = recording.TUTORIALS / section / "index.rst"
         self.env.note_dependency(str(index))
         head, said, *_ = index.read_text(encoding="utf-8").split("\n\n")
         link = link_to(self.env, f"{section}/index", head.split("\n")[0])
@@ -67,7 +66,7 @@ class TutorialCards(SphinxDirective):
         return cards
 
     def card(self, name):
-        script = tutorial.TUTORIALS / f"{name}.py"
+        script = recording.script_of(name)
         self.env.note_dependency(str(script))
         _, blocks = split_code_and_text_blocks(str(script))
         summary, title = extract_intro_and_title(script, blocks[0].content)
@@ -81,8 +80,7 @@ class TutorialCards(SphinxDirective):
         card += nodes.paragraph("", summary, classes=["bp-card-summary"])
         gpu = self.config.measured_gpu
         card += headlines(gpu, name)
-        path = recording.STORE / gpu / f"{name}.json"
-        self.env.note_dependency(str(path))
+        self.env.note_dependency(str(recording.path_of(gpu, name)))
         return card
 
     def pictures(self, name):
@@ -107,15 +105,17 @@ def link_to(env, name, text):
     return nodes.reference("", text, refuri=uri, internal=True)
 
 
-def headlines(gpu, stem):
+def headlines(gpu, name):
     """What the recording says in a paragraph a pass, and where it is from."""
     try:
-        data = recording.load(gpu, stem)
+        data = recording.load(gpu, name)
     except recording.RecordingError:
         return [nodes.paragraph("", "Not recorded yet.")]
-    lines = []
+    lines, sources = [], {}
     for benchmark in data["benchmarks"].values():
         if said := headline(benchmark):
+            env = benchmark["environment"]
+            sources[f"{env['gpu']}, {env['date']}"] = None
             mode = str(benchmark["args"].get("mode", ""))
             line = nodes.paragraph(classes=["bp-card-figure"])
             if mode:
@@ -126,8 +126,7 @@ def headlines(gpu, stem):
             line += nodes.inline("", said, classes=["bp-said"])
             lines.append(line)
     if lines:
-        env = data["environment"]
-        source = f"{env['gpu']}, {env['date']}"
+        source = "; ".join(sources)
         lines.append(nodes.paragraph("", source, classes=["bp-card-source"]))
     return lines
 
@@ -138,7 +137,7 @@ def headline(benchmark):
         return None
     speeds = {}
     for row in benchmark["rows"]:
-        x = tuple(v for k, v in row.items() if k not in _NOT_X)
+        x = recording.x_of(row, benchmark["x_names"])
         speeds.setdefault(row["provider"], {})[x] = row["median"]
     if not {"triton", "torch", "copy"} <= speeds.keys():
         return None
@@ -148,9 +147,6 @@ def headline(benchmark):
         f"{faster:.2f} × the speed of PyTorch, "
         f"{100 * share:.0f} % of the speed of a plain copy"
     )
-
-
-_NOT_X = ("provider", *recording.VALUES)
 
 
 def geometric_mean(ours, theirs):
