@@ -66,7 +66,9 @@ class NoGPU(Exception):
 )
 def measure(M, N, dtype, mode, provider):
     """Invented for a test."""
-    raise NoGPU
+    if not ON_GPU:
+        raise NoGPU
+    return triton.testing.do_bench(lambda: _double[(1,)](x, y, 8))
 
 
 try:

@@ -1,8 +1,6 @@
 """The build of the site, tried on a small copy of the project."""
 
-import json
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -98,37 +96,6 @@ def test_the_front_page_computes_its_headline(built):
     assert "50 % of the speed of a plain copy" in page
 
 
-def test_nothing_changed_nothing_runs(built, tmp_path):
-    again = built.build().stdout
-    assert built.executed(again) == 0, again[-2000:]
-
-
-def copy(built, folder):
-    """A project that is already built, to change something in it."""
-    target = folder / "site"
-    shutil.copytree(built.root, target)
-    project = object.__new__(Project)
-    project.root = target
-    return project
-
-
-def test_changed_prose_runs_that_tutorial_only(built, tmp_path):
-    project = copy(built, tmp_path)
-    project.edit("What it says.", "What the table says.")
-    done = project.build()
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert project.executed(done.stdout) == 1
-    assert "What the table says." in project.page()
-
-
-def test_a_new_recording_runs_that_tutorial_only(built, tmp_path):
-    project = copy(built, tmp_path)
-    project.record("02-double", scale=2)
-    done = project.build()
-    assert project.executed(done.stdout) == 1, done.stdout[-3000:]
-    assert "rows: [2000.5, 4001.0]" in project.page("02-double")
-
-
 @pytest.fixture
 def project(tmp_path):
     return Project(tmp_path)
@@ -160,20 +127,6 @@ def test_a_damaged_recording_stops_the_build(project):
     path = project.recording()
     path.write_text(path.read_text()[:300])
     stops(project, "tutorials/01-double.py", "cannot be read", MEND)
-
-
-def test_an_unknown_unit_stops_the_build(project):
-    path = project.recording()
-    path.write_text(path.read_text().replace("GB/s", "furlongs"))
-    stops(project, "tutorials/01-double.py", "unknown unit 'furlongs'", MEND)
-
-
-def test_a_missing_measurement_stops_the_build(project):
-    path = project.recording()
-    data = json.loads(path.read_text())
-    del data["benchmarks"]["double"]["rows"][-1]
-    path.write_text(json.dumps(data))
-    stops(project, "tutorials/01-double.py", "(16, 'copy')", MEND)
 
 
 def test_a_preview_marks_what_is_stale(project):

@@ -27,15 +27,17 @@ PACKAGES = (
     *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
     *("pydata-sphinx-theme", "sphinx-copybutton", "sphinxext-opengraph"),
 )
+# Folders of docs that hold nothing that the site is made from.
+GENERATED = {"_build", "__pycache__"}
 
 
 def digest(*parts):
-    """A hash of files, given by their paths, and of anything else."""
+    """A hash of files' contents, given their paths, and of anything else."""
     found = hashlib.sha256()
     for part in parts:
-        if isinstance(part, Path):
-            found.update(part.read_bytes())
-        found.update(f"\0{part!r}\0".encode())
+        is_file = isinstance(part, Path)
+        text = part.read_bytes() if is_file else repr(part).encode()
+        found.update(b"%d " % len(text) + text)
     return found.hexdigest()
 
 
@@ -46,9 +48,8 @@ def depend_on_mechanism(app, config):
     made_by = (*modules, sys.version_info[:2], versions, gpus.there())
     # Sphinx-Gallery has not added its objects to its settings yet.
     config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
-    config.read_by = digest(
-        *made_by, Path(app.confdir, "conf.py"), recording.tutorials()
-    )
+    names = list(map(recording.name_of, recording.tutorials()))
+    config.read_by = digest(*made_by, Path(app.confdir, "conf.py"), names)
 
 
 def forget_outdated(app):
@@ -109,9 +110,10 @@ class Site:
         files = sorted(
             path
             for path in source.rglob("*")
-            if path.is_file() and "_build" not in path.parts
+            if path.is_file() and not GENERATED.intersection(path.parts)
         )
-        self.stamp = digest(*files, app.config.read_by)
+        names = [path.relative_to(source).as_posix() for path in files]
+        self.stamp = digest(*files, names, app.config.read_by)
         stamp = self.file(app)
         kept = stamp.read_text() if stamp.exists() else ""
         pages = map(app.builder.get_output_path, env.found_docs)
