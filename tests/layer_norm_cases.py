@@ -20,6 +20,8 @@ SHAPES = (
     (2, 127),
     (3, 128),
     (127, 129),
+    (130, 2),
+    (131, 17),
     (1000, 2),
     (1, 1000),
     (17, 1023),
@@ -28,6 +30,12 @@ SHAPES = (
     (1151, 1),
     (2, 4608),
 )
+
+# The interpreter needs milliseconds for each row.
+LONG_SHAPES = [
+    pytest.param(shape, marks=pytest.mark.long) if shape[0] >= 1000 else shape
+    for shape in SHAPES
+]
 
 
 def _contiguous(shape, fill):

@@ -18,7 +18,7 @@ def run(case, module=page):
     cases.run(module.layer_norm, case, module.DEVICE)
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", cases.LONG_SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
     # The interpreter needs milliseconds for each row.
@@ -77,7 +77,6 @@ def test_constant_rows_and_large_mean():
     torch.testing.assert_close(y.double(), expected, atol=5e-3, rtol=0)
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(
     any_layer_norm(),
 )

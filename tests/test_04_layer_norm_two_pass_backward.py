@@ -81,7 +81,7 @@ def test_bits_do_not_depend_on_bands(plan):
         assert all(map(torch.equal, results[0], other))
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", cases.LONG_SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
     for dtype in cases.DTYPES if M * N < 2000 else (torch.float16,):
@@ -115,7 +115,6 @@ def test_each_kind_of_plan(N):
     run(Case((1,), (N,), torch.float16))
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(
     any_layer_norm(shape=shapes(9, 2)),
 )
