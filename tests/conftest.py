@@ -2,15 +2,14 @@
 the tests of each tutorial share."""
 
 import contextlib
+import fcntl
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from alone import run_tutorial
 from budgets import Budgets
-from tutorial import TUTORIALS
 
 if not torch.cuda.is_available():
     # triton.language is interpreted or compiled, decided at its first import.
@@ -40,17 +39,26 @@ def pytest_configure(config):
     config.pluginmanager.register(Budgets(config))
 
 
-@pytest.fixture(scope="module")
-def output(request, tmp_path_factory):
-    """What the module's tutorial prints when it runs alone, in an empty
-    folder."""
-    folder = tmp_path_factory.mktemp("alone")
-    child = subprocess.run(
-        [sys.executable, TUTORIALS / f"{request.module.NAME}.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    assert not list(folder.iterdir())
-    return child.stdout
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """What a tutorial prints when it runs alone: once in a run of pytest,
+    whatever process asks."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def printed(name):
+        kept = shared / name.replace("/", "-")
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                folder = tmp_path_factory.mktemp("alone")
+                kept.write_text(run_tutorial(folder, name))
+        return kept.read_text()
+
+    return printed
+
+
+@pytest.fixture
+def output(request, alone):
+    """What the tutorial of the module prints."""
+    return alone(request.module.NAME)

@@ -37,6 +37,13 @@ LONG_SHAPES = [
     for shape in SHAPES
 ]
 
+# The code that looks at a layout does not look at the type: one type, and
+# pairs by chance in test_any_case.
+LONG_DTYPES = [
+    torch.float16,
+    *(pytest.param(d, marks=pytest.mark.long) for d in DTYPES[1:]),
+]
+
 
 def _contiguous(shape, fill):
     """Between two bands of NaN."""

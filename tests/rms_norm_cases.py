@@ -7,12 +7,21 @@ import torch
 from layer_norm_cases import (
     DTYPES,
     LAYOUTS,
+    LONG_DTYPES,
     LONG_SHAPES,
     SHAPES,
     guarded_allocations,
 )
 
-__all__ = ["DTYPES", "LAYOUTS", "LONG_SHAPES", "SHAPES", "Case", "run"]
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "LONG_DTYPES",
+    "LONG_SHAPES",
+    "SHAPES",
+    "Case",
+    "run",
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,18 +71,28 @@ def possible(pair, N, dtype):
     return not (dtype == torch.float64 and pair[1] == "shared")
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("N", [33, 64])
+def every_possible(widths, dtypes):
+    """Parametrize a test with pairs, widths and dtypes that go together."""
+    return pytest.mark.parametrize(
+        ("pair", "N", "dtype"),
+        [
+            given
+            for given in itertools.product(PAIRS, widths, dtypes)
+            if possible(*given)
+        ],
+        indirect=["pair"],
+    )
+
+
+@every_possible([33, 64], cases.DTYPES)
 def test_every_kernel_and_dtype(pair, N, dtype):
-    if possible(pair, N, dtype):
-        run(Case((3,), (N,), dtype))
+    run(Case((3,), (N,), dtype))
 
 
 # Multiples of 8 and of the chunk, and neither.
-@pytest.mark.parametrize("N", [1, 31, 32, 72, 90, 130])
-def test_every_kernel_and_width(pair, N):
-    if possible(pair, N, torch.float16):
-        run(Case((3,), (N,), torch.float16))
+@every_possible([1, 31, 32, 72, 90, 130], [torch.float16])
+def test_every_kernel_and_width(pair, N, dtype):
+    run(Case((3,), (N,), dtype))
 
 
 @pytest.mark.parametrize("M", [1, 9])
@@ -137,12 +147,12 @@ def test_shapes(shape):
         run(Case((M,), (N,), dtype))
 
 
+@pytest.mark.parametrize("dtype", cases.LONG_DTYPES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "dy", "parameters"])
-def test_layouts(which, layout):
-    for dtype in cases.DTYPES:
-        for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
-            run(Case(lead, shape, dtype, **{which: layout}))
+def test_layouts(which, layout, dtype):
+    for lead, shape in ((5,), (40,)), ((2, 3), (4, 7)):
+        run(Case(lead, shape, dtype, **{which: layout}))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -373,10 +383,14 @@ def _suite(pair, module):
         run(Case((3,), (37,), dy="one number"), module)
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_suite_passes(pair):
+    _suite(pair, page)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_fail(name):
     pair, old, new = MUTANTS[name]
-    _suite(pair, page)
     mutant = load(NAME, [(old, new)])
     with pytest.raises(AssertionError):
         _suite(pair, mutant)

@@ -99,8 +99,9 @@ def test_the_front_page_computes_its_headline(built):
 
 
 def test_nothing_changed_nothing_runs(built, tmp_path):
-    again = built.build().stdout
-    assert built.executed(again) == 0, again[-2000:]
+    again = built.build()
+    assert again.returncode == 0, again.stdout[-2000:]
+    assert built.executed(again.stdout) == 0, again.stdout[-2000:]
 
 
 def copy(built, folder):
