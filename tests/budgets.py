@@ -8,6 +8,8 @@ the parameters.
 """
 
 import collections
+import contextlib
+import os
 import re
 import resource
 import time
@@ -54,10 +56,29 @@ def payer(nodeid, known):
 
 
 def used():
-    """Seconds of processor time, of this process and its children."""
+    """Seconds of processor time, of this process and all it has started."""
     who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     usage = [resource.getrusage(which) for which in who]
-    return sum(part.ru_utime + part.ru_stime for part in usage)
+    own = sum(part.ru_utime + part.ru_stime for part in usage)
+    return own + sum(map(running, children(os.getpid())))
+
+
+def children(process):
+    """Those that have not ended; none where /proc does not tell."""
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from listed.read_text().split()
+
+
+def running(process):
+    """What a child has used, with its own children."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0  # it has ended, and counts as ended
+    ticks = stat.rpartition(")")[2].split()[11:15]
+    own = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(running, children(process)))
 
 
 def lap():
