@@ -1,5 +1,6 @@
 """The build of the site, tried on a small copy of the project."""
 
+import json
 import re
 import xml.etree.ElementTree as ET
 
