@@ -87,7 +87,7 @@ def used_too_early(text):
     needs = {}  # of what is defined so far
     for node in body:
         found = names(node)
-        runs = found.used
+        runs = found.used - found.bound
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             runs = found.used_now  # the rest runs when it is called
         left = list(runs & known)
@@ -139,9 +139,9 @@ def timed_outside(text):
     for node in script.body:
         if node not in reached:
             for part in ast.walk(node):
-                if isinstance(part, ast.Call):
-                    if last_name(part.func) in CLOCKS:
-                        yield part.lineno
+                called = isinstance(part, ast.Call) and last_name(part.func)
+                if called in CLOCKS:
+                    yield part.lineno
 
 
 @EVERY
