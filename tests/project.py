@@ -1,6 +1,5 @@
 """A small copy of the project, with tutorials of a few lines, to build."""
 
-import json
 import os
 import re
 import shutil
@@ -8,14 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measurements.benchmarks import hashes
-from measurements.recording import sealed
+from measurements import benchmarks, recording
 
 ROOT = Path(__file__).resolve().parents[1]
 
 TUTORIAL = '''r"""
 Double {name}
-=============
+=====================
 
 Double a tensor, and see what a page is made of.
 """
@@ -93,6 +91,22 @@ if table is not None:
 '''
 
 
+SECTION = """{title}
+==================
+
+What this section
+is about.
+
+.. tutorial-cards::
+
+.. toctree::
+   :hidden:
+   :glob:
+
+   [0-9][0-9]-*
+"""
+
+
 class Project:
     """The site's own conf.py and docs, with small tutorials, in a folder."""
 
@@ -112,12 +126,24 @@ class Project:
         (self.root / "tutorials").mkdir()
         shutil.copy(ROOT / "tutorials/index.rst", self.root / "tutorials")
         for name in names:
-            self.script(name).write_text(self.tutorial(name))
-            self.record(name)
+            self.add(name)
+
+    def add(self, name):
+        """Write a tutorial, its recording, and its section."""
+        script = self.script(name)
+        section = name.rpartition("/")[0]
+        if section and not script.parent.exists():
+            script.parent.mkdir()
+            index = script.with_name("index.rst")
+            index.write_text(SECTION.format(title=f"About {section}"))
+            above = self.root / "tutorials/index.rst"
+            above.write_text(f"{above.read_text()}   {section}/index\n")
+        script.write_text(self.tutorial(name))
+        self.record(name)
 
     @staticmethod
     def tutorial(name, prose=""):
-        return TUTORIAL.format(name=name[:2], prose=prose)
+        return TUTORIAL.format(name=name.removesuffix("-double"), prose=prose)
 
     def script(self, name="01-double"):
         return self.root / "tutorials" / f"{name}.py"
@@ -134,18 +160,19 @@ class Project:
         """Write a recording of invented numbers for a tutorial."""
         path = self.recording(name, gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
+        mode = re.search(r'"mode": "(\w+)"', self.script(name).read_text())[1]
+        (code,) = benchmarks.hashes(self.script(name)).values()
         benchmark = {
-            "code": hashes(self.script(name))["double"],
+            "code": code,
             "environment": ENVIRONMENT | {"gpu": gpu.upper()},
             "unit": "GB/s",
-            "args": {"M": 4096, "dtype": "float16", "mode": "forward"},
+            "args": {"M": 4096, "dtype": "float16", "mode": mode},
             "method": "Invented for a test.",
             "x_names": ["N"],
             "rows": rows(scale),
         }
-        path.write_text(
-            json.dumps({"benchmarks": {"double": sealed(benchmark)}})
-        )
+        data = {"benchmarks": {"double": recording.sealed(benchmark)}}
+        path.write_text(recording.dump(data))
 
     def build(self, figures="recorded", **env):
         """Build the site; the finished process, its output in one text."""

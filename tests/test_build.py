@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -99,37 +98,6 @@ def test_the_front_page_computes_its_headline(built):
     page = (built.root / "html/index.html").read_text()
     assert "1.33 × the speed of PyTorch" in page
     assert "50 % of the speed of a plain copy" in page
-
-
-def test_nothing_changed_nothing_runs(built, tmp_path):
-    again = built.build().stdout
-    assert built.executed(again) == 0, again[-2000:]
-
-
-def copy(built, folder):
-    """A project that is already built, to change something in it."""
-    target = folder / "site"
-    shutil.copytree(built.root, target)
-    project = object.__new__(Project)
-    project.root = target
-    return project
-
-
-def test_changed_prose_runs_that_tutorial_only(built, tmp_path):
-    project = copy(built, tmp_path)
-    project.edit("What it says.", "What the table says.")
-    done = project.build()
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert project.executed(done.stdout) == 1
-    assert "What the table says." in project.page()
-
-
-def test_a_new_recording_runs_that_tutorial_only(built, tmp_path):
-    project = copy(built, tmp_path)
-    project.record("02-double", scale=2)
-    done = project.build()
-    assert project.executed(done.stdout) == 1, done.stdout[-3000:]
-    assert "rows: [2000.5, 4001.0]" in project.page("02-double")
 
 
 @pytest.fixture

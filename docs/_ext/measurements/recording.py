@@ -58,17 +58,32 @@ class RecordingError(Exception):
 
 
 def tutorials():
-    """The scripts of the tutorials, in order, sections included."""
-    pattern = "[0-9][0-9]-*.py"
+    """The scripts of the tutorials, in the order in which they are read."""
+    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
     return [
-        *sorted(TUTORIALS.glob(pattern)),
-        *sorted(TUTORIALS.glob(f"*/{pattern}")),
+        script
+        for folder in folders
+        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
     ]
+
+
+def sections():
+    """The folders of tutorials, in the order of tutorials/index.rst."""
+    text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
+    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
+    # Sphinx tells of a folder that is not listed.
+    return [s for s in listed if s in found] + sorted(found - set(listed))
 
 
 def name_of(script):
     """The name of a tutorial, from the path of its script."""
     return script.relative_to(TUTORIALS).with_suffix("").as_posix()
+
+
+def flat(name):
+    """The name of a tutorial as part of the name of a file."""
+    return name.replace("/", "-")
 
 
 def script_of(name):

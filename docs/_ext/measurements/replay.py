@@ -57,6 +57,7 @@ class Session:
     recordings: dict = field(default_factory=dict)  # gpu -> recording
     reason: str = ""  # why there are no recordings, in a preview
     results: dict = field(default_factory=dict)  # plot name -> [Measured]
+    pictures: int = 0  # how many figures were saved
     has_card: bool = False  # whether a figure was kept for the card
     timed_outside: bool = False  # do_bench called by no benchmark
     inside: bool = False

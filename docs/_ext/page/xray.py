@@ -23,7 +23,7 @@ from sphinx_design.tabs import sd_tab_label
 
 import tutorial
 from compiled import aot, limits, sheets
-from measurements import recording
+from page import figures
 
 # The disassembler starts once for each page and target: only for these.
 SASS = (limits.DEFAULT,)
@@ -43,7 +43,11 @@ class XRays:
     def start(self, app):
         """Begin to compile while the tutorials run; what is known is read."""
         pages = limits.pages()
-        scripts = [s for s in recording.tutorials() if s.stem in pages]
+        scripts = {
+            name: script
+            for script in tutorial.scripts()
+            if (name := tutorial.name_of(script)) in pages
+        }
         folder = Path(app.doctreedir).parent / "xray"
         thread = ThreadPoolExecutor(1)
         self.work = thread.submit(made, scripts, pages, folder)
@@ -65,8 +69,9 @@ class XRays:
                 f"docs/kernels.toml says: {error}"
             ) from None
         lines = source[0].splitlines()
+        timed = figures.timed_with(source[0])
         for name, entry in limits.entries(page).items():
-            panel = Panel(app.srcdir, stem, page, name, entry, found)
+            panel = Panel(app.srcdir, stem, page, name, entry, found, timed)
             at = _after_cell(lines, name)
             if at is None:
                 raise ExtensionError(
@@ -80,33 +85,34 @@ class XRays:
 def made(scripts, pages, folder):
     """The sheets of each tutorial: {(kernel, target, N): Sheet}."""
     files = {
-        script.stem: folder / f"{script.stem}.{_key(script, pages)}"
-        for script in scripts
+        name: folder / f"{tutorial.file_name(name)}.{_key(script, page)}"
+        for name, script in scripts.items()
+        for page in [pages[name]]
     }
-    found = {stem: _read(file) for stem, file in files.items()}
+    found = {name: _read(file) for name, file in files.items()}
     missing = [
-        (stem, target, N, pages[stem]["N"][0] == N)
-        for stem, sheets_ in found.items()
-        if not sheets_
-        for target, N in limits.shown(pages[stem])
+        (name, target, N, pages[name]["N"][0] == N)
+        for name, kept in found.items()
+        if not kept
+        for target, N in limits.shown(pages[name])
     ]
     calls = [
         limits.call(
-            *(stem, pages[stem], N, target),
+            *(name, pages[name], N, target),
             sass=first and target in SASS,
             last=True,
             then=sheets.full if first else sheets.brief,
         )
-        for stem, target, N, first in missing
+        for name, target, N, first in missing
     ]
     # One core is left to the tutorials, which run meanwhile.
     with aot.Compilers(max(1, len(os.sched_getaffinity(0)) - 1)) as compilers:
         launched = compilers.launches(calls)
-    for (stem, *shape, _), results in zip(missing, launched, strict=True):
-        for name, sheet in limits.by_name(results).items():
-            found[stem][name, *shape] = sheet
-    for stem in {stem for stem, *_ in missing}:
-        _write(files[stem], found[stem])
+    for (name, *shape, _), results in zip(missing, launched, strict=True):
+        for kernel, sheet in limits.by_name(results).items():
+            found[name][kernel, *shape] = sheet
+    for name in {name for name, *_ in missing}:
+        _write(files[name], found[name])
     return found
 
 
@@ -129,10 +135,10 @@ def _write(file, found):
             old.unlink()
 
 
-def _key(script, pages):
+def _key(script, page):
     """A hash of everything that the sheets of a tutorial depend on."""
     text = script.read_text(encoding="utf-8")
-    parts = [_code(text).encode(), repr(pages[script.stem]).encode()]
+    parts = [_code(text).encode(), repr(page).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
     parts += [path.read_bytes() for path in MADE_BY]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -169,10 +175,11 @@ def _after_cell(lines, name):
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(self, srcdir, stem, page, name, entry, found):
+    def __init__(self, srcdir, stem, page, name, entry, found, timed=()):
         self.folder = Path(srcdir) / "tutorials" / "xray"
         self.stem, self.page, self.name = stem, page, name
         self.entry, self.found = entry, found
+        self.timed = timed  # by which versions of triton, the figures were
 
     def text(self):
         tabs = "".join(
@@ -183,14 +190,24 @@ class Panel:
         )
         body = (
             f"{self.entry['look'].strip()}\n\n"
-            f"{self.page['M']} rows, {self.page['dtype']}, "
-            f"triton {version('triton')}.\n"
+            f"{self.page['M']} rows, {self.page['dtype']}.\n"
             "Instructions are counted in the code, where a loop stands once."
+            f"{self.versions()}"
             "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
         )
         return (
             f"\n.. dropdown:: X-ray of ``{self.name}``\n"
             "   :class-container: bp-xray\n" + _indent(body) + "\n"
+        )
+
+    def versions(self):
+        """That the figures are not those of this code, if it is so."""
+        if set(self.timed) <= {version("triton")}:
+            return ""
+        return (
+            f"\nThis is what triton {version('triton')} compiles; the figures "
+            "of this page were timed with what triton "
+            f"{' and '.join(self.timed)} compiled."
         )
 
     def tab(self, target):
@@ -229,9 +246,11 @@ class Panel:
         self.folder.mkdir(parents=True, exist_ok=True)
         links = []
         for key, code in sheet.codes.items():
-            file = f"{self.stem}.{self.name}.{sheet.target}.{key}"
+            page = tutorial.file_name(self.stem)
+            file = f"{page}.{self.name}.{sheet.target}.{key}"
             (self.folder / file).write_text(code, encoding="utf-8")
-            links.append(f":download:`{sheets.CODES[key]} <xray/{file}>`")
+            path = f"/tutorials/xray/{file}"
+            links.append(f":download:`{sheets.CODES[key]} <{path}>`")
         return (
             "The whole code, with these marks and their lines: "
             + ", ".join(links)
