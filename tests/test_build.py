@@ -1,10 +1,13 @@
 """The build of the site, tried on a small copy of the project."""
 
+import json
 import re
 import xml.etree.ElementTree as ET
 
 import pytest
 from project import ROOT, Project
+
+from measurements import recording
 
 MEND = "on a GPU run: make record TUTORIALS=01"
 
@@ -64,6 +67,7 @@ def test_the_figure_has_its_passport(built):
         "2026-01-02",
         "Invented for a test.",
         "7 GPU checks passed",
+        "forward pass, M = 4096, dtype = float16",
     ):
         assert part in page, part
 
@@ -129,6 +133,59 @@ def test_a_damaged_recording_stops_the_build(project):
     stops(project, "tutorials/01-double.py", "cannot be read", MEND)
 
 
+def test_an_edited_number_stops_the_build(project):
+    path = project.recording()
+    path.write_text(path.read_text().replace("1000.25", "1000.5"))
+    output = stops(project, "tutorials/01-double.py", "digest", MEND)
+    assert project.executed(output) == 0
+
+
+def test_what_the_script_asks_otherwise_stops_the_build(project):
+    """Seen only when the benchmark runs: its providers are not in the text."""
+    path = project.recording()
+    data = json.loads(path.read_text())
+    benchmark = data["benchmarks"]["double"]
+    benchmark["rows"] = [
+        row for row in benchmark["rows"] if row["provider"] != "copy"
+    ]
+    data["benchmarks"]["double"] = recording.sealed(benchmark)
+    path.write_text(json.dumps(data))
+    stops(project, "tutorials/01-double.py", "providers", "'copy'", MEND)
+
+
+FIGURE = """
+
+import matplotlib.pyplot as plt
+
+if table is not None:
+    plt.figure(num={name!r})
+    plt.imshow({numbers})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "passports"),
+    [
+        ("a map", "table.set_index('N').to_numpy()", 2),
+        ("double", "[[1.0, 2.0]]", 1),  # a name proves nothing
+        ("double", "table.set_index('N').to_numpy() + 1", 1),
+    ],
+)
+def test_a_figure_has_a_passport_if_it_shows_the_numbers(
+    project, name, numbers, passports
+):
+    project.edit(
+        "# What it says.\n",
+        "# What it says.\n" + FIGURE.format(name=name, numbers=numbers),
+    )
+    done = project.build()
+    assert done.returncode == 0, done.stdout[-3000:]
+    page = project.page()
+    assert page.count("<strong>Recorded.</strong>") == passports
+    drawing = f'alt="{name}"' in page
+    assert drawing == (passports == 1)
+
+
 def test_a_preview_marks_what_is_stale(project):
     project.edit("2 * tl.load", "tl.load(x_ptr + cols) + tl.load")
     done = project.build("preview")
@@ -143,7 +200,6 @@ def test_a_preview_marks_what_is_stale(project):
 
 def test_a_tutorial_that_raises_is_named(project):
     project.edit("assert torch.equal(y, 2 * x)", "assert torch.equal(y, x)")
-    project.record()
     stops(project, "tutorials/01-double.py failed")
 
 
@@ -153,7 +209,6 @@ def test_an_unnamed_drawing_is_named(project):
         "# What it says.\n\nimport matplotlib.pyplot as plt\n\n"
         "plt.plot([1, 2])\n",
     )
-    project.record()
     stops(project, "tutorials/01-double.py", "figure without a description")
 
 
@@ -164,7 +219,6 @@ def test_a_timing_without_passport_stops_the_build(project):
         "try:\n    triton.testing.do_bench(lambda: None)\n"
         "except Exception:\n    plt.figure('a figure with no passport')\n",
     )
-    project.record()
     stops(project, "tutorials/01-double.py: a figure without a passport")
 
 

@@ -3,12 +3,14 @@
 import json
 import re
 import subprocess
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from project import Project
 from triton import knobs
 
-from compiled import sass
+from compiled import limits, sass
 from compiled.aot import anywhere
 from compiled.machine_code import annotated, barrier_before, language, marks
 from compiled.occupancy import occupancy
@@ -309,8 +311,11 @@ def test_the_panel_follows_its_kernel(built):
     text = " ".join(re.sub("<[^>]*>", " ", page[panel:after]).split())
     for part in (
         "Doubled by 16 bytes.",
-        "sm_80 NVIDIA A100 N = 1024 Programs",
-        "sm_90 NVIDIA H200 N = 1024 N = 512 Programs",
+        f"This is what triton {version('triton')} compiles; the figures of "
+        "this page were timed with what triton 3.0.0 compiled.",
+        "sm_80 NVIDIA A100 N = 1024 Compiled by triton",
+        "sm_90 NVIDIA H200 N = 1024 N = 512 Compiled by triton",
+        *(f"{compiled_by(target)} Programs 3" for target in limits.SHOWN),
         "sm_100 NVIDIA B200",
         "gfx942 AMD MI300X",
         "Programs 3 × 4 warps",
@@ -322,6 +327,23 @@ def test_the_panel_follows_its_kernel(built):
         "AMD assembly",
     ):
         assert part in text, part
+
+
+def compiled_by(target):
+    """What nvdisasm's neighbors say themselves."""
+    said = f"triton {version('triton')}"
+    if target == "gfx942":
+        return said
+    name = "ptxas-blackwell" if target == "sm_100" else "ptxas"
+    tool = Path(knobs.nvidia.nvdisasm.path).with_name(name)
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True)
+    return f"{said}, ptxas {re.search('release ([0-9.]+)', text.stdout)[1]}"
+
+
+@pytest.mark.parametrize("timed", [(), (version("triton"),)])
+def test_figures_of_the_same_compiler_need_no_word(tmp_path, timed):
+    assert not Panel(tmp_path, "", {}, "_f", {}, {}, timed).versions()
+    assert Panel(tmp_path, "", {}, "_f", {}, {}, (*timed, "3")).versions()
 
 
 def test_the_panel_is_not_in_the_downloads(built):
@@ -401,9 +423,9 @@ def test_sheets_are_kept_while_the_code_is_the_same(built):
         ("  # a comment", "  # another comment"),
         ("# %%\n# The kernel", "#\n# %%\n# The kernel"),
     ):
-        key = xray._key(built.script(), {"01-double": {}})
+        key = xray._key(built.script(), {})
         built.edit(old, new)
-        changed = xray._key(built.script(), {"01-double": {}})
+        changed = xray._key(built.script(), {})
         built.edit(new, old)
         assert changed != key, new
 

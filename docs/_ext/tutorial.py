@@ -24,6 +24,36 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 
+def scripts():
+    """The tutorials in the order in which they are read."""
+    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
+    return [
+        script
+        for folder in folders
+        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
+    ]
+
+
+def sections():
+    """The folders of tutorials, in the order of tutorials/index.rst."""
+    text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
+    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
+    # Sphinx tells of a folder that is not listed.
+    return [s for s in listed if s in found] + sorted(found - set(listed))
+
+
+def name_of(script):
+    """What a tutorial is called everywhere: its path below tutorials/."""
+    path = Path(script).relative_to(TUTORIALS).with_suffix("")
+    return path.as_posix()
+
+
+def file_name(name):
+    """The name of a tutorial as a part of the name of a file."""
+    return name.replace("/", "-")
+
+
 def source(name):
     """Text of a tutorial, e.g. source("layer-norm/01-layer-norm")."""
     return (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 from compiled import machine_code, occupancy, sass
@@ -76,15 +75,21 @@ class Call:
 class Built:
     kernel: str
     target: str
+    compiler: str  # and its version
     registers: int  # per thread
     spills: int  # bytes of memory that a thread's spilled registers take
     shared: int  # bytes of shared memory
     num_warps: int
     num_stages: int
-    script: str  # the file of the kernel
+    tutorial: str
     asm: dict  # "ttir", "ttgir", then "ptx" and perhaps "sass", or "amdgcn"
     grid: tuple = ()  # programs, if it was launched
     columns: int | None = None  # what it was given as N
+
+    @property
+    def script(self):
+        """The file of the kernel, as generated code names it."""
+        return self.tutorial.rpartition("/")[2] + ".py"
 
     @property
     def text(self):
@@ -197,7 +202,7 @@ def _compiled(call):
     builds, cubins = [], []
     for kernel, grid, args, options in launched:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        built = _measured(compiled, kernel, call.target, grid)
+        built = _measured(compiled, kernel, call, grid)
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         built.columns = given.get("N")
         builds.append(built)
@@ -217,13 +222,14 @@ def _disassemble(builds, cubins):
         built.asm["sass"] = text
 
 
-def _measured(compiled, kernel, target, grid=()):
+def _measured(compiled, kernel, call, grid):
     kept = ("ttir", "ttgir", "ptx", "amdgcn")
     asm = {
         name: anywhere(compiled.asm[name])
         for name in kept
         if name in compiled.asm
     }
+    compiler, target = f"triton {version('triton')}", compiled.metadata.target
     if "amdgcn" in asm:
         registers, spills = (
             int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
@@ -231,18 +237,20 @@ def _measured(compiled, kernel, target, grid=()):
         )
     else:
         registers, spills = _resources(compiled.asm["cubin"])
+        compiler += f", ptxas {_ptxas(target)}"
     stages = re.search(r"tt\.num_stages = (\d+)", asm["ttir"])
     data = compiled.metadata
     return Built(
         kernel=kernel.__name__,
-        target=target,
+        target=call.target,
         registers=registers,
         spills=spills,
         shared=data.shared,
         num_warps=data.num_warps,
         # tl.range may have its own; other loops have that of the launch.
         num_stages=int(stages[1]) if stages else data.num_stages,
-        script=Path(kernel.fn.__code__.co_filename).name,
+        tutorial=call.tutorial,
+        compiler=compiler,
         asm=asm,
         grid=grid if isinstance(grid, tuple) else (),
     )
@@ -258,6 +266,14 @@ def anywhere(code):
     return re.sub(
         r'"/(?:[^"\n]*/)?(triton/language|tutorials)\b', r'"\1', code
     )
+
+
+@cache
+def _ptxas(target):
+    """The version of what Triton takes for a GPU; not one for all."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return get_ptxas(target.arch).version
 
 
 def _resources(cubin):

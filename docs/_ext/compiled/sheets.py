@@ -6,7 +6,6 @@ tutorials run: reading generated code takes time.
 
 import re
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 
 from compiled import limits, machine_code
@@ -48,7 +47,7 @@ def full(built):
             if mark.kind == "release" and len(lines) == 1:
                 (mark.line,) = lines
     sheet = _numbered(built, facts)
-    script = _script(built.script)
+    script = source(built.tutorial).splitlines()
     sheet.ways = "\n".join(_ways(built, found, script))
     sheet.codes = {
         key: machine_code.annotated(built.asm[key], marks, script)
@@ -67,12 +66,6 @@ def _marks(built, key, facts):
     if code is built.text:
         return facts.marks
     return machine_code.marks(code, built.script, built.asm.get("ptx", ""))
-
-
-@cache
-def _script(name):
-    """The lines of a tutorial."""
-    return source(name.removesuffix(".py")).splitlines()
 
 
 def _ways(built, found, script):

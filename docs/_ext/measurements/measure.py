@@ -73,41 +73,37 @@ def measure(jobs, keep):
 
 
 def compile_in_advance(jobs, usable, children):
-    """Run all tutorials at once, each in as many parts as it has work for."""
-    cores = len(os.sched_getaffinity(0))
-    total = sum(job.size for job in jobs)
-    parts = [max(1, round(cores * job.size / total)) for job in jobs]
+    """Run all tutorials at once, each in as many shares as it has work for."""
+    cores, points = len(os.sched_getaffinity(0)), sum(j.size for j in jobs)
+    shares = [max(1, round(cores * job.size / points)) for job in jobs]
     items = [
-        (job, part, total)
-        for job, total in zip(jobs, parts, strict=True)
-        for part in range(total)
+        (job, i, n)
+        for job, n in zip(jobs, shares, strict=True)
+        for i in range(n)
     ]
     at_a_time = math.ceil(len(items) / len(usable))
+    # Twice its share: few points need much memory, and not all at once.
+    memory = min(1, 2 / at_a_time)
     say(f"compiling first, in {len(items)} processes")
 
     def work(item, gpu):
-        job, part, total = item
-        start, took, failed = time.monotonic(), None, None
-        child = Child(
-            *(job, gpu, children, f"{job.name}.compile-{part + 1}"),
-            env={"OMP_NUM_THREADS": "1"},
-            parts=total,
-            part=part,
-            share=min(1, 2 / at_a_time),
-        )
+        job, i, n = item
+        start, inside, failed = time.monotonic(), 0, None
+        child = Child(job, gpu, children, (i, n), memory)
         limit = threading.Timer(COMPILE_LIMIT, child.process.kill)
         limit.start()
         for message in child.messages():
             if "benchmark" in message:
                 job.points[message["benchmark"]] = message["points"]
-            took = message.get("points_took", took)
+            inside = message.get("seconds", inside)
             failed = message.get("error", failed)
         limit.cancel()
+        if child.process.returncode and not failed:
+            failed = f"it ended with {child.process.returncode}"
         say(
-            f"  {job.name} {part + 1}/{total}: "
-            f"{clock(time.monotonic() - start)}"
-            + (f", {clock(took)} of it in its points" if took else "")
-            + (f", stopped: {failed}" if failed else "")
+            f"  {job.name} {i + 1}/{n}: {clock(time.monotonic() - start)}, "
+            f"{clock(inside)} of it in its points"
+            + (f"; stopped: {failed} (see {child.log})" if failed else "")
         )
 
     gpus.each(work, items, usable, at_a_time)
@@ -116,7 +112,7 @@ def compile_in_advance(jobs, usable, children):
 def time_one(job, gpu, children, progress, keep):
     """Time one tutorial with the GPU to itself; what went wrong."""
     start = time.monotonic()
-    child = Child(job, gpu, children, f"{job.name}.measure")
+    child = Child(job, gpu, children)
     problems, failed, inside = [], None, 0
     left = dict(job.why)
     for message in child.messages():
@@ -147,25 +143,27 @@ def time_one(job, gpu, children, progress, keep):
 class Child:
     """A process that runs one tutorial and sends what it finds."""
 
-    def __init__(
-        self, job, gpu, children, name, env=(), parts=0, part=0, share=1
-    ):
-        self.log = LOGS / f"{name.replace('/', '.')}.log"
+    def __init__(self, job, gpu, children, share=None, memory=1):
+        what = f"compile-{share[0] + 1}" if share else "measure"
+        self.log = LOGS / f"{job.name.replace('/', '.')}.{what}.log"
         task = {
             "name": job.name,
             "script": str(job.script),
+            "plots": list(job.why),
             "fresh": job.fresh,
-            "parts": parts,
-            "part": part,
             "share": share,
+            "memory": memory,
         }
+        # One thread each: compiling already has a process for each core, and
+        # timing is disturbed by none.
+        env = {"PYTHONPATH": path(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        env |= {"OMP_NUM_THREADS": "1"} if share else {}
         self.children = children
         with self.log.open("w") as log:
             self.process = children.start(
                 [sys.executable, "-m", "measurements.one_tutorial"],
                 gpu,
-                {"PYTHONPATH": path(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-                | dict(env),
+                env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

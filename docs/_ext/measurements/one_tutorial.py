@@ -1,40 +1,42 @@
 """Run one tutorial in a process of its own, to compile it or to measure it.
 
-Standard input says what to do, as JSON: the script, those of its benchmarks
-that are fresh, with their recordings, and, to compile only, which part of how
-many this process does. What a benchmark gave is sent as a line of JSON to
-standard output; what the tutorial prints goes to standard error.
+Standard input says what to do, as JSON: the script, which of its benchmarks
+to measure, the recordings of the others, and, to compile only, which share of
+the points this process does. What a benchmark gave is sent as a line of JSON
+to standard output; what the tutorial prints goes to standard error.
 """
 
 import itertools
 import json
 import os
-import runpy
 import signal
 import sys
 import tempfile
 import time
+import types
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from measurements import recording, replay
+from measurements import part, recording, replay
 
 
-def main(task):
-    share, script = task.pop("share"), task.pop("script")
+def main(name, script, plots, fresh, share, memory):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     send = messages()
-    kind = Compiling if task["parts"] else Measuring
-    stand_in = kind(send, **task)
+    if share:
+        stand_in = Compiling(send, name, fresh, share)
+        compile_only(memory)
+    else:
+        stand_in = Measuring(send, name, fresh)
     try:
-        stand_in.prepare(share)
         with replaced_clock(stand_in.clock), replay.replaced(stand_in):
-            run(script)
+            run(script, plots)
     except Exception as error:
         reason = " ".join(str(error).split())
         send(error=f"{type(error).__name__}: {reason}")
         raise
     finally:
-        send(points_took=stand_in.seconds)
+        send(seconds=stand_in.seconds)
 
 
 def messages():
@@ -48,18 +50,39 @@ def messages():
     return send
 
 
-def run(script):
-    """Run a tutorial as it stands; what it leaves behind is thrown away."""
+def run(script, plots):
+    """Run what benchmarks need of a tutorial, as its own ``__main__``.
+
+    What it leaves behind in its folder is thrown away.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
+    text = Path(script).read_text(encoding="utf-8")
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
     home = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            runpy.run_path(script, run_name="__main__")
+            code = compile(part.of(text, plots), script, "exec")
+            exec(code, module.__dict__)
         finally:
             os.chdir(home)
+
+
+def compile_only(memory):
+    """Let torch time nothing, and take no more than a part of the memory."""
+    import torch
+    from torch._inductor.runtime import autotune_cache, triton_heuristics
+
+    torch.cuda.set_per_process_memory_fraction(memory)
+    # Several processes share the GPU, so what torch.compile found fastest now
+    # would be noise: it compiles all variants and tries none, and the process
+    # that measures tries them. (Private names of torch.)
+    triton_heuristics.CachingAutotuner.bench = lambda *_, **__: 1.0
+    autotune_cache.AutotuneCache.save = lambda *_, **__: None
 
 
 @contextmanager
@@ -84,15 +107,11 @@ class OneTutorial:
 
     seconds = 0.0  # in what the kind of run is about
 
-    def __init__(self, send, name, fresh, parts, part):
+    def __init__(self, send, name, fresh):
         self.send = send
         self.name = name
         self.fresh = fresh
-        self.part, self.parts = part, parts
         self.seen = set()
-
-    def prepare(self, share):
-        """Before the tutorial runs; share is the part of the GPU's memory."""
 
     def __call__(
         self, original, mark, bench, save_path, show, print_data, **kwargs
@@ -120,16 +139,9 @@ class OneTutorial:
 class Compiling(OneTutorial):
     """Calls what would be timed once, and answers 1 everywhere."""
 
-    def prepare(self, share):
-        import torch
-        from torch._inductor.runtime import autotune_cache, triton_heuristics
-
-        torch.cuda.set_per_process_memory_fraction(share)
-        # Several processes share the GPU, so what torch.compile found fastest
-        # now would be noise: it compiles all variants and tries none, and the
-        # process that measures tries them. (Private names of torch.)
-        triton_heuristics.CachingAutotuner.bench = lambda *_, **__: 1.0
-        autotune_cache.AutotuneCache.save = lambda *_, **__: None
+    def __init__(self, send, name, fresh, share):
+        super().__init__(send, name, fresh)
+        self.mine, self.shares = share
 
     def clock(self, do_bench, fn, *args, quantiles=None, **kwargs):
         fn()
@@ -147,11 +159,11 @@ class Compiling(OneTutorial):
         count = itertools.count()
 
         def measure(**values):
-            # The points of one x and of one provider are spread over all
-            # parts, in the same way in benchmarks of the same sizes: forward
-            # and backward share kernels.
+            # The points of one size, and of one provider, go to all shares
+            # in turn; in the same way in benchmarks of the same sizes, for
+            # forward and backward have kernels in common.
             x, provider = divmod(next(count), len(bench.line_vals))
-            if (x + provider) % self.parts == self.part:
+            if (x + provider) % self.shares == self.mine:
                 start = time.monotonic()
                 # What cannot be compiled here is compiled when it is timed.
                 with suppress(Exception):
@@ -189,4 +201,4 @@ class Measuring(OneTutorial):
 
 
 if __name__ == "__main__":
-    main(json.load(sys.stdin))
+    main(**json.load(sys.stdin))

@@ -8,6 +8,7 @@ drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 import csv
 import io
 import math
+import re
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
@@ -227,6 +228,12 @@ def passport(tutorial, measured, gallery_conf):
         + "".join(f"      {line}\n" for line in grid.splitlines())
         + "\n"
     )
+
+
+def timed_with(text):
+    """The versions of triton that the passports of a page's text name."""
+    found = re.findall(r"^ +:Versions: .*\btriton ([^\s,]+)", text, re.M)
+    return sorted(set(found))
 
 
 def _quoted(cell):

@@ -23,7 +23,7 @@ from sphinx_design.tabs import sd_tab_label
 
 import tutorial
 from compiled import aot, limits, sheets
-from measurements import recording
+from page import figures
 
 # The disassembler starts once for each page and target: only for these.
 SASS = (limits.DEFAULT,)
@@ -45,8 +45,8 @@ class XRays:
         pages = limits.pages()
         scripts = {
             name: script
-            for script in recording.tutorials()
-            if (name := recording.name_of(script)) in pages
+            for script in tutorial.scripts()
+            if (name := tutorial.name_of(script)) in pages
         }
         folder = Path(app.doctreedir).parent / "xray"
         thread = ThreadPoolExecutor(1)
@@ -69,8 +69,9 @@ class XRays:
                 f"docs/kernels.toml says: {error}"
             ) from None
         lines = source[0].splitlines()
+        timed = figures.timed_with(source[0])
         for name, entry in limits.entries(page).items():
-            panel = Panel(app.srcdir, stem, page, name, entry, found)
+            panel = Panel(app.srcdir, stem, page, name, entry, found, timed)
             at = _after_cell(lines, name)
             if at is None:
                 raise ExtensionError(
@@ -84,33 +85,34 @@ class XRays:
 def made(scripts, pages, folder):
     """The sheets of each tutorial: {(kernel, target, N): Sheet}."""
     files = {
-        name: folder / f"{recording.flat(name)}.{_key(script, pages[name])}"
+        name: folder / f"{tutorial.file_name(name)}.{_key(script, page)}"
         for name, script in scripts.items()
+        for page in [pages[name]]
     }
-    found = {stem: _read(file) for stem, file in files.items()}
+    found = {name: _read(file) for name, file in files.items()}
     missing = [
-        (stem, target, N, pages[stem]["N"][0] == N)
-        for stem, sheets_ in found.items()
-        if not sheets_
-        for target, N in limits.shown(pages[stem])
+        (name, target, N, pages[name]["N"][0] == N)
+        for name, kept in found.items()
+        if not kept
+        for target, N in limits.shown(pages[name])
     ]
     calls = [
         limits.call(
-            *(stem, pages[stem], N, target),
+            *(name, pages[name], N, target),
             sass=first and target in SASS,
             last=True,
             then=sheets.full if first else sheets.brief,
         )
-        for stem, target, N, first in missing
+        for name, target, N, first in missing
     ]
     # One core is left to the tutorials, which run meanwhile.
     with aot.Compilers(max(1, len(os.sched_getaffinity(0)) - 1)) as compilers:
         launched = compilers.launches(calls)
-    for (stem, *shape, _), results in zip(missing, launched, strict=True):
-        for name, sheet in limits.by_name(results).items():
-            found[stem][name, *shape] = sheet
-    for stem in {stem for stem, *_ in missing}:
-        _write(files[stem], found[stem])
+    for (name, *shape, _), results in zip(missing, launched, strict=True):
+        for kernel, sheet in limits.by_name(results).items():
+            found[name][kernel, *shape] = sheet
+    for name in {name for name, *_ in missing}:
+        _write(files[name], found[name])
     return found
 
 
@@ -173,10 +175,11 @@ def _after_cell(lines, name):
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(self, srcdir, stem, page, name, entry, found):
+    def __init__(self, srcdir, stem, page, name, entry, found, timed=()):
         self.folder = Path(srcdir) / "tutorials" / "xray"
         self.stem, self.page, self.name = stem, page, name
         self.entry, self.found = entry, found
+        self.timed = timed  # by which versions of triton, the figures were
 
     def text(self):
         tabs = "".join(
@@ -187,14 +190,24 @@ class Panel:
         )
         body = (
             f"{self.entry['look'].strip()}\n\n"
-            f"{self.page['M']} rows, {self.page['dtype']}, "
-            f"triton {version('triton')}.\n"
+            f"{self.page['M']} rows, {self.page['dtype']}.\n"
             "Instructions are counted in the code, where a loop stands once."
+            f"{self.versions()}"
             "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
         )
         return (
             f"\n.. dropdown:: X-ray of ``{self.name}``\n"
             "   :class-container: bp-xray\n" + _indent(body) + "\n"
+        )
+
+    def versions(self):
+        """That the figures are not those of this code, if it is so."""
+        if set(self.timed) <= {version("triton")}:
+            return ""
+        return (
+            f"\nThis is what triton {version('triton')} compiles; the figures "
+            "of this page were timed with what triton "
+            f"{' and '.join(self.timed)} compiled."
         )
 
     def tab(self, target):
@@ -233,7 +246,7 @@ class Panel:
         self.folder.mkdir(parents=True, exist_ok=True)
         links = []
         for key, code in sheet.codes.items():
-            page = recording.flat(self.stem)
+            page = tutorial.file_name(self.stem)
             file = f"{page}.{self.name}.{sheet.target}.{key}"
             (self.folder / file).write_text(code, encoding="utf-8")
             path = f"/tutorials/xray/{file}"
