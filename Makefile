@@ -94,7 +94,7 @@ check-python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; \
 	install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		2>/dev/null || { echo "make: $(PYTHON) is not Python 3.11 or 3.12; \
+		2>/dev/null || { echo "make: $(PYTHON) is older than Python 3.11; \
 	name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || echo \
 	"make: $(PYTHON) is later than Python 3.12, the last one tested" >&2
@@ -119,9 +119,9 @@ test-tools: $(VENV)/site.stamp $(VENV)/test.stamp
 run-tools: $(VENV)/test.stamp
 endif
 
-NOT_INSTALLED = { echo "make: pip could not install $<, for the reason above; \
-	without a network it finds no versions at all. Try again: what is there \
-	is kept." >&2; exit 1; }
+NOT_INSTALLED = { echo "make: pip could not install $<; its reason is above. \
+	If it finds no version of a package, it may not reach the network." >&2; \
+	exit 1; }
 
 $(VENV)/site.stamp: requirements.txt constraints.txt | check-python
 	@test -x $(PY) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
