@@ -40,7 +40,7 @@ def main(arguments=None):
         announce(jobs)
         jobs, problems = checked(jobs)
         problems += measure(jobs, kept.keep) if jobs else []
-    except (RefusedError, recording.RecordingError) as error:
+    except (RefusedError, recording.RecordingError, OSError) as error:
         sys.exit(f"make record: {error}")
     except KeyboardInterrupt:
         sys.exit(f"make record: interrupted; what is written stays; {again}")
