@@ -113,7 +113,7 @@ site-tools: check-python
 	elftools, joblib' \
 	2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|elftools|joblib, joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp
