@@ -57,7 +57,7 @@ def long_widths(widths, every_type):
         ("N", "dtype"),
         [
             (N, dtype)
-            if dtype == torch.float16 or N == every_type
+            if dtype == torch.float16 or every_type == N
             else pytest.param(N, dtype, marks=pytest.mark.long)
             for N in widths
             for dtype in DTYPES
