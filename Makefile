@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
+ALL ?=
 TRITON ?= 3.6.0 3.9.0
 WORKERS ?= 2
 
@@ -23,9 +24,9 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-21s %s\n", $$1, $$2 }' \
 		$(MAKEFILE_LIST)
 
-html: site-tools  ## build the site into docs/_build/html
+html: site-tools  ## build the site into docs/_build/html; on a GPU, measure first
 	@$(SPHINX) $(SITE) || { echo "make html: the build stopped; the lines \
-	marked ERROR or WARNING above say where and why." >&2; exit 1; }
+	above say where and why." >&2; exit 1; }
 	@echo "The site is in $(SITE): open $(SITE)/index.html, or run make serve."
 
 preview: site-tools  ## build with stale or missing recordings marked; never publish it
@@ -58,8 +59,9 @@ test-gpu: run-tools  ## the checks that need a GPU
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)
 
-record: run-tools  ## measure on a GPU: TUTORIALS="01 03" picks, default all
-	@PYTHONPATH=docs/_ext $(PY) -m measurements.record $(TUTORIALS)
+record: run-tools  ## measure on a GPU what is stale: TUTORIALS="01 03" picks, ALL=1 measures all
+	@PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(PY) -m measurements.record $(if $(ALL),--all) $(TUTORIALS)
 
 linkcheck: site-tools  ## check links to other sites (needs the network)
 	@$(SPHINX) -b linkcheck docs/_build/linkcheck
@@ -72,7 +74,7 @@ lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff check --fix .
 
 clean:  ## remove everything that was generated
-	rm -rf docs/_build docs/tutorials .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/tutorials .cache .pytest_cache .ruff_cache .hypothesis
 
 # Tools ---------------------------------------------------------------------
 
@@ -91,10 +93,10 @@ run-tools: check-python
 # Installing requirements.txt here would replace the torch of a GPU image.
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
-	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph' \
-	2>/dev/null || { \
+	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, \
+	elftools, joblib' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -i sphinx requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp

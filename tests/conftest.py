@@ -40,6 +40,17 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="session")
+def launches():
+    """What compiles calls, in processes that stay: each takes seconds to
+    start."""
+    from compiled.aot import Compilers  # GPU machines may lack pyelftools
+
+    runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    with Compilers(max(1, len(os.sched_getaffinity(0)) // runs)) as compilers:
+        yield compilers.launches
+
+
+@pytest.fixture(scope="session")
 def alone(tmp_path_factory):
     """What a tutorial prints when it runs alone: once in a run of pytest,
     whatever process asks."""

@@ -2,7 +2,7 @@
 
 import re
 
-from compiled.aot import Call, launches
+from compiled.aot import Call
 
 NAME = "01-layer-norm"
 
@@ -12,7 +12,7 @@ def call(code, N, dtype="float16", **more):
     return Call(NAME, code, {"N": N, "dtype": dtype}, **more)
 
 
-def test_widest_rows_of_each_type():
+def test_widest_rows_of_each_type(launches):
     types = "float16", "bfloat16", "float32", "float64"
     run = "results(layer_norm, x, w, b, dy)"
     for dtype, built in zip(
@@ -35,7 +35,7 @@ NARROW = [
 ]
 
 
-def test_row_offsets_have_64_bits():
+def test_row_offsets_have_64_bits(launches):
     """The mutant multiplies in 32 bits; the page must not."""
     page, mutant = launches(
         [call(PLAIN, 4097, replace=replace) for replace in ((), NARROW)]

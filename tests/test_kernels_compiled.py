@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from compiled import limits
-from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, launches
+from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS
 from measurements import recording
 from tutorial import source
 
@@ -20,30 +20,38 @@ PUBLISHED = [path.stem for path in recording.tutorials()]
 EVERY = pytest.mark.parametrize("stem", PUBLISHED)
 
 
-def compiled(calls):
+@pytest.fixture(scope="session")
+def compiled(launches):
     """For each call the last launch of each kernel."""
-    return [limits.by_name(launched) for launched in launches(calls)]
+    return lambda calls: [limits.by_name(made) for made in launches(calls)]
 
 
-def over(stem, N, dtype, target, builds, replace=(), compare=True):
-    """A message for each kernel of one call that breaks a limit."""
+def over(stem, entry, built, N, dtype, replace=()):
+    """The limits that a kernel breaks, and the lines of code that do."""
+    if not (found := limits.broken(entry, built, N, dtype)):
+        return []
+    place = f"{built.kernel} of {stem}, N = {N}, {dtype}, {built.target}"
+    lines = [place, *(f"  {problem}" for problem in found)]
+    text = source(stem)
+    for old, new in replace:
+        text = text.replace(old, new)
+    wrong = {m.line for problem in found for m in problem.where}
+    for line in sorted(wrong - {None}):
+        code = text.splitlines()[line - 1].strip()
+        lines.append(f"  line {line}: {code}")
+    return lines
+
+
+def all_over(stem, builds, N, dtype, compiled):
+    """The same of every kernel, with all numbers of those that break one."""
+    found = []
     for name, entry in limits.entries(PAGES[stem]).items():
-        if found := limits.broken(entry, builds[name], N, dtype):
-            place = f"{name} of {stem}, N = {N}, {dtype}, {target}"
-            lines = [place, *(f"  {problem}" for problem in found)]
-            text = source(stem)
-            for old, new in replace:
-                text = text.replace(old, new)
-            wrong = {m.line for problem in found for m in problem.where}
-            for line in sorted(wrong - {None}):
-                code = text.splitlines()[line - 1].strip()
-                lines.append(f"  line {line}: {code}")
-            if compare:
-                lines += changes(stem, N, dtype, builds[name])
-            yield "\n".join(lines)
+        if lines := over(stem, entry, builds[name], N, dtype):
+            found += lines + changes(stem, N, dtype, builds[name], compiled)
+    return found
 
 
-def changes(stem, N, dtype, now):
+def changes(stem, N, dtype, now, compiled):
     """All numbers of a kernel, those of the version before beside them."""
     before = {}
     if text := earlier(stem):
@@ -106,9 +114,15 @@ def test_entries_have_what_a_panel_needs(stem):
     page = PAGES[stem]
     assert {"run", "M", "N", "dtype", "sizes"} <= page.keys()
     assert set(page) - set(limits.entries(page)) <= {
-        *("run", "also", "M", "N", "dtype", "sizes"),
+        *("run", "also", "M", "N", "dtype", "sizes", "cases"),
     }
     known = {"copies", "releases", *limits.LIMITS}
+    for case in page.get("cases", {}).values():
+        kernels = limits.entries(case)
+        assert case.keys() - kernels <= {"run", *limits.DTYPES, *limits.LIMITS}
+        assert kernels.keys() <= page.keys()
+        for entry in kernels.values():
+            assert entry.keys() <= {"true", "triton", *known}
     for name, entry in limits.entries(page).items():
         assert entry.keys() <= {"look", "true", "triton", *known}, name
         for changed in entry.get("triton", {}).values():
@@ -121,7 +135,7 @@ def test_entries_have_what_a_panel_needs(stem):
 
 
 @pytest.fixture(scope="module")
-def everywhere():
+def everywhere(compiled):
     """The builds of each tutorial: {(target, N, dtype): {kernel: Built}}."""
     keys, calls = [], []
     for stem in PUBLISHED:
@@ -136,8 +150,7 @@ def everywhere():
         }
         for target, N, dtype in sorted(shapes):
             keys.append((stem, target, N, dtype))
-            also = first == N
-            calls.append(limits.call(stem, page, N, target, dtype, also=also))
+            calls.append(limits.call(stem, page, N, target, dtype))
     return dict(zip(keys, compiled(calls), strict=True))
 
 
@@ -149,26 +162,59 @@ def test_run_launches_what_has_a_panel(everywhere, stem):
     assert set(builds) == set(limits.entries(page))
 
 
+@pytest.mark.parametrize("stem", [s for s in PUBLISHED if "also" in PAGES[s]])
+def test_what_else_is_launched_compiles(launches, stem):
+    page = PAGES[stem]
+    calls = [
+        limits.call(stem, page, page["N"][0], target, run="also")
+        for target in TARGETS
+    ]
+    for launched in launches(calls):
+        assert launched
+
+
 @EVERY
 @pytest.mark.parametrize("target", TARGETS)
-def test_limits_on_every_target(everywhere, stem, target):
+def test_limits_on_every_target(everywhere, compiled, stem, target):
     N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
     builds = everywhere[stem, target, N, dtype]
-    found = list(over(stem, N, dtype, target, builds))
+    found = all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
 
 
 @EVERY
-def test_limits_at_every_size(everywhere, stem):
-    found = [
-        message
-        for dtype, sizes in PAGES[stem]["sizes"].items()
-        for N in sizes
-        for message in over(
-            stem, N, dtype, "sm_90", everywhere[stem, "sm_90", N, dtype]
-        )
-    ]
+def test_limits_at_every_size(everywhere, compiled, stem):
+    found = []
+    for dtype, sizes in PAGES[stem]["sizes"].items():
+        for N in sizes:
+            builds = everywhere[stem, "sm_90", N, dtype]
+            found += all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
+
+
+CASES = [
+    pytest.param(stem, name, id=f"{stem}-{name}")
+    for stem in PUBLISHED
+    for name in PAGES[stem].get("cases", ())
+]
+
+
+@pytest.mark.parametrize("stem, name", CASES)
+def test_limits_in_every_case(launches, stem, name):
+    case = PAGES[stem]["cases"][name]
+    shapes, calls = zip(*limits.calls_of(stem, PAGES[stem], case), strict=True)
+    seen, found = set(), []
+    for (N, dtype), launched in zip(shapes, launches(calls), strict=True):
+        for built in launched:
+            seen.add(built.kernel)
+            entry = limits.in_case(PAGES[stem], case, built.kernel)
+            found += over(stem, entry, built, N, dtype)
+            facts = limits.Facts(built)
+            for sentence in case.get(built.kernel, {}).get("true", ()):
+                if not facts.say(sentence, N):
+                    found.append(f"{built.kernel}, {N}, {dtype}: {sentence}")
+    assert not found, "\n" + "\n".join(found)
+    assert seen >= limits.entries(case).keys()
 
 
 @EVERY
@@ -228,7 +274,7 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def faulty():
+def faulty(compiled):
     """Each tutorial with one fault, at the first shape on sm_90."""
     calls = [
         limits.call(
@@ -240,29 +286,30 @@ def faulty():
     return dict(zip(FAULTS, compiled(calls), strict=True))
 
 
-def first_shape(stem):
-    return PAGES[stem]["N"][0], PAGES[stem]["dtype"], "sm_90"
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(faulty, fault):
     stem, old, new, said = FAULTS[fault]
+    N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
     found = "\n".join(
-        over(
-            stem, *first_shape(stem), faulty[fault], [(old, new)],
-            compare=False,
+        line
+        for name, entry in limits.entries(PAGES[stem]).items()
+        for line in over(
+            stem, entry, faulty[fault][name], N, dtype, [(old, new)]
         )
-    )  # fmt: skip
+    )
     if fault == "barrier" and COMPILER_ADDS_BARRIER:
         assert not found
     else:
         assert said in found
 
 
-def test_the_message_shows_before_and_after(faulty, monkeypatch):
+def test_the_message_shows_before_and_after(faulty, compiled, monkeypatch):
     # The version before the fault is the file as it is.
     monkeypatch.setitem(globals(), "earlier", source)
-    (found,) = over(FIRST, *first_shape(FIRST), faulty["scalar load"])
+    N, dtype = PAGES[FIRST]["N"][0], PAGES[FIRST]["dtype"]
+    found = "\n".join(
+        all_over(FIRST, faulty["scalar load"], N, dtype, compiled)
+    )
     assert re.search(r"^ +before +now$", found, re.MULTILINE)
     loads = r"^ +Global loads +12 × 16 bytes +8 × 16 bytes, 32 × 2 bytes$"
     assert re.search(loads, found, re.MULTILINE)

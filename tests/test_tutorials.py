@@ -7,6 +7,9 @@ import re
 import pytest
 from project import ROOT
 
+from measurements import benchmarks
+from measurements.reach import Script, last_name, names
+
 SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in SCRIPTS}
 EVERY = pytest.mark.parametrize("stem", TEXTS)
@@ -72,23 +75,7 @@ def defined_by(node):
     """The functions, classes and CONSTANTS of a statement at the top level."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
-    stored = {
-        part.id
-        for part in ast.walk(node)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-    }
-    return {name for name in stored if name.isupper()}
-
-
-def used_by(node):
-    """The names of others that a statement uses, now or when it is called."""
-    names, own = set(), defined_by(node)
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            (names if isinstance(part.ctx, ast.Load) else own).add(part.id)
-        elif isinstance(part, ast.arg):
-            own.add(part.arg)
-    return names - own
+    return {name for name in names(node).bound if name.isupper()}
 
 
 def used_too_early(text):
@@ -100,10 +87,11 @@ def used_too_early(text):
     known = set().union(*map(defined_by, body))
     needs = {}  # of what is defined so far
     for node in body:
-        now = [node]
+        found = names(node)
+        runs = found.used - found.bound
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            now = decorators(node)  # the rest runs when it is called
-        left = [name for part in now for name in used_by(part) & known]
+            runs = found.used_now  # the rest runs when it is called
+        left = list(runs & known)
         reached = set()
         while left:
             name = left.pop()
@@ -113,7 +101,7 @@ def used_too_early(text):
                 left += needs[name]
             reached.add(name)
         for name in defined_by(node):
-            needs[name] = used_by(node) & known
+            needs[name] = found.used & known
     return early
 
 
@@ -131,6 +119,46 @@ def test_what_runs_too_early_is_found():
     helper = "def g(x):\n    return x\n\n"
     assert used_too_early(kernel + "f(1)\n" + helper) == {(4, "g")}
     assert not used_too_early(kernel + helper + "f(1)\n")
+
+
+# What reads a clock. A number that it gives has no passport, unless a
+# benchmark reaches the line.
+CLOCKS = {
+    *("do_bench", "do_bench_cudagraph", "perf_counter", "perf_counter_ns"),
+    *("time", "time_ns", "monotonic", "monotonic_ns", "process_time"),
+    *("process_time_ns", "timeit", "Timer", "Event", "elapsed_time"),
+    *("profile", "get_summary"),
+}
+
+
+def timed_outside(text):
+    """The lines that read a clock where no benchmark gets."""
+    script = Script(text)
+    reached = set()
+    for root in benchmarks.made_by(script).values():
+        reached.update((root, *script.reached(root)))
+    for node in script.body:
+        for part in ast.walk(node) if node not in reached else ():
+            if isinstance(part, ast.Call) and last_name(part.func) in CLOCKS:
+                yield part.lineno
+
+
+@EVERY
+def test_nothing_is_timed_outside_a_benchmark(stem):
+    assert not list(timed_outside(TEXTS[stem]))
+
+
+@pytest.mark.parametrize(
+    "clock",
+    [
+        "triton.testing.do_bench(print)",
+        "import time\nstart = time.perf_counter()",
+        "def f(): return torch.cuda.Event(enable_timing=True)",
+    ],
+)
+def test_a_timing_outside_a_benchmark_is_found(clock):
+    text = TEXTS["01-layer-norm"]
+    assert len(list(timed_outside(f"{text}\n\n{clock}\n"))) == 1
 
 
 @EVERY

@@ -3,15 +3,19 @@
 import json
 import re
 import subprocess
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from project import Project
 from triton import knobs
 
-from compiled import sass
+from compiled import limits, sass
+from compiled.aot import anywhere
 from compiled.machine_code import annotated, barrier_before, language, marks
 from compiled.occupancy import occupancy
 from compiled.sheets import Sheet
+from page import xray
 from page.xray import Panel
 
 SCRIPT = "01-double.py"
@@ -307,8 +311,11 @@ def test_the_panel_follows_its_kernel(built):
     text = " ".join(re.sub("<[^>]*>", " ", page[panel:after]).split())
     for part in (
         "Doubled by 16 bytes.",
-        "sm_80 NVIDIA A100 N = 1024 Programs",
-        "sm_90 NVIDIA H200 N = 1024 N = 512 Programs",
+        f"This is what triton {version('triton')} compiles; the figures of "
+        "this page were timed with what triton 3.0.0 compiled.",
+        "sm_80 NVIDIA A100 N = 1024 Compiled by triton",
+        "sm_90 NVIDIA H200 N = 1024 N = 512 Compiled by triton",
+        *(f"{compiled_by(target)} Programs 3" for target in limits.SHOWN),
         "sm_100 NVIDIA B200",
         "gfx942 AMD MI300X",
         "Programs 3 × 4 warps",
@@ -320,6 +327,23 @@ def test_the_panel_follows_its_kernel(built):
         "AMD assembly",
     ):
         assert part in text, part
+
+
+def compiled_by(target):
+    """What nvdisasm's neighbors say themselves."""
+    said = f"triton {version('triton')}"
+    if target == "gfx942":
+        return said
+    name = "ptxas-blackwell" if target == "sm_100" else "ptxas"
+    tool = Path(knobs.nvidia.nvdisasm.path).with_name(name)
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True)
+    return f"{said}, ptxas {re.search('release ([0-9.]+)', text.stdout)[1]}"
+
+
+@pytest.mark.parametrize("timed", [(), (version("triton"),)])
+def test_figures_of_the_same_compiler_need_no_word(tmp_path, timed):
+    assert not Panel(tmp_path, "", {}, "_f", {}, {}, timed).versions()
+    assert Panel(tmp_path, "", {}, "_f", {}, {}, (*timed, "3")).versions()
 
 
 def test_the_panel_is_not_in_the_downloads(built):
@@ -346,11 +370,92 @@ def test_the_code_can_be_downloaded(built):
         assert "site-packages" not in text
 
 
-def test_nothing_changed_nothing_is_compiled(built):
-    (kept,) = (built.root / "xray").iterdir()
-    before = kept.stat().st_mtime_ns
+def test_nothing_made_in_one_checkout_names_another(tmp_path, monkeypatch):
+    """Each has kernels of its own; also if who builds lets it use others."""
+    home, one, two = (tmp_path / name for name in ("home", "one", "two"))
+    monkeypatch.setenv("HOME", str(home))
+    for root, kernels in (one, None), (two, one / ".cache" / "triton"):
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+        if kernels:
+            monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
+        assert "build succeeded." in with_panel(root).build().stdout
+        assert (root / ".cache" / "triton").exists() == (root == one)
+        pages = (root / "html").rglob("*.*")
+        downloads = (root / "docs/tutorials/xray").iterdir()
+        made = [path for path in (*pages, *downloads) if path.is_file()]
+        assert len(made) > 30
+        for path in made:
+            assert str(tmp_path).encode() not in path.read_bytes(), path
+        monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    assert not (home / ".triton").exists()
+
+
+def test_folders_are_taken_out_of_code():
+    """In each form of Triton's; also a folder whose name has a space."""
+    for line, kept in (
+        ('.file 1 "/a b/x/tutorials/01.py"', '.file 1 "tutorials/01.py"'),
+        ('.file 1 "/a/x/tutorials" "01.py"', '.file 1 "tutorials" "01.py"'),
+        ('.file\t2 "/b/triton/language/standard.py"',
+         '.file\t2 "triton/language/standard.py"'),
+        ('#loc = loc("/tutorials/a b/tutorials/01.py":77:0)',
+         '#loc = loc("tutorials/01.py":77:0)'),
+        (".loc 1 7 4\n\t.section .debug_str\n/a/x", ".loc 1 7 4\n"),
+    ):  # fmt: skip
+        assert anywhere(line) == kept
+
+
+def kept(project):
+    """What is kept of a project's panels, and when it was written."""
+    (file,) = (project.root / "xray").iterdir()
+    return file, file.stat().st_mtime_ns
+
+
+def test_sheets_are_kept_while_the_code_is_the_same(built):
+    """Prose of the page may change, as long as no line moves."""
+    before = kept(built)
+    built.edit("in its shortest form", "as short as can be")
+    built.edit("Double a tensor, and", "Double a vector, and")
     assert "build succeeded" in built.build().stdout
-    assert [f.stat().st_mtime_ns for f in kept.parent.iterdir()] == [before]
+    assert "as short as can be" in built.page()
+    assert kept(built) == before
+    for old, new in (
+        ("2 * tl.load(", "2.5 * tl.load("),
+        ("  # a comment", "  # another comment"),
+        ("# %%\n# The kernel", "#\n# %%\n# The kernel"),
+    ):
+        key = xray._key(built.script(), {})
+        built.edit(old, new)
+        changed = xray._key(built.script(), {})
+        built.edit(new, old)
+        assert changed != key, new
+
+
+def test_sheets_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file, found = tmp_path / "xray" / "01-double.1", {"_f": 1}
+    xray._write(file, found)
+    assert xray._read(file) == found
+    with pytest.raises(OSError), monkeypatch.context() as patch:
+        patch.setattr(xray.os, "replace", full_disk)
+        xray._write(file, {"_f": 2})
+    assert xray._read(file) == found
+    newer = file.with_suffix(".2")
+    xray._write(newer, found)
+    assert list(file.parent.iterdir()) == [newer]
+
+
+def full_disk(*_):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_unreadable_sheets_are_made_again(built, left):
+    file, _ = kept(built)
+    whole, page = file.read_bytes(), built.page()
+    file.write_bytes(whole[:left])
+    (built.root / "doctrees/environment.pickle").unlink()  # read all again
+    assert "build succeeded" in built.build().stdout
+    assert file.read_bytes() == whole
+    assert built.page() == page
 
 
 def test_a_kernel_that_is_not_there_is_named(tmp_path):

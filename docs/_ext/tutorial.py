@@ -1,19 +1,61 @@
-"""Load the definitions of a tutorial without running its cells."""
+"""The tutorials, and their definitions without the cells that run.
+
+Everything else of the mechanism builds on this module, so it also says where
+compiled kernels are kept: in the checkout.
+"""
 
 import ast
-import itertools
+import hashlib
 import linecache
+import os
+import re
 import sys
 import types
 from pathlib import Path
 
-TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIALS = ROOT / "tutorials"
 
-_count = itertools.count()
+# Not under docs/_build: make test empties that, and CI keeps this.
+CACHE = ROOT / ".cache"
+# Who has set these himself shares kernels between checkouts, and may: no path
+# is left in what the pages show (see compiled.aot).
+os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+
+
+def scripts():
+    """The tutorials in the order in which they are read."""
+    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
+    return [
+        script
+        for folder in folders
+        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
+    ]
+
+
+def sections():
+    """The folders of tutorials, in the order of tutorials/index.rst."""
+    text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
+    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
+    # Sphinx tells of a folder that is not listed.
+    return [s for s in listed if s in found] + sorted(found - set(listed))
+
+
+def name_of(script):
+    """What a tutorial is called everywhere: its path below tutorials/."""
+    path = Path(script).relative_to(TUTORIALS).with_suffix("")
+    return path.as_posix()
+
+
+def file_name(name):
+    """The name of a tutorial as a part of the name of a file."""
+    return name.replace("/", "-")
 
 
 def source(name):
-    """Text of a tutorial, e.g. source("01-layer-norm")."""
+    """Text of a tutorial, e.g. source("layer-norm/01-layer-norm")."""
     return (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")
 
 
@@ -28,14 +70,16 @@ def load(name, replace=(), interpret=True, text=None):
     replace is a sequence of pairs (old, new) that edit the source text
     first: that is how a test makes a mutant. Each old must occur once.
 
-    interpret=False leaves out the switch, for compiling without a GPU.
+    interpret=False leaves out the switch, for compiling without a GPU. The
+    file is then named without its folder, mutant or not: Triton keeps what it
+    compiled by the text and the line of a kernel, and the name stands in it.
     text stands for the file's own, to load an earlier version of it.
     """
     path = TUTORIALS / f"{name}.py"
-    edited = bool(replace or text)
+    edited = bool(replace or text or not interpret)
     text = text or path.read_text(encoding="utf-8")
     filename = str(path)
-    module_name = "tutorial_" + name.replace("-", "_")
+    module_name = "tutorial_" + re.sub(r"\W", "_", name)
     for old, new in replace:
         if text.count(old) != 1:
             raise ValueError(
@@ -44,9 +88,11 @@ def load(name, replace=(), interpret=True, text=None):
         text = text.replace(old, new)
     if edited:
         # inspect, and so Triton, reads the edited source from the line cache.
-        number = next(_count)
-        filename = f"{filename}.mutant{number}.py"
-        module_name += f"_mutant{number}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        module_name += f"_{digest}"
+        filename = f"{filename}.{digest}.py"
+        if not interpret:
+            filename = f"tutorials/{name}.py"
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
     tree = ast.parse(text, filename)

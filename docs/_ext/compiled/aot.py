@@ -1,37 +1,32 @@
 """Compile kernels of a tutorial for a named GPU, on a machine without one.
 
-Either as the tutorial's own wrapper would launch them on that GPU:
+They are compiled as the tutorial's own wrapper would launch them there:
 
     call = Call("01-layer-norm", "forward(*args)", {...}, target="sm_90")
-    for built in launches([call])[0]:
-        print(built.kernel, built.registers)
-
-or with a signature and options of one's own:
-
-    jobs = [Job("01-layer-norm", "_layer_norm_fwd", signature, constants,
-                target="sm_90", num_warps=8)]
-    ptx = build(jobs)[0].text
-
-The work is done in a child process without TRITON_INTERPRET: with it,
-triton.language itself is interpreted and cannot be compiled any more.
+    with Compilers() as compilers:
+        for built in compilers.launches([call])[0]:
+            print(built.kernel, built.registers)
 """
 
 import dataclasses
 import gc
+import multiprocessing
 import os
-import pickle
 import re
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 from compiled import machine_code, occupancy, sass
+from tutorial import load
 
 TRITON = ".".join(version("triton").split(".")[:2])
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
@@ -77,31 +72,24 @@ class Call:
 
 
 @dataclasses.dataclass
-class Job:
-    tutorial: str
-    kernel: str
-    signature: dict  # name: "*fp16", "i32", "fp32"; ":16" = divisible by 16
-    constants: dict  # constexpr name: value, "@name" for a function
-    target: str = "sm_90"
-    num_warps: int = 4
-    num_stages: int = 3
-    maxnreg: int | None = None  # most registers of a thread
-    replace: tuple = ()  # pairs (old, new) that edit the source first
-
-
-@dataclasses.dataclass
 class Built:
     kernel: str
     target: str
+    compiler: str  # and its version
     registers: int  # per thread
     spills: int  # bytes of memory that a thread's spilled registers take
     shared: int  # bytes of shared memory
     num_warps: int
     num_stages: int
-    script: str  # the file of the kernel
+    tutorial: str
     asm: dict  # "ttir", "ttgir", then "ptx" and perhaps "sass", or "amdgcn"
     grid: tuple = ()  # programs, if it was launched
     columns: int | None = None  # what it was given as N
+
+    @property
+    def script(self):
+        """The file of the kernel, as generated code names it."""
+        return self.tutorial.rpartition("/")[2] + ".py"
 
     @property
     def text(self):
@@ -118,73 +106,54 @@ class Built:
         )
 
 
-def build(jobs):
-    """A list of Built, one for each Job."""
-    return _in_children(jobs)
+class Compilers(ProcessPoolExecutor):
+    """Processes that compile, one for each core, until they are shut down.
+
+    TRITON_INTERPRET is not set in them: with it, triton.language itself is
+    interpreted and cannot be compiled any more.
+    """
+
+    def __init__(self, workers=None):
+        workers = workers or len(os.sched_getaffinity(0))
+        spawn = multiprocessing.get_context("spawn")
+        super().__init__(workers, spawn, initializer=_start)
+
+    def launches(self, calls):
+        """For each Call the list of Built of what it launches, in order."""
+        return list(self.map(_launched, calls))
 
 
-def launches(calls, workers=None):
-    """For each Call the list of Built of what it launches, in order."""
-    return _in_children(calls, workers)
+# In such a process -----------------------------------------------------------
 
 
-def _in_children(tasks, workers=None):
-    """The results for all tasks, from a child process for each core."""
-    workers = workers or len(os.sched_getaffinity(0))
-    workers = max(1, min(workers, len(tasks) // 4))
-    results = [None] * len(tasks)
-    shares = [range(i, len(tasks), workers) for i in range(workers)]
-    with ThreadPoolExecutor(workers) as pool:
-        done = pool.map(lambda s: _child([tasks[i] for i in s]), shares)
-        for share, part in zip(shares, done, strict=True):
-            for i, result in zip(share, part, strict=True):
-                results[i] = result
-    return results
-
-
-def _child(tasks):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[1])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tasks"
-        path.write_bytes(pickle.dumps(tasks))
-        done = subprocess.run(
-            [sys.executable, "-m", "compiled.aot", path],
-            capture_output=True,
-            text=True,
-            env=env,
-        )
-        if done.returncode:
-            raise RuntimeError((done.stdout + done.stderr)[-4000:])
-        return pickle.loads(path.read_bytes())
-
-
-# In the child ----------------------------------------------------------------
-
-
-def _work():
-    path, modules = Path(sys.argv[1]), {}
+def _start():
+    assert "triton" not in sys.modules
+    os.environ.pop("TRITON_INTERPRET", None)
     gc.set_threshold(50_000)  # 700 costs a twentieth of the time
-    results = [
-        (_launched if isinstance(task, Call) else _built)(task, modules)
-        for task in pickle.loads(path.read_bytes())
-    ]
-    path.write_bytes(pickle.dumps(results))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _module(task, modules):
-    from tutorial import load
-
-    source = getattr(task, "source", None)
-    key = task.tutorial, tuple(map(tuple, task.replace)), source
-    # A tutorial may ask about its GPU while it is loaded.
-    key += (task.target,) if isinstance(task, Call) else ()
-    if key not in modules:
-        modules[key] = load(task.tutorial, task.replace, False, source)
-    return modules[key]
+def _end_with_parent():
+    """Also when it is killed: the others of the pool would wait for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
-def _launched(call, modules):
+@cache
+def _module(name, replace, source, target):
+    """A tutorial; it may ask about its GPU, the target, while it is loaded."""
+    return load(name, replace, False, source)
+
+
+def _launched(call):
+    try:
+        return _compiled(call)
+    except Exception:
+        said = traceback.format_exc()[-4000:]
+        raise RuntimeError(f"{call.tutorial}: {said}") from None
+
+
+def _compiled(call):
     """Run the code; every launch compiles instead."""
     import torch
     from triton.backends.compiler import GPUTarget
@@ -219,7 +188,8 @@ def _launched(call, modules):
         return later
 
     KernelInterface.__getitem__ = launch
-    module = _module(call, modules)
+    replace = tuple(map(tuple, call.replace))
+    module = _module(call.tutorial, replace, call.source, call.target)
     module.DEVICE = torch.device("meta")
     values = {
         name: getattr(torch, value) if name == "dtype" else value
@@ -232,7 +202,7 @@ def _launched(call, modules):
     builds, cubins = [], []
     for kernel, grid, args, options in launched:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        built = _measured(compiled, kernel, call.target, grid)
+        built = _measured(compiled, kernel, call, grid)
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         built.columns = given.get("N")
         builds.append(built)
@@ -252,66 +222,58 @@ def _disassemble(builds, cubins):
         built.asm["sass"] = text
 
 
-def _built(job, modules):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(_module(job, modules), job.kernel)
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in job.constants:
-            signature[name] = "constexpr"
-            continue
-        kind, _, divisor = job.signature[name].partition(":")
-        signature[name] = kind
-        if divisor:
-            attributes[i,] = [["tt.divisibility", int(divisor)]]
-    module = _module(job, modules)
-    constants = {
-        name: _named(module, value) for name, value in job.constants.items()
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
-    target = GPUTarget(*TARGETS[job.target])
-    if job.maxnreg and target.backend == "cuda":
-        options["maxnreg"] = job.maxnreg
-    compiled = triton.compile(source, target=target, options=options)
-    return _measured(compiled, kernel, job.target)
-
-
-def _named(module, value):
-    """A constant; "@name" stands for a function of the tutorial."""
-    if isinstance(value, str) and value.startswith("@"):
-        return getattr(module, value[1:])
-    return value
-
-
-def _measured(compiled, kernel, target, grid=()):
+def _measured(compiled, kernel, call, grid):
     kept = ("ttir", "ttgir", "ptx", "amdgcn")
-    asm = {name: compiled.asm[name] for name in kept if name in compiled.asm}
+    asm = {
+        name: anywhere(compiled.asm[name])
+        for name in kept
+        if name in compiled.asm
+    }
+    compiler, target = f"triton {version('triton')}", compiled.metadata.target
     if "amdgcn" in asm:
         registers, spills = (
-            int(re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"])[1])
+            int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
     else:
         registers, spills = _resources(compiled.asm["cubin"])
+        compiler += f", ptxas {_ptxas(target)}"
     stages = re.search(r"tt\.num_stages = (\d+)", asm["ttir"])
     data = compiled.metadata
     return Built(
         kernel=kernel.__name__,
-        target=target,
+        target=call.target,
         registers=registers,
         spills=spills,
         shared=data.shared,
         num_warps=data.num_warps,
         # tl.range may have its own; other loops have that of the launch.
         num_stages=int(stages[1]) if stages else data.num_stages,
-        script=Path(kernel.fn.__code__.co_filename).name,
+        tutorial=call.tutorial,
+        compiler=compiler,
         asm=asm,
         grid=grid if isinstance(grid, tuple) else (),
     )
+
+
+def anywhere(code):
+    """Without debug data, and without the folder of any machine.
+
+    What Triton kept may have been compiled elsewhere, even in this checkout:
+    before it was moved, or on a GPU, where a tutorial runs as it stands.
+    """
+    code = re.split(r"^\s*\.section\s+\.debug", code, flags=re.MULTILINE)[0]
+    return re.sub(
+        r'"/(?:[^"\n]*/)?(triton/language|tutorials)\b', r'"\1', code
+    )
+
+
+@cache
+def _ptxas(target):
+    """The version of what Triton takes for a GPU; not one for all."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return get_ptxas(target.arch).version
 
 
 def _resources(cubin):
@@ -333,9 +295,3 @@ def _tool(cubin, *command):
         return subprocess.run(
             [*command, file.name], check=True, capture_output=True, text=True
         ).stdout
-
-
-if __name__ == "__main__":
-    from compiled import aot  # as the tasks know it
-
-    aot._work()

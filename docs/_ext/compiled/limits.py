@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from compiled import aot, machine_code
 from compiled.occupancy import occupancy
-from measurements import recording
+from tutorial import ROOT
 
-FILE = recording.ROOT / "docs" / "kernels.toml"
+FILE = ROOT / "docs" / "kernels.toml"
 SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel
 DEFAULT = "sm_90"
 # The most that is allowed where the file says nothing.
@@ -21,6 +21,7 @@ LIMITS = {
     "narrow_stores": 0,
     "narrow_copies": 0,
 }
+DTYPES = {"float16", "bfloat16", "float32", "float64"}
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
@@ -43,11 +44,32 @@ def shown(page):
             yield from ((target, N) for N in more)
 
 
-def call(stem, page, N, target, dtype=None, also=False, **more):
+def call(stem, page, N, target, dtype=None, run="run", **more):
     """The call of a tutorial's wrappers at one shape."""
     values = {"M": page["M"], "N": N, "dtype": dtype or page["dtype"]}
-    code = page["run"] + ("\n" + page.get("also", "") if also else "")
-    return aot.Call(stem, code, values, target, **more)
+    return aot.Call(stem, page[run], values, target, **more)
+
+
+def calls_of(stem, page, case):
+    """The calls of a further case: pairs of (N, type) and call."""
+    for dtype in sorted(DTYPES & case.keys()):
+        for N in case[dtype]:
+            yield (N, dtype), call(stem, page | case, N, DEFAULT, dtype)
+
+
+def in_case(page, case, kernel):
+    """The entry of a kernel, with the limits that are others in a case: of
+    all its kernels, or of this one."""
+    of_all = {what: case[what] for what in LIMITS.keys() & case.keys()}
+    return merged(page[kernel], of_all, case.get(kernel, {}))
+
+
+def merged(*entries):
+    """One entry; later ones come first, and the version of triton in each."""
+    found = {}
+    for entry in entries:
+        found |= entry | entry.get("triton", {}).get(aot.TRITON, {})
+    return {k: v for k, v in found.items() if k != "triton"}
 
 
 def by_name(launched):
@@ -143,7 +165,7 @@ def broken(entry, built, N, dtype):
     if built.target == DEFAULT:
         now |= {what: len(marks) for what, marks in narrow.items()}
     found = []
-    entry = entry | entry.get("triton", {}).get(aot.TRITON, {})
+    entry = merged(entry)
     for what, value in now.items():
         limit = entry.get(what, LIMITS[what])
         if isinstance(limit, dict):
@@ -181,6 +203,7 @@ def numbers(built, facts=None):
     warps, most, limits = occupancy(
         built.target, built.registers, built.shared, facts.warps, per_device
     )
+    yield "Compiled by", built.compiler
     yield "Programs", f"{facts.programs:,} × {facts.warps} warps"
     yield "Registers of a thread", facts.registers
     yield "Spilled bytes of a thread", facts.spills

@@ -6,11 +6,10 @@ tutorials run: reading generated code takes time.
 
 import re
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 
 from compiled import limits, machine_code
-from measurements import recording
+from tutorial import source
 
 CODES = {
     "ttir": "Triton IR",
@@ -48,10 +47,10 @@ def full(built):
             if mark.kind == "release" and len(lines) == 1:
                 (mark.line,) = lines
     sheet = _numbered(built, facts)
-    script = _script(built.script)
+    script = source(built.tutorial).splitlines()
     sheet.ways = "\n".join(_ways(built, found, script))
     sheet.codes = {
-        key: shortened(machine_code.annotated(built.asm[key], marks, script))
+        key: machine_code.annotated(built.asm[key], marks, script)
         for key, marks in found.items()
     }
     return sheet
@@ -67,13 +66,6 @@ def _marks(built, key, facts):
     if code is built.text:
         return facts.marks
     return machine_code.marks(code, built.script, built.asm.get("ptx", ""))
-
-
-@cache
-def _script(name):
-    """The lines of a tutorial."""
-    path = recording.TUTORIALS / name
-    return path.read_text(encoding="utf-8").splitlines()
 
 
 def _ways(built, found, script):
@@ -129,10 +121,3 @@ def layouts(code, found, line):
         meant = re.search(rf"^{name} = .*<{{(.*), order.*}}>", code, re.M)
         if meant:
             yield f"<code>{name}: {escape(meant[1])}</code>"
-
-
-def shortened(text):
-    """Without debug data and without the folders of this machine."""
-    text = re.split(r"^\s*\.section\s+\.debug", text, flags=re.MULTILINE)[0]
-    text = re.sub(r'(?<=[\s"])/[^\s"]*/(triton/language)', r"\1", text)
-    return text.replace(f"{recording.ROOT}/", "")

@@ -1,14 +1,16 @@
 """Recordings: what a GPU measured for a tutorial, as a file in the repository.
 
 ``docs/measurements/<gpu>/<tutorial>.json`` holds the numbers behind every
-measured figure of a tutorial, with the environment they were measured in and
-a hash of the code that was measured. This module reads, checks and writes
-these files. It needs neither Sphinx nor a GPU.
+measured figure of a tutorial. Each benchmark in it stands alone: its numbers,
+the environment they were measured in, a hash of the code that was measured,
+and a digest of all that. This module reads, checks and writes these files. It
+needs neither Sphinx nor a GPU.
+
+A tutorial's name is its path below ``tutorials/`` without ``.py``:
+``01-layer-norm``, or ``layer-norm/01-layer-norm`` in the folder of a section.
 """
 
-import ast
 import hashlib
-import io
 import json
 import math
 import os
@@ -16,21 +18,37 @@ import platform
 import re
 import tempfile
 import time
-import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-TUTORIALS = ROOT / "tutorials"
+from measurements import benchmarks
+from tutorial import ROOT, TUTORIALS
+
 STORE = ROOT / "docs" / "measurements"
 
-# The units a benchmark may have: what its ylabel says.
-UNITS = (
-    *("GB/s", "% of copy", "µs", "relative error"),
-    *("wrong runs of 100", "different results of 100"),
-)
+# The units a benchmark may have (what its ylabel says), and their numbers.
+POSITIVE = (math.ulp(0), math.inf)
+UNITS = {
+    "GB/s": POSITIVE,
+    "% of copy": POSITIVE,
+    "µs": POSITIVE,
+    "relative error": (0, math.inf),
+    "wrong runs of 100": (0, 100),
+    "different results of 100": (0, 100),
+}
+# What each benchmark of a recording says.
+KEYS = {
+    "code": str,
+    "environment": dict,
+    "unit": str,
+    "args": dict,
+    "method": str,
+    "x_names": list,
+    "rows": list,
+    "digest": str,
+}
 ENVIRONMENT = (
     *("gpu", "driver", "cuda", "torch", "triton", "python"),
-    *("date", "method", "checks_passed"),
+    *("date", "checks_passed"),
 )
 VALUES = ("median", "low", "high")
 
@@ -40,43 +58,67 @@ class RecordingError(Exception):
 
 
 def tutorials():
-    """The tutorials, in order."""
-    return sorted(TUTORIALS.glob("[0-9][0-9]-*.py"))
+    """The scripts of the tutorials, in the order in which they are read."""
+    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
+    return [
+        script
+        for folder in folders
+        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
+    ]
 
 
-def pick(names):
-    """The tutorials that names such as ``01`` or ``01-layer-norm`` mean."""
-    known = {key: p for p in tutorials() for key in (p.stem, p.stem[:2])}
-    for name in names:
-        if name not in known:
-            stems = ", ".join(p.stem for p in tutorials())
-            raise RecordingError(f"no tutorial {name!r}; there are: {stems}")
-    return [known[name] for name in names] or tutorials()
+def sections():
+    """The folders of tutorials, in the order of tutorials/index.rst."""
+    text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
+    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
+    # Sphinx tells of a folder that is not listed.
+    return [s for s in listed if s in found] + sorted(found - set(listed))
 
 
-def code_hash(path):
-    """Hash the code of a script: not its comments, docstrings, blank lines.
+def name_of(script):
+    """The name of a tutorial, from the path of its script."""
+    return script.relative_to(TUTORIALS).with_suffix("").as_posix()
 
-    The text is hashed rather than a syntax tree, whose form differs between
-    versions of Python.
-    """
-    source = Path(path).read_text(encoding="utf-8")
-    lines = source.splitlines()
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    for token in tokens:
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    documented = (
-        ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    )
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, documented) and ast.get_docstring(node):
-            text = node.body[0]
-            for row in range(text.lineno - 1, text.end_lineno):
-                lines[row] = ""
-    code = "\n".join(line.rstrip() for line in lines if line.strip())
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+def flat(name):
+    """The name of a tutorial as part of the name of a file."""
+    return name.replace("/", "-")
+
+
+def script_of(name):
+    return TUTORIALS / f"{name}.py"
+
+
+def path_of(gpu, name, store=None):
+    return (store or STORE) / gpu / f"{name}.json"
+
+
+def number(name):
+    """What is enough to name a tutorial: ``01`` or ``layer-norm/01``."""
+    return re.sub(r"(\d\d)-[^/]*$", r"\1", name)
+
+
+def pick(asked):
+    """The tutorials meant by ``01``, ``01-layer-norm``, ``layer-norm/01``, or
+    ``layer-norm``, a section; all of them if nothing is asked for."""
+    scripts = tutorials()
+    means = {}
+    for script in scripts:
+        name = name_of(script)
+        section, _, stem = name.rpartition("/")
+        for key in {name, number(name), stem, stem[:2], section} - {""}:
+            means.setdefault(key, []).append(script)
+    picked = {}
+    for key in asked:
+        found = means.get(key.strip("/").removesuffix(".py"), [])
+        names = ", ".join(name_of(script) for script in found or scripts)
+        if not found:
+            raise RecordingError(f"no tutorial {key!r}; there are: {names}")
+        if len(found) > 1 and key[:2].isdigit():
+            raise RecordingError(f"{key!r} means several tutorials: {names}")
+        picked |= dict.fromkeys(found)
+    return list(picked) or scripts
 
 
 def slug(gpu):
@@ -84,86 +126,201 @@ def slug(gpu):
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
-def gpus(stem):
+def gpus(name):
     """The folders that hold a recording of a tutorial."""
-    return sorted(p.parent.name for p in STORE.glob(f"*/{stem}.json"))
+    folders = sorted(p.name for p in STORE.glob("*/"))
+    return [gpu for gpu in folders if path_of(gpu, name).exists()]
 
 
-def mend(stem):
+def mend(name):
     """The commands that bring a recording in order."""
     return (
-        f"on a GPU run: make record TUTORIALS={stem[:2]} "
+        f"on a GPU run: make record TUTORIALS={number(name)} "
         "(to build without its figures: make preview)"
     )
 
 
-def load(gpu, stem):
-    """Read one recording and check that it is whole and fits the code."""
-    path = STORE / gpu / f"{stem}.json"
-    where = f"tutorials/{stem}.py: the recording {gpu}/{stem}.json"
+def codes(name):
+    """{benchmark: hash of the code it measures} of a tutorial as it stands."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecordingError(f"{where} is missing; {mend(stem)}") from None
-    except (ValueError, OSError) as error:
+        return benchmarks.hashes(script_of(name))
+    except (benchmarks.UnclearError, SyntaxError) as error:
+        raise RecordingError(f"tutorials/{name}.py: {error}") from None
+
+
+def load(gpu, name, store=None):
+    """A recording that is whole and fits the tutorial's code."""
+    data = read(gpu, name, store)
+    if problems := stale(data, name):
         raise RecordingError(
-            f"{where} cannot be read ({error}); {mend(stem)}"
-        ) from None
-    if problem := _problem(data):
-        raise RecordingError(f"{where} is damaged: {problem}; {mend(stem)}")
-    if data["code"] != code_hash(TUTORIALS / f"{stem}.py"):
-        raise RecordingError(
-            f"{where} is stale: the tutorial's code has changed since; "
-            f"{mend(stem)}"
+            f"{_where(gpu, name)} is stale: {'; '.join(problems.values())}; "
+            f"{mend(name)}"
         )
     return data
 
 
-def _problem(data):
+def stale(data, name):
+    """{benchmark: why} of what has to be measured again, or for once."""
+    recorded, now = data["benchmarks"], codes(name)
+    problems = {}
+    for plot, code in now.items():
+        if plot not in recorded:
+            problems[plot] = f"benchmark {plot} is not in it"
+        elif recorded[plot]["code"] != code:
+            problems[plot] = (
+                f"the code of benchmark {plot} has changed since (hash found "
+                f"{recorded[plot]['code']}, expected {code})"
+            )
+    for plot in recorded.keys() - now.keys():
+        problems[plot] = f"the tutorial has no benchmark {plot}"
+    return problems
+
+
+def read(gpu, name, store=None):
+    """A recording that is whole, whether or not it fits the code."""
+    where = _where(gpu, name)
+    try:
+        data = json.loads(
+            path_of(gpu, name, store).read_text(encoding="utf-8")
+        )
+    except FileNotFoundError:
+        raise RecordingError(f"{where} is missing; {mend(name)}") from None
+    except (ValueError, OSError) as error:
+        raise RecordingError(
+            f"{where} cannot be read ({error}); {mend(name)}"
+        ) from None
+    if problem := _problem(data, gpu):
+        raise RecordingError(f"{where} is damaged: {problem}; {mend(name)}")
+    return data
+
+
+def _where(gpu, name):
+    return f"tutorials/{name}.py: the recording {gpu}/{name}.json"
+
+
+def _problem(data, gpu):
     """What is wrong with the contents of a recording, or None."""
     if not isinstance(data, dict):
-        return "not an object"
-    for key, kind in (("environment", dict), ("benchmarks", dict)):
-        if not isinstance(data.get(key), kind):
-            return f"no {key}"
-    if not isinstance(data.get("code"), str):
-        return "no hash of the code"
-    for key in ENVIRONMENT:
-        if data["environment"].get(key) in (None, ""):
-            return f"the environment does not say its {key}"
+        return _differs("it", type(data).__name__, "an object")
+    if not isinstance(data.get("benchmarks"), dict):
+        return _differs("benchmarks", "none", "an object")
     for name, benchmark in data["benchmarks"].items():
-        if problem := benchmark_problem(benchmark):
+        if problem := benchmark_problem(benchmark, gpu):
             return f"benchmark {name}: {problem}"
     return None
 
 
-def benchmark_problem(benchmark):
+def _differs(place, found, expected):
+    return f"{place}: found {found}, expected {expected}"
+
+
+def benchmark_problem(benchmark, gpu):
     """What is wrong with one recorded benchmark, or None."""
     if not isinstance(benchmark, dict):
-        return "not an object"
-    if benchmark.get("unit") not in UNITS:
-        return f"unknown unit {benchmark.get('unit')!r}"
-    if not isinstance(benchmark.get("args"), dict):
-        return "no args"
-    if not isinstance(benchmark.get("rows"), list) or not benchmark["rows"]:
-        return "no rows"
-    for row in benchmark["rows"]:
-        if not isinstance(row, dict) or "provider" not in row:
-            return f"a row without a provider: {row}"
-        for key in VALUES:
-            value = row.get(key, "nothing")
-            # null: this provider cannot do this size
-            if value is None:
-                continue
-            number = isinstance(value, int | float) and value == value
-            if not number or isinstance(value, bool) or math.isinf(value):
-                return f"{key} is {value!r} in row {row}"
+        return _differs("it", benchmark, "an object")
+    for key, kind in KEYS.items():
+        found = benchmark.get(key)
+        if not isinstance(found, kind) or not (found or key == "args"):
+            return _differs(key, found, f"a filled {kind.__name__}")
+    environment = benchmark["environment"]
+    for key in ENVIRONMENT:
+        if environment.get(key) in (None, ""):
+            return _differs(f"environment, {key}", "nothing", "what it was")
+    if slug(environment["gpu"]) != gpu:
+        return _differs(
+            "environment, gpu",
+            f"{environment['gpu']} in the folder {gpu}",
+            f"the folder {slug(environment['gpu'])}",
+        )
+    if benchmark["unit"] not in UNITS:
+        units = ", ".join(UNITS)
+        return _differs("unit", repr(benchmark["unit"]), f"one of {units}")
+    return _rows_problem(benchmark) or _digest_problem(benchmark)
+
+
+def _rows_problem(benchmark):
+    names = {*benchmark["x_names"], "provider", *VALUES}
+    seen = set()
+    for i, row in enumerate(benchmark["rows"], start=1):
+        place = f"row {i}"
+        if not isinstance(row, dict) or row.keys() != names:
+            return _differs(place, row, f"the keys {', '.join(sorted(names))}")
+        key = x_of(row, benchmark["x_names"]), row["provider"]
+        if key in seen:
+            return _differs(place, f"{key} again", "each size once")
+        seen.add(key)
+        if problem := _values_problem(row, benchmark["unit"]):
+            return f"{place} {key}: {problem}"
+    xs, providers = grid(benchmark)
+    for key in ((x, provider) for x in xs for provider in providers):
+        if key not in seen:
+            return _differs("rows", f"nothing for {key}", "a measurement")
     return None
 
 
-def save(data, gpu, stem):
+def _values_problem(row, unit):
+    values = [row[key] for key in VALUES]
+    if values == [None] * 3:  # this provider cannot do this size
+        return None
+    least, most = UNITS[unit]
+    more_than = "0 or more" if least == 0 else "more than 0"
+    for key, value in zip(VALUES, values, strict=True):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # not a number, infinite and too low or high fail alike
+        if not number or not least <= value <= most or math.isinf(value):
+            return _differs(
+                key,
+                value,
+                f"a finite number, {more_than}"
+                + (f", at most {most}" if most < math.inf else ""),
+            )
+    median, low, high = values
+    if not low <= median <= high:
+        return _differs(
+            "low, median, high", f"{low}, {median}, {high}", "this order"
+        )
+    return None
+
+
+def _digest_problem(benchmark):
+    if benchmark["digest"] == digest(benchmark):
+        return None
+    return _differs(
+        "digest", benchmark["digest"], f"{digest(benchmark)} for these numbers"
+    )
+
+
+def digest(benchmark):
+    """A hash of all that a benchmark says: numbers edited later do not fit.
+
+    That finds accidents. Whoever means to forge can compute it anew.
+    """
+    rest = {key: value for key, value in benchmark.items() if key != "digest"}
+    text = json.dumps(
+        rest, sort_keys=True, ensure_ascii=False, separators=(",", ":")
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sealed(benchmark):
+    """A benchmark with its digest, as a recording holds it."""
+    return benchmark | {"digest": digest(benchmark)}
+
+
+def x_of(row, x_names):
+    return tuple(row[name] for name in x_names)
+
+
+def grid(benchmark):
+    """The sizes and the providers of a recorded benchmark, in their order."""
+    rows = benchmark["rows"]
+    xs = dict.fromkeys(x_of(row, benchmark["x_names"]) for row in rows)
+    return list(xs), list(dict.fromkeys(row["provider"] for row in rows))
+
+
+def save(data, gpu, name, store=None):
     """Write a recording; an interrupted write leaves the old file whole."""
-    path = STORE / gpu / f"{stem}.json"
+    path = path_of(gpu, name, store)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".draft")
     try:
@@ -200,7 +357,7 @@ def point(result):
     return {"median": median, "low": low, "high": high}
 
 
-def environment(method, checks_passed):
+def environment(checks_passed):
     """Where and how a measurement was made."""
     import torch
     import triton
@@ -220,7 +377,6 @@ def environment(method, checks_passed):
         "triton": triton.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "method": method,
         "checks_passed": checks_passed,
     }
 

@@ -15,6 +15,11 @@ from dataclasses import dataclass, field
 import style
 from measurements import recording
 
+# What may be said where a benchmark is run: nothing that it measures with.
+OPTIONS = {
+    *("save_path", "show_plots", "print_data", "diff_col", "save_precision"),
+}
+
 
 @dataclass
 class Measured:
@@ -29,6 +34,7 @@ class Measured:
     names: dict  # provider -> the name of its line
     method: str
     rows: list
+    code: str
     live: bool = False
     figure: object = None
 
@@ -45,12 +51,13 @@ class Missing:
 class Session:
     """What was measured while one tutorial ran."""
 
-    stem: str
+    name: str  # of the tutorial
     live: bool
     default_gpu: str = ""
     recordings: dict = field(default_factory=dict)  # gpu -> recording
     reason: str = ""  # why there are no recordings, in a preview
     results: dict = field(default_factory=dict)  # plot name -> [Measured]
+    pictures: int = 0  # how many figures were saved
     has_card: bool = False  # whether a figure was kept for the card
     timed_outside: bool = False  # do_bench called by no benchmark
     inside: bool = False
@@ -64,6 +71,12 @@ def replaced(replacement):
     original = triton.testing.Mark._run
 
     def _run(self, bench, *args, **kwargs):
+        if more := kwargs.keys() - OPTIONS:
+            raise recording.RecordingError(
+                f"benchmark {bench.plot_name} is run with "
+                f"{', '.join(sorted(more))}: say it in args of Benchmark, "
+                "where a recording can hold it"
+            )
         return replacement(original, self, bench, *args, **kwargs)
 
     triton.testing.Mark._run = _run
@@ -131,24 +144,55 @@ def keeping(fn, bench, rows):
     return measure
 
 
-def replaying(rows, bench, stem):
+def described(mark, bench):
+    """What a recording says of a benchmark beside its numbers."""
+    return {
+        "unit": bench.ylabel,
+        "args": {k: recording.plain(v) for k, v in bench.args.items()},
+        "method": method(mark),
+        "x_names": list(bench.x_names),
+    }
+
+
+def x_values(bench):
+    """The sizes of a benchmark, as a recording holds them."""
+    for x in bench.x_vals:
+        each = x if isinstance(x, list | tuple) else [x] * len(bench.x_names)
+        yield tuple(recording.plain(value) for value in each)
+
+
+def misfit(stored, bench):
+    """How a recorded benchmark differs from the script's own, or None."""
+    xs, providers = recording.grid(stored)
+    own = {k: recording.plain(v) for k, v in bench.args.items()}
+    for place, found, expected in (
+        ("unit", stored["unit"], bench.ylabel),
+        ("args", stored["args"], own),
+        ("x_names", stored["x_names"], list(bench.x_names)),
+        ("x values", xs, list(x_values(bench))),
+        ("providers", _own(providers), _own(bench.line_vals)),
+    ):
+        if found != expected:
+            return f"{place}: found {found}, expected {expected}"
+    return None
+
+
+def _own(providers):
+    """All but the peers that a machine may lack."""
+    return sorted(set(providers) - set(style.OPTIONAL))
+
+
+def replaying(rows, bench):
     """A measuring function that answers from recorded rows."""
     known = {
-        (*(row.get(n) for n in bench.x_names), row["provider"]): row
+        (recording.x_of(row, bench.x_names), row["provider"]): row
         for row in rows
     }
 
     def measure(**values):
-        key = tuple(
-            recording.plain(values[n])
-            for n in (*bench.x_names, bench.line_arg)
-        )
-        if key not in known:
-            raise recording.RecordingError(
-                f"tutorials/{stem}.py: benchmark {bench.plot_name} has no "
-                f"recorded measurement for {key}; {recording.mend(stem)}"
-            )
-        numbers = (known[key][name] for name in recording.VALUES)
+        x = tuple(recording.plain(values[n]) for n in bench.x_names)
+        row = known[x, values[bench.line_arg]]
+        numbers = (row[name] for name in recording.VALUES)
         return tuple(float("nan") if v is None else v for v in numbers)
 
     return measure
@@ -187,8 +231,6 @@ class Runner:
         self, original, mark, bench, save_path, show, print_data, **kwargs
     ):
         session = self.session
-        if session.live:
-            return self.live(original, mark, bench, **kwargs)
         if not session.recordings:
             session.results[bench.plot_name] = [
                 Missing(bench.plot_name, session.reason)
@@ -200,63 +242,48 @@ class Runner:
         }
         return tables[session.default_gpu]
 
-    def live(self, original, mark, bench, **kwargs):
-        rows = []
-        self.session.inside = True
-        try:
-            with measuring_with(mark, keeping(mark.fn, bench, rows)):
-                table = self.draw(original, mark, bench, **kwargs)
-        finally:
-            self.session.inside = False
-        environment = recording.environment(method(mark), "not run")
-        gpu = recording.slug(environment["gpu"])
-        self.keep(mark, bench, gpu, environment, rows, live=True)
-        return table
-
     def replay(self, original, mark, bench, gpu, **kwargs):
-        session = self.session
-        data = session.recordings[gpu]
-        stored = data["benchmarks"].get(bench.plot_name)
-        if stored is None:
+        name, plot = self.session.name, bench.plot_name
+        where = f"tutorials/{name}.py: the recording {gpu}/{name}.json"
+        stored = self.session.recordings[gpu]["benchmarks"].get(plot)
+        problem = (
+            misfit(stored, bench)
+            if stored
+            else f"found nothing, expected what {mark.fn.__name__} measured"
+        )
+        if problem:
             raise recording.RecordingError(
-                f"tutorials/{session.stem}.py: benchmark {bench.plot_name} "
-                f"was not recorded on {gpu}; {recording.mend(session.stem)}"
+                f"{where} does not fit: benchmark {plot}: {problem}; "
+                f"{recording.mend(name)}"
             )
-        rows = stored["rows"]
-        bench = with_recorded_peers(bench, rows)
-        with measuring_with(mark, replaying(rows, bench, session.stem)):
-            table = self.draw(original, mark, bench, **kwargs)
-        self.keep(mark, bench, gpu, data["environment"], rows, stored=stored)
+        bench = with_recorded_peers(bench, stored["rows"])
+        with measuring_with(mark, replaying(stored["rows"], bench)):
+            table, figure = self.draw(original, mark, bench, **kwargs)
+        self.keep(bench, gpu, stored, figure)
         return table
 
     @staticmethod
     def draw(original, mark, bench, **kwargs):
-        bench = copy.copy(bench)
-        bench.styles = style.dressed(bench)
-        return original(mark, bench, "", True, False, **kwargs)
-
-    def keep(self, mark, bench, gpu, environment, rows, live=False, stored=()):
+        """The table of a benchmark and the figure that it drew."""
         import matplotlib.pyplot as plt
 
-        stored = dict(stored)
-        figure = plt.gcf()
-        figure.set_label(bench.plot_name)
+        bench = copy.copy(bench)
+        bench.styles = style.dressed(bench)
+        before = set(plt.get_fignums())
+        table = original(mark, bench, "", True, False, **kwargs)
+        (drawn,) = set(plt.get_fignums()) - before
+        figure = plt.figure(drawn)
         style.finish(figure, bench)
-        self.session.results.setdefault(bench.plot_name, []).append(
-            Measured(
-                name=bench.plot_name,
-                gpu=gpu,
-                environment=environment,
-                unit=bench.ylabel,
-                args=stored.get("args")
-                or {k: recording.plain(v) for k, v in bench.args.items()},
-                x_names=list(bench.x_names),
-                names=dict(
-                    zip(bench.line_vals, bench.line_names, strict=True)
-                ),
-                method=stored.get("method") or environment["method"],
-                rows=rows,
-                live=live,
-                figure=figure,
-            )
+        return table, figure
+
+    def keep(self, bench, gpu, stored, figure):
+        names = dict(zip(bench.line_vals, bench.line_names, strict=True))
+        measured = Measured(
+            name=bench.plot_name,
+            gpu=gpu,
+            names=names,
+            live=self.session.live,
+            figure=figure,
+            **{k: v for k, v in stored.items() if k != "digest"},
         )
+        self.session.results.setdefault(bench.plot_name, []).append(measured)

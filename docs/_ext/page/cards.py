@@ -23,42 +23,70 @@ class FirstTutorial(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self):
-        stem = recording.tutorials()[0].stem
-        link = link_to(self.env, stem, self.arguments[0])
+        name = recording.name_of(recording.tutorials()[0])
+        link = link_to(self.env, name, self.arguments[0])
         return [nodes.paragraph("", "", link)]
 
 
 class TutorialCards(SphinxDirective):
-    """A grid of cards, one for each tutorial."""
+    """A card for each tutorial: of this section, or of all, by section."""
 
     def run(self):
-        cards = nodes.container(classes=["bp-cards"])
+        groups = {"": []}
         for script in recording.tutorials():
-            self.env.note_dependency(str(script))
-            cards += self.card(script)
-        return [cards]
+            name = recording.name_of(script)
+            groups.setdefault(name.rpartition("/")[0], []).append(name)
+        here = self.env.docname.removeprefix("tutorials/")
+        if (section := here.removesuffix("/index")) in groups:
+            return [self.grid(groups[section])]
+        return [
+            *([self.grid(groups.pop(""))] if groups[""] else []),
+            *(
+                self.section(name, names)
+                for name, names in groups.items()
+                if name
+            ),
+        ]
 
-    def card(self, script):
+    def section(self, section, names):
+        """The cards of a section under its title and its sentence."""
+        index = recording.TUTORIALS / section / "index.rst"
+        self.env.note_dependency(str(index))
+        head, said, *_ = index.read_text(encoding="utf-8").split("\n\n")
+        link = link_to(self.env, f"{section}/index", head.split("\n")[0])
+        found = nodes.section(ids=[f"section-{section}"])
+        found += nodes.title("", "", link)
+        found += nodes.paragraph("", " ".join(said.split()))
+        found += self.grid(names)
+        return found
+
+    def grid(self, names):
+        cards = nodes.container(classes=["bp-cards"])
+        cards += [self.card(name) for name in names]
+        return cards
+
+    def card(self, name):
+        script = recording.script_of(name)
+        self.env.note_dependency(str(script))
         _, blocks = split_code_and_text_blocks(str(script))
         summary, title = extract_intro_and_title(script, blocks[0].content)
         card = nodes.container(classes=["bp-card"])
-        card += self.pictures(script.stem)
-        link = link_to(self.env, script.stem, title)
+        card += self.pictures(name)
+        link = link_to(self.env, name, title)
         number = script.stem[:2]
         card += nodes.paragraph("", number, classes=["bp-card-number"])
         heading = nodes.paragraph("", "", link, classes=["bp-card-title"])
         card += heading
         card += nodes.paragraph("", summary, classes=["bp-card-summary"])
         gpu = self.config.measured_gpu
-        card += headlines(gpu, script.stem)
-        path = recording.STORE / gpu / f"{script.stem}.json"
-        self.env.note_dependency(str(path))
+        card += headlines(gpu, name)
+        self.env.note_dependency(str(recording.path_of(gpu, name)))
         return card
 
-    def pictures(self, stem):
+    def pictures(self, name):
         """A measured figure of the tutorial, in its light and dark form."""
         for path, theme in zip(
-            card_pictures(self.env.srcdir, stem),
+            card_pictures(self.env.srcdir, name),
             ("light", "dark"),
             strict=True,
         ):
@@ -71,21 +99,23 @@ class TutorialCards(SphinxDirective):
                 )
 
 
-def link_to(env, stem, text):
+def link_to(env, name, text):
     """A link to a tutorial, which Sphinx-Gallery may not have made yet."""
-    uri = env.app.builder.get_relative_uri(env.docname, f"tutorials/{stem}")
+    uri = env.app.builder.get_relative_uri(env.docname, f"tutorials/{name}")
     return nodes.reference("", text, refuri=uri, internal=True)
 
 
-def headlines(gpu, stem):
+def headlines(gpu, name):
     """What the recording says in a paragraph a pass, and where it is from."""
     try:
-        data = recording.load(gpu, stem)
+        data = recording.load(gpu, name)
     except recording.RecordingError:
         return [nodes.paragraph("", "Not recorded yet.")]
-    lines = []
+    lines, sources = [], {}
     for benchmark in data["benchmarks"].values():
         if said := headline(benchmark):
+            env = benchmark["environment"]
+            sources[f"{env['gpu']}, {env['date']}"] = None
             mode = str(benchmark["args"].get("mode", ""))
             line = nodes.paragraph(classes=["bp-card-figure"])
             if mode:
@@ -96,8 +126,7 @@ def headlines(gpu, stem):
             line += nodes.inline("", said, classes=["bp-said"])
             lines.append(line)
     if lines:
-        env = data["environment"]
-        source = f"{env['gpu']}, {env['date']}"
+        source = "; ".join(sources)
         lines.append(nodes.paragraph("", source, classes=["bp-card-source"]))
     return lines
 
@@ -108,7 +137,7 @@ def headline(benchmark):
         return None
     speeds = {}
     for row in benchmark["rows"]:
-        x = tuple(v for k, v in row.items() if k not in _NOT_X)
+        x = recording.x_of(row, benchmark["x_names"])
         speeds.setdefault(row["provider"], {})[x] = row["median"]
     if not {"triton", "torch", "copy"} <= speeds.keys():
         return None
@@ -118,9 +147,6 @@ def headline(benchmark):
         f"{faster:.2f} × the speed of PyTorch, "
         f"{100 * share:.0f} % of the speed of a plain copy"
     )
-
-
-_NOT_X = ("provider", *recording.VALUES)
 
 
 def geometric_mean(ours, theirs):

@@ -7,61 +7,59 @@ drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 
 import csv
 import io
-import json
 import math
+import re
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 
 import style
-from measurements import recording
+from measurements import live, recording
 from measurements.replay import Measured, Missing
 
 logger = logging.getLogger(__name__)
 
 
-def scraped(session, block_vars, gallery_conf):
+def scraped(session, gallery_conf):
     """Save the open figures and give the reST that shows them."""
     import matplotlib.pyplot as plt
 
     known = {
-        name: results
-        for name, results in session.results.items()
+        id(results[0].figure): results
+        for results in session.results.values()
         if isinstance(results[0], Measured)
     }
-    parts, done = [], set()
+    # Tabs show the figures of the other GPUs.
+    others = {id(m.figure) for results in known.values() for m in results[1:]}
+    parts = []
     for number in plt.get_fignums():
         figure = plt.figure(number)
-        name = figure.get_label()
-        if name in known:
-            if all(measured.figure is not figure for measured in known[name]):
-                # drawn by the tutorial from the numbers of that benchmark
-                for axes in figure.axes:
-                    axes.grid(not axes.images)  # no lines across a map
-                parts.append(
-                    _measured(
-                        [known[name][0]], block_vars, gallery_conf, figure
-                    )
-                )
-            elif name not in done:
-                done.add(name)
-                _keep_for_card(session, known[name][0], gallery_conf)
-                parts.append(_measured(known[name], block_vars, gallery_conf))
+        if id(figure) in others:
+            continue
+        if results := known.get(id(figure)):
+            _keep_for_card(session, results[0], gallery_conf)
+            parts.append(_measured(session, results, gallery_conf))
+            continue
+        if measured := _drawn_from(figure, known.values()):
+            for axes in figure.axes:
+                axes.grid(not axes.images)  # no lines across a map
+            parts.append(_measured(session, [measured], gallery_conf, figure))
             continue
         if session.timed_outside:
             raise ExtensionError(
-                f"tutorials/{session.stem}.py: a figure without a passport: "
+                f"tutorials/{session.name}.py: a figure without a passport: "
                 "something was timed outside triton.testing.perf_report, so "
                 "nobody can tell where its numbers come from"
             )
+        name = figure.get_label()
         if not name:
             logger.warning(
                 "tutorials/%s.py: a figure without a description: name it, "
                 "plt.figure('what the picture shows')",
-                session.stem,
+                session.name,
             )
-        parts.append(_images(figure, name, block_vars, gallery_conf))
+        parts.append(_images(session, figure, name, gallery_conf))
     for results in session.results.values():
         if isinstance(results[0], Missing):
             parts.append(_missing(results[0]))
@@ -75,14 +73,35 @@ def scraped(session, block_vars, gallery_conf):
     return "\n".join(parts)
 
 
-def _images(figure, alt, block_vars, gallery_conf):
+def _drawn_from(figure, known):
+    """The benchmark whose numbers a figure of the tutorial shows, or None.
+
+    Its picture (a heat map, say) must hold all of the benchmark's medians and
+    no other number: a name proves nothing.
+    """
+    shown = {
+        float(value)
+        for axes in figure.axes
+        for image in axes.get_images()
+        for value in image.get_array().compressed()
+    }
+    for results in known:
+        medians = {row["median"] for row in results[0].rows} - {None}
+        if len(shown) > 1 and shown == medians:
+            return results[0]
+    return None
+
+
+def _images(session, figure, alt, gallery_conf):
     """Save both forms of a figure; the page shows the one of its theme."""
-    path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
+    session.pictures += 1
+    name = f"{recording.flat(session.name)}_{session.pictures:03}"
+    folder = _folder(gallery_conf["src_dir"], "images")
     parts = []
     for text, ending, theme in zip(
         style.svg(figure), ("", "_dark"), ("light", "dark"), strict=True
     ):
-        image = path.with_name(f"{path.stem}{ending}.svg")
+        image = folder / f"{name}{ending}.svg"
         image.write_text(text, encoding="utf-8")
         uri = image.relative_to(gallery_conf["src_dir"]).as_posix()
         parts.append(
@@ -102,16 +121,24 @@ def _keep_for_card(session, measured, gallery_conf):
     session.has_card = True
     for text, path in zip(
         style.svg(measured.figure),
-        card_pictures(gallery_conf["src_dir"], session.stem),
+        card_pictures(gallery_conf["src_dir"], session.name),
         strict=True,
     ):
         path.write_text(text, encoding="utf-8")
 
 
-def card_pictures(srcdir, stem):
+def card_pictures(srcdir, tutorial):
     """The light and the dark picture of a tutorial's card."""
-    folder = Path(srcdir) / "tutorials" / "images"
-    return folder / f"card_{stem}.svg", folder / f"card_{stem}_dark.svg"
+    folder = _folder(srcdir, "images")
+    name = f"card_{recording.flat(tutorial)}"
+    return folder / f"{name}.svg", folder / f"{name}_dark.svg"
+
+
+def _folder(srcdir, name):
+    """Where all tutorials put files of a kind, under names of their own."""
+    folder = Path(srcdir) / "tutorials" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _missing(missing):
@@ -122,16 +149,16 @@ def _missing(missing):
     )
 
 
-def _measured(results, block_vars, gallery_conf, figure=None):
+def _measured(session, results, gallery_conf, figure=None):
     """A measured figure with its passport; a tab for each GPU."""
     bodies = [
         _images(
+            session,
             figure or measured.figure,
             alt_text(measured),
-            block_vars,
             gallery_conf,
         )
-        + passport(measured, block_vars, gallery_conf)
+        + passport(session.name, measured, gallery_conf)
         for measured in results
     ]
     if len(bodies) == 1:
@@ -155,20 +182,15 @@ def _indent(text, width=3):
     )
 
 
-def passport(measured, block_vars, gallery_conf):
+def passport(tutorial, measured, gallery_conf):
     """Where the numbers of a figure come from, and the numbers."""
-    stem = Path(block_vars["src_file"]).stem
-    folder = Path(gallery_conf["src_dir"]) / "tutorials" / "raw"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(gallery_conf["src_dir"], "raw")
     # Page, benchmark and GPU in the name: no two downloads share it.
-    table = folder / f"{stem}.{measured.name}.{measured.gpu}.csv"
-    table.write_text(_csv(measured), encoding="utf-8")
-    if measured.live:
-        raw = folder / f"{stem}.live.json"
-        _add_live(raw, stem, measured)
-        raw = f"raw/{raw.name}"
-    else:
-        raw = f"/measurements/{measured.gpu}/{stem}.json"
+    file = f"{recording.flat(tutorial)}.{measured.name}.{measured.gpu}.csv"
+    (folder / file).write_text(_csv(measured), encoding="utf-8")
+    store = live.STORE if measured.live else recording.STORE
+    raw = recording.path_of(measured.gpu, tutorial, store)
+    raw = raw.relative_to(gallery_conf["src_dir"]).as_posix()
     env = measured.environment
     origin = (
         "Measured on this machine, by this build."
@@ -194,9 +216,10 @@ def passport(measured, block_vars, gallery_conf):
         ".. container:: passport\n\n"
         f"   **{origin}** {env['gpu']}, {env['date']}. {checks}\n\n"
         f"   :Versions: {versions}\n"
-        f"   :Method: {measured.method}\n"
-        f"   :Data: :download:`CSV <raw/{table.name}>`\n"
-        f"      :download:`JSON <{raw}>`\n\n"
+        + (f"   :Measured: {circumstances(measured)}\n" * bool(measured.args))
+        + f"   :Method: {measured.method}\n"
+        f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"
+        f"      :download:`JSON </{raw}>`\n\n"
         f"   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
         "      .. csv-table::\n"
@@ -207,28 +230,24 @@ def passport(measured, block_vars, gallery_conf):
     )
 
 
+def timed_with(text):
+    """The versions of triton that the passports of a page's text name."""
+    found = re.findall(r"^ +:Versions: .*\btriton ([^\s,]+)", text, re.M)
+    return sorted(set(found))
+
+
 def _quoted(cell):
     return '"' + str(cell).replace('"', '""') + '"'
 
 
-def _add_live(path, stem, measured):
-    """Keep the numbers of a live build in the format of a recording."""
-    data = {
-        "environment": measured.environment,
-        "code": recording.code_hash(recording.TUTORIALS / f"{stem}.py"),
-        "benchmarks": {},
-    }
-    if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        if old["code"] == data["code"]:
-            data["benchmarks"] = old["benchmarks"]
-    data["benchmarks"][measured.name] = {
-        "unit": measured.unit,
-        "args": measured.args,
-        "method": measured.method,
-        "rows": measured.rows,
-    }
-    path.write_text(recording.dump(data), encoding="utf-8")
+def circumstances(measured):
+    """Pass, sizes and types of a benchmark, in words."""
+    args = dict(measured.args)
+    mode = args.pop("mode", None)
+    words = [f"{mode} pass"] if mode in ("forward", "backward") else []
+    if mode and not words:
+        args["mode"] = mode
+    return ", ".join([*words, *(f"{k} = {v}" for k, v in args.items())])
 
 
 def _csv(measured):
@@ -276,7 +295,7 @@ def alt_text(measured):
     table = _by_x(measured)
     xs = list(table)
     first, last = (", ".join(str(part) for part in x) for x in (xs[0], xs[-1]))
-    args = ", ".join(f"{k} = {v}" for k, v in measured.args.items())
+    args = circumstances(measured)
     lines = []
     for provider, name in measured.names.items():
         values = [

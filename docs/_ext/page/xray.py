@@ -6,10 +6,13 @@ machine does not have, as the page's own wrapper launches it. The panel is
 added to the text that Sphinx reads: script and notebook know nothing of it.
 """
 
+import ast
 import hashlib
+import io
 import os
 import pickle
 import re
+import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +23,7 @@ from sphinx_design.tabs import sd_tab_label
 
 import tutorial
 from compiled import aot, limits, sheets
-from measurements import recording
+from page import figures
 
 # The disassembler starts once for each page and target: only for these.
 SASS = (limits.DEFAULT,)
@@ -30,91 +33,129 @@ MADE_BY = (
     *(Path(tutorial.__file__), Path(__file__)),
 )
 
-_pool = ThreadPoolExecutor(1)
-_work = None  # what will be the sheets of all tutorials
 
+class XRays:
+    """The sheets of all tutorials, from the start of a build to its end."""
 
-def start(app):
-    """Begin to compile while the tutorials run; what is known is read."""
-    global _work
-    pages = limits.pages()
-    scripts = [s for s in recording.tutorials() if s.stem in pages]
-    folder = Path(app.doctreedir).parent / "xray"
-    _work = _pool.submit(made, scripts, pages, folder)
+    def __init__(self):
+        self.work = None  # what will be the sheets
+
+    def start(self, app):
+        """Begin to compile while the tutorials run; what is known is read."""
+        pages = limits.pages()
+        scripts = {
+            name: script
+            for script in tutorial.scripts()
+            if (name := tutorial.name_of(script)) in pages
+        }
+        folder = Path(app.doctreedir).parent / "xray"
+        thread = ThreadPoolExecutor(1)
+        self.work = thread.submit(made, scripts, pages, folder)
+        thread.shutdown(wait=False)
+
+    def add_panels(self, app, docname, source):
+        """Put the panels of a tutorial into its text."""
+        stem = docname.removeprefix("tutorials/")
+        pages = limits.pages()
+        if stem not in pages or stem == docname:
+            return
+        app.env.note_dependency(str(limits.FILE))
+        page = pages[stem]
+        try:
+            found = self.work.result()[stem]
+        except (RuntimeError, SyntaxError) as error:
+            raise ExtensionError(
+                "a tutorial cannot be compiled for its X-ray, as "
+                f"docs/kernels.toml says: {error}"
+            ) from None
+        lines = source[0].splitlines()
+        timed = figures.timed_with(source[0])
+        for name, entry in limits.entries(page).items():
+            panel = Panel(app.srcdir, stem, page, name, entry, found, timed)
+            at = _after_cell(lines, name)
+            if at is None:
+                raise ExtensionError(
+                    f"docs/kernels.toml: tutorials/{stem}.py has no kernel "
+                    f"{name}"
+                )
+            lines[at:at] = panel.text().splitlines()
+        source[0] = "\n".join(lines) + "\n"
 
 
 def made(scripts, pages, folder):
     """The sheets of each tutorial: {(kernel, target, N): Sheet}."""
     files = {
-        script.stem: folder / f"{script.stem}.{_key(script, pages)}"
-        for script in scripts
+        name: folder / f"{tutorial.file_name(name)}.{_key(script, page)}"
+        for name, script in scripts.items()
+        for page in [pages[name]]
     }
+    found = {name: _read(file) for name, file in files.items()}
     missing = [
-        (stem, target, N, pages[stem]["N"][0] == N)
-        for stem, file in files.items()
-        if not file.exists()
-        for target, N in limits.shown(pages[stem])
+        (name, target, N, pages[name]["N"][0] == N)
+        for name, kept in found.items()
+        if not kept
+        for target, N in limits.shown(pages[name])
     ]
     calls = [
         limits.call(
-            *(stem, pages[stem], N, target),
+            *(name, pages[name], N, target),
             sass=first and target in SASS,
             last=True,
             then=sheets.full if first else sheets.brief,
         )
-        for stem, target, N, first in missing
+        for name, target, N, first in missing
     ]
-    found = {}
     # One core is left to the tutorials, which run meanwhile.
-    workers = max(1, len(os.sched_getaffinity(0)) - 1)
-    launched = aot.launches(calls, workers) if calls else []
-    for (stem, *shape, _), results in zip(missing, launched, strict=True):
-        for name, sheet in limits.by_name(results).items():
-            found.setdefault(stem, {})[name, *shape] = sheet
-    for stem, file in files.items():
-        if stem not in found:
-            found[stem] = pickle.loads(file.read_bytes())
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"{stem}.*"):
-            old.unlink()
-        file.write_bytes(pickle.dumps(found[stem]))
+    with aot.Compilers(max(1, len(os.sched_getaffinity(0)) - 1)) as compilers:
+        launched = compilers.launches(calls)
+    for (name, *shape, _), results in zip(missing, launched, strict=True):
+        for kernel, sheet in limits.by_name(results).items():
+            found[name][kernel, *shape] = sheet
+    for name in {name for name, *_ in missing}:
+        _write(files[name], found[name])
     return found
 
 
-def _key(script, pages):
+def _read(file):
+    """The sheets that a file holds; none if it is missing or damaged."""
+    try:
+        return pickle.loads(file.read_bytes())
+    except Exception:  # damaged bytes may raise any
+        return {}
+
+
+def _write(file, found):
+    """Keep sheets, whole or not at all, in place of older ones."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".draft")
+    draft.write_bytes(pickle.dumps(found))
+    os.replace(draft, file)
+    for old in file.parent.glob(f"{file.stem}.*"):
+        if old != file:
+            old.unlink()
+
+
+def _key(script, page):
     """A hash of everything that the sheets of a tutorial depend on."""
-    parts = [script.read_bytes(), repr(pages[script.stem]).encode()]
+    text = script.read_text(encoding="utf-8")
+    parts = [_code(text).encode(), repr(page).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
     parts += [path.read_bytes() for path in MADE_BY]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def add_panels(app, docname, source):
-    """Put the panels of a tutorial into its text."""
-    stem = docname.removeprefix("tutorials/")
-    pages = limits.pages()
-    if stem not in pages or stem == docname:
-        return
-    app.env.note_dependency(str(limits.FILE))
-    page = pages[stem]
-    try:
-        found = _work.result()[stem]
-    except RuntimeError as error:
-        raise ExtensionError(
-            "a tutorial cannot be compiled for its X-ray, as "
-            f"docs/kernels.toml says: {error}"
-        ) from None
-    lines = source[0].splitlines()
-    for name, entry in limits.entries(page).items():
-        panel = Panel(app.srcdir, stem, page, name, entry, found)
-        at = _after_cell(lines, name)
-        if at is None:
-            raise ExtensionError(
-                f"docs/kernels.toml: tutorials/{stem}.py has no kernel {name}"
-            )
-        lines[at:at] = panel.text().splitlines()
-    source[0] = "\n".join(lines) + "\n"
+def _code(text):
+    """The text with nothing in its lines of prose. Their number stays: what
+    is compiled names lines."""
+    lines = text.splitlines()
+    first, *_ = ast.parse(text).body
+    if isinstance(first, ast.Expr):  # the docstring of the page
+        lines[: first.end_lineno] = [""] * first.end_lineno
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT and not token.line[:column].strip():
+            lines[row - 1] = ""
+    return "\n".join(lines)
 
 
 def _after_cell(lines, name):
@@ -134,10 +175,11 @@ def _after_cell(lines, name):
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(self, srcdir, stem, page, name, entry, found):
+    def __init__(self, srcdir, stem, page, name, entry, found, timed=()):
         self.folder = Path(srcdir) / "tutorials" / "xray"
         self.stem, self.page, self.name = stem, page, name
         self.entry, self.found = entry, found
+        self.timed = timed  # by which versions of triton, the figures were
 
     def text(self):
         tabs = "".join(
@@ -148,14 +190,24 @@ class Panel:
         )
         body = (
             f"{self.entry['look'].strip()}\n\n"
-            f"{self.page['M']} rows, {self.page['dtype']}, "
-            f"triton {version('triton')}.\n"
+            f"{self.page['M']} rows, {self.page['dtype']}.\n"
             "Instructions are counted in the code, where a loop stands once."
+            f"{self.versions()}"
             "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
         )
         return (
             f"\n.. dropdown:: X-ray of ``{self.name}``\n"
             "   :class-container: bp-xray\n" + _indent(body) + "\n"
+        )
+
+    def versions(self):
+        """That the figures are not those of this code, if it is so."""
+        if set(self.timed) <= {version("triton")}:
+            return ""
+        return (
+            f"\nThis is what triton {version('triton')} compiles; the figures "
+            "of this page were timed with what triton "
+            f"{' and '.join(self.timed)} compiled."
         )
 
     def tab(self, target):
@@ -194,9 +246,11 @@ class Panel:
         self.folder.mkdir(parents=True, exist_ok=True)
         links = []
         for key, code in sheet.codes.items():
-            file = f"{self.stem}.{self.name}.{sheet.target}.{key}"
+            page = tutorial.file_name(self.stem)
+            file = f"{page}.{self.name}.{sheet.target}.{key}"
             (self.folder / file).write_text(code, encoding="utf-8")
-            links.append(f":download:`{sheets.CODES[key]} <xray/{file}>`")
+            path = f"/tutorials/xray/{file}"
+            links.append(f":download:`{sheets.CODES[key]} <{path}>`")
         return (
             "The whole code, with these marks and their lines: "
             + ", ".join(links)
@@ -224,8 +278,9 @@ class ValidTabs(SphinxPostTransform):
 
 
 def setup(app):
+    xrays = XRays()
     app.add_post_transform(ValidTabs)
     # Sphinx-Gallery runs the tutorials at this event with priority 10.
-    app.connect("builder-inited", start, priority=6)
-    app.connect("source-read", add_panels)
+    app.connect("builder-inited", xrays.start, priority=6)
+    app.connect("source-read", xrays.add_panels)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
