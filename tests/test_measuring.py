@@ -16,7 +16,7 @@ import torch
 import triton
 from measurable import GPU, Measurable, wait_for
 
-from measurements import measure, part, record, recording, todo
+from measurements import checks, measure, part, recording, todo
 from measurements.reach import Script
 
 NAMES = ("01-double", "02-double")
@@ -162,6 +162,10 @@ def test_only_what_was_left_is_measured(project, edited):
     assert "01-double: triple: not measured yet" in edited[1]
     timed = {point for point, *_ in project.points()}
     assert timed == {point for point in POINTS if "triple" in point}
+
+
+def test_what_passed_is_not_checked_again(edited):
+    assert "01-double: 2 GPU checks passed before" in edited[1]
 
 
 def test_a_script_edited_meanwhile_is_not_stamped(project, edited):
@@ -334,7 +338,7 @@ def test_a_full_disk_leaves_the_old_recording(project, whole, monkeypatch):
 
 def test_a_tutorial_without_gpu_checks_is_not_measured(project):
     job = measure.Job("09-new", project.script("09-new"), {"new": "new"}, {})
-    problem = record.check(job, "0", None)
+    problem = checks.check(job, "0", None, {}, again=False)
     assert problem.startswith("tutorials/09-new.py has no checks in ")
 
 
