@@ -9,13 +9,14 @@ VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
 TRITON ?= 3.6.0 3.9.0
+WORKERS ?= 2
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SITE := docs/_build/html
 SPHINX = $(PY) -m sphinx -n -W --keep-going -c . -d docs/_build/doctrees docs
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview serve test test-gpu test-triton-versions record linkcheck bench-build \
+.PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build \
 	lint clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
@@ -36,7 +37,10 @@ serve: check-python  ## show the built site at http://localhost:8000
 	@echo "The site is at http://localhost:$(PORT); stop with Ctrl+C."
 	@$(PYTHON) -m http.server --bind localhost --directory $(SITE) $(PORT)
 
-test: test-tools  ## everything that proves the project, without a GPU
+test: proof  ## everything that proves the project, without a GPU
+test-all: OPTIONS := -m "" --hypothesis-profile=random
+test-all: proof  ## the same with what is long: all widths and types, random cases
+proof: test-tools
 	@$(PY) -m ruff format --check --quiet . && $(PY) -m ruff check --quiet .
 	@git ls-files '*.py' '*.rst' '*.md' '*.css' '*.html' Makefile \
 		| xargs $(PY) -m codespell_lib
@@ -45,7 +49,8 @@ test: test-tools  ## everything that proves the project, without a GPU
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
 	@FIGURES=recorded $(SPHINX) -q $(SITE)
-	@$(PY) -m pytest -q -rs -n 2 --dist loadfile --ignore tests/gpu tests
+	@$(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal $(OPTIONS) \
+		--ignore tests/gpu tests
 
 test-gpu: run-tools  ## the checks that need a GPU
 	@$(PY) -m pytest -q tests/gpu

@@ -29,12 +29,15 @@ extensions = [
     "notfound.extension",
     # our own
     "gallery",
+    "incremental",
     "page.cards",
     "page.moving",
     "page.solutions",
     "page.xray",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
+# Each section of the tutorials counts from 01: what names them is their path.
+suppress_warnings = ["sphinx_gallery.duplicate_filename"]
 templates_path = ["docs/_templates"]
 nitpicky = True
 root_doc = "index"
@@ -52,6 +55,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "nested_sections": False,
     # Numbers, look and passport of every figure: see docs/_ext.
+    "reset_argv": "gallery.begin",
     "reset_modules": ("gallery.reset",),
     "reset_modules_order": "both",
     "image_scrapers": ("gallery.scraper",),
@@ -105,9 +109,10 @@ html_theme_options = {
     "navigation_with_keys": False,
     "back_to_top_button": False,
     "show_prev_next": True,
+    "show_nav_level": 2,
     "secondary_sidebar_items": {
-        "tutorials/[0-9]*": ["page-toc", "downloads"],
-        "tutorials/index": [],
+        "tutorials/**[0-9][0-9]-*": ["page-toc", "downloads"],
+        "tutorials/**index": [],
         "index": [],
         "[!ti]*": ["page-toc"],
     },
@@ -119,6 +124,7 @@ html_theme_options = {
 # Beside the tutorials stands their list; other pages need no second menu.
 html_sidebars = {
     "tutorials/[0-9]*": ["sidebar-nav-bs"],
+    "tutorials/*/*": ["sidebar-nav-bs"],
     "tutorials/index": [],
     "[!t]*": [],
 }

@@ -20,6 +20,8 @@ SHAPES = (
     (2, 127),
     (3, 128),
     (127, 129),
+    (130, 2),
+    (131, 17),
     (1000, 2),
     (1, 1000),
     (17, 1023),
@@ -28,6 +30,25 @@ SHAPES = (
     (1151, 1),
     (2, 4608),
 )
+
+# The interpreter needs milliseconds for each row.
+LONG_SHAPES = [
+    pytest.param(shape, marks=pytest.mark.long) if shape[0] >= 1000 else shape
+    for shape in SHAPES
+]
+
+
+def types(M, N):
+    """Every type for small matrices; types and sizes do not meet."""
+    return DTYPES if M < 100 and M * N < 3000 else DTYPES[:1]
+
+
+# The code that looks at a layout does not look at the type: one type, and
+# pairs by chance in test_any_case.
+LONG_DTYPES = [
+    torch.float16,
+    *(pytest.param(d, marks=pytest.mark.long) for d in DTYPES[1:]),
+]
 
 
 def _contiguous(shape, fill):

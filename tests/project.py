@@ -1,6 +1,5 @@
 """A small copy of the project, with tutorials of a few lines, to build."""
 
-import json
 import os
 import re
 import shutil
@@ -8,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from measurements import benchmarks, recording
+
 ROOT = Path(__file__).resolve().parents[1]
 
 TUTORIAL = '''r"""
 Double {name}
-=============
+=====================
 
 Double a tensor, and see what a page is made of.
 """
@@ -38,9 +39,14 @@ def _double(x_ptr, y_ptr, N: tl.constexpr):
     tl.store(y_ptr + cols, 2 * tl.load(x_ptr + cols))  # a comment
 
 
+def double(x):
+    y = torch.empty_like(x)
+    _double[(1,)](x, y, x.numel())
+    return y
+
+
 x = torch.rand(8)
-y = torch.empty(8)
-_double[(1,)](x, y, 8)
+y = double(x)
 assert torch.equal(y, 2 * x)
 
 # %%
@@ -65,7 +71,10 @@ class NoGPU(Exception):
 )
 def measure(M, N, dtype, mode, provider):
     """Invented for a test."""
-    raise NoGPU
+    if not ON_GPU:
+        raise NoGPU
+    x = torch.rand(N, device="cuda")
+    return triton.testing.do_bench(lambda: double(x))
 
 
 try:
@@ -80,6 +89,22 @@ except NoGPU:
 if table is not None:
     print("rows:", table["Triton (GB/s)"].tolist())
 '''
+
+
+SECTION = """{title}
+==================
+
+What this section
+is about.
+
+.. tutorial-cards::
+
+.. toctree::
+   :hidden:
+   :glob:
+
+   [0-9][0-9]-*
+"""
 
 
 class Project:
@@ -101,12 +126,24 @@ class Project:
         (self.root / "tutorials").mkdir()
         shutil.copy(ROOT / "tutorials/index.rst", self.root / "tutorials")
         for name in names:
-            self.script(name).write_text(self.tutorial(name))
-            self.record(name)
+            self.add(name)
+
+    def add(self, name):
+        """Write a tutorial, its recording, and its section."""
+        script = self.script(name)
+        section = name.rpartition("/")[0]
+        if section and not script.parent.exists():
+            script.parent.mkdir()
+            index = script.with_name("index.rst")
+            index.write_text(SECTION.format(title=f"About {section}"))
+            above = self.root / "tutorials/index.rst"
+            above.write_text(f"{above.read_text()}   {section}/index\n")
+        script.write_text(self.tutorial(name))
+        self.record(name)
 
     @staticmethod
     def tutorial(name, prose=""):
-        return TUTORIAL.format(name=name[:2], prose=prose)
+        return TUTORIAL.format(name=name.removesuffix("-double"), prose=prose)
 
     def script(self, name="01-double"):
         return self.root / "tutorials" / f"{name}.py"
@@ -123,36 +160,19 @@ class Project:
         """Write a recording of invented numbers for a tutorial."""
         path = self.recording(name, gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps(
-                {
-                    "environment": ENVIRONMENT | {"gpu": gpu.upper()},
-                    "code": self.hash(name),
-                    "benchmarks": {
-                        "double": {
-                            "unit": "GB/s",
-                            "args": {"M": 4096, "dtype": "float16"},
-                            "method": "Invented for a test.",
-                            "rows": rows(scale),
-                        }
-                    },
-                }
-            )
-        )
-
-    def hash(self, name):
-        script = str(self.script(name))
-        code = (
-            "from measurements import recording; "
-            f"print(recording.code_hash({script!r}))"
-        )
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=self.root / "docs/_ext",
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        mode = re.search(r'"mode": "(\w+)"', self.script(name).read_text())[1]
+        (code,) = benchmarks.hashes(self.script(name)).values()
+        benchmark = {
+            "code": code,
+            "environment": ENVIRONMENT | {"gpu": gpu.upper()},
+            "unit": "GB/s",
+            "args": {"M": 4096, "dtype": "float16", "mode": mode},
+            "method": "Invented for a test.",
+            "x_names": ["N"],
+            "rows": rows(scale),
+        }
+        data = {"benchmarks": {"double": recording.sealed(benchmark)}}
+        path.write_text(recording.dump(data))
 
     def build(self, figures="recorded", **env):
         """Build the site; the finished process, its output in one text."""
@@ -186,7 +206,6 @@ ENVIRONMENT = {
     "triton": "3.0.0",
     "python": "3.12.0",
     "date": "2026-01-02",
-    "method": "Invented for a test.",
     "checks_passed": 7,
 }
 

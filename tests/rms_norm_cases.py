@@ -4,9 +4,24 @@ import dataclasses
 
 import torch
 
-from layer_norm_cases import DTYPES, LAYOUTS, SHAPES, guarded_allocations
+from layer_norm_cases import (
+    DTYPES,
+    LAYOUTS,
+    LONG_DTYPES,
+    LONG_SHAPES,
+    SHAPES,
+    guarded_allocations,
+)
 
-__all__ = ["DTYPES", "LAYOUTS", "SHAPES", "Case", "run"]
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "LONG_DTYPES",
+    "LONG_SHAPES",
+    "SHAPES",
+    "Case",
+    "run",
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,20 +18,19 @@ def run(case, module=page):
     cases.run(module.layer_norm, case, module.DEVICE)
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", cases.LONG_SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
-    # The interpreter needs milliseconds for each row.
-    for dtype in cases.DTYPES if M < 100 else (torch.float16,):
+    for dtype in cases.types(M, N):
         run(Case((M,), (N,), dtype))
 
 
+@pytest.mark.parametrize("dtype", cases.LONG_DTYPES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "dy", "parameters"])
-def test_layouts(which, layout):
-    for dtype in cases.DTYPES:
-        for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
-            run(Case(lead, shape, dtype, **{which: layout}))
+def test_layouts(which, layout, dtype):
+    for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
+        run(Case(lead, shape, dtype, **{which: layout}))
 
 
 def test_all_layouts_at_once():
@@ -63,8 +62,8 @@ def test_only_some_gradients(weight, bias):
 
 def test_more_rows_than_buffers():
     # Every buffer is used several times.
-    assert page.GROUP_SIZE_M < 300
-    run(Case((600,), (2,), torch.float32))
+    assert page.GROUP_SIZE_M < 150
+    run(Case((300,), (2,), torch.float32))
 
 
 def test_constant_rows_and_large_mean():
@@ -77,7 +76,6 @@ def test_constant_rows_and_large_mean():
     torch.testing.assert_close(y.double(), expected, atol=5e-3, rtol=0)
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(
     any_layer_norm(),
 )
@@ -161,8 +159,13 @@ def test_mistakes_are_named(error, names, arguments):
         page.layer_norm(*arguments)
 
 
-def test_widest_row():
-    run(Case((1,), (16384,), torch.float16))
+# The last kernel has a program for a few columns: many to interpret.
+@pytest.mark.parametrize(
+    "sums", [False, pytest.param(True, marks=pytest.mark.long)]
+)
+def test_widest_row(sums):
+    wanted = (True, sums, sums)
+    run(Case((1,), (16384,), torch.float16, wanted=wanted))
 
 
 # Each edit of the kernels must make a check fail.
@@ -247,7 +250,7 @@ HALF_SUMS = (
 
 def test_sums_in_16_bits_fail():
     # Few buffers, so that each takes many rows.
-    case = Case((600,), (8,), torch.float16)
+    case = Case((200,), (8,), torch.float16)
     run(case, load(NAME, [FEW_BUFFERS]))
     with pytest.raises(AssertionError, match=r"d[wb]: error"):
         run(case, load(NAME, [FEW_BUFFERS, HALF_SUMS]))
@@ -255,8 +258,7 @@ def test_sums_in_16_bits_fail():
 
 def test_script_runs_alone(output):
     assert "passed at" in output
-    if not page.ON_GPU:
-        assert output.count("Timing needs a GPU") == 1
+    assert output.count("Timing needs a GPU") == 1
 
 
 def test_pitfalls_and_exercises_show(output):

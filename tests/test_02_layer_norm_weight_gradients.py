@@ -19,26 +19,25 @@ def run(case, module=page):
     cases.run(module.layer_norm, case, module.DEVICE)
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", cases.LONG_SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
-    # The interpreter needs milliseconds for each row, and more if it is wide.
-    quick = M < 100 and M * N < 3000
-    for dtype in cases.DTYPES if quick else (torch.float16,):
+    for dtype in cases.types(M, N):
         run(Case((M,), (N,), dtype))
 
 
 @pytest.mark.parametrize("N", [1024, 1537, 2048, 4097, 10240])
 def test_every_kind_of_tile(N):
-    run(Case((9,), (N,), torch.float16))
+    # Several rows are in a tile of narrow rows only.
+    run(Case((9 if N < 2048 else 2,), (N,), torch.float16))
 
 
+@pytest.mark.parametrize("dtype", cases.LONG_DTYPES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "dy", "parameters"])
-def test_layouts(which, layout):
-    for dtype in cases.DTYPES:
-        for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
-            run(Case(lead, shape, dtype, **{which: layout}))
+def test_layouts(which, layout, dtype):
+    for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
+        run(Case(lead, shape, dtype, **{which: layout}))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -76,7 +75,6 @@ def test_only_some_gradients(weight, bias):
         run(Case((5,), (33,), weight=weight, bias=bias, wanted=wanted))
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(
     any_layer_norm(),
 )
@@ -246,9 +244,12 @@ def test_mutants_fail(name):
         _suite(mutant)
 
 
+FEW = ("G = 256 if N <= 2048 else 128 if N <= 8192 else 64", "G = 2")
+# A rung, and the edits: of the last one is the fault.
 RUNG_MUTANTS = {
     "lock never reads": (
         "lock",
+        FEW,
         (
             "old = cols < tl.where(state == 2, N, 0)",
             "old = cols < tl.where(state == 3, N, 0)",
@@ -256,6 +257,7 @@ RUNG_MUTANTS = {
     ),
     "lock reads what nobody wrote": (
         "lock",
+        FEW,
         ("old = cols < tl.where(state == 2, N, 0)", "old = cols < N"),
     ),
     "all buffers are added up": (
@@ -294,41 +296,34 @@ RUNG_MUTANTS = {
 
 @pytest.mark.parametrize("name", RUNG_MUTANTS)
 def test_rung_mutants_fail(name):
-    rung, edit = RUNG_MUTANTS[name]
+    rung, *edits = RUNG_MUTANTS[name]
 
-    def worst(module):
-        errors = [
-            error
-            for shape in ((260, 5), (33, 5))
-            for error in rung_errors(
-                module.RUNGS[rung], *shape, torch.float32, module
-            )
-        ]
+    def worst(edits):
+        module = load(NAME, edits) if edits else page
+        errors = rung_errors(module.RUNGS[rung], 33, 5, torch.float32, module)
         # A NaN is an error, and max() would not see it.
         return max(1.0 if e != e else e for e in errors)
 
-    assert worst(page) <= 1e-6
-    assert worst(load(NAME, [edit])) > 1e-6
+    assert worst(edits[:-1]) <= 1e-6
+    assert worst(edits) > 1e-6
 
 
 HALF_SUMS = "dtype=dtype or mean.dtype, device=x.device)"
-FEW = ("G = 256 if N <= 2048 else 128 if N <= 8192 else 64", "G = 2")
 
 
 def test_sums_in_16_bits_fail():
     few = load(NAME, [FEW])
-    assert max(rung_errors(few.lock, 400, 8, torch.float16)) <= 2**-11
+    assert max(rung_errors(few.lock, 200, 8, torch.float16)) <= 2**-11
 
     def half(*given):
         return few.lock(*given, dtype=torch.float16)
 
-    assert max(rung_errors(half, 400, 8, torch.float16)) > 2**-11
+    assert max(rung_errors(half, 200, 8, torch.float16)) > 2**-11
 
 
 def test_script_runs_alone(output):
     assert "all layouts right" in output
-    if not page.ON_GPU:
-        assert output.count("Timing needs a GPU") == 1
+    assert output.count("Timing needs a GPU") == 1
 
 
 def test_machine_code_shows_the_barrier(output):

@@ -81,19 +81,19 @@ def test_bits_do_not_depend_on_bands(plan):
         assert all(map(torch.equal, results[0], other))
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", cases.LONG_SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
-    for dtype in cases.DTYPES if M * N < 2000 else (torch.float16,):
+    for dtype in cases.types(M, N):
         run(Case((M,), (N,), dtype))
 
 
+@pytest.mark.parametrize("dtype", cases.LONG_DTYPES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "dy", "parameters"])
-def test_layouts(which, layout):
-    for dtype in cases.DTYPES:
-        for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
-            run(Case(lead, shape, dtype, **{which: layout}))
+def test_layouts(which, layout, dtype):
+    for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
+        run(Case(lead, shape, dtype, **{which: layout}))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -115,7 +115,6 @@ def test_each_kind_of_plan(N):
     run(Case((1,), (N,), torch.float16))
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
 @hypothesis.given(
     any_layer_norm(shape=shapes(9, 2)),
 )
@@ -348,8 +347,7 @@ def test_forms():
 
 
 def test_script_runs_alone(output):
-    if not page.ON_GPU:
-        assert output.count("Timing needs a GPU") == 1
+    assert output.count("Timing needs a GPU") == 1
     assert "relative error: 11." in output  # the formula of the README
 
 

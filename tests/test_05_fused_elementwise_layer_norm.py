@@ -84,13 +84,13 @@ def pair(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", cases.LONG_SHAPES, ids=str)
 def test_shapes(shape):
     M, N = shape
-    quick = M < 100 and M * N < 2000
-    for dtype in cases.DTYPES if quick else (torch.float16,):
+    types = cases.types(M, N)
+    for dtype in types:
         run(add_zero, Case((M,), (N,), dtype))
-        if quick:
+        if types == cases.DTYPES:
             run(no_activation, Case((M,), (N,), dtype))
 
 
@@ -136,7 +136,6 @@ def test_number_of_multiprocessors(form, pair, sms, monkeypatch):
     run(form, Case((2,), (64,)))
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 @hypothesis.given(
     any_layer_norm(),
     st.sampled_from([None, *PAIRS]),
@@ -374,10 +373,8 @@ def test_a_sum_that_changes_before_the_backward_pass():
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("name", page.ACTIVATIONS)
+@pytest.mark.parametrize("name", page.TORCH)
 def test_activations(pair, name, dtype):
-    if name not in page.TORCH:
-        return
     f = page.TORCH[name]
     x, _, w, b, dy, _ = given(4, 75, dtype)
     x = (3 * x).detach()
@@ -686,8 +683,7 @@ def test_wide_mutants_fail(name):
 
 def test_script_runs_alone(output):
     assert "masks agree, same seed, same bits" in output
-    if not page.ON_GPU:
-        assert output.count("Timing needs a GPU") == 1
+    assert output.count("Timing needs a GPU") == 1
 
 
 def test_pitfalls_and_exercises_show(output):

@@ -1,14 +1,15 @@
 """Every download runs by itself: an empty folder, four packages, no GPU."""
 
-import os
-import subprocess
-import sys
+import re
 import zipfile
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from project import ROOT
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+from alone import HIDDEN, NO_GPU, run_script
 
 SITE = ROOT / "docs" / "_build" / "html"
 GENERATED = ROOT / "docs" / "tutorials"
@@ -16,31 +17,12 @@ HERE = ROOT / "tests"
 SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
 NAMES = [path.stem for path in SCRIPTS]
 LINE = "Timing needs a GPU; recorded figures are on the page."
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
 
 
 @pytest.fixture(autouse=True)
 def site():
     if not GENERATED.exists():
         pytest.fail("build the site first: make html")
-
-
-def bare():
-    """An environment without this project and without the interpreter's
-    switch: the script must set that itself."""
-    hidden = ("TRITON_INTERPRET", "PYTHONPATH")
-    env = {k: v for k, v in os.environ.items() if k not in hidden}
-    return env | NO_GPU
-
-
-def run_script(folder, name):
-    return subprocess.run(
-        [sys.executable, HERE / "only_four.py", name],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=bare(),
-    )
 
 
 def download(name):
@@ -51,29 +33,43 @@ def download(name):
 
 
 @pytest.mark.parametrize("stem", NAMES)
-def test_the_zip_runs(stem, tmp_path):
+def test_the_zip_runs(stem, alone):
+    """It holds the source, byte for byte, and that is what runs."""
+    source = (ROOT / "tutorials" / f"{stem}.py").read_bytes()
     with zipfile.ZipFile(download(f"{stem}.zip")) as archive:
         assert sorted(archive.namelist()) == [f"{stem}.ipynb", f"{stem}.py"]
-        archive.extractall(tmp_path)
-    for name in (f"{stem}.py", f"{stem}.ipynb"):
-        unpacked = (tmp_path / name).read_bytes()
-        assert unpacked == download(name).read_bytes()
-    source = ROOT / "tutorials" / f"{stem}.py"
-    assert (tmp_path / f"{stem}.py").read_bytes() == source.read_bytes()
-    done = run_script(tmp_path, f"{stem}.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(LINE) == 1, done.stdout
-    assert "0 active drivers" not in done.stdout + done.stderr
-    leftovers = {p.name for p in tmp_path.iterdir()}
-    assert leftovers == {f"{stem}.py", f"{stem}.ipynb"}
+        for name in archive.namelist():
+            assert archive.read(name) == download(name).read_bytes()
+        assert archive.read(f"{stem}.py") == source
+    assert alone(stem).count(LINE) == 1
+
+
+def cells(notebook):
+    return [c.source for c in notebook.cells if c.cell_type == "code"]
 
 
 @pytest.mark.parametrize("stem", NAMES)
+def test_the_notebook_is_the_script(stem):
+    """Cell by cell; and a script does not ask where it runs."""
+    script = ROOT / "tutorials" / f"{stem}.py"
+    blocks = split_code_and_text_blocks(script)[1]
+    code = [b.content.strip() for b in blocks if b.type == "code"]
+    notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
+    assert [c.strip() for c in cells(notebook) if c] == [c for c in code if c]
+    text = script.read_text(encoding="utf-8")
+    assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)
+
+
+# What runs is the script's code; one notebook shows that notebooks run.
+@pytest.mark.parametrize(
+    "stem",
+    [NAMES[0], *(pytest.param(n, marks=pytest.mark.long) for n in NAMES[1:])],
+)
 def test_the_notebook_runs(stem, tmp_path, monkeypatch):
     for name, value in NO_GPU.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in HIDDEN:
+        monkeypatch.delenv(name, raising=False)
     notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
     nbformat.validate(notebook)
     # The kernel needs packages of its own; sphinx and the like stay refused.

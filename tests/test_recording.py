@@ -1,16 +1,42 @@
-"""The recordings: their format, their hash, and how they are written."""
+"""The recordings: their format, and what is wrong with one."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from project import ENVIRONMENT, ROOT, rows
 
 from measurements import recording
 
-GPU, STEM = "nvidia-h200", "01-double"
+GPU, NAME = "nvidia-h200", "01-double"
+
+MEASURED = """
+import triton.testing
+
+SCALE = 2.0
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        ["N"], [8, 16], "provider", ["triton"], ["Triton"], "double", {},
+        ylabel="GB/s",
+    )
+)
+def measure(N, provider):
+    \"\"\"By hand.\"\"\"
+    if N == 16:
+        AT_16
+    return SCALE * N, 1.0 * N, 3.0 * N
+
+
+# A comment.
+measure.run()
+"""
+SCRIPT = MEASURED.replace("AT_16", "pass")
 
 
 @pytest.fixture
@@ -19,30 +45,28 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "TUTORIALS", tmp_path / "tutorials")
     monkeypatch.setattr(recording, "STORE", tmp_path / "measurements")
     (tmp_path / "tutorials").mkdir()
-    script = tmp_path / "tutorials" / f"{STEM}.py"
-    script.write_text('"""Title"""\n\n# %%\n# Prose.\n\nx = 1  # why\n')
+    script = tmp_path / "tutorials" / f"{NAME}.py"
+    script.write_text(SCRIPT)
     return script
 
 
-def data(script, **changes):
-    return {
+def data(name=NAME, **changes):
+    benchmark = {
+        "code": recording.codes(name)["double"],
         "environment": ENVIRONMENT | {"gpu": "NVIDIA H200"},
-        "code": recording.code_hash(script),
-        "benchmarks": {
-            "double": {
-                "unit": "GB/s",
-                "args": {"M": 1},
-                "method": "by hand",
-                "rows": rows(),
-            }
-        },
+        "unit": "GB/s",
+        "args": {},
+        "method": "by hand",
+        "x_names": ["N"],
+        "rows": rows(),
     } | changes
+    return {"benchmarks": {"double": recording.sealed(benchmark)}}
 
 
 def test_what_is_saved_is_loaded(store):
-    saved = data(store)
-    path = recording.save(saved, GPU, STEM)
-    assert recording.load(GPU, STEM) == saved
+    saved = data()
+    path = recording.save(saved, GPU, NAME)
+    assert recording.load(GPU, NAME) == saved
     assert path.read_text().endswith("}\n")
     # one line a row, so that a change to one number is a change to one line
     assert path.read_text().count('"provider"') == sum(
@@ -50,92 +74,211 @@ def test_what_is_saved_is_loaded(store):
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"""Another title"""\n\n# %%\n# Prose.\n\nx = 1  # why\n',
-        '"""Title"""\n\n# %%\n# Prose, translated.\n# Two lines.\n\nx = 1\n',
-        '"""Title"""\n# %%\n\n\nx = 1   # another comment\n\n',
-    ],
-)
-def test_prose_does_not_make_a_recording_stale(store, text):
-    before = recording.code_hash(store)
-    store.write_text(text)
-    assert recording.code_hash(store) == before
+def test_other_sections_of_a_recording_are_kept(store):
+    saved = data() | {"profile": {"ncu": "2026.1", "kernels": {}}}
+    recording.save(saved, GPU, NAME)
+    assert recording.load(GPU, NAME)["profile"] == saved["profile"]
 
 
-def test_docstrings_are_prose(store):
-    store.write_text('def f():\n    """One."""\n    return 1\n')
-    before = recording.code_hash(store)
-    store.write_text('def f():\n    """Eins.\n\n    Zwei."""\n    return 1\n')
-    assert recording.code_hash(store) == before
+def test_prose_does_not_make_a_recording_stale(store):
+    recording.save(data(), GPU, NAME)
+    store.write_text(SCRIPT.replace("# A comment", "# %%\n# Prose"))
+    assert recording.load(GPU, NAME)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("x = 1", "x = 2"), ("x = 1", "x = '#'"), ("x", "y")]
-)
-def test_code_makes_it_stale(store, old, new):
-    recording.save(data(store), GPU, STEM)
-    store.write_text(store.read_text().replace(old, new))
+def test_code_makes_it_stale(store):
+    recording.save(data(), GPU, NAME)
+    store.write_text(SCRIPT.replace("SCALE = 2.0", "SCALE = 3.0"))
     with pytest.raises(recording.RecordingError, match="stale") as error:
-        recording.load(GPU, STEM)
-    assert "tutorials/01-double.py" in str(error.value)
-    assert "make record TUTORIALS=01" in str(error.value)
+        recording.load(GPU, NAME)
+    found = recording.read(GPU, NAME)["benchmarks"]["double"]["code"]
+    for part in (
+        *("tutorials/01-double.py", "nvidia-h200/01-double.json"),
+        *("benchmark double", f"found {found}"),
+        f"expected {recording.codes(NAME)['double']}",
+        "make record TUTORIALS=01",
+    ):
+        assert part in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_string_that_looks_like_a_comment_is_code(store):
-    store.write_text('x = "# one"\n')
-    before = recording.code_hash(store)
-    store.write_text('x = "# two"\n')
-    assert recording.code_hash(store) != before
+def test_a_benchmark_more_or_less_makes_it_stale(store):
+    recording.save(data(), GPU, NAME)
+    store.write_text(SCRIPT.replace('"double"', '"triple"'))
+    with pytest.raises(recording.RecordingError) as error:
+        recording.load(GPU, NAME)
+    assert "benchmark triple is not in it" in str(error.value)
+    assert "the tutorial has no benchmark double" in str(error.value)
+    problems = recording.stale(recording.read(GPU, NAME), NAME)
+    assert list(problems) == ["triple", "double"]
 
 
-def test_the_hash_is_the_same_on_every_python(store):
-    """Python 3.12 cuts f-strings into tokens, 3.11 does not."""
-    store.write_text("x = f'{1 + 1:>{3}} # {2}'  # gone\n")
-    assert recording.code_hash(store) == "b2e67f1c326c2f6c"
+def test_a_script_that_cannot_be_read_is_named(store):
+    store.write_text(SCRIPT.replace('"double"', "input()"))
+    with pytest.raises(recording.RecordingError, match="plot_name") as error:
+        recording.codes(NAME)
+    assert str(error.value).startswith("tutorials/01-double.py: line ")
 
 
 def test_a_missing_file_is_named(store):
     with pytest.raises(recording.RecordingError, match="is missing"):
-        recording.load(GPU, STEM)
+        recording.load(GPU, NAME)
+
+
+# What is wrong with a recording: each is an edit of a copy of a real one. ----
+
+COMMITTED = sorted((ROOT / "docs/measurements").rglob("*.json"))
+REAL = "01-layer-norm"
+SPEED, CALL, ERROR = (
+    f"layer-norm-{name}" for name in ("forward", "whole-call", "error")
+)
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """A copy of a real recording, and what loading it says after an edit."""
+    store = recording.STORE
+    monkeypatch.setattr(recording, "STORE", tmp_path)
+    text = (store / GPU / f"{REAL}.json").read_text()
+
+    def said(edit, benchmark=SPEED, sealed=True, gpu=GPU):
+        copy = json.loads(text)
+        its = copy["benchmarks"][benchmark]
+        edit(its)
+        if sealed:
+            copy["benchmarks"][benchmark] = recording.sealed(its)
+        recording.save(copy, gpu, REAL)
+        with pytest.raises(recording.RecordingError) as error:
+            recording.load(gpu, REAL)
+        line = str(error.value)
+        assert "\n" not in line
+        for part in (
+            f"tutorials/{REAL}.py: the recording {gpu}/{REAL}.json",
+            *(" is damaged: ", "found ", "expected "),
+            "on a GPU run: make record TUTORIALS=01",
+        ):
+            assert part in line
+        return line
+
+    return said
+
+
+def first(**values):
+    return lambda benchmark: benchmark["rows"][0].update(values)
+
+
+def test_numbers_out_of_order(real):
+    for values in ({"median": 9999.0}, {"low": 9999.0}, {"high": 1.0}):
+        line = real(first(**values))
+        assert "row 1 ((1024,), 'triton'): low, median, high: found " in line
+        assert "expected this order" in line
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("benchmark", "value"),
     [
-        lambda d: d.pop("environment"),
-        lambda d: d.pop("code"),
-        lambda d: d["environment"].pop("driver"),
-        lambda d: d["benchmarks"]["double"].update(unit="furlongs"),
-        lambda d: d["benchmarks"]["double"].update(rows=[]),
-        lambda d: d["benchmarks"]["double"]["rows"][0].pop("median"),
-        lambda d: d["benchmarks"]["double"]["rows"][0].pop("provider"),
-        lambda d: d["benchmarks"]["double"]["rows"][0].update(low="fast"),
-        lambda d: d["benchmarks"]["double"]["rows"][0].update(low=True),
-        lambda d: d["benchmarks"]["double"]["rows"][0].update(
-            high=float("inf")
-        ),
+        *((SPEED, v) for v in (math.inf, math.nan, 0, -1.0, "fast", True, [])),
+        (SPEED, None),  # the others are numbers
+        (CALL, 0.0),
+        (ERROR, -1e-9),
+        (ERROR, math.inf),
     ],
 )
-def test_damage_is_found(store, damage):
-    broken = data(store)
-    damage(broken)
-    recording.save(broken, GPU, STEM)
-    with pytest.raises(recording.RecordingError, match="damaged"):
-        recording.load(GPU, STEM)
+@pytest.mark.parametrize("key", recording.VALUES)
+def test_a_number_that_is_none(real, benchmark, value, key):
+    line = real(first(**{key: value}), benchmark)
+    assert f"{key}: found {value}, expected a finite number" in line
+
+
+def test_an_error_may_be_zero_and_all_may_be_null(real):
+    """These two edits are not refused."""
+    for values in (0, None):
+        row = dict.fromkeys(recording.VALUES, values)
+        with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+            real(first(**row), ERROR)
+
+
+def test_a_count_above_100():
+    path = recording.path_of(GPU, "02-layer-norm-weight-gradients")
+    name = "layer-norm-weight-gradients-bits"
+    benchmark = json.loads(path.read_text())["benchmarks"][name]
+    assert recording.benchmark_problem(benchmark, GPU) is None
+    benchmark["rows"][0] |= {"median": 101, "low": 101, "high": 101}
+    problem = recording.benchmark_problem(benchmark, GPU)
+    assert "found 101, expected a finite number, 0 or more, at most 100" in (
+        problem
+    )
+
+
+def test_a_gpu_that_is_not_its_folder(real):
+    line = real(lambda b: b["environment"].update(gpu="NVIDIA H100"))
+    assert "environment, gpu: found NVIDIA H100 in the folder nvidia-h200" in (
+        line
+    )
+    line = real(lambda b: None, gpu="nvidia-a100")
+    assert "expected the folder nvidia-h200" in line
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        first(median=1659.2),
+        lambda b: b["args"].update(M=1024),
+        lambda b: b["environment"].update(date="2026-11-20"),
+        lambda b: b.update(method="By eye."),
+        lambda b: b["rows"].reverse(),
+    ],
+)
+def test_a_digest_that_does_not_fit(real, edit):
+    assert "digest: found " in real(edit, sealed=False)
+
+
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        *(
+            (lambda b, key=key: b.pop(key), f"{key}: found None")
+            for key in recording.KEYS
+            if key != "digest"
+        ),
+        *(
+            (
+                lambda b, key=key: b["environment"].pop(key),
+                f"environment, {key}: found nothing",
+            )
+            for key in recording.ENVIRONMENT
+        ),
+        (lambda b: b.update(unit="furlongs"), "unit: found 'furlongs'"),
+        (lambda b: b.update(rows=[]), "rows: found []"),
+        (lambda b: b.update(rows={"N": 1}), "rows: found {'N': 1}"),
+        (lambda b: b["rows"].pop(), "rows: found nothing for ((15872,), 'co"),
+        (lambda b: b["rows"][3].pop("median"), "row 4: found {"),
+        (lambda b: b["rows"][3].pop("N"), "row 4: found {"),
+        (lambda b: b["rows"][3].update(more=1), "row 4: found {"),
+        (lambda b: b["rows"].append(b["rows"][0]), "row 151: found ((1024,)"),
+    ],
+)
+def test_what_is_not_there(real, edit, place):
+    assert f"benchmark {SPEED}: {place}" in real(edit)
+
+
+def test_what_is_no_recording(store):
+    for text in ("[]", "{}", '{"benchmarks": []}', '{"benchmarks": {"a": 1}}'):
+        path = recording.save(data(), GPU, NAME)
+        path.write_text(text)
+        with pytest.raises(recording.RecordingError, match="damaged"):
+            recording.load(GPU, NAME)
 
 
 def test_a_file_cut_short_is_found(store):
-    path = recording.save(data(store), GPU, STEM)
+    path = recording.save(data(), GPU, NAME)
     path.write_text(path.read_text()[:200])
     with pytest.raises(recording.RecordingError, match="cannot be read"):
-        recording.load(GPU, STEM)
+        recording.load(GPU, NAME)
 
 
 def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
-    path = recording.save(data(store), GPU, STEM)
+    path = recording.save(data(), GPU, NAME)
     before = path.read_text()
 
     def interrupted(*_):
@@ -143,7 +286,7 @@ def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recording.save(data(store, benchmarks={}), GPU, STEM)
+        recording.save(data(method="another"), GPU, NAME)
     assert path.read_text() == before
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
@@ -151,7 +294,39 @@ def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
 def test_unknown_tutorials_are_refused_in_one_line(store):
     with pytest.raises(recording.RecordingError, match="no tutorial '99'"):
         recording.pick(["99"])
-    assert recording.pick(["01"]) == recording.pick([STEM]) == [store]
+    assert recording.pick(["01"]) == recording.pick([NAME]) == [store]
+    assert recording.pick([]) == [store]
+
+
+def test_tutorials_in_sections(store):
+    names = ["layer-norm/01-a", "layer-norm/02-b", "norms/01-a", "norms/03-c"]
+    for name in names:
+        recording.script_of(name).parent.mkdir(exist_ok=True)
+        recording.script_of(name).write_text(SCRIPT)
+    store.unlink()
+
+    def picked(*asked):
+        return [recording.name_of(script) for script in recording.pick(asked)]
+
+    assert picked() == names
+    assert picked("layer-norm") == picked("layer-norm/") == names[:2]
+    assert picked("norms/01") == picked("norms/01-a") == ["norms/01-a"]
+    assert picked("02", "03-c", "02") == ["layer-norm/02-b", "norms/03-c"]
+    for key in ("01", "01-a"):
+        with pytest.raises(recording.RecordingError, match="several") as error:
+            picked(key)
+        assert "layer-norm/01-a, norms/01-a" in str(error.value)
+    with pytest.raises(recording.RecordingError, match="no tutorial 'norms/9"):
+        picked("norms/99")
+
+    path = recording.save(data("norms/01-a"), GPU, "norms/01-a")
+    assert path == recording.STORE / GPU / "norms/01-a.json"
+    assert recording.load(GPU, "norms/01-a")
+    assert recording.gpus("norms/01-a") == [GPU]
+    assert recording.gpus("layer-norm/01-a") == []
+    with pytest.raises(recording.RecordingError) as error:
+        recording.load(GPU, "layer-norm/01-a")
+    assert "make record TUTORIALS=layer-norm/01 " in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +341,10 @@ def test_a_gpu_is_a_folder(gpu, folder):
     assert recording.slug(gpu) == folder
 
 
-COMMITTED = sorted((ROOT / "docs/measurements").glob("*/*.json"))
-
-
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
 def test_committed_recordings_are_whole_and_fresh(path):
-    loaded = recording.load(path.parent.name, path.stem)
+    gpu, *parts = path.relative_to(recording.STORE).with_suffix("").parts
+    loaded = recording.load(gpu, "/".join(parts))
     speeds = [b for b in loaded["benchmarks"].values() if b["unit"] == "GB/s"]
     providers = [{row["provider"] for row in b["rows"]} for b in speeds]
     assert all("copy" in names for names in providers)  # the ceiling
@@ -182,14 +355,17 @@ def test_committed_recordings_are_whole_and_fresh(path):
             refused = row["median"] is None
             assert not refused or row["provider"] not in ("triton", "copy")
             assert refused or row["median"] > 0
-    assert loaded["environment"]["checks_passed"] > 0
-    assert recording.slug(loaded["environment"]["gpu"]) == path.parent.name
+    for benchmark in loaded["benchmarks"].values():
+        assert benchmark["environment"]["checks_passed"] > 0
 
 
 def test_every_tutorial_is_recorded_on_the_default_gpu():
-    default = "nvidia-h200"
-    recorded = {p.stem for p in COMMITTED if p.parent.name == default}
-    assert recorded == {p.stem for p in recording.tutorials()}
+    folder = recording.STORE / "nvidia-h200"
+    recorded = {
+        Path(path).relative_to(folder).with_suffix("").as_posix()
+        for path in folder.rglob("*.json")
+    }
+    assert recorded == set(map(recording.name_of, recording.tutorials()))
 
 
 @pytest.mark.parametrize(
@@ -214,38 +390,17 @@ def test_record_refuses_in_one_line(arguments, message):
 
 
 def test_json_is_plain(store):
-    path = recording.save(data(store), GPU, STEM)
+    path = recording.save(data(), GPU, NAME)
     assert json.loads(path.read_text())["benchmarks"]["double"]["unit"]
-
-
-MEASURED = """
-import triton.testing
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        ["N"], [8, 16], "provider", ["triton"], ["Triton"], "double", {},
-        ylabel="GB/s",
-    )
-)
-def measure(N, provider):
-    \"\"\"By hand.\"\"\"
-    if N == 16:
-        AT_16
-    return 2.0 * N, 1.0 * N, 3.0 * N
-
-
-measure.run()
-"""
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """As if there were a GPU: only its description is made up."""
 
-    def environment(method, checks_passed):
-        made = {"method": method, "checks_passed": checks_passed}
-        return ENVIRONMENT | {"gpu": "NVIDIA H200"} | made
+    def environment(checks_passed):
+        made = {"gpu": "NVIDIA H200", "checks_passed": checks_passed}
+        return ENVIRONMENT | made
 
     monkeypatch.setattr(recording, "environment", environment)
 
@@ -253,16 +408,20 @@ def on_a_gpu(monkeypatch):
 def test_a_tutorial_is_recorded(store, on_a_gpu):
     from measurements.record import record
 
-    store.write_text(MEASURED.replace("AT_16", "pass"))
+    store.write_text(SCRIPT)
     path = record(store, checks_passed=3)
-    loaded = recording.load(GPU, STEM)
-    assert path == recording.STORE / GPU / f"{STEM}.json"
-    assert loaded["environment"]["checks_passed"] == 3
-    assert loaded["environment"]["method"] == "By hand."
-    assert loaded["benchmarks"]["double"] == {
+    loaded = recording.load(GPU, NAME)
+    assert path == recording.STORE / GPU / f"{NAME}.json"
+    (benchmark,) = loaded["benchmarks"].values()
+    assert benchmark.pop("digest") == recording.digest(benchmark)
+    assert benchmark == {
+        "code": recording.codes(NAME)["double"],
+        "environment": ENVIRONMENT
+        | {"gpu": "NVIDIA H200", "checks_passed": 3},
         "unit": "GB/s",
         "args": {},
         "method": "By hand.",
+        "x_names": ["N"],
         "rows": [
             {
                 "N": n,
@@ -284,7 +443,7 @@ def test_an_interrupted_run_leaves_the_old_file_whole(
 ):
     from measurements.record import RefusedError, record
 
-    path = recording.save(data(store), GPU, STEM)
+    path = recording.save(data(), GPU, NAME)
     before = path.read_text()
     store.write_text(MEASURED.replace("AT_16", accident))
     with pytest.raises((RefusedError, KeyboardInterrupt)) as error:
@@ -316,29 +475,19 @@ def test_a_failed_check_refuses_to_record(tmp_path, monkeypatch):
     assert record.check(script) == 2
 
 
-def test_a_live_benchmark_is_measured_and_kept(on_a_gpu):
+def test_a_live_benchmark_is_measured_and_kept(store, on_a_gpu):
+    import runpy
+
     import matplotlib.pyplot as plt
-    import triton.testing
 
     from measurements import replay
 
-    @triton.testing.perf_report(
-        triton.testing.Benchmark(
-            *(["N"], [8], "provider", ["triton"], ["Triton"], "double"),
-            {"M": 2},
-            ylabel="GB/s",
-        )
-    )
-    def measure(M, N, provider):
-        """By hand."""
-        return 1.0 * N
-
-    live = replay.Session(STEM, live=True)
+    live = replay.Session(NAME, live=True)
     with replay.replaced(replay.Runner(live)):
-        table = measure.run(return_df=True)
+        runpy.run_path(str(store))
     plt.close("all")
-    assert table["Triton (GB/s)"][0] == 8
     (measured,) = live.results["double"]
     assert measured.live
-    assert measured.rows[0]["median"] == 8
-    assert measured.environment["method"] == "By hand."
+    assert measured.code == recording.codes(NAME)["double"]
+    assert [row["median"] for row in measured.rows] == [16, 32]
+    assert measured.method == "By hand."

@@ -32,11 +32,13 @@ def unmeasurable(M, N, provider):
     raise AssertionError("the tutorial's own function was called")
 
 
-def session(*gpus, names=None, **changes):
+def session(*gpus, **changes):
     stored = {
+        "code": "0" * 16,
         "unit": "GB/s",
         "args": {"M": 4096},
         "method": "by hand",
+        "x_names": ["N"],
         "rows": rows(),
     } | changes
     return replay.Session(
@@ -45,12 +47,28 @@ def session(*gpus, names=None, **changes):
         default_gpu=gpus[0],
         recordings={
             gpu: {
-                "environment": ENVIRONMENT | {"gpu": gpu},
-                "benchmarks": {"double": stored},
+                "benchmarks": {
+                    "double": stored
+                    | {"environment": ENVIRONMENT | {"gpu": gpu}}
+                },
             }
             for gpu in gpus
         },
     )
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recorder on a machine whose GPU and script are made up."""
+    from measurements.record import Recorder
+
+    monkeypatch.setattr(
+        recording,
+        "environment",
+        lambda checks: ENVIRONMENT | {"gpu": "H200", "checks_passed": checks},
+    )
+    monkeypatch.setattr(recording, "codes", lambda name: {"double": "0" * 16})
+    return Recorder("01-double", 3)
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +79,17 @@ def closed():
     plt.close("all")
 
 
-def test_record_then_replay_gives_the_same_numbers():
-    from measurements.record import Recorder
-
+def test_record_then_replay_gives_the_same_numbers(recorder):
     def measure(M, N, provider):
         """By hand."""
         speed = N / len(provider)
         return speed, speed * 0.9, speed * 1.1
 
-    recorder = Recorder("01-double")
     with replay.replaced(recorder):
         live = mark(measure).run(return_df=True)
-    played = session("h200", **recorder.benchmarks["double"])
+    stored = dict(recorder.benchmarks["double"])
+    assert stored.pop("digest") == recording.digest(stored)
+    played = session("h200", **stored)
     with replay.replaced(replay.Runner(played)):
         again = mark(unmeasurable).run(return_df=True)
     assert live.equals(again)
@@ -98,21 +115,74 @@ def test_the_measuring_function_is_given_back():
     assert ours.fn is unmeasurable
 
 
-def test_a_missing_row_is_named():
-    played = session("h200", rows=rows()[:-1])
+SIZES = {"x_vals": [8, 16, 32]}
+MORE = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
+
+
+@pytest.mark.parametrize(
+    ("own", "place", "found", "expected"),
+    [
+        (SIZES, "x values", "[(8,), (16,)]", "[(8,), (16,), (32,)]"),
+        ({"x_vals": [16, 8]}, "x values", "[(8,), (16,)]", "[(16,), (8,)]"),
+        (MORE, "providers", "['copy', 'torch', 'triton']", "['a', 'b']"),
+        ({"args": {"M": 1}}, "args", "{'M': 4096}", "{'M': 1}"),
+        ({"x_names": ["K"]}, "x_names", "['N']", "['K']"),
+        ({"ylabel": "µs"}, "unit", "GB/s", "µs"),
+    ],
+)
+def test_a_recording_of_another_benchmark_is_named(
+    own, place, found, expected
+):
     with (
-        replay.replaced(replay.Runner(played)),
+        replay.replaced(replay.Runner(session("h200"))),
         pytest.raises(recording.RecordingError) as error,
     ):
+        mark(unmeasurable, **own).run()
+    line = str(error.value)
+    assert "\n" not in line
+    for part in (
+        "tutorials/01-double.py: the recording h200/01-double.json",
+        f"benchmark double: {place}: found {found}, expected {expected}",
+        "make record TUTORIALS=01",
+    ):
+        assert part in line
+
+
+def test_two_x_names_are_two_numbers():
+    two = [
+        {"M": m, **row} for m, row in zip((1, 1, 1, 2, 2, 2), rows(), strict=1)
+    ]
+    played = session("h200", rows=two, x_names=["M", "N"], args={})
+    own = {"x_names": ["M", "N"], "x_vals": [(1, 8), (2, 16)], "args": {}}
+    with replay.replaced(replay.Runner(played)):
+        table = mark(unmeasurable, **own).run(return_df=True)
+    assert table["Triton (GB/s)"].tolist() == [1000.25, 2000.5]
+
+
+def test_what_a_benchmark_is_run_with_must_be_in_its_args():
+    with (
+        replay.replaced(replay.Runner(session("h200"))),
+        pytest.raises(recording.RecordingError, match="run with warps"),
+    ):
+        mark(unmeasurable).run(warps=4)
+
+
+def test_the_figure_is_the_one_that_the_benchmark_drew():
+    import matplotlib.pyplot as plt
+
+    plt.figure("double")  # a name proves nothing
+    played = session("h200")
+    with replay.replaced(replay.Runner(played)):
         mark(unmeasurable).run()
-    for part in ("tutorials/01-double.py", "double", "16", "copy", "make rec"):
-        assert part in str(error.value)
+    (measured,) = played.results["double"]
+    assert measured.figure is plt.gcf()
+    assert measured.figure is not plt.figure("double")
 
 
 def test_a_benchmark_that_was_not_recorded_is_named():
     with (
         replay.replaced(replay.Runner(session("h200"))),
-        pytest.raises(recording.RecordingError, match="triple was not rec"),
+        pytest.raises(recording.RecordingError, match="triple: found nothing"),
     ):
         mark(unmeasurable, plot_name="triple").run()
 
@@ -125,12 +195,12 @@ def test_an_optional_peer_is_drawn_if_and_only_if_it_was_recorded():
         *("N", "Triton", "PyTorch", "Liger", "Copy")
     ]
     apex = {
-        "line_vals": ["triton", "apex", "copy"],
-        "line_names": ["Triton", "Apex", "Copy"],
+        "line_vals": ["triton", "torch", "apex", "copy"],
+        "line_names": ["Triton", "PyTorch", "Apex", "Copy"],
     }
     with replay.replaced(replay.Runner(session("h200"))):
         table = mark(unmeasurable, **apex).run(return_df=True)
-    assert list(table.columns) == ["N", "Triton (GB/s)", "Copy (GB/s)"]
+    assert "Apex (GB/s)" not in table.columns
 
 
 def test_null_is_a_gap():
@@ -150,25 +220,21 @@ def test_every_gpu_gets_a_figure_and_the_default_the_table():
     assert table["Triton (GB/s)"][0] == 1000.25
 
 
-def test_recording_an_unknown_unit_stops():
-    from measurements.record import Recorder
-
+def test_recording_an_unknown_unit_stops(recorder):
     def measure(M, N, provider):
         """By hand."""
         return 1.0
 
     with (
-        replay.replaced(Recorder("01-double")),
-        pytest.raises(recording.RecordingError, match="unknown unit 'knots'"),
+        replay.replaced(recorder),
+        pytest.raises(recording.RecordingError, match="found 'knots'"),
     ):
         mark(measure, ylabel="knots").run()
 
 
-def test_a_measuring_function_must_say_its_method():
-    from measurements.record import Recorder
-
+def test_a_measuring_function_must_say_its_method(recorder):
     with (
-        replay.replaced(Recorder("01-double")),
+        replay.replaced(recorder),
         pytest.raises(recording.RecordingError, match="without a docstring"),
     ):
         mark(lambda M, N, provider: 1.0).run()

@@ -1199,8 +1199,8 @@ for name in STEPS:
     )
 
 # %%
-# Two whole passes read ``x`` and ``dy`` twice: five units, and so three fifths
-# of the speed of a copy that moves three.
+# Two whole passes read ``x`` and ``dy`` twice: they move five units where the
+# copy moves three.
 # Where the second read finds its rows in a cache the limit is higher.
 #
 # Benchmark

@@ -1,153 +1,128 @@
 """What Sphinx-Gallery calls while it builds the tutorials.
 
-``reset`` runs before and after each tutorial: it puts recorded numbers (or,
-on a GPU, live ones) under the benchmarks and takes everything back at the
-end. ``scraper`` turns figures into reST. ``setup`` is the Sphinx extension:
-it checks all recordings before anything runs, and makes Sphinx-Gallery run a
-tutorial again when something that its page depends on has changed.
+``begin`` runs before each tutorial: it puts recorded numbers under the
+benchmarks. ``scraper`` turns figures into reST. ``reset`` takes everything
+back. ``setup`` is the Sphinx extension: before anything runs it measures (on
+a GPU) and checks all recordings.
+
+What they share is kept where Sphinx-Gallery hands it to them, and nowhere
+else: the mode in its settings, and a tutorial's session in its variables.
 """
 
-import hashlib
 import os
 import sys
+import time
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
 
 import style
-from measurements import recording, replay
-from page import figures
+from measurements import gpus, live, recording, replay
+from measurements.progress import clock, say
+from page import figures, solutions
 
 MODES = ("auto", "recorded", "live", "preview")
 
-_open = ExitStack()
-_session = None
-_config = None
 
-
-def gpu_present():
-    """Whether the machine has a GPU, without importing torch."""
-    dev = Path("/dev")
-    return any(dev.glob("nvidia[0-9]*")) or any(
-        (dev / name).exists() for name in ("kfd", "dxg")
-    )
-
-
-def live():
+def measures(mode):
     """Whether this build measures, rather than showing recordings."""
-    if _config.measured_figures != "auto":
-        return _config.measured_figures == "live"
-    if not gpu_present():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+    return mode == "live" or (mode == "auto" and gpus.there())
 
 
-def reset(gallery_conf, fname, when):
-    """Before a tutorial: put the numbers in place. After it: restore."""
-    global _session
-    _open.close()
-    _session = None
-    if when == "after" or fname is None:
-        return
+def begin(gallery_conf, script_vars):
+    """Before a tutorial, whose arguments this is asked for: it has none.
+
+    Sphinx-Gallery tells the path nowhere else, and names are not unique.
+    """
     import matplotlib.pyplot as plt
 
     plt.rcdefaults()
     plt.rcParams.update(style.rc_params())
-    _session = session(tutorial_of(fname))
-    _open.enter_context(replay.replaced(replay.Runner(_session)))
-    _open.enter_context(replay.watching(_session))
+    script = Path(script_vars["src_file"]).resolve()
+    config = gallery_conf["measured"]
+    session = open_session(recording.name_of(script), **config)
+    script_vars["session"] = session
+    with ExitStack() as changes:
+        changes.enter_context(replay.replaced(replay.Runner(session)))
+        changes.enter_context(replay.watching(session))
+        changes.enter_context(solutions.hidden_in_notebooks())
+        if session.live:
+            changes.callback(report, session.name, time.monotonic())
+        gallery_conf["restore"] = changes.pop_all().close
+    return []
 
 
-def tutorial_of(file):
-    """The name of the tutorial in a file: Sphinx-Gallery gives no folder."""
-    (script,) = (s for s in recording.tutorials() if s.name == Path(file).name)
-    return recording.name_of(script)
+def reset(gallery_conf, fname, when):
+    """After a tutorial, also after one that failed: restore everything."""
+    restore = gallery_conf.pop("restore", None)
+    if restore:
+        restore()
 
 
-def session(name):
+def report(name, started):
+    say(f"{name}: its cells ran in {clock(time.monotonic() - started)}")
+
+
+def open_session(name, mode, gpu):
     """The numbers that a tutorial's benchmarks will be given."""
-    made = replay.Session(name, live())
-    if made.live:
-        return made
+    session = replay.Session(name, measures(mode))
     try:
-        made.recordings = recordings(name)
+        session.recordings = recordings(name, mode, gpu)
     except recording.RecordingError as error:
-        if _config.measured_figures != "preview":
+        if mode != "preview":
             raise ExtensionError(str(error)) from None
-        made.reason = str(error)
-    made.default_gpu = next(iter(made.recordings), "")
-    return made
+        session.reason = str(error)
+    session.default_gpu = next(iter(session.recordings), "")
+    return session
 
 
-def recordings(name):
-    """All recordings of a tutorial, that of the default GPU first."""
-    default = _config.measured_gpu
-    others = [gpu for gpu in recording.gpus(name) if gpu != default]
-    return {gpu: recording.load(gpu, name) for gpu in (default, *others)}
+def recordings(name, mode, gpu):
+    """What was measured for a tutorial: {GPU: recording}.
+
+    By this build, or else by all GPUs, the default one first.
+    """
+    if measures(mode):
+        mine = gpus.folder()
+        return {mine: recording.load(mine, name, live.STORE)}
+    others = [other for other in recording.gpus(name) if other != gpu]
+    return {each: recording.load(each, name) for each in (gpu, *others)}
 
 
 def scraper(block, block_vars, gallery_conf):
     """Save the figures of a cell and give the reST that shows them."""
-    return figures.scraped(_session, block_vars, gallery_conf)
+    return figures.scraped(block_vars["session"], gallery_conf)
 
 
 def check_recordings(app, config):
-    """Stop before anything runs if a recording is missing or stale."""
-    global _config
-    _config = config
-    if not gpu_present():
+    """Measure, or stop before anything runs if a recording does not fit."""
+    mode, gpu = config.measured_figures, config.measured_gpu
+    config.sphinx_gallery_conf["measured"] = {"mode": mode, "gpu": gpu}
+    # A reader's mistake needs a sentence, not the report that Sphinx makes of
+    # an error: hence sys.exit.
+    if mode not in MODES:
+        sys.exit(f"FIGURES={mode}: it must be one of {', '.join(MODES)}")
+    if mode == "preview":
+        # Never measures: its tutorials run as on a machine without a GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not gpus.there():
         # Before triton is imported: its language is interpreted or it is not.
         os.environ["TRITON_INTERPRET"] = "1"
-    mode = config.measured_figures
-    if mode not in MODES:
-        raise ExtensionError(
-            f"FIGURES={mode}: it must be one of {', '.join(MODES)}"
-        )
-    if mode == "preview" or live():
+        if mode == "live":
+            sys.exit(
+                "FIGURES=live measures every figure, and torch finds no GPU "
+                "here; without FIGURES the recorded figures are shown"
+            )
+    if mode == "preview":
         return
-    problems = []
-    for path in recording.tutorials():
+    problems = live.measure_what_is_stale() if measures(mode) else []
+    for path in recording.tutorials() if not problems else ():
         try:
-            recordings(recording.name_of(path))
+            recordings(recording.name_of(path), mode, gpu)
         except recording.RecordingError as error:
             problems.append(str(error))
     if problems:
-        raise ExtensionError("\n".join(problems))
-
-
-def forget_outdated(app):
-    """Make tutorials run again whose page depends on something that changed.
-
-    Sphinx-Gallery looks at the script only. A page depends also on its
-    recordings, on these modules, on torch and triton, and on the mode.
-    """
-    packages = ("torch", "triton", "matplotlib", "sphinx-gallery")
-    common = hashlib.sha256()
-    for part in (
-        sys.version_info[:2],
-        [version(name) for name in packages],
-        app.config.measured_figures,
-        app.config.measured_gpu,
-        gpu_present(),
-    ):
-        common.update(repr(part).encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        common.update(path.read_bytes())
-    folder = Path(app.srcdir) / "tutorials"
-    folder.mkdir(exist_ok=True)
-    for script in recording.tutorials():
-        inputs = common.copy()
-        name = recording.name_of(script)
-        for gpu in recording.gpus(name):
-            inputs.update(recording.path_of(gpu, name).read_bytes())
-        stamp = folder / f"{script.stem}.inputs"
-        if not stamp.exists() or stamp.read_text() != inputs.hexdigest():
-            (folder / f"{script.name}.md5").unlink(missing_ok=True)
-            stamp.write_text(inputs.hexdigest())
+        sys.exit("\n".join(problems))
 
 
 def setup(app):
@@ -155,6 +130,4 @@ def setup(app):
     app.add_config_value("measured_figures", figures_mode, "env", [str])
     app.add_config_value("measured_gpu", "nvidia-h200", "env", [str])
     app.connect("config-inited", check_recordings)
-    # Sphinx-Gallery builds the gallery at this event with priority 10.
-    app.connect("builder-inited", forget_outdated, priority=5)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

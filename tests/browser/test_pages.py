@@ -17,6 +17,9 @@ VIEWS = {
 UNDRAWN = """[...document.querySelectorAll('.math')]
     .filter(e => !e.querySelector('mjx-container')).length"""
 WIDER = "document.documentElement.scrollWidth - window.innerWidth"
+# What is folded is a part of the page.
+UNFOLD = """document.querySelectorAll('article details')
+    .forEach(d => d.open = true)"""
 # Only what fails: describing what passes takes most of the time.
 AXE = "axe.run(document, {resultTypes: ['violations']})"
 
@@ -70,8 +73,8 @@ def violations(page):
             yield f"axe {found['id']}: {target} {node['html'][:120]} {summary}"
 
 
-def faults(page, name, theme, patience=60_000):
-    """Load a page and list what is wrong with it."""
+def faults(page, name, theme, patience=60_000, axe=True):
+    """Load a page, unfold all of it, and list what is wrong with it."""
     watch = Watch(page)
     response = page.goto(name)
     found = watch.faults
@@ -82,16 +85,33 @@ def faults(page, name, theme, patience=60_000):
     shown = page.locator("html").get_attribute("data-theme")
     if shown != theme:
         found.append(f"the theme is {shown!r}")
-    if (pixels := page.evaluate(WIDER)) > 0:
-        found.append(f"scrolls {pixels} px sideways")
-    found.extend(violations(page))
+    for state in "folded", "unfolded":
+        if state == "unfolded":
+            page.evaluate(UNFOLD)
+        if (pixels := page.evaluate(WIDER)) > 0:
+            found.append(f"{state}, it scrolls {pixels} px sideways")
+    if axe:
+        found.extend(violations(page))
     return found
 
 
 @pytest.mark.parametrize("name", built.PAGES)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_page(page, view, name):
-    found = faults(page, name, view["color_scheme"])
+    # A phone has the colors of light and the elements of both.
+    axe = view is not VIEWS["phone"]
+    found = faults(page, name, view["color_scheme"], axe=axe)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", built.PAGES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_folded_page(page, view, name):
+    """As it is loaded, and on a phone too."""
+    page.goto(name)
+    assert undrawn_formulas(page, 60_000) == 0
+    found = list(violations(page))
     assert not found, "\n".join(found)
 
 

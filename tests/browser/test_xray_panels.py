@@ -1,22 +1,10 @@
-"""X-ray panels, opened: by keyboard, in light, in dark and on a phone."""
+"""X-ray panels, opened by keyboard; test_pages.py unfolds them too."""
 
 import pytest
 from browser import built
-from browser.test_pages import VIEWS, WIDER, violations
 from playwright.sync_api import expect
 
 each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
-
-
-@each_tutorial
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_nothing_is_wrong_with_open_panels(page, view, name):
-    page.goto(name)
-    page.evaluate(
-        "document.querySelectorAll('.bp-xray').forEach(p => p.open = true)"
-    )
-    assert page.evaluate(WIDER) <= 0
-    assert not list(violations(page))
 
 
 @each_tutorial

@@ -17,7 +17,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from measurements.reach import FUNCTIONS, Script, names
+from measurements.reach import FUNCTIONS, Script, last_name, names
 
 MAKERS = {"perf_report", "Benchmark"}
 # What the constants of a script are made with.
@@ -54,10 +54,11 @@ def made_by(script):
     constants = _needed(script, makers)
     space, found = _Namespace(), {}
     for node, its in zip(script.body, script.names, strict=True):
-        makes = _mentions(node) or its.used & makers
         if isinstance(node, FUNCTIONS) and node.name not in makers:
-            makes = any(map(_mentions, node.decorator_list))
-            makes = makes or its.used_now & makers
+            its_decorators = names(*node.decorator_list)
+            makes = _makes(its_decorators, makers)
+        else:
+            makes = _makes(its, makers)
         assigns = isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         if not makes and not (assigns and its.bound & constants):
             space.forget(its.bound)
@@ -94,26 +95,26 @@ def made_by(script):
 
 def _makers(script):
     """The functions of a script that make benchmarks when they are called."""
+    bodies = {
+        node.name: names(*node.body)
+        for node in script.body
+        if isinstance(node, FUNCTIONS)
+    }
     makers, before = set(), None
     while before != len(makers):
         before = len(makers)
-        for node in script.body:
-            if isinstance(node, FUNCTIONS):
-                body = names(*node.body)
-                if body.used & makers or any(map(_mentions, node.body)):
-                    makers.add(node.name)
+        makers |= {name for name in bodies if _makes(bodies[name], makers)}
     return makers
+
+
+def _makes(its, makers):
+    """Whether some code makes benchmarks, itself or by functions that do."""
+    return bool(its.functions & MAKERS or its.used & makers)
 
 
 def _is_maker(node, functions=MAKERS):
     """Whether a node calls one of these functions of triton.testing."""
-    return isinstance(node, ast.Call) and not functions.isdisjoint(
-        (getattr(node.func, "id", None), getattr(node.func, "attr", None))
-    )
-
-
-def _mentions(node):
-    return any(map(_is_maker, ast.walk(node)))
+    return isinstance(node, ast.Call) and last_name(node.func) in functions
 
 
 def _root(statement, makers):
@@ -141,8 +142,8 @@ def _root(statement, makers):
 def _needed(script, makers):
     """The names that the making of benchmarks may ask for."""
     needed, before = set(makers), None
-    for node, its in zip(script.body, script.names, strict=True):
-        if its.used & makers or _mentions(node):
+    for its in script.names:
+        if _makes(its, makers):
             needed |= its.used
     while before != len(needed):
         before = len(needed)

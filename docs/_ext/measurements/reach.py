@@ -32,7 +32,7 @@ COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 CONTAINERS = {"get", "items", "keys", "values"}
 READERS = CONTAINERS | {"apply", "copy", "count", "format", "index", "join"}
 # Functions that leave their arguments as they are, called for their effect.
-HARMLESS = ("print", "plt.", "torch.testing.")
+HARMLESS = ("print", "plt.", "torch.testing.", "assert_")
 # How a function of a module begins that changes a setting.
 SETTERS = (
     *("set", "use_", "enable", "disable", "allow", "register", "update"),
@@ -60,9 +60,16 @@ class Names:
     settings: set = field(default_factory=set)
     settings_later: set = field(default_factory=set)
     called: set = field(default_factory=set)  # now, by their plain name
-    # calls made now: (function, what it is handed, result thrown away)
+    # calls made now: (function, its text, {position or keyword: what it is
+    # handed}, whether the result is thrown away)
     calls: list = field(default_factory=list)
     aliases: set = field(default_factory=set)  # (name, what it stands for)
+    # Of the function that it defines:
+    params: set = field(default_factory=set)
+    positional: list = field(default_factory=list)
+    changed_params: set = field(default_factory=set)
+    # the last part of the name of every function that it calls, ever
+    functions: set = field(default_factory=set)
     used_now: set = field(default_factory=set)  # not in a function's body
     dynamic: bool = False
 
@@ -106,6 +113,11 @@ def chain(node):
     return node.id, parts
 
 
+def last_name(function):
+    """``perf_report`` of ``triton.testing.perf_report``."""
+    return getattr(function, "attr", getattr(function, "id", None))
+
+
 def _reads_container(function):
     return isinstance(function, ast.Attribute) and function.attr in (
         CONTAINERS | {"setdefault"}
@@ -133,9 +145,11 @@ class _Visitor(ast.NodeVisitor):
             self.found.bound.add(name)
 
     def change(self, name, setting):
+        found = self.found
+        if self.depth and name in found.params:
+            found.changed_params.add(name)
         if name is None or not self.is_global(name):
             return
-        found = self.found
         (found.changed_later if self.depth else found.changed).add(name)
         if setting:
             later = found.settings_later if self.depth else found.settings
@@ -180,6 +194,7 @@ class _Visitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node):
+        self.found.functions.add(last_name(node.func))
         root, parts = chain(node.func)
         if parts and parts[-1] not in READERS:
             self.change(root, setting=parts[-1].startswith(SETTERS))
@@ -195,10 +210,13 @@ class _Visitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def call(self, node, thrown_away):
-        function = ast.unparse(node.func)
-        given = [*node.args, *(k.value for k in node.keywords)]
-        roots = {chain(argument)[0] for argument in given} - {None}
-        self.found.calls.append((function, roots, thrown_away))
+        given = {i: chain(part)[0] for i, part in enumerate(node.args)}
+        given |= {k.arg: chain(k.value)[0] for k in node.keywords}
+        if any(isinstance(part, ast.Starred) for part in node.args):
+            given[None] = given[0]  # it may be any of them
+        self.found.calls.append(
+            (chain(node.func)[0], ast.unparse(node.func), given, thrown_away)
+        )
 
     def visit_Assign(self, node):
         for target in node.targets:
@@ -249,6 +267,10 @@ class _Visitor(ast.NodeVisitor):
         for part in (*node.args.defaults, *node.args.kw_defaults):
             if part:
                 self.visit(part)
+        if not self.scopes:
+            self.found.params |= {a.arg for a in given}
+            positional = [*node.args.posonlyargs, *node.args.args]
+            self.found.positional += [a.arg for a in positional]
         self.scopes.append(_locals(body) | {a.arg: True for a in given})
         self.depth += 1
         for part in body:
@@ -325,25 +347,48 @@ class Script:
             if isinstance(node, FUNCTIONS | ast.ClassDef)
         }
         self.dynamic = any(found.dynamic for found in self.names)
+        self.aliases = set().union(*(found.aliases for found in self.names))
 
     def reached(self, root):
         """The statements that a node reaches, itself not included."""
         if self.dynamic:
             return list(self.body)
-        reached, known = set(), set(names(root).used)
-        for i, found in enumerate(self.names):
-            if found is not None and self.always(found):
-                reached.add(i)
-                known |= found.used
+        in_time = range(self.end_of(root))
+        reached = {i for i in in_time if self.always(self.names[i])}
+        known = set(names(root).used)
         before = None
         while before != (len(reached), len(known)):
             before = len(reached), len(known)
-            for i, found in enumerate(self.names):
-                if i not in reached and self.concerns(i, found, known):
+            # What may be changed in place: no module, but also what else
+            # stands for the same thing.
+            values = known - self.imported
+            values |= {a for a, name in self.aliases if name in values}
+            for i in in_time:
+                found = self.names[i]
+                if (
+                    i in reached
+                    or found.bound & known
+                    or self.changes(found, values)
+                ):
                     reached.add(i)
-                if i in reached:
                     known |= found.used
         return [self.body[i] for i in sorted(reached)]
+
+    def end_of(self, root):
+        """How many statements may run before a node is used for the last time.
+
+        It is used where it stands, and wherever a name is mentioned that may
+        hold it. What stands below that comes too late to reach it.
+        """
+        end, holders = 0, set()
+        for i, (node, found) in enumerate(
+            zip(self.body, self.names, strict=True)
+        ):
+            stands = node.lineno <= root.lineno <= node.end_lineno
+            if stands or found.used & holders:
+                end = i + 1
+                holders |= found.bound
+        return end
 
     def always(self, found):
         """Whether a statement changes what belongs to everything."""
@@ -357,17 +402,8 @@ class Script:
             )
         )
 
-    def concerns(self, i, found, known):
-        """Whether a statement makes or changes something that is known."""
-        if found.bound & known:
-            return True
-        known = known - self.imported
-        known = known | {
-            alias
-            for other in self.names
-            for alias, name in other.aliases
-            if name in known
-        }
+    def changes(self, found, known):
+        """Whether a statement may change something known in place."""
         if (found.changed | found.changed_later) & known:
             return True
         if any(
@@ -375,12 +411,23 @@ class Script:
             for name in found.called & self.defined.keys()
         ):
             return True
-        return any(
-            thrown_away
-            and given & known
-            and function not in self.defined
-            and not function.startswith(HARMLESS)
-            for function, given, thrown_away in found.calls
+        return any(self.changes_given(*call, known) for call in found.calls)
+
+    def changes_given(self, function, text, given, thrown_away, known):
+        """Whether a call may change something known that it is handed."""
+        given = {at: name for at, name in given.items() if name in known}
+        if not given:
+            return False
+        if function not in self.defined:
+            return thrown_away and not text.startswith(HARMLESS)
+        its = self.defined[function]
+        # None: ``*given``, ``**given``, or more than the function has places.
+        places = dict(enumerate(its.positional)) | {n: n for n in its.params}
+        params = {places.get(at) for at in given}
+        return bool(
+            its.changed_params
+            if None in params
+            else its.changed_params & params
         )
 
     def text(self, nodes):

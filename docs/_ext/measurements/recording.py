@@ -58,12 +58,22 @@ class RecordingError(Exception):
 
 
 def tutorials():
-    """The scripts of the tutorials, in order, sections included."""
-    pattern = "[0-9][0-9]-*.py"
+    """The scripts of the tutorials, in the order in which they are read."""
+    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
     return [
-        *sorted(TUTORIALS.glob(pattern)),
-        *sorted(TUTORIALS.glob(f"*/{pattern}")),
+        script
+        for folder in folders
+        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
     ]
+
+
+def sections():
+    """The folders of tutorials, in the order of tutorials/index.rst."""
+    text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
+    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
+    # Sphinx tells of a folder that is not listed.
+    return [s for s in listed if s in found] + sorted(found - set(listed))
 
 
 def name_of(script):
@@ -71,12 +81,17 @@ def name_of(script):
     return script.relative_to(TUTORIALS).with_suffix("").as_posix()
 
 
+def flat(name):
+    """The name of a tutorial as part of the name of a file."""
+    return name.replace("/", "-")
+
+
 def script_of(name):
     return TUTORIALS / f"{name}.py"
 
 
-def path_of(gpu, name):
-    return STORE / gpu / f"{name}.json"
+def path_of(gpu, name, store=None):
+    return (store or STORE) / gpu / f"{name}.json"
 
 
 def number(name):
@@ -133,9 +148,9 @@ def codes(name):
         raise RecordingError(f"tutorials/{name}.py: {error}") from None
 
 
-def load(gpu, name):
+def load(gpu, name, store=None):
     """A recording that is whole and fits the tutorial's code."""
-    data = read(gpu, name)
+    data = read(gpu, name, store)
     if problems := stale(data, name):
         raise RecordingError(
             f"{_where(gpu, name)} is stale: {'; '.join(problems.values())}; "
@@ -161,11 +176,13 @@ def stale(data, name):
     return problems
 
 
-def read(gpu, name):
+def read(gpu, name, store=None):
     """A recording that is whole, whether or not it fits the code."""
     where = _where(gpu, name)
     try:
-        data = json.loads(path_of(gpu, name).read_text(encoding="utf-8"))
+        data = json.loads(
+            path_of(gpu, name, store).read_text(encoding="utf-8")
+        )
     except FileNotFoundError:
         raise RecordingError(f"{where} is missing; {mend(name)}") from None
     except (ValueError, OSError) as error:
@@ -301,9 +318,9 @@ def grid(benchmark):
     return list(xs), list(dict.fromkeys(row["provider"] for row in rows))
 
 
-def save(data, gpu, name):
+def save(data, gpu, name, store=None):
     """Write a recording; an interrupted write leaves the old file whole."""
-    path = path_of(gpu, name)
+    path = path_of(gpu, name, store)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".draft")
     try:

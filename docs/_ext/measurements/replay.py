@@ -57,6 +57,7 @@ class Session:
     recordings: dict = field(default_factory=dict)  # gpu -> recording
     reason: str = ""  # why there are no recordings, in a preview
     results: dict = field(default_factory=dict)  # plot name -> [Measured]
+    pictures: int = 0  # how many figures were saved
     has_card: bool = False  # whether a figure was kept for the card
     timed_outside: bool = False  # do_bench called by no benchmark
     inside: bool = False
@@ -230,8 +231,6 @@ class Runner:
         self, original, mark, bench, save_path, show, print_data, **kwargs
     ):
         session = self.session
-        if session.live:
-            return self.live(original, mark, bench, **kwargs)
         if not session.recordings:
             session.results[bench.plot_name] = [
                 Missing(bench.plot_name, session.reason)
@@ -242,24 +241,6 @@ class Runner:
             for gpu in session.recordings
         }
         return tables[session.default_gpu]
-
-    def live(self, original, mark, bench, **kwargs):
-        session, rows = self.session, []
-        code = recording.codes(session.name).get(bench.plot_name)
-        session.inside = True
-        try:
-            with measuring_with(mark, keeping(mark.fn, bench, rows)):
-                table, figure = self.draw(original, mark, bench, **kwargs)
-        finally:
-            session.inside = False
-        stored = described(mark, bench) | {
-            "code": code,
-            "environment": recording.environment("not run"),
-            "rows": rows,
-        }
-        gpu = recording.slug(stored["environment"]["gpu"])
-        self.keep(bench, gpu, stored, figure, live=True)
-        return table
 
     def replay(self, original, mark, bench, gpu, **kwargs):
         name, plot = self.session.name, bench.plot_name
@@ -295,13 +276,13 @@ class Runner:
         style.finish(figure, bench)
         return table, figure
 
-    def keep(self, bench, gpu, stored, figure, live=False):
+    def keep(self, bench, gpu, stored, figure):
         names = dict(zip(bench.line_vals, bench.line_names, strict=True))
         measured = Measured(
             name=bench.plot_name,
             gpu=gpu,
             names=names,
-            live=live,
+            live=self.session.live,
             figure=figure,
             **{k: v for k, v in stored.items() if k != "digest"},
         )

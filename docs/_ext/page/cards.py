@@ -29,20 +29,48 @@ class FirstTutorial(SphinxDirective):
 
 
 class TutorialCards(SphinxDirective):
-    """A grid of cards, one for each tutorial."""
+    """A card for each tutorial: of this section, or of all, by section."""
 
     def run(self):
-        cards = nodes.container(classes=["bp-cards"])
+        groups = {"": []}
         for script in recording.tutorials():
-            self.env.note_dependency(str(script))
-            cards += self.card(script)
-        return [cards]
+            name = recording.name_of(script)
+            groups.setdefault(name.rpartition("/")[0], []).append(name)
+        here = self.env.docname.removeprefix("tutorials/")
+        if (section := here.removesuffix("/index")) in groups:
+            return [self.grid(groups[section])]
+        return [
+            *([self.grid(groups.pop(""))] if groups[""] else []),
+            *(
+                self.section(name, names)
+                for name, names in groups.items()
+                if name
+            ),
+        ]
 
-    def card(self, script):
+    def section(self, section, names):
+        """The cards of a section under its title and its sentence."""
+        index = recording.TUTORIALS / section / "index.rst"
+        self.env.note_dependency(str(index))
+        head, said, *_ = index.read_text(encoding="utf-8").split("\n\n")
+        link = link_to(self.env, f"{section}/index", head.split("\n")[0])
+        found = nodes.section(ids=[f"section-{section}"])
+        found += nodes.title("", "", link)
+        found += nodes.paragraph("", " ".join(said.split()))
+        found += self.grid(names)
+        return found
+
+    def grid(self, names):
+        cards = nodes.container(classes=["bp-cards"])
+        cards += [self.card(name) for name in names]
+        return cards
+
+    def card(self, name):
+        script = recording.script_of(name)
+        self.env.note_dependency(str(script))
         _, blocks = split_code_and_text_blocks(str(script))
         summary, title = extract_intro_and_title(script, blocks[0].content)
         card = nodes.container(classes=["bp-card"])
-        name = recording.name_of(script)
         card += self.pictures(name)
         link = link_to(self.env, name, title)
         number = script.stem[:2]

@@ -7,7 +7,6 @@ drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 
 import csv
 import io
-import json
 import math
 import re
 from pathlib import Path
@@ -16,13 +15,13 @@ from sphinx.errors import ExtensionError
 from sphinx.util import logging
 
 import style
-from measurements import recording
+from measurements import live, recording
 from measurements.replay import Measured, Missing
 
 logger = logging.getLogger(__name__)
 
 
-def scraped(session, block_vars, gallery_conf):
+def scraped(session, gallery_conf):
     """Save the open figures and give the reST that shows them."""
     import matplotlib.pyplot as plt
 
@@ -40,16 +39,12 @@ def scraped(session, block_vars, gallery_conf):
             continue
         if results := known.get(id(figure)):
             _keep_for_card(session, results[0], gallery_conf)
-            parts.append(_measured(session, results, block_vars, gallery_conf))
+            parts.append(_measured(session, results, gallery_conf))
             continue
         if measured := _drawn_from(figure, known.values()):
             for axes in figure.axes:
                 axes.grid(not axes.images)  # no lines across a map
-            parts.append(
-                _measured(
-                    session, [measured], block_vars, gallery_conf, figure
-                )
-            )
+            parts.append(_measured(session, [measured], gallery_conf, figure))
             continue
         if session.timed_outside:
             raise ExtensionError(
@@ -64,7 +59,7 @@ def scraped(session, block_vars, gallery_conf):
                 "plt.figure('what the picture shows')",
                 session.name,
             )
-        parts.append(_images(figure, name, block_vars, gallery_conf))
+        parts.append(_images(session, figure, name, gallery_conf))
     for results in session.results.values():
         if isinstance(results[0], Missing):
             parts.append(_missing(results[0]))
@@ -97,14 +92,16 @@ def _drawn_from(figure, known):
     return None
 
 
-def _images(figure, alt, block_vars, gallery_conf):
+def _images(session, figure, alt, gallery_conf):
     """Save both forms of a figure; the page shows the one of its theme."""
-    path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
+    session.pictures += 1
+    name = f"{recording.flat(session.name)}_{session.pictures:03}"
+    folder = _folder(gallery_conf["src_dir"], "images")
     parts = []
     for text, ending, theme in zip(
         style.svg(figure), ("", "_dark"), ("light", "dark"), strict=True
     ):
-        image = path.with_name(f"{path.stem}{ending}.svg")
+        image = folder / f"{name}{ending}.svg"
         image.write_text(text, encoding="utf-8")
         uri = image.relative_to(gallery_conf["src_dir"]).as_posix()
         parts.append(
@@ -132,14 +129,16 @@ def _keep_for_card(session, measured, gallery_conf):
 
 def card_pictures(srcdir, tutorial):
     """The light and the dark picture of a tutorial's card."""
-    folder = Path(srcdir) / "tutorials" / "images"
-    name = f"card_{flat(tutorial)}"
+    folder = _folder(srcdir, "images")
+    name = f"card_{recording.flat(tutorial)}"
     return folder / f"{name}.svg", folder / f"{name}_dark.svg"
 
 
-def flat(tutorial):
-    """A tutorial's name as part of the name of a file."""
-    return tutorial.replace("/", ".")
+def _folder(srcdir, name):
+    """Where all tutorials put files of a kind, under names of their own."""
+    folder = Path(srcdir) / "tutorials" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _missing(missing):
@@ -150,13 +149,13 @@ def _missing(missing):
     )
 
 
-def _measured(session, results, block_vars, gallery_conf, figure=None):
+def _measured(session, results, gallery_conf, figure=None):
     """A measured figure with its passport; a tab for each GPU."""
     bodies = [
         _images(
+            session,
             figure or measured.figure,
             alt_text(measured),
-            block_vars,
             gallery_conf,
         )
         + passport(session.name, measured, gallery_conf)
@@ -185,17 +184,13 @@ def _indent(text, width=3):
 
 def passport(tutorial, measured, gallery_conf):
     """Where the numbers of a figure come from, and the numbers."""
-    folder = Path(gallery_conf["src_dir"]) / "tutorials" / "raw"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(gallery_conf["src_dir"], "raw")
     # Page, benchmark and GPU in the name: no two downloads share it.
-    file = f"{flat(tutorial)}.{measured.name}.{measured.gpu}.csv"
+    file = f"{recording.flat(tutorial)}.{measured.name}.{measured.gpu}.csv"
     (folder / file).write_text(_csv(measured), encoding="utf-8")
-    if measured.live:
-        raw = folder / f"{flat(tutorial)}.live.json"
-        _add_live(raw, measured)
-        raw = f"/tutorials/raw/{raw.name}"
-    else:
-        raw = f"/measurements/{measured.gpu}/{tutorial}.json"
+    store = live.STORE if measured.live else recording.STORE
+    raw = recording.path_of(measured.gpu, tutorial, store)
+    raw = raw.relative_to(gallery_conf["src_dir"]).as_posix()
     env = measured.environment
     origin = (
         "Measured on this machine, by this build."
@@ -224,7 +219,7 @@ def passport(tutorial, measured, gallery_conf):
         + (f"   :Measured: {circumstances(measured)}\n" * bool(measured.args))
         + f"   :Method: {measured.method}\n"
         f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"
-        f"      :download:`JSON <{raw}>`\n\n"
+        f"      :download:`JSON </{raw}>`\n\n"
         f"   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
         "      .. csv-table::\n"
@@ -253,20 +248,6 @@ def circumstances(measured):
     if mode and not words:
         args["mode"] = mode
     return ", ".join([*words, *(f"{k} = {v}" for k, v in args.items())])
-
-
-def _add_live(path, measured):
-    """Keep the numbers of a live build in the format of a recording."""
-    data = {"benchmarks": {}}
-    if path.exists():
-        data = json.loads(path.read_text(encoding="utf-8"))
-    data["benchmarks"][measured.name] = recording.sealed(
-        {
-            key: getattr(measured, key)
-            for key in recording.KEYS.keys() - {"digest"}
-        }
-    )
-    path.write_text(recording.dump(data), encoding="utf-8")
 
 
 def _csv(measured):

@@ -1,48 +1,138 @@
-"""Worked solutions stand folded on the page.
+"""What a reader need not see at first stands folded on the page.
 
-A cell whose first line is ``# Solution ...`` is an ordinary cell of the script
-and of the notebook. On the page it is folded, its output with it, so that a
-reader can try first.
+A cell is folded when its first line is one of these comments:
+
+- ``# Solution 1``: a reader may try first.
+- ``# Scaffold: the clock``: what every page repeats.
+- ``# Drawing: who adds which rows``: only its code is folded, under its
+  picture.
+
+What the cell of a solution or a scaffold printed and drew is folded with it.
+A paragraph that begins with ``**Hint.**`` is folded too.
+
+To the script all of it is plain code and prose. The notebook hides the code
+of these cells until a reader asks for it.
 """
 
+import re
+from contextlib import contextmanager
+from unittest import mock
+
 from docutils import nodes
+from sphinx.util import logging
 from sphinx_design.shared import create_component
+from sphinx_gallery import gen_rst
+
+MARKER = re.compile(r"# (Solution (?=\d)|Scaffold: |Drawing: )(.+)")
+# What its writer took for a marker, perhaps.
+NEARLY = re.compile(r"# *(solution|scaffold|drawing)s? *(\d|:|$)", re.I)
+HINT = re.compile(r"(Hint(?: \d+)?)\.?$")
+
+logger = logging.getLogger(__name__)
+
+
+def marked(code):
+    """The kind of a folded cell and the line that it is folded under."""
+    found = MARKER.match(code.lstrip())
+    if found is None:
+        return None
+    kind, words = found[1].rstrip(" :").lower(), found[2].strip().rstrip(".")
+    if kind == "solution":
+        return kind, f"Solution {words}"
+    if kind == "drawing":
+        return kind, f"Code of the drawing: {words}"
+    return kind, words
 
 
 def fold(app, doctree):
-    """Put each solution, and what it printed, into a dropdown."""
+    """Put the marked cells and the hints of a tutorial into dropdowns."""
+    docname = app.env.docname
+    if not docname.startswith("tutorials/"):
+        return
     for block in list(doctree.findall(nodes.literal_block)):
-        first = block.astext().lstrip().split("\n", 1)[0]
-        if not first.startswith("# Solution"):
+        if block["language"] != "Python":
             continue
-        parent = block.parent
-        start = parent.index(block)
-        end = start + 1
-        while end < len(parent) and _is_output(parent[end]):
-            end += 1
-        inside = parent[start:end]
-        title = first.lstrip("# ").rstrip(".")
-        folded = create_component(
-            "dropdown",
-            opened=False,
-            type="dropdown",
-            has_title=True,
-            icon=None,
-            chevron=None,
-            container_classes=["bp-solution", "sd-mb-3"],
-            title_classes=[],
-            body_classes=[],
-        )
-        folded += nodes.rubric(title, title)
-        folded.extend(inside)
-        parent[start:end] = [folded]
+        code = block.astext().lstrip()
+        if found := marked(code):
+            fold_cell(block, *found)
+        elif NEARLY.match(code):
+            warn(docname, code)
+    for paragraph in list(doctree.findall(nodes.paragraph)):
+        fold_hint(paragraph)
+        if MARKER.match(f"# {paragraph.astext()}"):
+            warn(docname, paragraph.astext())
 
 
-def _is_output(node):
-    classes = node.get("classes", []) if hasattr(node, "get") else []
-    if "sphx-glr-script-out" in classes:
-        return True
-    return isinstance(node, nodes.comment)
+def fold_cell(block, kind, title):
+    parent = block.parent
+    start = parent.index(block)
+    end = start + 1
+    # Up to the comment that begins the next cell, or the page's end.
+    while end < len(parent) and not isinstance(
+        parent[end], nodes.comment | nodes.target
+    ):
+        end += 1
+    made = parent[start + 1 : end]
+    if kind == "drawing":
+        cell = [*made, folded(kind, title, [block])]
+    else:
+        cell = [folded(kind, title, [block, *made])]
+    parent[start:end] = cell
+
+
+def fold_hint(paragraph):
+    first = next(iter(paragraph.children), None)
+    if not isinstance(first, nodes.strong):
+        return
+    if found := HINT.match(first.astext()):
+        parent, at = paragraph.parent, paragraph.parent.index(paragraph)
+        paragraph.remove(first)
+        text = paragraph[0]
+        paragraph[0] = nodes.Text(text.lstrip())
+        parent[at] = folded("hint", found[1], [paragraph])
+
+
+def folded(kind, title, inside):
+    dropdown = create_component(
+        "dropdown",
+        opened=False,
+        type="dropdown",
+        has_title=True,
+        icon=None,
+        chevron=None,
+        container_classes=["bp-folded", f"bp-{kind}", "sd-mb-3"],
+        title_classes=[],
+        body_classes=[],
+    )
+    dropdown += nodes.rubric(title, title)
+    dropdown.extend(inside)
+    return dropdown
+
+
+def warn(docname, text):
+    logger.warning(
+        "%s.py: %r would not be folded: a blank line, then '# Solution 1', "
+        "'# Scaffold: what it gives' or '# Drawing: what it shows' begin a "
+        "folded cell",
+        docname,
+        text.split("\n", 1)[0],
+    )
+
+
+@contextmanager
+def hidden_in_notebooks():
+    """Notebooks that Sphinx-Gallery writes meanwhile hide the same cells."""
+    original = gen_rst.jupyter_notebook
+
+    def jupyter_notebook(*args):
+        notebook = original(*args)
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code" and marked("".join(cell["source"])):
+                cell["metadata"]["jupyter"] = {"source_hidden": True}
+        return notebook
+
+    with mock.patch.object(gen_rst, "jupyter_notebook", jupyter_notebook):
+        yield
 
 
 def setup(app):

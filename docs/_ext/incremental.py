@@ -1,0 +1,155 @@
+"""A build after a change gives the same files as a clean one.
+
+Three things are kept between builds, and each is made again when something
+that it came from has changed:
+
+- what a tutorial made when it ran, where Sphinx-Gallery looks at the script
+  only: ``forget_outdated``;
+- the documents that Sphinx has read: ``mechanism``, a setting on which all of
+  them depend;
+- the written site, in which a page shows the titles of others: ``Site``
+  writes nothing, or all of it.
+"""
+
+import hashlib
+import shutil
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from sphinx.errors import ExtensionError
+
+import gallery
+from measurements import gpus, live, recording
+
+PACKAGES = (
+    *("torch", "triton", "numpy", "pandas", "matplotlib"),
+    *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
+    *("pydata-sphinx-theme", "sphinx-copybutton", "sphinxext-opengraph"),
+)
+# Folders of docs that hold nothing that the site is made from.
+GENERATED = {"_build", "__pycache__"}
+
+
+def digest(*parts):
+    """A hash of files' contents, given their paths, and of anything else."""
+    found = hashlib.sha256()
+    for part in parts:
+        is_file = isinstance(part, Path)
+        text = part.read_bytes() if is_file else repr(part).encode()
+        found.update(b"%d " % len(text) + text)
+    return found.hexdigest()
+
+
+def depend_on_mechanism(app, config):
+    """Let everything depend on what makes it, and on which tutorials are."""
+    modules = sorted(Path(__file__).parent.rglob("*.py"))
+    versions = [version(name) for name in PACKAGES]
+    made_by = (*modules, sys.version_info[:2], versions, gpus.there())
+    # Sphinx-Gallery has not added its objects to its settings yet.
+    config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
+    names = list(map(recording.name_of, recording.tutorials()))
+    config.read_by = digest(*made_by, Path(app.confdir, "conf.py"), names)
+
+
+def forget_outdated(app):
+    """Make tutorials run again whose page depends on what has changed."""
+    folder = Path(app.srcdir) / "tutorials"
+    forget_deleted(folder)
+    mode, gpu = app.config.measured_figures, app.config.measured_gpu
+    for script in recording.tutorials():
+        name = recording.name_of(script)
+        if gallery.measures(mode):
+            files = [recording.path_of(gpus.folder(), name, live.STORE)]
+        else:
+            found = recording.gpus(name)
+            files = [recording.path_of(each, name) for each in found]
+        inputs = digest(*files, mode, gpu, app.config.executed_by)
+        stamp = folder / f"{name}.inputs"
+        if not stamp.exists() or stamp.read_text() != inputs:
+            (folder / f"{name}.py.md5").unlink(missing_ok=True)
+            stamp.parent.mkdir(parents=True, exist_ok=True)
+            stamp.write_text(inputs)
+
+
+def forget_deleted(folder):
+    """Remove what was made of tutorials and sections that are gone."""
+    sections = recording.sections()
+    for script in recording.TUTORIALS.glob("*/[0-9][0-9]-*.py"):
+        if script.parent.name not in sections:
+            raise ExtensionError(
+                f"tutorials/{script.parent.name} has no index.rst: a section "
+                "needs a title, a sentence and a toctree"
+            )
+    for index in folder.glob("*/index.rst"):
+        if index.parent.name not in sections:
+            shutil.rmtree(index.parent)
+    for page in folder.rglob("[0-9][0-9]-*.rst"):
+        name = page.relative_to(folder).with_suffix("").as_posix()
+        if not recording.script_of(name).exists():
+            for made in page.parent.glob(f"{page.stem}.*"):
+                made.unlink()
+
+
+class Site:
+    """The written site: all of it is written, or nothing."""
+
+    def __init__(self):
+        self.read = False  # whether a document was read
+        self.stamp = ""  # of all that the site is made from
+
+    def notice(self, app, env, added, changed, removed):
+        self.read = bool(added or changed or removed)
+        return []
+
+    def outdated(self, app, env):
+        """The pages to write: all, into an empty folder, or none."""
+        if app.builder.name != "html":
+            return []
+        source, built = Path(app.srcdir), Path(app.outdir)
+        files = sorted(
+            path
+            for path in source.rglob("*")
+            if path.is_file() and not GENERATED.intersection(path.parts)
+        )
+        names = [path.relative_to(source).as_posix() for path in files]
+        self.stamp = digest(*files, names, app.config.read_by)
+        stamp = self.file(app)
+        kept = stamp.read_text() if stamp.exists() else ""
+        pages = map(app.builder.get_output_path, env.found_docs)
+        if (
+            not self.read
+            and kept == self.stamp
+            and all(map(Path.exists, pages))
+        ):
+            return []
+        stamp.unlink(missing_ok=True)
+        for path in built.iterdir():
+            if path.name == ".buildinfo":
+                continue  # by which Sphinx knows its folder
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return env.found_docs
+
+    def written(self, app, exception):
+        if self.stamp and not exception:
+            self.file(app).write_text(self.stamp)
+
+    @staticmethod
+    def file(app):
+        return Path(app.doctreedir) / "site.stamp"
+
+
+def setup(app):
+    app.add_config_value("executed_by", "", "", [str])
+    app.add_config_value("read_by", "", "env", [str])
+    app.connect("config-inited", depend_on_mechanism, priority=5)
+    # Sphinx-Gallery runs the tutorials at this event with priority 500.
+    app.connect("builder-inited", forget_outdated, priority=5)
+    site = Site()
+    app.connect("env-get-outdated", site.notice)
+    app.connect("env-updated", site.outdated)
+    app.connect("build-finished", site.written)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

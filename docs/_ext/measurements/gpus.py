@@ -1,0 +1,108 @@
+"""The GPUs of this machine, and processes that each see one of them."""
+
+import os
+import queue
+import signal
+import subprocess
+from contextlib import contextmanager
+
+import joblib
+
+from measurements import recording
+
+
+def there():
+    """Whether something can be measured here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def folder():
+    """The name of this machine's GPU as recordings have it."""
+    import torch
+
+    return recording.slug(torch.cuda.get_device_name())
+
+
+def usable():
+    """The GPUs of the first one's kind, as CUDA_VISIBLE_DEVICES names them.
+
+    Figures of one page must not come from different kinds.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if there() else 0
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    keys = given.split(",") if given else map(str, range(count))
+    pairs = zip(keys, names, strict=False)  # given may name absent ones
+    return [key.strip() for key, name in pairs if name == names[0]]
+
+
+def each(work, items, gpus, at_a_time=1):
+    """work(item, gpu) for all items, in order, on the next free GPU.
+
+    A GPU has so many at a time. Gives what work returned, in order.
+    """
+    free = queue.SimpleQueue()
+    for _ in range(at_a_time):
+        for gpu in gpus:
+            free.put(gpu)
+
+    def next_free(item):
+        gpu = free.get()
+        try:
+            return work(item, gpu)
+        finally:
+            free.put(gpu)
+
+    # Threads, for each of them only waits for a process of its own: a new
+    # one sees one GPU before it imports torch, and ends with all its memory.
+    run = joblib.Parallel(
+        len(gpus) * at_a_time, backend="threading", batch_size=1
+    )
+    return run(joblib.delayed(next_free)(item) for item in items)
+
+
+class Children:
+    """The processes that are running, to end them all when one thing fails."""
+
+    def __init__(self):
+        self.running = set()
+        self.ended = False
+
+    def start(self, command, gpu, env=(), **options):
+        """A process that sees this GPU only."""
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu} | dict(env)
+        child = subprocess.Popen(command, env=env, text=True, **options)
+        self.running.add(child)
+        if self.ended:  # while this one was starting
+            child.kill()
+        return child
+
+    def end(self):
+        self.ended = True
+        for child in list(self.running):
+            child.kill()
+        for child in list(self.running):
+            child.wait()
+
+
+@contextmanager
+def children():
+    """Processes that do not outlive this one, however it ends.
+
+    Ctrl+C reaches the whole group of processes; SIGTERM this one alone.
+    """
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    found = Children()
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield found
+    finally:
+        found.end()
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,29 @@
+"""Live figures: a build on a GPU measures first, then shows what it measured.
+
+The same code as for ``make record``, but into a folder of the build, without
+the GPU checks. What is there and fresh is not measured again.
+"""
+
+from measurements import recording
+from measurements.measure import RefusedError, measure
+from measurements.todo import Kept, announce, jobs_for
+
+STORE = recording.ROOT / "docs" / "_build" / "measurements"
+
+
+def measure_what_is_stale():
+    """Bring the folder up to date; what went wrong, a sentence each."""
+    left = "the next build measures what is left"
+    try:
+        kept = Kept(STORE)
+        jobs = jobs_for(recording.tutorials(), kept, machine=kept.machine)
+        if not jobs:
+            return []
+        kept.require_writable()
+        announce(jobs)
+        problems = measure(jobs, kept.keep)
+    except (RefusedError, recording.RecordingError) as error:
+        problems = [str(error)]
+    except KeyboardInterrupt:
+        problems = ["interrupted; what was measured is kept"]
+    return [*problems, left] if problems else []

@@ -1,0 +1,204 @@
+"""Run one tutorial in a process of its own, to compile it or to measure it.
+
+Standard input says what to do, as JSON: the script, which of its benchmarks
+to measure, the recordings of the others, and, to compile only, which share of
+the points this process does. What a benchmark gave is sent as a line of JSON
+to standard output; what the tutorial prints goes to standard error.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import types
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from measurements import part, recording, replay
+
+
+def main(name, script, plots, fresh, share, memory):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    send = messages()
+    if share:
+        stand_in = Compiling(send, name, fresh, share)
+        compile_only(memory)
+    else:
+        stand_in = Measuring(send, name, fresh)
+    try:
+        with replaced_clock(stand_in.clock), replay.replaced(stand_in):
+            run(script, plots)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        send(error=f"{type(error).__name__}: {reason}")
+        raise
+    finally:
+        send(seconds=stand_in.seconds)
+
+
+def messages():
+    """A function that sends; from now on prints go to standard error."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def send(**message):
+        print(json.dumps(message), file=lines, flush=True)
+
+    return send
+
+
+def run(script, plots):
+    """Run what benchmarks need of a tutorial, as its own ``__main__``.
+
+    What it leaves behind in its folder is thrown away.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    text = Path(script).read_text(encoding="utf-8")
+    module = types.ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
+    home = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            code = compile(part.of(text, plots), script, "exec")
+            exec(code, module.__dict__)
+        finally:
+            os.chdir(home)
+
+
+def compile_only(memory):
+    """Let torch time nothing, and take no more than a part of the memory."""
+    import torch
+    from torch._inductor.runtime import autotune_cache, triton_heuristics
+
+    torch.cuda.set_per_process_memory_fraction(memory)
+    # Several processes share the GPU, so what torch.compile found fastest now
+    # would be noise: it compiles all variants and tries none, and the process
+    # that measures tries them. (Private names of torch.)
+    triton_heuristics.CachingAutotuner.bench = lambda *_, **__: 1.0
+    autotune_cache.AutotuneCache.save = lambda *_, **__: None
+
+
+@contextmanager
+def replaced_clock(clock):
+    """Let ``clock(do_bench, fn, ...)`` stand for triton.testing.do_bench."""
+    import triton.testing
+
+    original = triton.testing.do_bench
+
+    def do_bench(fn, *args, **kwargs):
+        return clock(original, fn, *args, **kwargs)
+
+    triton.testing.do_bench = do_bench
+    try:
+        yield
+    finally:
+        triton.testing.do_bench = original
+
+
+class OneTutorial:
+    """Stands for Mark._run while a tutorial runs in its own process."""
+
+    seconds = 0.0  # in what the kind of run is about
+
+    def __init__(self, send, name, fresh):
+        self.send = send
+        self.name = name
+        self.fresh = fresh
+        self.seen = set()
+
+    def __call__(
+        self, original, mark, bench, save_path, show, print_data, **kwargs
+    ):
+        import matplotlib.pyplot as plt
+
+        name = bench.plot_name
+        if name in self.seen:
+            raise recording.RecordingError(
+                f"tutorials/{self.name}.py: two benchmarks are called {name}"
+            )
+        self.seen.add(name)
+        try:
+            stored = self.fresh.get(name)
+            if not stored or replay.misfit(stored, bench):
+                return self.run(original, mark, bench, print_data, **kwargs)
+            rows = stored["rows"]
+            bench = replay.with_recorded_peers(bench, rows)
+            with replay.measuring_with(mark, replay.replaying(rows, bench)):
+                return original(mark, bench, "", False, print_data, **kwargs)
+        finally:
+            plt.close("all")
+
+
+class Compiling(OneTutorial):
+    """Calls what would be timed once, and answers 1 everywhere."""
+
+    def __init__(self, send, name, fresh, share):
+        super().__init__(send, name, fresh)
+        self.mine, self.shares = share
+
+    def clock(self, do_bench, fn, *args, quantiles=None, **kwargs):
+        fn()
+        return [1.0 for _ in quantiles] if quantiles else 1.0
+
+    def run(self, original, mark, bench, print_data, **kwargs):
+        points = len(bench.x_vals) * len(bench.line_vals)
+        self.send(benchmark=bench.plot_name, points=points)
+        with replay.measuring_with(mark, self.once(mark.fn, bench)):
+            return original(mark, bench, "", False, False, **kwargs)
+
+    def once(self, fn, bench):
+        import torch
+
+        count = itertools.count()
+
+        def measure(**values):
+            # The points of one size, and of one provider, go to all shares
+            # in turn; in the same way in benchmarks of the same sizes, for
+            # forward and backward have kernels in common.
+            x, provider = divmod(next(count), len(bench.line_vals))
+            if (x + provider) % self.shares == self.mine:
+                start = time.monotonic()
+                # What cannot be compiled here is compiled when it is timed.
+                with suppress(Exception):
+                    fn(**values)
+                torch.cuda.empty_cache()
+                self.seconds += time.monotonic() - start
+            return 1.0, 1.0, 1.0
+
+        return measure
+
+
+class Measuring(OneTutorial):
+    """Measures, and sends each benchmark when it is done."""
+
+    def clock(self, do_bench, *args, **kwargs):
+        start = time.monotonic()
+        try:
+            return do_bench(*args, **kwargs)
+        finally:
+            self.seconds += time.monotonic() - start
+
+    def run(self, original, mark, bench, print_data, **kwargs):
+        rows, start, before = [], time.monotonic(), self.seconds
+        with replay.measuring_with(mark, replay.keeping(mark.fn, bench, rows)):
+            table = original(mark, bench, "", False, print_data, **kwargs)
+        measured = {"environment": recording.environment("not run")}
+        measured |= replay.described(mark, bench) | {"rows": rows}
+        self.send(
+            benchmark=bench.plot_name,
+            measured=measured,
+            seconds=time.monotonic() - start,
+            timed=self.seconds - before,
+        )
+        return table
+
+
+if __name__ == "__main__":
+    main(**json.load(sys.stdin))

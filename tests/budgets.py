@@ -1,0 +1,163 @@
+"""What the tests cost: the slowest files, and no page beyond its budget.
+
+Counted are seconds of processor time, of pytest and of the processes that it
+starts, at the pace of the machine on which the budgets were set: a busy or a
+slow machine gives nearly the same answer as a quiet one. A page pays for its
+own files, test_01_*.py, and for every test elsewhere that has its name among
+the parameters.
+"""
+
+import collections
+import contextlib
+import os
+import re
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
+SHOWN = 12  # files at the end of a run
+NEW_PAGE = 25
+# Pages that are older than the budget.
+OLDER = {}
+# What lap() takes on a quiet core of the machine that the budgets are of.
+LAP = 0.0041
+
+
+def page_of(script):
+    """tutorials/fused/02-dropout.py is page fused_02."""
+    path = Path(script).relative_to(TUTORIALS)
+    parts = [*path.parent.parts, path.name[:2]]
+    return "_".join(parts).replace("-", "_")
+
+
+def pages():
+    scripts = TUTORIALS.rglob("[0-9][0-9]-*.py")
+    return {
+        script.relative_to(TUTORIALS).with_suffix("").as_posix(): page_of(
+            script
+        )
+        for script in scripts
+    }
+
+
+def payer(nodeid, known):
+    """The page that a test is of; None if of none, of all, or on a GPU."""
+    file, _, test = nodeid.partition("::")
+    if "gpu" in Path(file).parts:
+        return None
+    of_file = re.match(r"test_((?:[a-z_]+_)?\d\d)_", Path(file).name)
+    if of_file and of_file[1] in known.values():
+        return of_file[1]
+    named = {page for stem, page in known.items() if stem in test}
+    return named.pop() if len(named) == 1 else None
+
+
+def used():
+    """Seconds of processor time, of this process and all it has started."""
+    who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    usage = [resource.getrusage(which) for which in who]
+    own = sum(part.ru_utime + part.ru_stime for part in usage)
+    return own + sum(map(running, children(os.getpid())))
+
+
+def children(process):
+    """Those that have not ended; none where /proc does not tell."""
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from listed.read_text().split()
+
+
+def running(process):
+    """What a child has used, with its own children."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0  # it has ended, and counts as ended
+    ticks = stat.rpartition(")")[2].split()[11:15]
+    own = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(running, children(process)))
+
+
+def lap():
+    """Processor time of a little work, always the same."""
+    start, kept = time.process_time(), {}
+    for i in range(40_000):
+        kept[i & 255] = isinstance(i, (str, int))
+    return time.process_time() - start
+
+
+def over_budget(spent):
+    """A line for each page that costs more than it may."""
+    for page, seconds in sorted(spent.items()):
+        budget = OLDER.get(page, NEW_PAGE)
+        if seconds > budget:
+            yield (
+                f"page {page}: its tests take {seconds:.0f} s of a core, "
+                f"its budget is {budget} s (tests/budgets.py)"
+            )
+
+
+class Budgets:
+    """The plugin that counts, adds up and tells."""
+
+    def __init__(self, config):
+        self.config = config
+        self.last = used()
+        self.lap, self.lap_at = LAP, 0
+        self.files = collections.Counter()
+        self.pages = collections.Counter()
+        self.known = pages()
+
+    # Where tests run: each report says what its phase has used.
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self):
+        self.last = used()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now = used()
+        if now - self.lap_at > 1:  # the pace changes as others come and go
+            self.lap, self.lap_at = lap(), now
+        report.processor_time = (now - self.last) * LAP / self.lap
+        self.last = used()
+        return report
+
+    # Where reports come together.
+
+    def pytest_runtest_logreport(self, report):
+        seconds = getattr(report, "processor_time", 0)
+        self.files[report.nodeid.partition("::")[0]] += seconds
+        self.pages[payer(report.nodeid, self.known)] += seconds
+
+    def exceeded(self):
+        if self.config.option.markexpr != "not long":
+            return []  # make test-all takes its time
+        return list(over_budget({p: s for p, s in self.pages.items() if p}))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session):
+        if self.exceeded() and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        tell = terminalreporter.write_line
+        total = sum(self.files.values())
+        terminalreporter.section(f"processor time: {total:.0f} s")
+        for file, seconds in self.files.most_common(SHOWN):
+            tell(f"{seconds:6.1f} s  {file}")
+        tell(
+            "by page: "
+            + ", ".join(
+                f"{page or 'none'} {seconds:.0f} s"
+                for page, seconds in sorted(
+                    self.pages.items(), key=lambda item: item[0] or ""
+                )
+            )
+        )
+        for line in self.exceeded():
+            tell(line, red=True)

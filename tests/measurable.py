@@ -1,0 +1,246 @@
+"""Tutorials that measure something on a GPU that a stand-in makes up."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from project import Project
+
+HERE = Path(__file__).parent
+
+TUTORIAL = '''r"""
+Multiply {name}
+===============
+
+Two benchmarks, and what may happen while they are measured.
+"""
+
+# %%
+# The first cell.
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+NAME = "{name}"
+
+
+class NoGPU(Exception):
+    """Raised where there is no GPU."""
+
+
+@triton.jit
+def _times(x_ptr, y_ptr, FACTOR: tl.constexpr, N: tl.constexpr):
+    cols = tl.arange(0, N)
+    tl.store(y_ptr + cols, FACTOR * tl.load(x_ptr + cols))
+
+
+def double(x, y):
+    _times[(1,)](x, y, 2, x.numel())
+
+
+def triple(x, y):
+    _times[(1,)](x, y, 3, x.numel())
+
+
+x = torch.rand(8)
+y = torch.empty(8)
+double(x, y)
+assert torch.equal(y, 2 * x)
+
+# %%
+# Two benchmarks.
+
+
+def tell(how, point):
+    """Say to the test what is done to a point, on which GPU, when."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+    line = how, NAME, point, gpu, time.time()
+    with open(os.environ["TOLD"], "a") as file:
+        file.write(" ".join(map(str, line)) + "\\n")
+
+
+def sign(what):
+    """Whether the test wants something to happen."""
+    return Path(os.environ["TOLD"] + f".{{what}}-{{NAME}}").exists()
+
+
+def benchmark(name):
+    return triton.testing.perf_report(
+        triton.testing.Benchmark(
+            x_names=["N"],
+            x_vals=[8, 16],
+            line_arg="provider",
+            line_vals=["triton", "torch", "copy"],
+            line_names=["Triton", "PyTorch", "Copy"],
+            ylabel="µs",
+            plot_name=name,
+            args={{"M": 1}},
+        )
+    )
+
+
+def timed(function, N, provider):
+    if not ON_GPU:
+        raise NoGPU
+    x, y = torch.rand(2, N)
+    ms = triton.testing.do_bench(
+        lambda: function(x, y), quantiles=[0.5, 0.2, 0.8]
+    )
+    point = f"{{function.__name__}}:{{N}}:{{provider}}"
+    if ms[0] == 1:  # nothing was timed
+        tell("compiled", point)
+        return ms
+    tell("timed", point)
+    while function is triple and sign("wait"):
+        time.sleep(0.05)
+    if function is triple and sign("fail"):
+        raise ValueError("no luck")
+    return ms
+
+
+@benchmark("double")
+def measure_double(M, N, provider):
+    """By a stand-in for a clock."""
+    return timed(double, N, provider)
+
+
+@benchmark("triple")
+def measure_triple(M, N, provider):
+    """By a stand-in for a clock."""
+    return timed(triple, N, provider)
+
+
+def run(benchmark):
+    try:
+        return benchmark.run(show_plots=True, print_data=True, return_df=True)
+    except NoGPU:
+        print("Timing needs a GPU; recorded figures are on the page.")
+
+
+table = run(measure_double)
+
+# %%
+# What the first says.
+
+if table is not None:
+    print("double:", table["Triton (µs)"].tolist())
+
+# %%
+# The second.
+
+table = run(measure_triple)
+
+# %%
+# What it says.
+
+if table is not None:
+    print("triple:", table["Triton (µs)"].tolist())
+'''
+
+CHECKS = """
+import os
+from pathlib import Path
+
+import torch
+
+def test_there_is_a_gpu():
+    assert torch.cuda.is_available()
+
+def test_nothing_is_wrong():
+    assert not Path(os.environ["TOLD"] + ".wrong-{name}").exists()
+"""
+
+GPU = "nvidia-stand-in-100"
+
+
+class Measurable(Project):
+    """A site with tutorials that can be measured, and none recorded."""
+
+    def __init__(self, folder, names=("01-double",)):
+        super().__init__(folder, ())
+        self.told = self.root.parent / f"{self.root.name}.told"
+        self.checks = self.root / "tests" / "gpu"
+        self.checks.mkdir(parents=True)
+        for name in names:
+            self.script(name).write_text(TUTORIAL.format(name=name[:2]))
+            path = self.checks / f"test_{name[:2]}_double.py"
+            path.write_text(CHECKS.format(name=name[:2]))
+
+    def env(self, gpus, **more):
+        paths = [HERE / "stand_in"] if gpus else []
+        env = {k: v for k, v in os.environ.items() if k not in UNSET}
+        return env | {
+            "TOLD": str(self.told),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "STAND_IN_GPUS": str(gpus),
+            "NO_COLOR": "1",
+            **more,
+        }
+
+    def start_record(self, *arguments, gpus=1):
+        env = self.env(gpus)
+        ext = str(self.root / "docs/_ext")
+        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], ext])
+        return subprocess.Popen(
+            [sys.executable, "-m", "measurements.record", *arguments],
+            cwd=self.root,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def make_record(self, *arguments, gpus=1):
+        """Run it to its end; (exit status, what it says)."""
+        child = self.start_record(*arguments, gpus=gpus)
+        said = child.communicate()[0]
+        return child.returncode, said
+
+    def build_on(self, gpus, figures="auto", **env):
+        given = self.env(gpus, **env)
+        return self.build(figures, **given)
+
+    def sign(self, what, name="01"):
+        """A file that makes the tutorial wait or fail, or its checks."""
+        return self.told.with_name(f"{self.told.name}.{what}-{name}")
+
+    def points(self, how="timed", name="01"):
+        """What was done so far: (function:N:provider, GPU, when)."""
+        text = self.told.read_text() if self.told.exists() else ""
+        found = [line.split() for line in text.splitlines()]
+        return [
+            rest
+            for how_, name_, *rest in found
+            if how_ == how and name_ == name
+        ]
+
+    def forget(self):
+        self.told.unlink(missing_ok=True)
+
+    def benchmarks(self, name="01-double", store="docs/measurements"):
+        path = self.root / store / GPU / f"{name}.json"
+        return json.loads(path.read_text())["benchmarks"]
+
+
+UNSET = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "FIGURES")
+
+
+def wait_for(child, condition):
+    """Until something is true, while a process runs; the rest takes long
+    where many run at a time."""
+    while not condition():
+        assert child.poll() is None, child.stdout.read()
+        time.sleep(0.1)

@@ -1,0 +1,66 @@
+"""As if this machine had GPUs, in every process that finds this file first.
+
+Only what is asked about a GPU is made up, and a clock that counts on the CPU.
+Kernels run in Triton's interpreter. STAND_IN_GPUS says how many there are,
+and CUDA_VISIBLE_DEVICES works as it does with a driver.
+
+STAND_IN_NODES makes up device files that no driver stands behind.
+"""
+
+import os
+import pathlib
+import time
+
+
+def visible():
+    there = [str(i) for i in range(int(os.environ.get("STAND_IN_GPUS", 0)))]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if given is None else [g for g in given.split(",") if g]
+
+
+def do_bench(fn, warmup=25, rep=100, quantiles=None, **_):
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        fn()
+        times.append(1000 * (time.perf_counter() - start))
+    times.sort()
+    return [times[int(q * 4)] for q in quantiles] if quantiles else times[2]
+
+
+def make_up_gpus():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+    import triton.testing
+
+    torch.cuda.is_available = lambda: bool(visible())
+    torch.cuda.device_count = lambda: len(visible())
+    torch.cuda.get_device_name = lambda *_: "NVIDIA Stand-in 100"
+    torch.cuda.set_per_process_memory_fraction = lambda share: None
+    torch.cuda.empty_cache = lambda: None
+    torch.version.cuda = "13.0"
+    triton.testing.do_bench = do_bench
+
+
+def make_up_nodes():
+    nodes = "/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"
+    glob, exists = pathlib.Path.glob, pathlib.Path.exists
+
+    def made_up_glob(self, pattern, **more):
+        yield from glob(self, pattern, **more)
+        yield from (
+            pathlib.Path(node)
+            for node in nodes
+            if str(self) == "/dev" and pathlib.Path(node).match(pattern)
+        )
+
+    pathlib.Path.glob = made_up_glob
+    pathlib.Path.exists = lambda self, **more: (
+        str(self) in nodes or exists(self, **more)
+    )
+
+
+if visible():
+    make_up_gpus()
+if os.environ.get("STAND_IN_NODES"):
+    make_up_nodes()

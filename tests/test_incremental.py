@@ -1,0 +1,129 @@
+"""After any change, an incremental build gives the files of a clean one."""
+
+import shutil
+import zipfile
+
+import pytest
+from project import Project
+
+NAMES = ("01-double", "02-double", "sums/01-double")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Three tutorials, one in a section; tabs for two GPUs on the first."""
+    project = Project(tmp_path_factory.mktemp("site"), NAMES)
+    project.record("01-double", "nvidia-a100", scale=0.5)
+    done = project.build()
+    assert done.returncode == 0, done.stdout[-3000:]
+    return project
+
+
+@pytest.fixture
+def project(built, tmp_path):
+    """A copy of what was built, to change something in it."""
+    shutil.copytree(built.root, tmp_path / "site", dirs_exist_ok=True)
+    copied = object.__new__(Project)
+    copied.root = tmp_path / "site"
+    return copied
+
+
+def replace(file, old, new):
+    def change(project):
+        path = project.root / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def prose(project):
+    project.edit("What it says.", "What the table says.")
+
+
+def kernel(project):
+    project.edit("2 * tl.load", "tl.load(x_ptr + cols) + tl.load")
+    for gpu in ("nvidia-h200", "nvidia-a100"):
+        project.record(gpu=gpu)
+
+
+def recording(project):
+    project.record("02-double", scale=2)
+
+
+def deleted(project):
+    project.script("02-double").unlink()
+    project.recording("02-double").unlink()
+
+
+def deleted_section(project):
+    index = project.root / "tutorials/index.rst"
+    index.write_text(index.read_text().replace("   sums/index\n", ""))
+    shutil.rmtree(project.root / "tutorials/sums")
+
+
+# What changes, and how many tutorials run again.
+CHANGES = {
+    "nothing": (lambda project: None, 0),
+    "a word": (prose, 1),
+    "a title": (replace("tutorials/02-double.py", "Double 02", "Twice"), 1),
+    "a kernel": (kernel, 1),
+    "a recording": (recording, 1),
+    "cards.py": (
+        replace("docs/_ext/page/cards.py", "the speed of P", "as fast as P"),
+        3,
+    ),
+    "conf.py": (replace("conf.py", "Both Passes", "Two Passes"), 0),
+    "conf.py, the gallery": (replace("conf.py", "# Needs torch", "# Nee"), 3),
+    "a template": (
+        replace("docs/_templates/downloads.html", "Script", "Python"),
+        0,
+    ),
+    "a style sheet": (replace("docs/_static/site.css", "0.82rem", "1rem"), 0),
+    "a page": (replace("docs/index.rst", "The tutorials", "Tutorials"), 0),
+    "deleted": (deleted, 0),
+    "a section deleted": (deleted_section, 0),
+    "added": (lambda project: project.add("03-double"), 1),
+    "added to a section": (lambda project: project.add("new/01-double"), 1),
+}
+
+
+def site(project):
+    """All files of the site: their contents, without dates."""
+    root = project.root / "html"
+    return {
+        path.relative_to(root).as_posix(): contents(path)
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def contents(path):
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_incremental_equals_clean(project, change):
+    before = site(project)
+    make, runs = CHANGES[change]
+    make(project)
+    done = project.build()
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert project.executed(done.stdout) == runs
+    incremental = site(project)
+    if change == "nothing":
+        assert "0 added, 0 changed, 0 removed" in done.stdout
+        assert incremental == before
+        return
+    assert incremental != before
+    for folder in ("html", "doctrees", "docs/tutorials"):
+        shutil.rmtree(project.root / folder)
+    done = project.build()
+    assert done.returncode == 0, done.stdout[-3000:]
+    clean = site(project)
+    assert incremental.keys() == clean.keys()
+    assert [name for name in clean if clean[name] != incremental[name]] == []

@@ -1,0 +1,474 @@
+"""What a benchmark can reach, and that nothing else makes it stale."""
+
+import ast
+import functools
+import textwrap
+
+import pytest
+
+from measurements import benchmarks, recording
+from measurements.reach import Script, names
+
+START = """
+import os
+import torch
+import triton
+
+@triton.jit
+def kernel(x):
+    return helper(x)
+
+@triton.jit
+def helper(x):
+    return x + SIZE
+
+SIZE = 4
+OTHER = 5
+TABLE = {"a": 1}
+BARE = {}
+NAMES = ["triton"]
+
+def wrapper(x, OTHER=3):
+    kernel[(1,)](x)
+    return TABLE["a"], [BARE for BARE in x], OTHER
+
+def unrelated(x):
+    return OTHER
+"""
+BENCHMARK = """
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        ["N"], [8, 16], "provider", NAMES, ["Triton"], "double",
+        {"M": 4}, ylabel="GB/s",
+    )
+)
+def measure(M, N, provider):
+    '''By hand.'''
+    return wrapper(N)
+
+measure.run()
+"""
+
+
+def code(start=START, between="", after=""):
+    between, after = map(textwrap.dedent, (between, after))
+    text = f"{start}\n{between}\n{BENCHMARK}\n{after}"
+    return benchmarks.hashes_of(text)["double"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return helper(x)", "return helper(-x)"),
+        ("return x + SIZE", "return x - SIZE"),
+        ("SIZE = 4", "SIZE = 8"),
+        ('{"a": 1}', '{"a": 2}'),
+        ("OTHER=3", "OTHER=4"),
+        ('NAMES = ["triton"]', 'NAMES = ["triton", "torch"]'),
+        ("import triton", "import triton.testing as triton"),
+        ("@triton.jit\ndef helper", "@triton.jit(debug=True)\ndef helper"),
+    ],
+)
+def test_what_is_reached_counts(old, new):
+    assert START.count(old) == 1
+    assert code(START.replace(old, new)) != code()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("OTHER = 5", "OTHER = 6"),  # a parameter hides it
+        ("BARE = {}", "BARE = {1}"),  # the loop of a comprehension hides it
+        ("return OTHER", "return -OTHER"),
+    ],
+)
+def test_what_is_not_reached_does_not_count(old, new):
+    assert START.count(old) == 1
+    assert code(START.replace(old, new)) == code()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "SIZE = 8",
+        "SIZE += 1",
+        "SIZE: int = 8",
+        "for SIZE in 1, 2: pass",
+        "with open('x') as SIZE: pass",
+        "(SIZE, y) = 8, 9",
+        "[y, *SIZE] = 8, 9",
+        "if OTHER: SIZE = 8",
+        "try:\n    import nothing as SIZE\nexcept ImportError: SIZE = 1",
+        "match OTHER:\n    case SIZE: pass",
+        "print(SIZE := 8)",
+        "print([SIZE := x for x in (1, 2)])",
+        "del SIZE",
+        "def wrapper(x): return 2",
+        "class SIZE: x = 1",
+        "def change():\n    global SIZE\n    SIZE = 8",
+        "from torch import *",
+        'TABLE["a"] = unrelated',
+        'TABLE["b"]["c"] = unrelated',
+        "TABLE.a = unrelated",
+        "TABLE |= {1: 2}",
+        "TABLE.update(a=unrelated)",
+        'TABLE.setdefault("a", []).append(unrelated)',
+        "del TABLE['a']",
+        "T = TABLE\nT['a'] = unrelated",
+        "for t in TABLE.values(): t.append(unrelated)",
+        "setattr(kernel, 'fn', unrelated)",
+        "def change(t): t['a'] = 1\n\nchange(TABLE)",
+        "def change(x, *, t): t['a'] = 1\n\nchange(1, t=TABLE)",
+        "def change(f): TABLE['a'] = f\n\nchange(unrelated)",
+        "def register(f): TABLE['a'] = f\n\n@register\ndef more(): return 1",
+        "@wrapper.register\ndef _(x): return 2",
+        "@kernel.register_fake\ndef _(x): return 2",
+        "import random\nrandom.shuffle(TABLE)",
+        "os.environ['TRITON_X'] = '1'",
+        "if OTHER:\n    os.environ['TRITON_X'] = '1'",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('high')",
+        "def tf32(): torch.backends.x = True\n\ntf32()",
+        "globals()['SIZE'] = 8",
+        "exec('SIZE = 8')",
+        "unrelated.__globals__['SIZE'] = 8",
+    ],
+)
+def test_whatever_may_change_a_reached_name_counts(change):
+    assert code(between=change) != code()
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "print(TABLE, SIZE)",
+        "assert SIZE == 4",
+        "torch.testing.assert_close(wrapper(1), 1)",
+        "import matplotlib.pyplot as plt\nplt.rcParams['x'] = 1\n"
+        "plt.plot(SIZE)",
+        "y = wrapper(SIZE)\ny.grad = 1\nkernel[(1,)](y)",
+        "for name in TABLE: print(TABLE.get(name), TABLE[name])",
+        "def check(f, t):\n    t = {}\n    t['a'] = f(1)\n\ncheck(wrapper, 1)",
+        "def exercise():\n    SIZE, TABLE = 3, {}\n    TABLE['a'] = SIZE\n"
+        "\nexercise()",
+        "class Check:\n    SIZE = 3\n    def check(self): return SIZE",
+        "OTHER = lambda SIZE: SIZE",
+        "print([SIZE for SIZE in range(3)])",
+        "torch.manual_seed(0)",
+    ],
+)
+def test_a_check_does_not_count(harmless):
+    assert code(between=harmless) == code()
+
+
+@pytest.mark.parametrize("late", ["SIZE = 8", "TABLE['a'] = unrelated"])
+def test_what_runs_later_does_not_count(late):
+    assert code(after=late) == code()
+    assert code(after=f"{late}\nmeasure.run()") != code()
+    assert code(after=f"again = measure\n{late}\nagain.run()") != code()
+
+
+def test_what_reads_names_at_run_time_reaches_everything():
+    text = START.replace("return OTHER", "return eval('OTHER')")
+    assert code(text) != code(text.replace("OTHER = 5", "OTHER = 6"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def kernel(x):  # why\n    '''Doc.'''\n\n    return helper(x)  # !",
+        "# Prose.\ndef kernel(x):\n    return helper(x)\n\n\n# More.",
+        "def kernel(x):\n    '''Doc.\n\n    More. # of it\n    '''\n"
+        "    # a comment\n    return helper(x)",
+    ],
+)
+def test_prose_does_not_count(text):
+    old = "def kernel(x):\n    return helper(x)"
+    assert START.count(old) == 1
+    assert code(START.replace(old, text)) == code()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # code on the line of a docstring
+        ("'''Doc.'''", "'''Doc.'''; x = 1"),
+        ("'''Doc.''' ; y = 1", "'''Doc.''' ; y = 2"),
+        # blanks in a string
+        ("y = '''a\nb'''", "y = '''a\n\nb'''"),
+        ("y = '''a\nb'''", "y = '''a  \nb'''"),
+        ("y = f'''{1}a\nb'''", "y = f'''{1}a\n\nb'''"),
+        # what only looks like a comment
+        ("y = '# one'", "y = '# two'"),
+        ("y = '''\n# one'''", "y = '''\n# two'''"),
+        ("y = f'{1:#x}'", "y = f'{1:#o}'"),
+        ("y = 'é'  # é\n    z = 'é'; z = 1", "y = 'é'\n    z = 'é'; z = 2"),
+    ],
+)
+def test_all_code_counts(one, other):
+    start = "def kernel(x):\n    "
+    assert START.count(start) == 1
+    assert code(START.replace(start, f"{start}{one}\n    ")) != code(
+        START.replace(start, f"{start}{other}\n    ")
+    )
+
+
+def test_the_hash_is_the_same_on_every_python():
+    """Python 3.12 cuts f-strings into tokens, 3.11 does not."""
+    text = START.replace("SIZE = 4", "SIZE = f'{1 + 1:>{3}} # {2}'  # gone")
+    assert code(text) == "a4d276b77e0672d8"
+
+
+def resolved(text):
+    found = names(*ast.parse(textwrap.dedent(text)).body)
+    return found.used, found.bound
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "bound"),
+    [
+        ("def f(a, *b, c=D, **e): a, b, c, e, g", "D g", "f"),
+        ("def f():\n    x = y\n    def g(): x, z\n", "y z", "f"),
+        ("def f():\n    global x\n    x = 1", "", "f x"),
+        ("def f(x):\n    def g():\n        global x\n        x", "x", "f"),
+        ("def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2"
+         , "", "f"),
+        ("class A(B):\n    x = y\n    def f(self): return x", "B x y", "A"),
+        ("class A:\n    x = x", "x", "A"),
+        ("[x for x in x]", "x", ""),
+        ("[x for y in z for x in y if x]", "z", ""),
+        ("def f():\n    [x for x in y]\n    return x", "x y", "f"),
+        ("def f():\n    [y := x for x in z]\n    return y", "z", "f"),
+        ("lambda x, y=z: x + y + w", "w z", ""),
+        ("import a.b, c as d", "", "a d"),
+        ("def f():\n    import a\n    return a", "", "f"),
+        ("try: x\nexcept E as e: e", "E e x", "e"),
+        ("def f(x: T) -> R: y: U = 1", "R T U", "f"),
+        ("match a:\n    case {'k': v, **r}: v", "a v", "r v"),
+        ("match a:\n    case [b, *c] | P(d): pass", "P a", "b c d"),
+        ("f'{x!r:>{y}}'", "x y", ""),
+        ("x += 1", "x", "x"),
+        ("@deco(a)\nasync def f(): await b", "a b deco", "f"),
+    ],
+)  # fmt: skip
+def test_scopes(text, used, bound):
+    assert resolved(text) == (set(used.split()), set(bound.split()))
+
+
+def made(text):
+    return list(
+        benchmarks.hashes_of("import triton\n" + textwrap.dedent(text))
+    )
+
+
+MAKER = """
+def speed(mode, more="", wide=False):
+    names = lines() | {"copy": "Copy"}
+    benchmark = triton.testing.Benchmark(
+        x_names=["N"], x_vals=SIZES, line_arg="p", line_vals=list(names),
+        line_names=list(names.values()), x_log=SIZES[-1] > 100,
+        plot_name=f"{'wide-' * wide}{more}{mode}", args={"mode": mode},
+    )
+    return triton.testing.perf_report(benchmark)(measure)
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run(speed('a'))", ["a"]),
+        ("run(speed('a', wide=True))\nx = speed(more='b', mode='c')",
+         ["wide-a", "bc"]),
+        ("for mode in 'a', 'b': run(speed(mode))", ["a", "b"]),
+        ("MODES = ['a', 'b']\nm = [speed(f'{m}-x') for m in MODES]",
+         ["a-x", "b-x"]),
+        ("def all_of(modes):\n    return [speed(m) for m in modes]\n"
+         "for m in all_of(['a', 'b']): run(m)", ["a", "b"]),
+        ("def bench(name):\n    return triton.testing.perf_report("
+         "triton.testing.Benchmark([], [], '', [], [], plot_name=name, "
+         "args={}))\n\n@bench('a')\ndef f(): pass\n\n@bench('b')\n"
+         "def g(): pass", ["a", "b"]),
+        ("b = triton.testing.Benchmark([], [], '', [], [], 'a', {})\n"
+         "run(triton.testing.perf_report([b])(f))", ["a"]),
+    ],
+)  # fmt: skip
+def test_benchmarks_are_found(text, expected):
+    makes = "" if "Benchmark(" in text else MAKER
+    assert made(makes + text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("run(speed(torch.name))", 12, "plot_name"),
+        ("if x: run(speed('a'))", 10, "does not show which"),
+        ("run(speed('a'))\nrun(speed('a'))", 13, "two benchmarks"),
+        ("run(speed(1, 2, 3, 4, 5))", 12, "does not show which"),
+        ("", 10, "does not show which"),
+    ],
+)
+def test_what_cannot_be_found_is_named(text, line, said):
+    with pytest.raises(benchmarks.UnclearError, match=said) as error:
+        made(MAKER + text)
+    assert str(error.value).startswith(f"line {line}:")
+
+
+def test_nothing_is_run_to_find_them(tmp_path):
+    file = tmp_path / "written"
+    made(
+        f"x = open({str(file)!r}, 'w')\n"
+        f"import pathlib\npathlib.Path({str(file)!r}).touch()\n"
+        + MAKER.replace("names =", f"open({str(file)!r}, 'w')\n    names =")
+        + "run(speed('a'))"
+    )
+    assert not file.exists()
+
+
+def test_a_benchmark_does_not_reach_another():
+    two = MAKER + "run(speed('a'))\nrun(speed('b'))\n"
+    before = benchmarks.hashes_of(two)
+    after = benchmarks.hashes_of(two.replace("speed('b')", "speed('b', '-')"))
+    assert before["a"] == after["a"]
+    assert "b" not in after
+    assert before["a"] != before["b"]
+
+
+# The tutorials -------------------------------------------------------------
+
+TUTORIALS = [recording.name_of(script) for script in recording.tutorials()]
+EVERY = pytest.mark.parametrize("name", TUTORIALS)
+
+
+@functools.cache
+def script_of(name):
+    """Text, script and {benchmark: the lines of what it reaches}."""
+    text = recording.script_of(name).read_text(encoding="utf-8")
+    script = Script(text)
+    reached = {
+        plot: {root.lineno, *(node.lineno for node in script.reached(root))}
+        for plot, root in benchmarks.made_by(script).items()
+    }
+    return text, script, reached
+
+
+def edited(text, node):
+    """The text with one more statement in a function."""
+    lines = text.splitlines(keepends=True)
+    last = node.body[-1]
+    lines.insert(last.lineno - 1, f"{' ' * last.col_offset}edited = 1\n")
+    return "".join(lines)
+
+
+def stale(name, text):
+    before = benchmarks.hashes_of(script_of(name)[0])
+    after = benchmarks.hashes_of(text)
+    assert before.keys() == after.keys()
+    return {plot for plot in before if before[plot] != after[plot]}
+
+
+@EVERY
+def test_a_kernel_makes_stale_who_reaches_it(name):
+    text, script, reached = script_of(name)
+    tried = set()
+    for node in script.body:
+        if not any(
+            ast.unparse(decorator) == "triton.jit"
+            for decorator in getattr(node, "decorator_list", [])
+        ):
+            continue
+        mine = frozenset(
+            p for p, lines in reached.items() if node.lineno in lines
+        )
+        if mine not in tried:  # one kernel for each set of benchmarks
+            tried.add(mine)
+            assert stale(name, edited(text, node)) == mine, node.name
+    assert any(tried)
+
+
+# Kernels and which benchmarks they make stale, found by reading the pages.
+READ = {
+    "01-layer-norm": {
+        "_layer_norm_bwd_dwdb": "all",
+        "_own_buffer": "none",  # the stub of an exercise
+    },
+    "02-layer-norm-weight-gradients": {
+        "_layer_norm_bwd_lock": "-race-runs -race-error -bits "
+        "gradients-error -ladder",
+        "_layer_norm_bwd_atomic": "-bits gradients-error -ladder",
+        "_layer_norm_bwd_pipelined": "-bits gradients-error -ladder "
+        "layer-norm-forward layer-norm-backward",
+        "_sum_rows": "all",
+        "_rms_row_solved": "none",
+    },
+    "03-layer-norm-any-width": {
+        "_layer_norm_fwd_sweeps": "all",
+        "_layer_norm_bwd_rows": "all but layer-norm-variance",
+        "_center": "none",
+    },
+    "04-layer-norm-two-pass-backward": {
+        "_layer_norm_bwd_two_pass": "all but -digits",
+        "_split": "none",
+    },
+    "05-fused-elementwise-layer-norm": {
+        "_gelu_tanh": "all",  # in a dict of functions
+        "_fused_layer_norm_bwd": "all but one-pass-or-two",
+        "_move": "all but one-pass-or-two fused-and-chain",
+        "_apply": "none",  # a check
+    },
+    "06-rms-norm": {
+        "_rms_norm_bwd_slices": "all",
+        "_move_four": "all but rms-norm-error",
+        "_stream": "none",
+    },
+}
+
+
+@EVERY
+def test_who_is_stale_as_a_reader_would_say(name):
+    text, script, reached = script_of(name)
+    if name not in READ:
+        pytest.fail(f"read {name} and say which kernels reach what")
+    for kernel, said in READ[name].items():
+        (node,) = (n for n in script.body if getattr(n, "name", "") == kernel)
+        ends = said.removeprefix("all but").split()
+        expected = {p for p in reached if p.endswith(tuple(ends))}
+        if said.startswith("all"):
+            expected = set(reached) - (expected if "but" in said else set())
+        assert stale(name, edited(text, node)) == expected, kernel
+
+
+@EVERY
+def test_nothing_else_makes_a_benchmark_stale(name):
+    """Every statement that none reaches, changed at once; then prose."""
+    text, script, reached = script_of(name)
+    lines = text.splitlines(keepends=True)
+    everyone = set().union(*reached.values())
+    rest = [
+        node
+        for node in script.body
+        if not any(node.lineno <= line <= node.end_lineno for line in everyone)
+    ]
+    drawings = [n for n in rest if "plt." in ast.unparse(n)]
+    checks = [n for n in rest if "assert" in ast.unparse(n)]
+    exercises = [n for n in rest if "exercise" in ast.unparse(n)]
+    assert drawings and checks and exercises
+    for node in reversed(rest):
+        if isinstance(node, ast.FunctionDef):
+            lines = edited("".join(lines), node).splitlines(keepends=True)
+        else:
+            lines.insert(node.lineno - 1, "edited = 1\n")
+    changed = "".join(lines).replace("\n# %%", "\n# Prose.\n\n# %%")
+    assert changed.count("edited = 1") == len(rest)
+    assert not stale(name, changed)
+
+
+@EVERY
+def test_a_benchmark_makes_no_other_stale(name):
+    text, script, _ = script_of(name)
+    (plot, root), *_ = (
+        (plot, root)
+        for plot, root in benchmarks.made_by(script).items()
+        if isinstance(root, ast.FunctionDef)
+    )
+    assert stale(name, edited(text, root)) == {plot}

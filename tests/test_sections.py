@@ -1,0 +1,181 @@
+"""Sections: folders of tutorials, beside tutorials in no folder."""
+
+import json
+import zipfile
+
+import pytest
+from bs4 import BeautifulSoup
+from project import Project
+
+# In reading order: tutorials/index.rst lists z before b.
+NAMES = ("01-double", "z-sums/01-double", "z-sums/02-double", "b/01-double")
+SCALES = {name: 1 + i for i, name in enumerate(NAMES)}
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    project = Project(tmp_path_factory.mktemp("sections"), NAMES)
+    for name, scale in SCALES.items():
+        # Backward, so that its figure is the picture of the card.
+        project.edit('"mode": "forward"', '"mode": "backward"', name)
+        project.record(name, scale=scale)
+    done = project.build(GITHUB_REPOSITORY="someone/site")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert project.executed(done.stdout) == len(NAMES)
+    return project
+
+
+@pytest.fixture(scope="module")
+def read(project):
+    def read(page):
+        text = (project.root / "html" / f"{page}.html").read_text()
+        return BeautifulSoup(text, "html.parser")
+
+    return read
+
+
+def target(page, href):
+    """The page that a link leads to, as a path below tutorials/."""
+    parts = f"tutorials/{page}".split("/")[:-1]
+    for part in href.removesuffix(".html").split("/"):
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return "/".join(parts).removeprefix("tutorials/")
+
+
+@EACH
+def test_a_page_has_its_own_numbers_and_files(project, read, name):
+    page = read(f"tutorials/{name}")
+    speed = 1000.25 * SCALES[name]
+    assert f"rows: [{speed}, {2 * speed}]" in page.get_text()
+    here = (project.root / "html/tutorials" / name).parent
+    files = {
+        a["href"].rpartition(".")[2]: here / a["href"]
+        for a in page.select("article a.download")
+    }
+    recorded = project.recording(name).read_bytes()
+    assert files["json"].read_bytes() == recorded
+    first = files["csv"].read_text().splitlines()[1]
+    assert first.startswith(f"8,triton,{speed},")
+    script = project.script(name).read_bytes()
+    assert files["py"].read_bytes() == script
+    with zipfile.ZipFile(files["zip"]) as archive:
+        assert archive.read(project.script(name).name) == script
+    notebook = json.loads(files["ipynb"].read_text())
+    title = "".join(notebook["cells"][1]["source"]).splitlines()
+    assert f"# Double {name.removesuffix('-double')}" in title
+
+
+def test_no_two_pages_share_a_picture(project, read):
+    pictures = []
+    for name in NAMES:
+        here = (project.root / "html/tutorials" / name).parent
+        images = read(f"tutorials/{name}").select("img.bp-figure")
+        assert len(images) == 2  # light and dark
+        pictures += [here.joinpath(i["src"]).resolve() for i in images]
+    cards = read("index").select("img.bp-card-picture")
+    pictures += [(project.root / "html" / i["src"]).resolve() for i in cards]
+    assert len(pictures) == 4 * len(NAMES)
+    assert len(set(pictures)) == len(pictures)
+    assert all(path.is_file() for path in pictures)
+
+
+def cards(part):
+    return [a["href"] for a in part.select(".bp-card-title a")]
+
+
+def test_the_front_page_groups_cards_by_section(read):
+    page = read("index")
+    assert cards(page) == [f"tutorials/{name}.html" for name in NAMES]
+    sections = page.select('section[id^="section-"]')
+    assert [s.h3.a["href"] for s in sections] == [
+        "tutorials/z-sums/index.html",
+        "tutorials/b/index.html",
+    ]
+    assert [s.h3.a.get_text() for s in sections] == ["About z-sums", "About b"]
+    assert sections[0].p.get_text() == "What this section is about."
+    assert cards(sections[0]) == [
+        f"tutorials/{name}.html" for name in NAMES[1:3]
+    ]
+    first = page.select_one(".bp-actions a")
+    assert first["href"] == f"tutorials/{NAMES[0]}.html"
+
+
+def test_a_section_has_its_own_cards_only(read):
+    page = read("tutorials/z-sums/index")
+    assert cards(page) == ["01-double.html", "02-double.html"]
+
+
+@EACH
+def test_the_sidebar_shows_all_sections(read, name):
+    sidebar = read(f"tutorials/{name}").select_one(".bd-sidebar-primary")
+    here = name
+    links = [a["href"] for a in sidebar.select("nav a.internal")]
+    found = [here if link == "#" else target(name, link) for link in links]
+    assert found == [
+        "01-double",
+        *("z-sums/index", "z-sums/01-double", "z-sums/02-double"),
+        *("b/index", "b/01-double"),
+    ]
+    for details in sidebar.select("details"):
+        assert "open" in details.attrs
+
+
+def test_next_runs_through_all(read):
+    page, seen = "index", []
+    while link := read(f"tutorials/{page}").select_one("a.right-next"):
+        page = target(page, link["href"])
+        if not page.startswith((*"0zb", "index")):
+            break  # past the tutorials
+        seen.append(page)
+        assert len(seen) < 20
+    tutorials = [page for page in seen if page in NAMES]
+    assert tutorials == list(NAMES)
+    assert seen[:2] == ["01-double", "z-sums/index"]
+
+
+@EACH
+def test_a_page_has_its_downloads_and_its_notebook_on_colab(read, name):
+    links = [
+        a["href"] for a in read(f"tutorials/{name}").select(".bp-downloads a")
+    ]
+    assert [link.rpartition(".")[2] for link in links] == [
+        *("py", "ipynb", "zip", "ipynb"),
+    ]
+    assert links[-1] == (
+        "https://colab.research.google.com/github/someone/site/"
+        f"blob/notebooks/{name}.ipynb"
+    )
+
+
+def test_the_archives_hold_all(project):
+    for kind, ending in (("python", "py"), ("jupyter", "ipynb")):
+        (archive,) = project.root.glob(
+            f"html/_downloads/*/tutorials_{kind}.zip"
+        )
+        names = zipfile.ZipFile(archive).namelist()
+        assert sorted(names) == sorted(f"{name}.{ending}" for name in NAMES)
+
+
+def test_the_site_map_names_every_page(project):
+    sitemap = (project.root / "html/sitemap.xml").read_text()
+    for page in (*NAMES, "index", "z-sums/index", "b/index"):
+        assert f"/tutorials/{page}.html<" in sitemap
+
+
+def test_a_section_that_is_not_listed_stops_the_build(tmp_path):
+    project = Project(tmp_path, ("z/01-double",))
+    index = project.root / "tutorials/index.rst"
+    index.write_text(index.read_text().replace("   z/index\n", ""))
+    done = project.build()
+    assert done.returncode != 0
+    assert "z/index.rst" in done.stdout
+    assert "isn't included in any toctree" in done.stdout
+
+
+def test_a_section_without_an_index_stops_the_build(tmp_path):
+    project = Project(tmp_path, ("z/01-double",))
+    (project.root / "tutorials/z/index.rst").unlink()
+    done = project.build()
+    assert done.returncode != 0
+    assert "tutorials/z has no index.rst" in done.stdout
