@@ -1,31 +1,34 @@
-# `make html` and `make test` need git, make and Python 3.11 or 3.12.
+# `make html` and `make test` need git, make and Python 3.11 or 3.12. A later
+# one is tried, with a warning.
 # On a GPU image that has torch and triton: make html PYTHON=python3 VENV=
 
 SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
+ALL ?=
 TRITON ?= 3.6.0 3.9.0
 WORKERS ?= 2
 
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SITE := docs/_build/html
+INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 SPHINX = $(PY) -m sphinx -n -W --keep-going -c . -d docs/_build/doctrees docs
 
 .DEFAULT_GOAL := help
 .PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build \
-	lint clean check-python site-tools test-tools run-tools
+	lint lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-21s %s\n", $$1, $$2 }' \
 		$(MAKEFILE_LIST)
 
-html: site-tools  ## build the site into docs/_build/html
+html: site-tools  ## build the site into docs/_build/html; on a GPU, measure first
 	@$(SPHINX) $(SITE) || { echo "make html: the build stopped; the lines \
-	marked ERROR or WARNING above say where and why." >&2; exit 1; }
+	above say where and why." >&2; exit 1; }
 	@echo "The site is in $(SITE): open $(SITE)/index.html, or run make serve."
 
 preview: site-tools  ## build with stale or missing recordings marked; never publish it
@@ -46,6 +49,8 @@ proof: test-tools
 		| xargs $(PY) -m codespell_lib
 	@$(PY) -m sphinxlint -e all -d line-too-long \
 		$(wildcard docs/*.rst) README.md
+	@$(PY) -m check_jsonschema -q --builtin-schema vendor.github-workflows \
+		$(wildcard .github/workflows/*.yml)
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
 	@FIGURES=recorded $(SPHINX) -q $(SITE)
@@ -58,8 +63,9 @@ test-gpu: run-tools  ## the checks that need a GPU
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)
 
-record: run-tools  ## measure on a GPU: TUTORIALS="01 03" picks, default all
-	@PYTHONPATH=docs/_ext $(PY) -m measurements.record $(TUTORIALS)
+record: run-tools  ## measure on a GPU what is stale: TUTORIALS="01 03" picks, ALL=1 measures all
+	@PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(PY) -m measurements.record $(if $(ALL),--all) $(TUTORIALS)
 
 linkcheck: site-tools  ## check links to other sites (needs the network)
 	@$(SPHINX) -b linkcheck docs/_build/linkcheck
@@ -71,6 +77,16 @@ lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
+lock: check-python  ## find the versions that constraints.txt names
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) "uv>=0.8,<1"
+# torch itself names the exact versions of what it needs of CUDA.
+	@$(PY) -m uv pip compile --quiet --universal --python-version 3.11 \
+		--upgrade --no-annotate --custom-compile-command "make lock" \
+		requirements.txt tests/requirements.txt -o constraints.new
+	@grep -vE '^(cuda|nvidia)-' constraints.new > constraints.txt
+	@rm constraints.new
+
 clean:  ## remove everything that was generated
 	rm -rf docs/_build docs/tutorials .cache .pytest_cache .ruff_cache .hypothesis
 
@@ -79,9 +95,11 @@ clean:  ## remove everything that was generated
 check-python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; \
 	install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
-		2>/dev/null || { echo "make: $(PYTHON) is not Python 3.11 or 3.12; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		2>/dev/null || { echo "make: $(PYTHON) is older than Python 3.11; \
 	name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || echo \
+	"make: $(PYTHON) is later than Python 3.12, the last one tested" >&2
 	@test -w . || { echo "make: no permission to write in $(CURDIR); \
 	make it writable or clone elsewhere." >&2; exit 1; }
 
@@ -91,10 +109,10 @@ run-tools: check-python
 # Installing requirements.txt here would replace the torch of a GPU image.
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
-	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, elftools' \
-	2>/dev/null || { \
+	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, \
+	elftools, joblib' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|elftools' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp
@@ -103,12 +121,16 @@ test-tools: $(VENV)/site.stamp $(VENV)/test.stamp
 run-tools: $(VENV)/test.stamp
 endif
 
-$(VENV)/site.stamp: requirements.txt | check-python
+NOT_INSTALLED = { echo "make: pip could not install $<; its reason is above. \
+	If it finds no version of a package, it may not reach the network." >&2; \
+	exit 1; }
+
+$(VENV)/site.stamp: requirements.txt constraints.txt | check-python
 	@test -x $(PY) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing requirements.txt (torch is large: this takes minutes)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@$(INSTALL) -r $< -c constraints.txt || $(NOT_INSTALLED)
 	@touch $@
 
 $(VENV)/test.stamp: tests/requirements.txt $(VENV)/site.stamp
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r $<
+	@$(INSTALL) -r $< -c constraints.txt || $(NOT_INSTALLED)
 	@touch $@

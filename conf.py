@@ -15,7 +15,7 @@ copyright = "2026, " + author
 language = "en"
 tagline = "GPU kernels in Triton, forward and backward, measured"
 # Where the site is published, and the repository that publishes it. GitHub's
-# workflow sets both; without a repository there is no Colab button.
+# workflow sets both; without a repository nothing links to it or to Colab.
 html_baseurl = os.environ.get("SITE_URL", "http://localhost:8000/")
 repository = os.environ.get("GITHUB_REPOSITORY", "")
 
@@ -105,6 +105,15 @@ html_theme_options = {
         "image_light": "docs/_static/logo.svg",
         "image_dark": "docs/_static/logo.svg",
     },
+    "icon_links": [
+        {
+            "name": "Repository",
+            "url": f"https://github.com/{repository}",
+            "icon": "fa-brands fa-github",
+        }
+    ]
+    if repository
+    else [],
     "header_links_before_dropdown": 6,
     "navigation_with_keys": False,
     "back_to_top_button": False,

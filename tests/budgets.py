@@ -123,7 +123,9 @@ class Budgets:
         now = used()
         if now - self.lap_at > 1:  # the pace changes as others come and go
             self.lap, self.lap_at = lap(), now
-        report.processor_time = (now - self.last) * LAP / self.lap
+        # What a killed child had started is lost: it has been counted.
+        passed = max(0, now - self.last)
+        report.processor_time = passed * LAP / self.lap
         self.last = used()
         return report
 

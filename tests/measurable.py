@@ -154,13 +154,19 @@ CHECKS = """
 import os
 from pathlib import Path
 
+import pytest
 import torch
+
 
 def test_there_is_a_gpu():
     assert torch.cuda.is_available()
 
 def test_nothing_is_wrong():
     assert not Path(os.environ["TOLD"] + ".wrong-{name}").exists()
+
+
+def test_that_this_machine_cannot_run():
+    pytest.skip("as the sanitizer is on some machines")
 """
 
 GPU = "nvidia-stand-in-100"
@@ -185,6 +191,9 @@ class Measurable(Project):
         return env | {
             "TOLD": str(self.told),
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PATH": os.pathsep.join(
+                [str(HERE / "stand_in"), os.environ["PATH"]]
+            ),
             "STAND_IN_GPUS": str(gpus),
             "NO_COLOR": "1",
             **more,

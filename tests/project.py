@@ -3,9 +3,9 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+import builds
 
 from measurements import benchmarks, recording
 
@@ -176,19 +176,8 @@ class Project:
 
     def build(self, figures="recorded", **env):
         """Build the site; the finished process, its output in one text."""
-        env = os.environ | {"FIGURES": figures, "NO_COLOR": "1"} | env
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going"),
-                *("-c", ".", "-d", "doctrees", "docs", "html"),
-            ],
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        return done
+        given = {"FIGURES": figures, "NO_COLOR": "1"} | env
+        return builds.build(self.root, os.environ | given)
 
     def page(self, name="01-double"):
         return (self.root / "html/tutorials" / f"{name}.html").read_text()

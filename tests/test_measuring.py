@@ -5,13 +5,18 @@ fixture: a run costs seconds in imports alone.
 """
 
 import os
+import platform
+import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
+import torch
+import triton
 from measurable import GPU, Measurable, wait_for
 
-from measurements import measure, part, recording, todo
+from measurements import checks, measure, part, recording, todo
 from measurements.reach import Script
 
 NAMES = ("01-double", "02-double")
@@ -80,7 +85,7 @@ def test_it_says_first_what_it_will_measure_and_why(interrupted):
     lines = interrupted[1].splitlines()
     assert lines[0] == "01-double: double, triple: not measured yet"
     assert lines[1] == "02-double: double, triple: not measured yet"
-    assert sum("GPU checks passed" in line for line in lines[2:4]) == 2
+    assert all("2 GPU checks passed, 1 skipped" in li for li in lines[2:4])
     assert "4 benchmarks of 2 tutorials, on 2 GPUs" in lines[4]
 
 
@@ -118,11 +123,17 @@ def test_everything_is_compiled_once_before_anything_is_timed(
 
 def test_what_is_timed_is_recorded(project, interrupted):
     benchmark = recorded(project)["double"]
-    assert benchmark["environment"] | {"date": ""} == {
-        **recording.environment(2),
+    environment = benchmark["environment"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", environment.pop("date"))
+    driver = environment.pop("driver")
+    assert driver == "580.1.2" or Path("/proc/driver/nvidia").exists()
+    assert environment == {
         "gpu": "NVIDIA Stand-in 100",
         "cuda": "13.0",
-        "date": "",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "checks_passed": 2,
     }
     assert benchmark["method"] == "By a stand-in for a clock."
     assert benchmark["args"] == {"M": 1}
@@ -151,6 +162,10 @@ def test_only_what_was_left_is_measured(project, edited):
     assert "01-double: triple: not measured yet" in edited[1]
     timed = {point for point, *_ in project.points()}
     assert timed == {point for point in POINTS if "triple" in point}
+
+
+def test_what_passed_is_not_checked_again(edited):
+    assert "01-double: 2 GPU checks passed before" in edited[1]
 
 
 def test_a_script_edited_meanwhile_is_not_stamped(project, edited):
@@ -316,6 +331,15 @@ def test_a_full_disk_leaves_the_old_recording(project, whole, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
     assert kept.keep(job, "double", measured) is None
+    assert "found 'knots'" in kept.keep(
+        job, "double", measured | {"unit": "knots"}
+    )
+
+
+def test_a_tutorial_without_gpu_checks_is_not_measured(project):
+    job = measure.Job("09-new", project.script("09-new"), {"new": "new"}, {})
+    problem = checks.check(job, "0", None, {}, again=False)
+    assert problem.startswith("tutorials/09-new.py has no checks in ")
 
 
 @pytest.mark.parametrize("script", recording.tutorials(), ids=lambda s: s.stem)

@@ -58,17 +58,20 @@ def session(*gpus, **changes):
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    """A recorder on a machine whose GPU and script are made up."""
-    from measurements.record import Recorder
+def measuring(monkeypatch):
+    """What measures a tutorial, on a GPU that is made up; it sends to a
+    list."""
+    from measurements.one_tutorial import Measuring
 
     monkeypatch.setattr(
         recording,
         "environment",
         lambda checks: ENVIRONMENT | {"gpu": "H200", "checks_passed": checks},
     )
-    monkeypatch.setattr(recording, "codes", lambda name: {"double": "0" * 16})
-    return Recorder("01-double", 3)
+    sent = []
+    found = Measuring(lambda **message: sent.append(message), "01-double", {})
+    found.sent = sent
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -79,21 +82,28 @@ def closed():
     plt.close("all")
 
 
-def test_record_then_replay_gives_the_same_numbers(recorder):
+def test_record_then_replay_gives_the_same_numbers(measuring):
     def measure(M, N, provider):
         """By hand."""
         speed = N / len(provider)
         return speed, speed * 0.9, speed * 1.1
 
-    with replay.replaced(recorder):
+    with replay.replaced(measuring):
         live = mark(measure).run(return_df=True)
-    stored = dict(recorder.benchmarks["double"])
-    assert stored.pop("digest") == recording.digest(stored)
+    (message,) = measuring.sent
+    stored = message["measured"]
+    assert message["benchmark"] == "double"
+    assert (
+        recording.benchmark_problem(
+            recording.sealed(stored | {"code": "0" * 16}), "h200"
+        )
+        is None
+    )
     played = session("h200", **stored)
     with replay.replaced(replay.Runner(played)):
         again = mark(unmeasurable).run(return_df=True)
     assert live.equals(again)
-    assert recorder.benchmarks["double"]["method"] == "By hand."
+    assert stored["method"] == "By hand."
 
 
 def test_the_patch_is_taken_back():
@@ -220,24 +230,34 @@ def test_every_gpu_gets_a_figure_and_the_default_the_table():
     assert table["Triton (GB/s)"][0] == 1000.25
 
 
-def test_recording_an_unknown_unit_stops(recorder):
+def test_a_measuring_function_must_say_its_method(measuring):
+    """That is found before anything is measured."""
+    with (
+        replay.replaced(measuring),
+        pytest.raises(recording.RecordingError, match="without a docstring"),
+    ):
+        mark(lambda M, N, provider: 1 / 0).run()
+
+
+def test_what_is_fresh_is_replayed_while_the_rest_is_measured(measuring):
+    measuring.fresh["double"] = session("h200").recordings["h200"][
+        "benchmarks"
+    ]["double"]
+    with replay.replaced(measuring):
+        table = mark(unmeasurable).run(return_df=True)
+    assert table["Triton (GB/s)"][0] == 1000.25
+    assert not measuring.sent
+
+
+def test_a_benchmark_that_runs_twice_is_named(measuring):
     def measure(M, N, provider):
         """By hand."""
         return 1.0
 
-    with (
-        replay.replaced(recorder),
-        pytest.raises(recording.RecordingError, match="found 'knots'"),
-    ):
-        mark(measure, ylabel="knots").run()
-
-
-def test_a_measuring_function_must_say_its_method(recorder):
-    with (
-        replay.replaced(recorder),
-        pytest.raises(recording.RecordingError, match="without a docstring"),
-    ):
-        mark(lambda M, N, provider: 1.0).run()
+    with replay.replaced(measuring):
+        mark(measure).run()
+        with pytest.raises(recording.RecordingError, match="double runs tw"):
+            mark(measure).run()
 
 
 def test_timing_outside_a_benchmark_is_noticed(monkeypatch):

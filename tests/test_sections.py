@@ -148,6 +148,12 @@ def test_a_page_has_its_downloads_and_its_notebook_on_colab(read, name):
     )
 
 
+def test_every_page_links_to_the_repository(read):
+    for page in ("index", "tutorials/z-sums/01-double"):
+        header = read(page).select_one(".bd-header")
+        assert header.select('a[href="https://github.com/someone/site"]')
+
+
 def test_the_archives_hold_all(project):
     for kind, ending in (("python", "py"), ("jupyter", "ipynb")):
         (archive,) = project.root.glob(

@@ -22,7 +22,7 @@ def measure_what_is_stale():
         kept.require_writable()
         announce(jobs)
         problems = measure(jobs, kept.keep)
-    except (RefusedError, recording.RecordingError) as error:
+    except (RefusedError, recording.RecordingError, OSError) as error:
         problems = [str(error)]
     except KeyboardInterrupt:
         problems = ["interrupted; what was measured is kept"]

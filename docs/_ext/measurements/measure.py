@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,6 +99,8 @@ def compile_in_advance(jobs, usable, children):
             inside = message.get("seconds", inside)
             failed = message.get("error", failed)
         limit.cancel()
+        if children.ended:
+            return
         if child.process.returncode and not failed:
             failed = f"it ended with {child.process.returncode}"
         say(
@@ -124,6 +127,8 @@ def time_one(job, gpu, children, progress, keep):
             if problem:
                 problems.append(problem)
             progress.done(job, message, problem)
+    if children.ended:
+        return []
     spent = time.monotonic() - start
     say(
         f"{job.name}: {clock(spent)} on GPU {gpu}, {clock(inside)} of it in "
@@ -168,7 +173,8 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
             )
-        with self.process.stdin as pipe:
+        # A process that ended before it listened says why in its log.
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(task))
 
     def messages(self):

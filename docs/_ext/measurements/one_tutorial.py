@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import types
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from measurements import part, recording, replay
@@ -121,7 +121,7 @@ class OneTutorial:
         name = bench.plot_name
         if name in self.seen:
             raise recording.RecordingError(
-                f"tutorials/{self.name}.py: two benchmarks are called {name}"
+                f"tutorials/{self.name}.py: the benchmark {name} runs twice"
             )
         self.seen.add(name)
         try:
@@ -144,7 +144,11 @@ class Compiling(OneTutorial):
         self.mine, self.shares = share
 
     def clock(self, do_bench, fn, *args, quantiles=None, **kwargs):
+        import torch
+
         fn()
+        # Its memory is used again: by then it must have ended.
+        torch.cuda.synchronize()
         return [1.0 for _ in quantiles] if quantiles else 1.0
 
     def run(self, original, mark, bench, print_data, **kwargs):
@@ -165,9 +169,11 @@ class Compiling(OneTutorial):
             x, provider = divmod(next(count), len(bench.line_vals))
             if (x + provider) % self.shares == self.mine:
                 start = time.monotonic()
-                # What cannot be compiled here is compiled when it is timed.
-                with suppress(Exception):
+                try:
                     fn(**values)
+                except Exception as error:
+                    # It is compiled when it is timed, then.
+                    print(bench.plot_name, values, type(error), error)
                 torch.cuda.empty_cache()
                 self.seconds += time.monotonic() - start
             return 1.0, 1.0, 1.0
@@ -186,11 +192,12 @@ class Measuring(OneTutorial):
             self.seconds += time.monotonic() - start
 
     def run(self, original, mark, bench, print_data, **kwargs):
+        measured = replay.described(mark, bench)
         rows, start, before = [], time.monotonic(), self.seconds
         with replay.measuring_with(mark, replay.keeping(mark.fn, bench, rows)):
             table = original(mark, bench, "", False, print_data, **kwargs)
-        measured = {"environment": recording.environment("not run")}
-        measured |= replay.described(mark, bench) | {"rows": rows}
+        measured["environment"] = recording.environment("not run")
+        measured["rows"] = rows
         self.send(
             benchmark=bench.plot_name,
             measured=measured,
