@@ -51,11 +51,13 @@ def cells(notebook):
 @pytest.mark.parametrize("stem", NAMES)
 def test_the_notebook_is_the_script(stem):
     """Cell by cell; and a script does not ask where it runs."""
-    script = ROOT / "tutorials" / f"{stem}.py"
+    script = download(f"{stem}.py")
     blocks = split_code_and_text_blocks(script)[1]
     code = [b.content.strip() for b in blocks if b.type == "code"]
     notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
-    assert [c.strip() for c in cells(notebook) if c] == [c for c in code if c]
+    first, *others = (cell.strip() for cell in cells(notebook))
+    assert all(line.startswith("#") for line in first.splitlines())
+    assert others == [cell for cell in code if cell]
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)
 
