@@ -88,7 +88,7 @@ def used_too_early(text):
     needs = {}  # of what is defined so far
     for node in body:
         found = names(node)
-        runs = found.used
+        runs = found.used - found.bound
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             runs = found.used_now  # the rest runs when it is called
         left = list(runs & known)

@@ -52,14 +52,16 @@ def test_passports_are_complete(name):
         )
         assert re.match(pattern, text), text
         names = [dt.get_text(" ").strip(" :") for dt in passport.select("dt")]
-        assert names == ["Versions", "Method", "Data"]
-        versions, method, _ = (
+        assert names == ["Versions", "Measured", "Method", "Data"]
+        versions, measured, method, _ = (
             dd.get_text(" ").strip() for dd in passport.select("dd")
         )
         assert re.fullmatch(
             r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+",
             versions,
         ), versions
+        # the pass, or a size, or what else the benchmark was given
+        assert re.search(r"(forward|backward) pass|\w+ = \w+", measured)
         assert len(method.split()) > 3, method
         files = [
             a["href"].rpartition(".")[2] for a in passport.select("a.download")

@@ -9,6 +9,7 @@ benchmark is written when it is done.
 """
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -59,11 +60,18 @@ def require_gpu(command):
 
 
 def checked(jobs):
-    """Run the GPU checks; the jobs that passed, and what the others failed."""
+    """Run the GPU checks; the jobs that passed, and what the others failed.
+
+    Nothing is timed, so all tutorials share the GPUs.
+    """
     LOGS.mkdir(parents=True, exist_ok=True)
+    usable = gpus.usable()
     with gpus.children() as children:
         problems = gpus.each(
-            lambda job, gpu: check(job, gpu, children), jobs, gpus.usable()
+            lambda job, gpu: check(job, gpu, children),
+            jobs,
+            usable,
+            at_a_time=math.ceil(len(jobs) / len(usable)),
         )
     passed = [j for j, p in zip(jobs, problems, strict=True) if p is None]
     return passed, [problem for problem in problems if problem]
