@@ -27,14 +27,13 @@ def six_tutorials(root):
     shutil.rmtree(root / "docs/tutorials", ignore_errors=True)
     shutil.copytree(ROOT / "tutorials", root / "tutorials")
     shutil.copy(ROOT / "conf.py", root)
-    scripts = sorted((root / "tutorials").glob("[0-9][0-9]-*.py"))
+    scripts = sorted((root / "tutorials").rglob("[0-9][0-9]-*.py"))
     for i in range(len(scripts), COUNT):
         original = scripts[i % len(scripts)]
         name = f"{i + 1:02}-copy-of-{original.stem}"
         shutil.copy(original, original.with_name(f"{name}.py"))
-        for recording in root.glob(
-            f"docs/measurements/*/{original.stem}.json"
-        ):
+        path = original.relative_to(root / "tutorials").with_suffix(".json")
+        for recording in root.glob(f"docs/measurements/*/{path}"):
             shutil.copy(recording, recording.with_name(f"{name}.json"))
     return len(scripts)
 
@@ -69,7 +68,7 @@ def measure():
         real = six_tutorials(root)
         full = build(root)
         nothing = build(root)
-        script = min((root / "tutorials").glob("[0-9][0-9]-*.py"))
+        script = min((root / "tutorials").rglob("[0-9][0-9]-*.py"))
         text = script.read_text(encoding="utf-8")
         script.write_text(
             text.replace("# Benchmark\n", "# Measuring\n", 1),

@@ -43,7 +43,7 @@ def test_the_real_site_ran_every_tutorial():
         pytest.fail("build the site first: make html")
     suite = ET.parse(report).getroot()
     suite = suite if suite.tag == "testsuite" else suite.find("testsuite")
-    scripts = list((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
+    scripts = list((ROOT / "tutorials").rglob("[0-9][0-9]-*.py"))
     assert int(suite.get("tests")) == len(scripts)
     for name in ("failures", "errors", "skipped"):
         assert int(suite.get(name) or 0) == 0

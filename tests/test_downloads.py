@@ -10,12 +10,12 @@ from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from alone import HIDDEN, NO_GPU, run_script
+from measurements import recording
 
 SITE = ROOT / "docs" / "_build" / "html"
 GENERATED = ROOT / "docs" / "tutorials"
 HERE = ROOT / "tests"
-SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
-NAMES = [path.stem for path in SCRIPTS]
+NAMES = list(map(recording.name_of, recording.tutorials()))
 LINE = "Timing needs a GPU; recorded figures are on the page."
 
 
@@ -26,10 +26,12 @@ def site():
 
 
 def download(name):
-    """The file that the page offers, found by its name."""
-    found = list((SITE / "_downloads").glob(f"*/{name}"))
-    assert len(found) == 1, found
-    return found[0]
+    """The file of this ending that the tutorial's page offers."""
+    tutorial, _, ending = name.rpartition(".")
+    page = SITE / "tutorials" / f"{tutorial}.html"
+    link = rf'href="([^"]*/_downloads/[^"]+\.{ending})"'
+    (found,) = set(re.findall(link, page.read_text()))
+    return page.parent / found
 
 
 @pytest.mark.parametrize("stem", NAMES)
@@ -37,10 +39,13 @@ def test_the_zip_runs(stem, alone):
     """It holds the source, byte for byte, and that is what runs."""
     source = (ROOT / "tutorials" / f"{stem}.py").read_bytes()
     with zipfile.ZipFile(download(f"{stem}.zip")) as archive:
-        assert sorted(archive.namelist()) == [f"{stem}.ipynb", f"{stem}.py"]
-        for name in archive.namelist():
-            assert archive.read(name) == download(name).read_bytes()
-        assert archive.read(f"{stem}.py") == source
+        files = {name: archive.read(name) for name in archive.namelist()}
+    name = stem.split("/")[-1]
+    assert files == {
+        f"{name}.py": source,
+        f"{name}.ipynb": download(f"{stem}.ipynb").read_bytes(),
+    }
+    assert download(f"{stem}.py").read_bytes() == source
     assert alone(stem).count(LINE) == 1
 
 

@@ -17,7 +17,7 @@ from measurements import recording
 from tutorial import source
 
 PAGES = limits.pages()
-PUBLISHED = [path.stem for path in recording.tutorials()]
+PUBLISHED = list(map(recording.name_of, recording.tutorials()))
 EVERY = pytest.mark.parametrize("stem", PUBLISHED)
 
 

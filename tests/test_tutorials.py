@@ -7,11 +7,11 @@ import re
 import pytest
 from project import ROOT
 
-from measurements import benchmarks
+from measurements import benchmarks, recording
 from measurements.reach import Script, last_name, names
 
-SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
-TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in SCRIPTS}
+SCRIPTS = recording.tutorials()
+TEXTS = {recording.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
 EVERY = pytest.mark.parametrize("stem", TEXTS)
 
 # These stand in every tutorial, the same to the letter: a download is alone.

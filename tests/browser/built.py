@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import threading
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,14 +19,13 @@ PAGES = sorted(
     for path in SITE.rglob("*.html")
     if path.relative_to(SITE).parts[0] != "_static"
 )
-TUTORIALS = [
-    p for p in PAGES if p.startswith("tutorials/") and p[10].isdigit()
-]
+TUTORIALS = [p for p in PAGES if re.match(r"tutorials/(.+/)?\d\d-[^/]*$", p)]
 NO_SITE = f"no site in {SITE}: build it first, make html"
 
 
 def stem(page):
-    return Path(page).stem
+    """The name of the tutorial on a page."""
+    return page.removeprefix("tutorials/").removesuffix(".html")
 
 
 @functools.cache

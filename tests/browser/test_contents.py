@@ -16,8 +16,9 @@ COLAB = "https://colab.research.google.com/github/"
 
 
 def test_there_are_tutorials():
-    scripts = (built.ROOT / "tutorials").glob("[0-9][0-9]-*.py")
-    expected = sorted(f"tutorials/{path.stem}.html" for path in scripts)
+    scripts = (built.ROOT / "tutorials").rglob("[0-9][0-9]-*.py")
+    pages = (path.relative_to(built.ROOT) for path in scripts)
+    expected = sorted(path.with_suffix(".html").as_posix() for path in pages)
     assert expected == built.TUTORIALS != []
 
 

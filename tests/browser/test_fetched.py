@@ -10,14 +10,15 @@ from browser import built
 DOCS = built.ROOT / "docs"
 
 
-def source(link):
-    """The file that a download link must hand out."""
+def source(page, link):
+    """The file that a download link of a page must hand out."""
+    folder = PurePosixPath(page).parent
     name = PurePosixPath(link["href"]).name
     ending = PurePosixPath(name).suffix
     if ending == ".py":
-        return built.ROOT / "tutorials" / name
+        return built.ROOT / folder / name
     if ending in (".ipynb", ".zip"):
-        return DOCS / "tutorials" / name
+        return DOCS / folder / name
     if ending in (".ttir", ".ttgir", ".ptx", ".sass", ".amdgcn"):
         return DOCS / "tutorials/xray" / name
     if ending == ".csv" or name.endswith(".live.json"):
@@ -25,7 +26,8 @@ def source(link):
     if ending == ".json":  # of the GPU that the table beside it names
         table = link.find_previous("a", class_="download")["href"]
         gpu = table.removesuffix(".csv").rpartition(".")[2]
-        return DOCS / "measurements" / gpu / name
+        section = folder.relative_to("tutorials")
+        return DOCS / "measurements" / gpu / section / name
     raise AssertionError(f"a download of an unknown kind: {name}")
 
 
@@ -42,7 +44,7 @@ def fetched(base, name, link):
 @pytest.mark.parametrize("name", built.PAGES)
 def test_downloads_are_their_sources(base, name):
     for link in downloads(name):
-        expected = source(link)
+        expected = source(name, link)
         same = fetched(base, name, link) == expected.read_bytes()
         assert same, f"{link['href']} is not {expected}"
 
@@ -51,7 +53,7 @@ def test_downloads_are_their_sources(base, name):
 @pytest.mark.parametrize("ending", ["py", "ipynb", "zip"])
 def test_tutorial_is_offered_twice(name, ending):
     """In the side bar and at the end of the page."""
-    wanted = f"{built.stem(name)}.{ending}"
+    wanted = f"{built.stem(name).split('/')[-1]}.{ending}"
     offers = [a for a in downloads(name) if a["href"].endswith("/" + wanted)]
     assert len(offers) == 2
     places = [bool(a.find_parent(class_="bp-downloads")) for a in offers]
