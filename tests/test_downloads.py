@@ -9,13 +9,13 @@ from nbclient import NotebookClient
 from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
+import tutorial
 from alone import HIDDEN, NO_GPU, run_script
-from measurements import recording
 
 SITE = ROOT / "docs" / "_build" / "html"
 GENERATED = ROOT / "docs" / "tutorials"
 HERE = ROOT / "tests"
-NAMES = list(map(recording.name_of, recording.tutorials()))
+NAMES = list(map(tutorial.name_of, tutorial.scripts()))
 LINE = "Timing needs a GPU; recorded figures are on the page."
 
 

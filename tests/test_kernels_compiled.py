@@ -11,13 +11,13 @@ from functools import cache
 
 import pytest
 
+import tutorial
 from compiled import limits
 from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS
-from measurements import recording
 from tutorial import source
 
 PAGES = limits.pages()
-PUBLISHED = list(map(recording.name_of, recording.tutorials()))
+PUBLISHED = list(map(tutorial.name_of, tutorial.scripts()))
 EVERY = pytest.mark.parametrize("stem", PUBLISHED)
 
 
@@ -77,7 +77,7 @@ def earlier(stem):
     def git(*args):
         done = subprocess.run(
             ["git", *args],
-            cwd=recording.ROOT,
+            cwd=tutorial.ROOT,
             capture_output=True,
             text=True,
         )

@@ -14,11 +14,12 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import tutorial
 from measurements import gpus, recording
 from measurements.measure import LOGS, path
 from measurements.progress import clock, say
 
-KEPT = recording.ROOT / "docs" / "_build" / "checks"
+KEPT = tutorial.ROOT / "docs" / "_build" / "checks"
 
 
 def checked(jobs, again):
@@ -44,7 +45,7 @@ def checked(jobs, again):
 def check(job, gpu, children, machine, again):
     """Run the GPU checks of a tutorial; what went wrong, or None."""
     section, _, stem = job.name.rpartition("/")
-    folder = recording.ROOT / "tests" / "gpu" / section
+    folder = tutorial.ROOT / "tests" / "gpu" / section
     mine = sorted(folder.glob(f"test_{stem[:2]}_*.py"))
     if not mine:
         return f"tutorials/{job.name}.py has no checks in {folder}"
@@ -76,7 +77,7 @@ def check(job, gpu, children, machine, again):
 
 def digest(job, mine, machine):
     """A hash of what a run of the checks depends on."""
-    tests = recording.ROOT / "tests"
+    tests = tutorial.ROOT / "tests"
     shared = (p for p in tests.glob("*.py") if not p.match("test_*.py"))
     parts = [p.read_bytes() for p in (job.script, *mine, *sorted(shared))]
     lasting = {k: v for k, v in machine.items() if k != "date"}
@@ -93,7 +94,7 @@ def run(tests, gpu, children, log):
             + [str(test) for test in tests],
             gpu,
             {"PYTHONPATH": path()},
-            cwd=recording.ROOT,
+            cwd=tutorial.ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
