@@ -20,8 +20,8 @@ import pytest
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 SHOWN = 12  # files at the end of a run
 NEW_PAGE = 25
-# Pages that are older than the budget.
-OLDER = {}
+# Pages that are older than the budget: what they take, and a third.
+OLDER = {"01": 60, "02": 90, "03": 140, "04": 110, "05": 110, "06": 100}
 # What lap() takes on a quiet core of the machine that the budgets are of.
 LAP = 0.0041
 
@@ -123,7 +123,9 @@ class Budgets:
         now = used()
         if now - self.lap_at > 1:  # the pace changes as others come and go
             self.lap, self.lap_at = lap(), now
-        report.processor_time = (now - self.last) * LAP / self.lap
+        # What a killed child had started is lost: it has been counted.
+        passed = max(0, now - self.last)
+        report.processor_time = passed * LAP / self.lap
         self.last = used()
         return report
 

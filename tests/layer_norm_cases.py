@@ -51,6 +51,20 @@ LONG_DTYPES = [
 ]
 
 
+def long_widths(widths, every_type):
+    """Parametrize: float16 at each width, every type at one of them."""
+    return pytest.mark.parametrize(
+        ("N", "dtype"),
+        [
+            (N, dtype)
+            if dtype == torch.float16 or every_type == N
+            else pytest.param(N, dtype, marks=pytest.mark.long)
+            for N in widths
+            for dtype in DTYPES
+        ],
+    )
+
+
 def _contiguous(shape, fill):
     """Between two bands of NaN."""
     value = fill(shape)

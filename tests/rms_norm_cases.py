@@ -11,6 +11,7 @@ from layer_norm_cases import (
     LONG_SHAPES,
     SHAPES,
     guarded_allocations,
+    long_widths,
 )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LONG_SHAPES",
     "SHAPES",
     "Case",
+    "long_widths",
     "run",
 ]
 

@@ -103,7 +103,8 @@ ROUNDING = {
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("name", page.RUNGS)
 def test_every_rung(name, dtype):
-    for M, N in (1, 1), (3, 129), (33, 40), (2, 600):
+    wide = ((2, 600),) if dtype == torch.float16 else ()
+    for M, N in (1, 1), (3, 129), (33, 40), *wide:
         if N == 1:
             # dx is exactly 0 there, so it has no relative error.
             dy, x, w, b = page.example(M, N, dtype)

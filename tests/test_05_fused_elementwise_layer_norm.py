@@ -94,10 +94,9 @@ def test_shapes(shape):
             run(no_activation, Case((M,), (N,), dtype))
 
 
-@pytest.mark.parametrize("N", [1, 31, 32, 33, 90])
-def test_every_kernel(form, pair, N):
-    for dtype in cases.DTYPES:
-        run(form, Case((3,), (N,), dtype))
+@cases.long_widths([1, 31, 32, 33, 90], every_type=33)
+def test_every_kernel(form, pair, N, dtype):
+    run(form, Case((3,), (N,), dtype))
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)

@@ -9,13 +9,13 @@ from nbclient import NotebookClient
 from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
+import tutorial
 from alone import HIDDEN, NO_GPU, run_script
-from measurements import recording
 
 SITE = ROOT / "docs" / "_build" / "html"
 GENERATED = ROOT / "docs" / "tutorials"
 HERE = ROOT / "tests"
-NAMES = list(map(recording.name_of, recording.tutorials()))
+NAMES = list(map(tutorial.name_of, tutorial.scripts()))
 LINE = "Timing needs a GPU; recorded figures are on the page."
 
 
@@ -56,11 +56,13 @@ def cells(notebook):
 @pytest.mark.parametrize("stem", NAMES)
 def test_the_notebook_is_the_script(stem):
     """Cell by cell; and a script does not ask where it runs."""
-    script = ROOT / "tutorials" / f"{stem}.py"
+    script = download(f"{stem}.py")
     blocks = split_code_and_text_blocks(script)[1]
     code = [b.content.strip() for b in blocks if b.type == "code"]
     notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
-    assert [c.strip() for c in cells(notebook) if c] == [c for c in code if c]
+    first, *others = (cell.strip() for cell in cells(notebook))
+    assert all(line.startswith("#") for line in first.splitlines())
+    assert others == [cell for cell in code if cell]
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)
 

@@ -7,16 +7,17 @@ panels, which are tested too.
 import ast
 import re
 import subprocess
+from functools import cache
 
 import pytest
 
+import tutorial
 from compiled import limits
 from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS
-from measurements import recording
 from tutorial import source
 
 PAGES = limits.pages()
-PUBLISHED = list(map(recording.name_of, recording.tutorials()))
+PUBLISHED = list(map(tutorial.name_of, tutorial.scripts()))
 EVERY = pytest.mark.parametrize("stem", PUBLISHED)
 
 
@@ -76,7 +77,7 @@ def earlier(stem):
     def git(*args):
         done = subprocess.run(
             ["git", *args],
-            cwd=recording.ROOT,
+            cwd=tutorial.ROOT,
             capture_output=True,
             text=True,
         )
@@ -136,9 +137,10 @@ def test_entries_have_what_a_panel_needs(stem):
 
 @pytest.fixture(scope="module")
 def everywhere(compiled):
-    """The builds of each tutorial: {(target, N, dtype): {kernel: Built}}."""
-    keys, calls = [], []
-    for stem in PUBLISHED:
+    """The builds of a tutorial: {(target, N, dtype): {kernel: Built}}."""
+
+    @cache
+    def builds(stem):
         page = PAGES[stem]
         first, dtype = page["N"][0], page["dtype"]
         shapes = {(t, first, dtype) for t in TARGETS}
@@ -148,17 +150,20 @@ def everywhere(compiled):
             for dtype, sizes in page["sizes"].items()
             for N in sizes
         }
-        for target, N, dtype in sorted(shapes):
-            keys.append((stem, target, N, dtype))
-            calls.append(limits.call(stem, page, N, target, dtype))
-    return dict(zip(keys, compiled(calls), strict=True))
+        shapes = sorted(shapes)
+        calls = [
+            limits.call(stem, page, N, t, dtype) for t, N, dtype in shapes
+        ]
+        return dict(zip(shapes, compiled(calls), strict=True))
+
+    return builds
 
 
 @EVERY
 def test_run_launches_what_has_a_panel(everywhere, stem):
     page = PAGES[stem]
     N = next(N for N in page["sizes"][page["dtype"]] if page["N"][0] != N)
-    builds = everywhere[stem, "sm_90", N, page["dtype"]]
+    builds = everywhere(stem)["sm_90", N, page["dtype"]]
     assert set(builds) == set(limits.entries(page))
 
 
@@ -177,7 +182,7 @@ def test_what_else_is_launched_compiles(launches, stem):
 @pytest.mark.parametrize("target", TARGETS)
 def test_limits_on_every_target(everywhere, compiled, stem, target):
     N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
-    builds = everywhere[stem, target, N, dtype]
+    builds = everywhere(stem)[target, N, dtype]
     found = all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
 
@@ -187,7 +192,7 @@ def test_limits_at_every_size(everywhere, compiled, stem):
     found = []
     for dtype, sizes in PAGES[stem]["sizes"].items():
         for N in sizes:
-            builds = everywhere[stem, "sm_90", N, dtype]
+            builds = everywhere(stem)["sm_90", N, dtype]
             found += all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
 
@@ -225,7 +230,7 @@ def test_sentences_are_true(everywhere, stem):
             for target, shape in limits.shown(page):
                 if shape != int(N):
                     continue
-                builds = everywhere[stem, target, shape, page["dtype"]]
+                builds = everywhere(stem)[target, shape, page["dtype"]]
                 facts = limits.Facts(builds[name])
                 for sentence in sentences:
                     said = facts.say(sentence, shape)

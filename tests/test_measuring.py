@@ -16,7 +16,8 @@ import torch
 import triton
 from measurable import GPU, Measurable, wait_for
 
-from measurements import measure, part, record, recording, todo
+import tutorial
+from measurements import checks, measure, one_tutorial, part, recording, todo
 from measurements.reach import Script
 
 NAMES = ("01-double", "02-double")
@@ -164,6 +165,10 @@ def test_only_what_was_left_is_measured(project, edited):
     assert timed == {point for point in POINTS if "triple" in point}
 
 
+def test_what_passed_is_not_checked_again(edited):
+    assert "01-double: 2 GPU checks passed before" in edited[1]
+
+
 def test_a_script_edited_meanwhile_is_not_stamped(project, edited):
     status, said, before = edited
     assert status == 1
@@ -274,7 +279,7 @@ def test_fresh_recordings_are_not_measured(whole):
 def test_why_is_said(project, whole, monkeypatch):
     """Of a benchmark that is new, changed, of another machine or damaged."""
     store = project.root / "docs/measurements"
-    monkeypatch.setattr(recording, "TUTORIALS", project.root / "tutorials")
+    monkeypatch.setattr(tutorial, "TUTORIALS", project.root / "tutorials")
     there = recorded(project)["double"]["environment"]
     monkeypatch.setattr(recording, "environment", lambda _: there)
     kept = todo.Kept(store)
@@ -304,7 +309,7 @@ def test_a_full_disk_leaves_the_old_recording(project, whole, monkeypatch):
     """A limit on the size of a file stands for the disk."""
     resource = pytest.importorskip("resource")
     store = project.root / "docs/measurements"
-    monkeypatch.setattr(recording, "TUTORIALS", project.root / "tutorials")
+    monkeypatch.setattr(tutorial, "TUTORIALS", project.root / "tutorials")
     before = recorded(project)
     monkeypatch.setattr(
         recording, "environment", lambda _: before["double"]["environment"]
@@ -334,16 +339,16 @@ def test_a_full_disk_leaves_the_old_recording(project, whole, monkeypatch):
 
 def test_a_tutorial_without_gpu_checks_is_not_measured(project):
     job = measure.Job("09-new", project.script("09-new"), {"new": "new"}, {})
-    problem = record.check(job, "0", None)
+    problem = checks.check(job, "0", None, {}, again=False)
     assert problem.startswith("tutorials/09-new.py has no checks in ")
 
 
-@pytest.mark.parametrize("script", recording.tutorials(), ids=lambda s: s.stem)
+@pytest.mark.parametrize("script", tutorial.scripts(), ids=lambda s: s.stem)
 def test_what_is_run_to_measure_lacks_no_name(script):
     """Every global name that is used is bound there, or nowhere at all."""
     import builtins
 
-    name = recording.name_of(script)
+    name = tutorial.name_of(script)
     text = script.read_text(encoding="utf-8")
     plots = list(recording.codes(name))
     whole = Script(text)
@@ -456,3 +461,15 @@ def test_a_live_build_that_fails_says_what_it_keeps(live, tmp_path):
     assert list(recording.read(GPU, "01-double", store)["benchmarks"]) == [
         "double"
     ]
+
+
+def test_no_process_is_given_what_torch_compile_chose_in_another(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of who runs the tests")
+    folders = set()
+    for _ in range(2):
+        with one_tutorial.choices_of_its_own():
+            folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            (folder / "choice").touch()
+        assert not folder.exists()
+        folders.add(folder)
+    assert len(folders) == 2

@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from measurements import benchmarks, recording
+import tutorial
+from measurements import benchmarks
 from measurements.reach import Script, names
 
 START = """
@@ -336,14 +337,14 @@ def test_a_benchmark_does_not_reach_another():
 
 # The tutorials -------------------------------------------------------------
 
-TUTORIALS = [recording.name_of(script) for script in recording.tutorials()]
+TUTORIALS = [tutorial.name_of(script) for script in tutorial.scripts()]
 EVERY = pytest.mark.parametrize("name", TUTORIALS)
 
 
 @functools.cache
 def script_of(name):
     """Text, script and {benchmark: the lines of what it reaches}."""
-    text = recording.script_of(name).read_text(encoding="utf-8")
+    text = tutorial.script_of(name).read_text(encoding="utf-8")
     script = Script(text)
     reached = {
         plot: {root.lineno, *(node.lineno for node in script.reached(root))}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from project import ENVIRONMENT, ROOT, rows
 
+import tutorial
 from measurements import recording
 
 GPU, NAME = "nvidia-h200", "01-double"
@@ -42,9 +43,10 @@ SCRIPT = MEASURED.replace("AT_16", "pass")
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """Tutorials and recordings in a folder of their own."""
-    monkeypatch.setattr(recording, "TUTORIALS", tmp_path / "tutorials")
+    monkeypatch.setattr(tutorial, "TUTORIALS", tmp_path / "tutorials")
     monkeypatch.setattr(recording, "STORE", tmp_path / "measurements")
     (tmp_path / "tutorials").mkdir()
+    (tmp_path / "tutorials" / "index.rst").touch()
     script = tmp_path / "tutorials" / f"{NAME}.py"
     script.write_text(SCRIPT)
     return script
@@ -301,12 +303,13 @@ def test_unknown_tutorials_are_refused_in_one_line(store):
 def test_tutorials_in_sections(store):
     names = ["layer-norm/01-a", "layer-norm/02-b", "norms/01-a", "norms/03-c"]
     for name in names:
-        recording.script_of(name).parent.mkdir(exist_ok=True)
-        recording.script_of(name).write_text(SCRIPT)
+        tutorial.script_of(name).parent.mkdir(exist_ok=True)
+        tutorial.script_of(name).with_name("index.rst").touch()
+        tutorial.script_of(name).write_text(SCRIPT)
     store.unlink()
 
     def picked(*asked):
-        return [recording.name_of(script) for script in recording.pick(asked)]
+        return [tutorial.name_of(script) for script in recording.pick(asked)]
 
     assert picked() == names
     assert picked("layer-norm") == picked("layer-norm/") == names[:2]
@@ -365,7 +368,7 @@ def test_every_tutorial_is_recorded_on_the_default_gpu():
         Path(path).relative_to(folder).with_suffix("").as_posix()
         for path in folder.rglob("*.json")
     }
-    assert recorded == set(map(recording.name_of, recording.tutorials()))
+    assert recorded == set(map(tutorial.name_of, tutorial.scripts()))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import re
 import pytest
 from project import ROOT
 
-from measurements import benchmarks, recording
+import tutorial
+from measurements import benchmarks
 from measurements.reach import Script, last_name, names
 
-SCRIPTS = recording.tutorials()
-TEXTS = {recording.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
+SCRIPTS = tutorial.scripts()
+TEXTS = {tutorial.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
 EVERY = pytest.mark.parametrize("stem", TEXTS)
 
 # These stand in every tutorial, the same to the letter: a download is alone.

@@ -18,6 +18,7 @@ from pathlib import Path
 from sphinx.errors import ExtensionError
 
 import style
+import tutorial
 from measurements import gpus, live, recording, replay
 from measurements.progress import clock, say
 from page import figures, solutions
@@ -41,7 +42,7 @@ def begin(gallery_conf, script_vars):
     plt.rcParams.update(style.rc_params())
     script = Path(script_vars["src_file"]).resolve()
     config = gallery_conf["measured"]
-    session = open_session(recording.name_of(script), **config)
+    session = open_session(tutorial.name_of(script), **config)
     script_vars["session"] = session
     with ExitStack() as changes:
         changes.enter_context(replay.replaced(replay.Runner(session)))
@@ -116,9 +117,9 @@ def check_recordings(app, config):
     if mode == "preview":
         return
     problems = live.measure_what_is_stale() if measures(mode) else []
-    for path in recording.tutorials() if not problems else ():
+    for path in tutorial.scripts() if not problems else ():
         try:
-            recordings(recording.name_of(path), mode, gpu)
+            recordings(tutorial.name_of(path), mode, gpu)
         except recording.RecordingError as error:
             problems.append(str(error))
     if problems:

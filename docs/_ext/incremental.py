@@ -20,6 +20,7 @@ from pathlib import Path
 from sphinx.errors import ExtensionError
 
 import gallery
+import tutorial
 from measurements import gpus, live, recording
 
 PACKAGES = (
@@ -48,7 +49,7 @@ def depend_on_mechanism(app, config):
     made_by = (*modules, sys.version_info[:2], versions, gpus.there())
     # Sphinx-Gallery has not added its objects to its settings yet.
     config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
-    names = list(map(recording.name_of, recording.tutorials()))
+    names = list(map(tutorial.name_of, tutorial.scripts()))
     config.read_by = digest(*made_by, Path(app.confdir, "conf.py"), names)
 
 
@@ -57,8 +58,8 @@ def forget_outdated(app):
     folder = Path(app.srcdir) / "tutorials"
     forget_deleted(folder)
     mode, gpu = app.config.measured_figures, app.config.measured_gpu
-    for script in recording.tutorials():
-        name = recording.name_of(script)
+    for script in tutorial.scripts():
+        name = tutorial.name_of(script)
         if gallery.measures(mode):
             files = [recording.path_of(gpus.folder(), name, live.STORE)]
         else:
@@ -74,8 +75,8 @@ def forget_outdated(app):
 
 def forget_deleted(folder):
     """Remove what was made of tutorials and sections that are gone."""
-    sections = recording.sections()
-    for script in recording.TUTORIALS.glob("*/[0-9][0-9]-*.py"):
+    sections = tutorial.sections()
+    for script in tutorial.TUTORIALS.glob("*/[0-9][0-9]-*.py"):
         if script.parent.name not in sections:
             raise ExtensionError(
                 f"tutorials/{script.parent.name} has no index.rst: a section "
@@ -86,7 +87,7 @@ def forget_deleted(folder):
             shutil.rmtree(index.parent)
     for page in folder.rglob("[0-9][0-9]-*.rst"):
         name = page.relative_to(folder).with_suffix("").as_posix()
-        if not recording.script_of(name).exists():
+        if not tutorial.script_of(name).exists():
             for made in page.parent.glob(f"{page.stem}.*"):
                 made.unlink()
 

@@ -49,6 +49,11 @@ def name_of(script):
     return path.as_posix()
 
 
+def script_of(name):
+    """The script of a tutorial."""
+    return TUTORIALS / f"{name}.py"
+
+
 def file_name(name):
     """The name of a tutorial as a part of the name of a file."""
     return name.replace("/", "-")
@@ -56,7 +61,7 @@ def file_name(name):
 
 def source(name):
     """Text of a tutorial, e.g. source("layer-norm/01-layer-norm")."""
-    return (TUTORIALS / f"{name}.py").read_text(encoding="utf-8")
+    return script_of(name).read_text(encoding="utf-8")
 
 
 def load(name, replace=(), interpret=True, text=None):

@@ -342,6 +342,7 @@ def test_two_layers_train_like_pytorch():
 
 
 SANITIZED = f"""
+import sys
 import torch
 from tutorial import load
 page = load({NAME!r})

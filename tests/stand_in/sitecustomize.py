@@ -37,7 +37,7 @@ def make_up_gpus():
     torch.cuda.device_count = lambda: len(visible())
     torch.cuda.get_device_name = lambda *_: "NVIDIA Stand-in 100"
     torch.cuda.set_per_process_memory_fraction = lambda share: None
-    torch.cuda.empty_cache = lambda: None
+    torch.cuda.empty_cache = torch.cuda.synchronize = lambda: None
     torch.version.cuda = "13.0"
     triton.testing.do_bench = do_bench
 

@@ -175,6 +175,8 @@ def broken(entry, built, N, dtype):
         if value > limit:
             found.append(Broken(what, limit, value, narrow.get(what, [])))
     can = built.target in ("sm_80", "sm_90", "sm_100")
+    copies = facts.count("copy") > 0
+    wanted = entry.get("copies", False)
     for what, limit, value, where in (
         (
             "releases of a lock",
@@ -185,8 +187,8 @@ def broken(entry, built, N, dtype):
         ("releases without a barrier", 0, len(facts.unsafe), facts.unsafe),
         (
             "loads ahead, by asynchronous copies",
-            entry.get("copies", False) and can,
-            facts.count("copy") > 0,
+            copies if wanted == "any" else wanted and can,
+            copies,
             [],
         ),
         ("arithmetic in float64", dtype == "float64", facts.float64, []),

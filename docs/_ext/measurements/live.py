@@ -4,11 +4,12 @@ The same code as for ``make record``, but into a folder of the build, without
 the GPU checks. What is there and fresh is not measured again.
 """
 
+import tutorial
 from measurements import recording
 from measurements.measure import RefusedError, measure
 from measurements.todo import Kept, announce, jobs_for
 
-STORE = recording.ROOT / "docs" / "_build" / "measurements"
+STORE = tutorial.ROOT / "docs" / "_build" / "measurements"
 
 
 def measure_what_is_stale():
@@ -16,7 +17,7 @@ def measure_what_is_stale():
     left = "the next build measures what is left"
     try:
         kept = Kept(STORE)
-        jobs = jobs_for(recording.tutorials(), kept, machine=kept.machine)
+        jobs = jobs_for(tutorial.scripts(), kept, machine=kept.machine)
         if not jobs:
             return []
         kept.require_writable()

@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measurements import gpus, recording
+import tutorial
+from measurements import gpus
 from measurements.progress import Progress, clock, say
 
-LOGS = recording.ROOT / "docs" / "_build" / "logs"
+LOGS = tutorial.ROOT / "docs" / "_build" / "logs"
 COMPILE_LIMIT = 300  # seconds: beyond, what is left is compiled when timed
 
 

@@ -24,12 +24,18 @@ def main(name, script, plots, fresh, share, memory):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     send = messages()
     if share:
+        import torch
+
         stand_in = Compiling(send, name, fresh, share)
-        compile_only(memory)
+        torch.cuda.set_per_process_memory_fraction(memory)
     else:
         stand_in = Measuring(send, name, fresh)
     try:
-        with replaced_clock(stand_in.clock), replay.replaced(stand_in):
+        with (
+            choices_of_its_own(),
+            replaced_clock(stand_in.clock),
+            replay.replaced(stand_in),
+        ):
             run(script, plots)
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -72,17 +78,17 @@ def run(script, plots):
             os.chdir(home)
 
 
-def compile_only(memory):
-    """Let torch time nothing, and take no more than a part of the memory."""
-    import torch
-    from torch._inductor.runtime import autotune_cache, triton_heuristics
+@contextmanager
+def choices_of_its_own():
+    """What torch.compile finds to be fastest is kept for this process only.
 
-    torch.cuda.set_per_process_memory_fraction(memory)
-    # Several processes share the GPU, so what torch.compile found fastest now
-    # would be noise: it compiles all variants and tries none, and the process
-    # that measures tries them. (Private names of torch.)
-    triton_heuristics.CachingAutotuner.bench = lambda *_, **__: 1.0
-    autotune_cache.AutotuneCache.save = lambda *_, **__: None
+    A choice made while others use the GPU is a bad one, and a peer that was
+    given it is not at its best. The kernels themselves stay in Triton's
+    cache, where the process that measures finds them compiled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        yield
 
 
 @contextmanager
@@ -144,7 +150,11 @@ class Compiling(OneTutorial):
         self.mine, self.shares = share
 
     def clock(self, do_bench, fn, *args, quantiles=None, **kwargs):
+        import torch
+
         fn()
+        # Its memory is used again: by then it must have ended.
+        torch.cuda.synchronize()
         return [1.0 for _ in quantiles] if quantiles else 1.0
 
     def run(self, original, mark, bench, print_data, **kwargs):

@@ -9,17 +9,12 @@ benchmark is written when it is done.
 """
 
 import argparse
-import math
-import subprocess
 import sys
-import tempfile
-import time
-import xml.etree.ElementTree as ET
-from pathlib import Path
 
 from measurements import gpus, recording
-from measurements.measure import LOGS, RefusedError, measure, path
-from measurements.progress import clock, say
+from measurements.checks import checked
+from measurements.measure import RefusedError, measure
+from measurements.progress import say
 from measurements.todo import Kept, announce, jobs_for
 
 
@@ -39,7 +34,7 @@ def main(arguments=None):
             return
         kept.require_writable()
         announce(jobs)
-        jobs, problems = checked(jobs)
+        jobs, problems = checked(jobs, again=given.all)
         problems += measure(jobs, kept.keep) if jobs else []
     except (RefusedError, recording.RecordingError, OSError) as error:
         sys.exit(f"make record: {error}")
@@ -57,62 +52,6 @@ def require_gpu(command):
             f"no GPU here; run {command} on a machine with a GPU "
             "(make html and make test need none)"
         )
-
-
-def checked(jobs):
-    """Run the GPU checks; the jobs that passed, and what the others failed.
-
-    Nothing is timed, so all tutorials share the GPUs.
-    """
-    LOGS.mkdir(parents=True, exist_ok=True)
-    usable = gpus.usable()
-    with gpus.children() as children:
-        problems = gpus.each(
-            lambda job, gpu: check(job, gpu, children),
-            jobs,
-            usable,
-            at_a_time=math.ceil(len(jobs) / len(usable)),
-        )
-    passed = [j for j, p in zip(jobs, problems, strict=True) if p is None]
-    return passed, [problem for problem in problems if problem]
-
-
-def check(job, gpu, children):
-    """Run the GPU checks of a tutorial; what went wrong, or None."""
-    start = time.monotonic()
-    section, _, stem = job.name.rpartition("/")
-    tests = recording.ROOT / "tests" / "gpu" / section
-    mine = sorted(tests.glob(f"test_{stem[:2]}_*.py"))
-    if not mine:
-        return f"tutorials/{job.name}.py has no checks in {tests}"
-    log = LOGS / f"{job.name.replace('/', '.')}.checks.log"
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
-        report = Path(folder) / "report.xml"
-        child = children.start(
-            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
-            + [str(test) for test in mine],
-            gpu,
-            {"PYTHONPATH": path()},
-            cwd=recording.ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        if child.wait():
-            return (
-                f"a GPU check of tutorials/{job.name}.py failed, so it was "
-                f"not measured (see {log}, or run make test-gpu)"
-            )
-        suite = ET.parse(report).getroot().find("testsuite")
-    tests, *others = (
-        int(suite.get(key))
-        for key in ("tests", "failures", "errors", "skipped")
-    )
-    job.checks = tests - sum(others)
-    say(
-        f"{job.name}: {job.checks} GPU checks passed, {others[2]} skipped, in "
-        f"{clock(time.monotonic() - start)}"
-    )
-    return None
 
 
 if __name__ == "__main__":

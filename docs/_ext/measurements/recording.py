@@ -20,8 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import tutorial
 from measurements import benchmarks
-from tutorial import ROOT, TUTORIALS
+from tutorial import ROOT
 
 STORE = ROOT / "docs" / "measurements"
 
@@ -57,39 +58,6 @@ class RecordingError(Exception):
     """A recording is missing, damaged or does not fit; one line says why."""
 
 
-def tutorials():
-    """The scripts of the tutorials, in the order in which they are read."""
-    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
-    return [
-        script
-        for folder in folders
-        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
-    ]
-
-
-def sections():
-    """The folders of tutorials, in the order of tutorials/index.rst."""
-    text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
-    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
-    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
-    # Sphinx tells of a folder that is not listed.
-    return [s for s in listed if s in found] + sorted(found - set(listed))
-
-
-def name_of(script):
-    """The name of a tutorial, from the path of its script."""
-    return script.relative_to(TUTORIALS).with_suffix("").as_posix()
-
-
-def flat(name):
-    """The name of a tutorial as part of the name of a file."""
-    return name.replace("/", "-")
-
-
-def script_of(name):
-    return TUTORIALS / f"{name}.py"
-
-
 def path_of(gpu, name, store=None):
     return (store or STORE) / gpu / f"{name}.json"
 
@@ -102,17 +70,19 @@ def number(name):
 def pick(asked):
     """The tutorials meant by ``01``, ``01-layer-norm``, ``layer-norm/01``, or
     ``layer-norm``, a section; all of them if nothing is asked for."""
-    scripts = tutorials()
+    scripts = tutorial.scripts()
     means = {}
     for script in scripts:
-        name = name_of(script)
+        name = tutorial.name_of(script)
         section, _, stem = name.rpartition("/")
         for key in {name, number(name), stem, stem[:2], section} - {""}:
             means.setdefault(key, []).append(script)
     picked = {}
     for key in asked:
         found = means.get(key.strip("/").removesuffix(".py"), [])
-        names = ", ".join(name_of(script) for script in found or scripts)
+        names = ", ".join(
+            tutorial.name_of(script) for script in found or scripts
+        )
         if not found:
             raise RecordingError(f"no tutorial {key!r}; there are: {names}")
         if len(found) > 1 and key[:2].isdigit():
@@ -143,7 +113,7 @@ def mend(name):
 def codes(name):
     """{benchmark: hash of the code it measures} of a tutorial as it stands."""
     try:
-        return benchmarks.hashes(script_of(name))
+        return benchmarks.hashes(tutorial.script_of(name))
     except (benchmarks.UnclearError, SyntaxError) as error:
         raise RecordingError(f"tutorials/{name}.py: {error}") from None
 

@@ -3,6 +3,7 @@
 import tempfile
 from contextlib import suppress
 
+import tutorial
 from measurements import recording
 from measurements.measure import Job, RefusedError
 from measurements.progress import say
@@ -18,7 +19,7 @@ def jobs_for(scripts, kept, every=False, machine=None):
     """
     jobs = []
     for script in scripts:
-        name = recording.name_of(script)
+        name = tutorial.name_of(script)
         job = Job(name, script, {}, recording.codes(name))
         old, damage = kept.read(name)
         for plot, code in job.code.items():

@@ -12,6 +12,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.gen_rst import extract_intro_and_title
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
+import tutorial
 from measurements import recording
 from page.figures import card_pictures
 
@@ -23,7 +24,7 @@ class FirstTutorial(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self):
-        name = recording.name_of(recording.tutorials()[0])
+        name = tutorial.name_of(tutorial.scripts()[0])
         link = link_to(self.env, name, self.arguments[0])
         return [nodes.paragraph("", "", link)]
 
@@ -33,8 +34,8 @@ class TutorialCards(SphinxDirective):
 
     def run(self):
         groups = {"": []}
-        for script in recording.tutorials():
-            name = recording.name_of(script)
+        for script in tutorial.scripts():
+            name = tutorial.name_of(script)
             groups.setdefault(name.rpartition("/")[0], []).append(name)
         here = self.env.docname.removeprefix("tutorials/")
         if (section := here.removesuffix("/index")) in groups:
@@ -50,7 +51,7 @@ class TutorialCards(SphinxDirective):
 
     def section(self, section, names):
         """The cards of a section under its title and its sentence."""
-        index = recording.TUTORIALS / section / "index.rst"
+        index = tutorial.TUTORIALS / section / "index.rst"
         self.env.note_dependency(str(index))
         head, said, *_ = index.read_text(encoding="utf-8").split("\n\n")
         link = link_to(self.env, f"{section}/index", head.split("\n")[0])
@@ -66,7 +67,7 @@ class TutorialCards(SphinxDirective):
         return cards
 
     def card(self, name):
-        script = recording.script_of(name)
+        script = tutorial.script_of(name)
         self.env.note_dependency(str(script))
         _, blocks = split_code_and_text_blocks(str(script))
         summary, title = extract_intro_and_title(script, blocks[0].content)

@@ -17,6 +17,7 @@ from sphinx.util import logging
 import style
 from measurements import live, recording
 from measurements.replay import Measured, Missing
+from tutorial import file_name
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _drawn_from(figure, known):
 def _images(session, figure, alt, gallery_conf):
     """Save both forms of a figure; the page shows the one of its theme."""
     session.pictures += 1
-    name = f"{recording.flat(session.name)}_{session.pictures:03}"
+    name = f"{file_name(session.name)}_{session.pictures:03}"
     folder = _folder(gallery_conf["src_dir"], "images")
     parts = []
     for text, ending, theme in zip(
@@ -130,7 +131,7 @@ def _keep_for_card(session, measured, gallery_conf):
 def card_pictures(srcdir, tutorial):
     """The light and the dark picture of a tutorial's card."""
     folder = _folder(srcdir, "images")
-    name = f"card_{recording.flat(tutorial)}"
+    name = f"card_{file_name(tutorial)}"
     return folder / f"{name}.svg", folder / f"{name}_dark.svg"
 
 
@@ -186,7 +187,7 @@ def passport(tutorial, measured, gallery_conf):
     """Where the numbers of a figure come from, and the numbers."""
     folder = _folder(gallery_conf["src_dir"], "raw")
     # Page, benchmark and GPU in the name: no two downloads share it.
-    file = f"{recording.flat(tutorial)}.{measured.name}.{measured.gpu}.csv"
+    file = f"{file_name(tutorial)}.{measured.name}.{measured.gpu}.csv"
     (folder / file).write_text(_csv(measured), encoding="utf-8")
     store = live.STORE if measured.live else recording.STORE
     raw = recording.path_of(measured.gpu, tutorial, store)
