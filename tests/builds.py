@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 ARGUMENTS = (
     *("-n", "-W", "--keep-going", "-c", ".", "-d", "doctrees"),
@@ -19,6 +20,8 @@ IMPORTS = [
     *("sphinx.application", "sphinx.cmd.build", "sphinx.builders.html"),
     *("sphinx_gallery.gen_gallery", "sphinx_design", "pydata_sphinx_theme"),
 ]
+
+MECHANISM = Path(__file__).resolve().parents[1] / "docs" / "_ext"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(IMPORTS)
@@ -52,7 +55,11 @@ def _forked(root, env, log):
     os.chdir(root)
     os.environ.clear()
     os.environ.update(env)
-    sys.path[0:0] = [str(root)]  # as with python -m
+    # The project has its own copy of these, and conf.py knows where.
+    sys.path = [path for path in sys.path if Path(path) != MECHANISM]
+    own = {path.stem for path in MECHANISM.iterdir()}
+    for name in [n for n in sys.modules if n.split(".")[0] in own]:
+        del sys.modules[name]
     from sphinx.cmd.build import main
 
     sys.exit(main(ARGUMENTS))

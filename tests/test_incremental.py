@@ -12,20 +12,24 @@ NAMES = ("01-double", "02-double", "sums/01-double")
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Three tutorials, one in a section; tabs for two GPUs on the first."""
-    project = Project(tmp_path_factory.mktemp("site"), NAMES)
+    project = Project(tmp_path_factory.mktemp("folder") / "site", NAMES)
     project.record("01-double", "nvidia-a100", scale=0.5)
     done = project.build()
     assert done.returncode == 0, done.stdout[-3000:]
+    shutil.copytree(project.root, kept(project))
     return project
 
 
+def kept(project):
+    return project.root.with_name("kept")
+
+
 @pytest.fixture
-def project(built, tmp_path):
-    """A copy of what was built, to change something in it."""
-    shutil.copytree(built.root, tmp_path / "site", dirs_exist_ok=True)
-    copied = object.__new__(Project)
-    copied.root = tmp_path / "site"
-    return copied
+def project(built):
+    """As it was built, and where: in another folder Sphinx begins anew."""
+    shutil.rmtree(built.root)
+    shutil.copytree(kept(built), built.root)
+    return built
 
 
 def replace(file, old, new):
@@ -115,8 +119,10 @@ def test_incremental_equals_clean(project, change):
     assert done.returncode == 0, done.stdout[-3000:]
     assert project.executed(done.stdout) == runs
     incremental = site(project)
+    assert "[new config]" not in done.stdout
     if change == "nothing":
-        assert "0 added, 0 changed, 0 removed" in done.stdout
+        assert " 0 added, 0 changed, 0 removed" in done.stdout
+        assert "writing output... [" not in done.stdout
         assert incremental == before
         return
     assert incremental != before
