@@ -1,0 +1,600 @@
+r"""
+Layer normalization, both passes
+================================
+
+How do you write both passes of layer norm so that a model can train with them?
+Keep each row in registers, save two numbers of it, and let every program of
+the backward pass add up weight gradients in a buffer of its own.
+
+`Layer normalization <https://arxiv.org/abs/1607.06450>`_ (Ba, Kiros and
+Hinton, 2016) takes a matrix ``x`` of ``M`` rows and ``N`` columns.
+It moves each row to mean 0, scales it to variance 1, and then gives each
+column its own scale :math:`w` and shift :math:`b`:
+
+.. math::
+
+   \hat{x} = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}}, \qquad
+   y = \hat{x} \cdot w + b
+
+Here :math:`\mu` and :math:`\sigma^2` are the mean and the variance of the row.
+Every page is a script that runs alone and begins with the cell below: without
+a GPU it switches Triton to its interpreter, before Triton is imported.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+# These are both passes at 3 × 4 in ten lines of PyTorch.
+# *Forward* computes ``y``; *backward* gets ``dy``, the gradient of the loss
+# with respect to ``y``, and returns those of ``x``, ``w`` and ``b``.
+
+rows = [[1, 2, 3, 6], [2, 2, 4, 4], [5, 1, 1, 1]]
+x = torch.tensor(rows, dtype=torch.double, device=DEVICE, requires_grad=True)
+w, b = torch.tensor([[1, 2, 1, 2], [0, 0, 1, 1]]).to(x).requires_grad_()
+dy = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 2, 3]]).to(x)
+
+mean = x.mean(dim=1, keepdim=True)
+variance = ((x - mean) ** 2).mean(dim=1, keepdim=True)
+rstd = (variance + 1e-5) ** -0.5
+x_hat = (x - mean) * rstd
+y = x_hat * w + b
+
+wdy = w * dy
+c1 = (x_hat * wdy).mean(dim=1, keepdim=True)
+c2 = wdy.mean(dim=1, keepdim=True)
+dx = (wdy - x_hat * c1 - c2) * rstd
+dw = (dy * x_hat).sum(dim=0)
+db = dy.sum(dim=0)
+for name, value in {"y": y, "dx": dx, "dw": dw, "db": db}.items():
+    print(f"{name}:\n{value.detach().cpu().numpy().round(2)}")
+
+# %%
+# ``y`` and ``dx`` need means over a row; ``dw`` and ``db`` are sums over rows.
+# A kernel is one function that many *programs* run at the same time.
+# Ours take whole rows, and sums over rows pass through *buffers*:
+
+# %%
+
+# Drawing: who takes which row, and where the sums go.
+
+plt.figure("Each of three programs takes every third row and fills a buffer; "
+           "a second kernel adds up the buffers", (7.5, 3))  # fmt: skip
+arrow = {"arrowstyle": "<-"}
+for i in range(3):
+    level, box = 5.5 - 2 * i, {"fc": "none", "ec": f"C{i}", "lw": 2}
+    for row in range(i, 8, 3):
+        plt.text(0, 7 - row, f"row {row}", bbox=box, ha="center")
+    plt.text(3, level, f"program {i}", bbox=box, ha="center")
+    plt.text(6, level, f"buffer {i}", bbox=box, ha="center")
+    plt.annotate("", (4, level), (5, level), arrowprops=arrow)
+    plt.annotate("dw, db", (7, level), (8, 3.5), arrowprops=arrow)
+plt.axis((-0.6, 9.4, -0.6, 7.7))
+plt.axis("off")
+plt.show()
+
+# %%
+# Forward: a row of any width
+# ---------------------------
+#
+# One program takes one row, a *tile* at a time.
+# A tile has a power of two of *lanes*, one for each element.
+# Lanes beyond the end of the row are *masked*: they load 0 and store nothing.
+#
+# One read of the row is a *sweep*; this kernel makes three: for the mean, for
+# the variance, and to write ``y``.
+# Each lane adds up its elements of all tiles; ``tl.sum`` adds up the lanes.
+# Sums are float32, or float64 if ``x`` is: the type of the saved statistics.
+# A masked lane adds 0 to the mean, but to the variance it would add more: 0
+# minus the mean is not 0, so ``tl.where`` sets it to 0 again.
+# An argument that is ``None`` is known when the kernel is compiled, and the
+# lines that would use it are left out.
+
+
+@triton.jit
+def _scale_and_shift(x_hat, w_ptr, b_ptr, cols, N: tl.constexpr):
+    y = x_hat
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + cols, mask=cols < N).to(y.dtype)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=cols < N).to(y.dtype)
+    return y
+
+
+@triton.jit
+def _layer_norm_fwd_streaming(
+    x_ptr, w_ptr, b_ptr, y_ptr,  # w and b may be None
+    mean_ptr, rstd_ptr,  # (M,): kept for the backward pass
+    eps: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,  # lanes of a tile
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # M * N may pass 2**31
+    x_ptr += row * N
+    acc = mean_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+    mean = tl.sum(total) / N
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        x = tl.where(cols < N, x - mean, 0)  # masked lanes: 0 again
+        total += x * x
+    rstd = 1 / tl.sqrt(tl.sum(total) / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        y = _scale_and_shift((x - mean) * rstd, w_ptr, b_ptr, cols, N)
+        tl.store(y_ptr + row * N + cols, y, mask=cols < N)
+
+
+# %%
+# ``N`` and ``eps`` are constants of the compiled kernel: the compiler knows
+# which loads it can make 16 bytes wide, and compiles once for each width.
+# Here is the matrix from above, with tiles of 2 lanes:
+
+got, stats = torch.empty_like(x), x.new_empty(2, 3)
+_layer_norm_fwd_streaming[(3,)](x, w, b, got, *stats, 1e-5, N=4, BLOCK=2)
+torch.testing.assert_close(got, y)
+print(got.detach().cpu().numpy().round(2))
+
+# %%
+# **What it costs** is to move bytes.
+# A copy moves two matrices; this kernel moves four, because it asks for ``x``
+# three times.
+# Two of them may come from a cache, which is faster than memory and not free.
+#
+# One change: the row stays in registers
+# --------------------------------------
+#
+# Registers are the memory inside a processor.
+# If a tile is as wide as the row, a program loads it once and keeps it there.
+
+
+@triton.jit
+def _layer_norm_fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    eps: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least N
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    acc = mean_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
+    mean = tl.sum(x) / N
+    x = tl.where(cols < N, x - mean, 0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    y = _scale_and_shift(x * rstd, w_ptr, b_ptr, cols, N)
+    tl.store(y_ptr + row * N + cols, y, mask=cols < N)
+
+
+# %%
+# This has two prices.
+# A tile is a power of two: of the 8192 lanes for a row of 4608 columns nearly
+# half do nothing.
+# And registers are few: rows of more than 16384 columns take three sweeps.
+#
+# A program has few *warps*, groups of 32 threads that run together.
+# Then each thread has several loads on their way at once.
+
+MAX_COLUMNS = 16384
+
+
+def forward(x, w, b, eps, streaming=False):
+    """y, mean and rstd for a contiguous (M, N) x."""
+    M, N = x.shape
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = torch.empty_like(x)
+    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
+    kernel, block = _layer_norm_fwd, triton.next_power_of_2(N)
+    warps = min(max(block * x.element_size() // 4096, 4), 16)
+    if streaming or N > MAX_COLUMNS:
+        kernel, block = _layer_norm_fwd_streaming, min(block, 4096)
+        warps = min(max(block // 512, 4), 8)
+    kernel[(M,)](x, w, b, y, mean, rstd, eps, N, block, num_warps=warps)
+    return y, mean, rstd
+
+
+# %%
+# Two more cells stand on every page.
+# The first has inputs and a check: 16-bit results are computed in float32 and
+# rounded once, so half a unit in the last place is allowed.
+
+# %%
+
+# Scaffold: inputs, and a check against float64.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy; the mean of x is far from 0."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
+
+
+def check(function, M, N, dtype):
+    """Compare y, dx, dw and db with those of PyTorch in float64."""
+    given, results = inputs(M, N, dtype), []
+    exact = [t.detach().double().requires_grad_() for t in given]
+    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
+        y = f(x, (N,), w, b)
+        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
+    # 16 bits: one rounding of a result. float32: the sums round as well.
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
+    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+# %%
+# The clock replays a CUDA graph, a recording of a call's kernels, without
+# Python: this is the time of the device alone.
+# The L2 cache, which all programs share, is overwritten before each replay.
+
+# %%
+
+# Scaffold: the clock, and what its figures say.
+
+
+def device_time(fn):
+    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    fn()  # compiles
+    graph = torch.cuda.CUDAGraph()  # replayed without Python
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        fn()
+    # do_bench overwrites the L2 cache before each replay.
+    return triton.testing.do_bench(
+        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
+    )
+
+
+def speed(moved, fn):
+    """GB/s of a function that must move so many bytes."""
+    ms, low, high = device_time(fn)
+    return [moved / t * 1e-6 for t in (ms, high, low)]
+
+
+def report(benchmark):
+    """Draw a benchmark; print how many times as fast as others we are."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
+    print(f"speed of {table.columns[0]} divided by that of")
+    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
+
+
+# %%
+# A benchmark takes functions that are called like PyTorch's.
+# Its ceiling is a copy of ``x``; backward moves three matrices, as an addition
+# of two does.
+
+
+def benchmark(mode, **ours):
+    names = {"triton": "Triton", "streaming": "Streaming", "torch": "PyTorch"}
+    names |= {"torch.compile": "torch.compile", "copy": "Copy"}
+    lines = [*ours, "torch", "torch.compile", "copy"]
+
+    def measure(M, N, dtype, mode, provider):
+        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+        median, 20 % and 80 % quantiles."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        x, w, b, dy = inputs(M, N, dtype)
+        f, out = ours.get(provider, F.layer_norm), torch.empty_like(dy)
+        if provider == "torch.compile":
+            torch._dynamo.reset()  # nothing is left of other shapes
+            torch._functorch.config.donated_buffer = False  # runs many times
+            f = torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
+        forward = lambda: f(x, (N,), w, b)
+        y, grad = forward(), torch.autograd.grad
+        backward = lambda: grad(y, (x, w, b), dy, retain_graph=True)
+        if provider == "copy":
+            forward = lambda: out.copy_(dy)
+            backward = lambda: torch.add(x.detach(), dy, out=out)
+        if mode == "forward":
+            return speed(2 * dy.nbytes, forward)
+        return speed(3 * dy.nbytes, backward)
+
+    return triton.testing.perf_report(
+        triton.testing.Benchmark(
+            x_names=["N"],
+            x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 31)],
+            line_arg="provider",
+            line_vals=lines,
+            line_names=[names[line] for line in lines],
+            ylabel="GB/s",
+            plot_name=f"layer-norm-{mode}",
+            args={"M": 4096, "dtype": torch.float16, "mode": mode},
+        )
+    )(measure)
+
+
+# %%
+# Both of our kernels, in one figure:
+
+keep = lambda x, _, w, b: forward(x, w, b, 1e-5)
+stream = lambda x, _, w, b: forward(x, w, b, 1e-5, streaming=True)
+report(benchmark("forward", triton=keep, streaming=stream))
+
+# %%
+# Our two lines differ by one change: a row is read once, not three times.
+# Just above 4096 and 8192 columns the tile becomes twice as wide:
+# `Chunks instead of padding <05-chunks.html>`_ is about such widths.
+#
+# Backward: the formulas
+# ----------------------
+#
+# 1. Scale and shift: each column multiplies its gradient by :math:`w`.
+# 2. The variance: :math:`r = (\sigma^2 + \epsilon)^{-1/2}` multiplied the
+#    whole row, so its gradient is a sum over the row.
+# 3. The mean was subtracted from each element: a sum with a minus sign.
+#    Inside the variance it adds nothing, as :math:`\sum_j (x_j - \mu) = 0`.
+# 4. ``x`` is used directly, in the variance and in the mean; in the sum of the
+#    three, two means over the row remain.
+#
+# All rows :math:`i` share :math:`w` and :math:`b`: their gradients are sums.
+# Autograd checks all of it, in float64.
+#
+# .. math::
+#
+#    dx = r \, \Bigl( w \, dy
+#    - \hat{x} \, \underbrace{\frac{1}{N} \sum_j \hat{x}_j w_j \, dy_j}_{c_1}
+#    - \underbrace{\frac{1}{N} \sum_j w_j \, dy_j}_{c_2} \Bigr), \qquad
+#    dw = \sum_i dy_i \, \hat{x}_i, \qquad db = \sum_i dy_i
+
+dvariance = -0.5 * rstd**3 * ((x - mean) * wdy).sum(dim=1, keepdim=True)
+dmean = -(rstd * wdy).sum(dim=1, keepdim=True)
+in_steps = rstd * wdy + dvariance * 2 * (x - mean) / 4 + dmean / 4
+steps = [(wdy, x_hat), (dvariance, variance), (dmean, mean), (in_steps, x)]
+for found, of in [*steps, (dx, x), (dw, w), (db, b)]:
+    (gradient,) = torch.autograd.grad(y, of, dy, retain_graph=True)
+    torch.testing.assert_close(found, gradient)
+
+# %%
+# **What the forward pass saves.**
+# The mean and :math:`r`, here ``rstd``, are 8 bytes a row, and give
+# :math:`\hat{x}` again from ``x``, which a model holds anyway.
+# Saving :math:`\hat{x}` would write a third matrix, ``2 N`` bytes a row in 16
+# bits, and the backward pass would read as much as before.
+#
+# Backward: a buffer for each program
+# -----------------------------------
+#
+# ``dw`` and ``db`` are sums over all rows, and no program has all rows.
+# A program takes several, adds up ``dy * x_hat`` and ``dy`` in registers, and
+# stores the two sums in a buffer of its own, as in the picture at the top.
+# A second kernel adds up the buffers.
+# No two programs write to one place, so nobody waits, and the same input gives
+# the same bits each time.
+
+
+@triton.jit
+def _layer_norm_bwd(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
+    dx_ptr,  # (M, N), or None: not wanted
+    sums_ptr,  # (programs, 2, N), or None: neither dw nor db is wanted
+    M, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    acc = mean_ptr.dtype.element_ty
+    dw = tl.zeros((BLOCK,), acc)
+    db = tl.zeros((BLOCK,), acc)
+    for i in range(tl.program_id(0), M, tl.num_programs(0)):
+        at = tl.cast(i, tl.int64) * N + cols
+        x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+        rstd = tl.load(rstd_ptr + i)
+        x_hat = (x - tl.load(mean_ptr + i)) * rstd
+        dw += dy * x_hat
+        db += dy
+        if dx_ptr is not None:
+            wdy = dy
+            if w_ptr is not None:
+                wdy *= tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
+            c1 = tl.sum(x_hat * wdy) / N
+            c2 = tl.sum(wdy) / N
+            dx = (wdy - x_hat * c1 - c2) * rstd
+            tl.store(dx_ptr + at, dx, mask=mask)
+    if sums_ptr is not None:
+        sums_ptr += tl.program_id(0) * 2 * N + cols
+        tl.store(sums_ptr, dw, mask=mask)
+        tl.store(sums_ptr + N, db, mask=mask)
+
+
+# %%
+# A masked lane has ``dy = 0``, so it adds nothing to any sum.
+# ``w`` is loaded again for every row, from a cache: kept in registers, it
+# would leave too few for the sums of a wide row.
+#
+# The sums are float32 because each addition rounds: in 16 bits a small term is
+# lost beside a large sum:
+
+for dtype in torch.float16, torch.float32:
+    tenths = torch.full((4096,), 0.1, dtype=dtype)
+    print(f"4096 times 0.1, one by one in {dtype}: {sum(tenths):.1f}")
+
+# %%
+# For the second kernel the buffers are a matrix of ``2 N`` columns; a program
+# adds up 16 of them and rounds at the very end.
+
+
+@triton.jit
+def _layer_norm_bwd_add_up(
+    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
+    programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), sums_ptr.dtype.element_ty)
+    for first in range(0, programs, ROWS):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        mask = (rows < programs) & (cols < WIDTH)
+        total += tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(total, axis=0), mask=cols < WIDTH)
+
+
+# %%
+# A function to train with
+# ------------------------
+#
+# More programs keep the device busier, and leave more buffers to add up: here
+# 256, or 512 for narrow rows.
+# Kernels trust their arguments, so layouts are made right here.
+# ``y.sum().backward()``, for instance, hands over a ``dy`` that is one number
+# with strides of 0: a kernel would read far beyond it.
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
+        y, mean, rstd = forward(x, w, b, eps)
+        ctx.save_for_backward(x, w, mean, rstd)
+        types = {t.dtype for t in (w, b) if t is not None}
+        ctx.grads_dtype = types.pop() if len(types) == 1 else mean.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, w, mean, rstd = ctx.saved_tensors
+        (M, N), new = x.shape, {"device": x.device}
+        for_x, for_w, for_b, _ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if for_x else None
+        sums = dw = db = None
+        block = triton.next_power_of_2(N)
+        programs = min(M, 512 if block <= 2048 else 256)
+        if for_w or for_b:
+            sums = torch.empty(programs, 2, N, dtype=mean.dtype, **new)
+        warps = min(max(block * x.element_size() // 2048, 4), 8)
+        args = dy.contiguous(), x, w, mean, rstd, dx, sums, M, N, block
+        _layer_norm_bwd[(programs,)](*args, num_warps=warps)
+        if for_w or for_b:
+            dw, db = grads = torch.empty(2, N, dtype=ctx.grads_dtype, **new)
+            grid = (triton.cdiv(2 * N, 16),)
+            _layer_norm_bwd_add_up[grid](sums, grads, programs, 2 * N, 64, 16)
+        return dx, dw if for_w else None, db if for_b else None, None
+
+
+# %%
+# Two sums beside the row limit its width; without gradients it may be any.
+
+
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Normalize x over its last dimensions; weight and bias may be None."""
+    one = isinstance(normalized_shape, int)
+    shape = torch.Size([normalized_shape] if one else normalized_shape)
+    N, trains = shape.numel(), False
+    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
+        if t is None and name != "x":
+            continue
+        if not t.is_floating_point() or t.itemsize == 1:
+            raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
+        if t.device != x.device or t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
+        end = t.shape[-len(shape) :] if t is x else t.shape
+        if end != shape or N == 0:
+            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+        trains |= t.requires_grad and torch.is_grad_enabled()
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+    if N > MAX_COLUMNS and trains:
+        raise ValueError(
+            f"normalized_shape has {N} columns: with gradients this page "
+            f"takes {MAX_COLUMNS}, the page Every width takes all"
+        )
+    w, b = (None if t is None else t.reshape(N) for t in (weight, bias))
+    return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
+
+
+M, N = (1151, 8192) if ON_GPU else (9, 200)
+for dtype in torch.float16, torch.float32:
+    check(layer_norm, M, N, dtype)
+
+layer_norm(x, 4).sum().backward()  # the sum of a row is always 0
+assert x.grad.abs().max() < 1e-9
+
+# %%
+# Measured: ``x`` and ``dy`` must be read and ``dx`` be written.
+# A program also writes 8 bytes a column to its buffer, which are read again,
+# against 6 for each of its rows in 16 bits.
+
+report(benchmark("backward", triton=layer_norm))
+
+# %%
+# PyTorch reads ``x`` and ``dy`` twice, once for ``dx`` and once for ``dw`` and
+# ``db``, so it moves five matrices.
+# Left to win are the bytes of the buffers (`Who adds up the rows?
+# <02-summing-rows.html>`_), and the time in which a program waits for a row
+# with no other load on its way (`Loads in flight <04-loads-in-flight.html>`_).
+#
+# Exercise 1: find the error
+# --------------------------
+#
+# A formula like this one is in circulation.
+# A constant added to a row of ``x`` changes nothing in ``y``, so a row of
+# ``dx`` must sum to 0: the printed sums reject it without any reference.
+#
+# **Hint.** Along which dimension do its sums run, and where is ``w`` in them?
+
+
+def formula(w, dy, x_hat, rstd):
+    dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
+    return w * rstd * (dy - (db + x_hat * dw) / dy.shape[1])
+
+
+def exercise_1(formula):
+    got = formula(w, dy, x_hat, rstd)
+    print("sums of the rows:", *(f"{v:.1e}" for v in got.sum(dim=1).tolist()))
+    return torch.allclose(got, dx)
+
+
+print("right:", exercise_1(formula))
+
+# %%
+
+# Solution 1
+
+
+def formula_1(w, dy, x_hat, rstd):
+    # Sums over rows are those of batch normalization; w belongs inside.
+    c1 = (x_hat * w * dy).mean(dim=1, keepdim=True)
+    c2 = (w * dy).mean(dim=1, keepdim=True)
+    return (w * dy - x_hat * c1 - c2) * rstd
+
+
+assert exercise_1(formula_1)

@@ -1,0 +1,177 @@
+"""Loads in flight: on a GPU, at full size."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import layer_norm_cases as cases
+import sanitizer
+from layer_norm_cases import Case
+from tutorial import load
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+NAME = "layer-norm/04-loads-in-flight"
+page = load(NAME)
+
+
+def run(case, plan=page.best_plan):
+    function = functools.partial(page.layer_norm, plan=plan)
+    cases.run(function, case, page.DEVICE)
+
+
+@pytest.mark.parametrize("plan", page.PLANS.values())
+@pytest.mark.parametrize("N", [1000, 1023, 4096, 4608, 16384])
+def test_full_size(plan, N):
+    run(Case((4096,), (N,), torch.float16), plan)
+    run(Case((1151,), (N,), torch.bfloat16), plan)
+    run(Case((300,), (N,), torch.float32), plan)
+
+
+def test_float64():
+    for N in 33, 1151, 8192:
+        run(Case((300,), (N,), torch.float64))
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "dy", "parameters"])
+def test_layouts(which, layout):
+    run(Case((20, 30), (40, 25), torch.float16, **{which: layout}))
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (2, 1, 3)])
+def test_dimensions(lead):
+    run(Case(lead, (9,)))
+
+
+@pytest.mark.parametrize("N", [1024, 4608, 8192, 15872])
+def test_deterministic(N):
+    """100 times the same bits, whatever the order of the programs."""
+    for plan in page.PLANS.values():
+        x, w, b, dy = page.inputs(4096, N, torch.float32)
+        y = page.layer_norm(x, (N,), w, b, plan=plan)
+
+        def again(y=y, leaves=(x, w, b), dy=dy):
+            found = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+            return torch.cat([t.flatten() for t in found])
+
+        first = again()
+        assert all(torch.equal(again(), first) for _ in range(100))
+
+
+def test_every_knob_is_right():
+    for N in 1024, 4096, 8192:
+        tensors = page.given(1151, N, torch.float16)
+        dy, x, _, mean, rstd = (t.double() for t in tensors)
+        x_hat = (x - mean[:, None]) * rstd[:, None]
+        expected = torch.stack([(dy * x_hat).sum(0), dy.sum(0)])
+        for per_sm in 1, 4, 8:
+            for warps in 8, 16:
+                for stages in 1, 2, 4:
+                    plan = per_sm, warps, stages
+                    _, out = page.backward(*tensors, plan, torch.float32)
+                    difference = (out - expected).norm()
+                    assert difference <= 1e-5 * expected.norm(), (N, plan)
+
+
+def test_counted_by_hand_and_compiled():
+    """What this compiler gives a thread, beside the rule of the page."""
+    for N, warps in (1024, 4), (4096, 8), (8192, 16):
+        page.backward(
+            *page.given(64, N, torch.float16), (1, warps, 1), torch.float16
+        )
+        compiled = page.backward.compiled
+        by_hand = page.registers(N, warps)
+        assert compiled.n_regs == pytest.approx(by_hand, rel=0.25)
+        assert compiled.n_spills == 0
+
+
+def test_loads_are_asynchronous():
+    tensors = page.given(64, 4096, torch.float16)
+    for stages in 1, 4:
+        page.backward(*tensors, (1, 8, stages), torch.float16)
+        ptx = page.backward.compiled.asm["ptx"]
+        assert ("cp.async.c" in ptx) == (stages > 1)
+
+
+def test_chain():
+    places = page.chain(32 * 1000)
+    end = torch.empty(1, dtype=torch.int32, device="cuda")
+    for steps, last in (1000, True), (999, False):
+        page._follow[(1,)](places, end, steps, num_warps=1)
+        assert (end.item() == 0) == last
+
+
+def test_more_than_2_31_elements():
+    M, N = 2**31 // 8192 + 5, 8192
+    x = torch.empty(M, N, dtype=torch.float16, device="cuda")
+    dy = torch.empty_like(x)
+    for part in x, dy:
+        for rows in part.split(16384):
+            rows.normal_()
+    x.requires_grad_()
+    w, b = torch.rand(2, N, dtype=torch.float16, device="cuda")
+    w, b = w.requires_grad_(), b.requires_grad_()
+    y = page.layer_norm(x, (N,), w, b)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    sums = torch.zeros(2, N, dtype=torch.float64, device="cuda")
+    for X, DY in zip(x.detach().split(8192), dy.split(8192), strict=True):
+        X, DY = X.double(), DY.double()
+        sums += torch.stack([(DY * F.layer_norm(X, (N,))).sum(0), DY.sum(0)])
+    for found, total in zip((dw, db), sums, strict=True):
+        assert (found - total).norm() <= 2**-11 * total.norm()
+    X = x.detach()[-9:].double().requires_grad_()
+    expected = F.layer_norm(X, (N,), w.double(), b.double())
+    (grad,) = torch.autograd.grad(expected, X, dy[-9:].double())
+    assert (y[-9:] - expected).norm() <= 2**-11 * expected.norm()
+    assert (dx[-9:] - grad).norm() <= 2**-11 * grad.norm()
+
+
+def losses(norm, steps=20):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(96, 96, device="cuda") for _ in range(3)]
+    w = torch.ones(96, device="cuda", requires_grad=True)
+    b = torch.zeros(96, device="cuda", requires_grad=True)
+    parameters = [w, b, *(p for f in layers for p in f.parameters())]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    x = torch.randn(256, 96, device="cuda")
+    found = []
+    for _ in range(steps):
+        h = x
+        for layer in layers:
+            h = h + F.gelu(layer(norm(h, (96,), w, b)))
+        loss = F.mse_loss(h, x.roll(1, 0))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def test_trains_like_pytorch():
+    ours, theirs = losses(page.layer_norm), losses(F.layer_norm)
+    assert theirs[-1] < 0.9 * theirs[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)
+
+
+SANITIZED = """
+import functools
+import torch
+from tutorial import load
+page = load("layer-norm/04-loads-in-flight")
+for dtype in torch.float16, torch.float32:
+    for plan in page.PLANS.values():
+        f = functools.partial(page.layer_norm, plan=plan)
+        page.check(f, 700, 1001, dtype)
+page.exercise_1(page._bias_sums_1)
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizer(tool):
+    sanitizer.run(tool, SANITIZED)

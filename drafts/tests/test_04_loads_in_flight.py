@@ -1,0 +1,251 @@
+"""Loads in flight: in Triton's interpreter, or on a GPU."""
+
+import functools
+
+import hypothesis
+import pytest
+import torch
+
+import layer_norm_cases as cases
+from any_case import any_layer_norm
+from compiled import occupancy
+from compiled.aot import Call, launches
+from compiled.limits import Facts
+from layer_norm_cases import Case
+from tutorial import load
+
+NAME = "layer-norm/04-loads-in-flight"
+page = load(NAME)
+page.NUM_SMS = 3  # a small GPU, so that a program has several rows
+
+
+def run(case, plan=page.best_plan, module=page):
+    function = functools.partial(module.layer_norm, plan=plan)
+    cases.run(function, case, module.DEVICE)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_shapes(dtype):
+    for shape in (1, 1), (3, 129), (17, 40), (2, 257):
+        run(Case(shape[:1], shape[1:], dtype))
+
+
+@pytest.mark.parametrize("plan", page.PLANS.values())
+def test_every_plan(plan):
+    run(Case((17,), (65,), torch.float16), plan)
+
+
+def test_wide_rows():
+    run(Case((3,), (2049,), torch.float16))
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "dy", "parameters"])
+def test_layouts(which, layout):
+    run(Case((2, 3), (4, 7), torch.float32, **{which: layout}))
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0), (2, 1, 3)])
+def test_dimensions(lead):
+    run(Case(lead, (9,)))
+
+
+def test_only_some_gradients():
+    for number in range(32):
+        *wanted, weight, bias = (bool(number >> i & 1) for i in range(5))
+        run(Case((3,), (9,), weight=weight, bias=bias, wanted=tuple(wanted)))
+
+
+@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@hypothesis.given(any_layer_norm())
+def test_any_case(case):
+    run(case)
+
+
+def test_weight_and_bias_of_two_types():
+    x, w, b, dy = Case((7,), (65,)).tensors(page.DEVICE)
+    w, b = w.half().requires_grad_(), b.double().requires_grad_()
+    y = page.layer_norm(x, (65,), w, b)
+    dw, db = torch.autograd.grad(y, (w, b), dy)
+    assert (dw.dtype, db.dtype) == (torch.float16, torch.float64)
+    torch.testing.assert_close(db, dy.double().sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_same_plan_same_bits():
+    tensors = page.given(40, 24, torch.float32)
+    first, again, other = (
+        torch.cat([t.flatten() for t in page.backward(*tensors, plan, acc)])
+        for plan, acc in (
+            *2 * (((2, 1, 2), torch.float32),),
+            ((3, 1, 2), torch.float32),
+        )
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def _tensor(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device=page.DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("error", "names", "arguments"),
+    [
+        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), 8)),
+        (TypeError, "weight", (_tensor(2, 8), 8, _tensor(8).int())),
+        (TypeError, "bias", (_tensor(2, 8), 8, None, _tensor(8).bool())),
+        (ValueError, "x.*7", (_tensor(2, 8), 7)),
+        (ValueError, "normalized_shape.*0", (_tensor(2, 0), 0)),
+        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7))),
+        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
+        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(8).to("meta"))),
+        (ValueError, "16385.*page 11", (_tensor(1, 16385), 16385)),
+    ],
+)
+def test_mistakes_are_named(error, names, arguments):
+    with pytest.raises(error, match=names):
+        page.layer_norm(*arguments)
+
+
+def test_second_derivative_is_refused():
+    x = torch.randn(2, 8, device=page.DEVICE, requires_grad=True)
+    y = page.layer_norm(x, (8,)).square().sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# Each edit must make a check fail.
+MUTANTS = {
+    "c1 dropped": ("(wdy - x_hat * c1 - c2) * rstd", "(wdy - c2) * rstd"),
+    "c2 dropped": (
+        "(wdy - x_hat * c1 - c2) * rstd",
+        "(wdy - x_hat * c1) * rstd",
+    ),
+    "masked lanes in the variance": (
+        "x = tl.where(cols < N, x - mean, 0)",
+        "x = x - mean",
+    ),
+    "sums without a place": (
+        "sums_ptr += tl.program_id(0) * 2 * N + cols",
+        "sums_ptr += cols",
+    ),
+    "every program once": (
+        "tl.range(first, M, step, num_stages=STAGES)",
+        "tl.range(first, step, step, num_stages=STAGES)",
+    ),
+    "only the last row": (
+        "        dw += dy * x_hat",
+        "        dw = dy * x_hat",
+    ),
+    "stage 2 stops early": (
+        "mask = (rows < programs) & (cols < N)",
+        "mask = (rows < programs - 1) & (cols < N)",
+    ),
+    "dy with strides of its own": ("dy = dy.contiguous()", "dy = dy"),
+}
+
+
+def _suite(module):
+    """A few cases that together catch every mutant."""
+    module.NUM_SMS = 2
+    run(Case((3,), (129,)), module.one_program, module)
+    run(Case((3,), (9,), dy="one number"), module.one_program, module)
+    run(Case((9,), (9,)), module.best_plan, module)
+
+
+def test_suite_passes():
+    _suite(load(NAME))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_fail(name):
+    mutant = load(NAME, [MUTANTS[name]])
+    with pytest.raises(AssertionError):
+        _suite(mutant)
+
+
+def test_the_toy_memory_keeps_littles_law():
+    for latency in 10, 100:
+        for rows in 1, 3, latency // 2, latency, 2 * latency:
+            speed = page.rows_per_step(rows, latency)
+            assert speed == pytest.approx(min(rows / latency, 1), rel=0.02)
+
+
+def test_a_chain_goes_through_every_line_once():
+    places = page.chain(32 * 50)
+    seen, at = set(), 0
+    for _ in range(50):
+        seen.add(at)
+        at = places[at].item()
+    assert at == 0 and seen == set(range(0, 32 * 50, 32))
+
+
+def test_script_runs_alone(output):
+    if not page.ON_GPU:
+        assert output.count("Timing needs a GPU") == 2
+        assert "The PTX needs a GPU" in output
+    assert "100 in flight: 0.99 rows a step" in output
+
+
+def test_exercise(output):
+    assert output.count("wrong columns: []") == 1  # the solution
+    assert output.count("wrong columns: [0, 1, 2") == 1  # the stub
+
+
+# What is counted by hand, beside what is compiled ----------------------------
+
+BACKWARD = """
+dy, x = torch.empty(2, M, N, dtype=dtype, device=DEVICE)
+w, mean, rstd = dy[0], *torch.empty(2, M, device=DEVICE)
+backward(dy, x, w, mean, rstd, plan, dtype)
+"""
+
+
+def test_counted_by_hand_and_compiled():
+    """Registers within a fifth, programs at a time exactly; copies ahead."""
+    plans = [
+        (1024, (4, 4, 1)),
+        (4096, (8, 8, 1)),
+        (4096, (2, 8, 4)),
+        (8192, (8, 16, 1)),
+        (8192, (1, 16, 4)),
+    ]
+    calls = [
+        Call(
+            NAME,
+            BACKWARD,
+            {"M": 4096, "N": N, "dtype": "float16", "plan": plan},
+        )
+        for N, plan in plans
+    ]
+    for (N, plan), (built, _) in zip(plans, launches(calls), strict=True):
+        per_sm, warps, stages = plan
+        by_hand = page.registers(N, warps)
+        assert by_hand == pytest.approx(built.registers, rel=0.2), (N, plan)
+        assert built.spills == 0
+        most, *_ = occupancy.occupancy(
+            "sm_90", built.registers, built.shared, warps
+        )
+        programs, _ = page.in_flight(N, plan)
+        assert programs == min(per_sm, most // warps), (N, plan)
+        assert (Facts(built).count("copy") > 0) == (stages > 1)
+        rows = 3 * N * 2 * (stages - 1)
+        assert stages == 1 or rows <= built.shared <= rows + 1024
+
+
+BEST = """
+for N in widths:
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=DEVICE)
+    w, mean, rstd = dy[0], *torch.empty(2, M, device=DEVICE)
+    backward(dy, x, w, mean, rstd, best_plan(N, x.element_size()), dtype)
+"""
+
+
+def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu():
+    values = {"M": 8, "widths": [8192, 16384], "dtype": "float16"}
+    (built,) = launches([Call(NAME, BEST, values, "sm_80")])
+    limits = occupancy.LIMITS["sm_80"]
+    kernels = [b for b in built if b.kernel == "_layer_norm_bwd"]
+    assert [b.num_stages for b in kernels] == [4, 2]
+    for kernel in kernels:
+        assert kernel.shared <= limits.shared - limits.reserved
