@@ -99,7 +99,7 @@ def test_kernels_have_their_xray(name):
         tabs = [t.get_text().strip() for t in panel.select("label")]
         assert tuple(tabs) == limits.SHOWN
         for tab in panel.select(".sd-tab-content"):
-            assert len(tab.select("tbody tr")) == 12
+            assert len(tab.select("tbody tr")) == 13
             assert len(tab.select("pre.bp-way")) >= 2
             levels = {dt.get_text() for dt in tab.select("dt")}
             assert levels >= {"Triton IR", "GPU IR"}
