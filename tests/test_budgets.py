@@ -53,7 +53,7 @@ sys.path.insert(0, {str(ROOT / "tests")!r})
 import budgets
 
 def pytest_configure(config):
-    budgets.NEW_PAGE = BUDGET
+    budgets.NEW_PAGE, budgets.OLDER = BUDGET, {{}}
     budgets.pages = lambda: {{"01-busy": "01"}}
     config.pluginmanager.register(budgets.Budgets(config))
 """
@@ -93,7 +93,7 @@ def test_living(child):
         ("here", 60, ["-m", "not long"], 0),
         ("here", 0.2, ["-m", ""], 0),
         ("child", 0.2, ["-m", "not long"], 1),
-        ("living", 0.2, ["-m", "not long", "-n", "2"], 1),
+        ("living", 0.2, ["-m", "not long", "-n", "2"], 0),
     ],
 )
 def test_a_run(kind, budget, options, code, tmp_path):
