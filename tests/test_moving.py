@@ -150,11 +150,18 @@ def test_place(app):
 
 
 @pytest.mark.parametrize("code", ["def ff():", "    def f():", "f()"])
-def test_a_page_without_the_cell_stops_the_build(app, code, caplog):
+def test_a_page_without_the_cell_stops_the_build(app, code, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        moving.logger,
+        "warning",
+        lambda text, *args, **_: said.append(text % args),
+    )
     tree = document(code)
     moving.place(app, tree)
     assert len(tree) == 2
-    assert "no cell defines f" in caplog.text
+    (warning,) = said
+    assert "no cell defines f" in warning
 
 
 def test_a_build_with_the_picture(tmp_path):
