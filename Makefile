@@ -58,7 +58,7 @@ proof: test-tools
 		--ignore tests/gpu tests
 
 test-gpu: run-tools  ## the checks that need a GPU
-	@$(PY) -m pytest -q tests/gpu
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/gpu
 
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)

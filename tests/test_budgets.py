@@ -8,29 +8,23 @@ from project import ROOT
 
 import budgets
 
-PAGES = {"01-layer-norm": "01", "fused/02-dropout": "fused_02"}
+PAGES = {"01-layer-norm": "01", "fused/02-dropout": "fused/02"}
 
 
-@pytest.mark.parametrize(
-    ("script", "page"),
-    [
-        ("01-layer-norm.py", "01"),
-        ("layer-norm/03-lock.py", "layer_norm_03"),
-    ],
-)
-def test_name_of_a_page(script, page):
-    assert budgets.page_of(budgets.TUTORIALS / script) == page
+@pytest.mark.parametrize(("stem", "page"), PAGES.items())
+def test_name_of_a_page(stem, page):
+    assert budgets.page_of(stem) == page
 
 
 @pytest.mark.parametrize(
     ("nodeid", "page"),
     [
         ("tests/test_01_compiled.py::test_it[float16]", "01"),
-        ("tests/fused/test_fused_02_dropout.py::test_it", "fused_02"),
+        ("tests/fused/test_02_dropout.py::test_it", "fused/02"),
         ("tests/test_03_compiled.py::test_it", None),  # there is no page 03
         ("tests/test_downloads.py::test_it[01-layer-norm]", "01"),
         ("tests/browser/test_it.py::test[light-tutorials/fused/02-dropout.html]",
-         "fused_02"),
+         "fused/02"),
         ("tests/test_tutorials.py::test_it", None),
         ("tests/gpu/test_01_layer_norm.py::test_it", None),
     ],
@@ -41,10 +35,11 @@ def test_who_pays(nodeid, page):
 
 def test_new_pages_and_older_ones(monkeypatch):
     monkeypatch.setattr(budgets, "OLDER", {"01": 40})
-    assert not list(budgets.over_budget({"01": 39, "fused_02": 24.9}))
-    (line,) = budgets.over_budget({"01": 39, "fused_02": 25.6})
-    assert "page fused_02: its tests take 26 s of a core" in line
+    assert not list(budgets.over_budget({"01": 39, "fused/02": 24.9}))
+    (line,) = budgets.over_budget({"01": 39, "fused/02": 25.6})
+    assert "page fused/02: its tests take 26 s of a core" in line
     assert list(budgets.over_budget({"01": 41}))
+    assert not list(budgets.over_budget({"01": 59}, times=1.5))
 
 
 CONFTEST = f"""

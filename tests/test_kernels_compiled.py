@@ -21,6 +21,20 @@ PUBLISHED = list(map(tutorial.name_of, tutorial.scripts()))
 EVERY = pytest.mark.parametrize("stem", PUBLISHED)
 
 
+def some(sizes):
+    """The narrowest, one of the middle and the widest."""
+    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+
+
+SIZES = pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(some, id="some widths"),
+        pytest.param(sorted, id="all widths", marks=pytest.mark.long),
+    ],
+)
+
+
 @pytest.fixture(scope="session")
 def compiled(launches):
     """For each call the last launch of each kernel."""
@@ -140,15 +154,15 @@ def everywhere(compiled):
     """The builds of a tutorial: {(target, N, dtype): {kernel: Built}}."""
 
     @cache
-    def builds(stem):
+    def builds(stem, sizes=some, targets=limits.SHOWN):
         page = PAGES[stem]
         first, dtype = page["N"][0], page["dtype"]
-        shapes = {(t, first, dtype) for t in TARGETS}
+        shapes = {(t, first, dtype) for t in targets}
         shapes |= {(t, N, dtype) for t, N in limits.shown(page)}
         shapes |= {
             (limits.DEFAULT, N, dtype)
-            for dtype, sizes in page["sizes"].items()
-            for N in sizes
+            for dtype, given in page["sizes"].items()
+            for N in sizes(given)
         }
         shapes = sorted(shapes)
         calls = [
@@ -162,37 +176,54 @@ def everywhere(compiled):
 @EVERY
 def test_run_launches_what_has_a_panel(everywhere, stem):
     page = PAGES[stem]
-    N = next(N for N in page["sizes"][page["dtype"]] if page["N"][0] != N)
+    N = next(
+        N for N in some(page["sizes"][page["dtype"]]) if page["N"][0] != N
+    )
     builds = everywhere(stem)["sm_90", N, page["dtype"]]
     assert set(builds) == set(limits.entries(page))
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param(["sm_90", "gfx942"], id="two targets"),
+        pytest.param(TARGETS, id="all targets", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("stem", [s for s in PUBLISHED if "also" in PAGES[s]])
-def test_what_else_is_launched_compiles(launches, stem):
+def test_what_else_is_launched_compiles(launches, stem, targets):
     page = PAGES[stem]
     calls = [
         limits.call(stem, page, page["N"][0], target, run="also")
-        for target in TARGETS
+        for target in targets
     ]
     for launched in launches(calls):
         assert launched
 
 
 @EVERY
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(t, marks=() if t in limits.SHOWN else pytest.mark.long)
+        for t in TARGETS
+    ],
+)
 def test_limits_on_every_target(everywhere, compiled, stem, target):
     N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
-    builds = everywhere(stem)[target, N, dtype]
+    targets = limits.SHOWN if target in limits.SHOWN else tuple(TARGETS)
+    builds = everywhere(stem, targets=targets)[target, N, dtype]
     found = all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
 
 
 @EVERY
-def test_limits_at_every_size(everywhere, compiled, stem):
+@SIZES
+def test_limits_at_every_size(everywhere, compiled, stem, sizes):
     found = []
-    for dtype, sizes in PAGES[stem]["sizes"].items():
-        for N in sizes:
-            builds = everywhere(stem)["sm_90", N, dtype]
+    for dtype, given in PAGES[stem]["sizes"].items():
+        for N in sizes(given):
+            builds = everywhere(stem, sizes)["sm_90", N, dtype]
             found += all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
 
@@ -204,10 +235,13 @@ CASES = [
 ]
 
 
+@SIZES
 @pytest.mark.parametrize("stem, name", CASES)
-def test_limits_in_every_case(launches, stem, name):
+def test_limits_in_every_case(launches, stem, name, sizes):
     case = PAGES[stem]["cases"][name]
-    shapes, calls = zip(*limits.calls_of(stem, PAGES[stem], case), strict=True)
+    shapes, calls = zip(
+        *limits.calls_of(stem, PAGES[stem], case, sizes), strict=True
+    )
     seen, found = set(), []
     for (N, dtype), launched in zip(shapes, launches(calls), strict=True):
         for built in launched:

@@ -339,7 +339,8 @@ def test_a_full_disk_leaves_the_old_recording(project, whole, monkeypatch):
 
 def test_a_tutorial_without_gpu_checks_is_not_measured(project):
     job = measure.Job("09-new", project.script("09-new"), {"new": "new"}, {})
-    problem = checks.check(job, "0", None, {}, again=False)
+    passed, (problem,) = checks.checked([job], again=False)
+    assert not passed
     assert problem.startswith("tutorials/09-new.py has no checks in ")
 
 
@@ -463,13 +464,32 @@ def test_a_live_build_that_fails_says_what_it_keeps(live, tmp_path):
     ]
 
 
-def test_no_process_is_given_what_torch_compile_chose_in_another(monkeypatch):
+def test_no_process_is_given_what_torch_compile_chose_in_another(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of who runs the tests")
+    (tmp_path / "ab").mkdir()
+    for name in ("traced.py", "kernel.best_config"):
+        (tmp_path / "ab" / name).touch()
     folders = set()
     for _ in range(2):
-        with one_tutorial.choices_of_its_own():
+        with one_tutorial.choices_of_its_own(tmp_path):
             folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-            (folder / "choice").touch()
+            there = [path.name for path in folder.rglob("*.*")]
+            assert there == ["traced.py"]
+            (folder / "ab" / "kernel.best_config").touch()
         assert not folder.exists()
         folders.add(folder)
     assert len(folders) == 2
+
+
+def test_a_choice_of_torch_compile_is_known_by_its_name(tmp_path):
+    """What choices_of_its_own leaves out is what torch writes."""
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache(dir=tmp_path):
+        made = AutotuneCache.create({}, str(tmp_path / "ab" / "k.py"), "")
+        made.save(triton.Config({"BLOCK": 8}), 1)
+    (choice,) = (p for p in tmp_path.rglob("*") if p.is_file())
+    assert choice.match("*.best_config")

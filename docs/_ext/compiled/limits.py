@@ -50,10 +50,10 @@ def call(stem, page, N, target, dtype=None, run="run", **more):
     return aot.Call(stem, page[run], values, target, **more)
 
 
-def calls_of(stem, page, case):
+def calls_of(stem, page, case, sizes=sorted):
     """The calls of a further case: pairs of (N, type) and call."""
     for dtype in sorted(DTYPES & case.keys()):
-        for N in case[dtype]:
+        for N in sizes(case[dtype]):
             yield (N, dtype), call(stem, page | case, N, DEFAULT, dtype)
 
 

@@ -57,8 +57,8 @@ def each(work, items, gpus, at_a_time=1):
         finally:
             free.put(gpu)
 
-    # Threads, for each of them only waits for a process of its own: a new
-    # one sees one GPU before it imports torch, and ends with all its memory.
+    # Threads, for each of them only waits for a process of its own, which
+    # sees one GPU and ends with all its memory.
     run = joblib.Parallel(
         len(gpus) * at_a_time, backend="threading", batch_size=1
     )
@@ -72,9 +72,9 @@ class Children:
         self.running = set()
         self.ended = False
 
-    def start(self, command, gpu, env=(), **options):
-        """A process that sees this GPU only."""
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu} | dict(env)
+    def start(self, command, env, **options):
+        """A process with this in its environment."""
+        env = os.environ | env
         child = subprocess.Popen(command, env=env, text=True, **options)
         self.running.add(child)
         if self.ended:  # while this one was starting

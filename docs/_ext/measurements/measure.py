@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -60,21 +61,26 @@ def measure(jobs, keep):
         f"{count} benchmarks of {len(jobs)} tutorials, on {len(usable)} "
         f"{'GPU' if len(usable) == 1 else 'GPUs'}"
     )
-    with gpus.children() as children:
-        compile_in_advance(jobs, usable, children)
+    with (
+        gpus.children() as children,
+        tempfile.TemporaryDirectory() as compiled,  # by torch.compile
+    ):
+        compile_in_advance(jobs, usable, children, compiled)
         say(f"compiled in {clock(time.monotonic() - start)}")
         jobs = sorted(jobs, key=lambda job: -job.size)
         progress = Progress(jobs)
+        # All start at once: each is ready when its turn comes.
+        items = [(job, Child(job, "measure", children)) for job in jobs]
         problems = gpus.each(
-            lambda job, gpu: time_one(job, gpu, children, progress, keep),
-            jobs,
+            lambda item, gpu: time_one(*item, gpu, compiled, progress, keep),
+            items,
             usable,
         )
     say(f"measured in {clock(time.monotonic() - start)}")
     return [problem for part in problems for problem in part]
 
 
-def compile_in_advance(jobs, usable, children):
+def compile_in_advance(jobs, usable, children, compiled):
     """Run all tutorials at once, each in as many shares as it has work for."""
     cores, points = len(os.sched_getaffinity(0)), sum(j.size for j in jobs)
     shares = [max(1, round(cores * job.size / points)) for job in jobs]
@@ -91,10 +97,10 @@ def compile_in_advance(jobs, usable, children):
     def work(item, gpu):
         job, i, n = item
         start, inside, failed = time.monotonic(), 0, None
-        child = Child(job, gpu, children, (i, n), memory)
+        child = Child(job, f"compile-{i + 1}", children)
         limit = threading.Timer(COMPILE_LIMIT, child.process.kill)
         limit.start()
-        for message in child.messages():
+        for message in child.run(gpu, compiled, (i, n), memory):
             if "benchmark" in message:
                 job.points[message["benchmark"]] = message["points"]
             inside = message.get("seconds", inside)
@@ -113,13 +119,12 @@ def compile_in_advance(jobs, usable, children):
     gpus.each(work, items, usable, at_a_time)
 
 
-def time_one(job, gpu, children, progress, keep):
+def time_one(job, child, gpu, compiled, progress, keep):
     """Time one tutorial with the GPU to itself; what went wrong."""
     start = time.monotonic()
-    child = Child(job, gpu, children)
     problems, failed, inside = [], None, 0
     left = dict(job.why)
-    for message in child.messages():
+    for message in child.run(gpu, compiled):
         failed = message.get("error", failed)
         if "benchmark" in message:
             left.pop(message["benchmark"], None)
@@ -128,7 +133,7 @@ def time_one(job, gpu, children, progress, keep):
             if problem:
                 problems.append(problem)
             progress.done(job, message, problem)
-    if children.ended:
+    if child.children.ended:
         return []
     spent = time.monotonic() - start
     say(
@@ -149,36 +154,37 @@ def time_one(job, gpu, children, progress, keep):
 class Child:
     """A process that runs one tutorial and sends what it finds."""
 
-    def __init__(self, job, gpu, children, share=None, memory=1):
-        what = f"compile-{share[0] + 1}" if share else "measure"
+    def __init__(self, job, what, children):
+        self.job, self.children = job, children
         self.log = LOGS / f"{job.name.replace('/', '.')}.{what}.log"
-        task = {
-            "name": job.name,
-            "script": str(job.script),
-            "plots": list(job.why),
-            "fresh": job.fresh,
-            "share": share,
-            "memory": memory,
-        }
         # One thread each: compiling already has a process for each core, and
         # timing is disturbed by none.
-        env = {"PYTHONPATH": path(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        env |= {"OMP_NUM_THREADS": "1"} if share else {}
-        self.children = children
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        threads |= {"OMP_NUM_THREADS": "1"} if "compile" in what else {}
         with self.log.open("w") as log:
             self.process = children.start(
                 [sys.executable, "-m", "measurements.one_tutorial"],
-                gpu,
-                env,
+                {"PYTHONPATH": path()} | threads,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
             )
+
+    def run(self, gpu, compiled, share=None, memory=1):
+        """Give it its task, and what it sends."""
+        task = {
+            "name": self.job.name,
+            "script": str(self.job.script),
+            "plots": list(self.job.why),
+            "fresh": self.job.fresh,
+            "gpu": gpu,
+            "compiled": compiled,
+            "share": share,
+            "memory": memory,
+        }
         # A process that ended before it listened says why in its log.
         with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(task))
-
-    def messages(self):
         for line in self.process.stdout:
             yield json.loads(line)
         self.process.wait()

@@ -1,38 +1,59 @@
 """Run one tutorial in a process of its own, to compile it or to measure it.
 
 Standard input says what to do, as JSON: the script, which of its benchmarks
-to measure, the recordings of the others, and, to compile only, which share of
-the points this process does. What a benchmark gave is sent as a line of JSON
-to standard output; what the tutorial prints goes to standard error.
+to measure, the recordings of the others, on which GPU, and, to compile only,
+which share of the points this process does. Until it says so, this process
+imports what takes seconds and waits. What a benchmark gave is sent as a line
+of JSON to standard output; what the tutorial prints goes to standard error.
 """
 
+import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from measurements import part, recording, replay
 
+# Importing these asks nothing of a GPU.
+SLOW_TO_IMPORT = (
+    "matplotlib.pyplot",
+    "pandas",
+    "torch._inductor.compile_fx",
+    "triton.testing",
+)
 
-def main(name, script, plots, fresh, share, memory):
+
+def wait_for_task():
+    """Be ready to start: while this one waits, another has the GPU."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    for name in SLOW_TO_IMPORT:
+        importlib.import_module(name)
+    return json.load(sys.stdin)
+
+
+def main(name, script, plots, fresh, gpu, compiled, share, memory):
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read at the first use of CUDA
     send = messages()
     if share:
         import torch
 
-        stand_in = Compiling(send, name, fresh, share)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         torch.cuda.set_per_process_memory_fraction(memory)
+        stand_in, choices = Compiling(send, name, fresh, share), nullcontext()
     else:
         stand_in = Measuring(send, name, fresh)
+        choices = choices_of_its_own(compiled)
     try:
         with (
-            choices_of_its_own(),
+            choices,
             replaced_clock(stand_in.clock),
             replay.replaced(stand_in),
         ):
@@ -79,14 +100,16 @@ def run(script, plots):
 
 
 @contextmanager
-def choices_of_its_own():
-    """What torch.compile finds to be fastest is kept for this process only.
+def choices_of_its_own(compiled):
+    """What torch.compile finds to be fastest comes from this process only.
 
     A choice made while others use the GPU is a bad one, and a peer that was
-    given it is not at its best. The kernels themselves stay in Triton's
-    cache, where the process that measures finds them compiled.
+    given it is not at its best. What was traced and compiled in advance is
+    used: that takes most of the time, and is the same whoever does it.
     """
     with tempfile.TemporaryDirectory() as folder:
+        choices = shutil.ignore_patterns("*.best_config")
+        shutil.copytree(compiled, folder, ignore=choices, dirs_exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         yield
 
@@ -214,4 +237,4 @@ class Measuring(OneTutorial):
 
 
 if __name__ == "__main__":
-    main(**json.load(sys.stdin))
+    main(**wait_for_task())
