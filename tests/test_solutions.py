@@ -1,9 +1,11 @@
 """What is folded on a page, in a tutorial that has everything."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from bs4 import BeautifulSoup
+from docutils import nodes
 from project import Project
 
 from page import solutions
@@ -85,6 +87,18 @@ def test_a_scaffold_is_folded_with_what_it_printed(page):
     assert "# Scaffold: The words" in details.get_text()
     assert printed(details) == ["scaffold printed"]
     assert "scaffold printed" not in page.get_text()
+
+
+@pytest.mark.parametrize("shown", [[], ["tutorials/a"]])
+def test_the_page_that_explains_the_scaffold_shows_it(shown):
+    block = nodes.literal_block(text="# Scaffold: a\n", language="Python")
+    tree = nodes.section("", block)
+    app = SimpleNamespace(
+        env=SimpleNamespace(docname="tutorials/a"),
+        config=SimpleNamespace(scaffold_shown=shown),
+    )
+    solutions.fold(app, tree)
+    assert (tree[0] is block) == bool(shown)
 
 
 def test_a_drawing_is_shown_and_its_code_folded_under_it(page):

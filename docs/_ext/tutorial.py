@@ -67,10 +67,10 @@ def source(name):
 def load(name, replace=(), interpret=True, text=None):
     """Module with the definitions of a tutorial.
 
-    Definitions are imports, the switch `if not ON_GPU:` of the first cell,
-    assignments to UPPERCASE names, functions and classes. Everything else at
-    module level (the cells that run and print) is left out. Line numbers
-    stay, so Triton and tracebacks find the source.
+    Definitions are imports, the switch `if ON_GPU:` of the first cell (or
+    `if not ON_GPU:`), assignments to UPPERCASE names, functions and classes.
+    Everything else at module level (the cells that run and print) is left
+    out. Line numbers stay, so Triton and tracebacks find the source.
 
     replace is a sequence of pairs (old, new) that edit the source text
     first: that is how a test makes a mutant. Each old must occur once.
@@ -111,7 +111,8 @@ def load(name, replace=(), interpret=True, text=None):
 
 def _defines(node, interpret):
     if isinstance(node, ast.If):
-        return interpret and ast.unparse(node.test) == "not ON_GPU"
+        switch = "ON_GPU", "not ON_GPU"
+        return interpret and ast.unparse(node.test) in switch
     if isinstance(node, ast.Assign):
         names = [
             part

@@ -70,10 +70,10 @@ def measure(jobs, keep):
         jobs = sorted(jobs, key=lambda job: -job.size)
         progress = Progress(jobs)
         # All start at once: each is ready when its turn comes.
-        items = [(job, Child(job, "measure", children)) for job in jobs]
+        started = [Child(job, children, compiled) for job in jobs]
         problems = gpus.each(
-            lambda item, gpu: time_one(*item, gpu, compiled, progress, keep),
-            items,
+            lambda child, gpu: time_one(child, gpu, progress, keep),
+            started,
             usable,
         )
     say(f"measured in {clock(time.monotonic() - start)}")
@@ -97,10 +97,10 @@ def compile_in_advance(jobs, usable, children, compiled):
     def work(item, gpu):
         job, i, n = item
         start, inside, failed = time.monotonic(), 0, None
-        child = Child(job, f"compile-{i + 1}", children)
+        child = Child(job, children, compiled, (i, n), memory)
         limit = threading.Timer(COMPILE_LIMIT, child.process.kill)
         limit.start()
-        for message in child.run(gpu, compiled, (i, n), memory):
+        for message in child.run(gpu):
             if "benchmark" in message:
                 job.points[message["benchmark"]] = message["points"]
             inside = message.get("seconds", inside)
@@ -119,12 +119,12 @@ def compile_in_advance(jobs, usable, children, compiled):
     gpus.each(work, items, usable, at_a_time)
 
 
-def time_one(job, child, gpu, compiled, progress, keep):
+def time_one(child, gpu, progress, keep):
     """Time one tutorial with the GPU to itself; what went wrong."""
-    start = time.monotonic()
+    job, start = child.job, time.monotonic()
     problems, failed, inside = [], None, 0
     left = dict(job.why)
-    for message in child.run(gpu, compiled):
+    for message in child.run(gpu):
         failed = message.get("error", failed)
         if "benchmark" in message:
             left.pop(message["benchmark"], None)
@@ -154,37 +154,41 @@ def time_one(job, child, gpu, compiled, progress, keep):
 class Child:
     """A process that runs one tutorial and sends what it finds."""
 
-    def __init__(self, job, what, children):
+    def __init__(self, job, children, compiled, share=None, memory=1):
         self.job, self.children = job, children
+        what = f"compile-{share[0] + 1}" if share else "measure"
         self.log = LOGS / f"{job.name.replace('/', '.')}.{what}.log"
-        # One thread each: compiling already has a process for each core, and
-        # timing is disturbed by none.
-        threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        threads |= {"OMP_NUM_THREADS": "1"} if "compile" in what else {}
-        with self.log.open("w") as log:
-            self.process = children.start(
-                [sys.executable, "-m", "measurements.one_tutorial"],
-                {"PYTHONPATH": path()} | threads,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-
-    def run(self, gpu, compiled, share=None, memory=1):
-        """Give it its task, and what it sends."""
         task = {
-            "name": self.job.name,
-            "script": str(self.job.script),
-            "plots": list(self.job.why),
-            "fresh": self.job.fresh,
-            "gpu": gpu,
+            "name": job.name,
+            "script": str(job.script),
+            "plots": list(job.why),
+            "fresh": job.fresh,
             "compiled": compiled,
             "share": share,
             "memory": memory,
         }
+        # One thread each: compiling already has a process for each core, and
+        # timing is disturbed by none.
+        env = {"PYTHONPATH": path(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        env |= {"OMP_NUM_THREADS": "1"} if share else {}
+        with self.log.open("w") as log:
+            self.process = children.start(
+                [sys.executable, "-m", "measurements.one_tutorial"],
+                env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        self.say(json.dumps(task))
+
+    def say(self, line):
         # A process that ended before it listened says why in its log.
-        with suppress(BrokenPipeError), self.process.stdin as pipe:
-            pipe.write(json.dumps(task))
+        with suppress(BrokenPipeError):
+            print(line, file=self.process.stdin, flush=True)
+
+    def run(self, gpu):
+        """Let it use a GPU; what it sends."""
+        self.say(gpu)
         for line in self.process.stdout:
             yield json.loads(line)
         self.process.wait()

@@ -1,10 +1,11 @@
 """Run one tutorial in a process of its own, to compile it or to measure it.
 
-Standard input says what to do, as JSON: the script, which of its benchmarks
-to measure, the recordings of the others, on which GPU, and, to compile only,
-which share of the points this process does. Until it says so, this process
-imports what takes seconds and waits. What a benchmark gave is sent as a line
-of JSON to standard output; what the tutorial prints goes to standard error.
+Standard input says what to do, as a line of JSON: the script, which of its
+benchmarks to measure, the recordings of the others, and, to compile only,
+which share of the points this process does. A second line says on which GPU;
+until it comes, another process may be using that. What a benchmark gave is
+sent as a line of JSON to standard output; what the tutorial prints goes to
+standard error.
 """
 
 import importlib
@@ -22,25 +23,21 @@ from pathlib import Path
 
 from measurements import part, recording, replay
 
-# Importing these asks nothing of a GPU.
-SLOW_TO_IMPORT = (
-    "matplotlib.pyplot",
-    "pandas",
-    "torch._inductor.compile_fx",
-    "triton.testing",
-)
 
-
-def wait_for_task():
-    """Be ready to start: while this one waits, another has the GPU."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    for name in SLOW_TO_IMPORT:
+def prepare(script):
+    """Import what takes seconds, and asks nothing of a GPU."""
+    names = ["matplotlib.pyplot", "pandas", "triton.testing"]
+    if "torch.compile(" in Path(script).read_text(encoding="utf-8"):
+        names.append("torch._inductor.compile_fx")
+    for name in names:
         importlib.import_module(name)
-    return json.load(sys.stdin)
 
 
-def main(name, script, plots, fresh, gpu, compiled, share, memory):
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read at the first use of CUDA
+def main(name, script, plots, fresh, compiled, share, memory):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    prepare(script)
+    # CUDA reads this when it is first used.
+    os.environ["CUDA_VISIBLE_DEVICES"] = sys.stdin.readline().strip()
     send = messages()
     if share:
         import torch
@@ -237,4 +234,4 @@ class Measuring(OneTutorial):
 
 
 if __name__ == "__main__":
-    main(**wait_for_task())
+    main(**json.loads(sys.stdin.readline()))

@@ -8,7 +8,8 @@ A cell is folded when its first line is one of these comments:
   picture.
 
 What the cell of a solution or a scaffold printed and drew is folded with it.
-A paragraph that begins with ``**Hint.**`` is folded too.
+A paragraph that begins with ``**Hint.**`` is folded too. The page that
+explains the scaffold, named in ``conf.py``, shows it.
 
 To the script all of it is plain code and prose. The notebook hides the code
 of these cells until a reader asks for it.
@@ -54,7 +55,9 @@ def fold(app, doctree):
             continue
         code = block.astext().lstrip()
         if found := marked(code):
-            fold_cell(block, *found)
+            kind, title = found
+            if kind != "scaffold" or docname not in app.config.scaffold_shown:
+                fold_cell(block, kind, title)
         elif NEARLY.match(code):
             warn(docname, code)
     for paragraph in list(doctree.findall(nodes.paragraph)):
@@ -136,5 +139,6 @@ def hidden_in_notebooks():
 
 
 def setup(app):
+    app.add_config_value("scaffold_shown", [], "env", [list])
     app.connect("doctree-read", fold)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
