@@ -32,10 +32,14 @@ SHAPES = (
 )
 
 # The interpreter needs milliseconds for each row.
-LONG_SHAPES = [
-    pytest.param(shape, marks=pytest.mark.long) if shape[0] >= 1000 else shape
-    for shape in SHAPES
-]
+
+
+def long(value):
+    """A parameter that make test leaves to make test-all."""
+    return pytest.param(value, marks=pytest.mark.long)
+
+
+LONG_SHAPES = [long(s) if s[0] >= 1000 else s for s in SHAPES]
 
 
 def types(M, N):
@@ -45,10 +49,7 @@ def types(M, N):
 
 # The code that looks at a layout does not look at the type: one type, and
 # pairs by chance in test_any_case.
-LONG_DTYPES = [
-    torch.float16,
-    *(pytest.param(d, marks=pytest.mark.long) for d in DTYPES[1:]),
-]
+LONG_DTYPES = [torch.float16, *map(long, DTYPES[1:])]
 
 
 def long_widths(widths, every_type):
