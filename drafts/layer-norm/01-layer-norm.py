@@ -36,7 +36,7 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# This cell stands on every page: without a GPU it turns on the interpreter.
+# The cell above stands on every page; it is for those who have no GPU, too.
 # These are both passes at 3 × 4 in ten lines of PyTorch.
 # *Forward* computes ``y``; *backward* gets ``dy``, the gradient of the loss
 # with respect to ``y``, and returns those of ``x``, ``w`` and ``b``.
@@ -93,8 +93,8 @@ def _layer_norm_fwd(
 
 
 # %%
-# ``N`` and ``eps`` are constants of the compiled kernel: it is compiled once
-# for each width, and loads 16 bytes at once where it can.
+# ``N`` and ``eps`` are constants: the kernel is compiled anew for each, and
+# loads 16 bytes at once where it can.
 # A program has few *warps*, groups of 32 threads that run together: then each
 # thread has several loads on their way.
 
@@ -264,7 +264,8 @@ report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
 
 # %%
 # One change makes the difference: a row is read once, or three times.
-# From here on a row that fits is kept in registers.
+# Up to 4096 columns it is one tile, and read twice: the compiler sees that the
+# first two sweeps load the same.
 #
 # Backward: the formulas
 # ----------------------

@@ -203,9 +203,9 @@ if table.notna().all(axis=None):
 # %%
 # A part whose absence shows in no run is needed all the same: what shows
 # depends on width, warps and GPU, so a test that passes proves nothing.
-# Nor does a tool see the missing barrier: ``racecheck`` of compute-sanitizer
-# watches shared memory, but the sums are in global memory, and Triton's
-# interpreter runs one program after the other.
+# Nor do the usual tools see the missing barrier: ``racecheck`` of
+# compute-sanitizer watches shared memory, but the sums are in global memory,
+# and Triton's interpreter runs one program after the other.
 #
 # What always shows it is the code that Triton hands to NVIDIA's assembler,
 # the PTX.
@@ -278,13 +278,17 @@ def own_buffers(M, block):
 
 
 def lock_each_row(M, block):
-    """A program for each row, as on Triton's page."""
+    """A program for each row, as on Triton's page, but sums in float32."""
     buffers = 256 if block <= 1024 else 128 if block <= 4096 else 64
     return M, min(M, buffers), min(max(block // 512, 4), 16)
 
 
-PLANS = {"triton": lock_once, "few": few_buffers}
-PLANS = PLANS | {"own": own_buffers, "each row": lock_each_row}
+PLANS = {
+    "triton": lock_once,
+    "few buffers": few_buffers,
+    "own buffers": own_buffers,
+    "lock each row": lock_each_row,
+}
 for N in 1024, 8192:
     print(f"N = {N}, {4096 * N * 2 / 1e6:.0f} MB a matrix of 4096 rows")
     for plan in PLANS.values():
@@ -475,9 +479,8 @@ def report(benchmark):
 # The backward pass with each plan, beside PyTorch, and an addition of two
 # matrices, which moves three and does nothing else:
 
-NAMES = {"triton": "Triton", "few": "few buffers", "own": "own buffers"}
-NAMES = NAMES | {"each row": "lock each row", "torch": "PyTorch"}
-NAMES = NAMES | {"torch.compile": "torch.compile", "copy": "Copy"}
+NAMES = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy"}
+LINES = [*PLANS, "torch", "torch.compile", "copy"]
 
 
 @triton.testing.perf_report(
@@ -485,8 +488,8 @@ NAMES = NAMES | {"torch.compile": "torch.compile", "copy": "Copy"}
         x_names=["N"],
         x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
         line_arg="provider",
-        line_vals=list(NAMES),
-        line_names=list(NAMES.values()),
+        line_vals=LINES,
+        line_names=[NAMES.get(line, line) for line in LINES],
         ylabel="GB/s",
         plot_name="layer-norm-lock-backward",
         args={"M": 4096, "dtype": torch.float16, "mode": "backward"},

@@ -34,9 +34,6 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# How late is late?
-# -----------------
-#
 # The *latency* of memory is the time from a load to its value, its *bandwidth*
 # the bytes that it hands out in a second.
 # Who asks for a new row whenever one arrives gets as many rows in the time of
@@ -147,11 +144,11 @@ NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
 SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
 
 chained, copied = table.loc[256] * 1e-6  # seconds
-bandwidth = 2 * 256e6 / copied
-needed = 2 / 3 * bandwidth * chained / 1000 / NUM_SMS
+reading = 2 / 3 * 2 * 256e6 / copied  # bytes in a second
+needed = reading * chained / 1000 / NUM_SMS
 if needed == needed:  # it was measured
-    print(f"2/3 × {bandwidth * 1e-9:.0f} GB/s × {chained * 1e6:.0f} ns", end="")
-    print(f" / {NUM_SMS} = {needed / 1e3:.0f} KB")
+    print(f"{reading / 1e9:.0f} GB/s × {chained * 1e6:.0f} ns", end=" ")
+    print(f"/ {NUM_SMS} = {needed / 1e3:.0f} KB")
 
 # %%
 # One row at a time
@@ -361,8 +358,10 @@ for column, (N, (programs, _)) in enumerate(PLAN.items()):
         print(said)
 
 # %%
-# Bytes in flight are not all: there is a second launch, sums are written and
-# read again, and in the last round of rows some programs have none.
+# These are the bytes while a program waits; with one stage none are in flight
+# while it works, so their mean is less.
+# And they are not all: there is a second launch, sums are written and read
+# again, and in the last round of rows some programs have none.
 #
 # A function to train with
 # ------------------------

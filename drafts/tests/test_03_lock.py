@@ -155,7 +155,7 @@ MUTANTS = {
 
 def _suite(module):
     """A few cases that together catch every mutant."""
-    for name in "triton", "own":
+    for name in "triton", "own buffers":
         plan = module.PLANS[name]
         run(Case((3,), (129,)), plan, module)
         run(Case((3,), (9,), dy="one number"), plan, module)

@@ -187,7 +187,8 @@ def test_script_runs_alone(output):
 
 def test_counted_bytes_in_flight(output):
     """Of x and dy: a row more for each stage above one."""
-    found = re.findall(r"N = (\d+), programs (\d), stages (\d): +(\d+) KB", output)
+    line = r"N = (\d+), programs (\d), stages (\d): +(\d+) KB"
+    found = re.findall(line, output)
     assert len(found) == 8
     for N, programs, stages, kilobytes in (map(int, line) for line in found):
         rows = programs * (1 if stages == 1 else stages - 1)

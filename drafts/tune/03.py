@@ -26,7 +26,7 @@ def candidates(N):
         for p in (132, 256, 264, 396, 512, 528, 792, 1024):
             yield "own", (p, p, w)
         for p in (256, 264, 512, 1024):
-            for g in (32, 128, 256):
+            for g in (8, 32, 128, 256):
                 if g < p:
                     yield "lock", (p, g, w)
         for g in (64, 128, 256):
