@@ -367,7 +367,7 @@ def _atomic_add(sums_ptr, dw, db, mask, N: tl.constexpr):
 def atomics(dy, x, w, mean, rstd, dtype, programs=None):
     M, N = x.shape
     P = programs or min(M, 512 if N <= 2048 else 256)
-    # Zeros, for an addition adds to what is there.
+    # Zeros, for an addition adds to what is there: one more launch.
     sums = torch.zeros(1, 2, N, dtype=mean.dtype, device=x.device)
     dx = by_rows(dy, x, w, mean, rstd, P, sums, _atomic_add)
     return dx, *add_up(sums, dtype)  # of one buffer: it only converts

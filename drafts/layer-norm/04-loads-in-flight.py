@@ -301,9 +301,9 @@ by_warps = turn("warps", [4, 8, 16, 32], lambda N, w: (PLAN[N][0], w, 1))
 # ------------------
 #
 # The loop can ask ahead.
-# With ``num_stages=4`` three rows are on their way while the program works on
-# one: its loads become asynchronous copies (``cp.async``) to *shared memory*,
-# which belongs to a multiprocessor, and take no registers.
+# With ``num_stages=3`` two rows are on their way while a program works on one:
+# its loads become asynchronous copies (``cp.async``) to *shared memory*, which
+# belongs to a multiprocessor, and take no registers.
 
 # %%
 

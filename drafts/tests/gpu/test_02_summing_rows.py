@@ -29,10 +29,10 @@ def run(case, name="triton"):
 @EVERY
 @pytest.mark.parametrize("N", [1000, 1024, 1151, 4608, 8192, 16384])
 def test_full_size(name, N):
-    for dtype in torch.float16, torch.bfloat16:
-        run(Case((4096,), (N,), dtype), name)
-    run(Case((1151,), (N,), torch.float32), name)
-    run(Case((300,), (N,), torch.float64), name)
+    # More rows than programs, but few: random numbers take most of the time.
+    run(Case((1151,), (N,), torch.float16), name)
+    for dtype in torch.bfloat16, torch.float32, torch.float64:
+        run(Case((300,), (N,), dtype), name)
 
 
 @EVERY

@@ -26,8 +26,9 @@ def run(case, plan=page.best_plan):
 @pytest.mark.parametrize("plan", page.PLANS.values())
 @pytest.mark.parametrize("N", [1000, 1023, 4096, 4608, 16384])
 def test_full_size(plan, N):
-    run(Case((4096,), (N,), torch.float16), plan)
-    run(Case((1151,), (N,), torch.bfloat16), plan)
+    # More rows than programs, but few: random numbers take most of the time.
+    run(Case((1151,), (N,), torch.float16), plan)
+    run(Case((300,), (N,), torch.bfloat16), plan)
     run(Case((300,), (N,), torch.float32), plan)
 
 
