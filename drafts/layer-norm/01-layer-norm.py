@@ -341,7 +341,7 @@ plt.show()
 # %%
 # A masked lane has ``dy = 0``, so it adds nothing to any sum.
 # ``w`` is loaded again for every row, from a cache: kept in registers, it
-# would leave too few for the sums of a wide row.
+# would leave fewer of them for other programs.
 
 
 @triton.jit
