@@ -9,16 +9,7 @@ the backward pass add up weight gradients in a buffer of its own.
 `Layer normalization <https://arxiv.org/abs/1607.06450>`_ (Ba, Kiros and
 Hinton, 2016) takes a matrix ``x`` of ``M`` rows and ``N`` columns.
 It moves each row to mean 0, scales it to variance 1, and then gives each
-column its own scale :math:`w` and shift :math:`b`:
-
-.. math::
-
-   \hat{x} = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}}, \qquad
-   y = \hat{x} \cdot w + b
-
-Here :math:`\mu` and :math:`\sigma^2` are the mean and the variance of the row.
-Every page is a script that runs alone and begins with the cell below: without
-a GPU it switches Triton to its interpreter, before Triton is imported.
+column its own scale ``w`` and shift ``b``.
 """
 
 # %%
@@ -45,6 +36,7 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
+# The cell above stands on every page; it is for those who have no GPU, too.
 # These are both passes at 3 × 4 in ten lines of PyTorch.
 # *Forward* computes ``y``; *backward* gets ``dy``, the gradient of the loss
 # with respect to ``y``, and returns those of ``x``, ``w`` and ``b``.
@@ -59,206 +51,67 @@ variance = ((x - mean) ** 2).mean(dim=1, keepdim=True)
 rstd = (variance + 1e-5) ** -0.5
 x_hat = (x - mean) * rstd
 y = x_hat * w + b
-
 wdy = w * dy
 c1 = (x_hat * wdy).mean(dim=1, keepdim=True)
 c2 = wdy.mean(dim=1, keepdim=True)
 dx = (wdy - x_hat * c1 - c2) * rstd
-dw = (dy * x_hat).sum(dim=0)
-db = dy.sum(dim=0)
+dw, db = (dy * x_hat).sum(dim=0), dy.sum(dim=0)
 for name, value in {"y": y, "dx": dx, "dw": dw, "db": db}.items():
     print(f"{name}:\n{value.detach().cpu().numpy().round(2)}")
 
 # %%
-# ``y`` and ``dx`` need means over a row; ``dw`` and ``db`` are sums over rows.
-# A kernel is one function that many *programs* run at the same time.
-# Ours take whole rows, and sums over rows pass through *buffers*:
-
-# %%
-
-# Drawing: who takes which row, and where the sums go.
-
-plt.figure("Each of three programs takes every third row and fills a buffer; "
-           "a second kernel adds up the buffers", (7.5, 3))  # fmt: skip
-arrow = {"arrowstyle": "<-"}
-for i in range(3):
-    level, box = 5.5 - 2 * i, {"fc": "none", "ec": f"C{i}", "lw": 2}
-    for row in range(i, 8, 3):
-        plt.text(0, 7 - row, f"row {row}", bbox=box, ha="center")
-    plt.text(3, level, f"program {i}", bbox=box, ha="center")
-    plt.text(6, level, f"buffer {i}", bbox=box, ha="center")
-    plt.annotate("", (4, level), (5, level), arrowprops=arrow)
-    plt.annotate("dw, db", (7, level), (8, 3.5), arrowprops=arrow)
-plt.axis((-0.6, 9.4, -0.6, 7.7))
-plt.axis("off")
-plt.show()
-
-# %%
-# Forward: a row of any width
+# Forward: a row in registers
 # ---------------------------
 #
-# One program takes one row, a *tile* at a time.
-# A tile has a power of two of *lanes*, one for each element.
+# A kernel is one function that many *programs* run at the same time.
+# Here a program takes one row, loads it once, and keeps it in registers, the
+# memory inside a processor.
+# Its *tile* has a power of two of *lanes*, one for each element.
 # Lanes beyond the end of the row are *masked*: they load 0 and store nothing.
-#
-# One read of the row is a *sweep*; this kernel makes three: for the mean, for
-# the variance, and to write ``y``.
-# Each lane adds up its elements of all tiles; ``tl.sum`` adds up the lanes.
-# Sums are float32, or float64 if ``x`` is: the type of the saved statistics.
-# A masked lane adds 0 to the mean, but to the variance it would add more: 0
-# minus the mean is not 0, so ``tl.where`` sets it to 0 again.
-# An argument that is ``None`` is known when the kernel is compiled, and the
-# lines that would use it are left out.
-
-
-@triton.jit
-def _scale_and_shift(x_hat, w_ptr, b_ptr, cols, N: tl.constexpr):
-    y = x_hat
-    if w_ptr is not None:
-        y *= tl.load(w_ptr + cols, mask=cols < N).to(y.dtype)
-    if b_ptr is not None:
-        y += tl.load(b_ptr + cols, mask=cols < N).to(y.dtype)
-    return y
-
-
-@triton.jit
-def _layer_norm_fwd_streaming(
-    x_ptr, w_ptr, b_ptr, y_ptr,  # w and b may be None
-    mean_ptr, rstd_ptr,  # (M,): kept for the backward pass
-    eps: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr,  # lanes of a tile
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # M * N may pass 2**31
-    x_ptr += row * N
-    acc = mean_ptr.dtype.element_ty
-    total = tl.zeros((BLOCK,), acc)
-    for start in range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        total += tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
-    mean = tl.sum(total) / N
-    total = tl.zeros((BLOCK,), acc)
-    for start in range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
-        x = tl.where(cols < N, x - mean, 0)  # masked lanes: 0 again
-        total += x * x
-    rstd = 1 / tl.sqrt(tl.sum(total) / N + eps)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
-    for start in range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
-        y = _scale_and_shift((x - mean) * rstd, w_ptr, b_ptr, cols, N)
-        tl.store(y_ptr + row * N + cols, y, mask=cols < N)
-
-
-# %%
-# ``N`` and ``eps`` are constants of the compiled kernel: the compiler knows
-# which loads it can make 16 bytes wide, and compiles once for each width.
-# Here is the matrix from above, with tiles of 2 lanes:
-
-got, stats = torch.empty_like(x), x.new_empty(2, 3)
-_layer_norm_fwd_streaming[(3,)](x, w, b, got, *stats, 1e-5, N=4, BLOCK=2)
-torch.testing.assert_close(got, y)
-print(got.detach().cpu().numpy().round(2))
-
-# %%
-# **What it costs** is to move bytes.
-# A copy moves two matrices; this kernel moves four, because it asks for ``x``
-# three times.
-# Two of them may come from a cache, which is faster than memory and not free.
-#
-# One change: the row stays in registers
-# --------------------------------------
-#
-# Registers are the memory inside a processor.
-# If a tile is as wide as the row, a program loads it once and keeps it there.
 
 
 @triton.jit
 def _layer_norm_fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
-    eps: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least N
+    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,  # lanes
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # M * N may pass 2**31
     cols = tl.arange(0, BLOCK)
-    acc = mean_ptr.dtype.element_ty
+    acc = mean_ptr.dtype.element_ty  # float32; float64 for float64
     x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
     mean = tl.sum(x) / N
-    x = tl.where(cols < N, x - mean, 0)
+    x = tl.where(cols < N, x - mean, 0)  # masked: 0, not -mean
     rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    y = _scale_and_shift(x * rstd, w_ptr, b_ptr, cols, N)
+    y = x * rstd
+    if w_ptr is not None:  # if it is None, this line is not compiled
+        y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
     tl.store(y_ptr + row * N + cols, y, mask=cols < N)
 
 
 # %%
-# This has two prices.
-# A tile is a power of two: of the 8192 lanes for a row of 4608 columns nearly
-# half do nothing.
-# And registers are few: rows of more than 16384 columns take three sweeps.
-#
-# A program has few *warps*, groups of 32 threads that run together.
-# Then each thread has several loads on their way at once.
-
-MAX_COLUMNS = 16384
+# ``N`` and ``eps`` are constants: the kernel is compiled anew for each, and
+# loads 16 bytes at once where it can.
+# A program has few *warps*, groups of 32 threads that run together: then each
+# thread has several loads on their way.
 
 
-def forward(x, w, b, eps, streaming=False):
+def in_registers(x, w, b, eps):
     """y, mean and rstd for a contiguous (M, N) x."""
-    M, N = x.shape
+    (M, N), y = x.shape, torch.empty_like(x)
     acc = torch.promote_types(x.dtype, torch.float32)
-    y = torch.empty_like(x)
     mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
-    kernel, block = _layer_norm_fwd, triton.next_power_of_2(N)
+    block = triton.next_power_of_2(N)
     warps = min(max(block * x.element_size() // 4096, 4), 16)
-    if streaming or N > MAX_COLUMNS:
-        kernel, block = _layer_norm_fwd_streaming, min(block, 4096)
-        warps = min(max(block // 512, 4), 8)
-    kernel[(M,)](x, w, b, y, mean, rstd, eps, N, block, num_warps=warps)
+    args = x, w, b, y, mean, rstd, eps, N, block
+    _layer_norm_fwd[(M,)](*args, num_warps=warps)
     return y, mean, rstd
 
 
-# %%
-# Two more cells stand on every page.
-# The first has inputs and a check: 16-bit results are computed in float32 and
-# rounded once, so half a unit in the last place is allowed.
-
-# %%
-
-# Scaffold: inputs, and a check against float64.
-
-
-def inputs(M, N, dtype):
-    """x, w, b and dy; the mean of x is far from 0."""
-    torch.manual_seed(0)
-    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
-    w, b = torch.rand(2, N, device=DEVICE)
-    dy = 0.1 * torch.randn(M, N, device=DEVICE)
-    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
-
-
-def check(function, M, N, dtype):
-    """Compare y, dx, dw and db with those of PyTorch in float64."""
-    given, results = inputs(M, N, dtype), []
-    exact = [t.detach().double().requires_grad_() for t in given]
-    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
-        y = f(x, (N,), w, b)
-        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
-    # 16 bits: one rounding of a result. float32: the sums round as well.
-    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
-    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
-        error = ((got - want).norm() / want.norm()).item()
-        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
-    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
-
-
-# %%
-# The clock replays a CUDA graph, a recording of a call's kernels, without
-# Python: this is the time of the device alone.
-# The L2 cache, which all programs share, is overwritten before each replay.
+torch.testing.assert_close(in_registers(x, w, b, 1e-5)[0], y)
 
 # %%
 
@@ -297,69 +150,135 @@ def report(benchmark):
 
 
 # %%
-# A benchmark takes functions that are called like PyTorch's.
-# Its ceiling is a copy of ``x``; backward moves three matrices, as an addition
-# of two does.
+# The clock replays a CUDA graph, a recording of a call's kernels, without
+# Python, after overwriting the L2 cache, which all programs share.
+# A forward pass must move two matrices, ``x`` and ``y``, as a copy does; a
+# backward pass three, ``x``, ``dy`` and ``dx``, as an addition of two does.
+
+PEERS = {"torch": "PyTorch", "torch.compile": "torch.compile", "copy": "Copy"}
 
 
-def benchmark(mode, **ours):
-    names = {"triton": "Triton", "streaming": "Streaming", "torch": "PyTorch"}
-    names |= {"torch.compile": "torch.compile", "copy": "Copy"}
-    lines = [*ours, "torch", "torch.compile", "copy"]
-
+def benchmark(name, mode, peers=tuple(PEERS), **ours):
     def measure(M, N, dtype, mode, provider):
         """Device time of a CUDA graph, replayed with an overwritten L2 cache;
         median, 20 % and 80 % quantiles."""
         if not ON_GPU:
             return 3 * [float("nan")]  # the interpreter cannot be timed
-        x, w, b, dy = inputs(M, N, dtype)
-        f, out = ours.get(provider, F.layer_norm), torch.empty_like(dy)
+        x, dy, out = torch.randn(3, M, N, dtype=dtype, device=DEVICE)
+        w, b = torch.rand(2, N, dtype=dtype, device=DEVICE)
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        f, matrices = ours.get(provider, F.layer_norm), 2
         if provider == "torch.compile":
             torch._dynamo.reset()  # nothing is left of other shapes
             torch._functorch.config.donated_buffer = False  # runs many times
-            f = torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
-        forward = lambda: f(x, (N,), w, b)
-        y, grad = forward(), torch.autograd.grad
-        backward = lambda: grad(y, (x, w, b), dy, retain_graph=True)
-        if provider == "copy":
-            forward = lambda: out.copy_(dy)
-            backward = lambda: torch.add(x.detach(), dy, out=out)
-        if mode == "forward":
-            return speed(2 * dy.nbytes, forward)
-        return speed(3 * dy.nbytes, backward)
+            f = torch.compile(lambda *t: F.layer_norm(*t), dynamic=False)
+        fn, copy = lambda: f(x, (N,), w, b), lambda: out.copy_(dy)
+        if mode == "backward":
+            y, grad, matrices = fn(), torch.autograd.grad, 3
+            fn = lambda: grad(y, leaves, dy, retain_graph=True)
+            copy = lambda: torch.add(x.detach(), dy, out=out)
+        return speed(matrices * dy.nbytes, copy if provider == "copy" else fn)
 
-    return triton.testing.perf_report(
-        triton.testing.Benchmark(
-            x_names=["N"],
-            x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 31)],
-            line_arg="provider",
-            line_vals=lines,
-            line_names=[names[line] for line in lines],
-            ylabel="GB/s",
-            plot_name=f"layer-norm-{mode}",
-            args={"M": 4096, "dtype": torch.float16, "mode": mode},
-        )
-    )(measure)
+    mark = triton.testing.Benchmark(
+        x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 31)],
+        x_names=["N"], line_arg="provider", line_vals=[*ours, *peers],
+        line_names=[PEERS.get(p, p.capitalize()) for p in (*ours, *peers)],
+        ylabel="GB/s", plot_name=f"layer-norm-{name}",
+        args={"M": 4096, "dtype": torch.float16, "mode": mode},
+    )  # fmt: skip
+    return triton.testing.perf_report(mark)(measure)
 
+
+keep = lambda x, _, w, b: in_registers(x, w, b, 1e-5)
+report(benchmark("forward", "forward", triton=keep))
 
 # %%
-# Both of our kernels, in one figure:
-
-keep = lambda x, _, w, b: forward(x, w, b, 1e-5)
-stream = lambda x, _, w, b: forward(x, w, b, 1e-5, streaming=True)
-report(benchmark("forward", triton=keep, streaming=stream))
-
-# %%
-# Our two lines differ by one change: a row is read once, not three times.
-# Just above 4096 and 8192 columns the tile becomes twice as wide:
+# Just above 4096 and 8192 columns the tile becomes twice as wide: of the 8192
+# lanes for a row of 4608 columns nearly half do nothing.
 # `Chunks instead of padding <05-chunks.html>`_ is about such widths.
+#
+# A row of any width
+# ------------------
+#
+# Registers are few: rows of more than 16384 columns are taken a tile at a
+# time.
+# One read of the row is a *sweep*, and this kernel makes three: for the mean,
+# for the variance, and to write ``y``.
+# Each lane adds up its elements of all tiles; ``tl.sum`` adds up the lanes.
+# A masked lane has loaded 0, and 0 minus the mean is not 0: ``tl.where`` keeps
+# it out of the variance.
+
+
+@triton.jit
+def _layer_norm_fwd_streaming(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    acc = mean_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+    mean = tl.sum(total) / N
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        x = tl.where(cols < N, x - mean, 0)
+        total += x * x
+    rstd = 1 / tl.sqrt(tl.sum(total) / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        y = (x - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
+        tl.store(y_ptr + row * N + cols, y, mask=cols < N)
+
+
+# %%
+# It asks for ``x`` three times and writes ``y``: four matrices, not two.
+# Two of them may come from a cache, which is faster than memory and not free.
+
+
+def in_sweeps(x, w, b, eps):
+    (M, N), y = x.shape, torch.empty_like(x)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
+    block = min(triton.next_power_of_2(N), 4096)
+    args = x, w, b, y, mean, rstd, eps, N, block
+    warps = min(max(block // 512, 4), 8)
+    _layer_norm_fwd_streaming[(M,)](*args, num_warps=warps)
+    return y, mean, rstd
+
+
+torch.testing.assert_close(in_sweeps(x, w, b, 1e-5)[0], y)
+sweeps = lambda x, _, w, b: in_sweeps(x, w, b, 1e-5)
+report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
+
+# %%
+# One change makes the difference: a row is read once, or three times.
+# Up to 4096 columns it is one tile, and read twice: the compiler sees that the
+# first two sweeps load the same.
 #
 # Backward: the formulas
 # ----------------------
 #
+# A row with mean :math:`\mu` and variance :math:`\sigma^2` became
+# :math:`\hat{x} = r \, (x - \mu)` with
+# :math:`r = (\sigma^2 + \epsilon)^{-1/2}`, and then
+# :math:`y = \hat{x} \, w + b`.
+# From the last step to the first:
+#
 # 1. Scale and shift: each column multiplies its gradient by :math:`w`.
-# 2. The variance: :math:`r = (\sigma^2 + \epsilon)^{-1/2}` multiplied the
-#    whole row, so its gradient is a sum over the row.
+# 2. The variance: :math:`r` multiplied the whole row, so its gradient is a sum
+#    over the row.
 # 3. The mean was subtracted from each element: a sum with a minus sign.
 #    Inside the variance it adds nothing, as :math:`\sum_j (x_j - \mu) = 0`.
 # 4. ``x`` is used directly, in the variance and in the mean; in the sum of the
@@ -395,10 +314,34 @@ for found, of in [*steps, (dx, x), (dw, w), (db, b)]:
 #
 # ``dw`` and ``db`` are sums over all rows, and no program has all rows.
 # A program takes several, adds up ``dy * x_hat`` and ``dy`` in registers, and
-# stores the two sums in a buffer of its own, as in the picture at the top.
+# stores the two sums in a *buffer* of its own.
 # A second kernel adds up the buffers.
 # No two programs write to one place, so nobody waits, and the same input gives
 # the same bits each time.
+
+# %%
+
+# Drawing: who takes which row, and where the sums go.
+
+plt.figure("Each of three programs takes every third row and fills a buffer; "
+           "a second kernel adds up the buffers", (7.5, 3))  # fmt: skip
+arrow = {"arrowstyle": "<-"}
+for i in range(3):
+    level, box = 5.5 - 2 * i, {"fc": "none", "ec": f"C{i}", "lw": 2}
+    for row in range(i, 8, 3):
+        plt.text(0, 7 - row, f"row {row}", bbox=box, ha="center")
+    plt.text(3, level, f"program {i}", bbox=box, ha="center")
+    plt.text(6, level, f"buffer {i}", bbox=box, ha="center")
+    plt.annotate("", (4, level), (5, level), arrowprops=arrow)
+    plt.annotate("dw, db", (7, level), (8, 3.5), arrowprops=arrow)
+plt.axis((-0.6, 9.4, -0.6, 7.7))
+plt.axis("off")
+plt.show()
+
+# %%
+# A masked lane has ``dy = 0``, so it adds nothing to any sum.
+# ``w`` is loaded again for every row, from a cache: kept in registers, it
+# would leave fewer of them for other programs.
 
 
 @triton.jit
@@ -436,10 +379,6 @@ def _layer_norm_bwd(
 
 
 # %%
-# A masked lane has ``dy = 0``, so it adds nothing to any sum.
-# ``w`` is loaded again for every row, from a cache: kept in registers, it
-# would leave too few for the sums of a wide row.
-#
 # The sums are float32 because each addition rounds: in 16 bits a small term is
 # lost beside a large sum:
 
@@ -476,12 +415,15 @@ def _layer_norm_bwd_add_up(
 # ``y.sum().backward()``, for instance, hands over a ``dy`` that is one number
 # with strides of 0: a kernel would read far beyond it.
 
+MAX_COLUMNS = 16384
+
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps):
         x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
-        y, mean, rstd = forward(x, w, b, eps)
+        kernel = in_registers if x.shape[1] <= MAX_COLUMNS else in_sweeps
+        y, mean, rstd = kernel(x, w, b, eps)
         ctx.save_for_backward(x, w, mean, rstd)
         types = {t.dtype for t in (w, b) if t is not None}
         ctx.grads_dtype = types.pop() if len(types) == 1 else mean.dtype
@@ -541,6 +483,41 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
 
 
+# %%
+# 16-bit results are computed in float32 and rounded once, so the check allows
+# half a unit in the last place.
+
+# %%
+
+# Scaffold: inputs, and a check against float64.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy; the mean of x is far from 0."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
+
+
+def check(function, M, N, dtype):
+    """Compare y, dx, dw and db with those of PyTorch in float64."""
+    given, results = inputs(M, N, dtype), []
+    exact = [t.detach().double().requires_grad_() for t in given]
+    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
+        y = f(x, (N,), w, b)
+        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
+    # 16 bits: one rounding of a result. float32: the sums round as well.
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
+    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+# %%
+
 M, N = (1151, 8192) if ON_GPU else (9, 200)
 for dtype in torch.float16, torch.float32:
     check(layer_norm, M, N, dtype)
@@ -553,7 +530,7 @@ assert x.grad.abs().max() < 1e-9
 # A program also writes 8 bytes a column to its buffer, which are read again,
 # against 6 for each of its rows in 16 bits.
 
-report(benchmark("backward", triton=layer_norm))
+report(benchmark("backward", "backward", triton=layer_norm))
 
 # %%
 # PyTorch reads ``x`` and ``dy`` twice, once for ``dx`` and once for ``dw`` and

@@ -3,13 +3,10 @@ A lock, and its race
 ====================
 
 How can many programs add to one row of sums without losing an addition?
-With a lock that an atomic exchange takes and another one frees; in between
-all threads must have met at a barrier.
+With a lock that one atomic exchange takes and another one frees, and a
+barrier in between, where all threads of a program meet.
 
-We leave out each part and see what happens, in a hundred runs.
-Then we measure what a lock is worth beside a buffer for each program.
-The backward formulas and the buffers come from
-`Layer normalization, both passes <01-layer-norm.html>`_.
+Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
 """
 
 # %%
@@ -36,34 +33,197 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
+# Page 01 adds up the rows of each program in a buffer of its own.
+# `Triton's tutorial on layer normalization
+# <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`_
+# lets many programs add to few buffers.
+# To add is to read, and then to write; if two programs read before either has
+# written, one addition is lost:
 
-import functools
+buffer = read_by_0 = read_by_1 = 0.0
+buffer = read_by_0 + 3.0
+buffer = read_by_1 + 4.0
+print("sum:", 3.0 + 4.0, "buffer:", buffer)
 
 # %%
-# Two stages
-# ----------
+# The lock
+# --------
 #
-# The gradients of weight and bias are sums over all rows: ``dw`` of
-# ``dy * x_hat``, ``db`` of ``dy``.
-# The layer norm page of Triton's tutorials sums in two stages.
-# Row ``i`` is added to buffer ``i % buffers``; then the buffers are summed.
-# In PyTorch, for ``db``:
+# Each buffer has a lock, an integer: 0 is free and never written, 1 is taken,
+# 2 is free and written.
+# ``atomic_xchg`` writes a new value and returns the old one, in one step.
+# A program writes 1 until the old value is not 1: now the lock is its own.
+#
+# A program is many threads, and each stores its own columns.
+# *One* of them executes the exchange that frees the lock.
+#
+# * ``tl.debug_barrier()`` lets all threads meet first.
+#   Without it the lock may be free while a thread has still to store.
+# * ``release`` is an order in memory: who sees the 2 sees the stores before.
+# * ``acquire`` is the other half: no load behind it reads older values.
+#
+# Nobody waits forever: who has a lock is running, and waits for nobody.
 
-rows = torch.arange(8.0).reshape(4, 2)
-buffers = torch.zeros(2, 2)
-for i in range(4):
-    buffers[i % 2] += rows[i]  # stage 1: one row after the other
-assert torch.equal(buffers.sum(0), rows.sum(0))  # stage 2
+
+@triton.jit
+def _add_behind_lock(
+    dw, db, sums_ptr,  # two rows to add, to one of (buffers, 2, N)
+    locks_ptr,  # (buffers,), 0 at the start
+    buffer, cols, N: tl.constexpr, FLAW: tl.constexpr,  # a part to leave out
+):  # fmt: skip
+    ACQUIRE: tl.constexpr = "relaxed" if FLAW == "no acquire" else "acquire"
+    RELEASE: tl.constexpr = "relaxed" if FLAW == "no release" else "release"
+    dw_ptr = sums_ptr + buffer * 2 * N + cols
+    db_ptr = dw_ptr + N
+    state = tl.atomic_xchg(locks_ptr + buffer, 1, sem=ACQUIRE)
+    while state == 1:
+        state = tl.atomic_xchg(locks_ptr + buffer, 1, sem=ACQUIRE)
+    old = cols < tl.where(state == 2, N, 0)  # all columns, or none
+    dw += tl.load(dw_ptr, mask=old, other=0)
+    db += tl.load(db_ptr, mask=old, other=0)
+    tl.store(dw_ptr, dw, mask=cols < N)
+    tl.store(db_ptr, db, mask=cols < N)
+    if FLAW != "no barrier":
+        tl.debug_barrier()  # every thread has stored its columns
+    tl.atomic_xchg(locks_ptr + buffer, 2, sem=RELEASE)
+
 
 # %%
-# On a GPU rows 0 and 2 may come to buffer 0 at the same time.
-# To add is to read, and then to write.
-# If both read before either has written, one addition is lost:
+# The kernel is that of page 01: a program sums several rows in registers.
+# Then it goes through the lock, or, without locks, to a buffer of its own.
 
-read_by_0 = read_by_2 = torch.zeros(2)
-buffer = read_by_0 + rows[0]
-buffer = read_by_2 + rows[2]
-print("sum:", rows[0] + rows[2], "buffer:", buffer)
+
+@triton.jit
+def _layer_norm_bwd(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, locks_ptr,
+    M, buffers, N: tl.constexpr, BLOCK: tl.constexpr, FLAW: tl.constexpr = "",
+):  # fmt: skip
+    program, cols = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = cols < N
+    acc = mean_ptr.dtype.element_ty  # float32; float64 for float64
+    dw = tl.zeros((BLOCK,), acc)
+    db = tl.zeros((BLOCK,), acc)
+    for i in range(program, M, tl.num_programs(0)):
+        at = tl.cast(i, tl.int64) * N + cols  # M * N may pass 2**31
+        x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+        rstd = tl.load(rstd_ptr + i)
+        x_hat = (x - tl.load(mean_ptr + i)) * rstd
+        dw += dy * x_hat
+        db += dy
+        wdy = dy * tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
+        c1 = tl.sum(x_hat * wdy) / N
+        c2 = tl.sum(wdy) / N
+        tl.store(dx_ptr + at, (wdy - x_hat * c1 - c2) * rstd, mask=mask)
+    if locks_ptr is not None:
+        buffer = program % buffers
+        _add_behind_lock(dw, db, sums_ptr, locks_ptr, buffer, cols, N, FLAW)
+    else:
+        sums_ptr += program * 2 * N + cols
+        tl.store(sums_ptr, dw, mask=mask)
+        tl.store(sums_ptr + N, db, mask=mask)
+
+
+# %%
+# A *plan* is three numbers: programs, buffers, and warps of a program.
+
+
+def stage_1(dy, x, w, mean, rstd, plan, flaw=""):
+    """dx, and the buffers."""
+    (M, N), dx, locks = x.shape, torch.empty_like(x), None
+    programs, buffers, warps = plan
+    sums = torch.empty(buffers, 2, N, dtype=mean.dtype, device=x.device)
+    if buffers < programs:
+        locks = torch.zeros(buffers, dtype=torch.int32, device=x.device)
+    block = triton.next_power_of_2(N)
+    args = dy, x, w, mean, rstd, dx, sums, locks, M, buffers, N, block, flaw
+    _layer_norm_bwd[(programs,)](*args, num_warps=warps)
+    return dx, sums
+
+
+def given(M, N):
+    """dy, x, w, mean and rstd; and dw and db in float64."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, M, N, device=DEVICE).half()
+    w, X = torch.rand(N, device=DEVICE).half(), x.double()
+    mean, rstd = X.mean(1), (X.var(1, correction=0) + 1e-5) ** -0.5
+    exact = torch.stack([dy * F.layer_norm(X, (N,)), dy.double()]).sum(1)
+    return (dy, x, w, mean.float(), rstd.float()), exact
+
+
+def error(sums, exact):
+    """Of the sum of all buffers: norm over norm."""
+    return ((sums.double().sum(0) - exact).norm() / exact.norm()).item()
+
+
+tensors, exact = given(70, 24)
+sums = stage_1(*tensors, (70, 8, 4))[1]
+print(f"relative error, 70 rows in 8 buffers: {error(sums, exact):.0e}")
+
+# %%
+# The race
+# --------
+#
+# A *race* is a program whose result depends on who comes first.
+# A hundred runs as it is, and without each part; without the barrier also with
+# fewer warps (groups of 32 threads) to a row:
+
+FLAWS = ["right", "no barrier", "no acquire", "no release"]
+FLAWS = [*FLAWS, "no barrier, few warps"]
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=["512", "1024", "2048", "4096"],  # drawn as points
+        line_arg="provider",
+        line_vals=FLAWS,
+        line_names=FLAWS,
+        ylabel="wrong runs of 100",
+        plot_name="layer-norm-lock-race",
+        args={"M": 32768, "dtype": torch.float16},
+    )
+)
+def race(M, N, dtype, provider):
+    """Runs of 100 in which dw or db differs from float64 by a relative error
+    above 1e-5; the order of additions explains less."""
+    if not ON_GPU:  # here one program follows the other
+        return 3 * [float("nan")]
+    tensors, exact = given(M, N := int(N))
+    plan = M, 256, N // (512 if "few" in provider else 128)
+    run = lambda: stage_1(*tensors, plan, provider.split(",")[0])[1]
+    return 3 * [sum(error(run(), exact) > 1e-5 for _ in range(100))]
+
+
+table = race.run(show_plots=ON_GPU, return_df=True).set_index("N")
+if table.notna().all(axis=None):
+    print(table.astype(int).T.to_string())
+    assert not table.iloc[:, 0].any()  # with all its parts it is right
+
+# %%
+# A part whose absence shows in no run is needed all the same: what shows
+# depends on width, warps and GPU, so a test that passes proves nothing.
+# Nor do the usual tools see the missing barrier: ``racecheck`` of
+# compute-sanitizer watches shared memory, but the sums are in global memory,
+# and Triton's interpreter runs one program after the other.
+#
+# What always shows it is the code that Triton hands to NVIDIA's assembler,
+# the PTX.
+# These are the last instructions of the kernel, from triton 3.7.1:
+#
+# * ``st.global.v4.b32``, ``bar.sync``, ``atom.global.gpu.release.exch.b32``;
+# * without ``tl.debug_barrier()``: ``st.global.v4.b32``,
+#   ``atom.global.gpu.release.exch.b32``.
+#
+# So only the call puts a barrier between the stores and the exchange that
+# frees the lock; triton 3.9.0 adds one by itself.
+# `Triton's own page <https://github.com/triton-lang/triton/pull/6307>`_ had
+# none until 2025.
+#
+# What a lock costs, and what it saves
+# ------------------------------------
+#
+# The buffers are added up by a second kernel, the second of two stages.
 
 # %%
 
@@ -90,230 +250,6 @@ ax.text(7.4, 3.3, "stage 2", ha="center")
 plt.show()
 
 # %%
-# The lock
-# --------
-#
-# Each buffer has a lock, an integer with three states: 0 is free and never
-# written, 1 is taken, 2 is free and written.
-# ``atomic_xchg`` writes a new value and returns the old one, in one step.
-# A program writes 1 until the old value is not 1: now the lock is its own.
-# The old value also says whether there is a sum to read, so the buffers need
-# no zeros.
-#
-# A program is many threads, and each stores its own columns.
-# *One* of them executes the exchange that frees the lock.
-#
-# * ``tl.debug_barrier()`` lets all threads meet first.
-#   Without it the lock may be free while a thread has still to store.
-# * ``release`` is an order in memory: who sees the 2 sees the stores before.
-# * ``acquire`` is the other half: no load behind it reads older values.
-#
-# Nobody waits forever: who has a lock is running, and waits for nobody.
-
-
-@triton.jit
-def _add_behind_lock(
-    dw, db,  # two rows to add, in registers
-    sums_ptr,  # (buffers, 2, N)
-    locks_ptr,  # (buffers,), 0 at the start
-    buffer, cols, N: tl.constexpr,
-    BARRIER: tl.constexpr, ACQUIRE: tl.constexpr, RELEASE: tl.constexpr,
-):  # fmt: skip
-    dw_ptr = sums_ptr + buffer * 2 * N + cols
-    db_ptr = dw_ptr + N
-    state = tl.atomic_xchg(locks_ptr + buffer, 1, sem=ACQUIRE)
-    while state == 1:
-        state = tl.atomic_xchg(locks_ptr + buffer, 1, sem=ACQUIRE)
-    old = cols < tl.where(state == 2, N, 0)  # all columns, or none
-    dw += tl.load(dw_ptr, mask=old, other=0)
-    db += tl.load(db_ptr, mask=old, other=0)
-    tl.store(dw_ptr, dw, mask=cols < N)
-    tl.store(db_ptr, db, mask=cols < N)
-    if BARRIER:
-        tl.debug_barrier()  # every thread has stored its columns
-    tl.atomic_xchg(locks_ptr + buffer, 2, sem=RELEASE)
-
-
-# %%
-# The last three arguments are there to leave a part out later.
-#
-# The kernel is that of page 01: a program sums several rows in registers.
-# At its end it goes through the lock, or, if ``locks_ptr`` is None, stores to
-# a buffer of its own.
-
-
-@triton.jit
-def _layer_norm_bwd(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, locks_ptr,
-    M, buffers, N: tl.constexpr, BLOCK: tl.constexpr,
-    BARRIER: tl.constexpr = True,
-    ACQUIRE: tl.constexpr = "acquire", RELEASE: tl.constexpr = "release",
-):  # fmt: skip
-    program, cols = tl.program_id(0), tl.arange(0, BLOCK)
-    mask = cols < N
-    acc = mean_ptr.dtype.element_ty  # float32; float64 for float64
-    dw = tl.zeros((BLOCK,), acc)
-    db = tl.zeros((BLOCK,), acc)
-    for i in range(program, M, tl.num_programs(0)):
-        at = tl.cast(i, tl.int64) * N + cols
-        x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
-        rstd = tl.load(rstd_ptr + i)
-        x_hat = (x - tl.load(mean_ptr + i)) * rstd
-        dw += dy * x_hat
-        db += dy
-        wdy = dy
-        if w_ptr is not None:
-            wdy *= tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
-        c1 = tl.sum(x_hat * wdy) / N
-        c2 = tl.sum(wdy) / N
-        tl.store(dx_ptr + at, (wdy - x_hat * c1 - c2) * rstd, mask=mask)
-    if locks_ptr is not None:
-        _add_behind_lock(
-            dw, db, sums_ptr, locks_ptr, program % buffers, cols, N,
-            BARRIER, ACQUIRE, RELEASE,
-        )  # fmt: skip
-    else:
-        sums_ptr += program * 2 * N + cols
-        tl.store(sums_ptr, dw, mask=mask)
-        tl.store(sums_ptr + N, db, mask=mask)
-
-
-# %%
-# A *plan* is three numbers: programs, buffers, and warps (groups of 32
-# threads) of a program.
-# With a buffer for each program there are no locks.
-
-
-def stage_1(dy, x, w, mean, rstd, dx, plan, dtype=None, **flaws):
-    """Fill dx; the buffers, of that dtype, and what was compiled."""
-    M, N = x.shape
-    programs, buffers, warps = plan
-    sums = torch.empty(
-        buffers, 2, N, dtype=dtype or mean.dtype, device=x.device
-    )
-    locks = None
-    if buffers < programs:
-        locks = torch.zeros(buffers, dtype=torch.int32, device=x.device)
-    compiled = _layer_norm_bwd[(programs,)](
-        dy, x, w, mean, rstd, dx, sums, locks, M, buffers, N,
-        BLOCK=triton.next_power_of_2(N), num_warps=warps, **flaws,
-    )  # fmt: skip
-    return sums, compiled
-
-
-# %%
-# We try it with a program for each row, as on Triton's page.
-# ``dw`` and ``db`` are compared with sums in float64.
-
-
-def given(M, N):
-    """dy, x, w, mean, rstd and room for dx; then dw and db in float64."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, M, N, device=DEVICE).half()
-    w, mean = torch.rand(N, device=DEVICE).half(), x.float().mean(1)
-    rstd = (x.float().var(1, correction=0) + 1e-5) ** -0.5
-    x_hat = (x.double() - mean.double()[:, None]) * rstd.double()[:, None]
-    sums = torch.stack([(dy * x_hat).sum(0), dy.double().sum(0)])
-    return (dy, x, w, mean, rstd, torch.empty_like(x)), sums
-
-
-def error(sums, expected):
-    """Stage 2, and its relative error: norm of difference over norm."""
-    return ((sums.double().sum(0) - expected).norm() / expected.norm()).item()
-
-
-M, N = (4096, 1024) if ON_GPU else (70, 24)
-tensors, expected = given(M, N)
-sums, compiled = stage_1(*tensors, (M, 8, 4))
-print(f"relative error of dw and db: {error(sums, expected):.1e}")
-assert error(sums, expected) < 1e-6
-
-# %%
-# The race
-# --------
-#
-# A *race* is a program whose result depends on who comes first.
-# We run the kernel a hundred times as it is, and without each part.
-# The barrier is left out twice, for it also matters how many warps a row has.
-
-VARIANTS = {
-    "right": {},
-    "no barrier": {"BARRIER": False},
-    "no barrier, few warps": {"BARRIER": False},
-    "no acquire": {"ACQUIRE": "relaxed"},
-    "no release": {"RELEASE": "relaxed"},
-}
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=["512", "1024", "2048", "4096"],  # drawn as points
-        line_arg="provider",
-        line_vals=list(VARIANTS),
-        line_names=list(VARIANTS),
-        ylabel="wrong runs of 100",
-        plot_name="layer-norm-lock-race",
-        args={"M": 32768, "dtype": torch.float16},
-    )
-)
-def race(M, N, dtype, provider):
-    """Runs of 100 in which dw or db differs from float64 by a relative error
-    above 1e-5; the order of additions explains less."""
-    if not ON_GPU:
-        return 3 * [float("nan")]  # here one program follows the other
-    tensors, expected = given(M, N := int(N))
-    plan = M, 256, N // (512 if "few" in provider else 128)
-    wrong = 0
-    for _ in range(100):
-        sums, _ = stage_1(*tensors, plan, **VARIANTS[provider])
-        wrong += error(sums, expected) > 1e-5
-    return 3 * [wrong]
-
-
-table = race.run(show_plots=ON_GPU, return_df=True).set_index("N")
-if table.notna().all(axis=None):
-    print(table.astype(int).T.to_string())
-
-# %%
-# With all parts no run is wrong.
-# A part whose absence shows in no run is needed all the same: what shows
-# depends on width, warps and GPU, so a test that passes proves nothing.
-# Nor do the tools see the missing barrier; this was tried on an H200:
-#
-# * ``racecheck`` of compute-sanitizer watches shared memory, and the sums are
-#   in global memory;
-# * ``memcheck`` and ``synccheck`` find all addresses valid, and all barriers
-#   that are there used well;
-# * Triton's interpreter runs one program after the other, and is right.
-#
-# What always shows it is the code that Triton hands to NVIDIA's assembler,
-# the PTX.
-# Where the kernel was compiled, these are its last steps:
-
-if compiled is None:
-    print("The PTX needs a GPU; see the panels at the end of the page.")
-else:
-    print("triton", triton.__version__)
-    for name in "right", "no barrier":
-        _, compiled = stage_1(*tensors, (M, 8, 4), **VARIANTS[name])
-        lines = compiled.asm["ptx"].splitlines()
-        steps = [
-            line.strip()
-            for line in lines
-            if any(s in line for s in ("st.global", "bar.sync", ".exch"))
-        ]
-        print(f"{name}:", *steps[-4:], sep="\n    ")
-
-# %%
-# ``st.global`` stores the sums and ``atom...release.exch`` frees the lock.
-# In between stands ``bar.sync``, the barrier; without ``tl.debug_barrier()``
-# the compilers of triton 3.6.0 and 3.7.1 put none there, that of 3.9.0 does.
-#
-# What a lock costs, and what it saves
-# ------------------------------------
-#
 # Every program stores its sums, 8 bytes a column.
 # Unless it is the first at its buffer, it loads as much before.
 # Stage 2 loads each buffer once.
@@ -321,14 +257,7 @@ else:
 # :math:`8 \, (P + (P - B) + B) = 16 \, P` bytes a column.
 # :math:`B` is gone: **a lock saves no traffic, only memory.**
 #
-# Plans for a block of so many lanes, each with numbers that were fastest for
-# it:
-
-
-def lock_each_row(M, block):
-    """A program for each row, as on Triton's page."""
-    buffers = 256 if block <= 1024 else 128 if block <= 4096 else 64
-    return M, min(M, buffers), min(max(block // 512, 4), 16)
+# Four plans, each with the programs and warps that were the fastest for it:
 
 
 def lock_once(M, block, buffers=128):
@@ -343,17 +272,23 @@ def few_buffers(M, block):
 
 
 def own_buffers(M, block):
+    """One for each program, and no lock."""
     programs = min(M, 512 if block <= 2048 else 256)
     return programs, programs, min(max(block // 1024, 4), 8)
 
 
+def lock_each_row(M, block):
+    """A program for each row, as on Triton's page, but sums in float32."""
+    buffers = 256 if block <= 1024 else 128 if block <= 4096 else 64
+    return M, min(M, buffers), min(max(block // 512, 4), 16)
+
+
 PLANS = {
     "triton": lock_once,
-    "own": own_buffers,
-    "few": few_buffers,
-    "each row": lock_each_row,
+    "few buffers": few_buffers,
+    "own buffers": own_buffers,
+    "lock each row": lock_each_row,
 }
-
 for N in 1024, 8192:
     print(f"N = {N}, {4096 * N * 2 / 1e6:.0f} MB a matrix of 4096 rows")
     for plan in PLANS.values():
@@ -364,42 +299,26 @@ for N in 1024, 8192:
 
 # %%
 # A backward pass must move three matrices, ``x``, ``dy`` and ``dx``.
-# A lock for each row moves more in sums than that, if partly in the cache
-# that all programs share (L2).
-# Of the other plans only the memory differs, and who waits for whom.
+# Of the plans with few programs only the memory differs, and who waits.
 #
-# **Sums in 16 bits.**
-# On Triton's page the buffers have the type of ``x``.
-# Each addition then rounds, and the more rows share a buffer, the more is
-# lost, though the result is rounded to 16 bits in either case:
-
-tensors, expected = given(*((4096, 1024) if ON_GPU else (200, 24)))
-for dtype in torch.float16, torch.float32:
-    sums, _ = stage_1(*tensors, (len(tensors[0]), 2, 4), dtype)
-    total = sums.float().sum(0, keepdim=True).half()
-    print(f"buffers in {dtype}: relative error {error(total, expected):.1e}")
-
-# %%
 # A function to train with
 # ------------------------
 #
-# Stage 2 is one launch: each program sums 16 columns, always in one order.
-# The forward kernel is that of page 01.
+# Stage 2, and the forward kernel of page 01, which sums nothing over rows:
 
 
 @triton.jit
 def _layer_norm_bwd_add_up(
-    sums_ptr, out_ptr, buffers,
-    N: tl.constexpr,  # columns of dw and of db together
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
+    programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), sums_ptr.dtype.element_ty)
-    for first in range(0, buffers, ROWS):
+    for first in range(0, programs, ROWS):
         rows = first + tl.arange(0, ROWS)[:, None]
-        mask = (rows < buffers) & (cols < N)
-        total += tl.load(sums_ptr + rows * N + cols, mask=mask, other=0)
-    tl.store(out_ptr + cols, tl.sum(total, 0), mask=cols < N)
+        mask = (rows < programs) & (cols < WIDTH)
+        total += tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(total, axis=0), mask=cols < WIDTH)
 
 
 @triton.jit
@@ -416,80 +335,67 @@ def _layer_norm_fwd(
     rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    y = x * rstd
-    if w_ptr is not None:
-        y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
-    if b_ptr is not None:
-        y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
-    tl.store(y_ptr + row * N + cols, y, mask=cols < N)
+    w = tl.load(w_ptr + cols, mask=cols < N).to(acc)
+    b = tl.load(b_ptr + cols, mask=cols < N).to(acc)
+    tl.store(y_ptr + row * N + cols, x * rstd * w + b, mask=cols < N)
 
 
 # %%
 # An autograd function ties both passes together.
-# It makes layouts right, for ``dy`` may have any strides, even 0.
 
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps, plan):
-        x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
-        M, N = x.shape
+        (M, N), y = x.shape, torch.empty_like(x)
         acc = torch.promote_types(x.dtype, torch.float32)
         mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
-        y, block = torch.empty_like(x), triton.next_power_of_2(N)
+        block = triton.next_power_of_2(N)
         warps = min(max(block * x.element_size() // 4096, 4), 16)
-        _layer_norm_fwd[(M,)](
-            x, w, b, y, mean, rstd, eps, N, BLOCK=block, num_warps=warps
-        )
+        args = x, w, b, y, mean, rstd, eps, N, block
+        _layer_norm_fwd[(M,)](*args, num_warps=warps)
         ctx.save_for_backward(x, w, mean, rstd)
-        ctx.plan = plan(M, block)
-        ctx.dtype = x.dtype if w is None else w.dtype
-        if b is not None:
-            ctx.dtype = torch.promote_types(ctx.dtype, b.dtype)
+        ctx.b_dtype, ctx.plan = b.dtype, plan(M, block)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
-        dy, dx = dy.contiguous(), torch.empty_like(x)
-        sums, _ = stage_1(dy, x, w, mean, rstd, dx, ctx.plan)
-        out = dx.new_empty((2, x.shape[1]), dtype=ctx.dtype)
-        _layer_norm_bwd_add_up[(triton.cdiv(out.numel(), 16),)](
-            sums, out, len(sums), out.numel(), ROWS=128, COLS=16
-        )
-        found = zip((dx, *out), ctx.needs_input_grad, strict=False)
-        return *(t if wanted else None for t, wanted in found), None, None
+        wide, N = torch.promote_types(w.dtype, ctx.b_dtype), len(w)
+        dx, sums = stage_1(dy.contiguous(), x, w, mean, rstd, ctx.plan)
+        dw, db = grads = torch.empty(2, N, dtype=wide, device=x.device)
+        args = sums, grads, len(sums), 2 * N, 128, 16
+        _layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](*args)
+        return dx, dw.to(w.dtype), db.to(ctx.b_dtype), None, None
 
 
 # %%
-# ``plan`` is ours; the other arguments are those of PyTorch's function.
+# Any layout becomes a contiguous matrix; a missing weight is ones, a missing
+# bias zeros.
 
 
 def layer_norm(
-    x, normalized_shape, weight=None, bias=None, eps=1e-5, *, plan=lock_once
+    x, normalized_shape, weight=None, bias=None, eps=1e-5, plan=lock_once
 ):
     """Normalize rows of up to 16384 columns; weight and bias may be None."""
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
     shape = torch.Size(normalized_shape)
-    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
-        if t is None:
-            continue
+    w = x.new_ones(shape) if weight is None else weight
+    b = x.new_zeros(shape) if bias is None else bias
+    for name, t in {"x": x, "weight": w, "bias": b}.items():
         if not t.is_floating_point():
-            raise TypeError(f"{name} has {t.dtype}, which is no float")
-        if t.device.type != DEVICE.type or t.device != x.device:
-            raise ValueError(f"{name} is on {t.device}, not on {DEVICE}")
-        if (t.shape[-len(shape) :] if t is x else t.shape) != shape:
-            raise ValueError(f"{name}: {t.shape} does not fit {shape}")
-    if not 0 < shape.numel() <= 16384:
-        raise ValueError(
-            f"normalized_shape has {shape.numel()} columns: this page takes "
-            "1 to 16384; page 11, every width, takes all"
-        )
-    w, b = (None if t is None else t.reshape(-1) for t in (weight, bias))
-    rows = x.reshape(-1, shape.numel())
-    return LayerNorm.apply(rows, w, b, eps, plan).reshape(x.shape)
+            raise TypeError(f"{name} is {t.dtype}: floats are taken")
+        if t.device != x.device or t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
+        if shape != (t.shape[-len(shape) :] if name == "x" else t.shape):
+            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+    if not 0 < (N := shape.numel()) <= 16384:
+        taken = "this page takes 1 to 16384 elements"
+        raise ValueError(f"normalized_shape is {(*shape,)}: {taken}")
+    rows, w, b = (t.reshape(-1, N).contiguous() for t in (x, w, b))
+    y = LayerNorm.apply(rows, w[0], b[0], eps, plan)
+    return y.reshape(x.shape)
 
 
 # %%
@@ -526,11 +432,12 @@ def check(function, M, N, dtype):
 
 M, N = (1151, 8192) if ON_GPU else (9, 200)
 for plan in PLANS.values():
-    check(functools.partial(layer_norm, plan=plan), M, N, torch.float16)
+    print(plan.__name__, end=": ")
+    check(lambda *t: layer_norm(*t, plan=plan), M, N, torch.float16)
 
 # %%
-# The lock, measured
-# ------------------
+# What the lock is worth
+# ----------------------
 
 # %%
 
@@ -569,31 +476,11 @@ def report(benchmark):
 
 
 # %%
-# Beside the plans stand PyTorch, ``torch.compile``, and the addition of two
-# matrices, which moves three and does nothing else.
+# The backward pass with each plan, beside PyTorch, and an addition of two
+# matrices, which moves three and does nothing else:
 
-
-OURS = {
-    "triton": "Triton",
-    "own": "own buffers",
-    "few": "few buffers",
-    "each row": "lock each row",
-}
-PEERS = {"torch": "PyTorch", "torch.compile": "torch.compile", "copy": "Copy"}
-
-
-def compiled_by_torch():
-    """PyTorch's layer norm, compiled for one shape."""
-    from torch._functorch import config
-
-    config.donated_buffer = False  # the backward pass runs many times
-    torch._dynamo.reset()  # nothing is left of other shapes
-    return torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
-
-
-# %%
-# Gradients are asked for with ``torch.autograd.grad``, so that nothing is
-# accumulated.
+NAMES = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy"}
+LINES = [*PLANS, "torch", "torch.compile", "copy"]
 
 
 @triton.testing.perf_report(
@@ -601,8 +488,8 @@ def compiled_by_torch():
         x_names=["N"],
         x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
         line_arg="provider",
-        line_vals=list(OURS | PEERS),
-        line_names=list((OURS | PEERS).values()),
+        line_vals=LINES,
+        line_names=[NAMES.get(line, line) for line in LINES],
         ylabel="GB/s",
         plot_name="layer-norm-lock-backward",
         args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
@@ -612,45 +499,39 @@ def backward_speed(M, N, dtype, mode, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles."""
     if not ON_GPU:
-        return 3 * [float("nan")]  # the interpreter cannot be timed
+        return 3 * [float("nan")]
     x, w, b, dy = inputs(M, N, dtype)
+    f, out = F.layer_norm, torch.empty_like(dy)
+    if provider in PLANS:
+        f = lambda *t: layer_norm(*t, plan=PLANS[provider])
+    if provider == "torch.compile":
+        torch._dynamo.reset()  # nothing is left of other shapes
+        torch._functorch.config.donated_buffer = False  # runs many times
+        f = torch.compile(lambda *t: F.layer_norm(*t), dynamic=False)
+    y, grad = f(x, (N,), w, b), torch.autograd.grad
+    fn = lambda: grad(y, (x, w, b), dy, retain_graph=True)
     if provider == "copy":
-        dx = torch.empty_like(dy)
-        fn = lambda: torch.add(x.detach(), dy, out=dx)
-    else:
-        f = F.layer_norm
-        if provider == "torch.compile":
-            f = compiled_by_torch()
-        if provider in PLANS:
-            f = functools.partial(layer_norm, plan=PLANS[provider])
-        y = f(x, (N,), w, b, 1e-5)
-        fn = lambda: torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
-    return speed(3 * x.nbytes, fn)
+        fn = lambda: torch.add(x.detach(), dy, out=out)
+    return speed(3 * dy.nbytes, fn)
 
 
 report(backward_speed)
 
 # %%
-# "Triton" takes the lock once a program and has 128 buffers, "few buffers"
-# has 8, and "own buffers" is the same kernel without locks.
-# Where the ratio to own buffers is below 1, the lock loses: it saves no bytes,
-# and programs wait.
-# With few buffers they queue up at the end of their work.
-# "lock each row" pays for its traffic in L2 as well.
+# "Triton" takes the lock once a program and has 128 buffers; "own buffers" is
+# the same kernel without locks, and where its ratio is below 1 the lock loses:
+# it saves no bytes, and programs wait.
+# "lock each row" moves more in sums than three matrices, if partly in the
+# cache that all programs share (L2).
 #
-# So a lock pays where memory does not suffice for a buffer each: where there
-# are many programs, or where each adds up much more than two rows.
-# For layer normalization it does not.
-# It also has a price that no clock shows: programs come to a lock in any
-# order, a sum of floating point numbers depends on its order, and so the last
-# bits of ``dw`` and ``db`` differ from run to run.
-# The forward pass sums nothing over rows and needs no lock: it is that of page
-# 01, measured there.
+# So a lock pays where memory does not suffice for a buffer each; for layer
+# normalization it does.
+# A lock has another price, which no clock shows: programs come to it in any
+# order, and so the last bits of ``dw`` and ``db`` differ from run to run.
 #
-# Exercise
-# --------
+# Exercise 1: one launch, no lock
+# -------------------------------
 #
-# **Exercise 1: one launch, no lock.**
 # The last program to finish could do stage 2 itself; but which one is last?
 # Here ``out`` shall be the sum of ``dy * dy`` over the rows.
 # The stub stops when each program has stored its row to its buffer.
@@ -712,15 +593,3 @@ assert exercise_1(_one_launch_1)
 # %%
 # Whoever is last, the buffers are summed in one order: the same bits in every
 # run.
-#
-# References
-# ----------
-#
-# `Triton's tutorial on layer normalization
-# <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`_
-# and `the change that gave it its barrier
-# <https://github.com/triton-lang/triton/pull/6307>`_;
-# `a report of the missing barrier in the wild
-# <https://github.com/meta-pytorch/tritonbench/issues/1266>`_;
-# `the memory model of PTX
-# <https://docs.nvidia.com/cuda/parallel-thread-execution/>`_.

@@ -1,6 +1,7 @@
 """A lock, and its race: in Triton's interpreter, or on a GPU."""
 
 import functools
+import re
 
 import hypothesis
 import pytest
@@ -8,10 +9,10 @@ import torch
 
 import layer_norm_cases as cases
 from any_case import any_layer_norm
-from compiled.aot import COMPILER_ADDS_BARRIER, Call, launches
+from compiled.aot import COMPILER_ADDS_BARRIER, Call
 from compiled.limits import Facts
 from layer_norm_cases import Case
-from tutorial import load
+from tutorial import load, source
 
 NAME = "layer-norm/03-lock"
 page = load(NAME)
@@ -49,9 +50,10 @@ def test_dimensions(lead):
 
 
 def test_only_some_gradients():
-    for number in range(32):
-        *wanted, weight, bias = (bool(number >> i & 1) for i in range(5))
-        run(Case((3,), (9,), weight=weight, bias=bias, wanted=tuple(wanted)))
+    for number in range(8):
+        wanted = tuple(bool(number >> i & 1) for i in range(3))
+        run(Case((3,), (9,), wanted=wanted))
+        run(Case((2,), (9,), weight=number < 4, bias=number % 4 < 2))
 
 
 @hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
@@ -74,7 +76,7 @@ def test_rows_wrap_around_the_buffers():
     tensors, expected = page.given(60, 9)
     for plan in (60, 7, 1), (60, 1, 1), (60, 60, 1), (11, 3, 1), (11, 11, 1):
         with cases.guarded_allocations():
-            sums, _ = page.stage_1(*tensors, plan)
+            _, sums = page.stage_1(*tensors, plan)
         assert page.error(sums, expected) < 1e-6
 
 
@@ -85,15 +87,17 @@ def _tensor(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("error", "names", "arguments"),
     [
-        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), 8)),
-        (TypeError, "weight", (_tensor(2, 8), 8, _tensor(8).int())),
-        (TypeError, "bias", (_tensor(2, 8), 8, None, _tensor(8).bool())),
-        (ValueError, "x.*7", (_tensor(2, 8), 7)),
-        (ValueError, "normalized_shape.*0", (_tensor(2, 0), 0)),
-        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7))),
-        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
-        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(8).to("meta"))),
-        (ValueError, "16385.*page 11", (_tensor(1, 16385), 16385)),
+        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), (8,))),
+        (TypeError, "weight", (_tensor(2, 8), (8,), _tensor(8).int())),
+        (TypeError, "bias", (_tensor(2, 8), (8,), None, _tensor(8).bool())),
+        (ValueError, "x.*7", (_tensor(2, 8), (7,))),
+        (ValueError, "normalized_shape.*0", (_tensor(2, 0), (0,))),
+        (ValueError, "normalized_shape", (_tensor(2), ())),
+        (ValueError, "x is on", (_tensor(2, 8).to("meta"), (8,))),
+        (ValueError, "weight", (_tensor(2, 8), (8,), _tensor(7))),
+        (ValueError, "bias", (_tensor(2, 8), (8,), None, _tensor(2, 4))),
+        (ValueError, "weight", (_tensor(2, 8), (8,), _tensor(8).to("meta"))),
+        (ValueError, "1 to 16384", (_tensor(1, 16385), (16385,))),
     ],
 )
 def test_mistakes_are_named(error, names, arguments):
@@ -126,8 +130,8 @@ MUTANTS = {
         "old = cols < N",
     ),
     "all add to the buffers of others": (
-        "program % buffers, cols",
-        "program % buffers // 2, cols",
+        "buffer = program % buffers",
+        "buffer = program % buffers // 2",
     ),
     "own buffers without a place": (
         "sums_ptr += program * 2 * N + cols",
@@ -142,9 +146,8 @@ MUTANTS = {
         "        dw = dy * x_hat",
     ),
     "stage 2 stops early": (
-        "for first in range(0, buffers, ROWS):",
-        "for first in range(0, buffers - 1, ROWS * buffers):\n"
-        "        buffers = 1",
+        "mask = (rows < programs) & (cols < WIDTH)",
+        "mask = (rows < programs - 1) & (cols < WIDTH)",
     ),
     "dy with strides of its own": ("dy.contiguous(), ", "dy, "),
 }
@@ -152,7 +155,7 @@ MUTANTS = {
 
 def _suite(module):
     """A few cases that together catch every mutant."""
-    for name in "triton", "own":
+    for name in "triton", "own buffers":
         plan = module.PLANS[name]
         run(Case((3,), (129,)), plan, module)
         run(Case((3,), (9,), dy="one number"), plan, module)
@@ -181,18 +184,8 @@ def test_mutants_fail(name):
 def test_script_runs_alone(output):
     if not page.ON_GPU:
         assert output.count("Timing needs a GPU") == 1
-        assert "The PTX needs a GPU" in output
-    assert "buffer: tensor([4., 5.])" in output  # the lost addition
-
-
-def test_sums_in_16_bits_show_their_loss(output):
-    errors = {
-        line.split()[2]: float(line.split()[-1])
-        for line in output.splitlines()
-        if line.startswith("buffers in torch")
-    }
-    half_unit = torch.finfo(torch.float16).eps / 2
-    assert errors["torch.float32:"] < half_unit < errors["torch.float16:"]
+    assert "sum: 7.0 buffer: 4.0" in output  # the lost addition
+    assert output.count("errors below") == 4
 
 
 def test_exercise(output):
@@ -205,26 +198,21 @@ def test_exercise(output):
 STAGE_1 = """
 dy, x = torch.empty(2, M, N, dtype=dtype, device=DEVICE)
 w, mean, rstd = dy[0], *torch.empty(2, M, device=DEVICE)
-stage_1(dy, x, w, mean, rstd, x, (M, 8, 4), **FLAWS)
+stage_1(dy, x, w, mean, rstd, (M, 8, 4), flaw)
 """
 
 
-FLAWS = {
-    "right": {},
-    "no barrier": {"BARRIER": False},
-    "no acquire": {"ACQUIRE": "relaxed"},
-    "no release": {"RELEASE": "relaxed"},
-}
-
-
-def test_the_parts_of_the_lock_are_in_the_code():
-    names = [("sm_90", name) for name in FLAWS]
+def test_the_parts_of_the_lock_are_in_the_code(launches):
+    names = [("sm_90", name) for name in page.FLAWS if "few" not in name]
     names += [("gfx942", "right"), ("gfx942", "no barrier")]
     values = {"M": 64, "N": 2048, "dtype": "float16"}
     calls = [
-        Call(NAME, STAGE_1, values | {"FLAWS": FLAWS[name]}, target)
+        Call(NAME, STAGE_1, values | {"flaw": name}, target)
         for target, name in names
     ]
+    shown = re.findall(r"``((?:st|bar|atom)\.[\w.]+)``", source(NAME))
+    right, without = shown[:3], shown[3:]
+    assert right[1] == "bar.sync" and "bar.sync" not in without
     for (target, name), (built,) in zip(names, launches(calls), strict=True):
         facts = Facts(built)
         if name == "right":
@@ -235,3 +223,9 @@ def test_the_parts_of_the_lock_are_in_the_code():
             ptx = built.asm["ptx"]
             assert (".acquire.exch" in ptx) == (name != "no acquire")
             assert (".release.exch" in ptx) == (name != "no release")
+            # What the page says of the last instructions.
+            steps = re.findall(r"st\.global[.\w]*|bar\.sync|atom[.\w]*", ptx)
+            if name == "right":
+                assert steps[-3:] == right
+            if name == "no barrier" and not COMPILER_ADDS_BARRIER:
+                assert steps[-2:] == without

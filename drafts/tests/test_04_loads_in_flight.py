@@ -1,6 +1,7 @@
 """Loads in flight: in Triton's interpreter, or on a GPU."""
 
 import functools
+import re
 
 import hypothesis
 import pytest
@@ -9,7 +10,7 @@ import torch
 import layer_norm_cases as cases
 from any_case import any_layer_norm
 from compiled import occupancy
-from compiled.aot import Call, launches
+from compiled.aot import Call
 from compiled.limits import Facts
 from layer_norm_cases import Case
 from tutorial import load
@@ -51,9 +52,10 @@ def test_dimensions(lead):
 
 
 def test_only_some_gradients():
-    for number in range(32):
-        *wanted, weight, bias = (bool(number >> i & 1) for i in range(5))
-        run(Case((3,), (9,), weight=weight, bias=bias, wanted=tuple(wanted)))
+    for number in range(8):
+        wanted = tuple(bool(number >> i & 1) for i in range(3))
+        run(Case((3,), (9,), wanted=wanted))
+        run(Case((2,), (9,), weight=number < 4, bias=number % 4 < 2))
 
 
 @hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
@@ -90,15 +92,17 @@ def _tensor(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("error", "names", "arguments"),
     [
-        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), 8)),
-        (TypeError, "weight", (_tensor(2, 8), 8, _tensor(8).int())),
-        (TypeError, "bias", (_tensor(2, 8), 8, None, _tensor(8).bool())),
-        (ValueError, "x.*7", (_tensor(2, 8), 7)),
-        (ValueError, "normalized_shape.*0", (_tensor(2, 0), 0)),
-        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7))),
-        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
-        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(8).to("meta"))),
-        (ValueError, "16385.*page 11", (_tensor(1, 16385), 16385)),
+        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), (8,))),
+        (TypeError, "weight", (_tensor(2, 8), (8,), _tensor(8).int())),
+        (TypeError, "bias", (_tensor(2, 8), (8,), None, _tensor(8).bool())),
+        (ValueError, "x.*7", (_tensor(2, 8), (7,))),
+        (ValueError, "normalized_shape.*0", (_tensor(2, 0), (0,))),
+        (ValueError, "normalized_shape", (_tensor(2), ())),
+        (ValueError, "x is on", (_tensor(2, 8).to("meta"), (8,))),
+        (ValueError, "weight", (_tensor(2, 8), (8,), _tensor(7))),
+        (ValueError, "bias", (_tensor(2, 8), (8,), None, _tensor(2, 4))),
+        (ValueError, "weight", (_tensor(2, 8), (8,), _tensor(8).to("meta"))),
+        (ValueError, "1 to 16384", (_tensor(1, 16385), (16385,))),
     ],
 )
 def test_mistakes_are_named(error, names, arguments):
@@ -138,18 +142,19 @@ MUTANTS = {
         "        dw = dy * x_hat",
     ),
     "stage 2 stops early": (
-        "mask = (rows < programs) & (cols < N)",
-        "mask = (rows < programs - 1) & (cols < N)",
+        "mask = (rows < programs) & (cols < WIDTH)",
+        "mask = (rows < programs - 1) & (cols < WIDTH)",
     ),
-    "dy with strides of its own": ("dy = dy.contiguous()", "dy = dy"),
+    "dy with strides of its own": ("dy.contiguous(), x", "dy, x"),
 }
 
 
 def _suite(module):
     """A few cases that together catch every mutant."""
     module.NUM_SMS = 2
-    run(Case((3,), (129,)), module.one_program, module)
-    run(Case((3,), (9,), dy="one number"), module.one_program, module)
+    one = module.PLANS["one program"]
+    run(Case((3,), (129,)), one, module)
+    run(Case((3,), (9,), dy="one number"), one, module)
     run(Case((9,), (9,)), module.best_plan, module)
 
 
@@ -164,13 +169,6 @@ def test_mutants_fail(name):
         _suite(mutant)
 
 
-def test_the_toy_memory_keeps_littles_law():
-    for latency in 10, 100:
-        for rows in 1, 3, latency // 2, latency, 2 * latency:
-            speed = page.rows_per_step(rows, latency)
-            assert speed == pytest.approx(min(rows / latency, 1), rel=0.02)
-
-
 def test_a_chain_goes_through_every_line_once():
     places = page.chain(32 * 50)
     seen, at = set(), 0
@@ -182,9 +180,19 @@ def test_a_chain_goes_through_every_line_once():
 
 def test_script_runs_alone(output):
     if not page.ON_GPU:
-        assert output.count("Timing needs a GPU") == 2
-        assert "The PTX needs a GPU" in output
-    assert "100 in flight: 0.99 rows a step" in output
+        assert output.count("Timing needs a GPU") == 1
+    assert "10 lines, and back at place 0" in output
+    assert output.count("errors below") == 2
+
+
+def test_counted_bytes_in_flight(output):
+    """Of x and dy: a row more for each stage above one."""
+    line = r"N = (\d+), programs (\d), stages (\d): +(\d+) KB"
+    found = re.findall(line, output)
+    assert len(found) == 8
+    for N, programs, stages, kilobytes in (map(int, line) for line in found):
+        rows = programs * (1 if stages == 1 else stages - 1)
+        assert kilobytes == round(rows * 2 * 2 * N / 1e3)
 
 
 def test_exercise(output):
@@ -201,15 +209,10 @@ backward(dy, x, w, mean, rstd, plan, dtype)
 """
 
 
-def test_counted_by_hand_and_compiled():
-    """Registers within a fifth, programs at a time exactly; copies ahead."""
-    plans = [
-        (1024, (4, 4, 1)),
-        (4096, (8, 8, 1)),
-        (4096, (2, 8, 4)),
-        (8192, (8, 16, 1)),
-        (8192, (1, 16, 4)),
-    ]
+def test_counted_by_hand_and_compiled(launches):
+    """What the page says of registers, and of shared memory."""
+    plans = [(N, (8, warps, 1)) for N, (_, warps) in page.PLAN.items()]
+    plans += [(N, (*plan, 4)) for N, plan in page.PLAN.items()]
     calls = [
         Call(
             NAME,
@@ -220,17 +223,27 @@ def test_counted_by_hand_and_compiled():
     ]
     for (N, plan), (built, _) in zip(plans, launches(calls), strict=True):
         per_sm, warps, stages = plan
-        by_hand = page.registers(N, warps)
-        assert by_hand == pytest.approx(built.registers, rel=0.2), (N, plan)
         assert built.spills == 0
         most, *_ = occupancy.occupancy(
             "sm_90", built.registers, built.shared, warps
         )
-        programs, _ = page.in_flight(N, plan)
-        assert programs == min(per_sm, most // warps), (N, plan)
+        # Four numbers a lane, and 32 more a thread.
+        by_hand = 65536 // (4 * N + 32 * 32 * warps)
+        if stages == 1:
+            assert abs(most // warps - min(by_hand, 64 // warps)) <= 1, N
+            assert N < 8192 or most // warps == by_hand == 1
+        else:  # the shared memory lets as many in as the plan has
+            assert most // warps >= per_sm, N
         assert (Facts(built).count("copy") > 0) == (stages > 1)
-        rows = 3 * N * 2 * (stages - 1)
+        rows = 3 * N * 2 * (stages - 1)  # x, dy and w
         assert stages == 1 or rows <= built.shared <= rows + 1024
+
+
+def test_few_warps_keep_numbers_in_memory(launches):
+    """8192 columns in 4 warps, as the page says."""
+    values = {"M": 4096, "N": 8192, "dtype": "float16", "plan": (1, 4, 1)}
+    ((built, _),) = launches([Call(NAME, BACKWARD, values)])
+    assert built.spills > 0
 
 
 BEST = """
@@ -241,7 +254,7 @@ for N in widths:
 """
 
 
-def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu():
+def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu(launches):
     values = {"M": 8, "widths": [8192, 16384], "dtype": "float16"}
     (built,) = launches([Call(NAME, BEST, values, "sm_80")])
     limits = occupancy.LIMITS["sm_80"]

@@ -127,8 +127,8 @@ for N in WIDTHS:
             found["backward", c] = us(lambda: call("backward", c, N, t))
     # What the page's own rule gives, through its function.
     leaves = [v.detach().requires_grad_() for v in t[0][:3]]
-    page_f = us(lambda: page.forward(*t[0][:3], 1e-5))
-    page_s = us(lambda: page.forward(*t[0][:3], 1e-5, streaming=True))
+    page_f = us(lambda: page.in_registers(*t[0][:3], 1e-5))
+    page_s = us(lambda: page.in_sweeps(*t[0][:3], 1e-5))
     out = page.layer_norm(leaves[0], N, *leaves[1:])
     page_b = us(lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True))
     print(f"N {N:6} copy {copy:.1f} add {add:.1f}")

@@ -119,7 +119,7 @@ def main():
         return {k: int(v) for k, v in (part.split("=") for part in r[2].split())}
 
     for N in WIDTHS:
-        given = p.example(M, N, torch.float16)
+        given = (*p.given(M, N, torch.float16), torch.float16)
         dy, x, wt, mean, rstd, _ = given
         note("copy", N, {}, lambda: torch.add(x, dy))
         note("torch", N, {}, lambda: p.pytorch(*given))

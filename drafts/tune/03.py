@@ -26,7 +26,7 @@ def candidates(N):
         for p in (132, 256, 264, 396, 512, 528, 792, 1024):
             yield "own", (p, p, w)
         for p in (256, 264, 512, 1024):
-            for g in (32, 128, 256):
+            for g in (8, 32, 128, 256):
                 if g < p:
                     yield "lock", (p, g, w)
         for g in (64, 128, 256):
@@ -39,7 +39,7 @@ def compile_one(args):
     s = torch.empty(4, device="cuda")
     plan = (2, 1, w) if locked else (2, 2, w)
     try:
-        page.stage_1(x, x, x[0], s, s, x.clone(), plan)
+        page.stage_1(x, x, x[0], s, s, plan)
     except Exception as e:  # noqa
         print("no", args, e)
 
@@ -88,7 +88,7 @@ for N in WIDTHS:
         print(f"  {kind:9}", *(f"{us:.1f} {p}" for us, _, p in best), sep="  ")
 print("race: wrong runs of 100")
 for N in 512, 1024, 2048, 4096:
-    print(N, {v: page.race.fn(32768, N, torch.float16, v)[0] for v in page.VARIANTS})
+    print(N, {v: page.race.fn(32768, N, torch.float16, v)[0] for v in page.FLAWS})
 out = Path(os.environ.get("OUT", ".")) / "tune-03.csv"
 with open(out, "w", newline="") as file:
     writer = csv.DictWriter(file, rows[0])

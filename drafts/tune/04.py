@@ -19,7 +19,7 @@ variant = load(
     [
         ("tl.range(first, M, step, num_stages=STAGES)", "tl.range(first, M, step, num_stages=STAGES, disable_licm=True)"),
         ("    first, step = tl.program_id(0), tl.num_programs(0)\n", "    first, step = tl.program_id(0), tl.num_programs(0)\n    w = tl.load(w_ptr + cols, mask=mask, other=0)\n"),
-        ("            wdy *= tl.load(w_ptr + cols, mask=mask, other=0).to(acc)\n", "            wdy *= w.to(acc)\n"),
+        ("wdy = dy * tl.load(w_ptr + cols, mask=mask, other=0).to(acc)", "wdy = dy * w.to(acc)"),
     ],
     interpret=False,
 )

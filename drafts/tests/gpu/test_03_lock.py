@@ -26,8 +26,9 @@ def run(case, plan=page.lock_once):
 @pytest.mark.parametrize("plan", page.PLANS.values())
 @pytest.mark.parametrize("N", [1000, 1023, 4096, 4608, 16384])
 def test_full_size(plan, N):
-    run(Case((4096,), (N,), torch.float16), plan)
-    run(Case((1151,), (N,), torch.bfloat16), plan)
+    # More rows than programs, but few: random numbers take most of the time.
+    run(Case((1151,), (N,), torch.float16), plan)
+    run(Case((300,), (N,), torch.bfloat16), plan)
     run(Case((300,), (N,), torch.float32), plan)
 
 
@@ -54,7 +55,7 @@ def test_no_run_of_100_is_wrong(N):
     tensors, expected = page.given(32768, N)
     for warps in 1, 4, 8:
         for buffers in 1, 16, 256:
-            sums, _ = page.stage_1(*tensors, (32768, buffers, warps))
+            _, sums = page.stage_1(*tensors, (32768, buffers, warps))
             assert page.error(sums, expected) < 1e-5
 
 
@@ -152,8 +153,8 @@ for dtype in torch.float16, torch.float32:
         f = functools.partial(page.layer_norm, plan=plan)
         page.check(f, 300, 1001, dtype)
 tensors, _ = page.given(300, 1024)
-for flaws in page.VARIANTS.values():
-    page.stage_1(*tensors, (300, 16, 8), **flaws)
+for flaw in page.FLAWS:
+    page.stage_1(*tensors, (300, 16, 8), flaw)
 page.exercise_1(page._one_launch_1)
 torch.cuda.synchronize()
 print("done")

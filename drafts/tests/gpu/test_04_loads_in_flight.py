@@ -26,8 +26,9 @@ def run(case, plan=page.best_plan):
 @pytest.mark.parametrize("plan", page.PLANS.values())
 @pytest.mark.parametrize("N", [1000, 1023, 4096, 4608, 16384])
 def test_full_size(plan, N):
-    run(Case((4096,), (N,), torch.float16), plan)
-    run(Case((1151,), (N,), torch.bfloat16), plan)
+    # More rows than programs, but few: random numbers take most of the time.
+    run(Case((1151,), (N,), torch.float16), plan)
+    run(Case((300,), (N,), torch.bfloat16), plan)
     run(Case((300,), (N,), torch.float32), plan)
 
 
@@ -66,7 +67,7 @@ def test_every_knob_is_right():
     for N in 1024, 4096, 8192:
         tensors = page.given(1151, N, torch.float16)
         dy, x, _, mean, rstd = (t.double() for t in tensors)
-        x_hat = (x - mean[:, None]) * rstd[:, None]
+        x_hat = (x - mean) * rstd  # mean and rstd are columns
         expected = torch.stack([(dy * x_hat).sum(0), dy.sum(0)])
         for per_sm in 1, 4, 8:
             for warps in 8, 16:
@@ -77,24 +78,24 @@ def test_every_knob_is_right():
                     assert difference <= 1e-5 * expected.norm(), (N, plan)
 
 
-def test_counted_by_hand_and_compiled():
-    """What this compiler gives a thread, beside the rule of the page."""
-    for N, warps in (1024, 4), (4096, 8), (8192, 16):
-        page.backward(
-            *page.given(64, N, torch.float16), (1, warps, 1), torch.float16
-        )
-        compiled = page.backward.compiled
-        by_hand = page.registers(N, warps)
-        assert compiled.n_regs == pytest.approx(by_hand, rel=0.25)
-        assert compiled.n_spills == 0
+def compiled(N, warps, stages):
+    dy, x, w, mean, rstd = page.given(64, N, torch.float16)
+    sums = torch.empty(8, 2, N, device="cuda")
+    return page._layer_norm_bwd[(8,)](
+        dy, x, w, mean, rstd, torch.empty_like(x), sums, 64, N, N, stages,
+        num_warps=warps,
+    )  # fmt: skip
 
 
-def test_loads_are_asynchronous():
-    tensors = page.given(64, 4096, torch.float16)
-    for stages in 1, 4:
-        page.backward(*tensors, (1, 8, stages), torch.float16)
-        ptx = page.backward.compiled.asm["ptx"]
-        assert ("cp.async.c" in ptx) == (stages > 1)
+def test_compiled_as_the_page_says():
+    """Four numbers a lane and some 32 more a thread; copies ahead."""
+    for N, (_, warps) in page.PLAN.items():
+        built = compiled(N, warps, 1)
+        assert built.n_regs == pytest.approx(32 + N // (8 * warps), rel=0.25)
+        assert built.n_spills == 0
+        assert "cp.async.c" not in built.asm["ptx"]
+        assert "cp.async.c" in compiled(N, warps, 4).asm["ptx"]
+    assert compiled(8192, 4, 1).n_spills > 0
 
 
 def test_chain():
