@@ -14,8 +14,10 @@ from measurements.reach import Script, last_name, names
 SCRIPTS = tutorial.scripts()
 TEXTS = {tutorial.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
 EVERY = pytest.mark.parametrize("stem", TEXTS)
+# Pages of a section have a form of their own.
+OLDER = pytest.mark.parametrize("stem", [s for s in TEXTS if "/" not in s])
 
-# These stand in every tutorial, the same to the letter: a download is alone.
+# These stand in all of them, the same to the letter: a download is alone.
 SHARED = ("NoGPU", "STREAM", "device_time", "run", "claims")
 
 
@@ -45,13 +47,13 @@ def cells(stem):
         yield [line for line in lines if line.strip()]
 
 
-@EVERY
+@OLDER
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_cells_are_the_same(stem, name):
     assert named(stem, name) == named("01-layer-norm", name) is not None
 
 
-@EVERY
+@OLDER
 def test_the_switch_is_the_same(stem):
     switch = re.compile(
         r"^ON_GPU = .*?^DEVICE = [^\n]*$", re.MULTILINE | re.DOTALL
@@ -339,7 +341,7 @@ def test_prose_is_not_code():
     assert list(prose(script)) == ["", "One two."]
 
 
-@EVERY
+@OLDER
 def test_solutions_follow_their_exercises(stem):
     # The empty line makes it the first line of the code, not prose.
     numbers = re.findall(r"^# %%\n\n# Solution (\d)", TEXTS[stem], re.M)
