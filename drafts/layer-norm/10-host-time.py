@@ -193,8 +193,8 @@ class Plan:
         N = shape.numel()
         M, block = x.numel() // N, triton.next_power_of_2(N)
         P = min(M, 512 if block <= 2048 else 256)
-        size = block * x.element_size()
-        few, many = min(max(size // 2048, 4), 8), min(max(size // 4096, 4), 16)
+        few = min(max(block * x.element_size() // 4096, 4), 16)  # warps
+        many = min(max(block // 512, 4), 16)
         acc = torch.promote_types(x.dtype, torch.float32)
         types = {t.dtype for t in (weight, bias) if t is not None}
         dtype = types.pop() if len(types) == 1 else acc
@@ -203,11 +203,11 @@ class Plan:
         self.sums = functools.partial(new, (P, 2, N), dtype=acc)
         self.grads = functools.partial(new, (2, *shape), dtype=dtype)
         sizes = M, eps, N, block
-        self.forward = launcher(_layer_norm_fwd, *sizes, num_warps=many)
+        self.forward = launcher(_layer_norm_fwd, *sizes, num_warps=few)
         add_up = _layer_norm_bwd_add_up, triton.cdiv(2 * N, 16), P
         # Which gradients are wanted is a part of a compiled kernel.
         self.backward = functools.cache(lambda wanted: (
-            launcher(_layer_norm_bwd, P, M, N, block, num_warps=few),
+            launcher(_layer_norm_bwd, P, M, N, block, num_warps=many),
             launcher(*add_up, 2 * N, 64, 16),
         ))  # fmt: skip
 
