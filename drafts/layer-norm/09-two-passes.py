@@ -2,9 +2,10 @@ r"""
 What a second pass costs
 ========================
 
-What does it cost if one kernel computes ``dx``, another ``dw`` and ``db``?
-Both read all of ``x`` and ``dy``: five matrices move instead of three, and in
-return rows may have any width and no program waits for another.
+What does it cost to pass over ``x`` and ``dy`` twice, in one kernel for ``dx``
+and another for ``dw`` and ``db``?
+Five matrices move instead of three, and in return rows may have any width and
+no program waits for another.
 
 Example 53 of AMD's `Composable Kernel
 <https://github.com/ROCm/composable_kernel>`_, a library in C++, is built like
@@ -91,7 +92,6 @@ plt.show()
 # One read of a row is a *sweep*.
 # The kernel for ``dx`` sweeps once for the means and once for ``dx``, the
 # second time from the end: what was read last is what a cache still has.
-# If it has nothing, seven matrices move.
 # If a tile is as wide as the row, the compiler loads once for both sweeps.
 
 
@@ -187,7 +187,7 @@ def _layer_norm_bwd_add_up(
 # ----------------------------
 #
 # A *plan* has the rows, columns and warps of both tiles, and the parts.
-# ``example`` has the tiles of example 53, made for 1024 × 512 in float32: its
+# ``example`` has those of example 53, which runs at 1024 × 512 in float32: its
 # line is *example 53's tiling*, in Triton, and not Composable Kernel.
 # The first change are parts, for a narrow matrix has few programs of columns;
 # the second a tile for ``dx`` as wide as the row, up to 16384 columns.
@@ -268,8 +268,8 @@ for line in (
 # With random statistics no result is a gradient: the example's test compares
 # formulas, and would pass if both sides had the same wrong one.
 #
-# Against them stands the one of `Loads in flight <04-loads-in-flight.html>`_,
-# which keeps both sums of all columns in registers: 16384 are its limit.
+# The rival is the kernel of `Loads in flight <04-loads-in-flight.html>`_.
+# It keeps both sums of all columns in registers: 16384 are its limit.
 
 
 @triton.jit
@@ -305,13 +305,15 @@ def _layer_norm_bwd_one(
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
 
 
 def one_kernel(dy, x, w, mean, rstd, dtype, *_):
     (M, N), dx = x.shape, torch.empty_like(x)
     block = triton.next_power_of_2(N)
     per_sm = min(max(8192 // block, 1), 4)
-    stages = 1 + min(75_000 // (per_sm * block * x.element_size()), 3)
+    room = SHARED // per_sm - 2048
+    stages = 1 + min(room // (3 * block * x.element_size()), 3)
     shape = min(M, per_sm * NUM_SMS), 2, N
     sums = torch.empty(shape, dtype=mean.dtype, device=x.device)
     args = dy, x, w, mean, rstd, dx, sums, M, N, block, stages
@@ -533,7 +535,7 @@ report(benchmark("backward", "backward", 4096, HALF, WIDTHS, DESIGNS))
 
 # %%
 # The ratio to "one kernel" is the price of the second kernel.
-# The tiling makes a difference, too, and is no part of the design.
+# Our other two lines have the same design: its tiling is no part of it.
 # The example's own size, 1024 × 512 in float32, fits into the L2 cache:
 
 OWN = [128, 256, 512, 1024, 2048]

@@ -99,7 +99,6 @@ def _tensor(*shape, dtype=torch.float32):
         (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7))),
         (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
         (ValueError, "weight", (_tensor(2, 8), 8, _tensor(8).to("meta"))),
-        (ValueError, "eps is -1", (_tensor(2, 8), 8, None, None, -1)),
         (ValueError, "16385.*Every width", (_tensor(1, 16385), 16385)),
     ],
 )
@@ -169,15 +168,16 @@ def test_plans_are_few():
 def test_what_is_allocated_is_dense():
     plan = page.Plan(
         torch.Size([2, 3]), _tensor(5, 2, 3).half(), _tensor(2, 3).half(),
-        None, 1e-5, page.jit,
+        _tensor(2, 3).double(), 1e-5, page.jit,
     )  # fmt: skip
-    for new, shape, dtype in (
+    for pattern, shape, dtype in (
         (plan.stats, (5, 2), torch.float32),
         (plan.sums, (2, 2, 6), torch.float32),
-        (plan.grads, (2, 2, 3), torch.float16),
+        (plan.db, (2, 3), torch.float64),
     ):
-        assert (new().shape, new().dtype) == (shape, dtype)
-        assert new().is_contiguous()
+        made = torch.empty_like(pattern)
+        assert (made.shape, made.dtype) == (shape, dtype)
+        assert made.is_contiguous() and pattern.untyped_storage().nbytes() <= 8
 
 
 # What is kept of a launch ----------------------------------------------------
@@ -369,8 +369,8 @@ MUTANTS = {
         "        dw = dy * x_hat",
     ),
     "the last part forgotten": (
-        "mask = (rows < programs) & (cols < WIDTH)",
-        "mask = (rows < programs - 1) & (cols < WIDTH)",
+        "mask, at = (rows < programs) & (cols < N)",
+        "mask, at = (rows < programs - 1) & (cols < N)",
     ),
     "dy with strides of its own": (
         "launch(dy.contiguous(), x",
@@ -407,6 +407,11 @@ def _suite(module):
         Case((9,), (9,), torch.float16, torch.float32, weight=False),
     ):
         run(case)
+    # The interpreter forgives a kernel compiled for other arguments.
+    plans = len(module.PLANS)
+    for weight in None, _tensor(7), _tensor(7).half():
+        module.layer_norm(_tensor(5, 7), 7, weight)
+    assert len(module.PLANS) == plans + 3
 
 
 def test_suite_passes():

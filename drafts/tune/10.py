@@ -42,12 +42,12 @@ def forward(N, warps):
 def backward(N, programs, warps, m=M):
     x, w, b, dy = (t.detach() for t in page.inputs(m, N, torch.float16))
     dx, stats = torch.empty_like(x), torch.rand(m, 2, device="cuda")
-    sums, grads = torch.empty(programs, 2, N, device="cuda"), torch.empty(2, N, dtype=x.dtype, device="cuda")
+    sums, dw, db = torch.empty(programs, 2, N, device="cuda"), torch.empty_like(w), torch.empty_like(w)
     block = triton.next_power_of_2(N)
 
     def call():
         page._layer_norm_bwd[(programs,)](dy, x, w, stats, dx, sums, m, N, block, num_warps=warps)
-        page._layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](sums, grads, programs, 2 * N, 64, 16)
+        page._layer_norm_bwd_add_up[(triton.cdiv(N, 16),)](sums, dw, db, programs, N, 64, 16)
 
     return call
 
