@@ -77,7 +77,7 @@ plt.show()
 # %%
 # In a row each call takes the larger of both times: the user waits so long.
 # Between the events some of the host's time is missing, or all of it: the
-# host prepares the call while the device overwrites L2.
+# host prepares the call while the device overwrites L2, or is still busy.
 #
 # The kernels
 # -----------
@@ -549,8 +549,8 @@ compare(benchmark("ladder", BOTH, LADDER), "PyTorch")
 
 # %%
 # Each of the first four lines has one change more than the one before it.
-# What the fourth takes above "empty" are mostly its three launches; the rest
-# is autograd's, in Python.
+# What the fourth takes above "empty" are its launches, two allocations and the
+# search for the plan; the rest is that of any autograd function in Python.
 # Forward alone, then backward alone, which autograd hands to another thread:
 
 compare(benchmark("forward", "forward", LADDER), "PyTorch")
