@@ -75,28 +75,27 @@ def count(job, gpu, children, compiled, log):
     That is what a process that times would send.
     """
     ncu = found()
-    metrics = [job.counters[plot] for plot in job.counted] + [DURATION]
+    metrics = [job.counters[plot] for plot in job.counted]
+    metrics = ",".join(dict.fromkeys([*metrics, DURATION]))
     sent, said, reason = [], "", "ncu, the profiler Nsight Compute, is missing"
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
+        table = Path(folder, "counted.csv")
         run = functools.partial(
             _run, job, gpu, children, compiled, output, Path(folder)
         )
         if ncu:
-            table = Path(folder, "counted.csv")
-            metrics = "--metrics", ",".join(dict.fromkeys(metrics))
-            sent, ended = run(
-                [ncu[0], *OPTIONS, *metrics, "--log-file", str(table)]
-            )
+            options = [*OPTIONS, "--metrics", metrics, "--log-file", table]
+            sent, failed = run([ncu[0], *map(str, options)])
             said = table.read_text() if table.exists() else ""
-            reason = why_not(said + log.read_text(), ended)
+            reason = why_not(said + log.read_text(), failed)
         if reason and not children.ended:
-            alone, ended = run([])
-            if ncu and ended:  # then it is not the fault of ncu
-                alone = [m for m in sent if "benchmark" in m] + [
-                    m for m in alone if "error" in m
-                ]
+            alone, failed = run([])
+            if ncu and failed:  # not the fault of ncu: what it counted stays
                 reason = None
-            sent = alone
+                sent = [m for m in sent if "benchmark" in m]
+                sent += [m for m in alone if "error" in m]
+            else:
+                sent = alone
     if children.ended:
         return
     launches = launched(said)

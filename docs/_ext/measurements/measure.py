@@ -170,7 +170,9 @@ class Child:
 
     def __init__(self, job, children, compiled, share=None, memory=1):
         self.job, self.children, self.compiled = job, children, compiled
-        self.log = self.log_of(f"compile-{share[0] + 1}" if share else "time")
+        self.log = self.log_of(
+            f"compile-{share[0] + 1}" if share else "measure"
+        )
         self.process, plots = None, list(job.why) if share else job.timed
         if not plots:
             return
