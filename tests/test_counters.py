@@ -1,6 +1,5 @@
 """What Nsight Compute counts, with a stand-in for it and for the GPU."""
 
-import functools
 import math
 import os
 import shutil
@@ -28,6 +27,8 @@ from measurements import (
 
 NAME = "01-traffic"
 SCRIPT = '''
+import threading
+
 import torch
 import triton.testing
 from sitecustomize import launch
@@ -56,8 +57,10 @@ def counted(N, provider, per=""):
         if provider == "triton":
             kernel(1000 * N, 100, 80.5)
             kernel(500 * N, 300, 60.5)
-        else:
-            kernel(3000 * N, 100, 10)
+        else:  # as a backward pass does
+            its = threading.Thread(target=kernel, args=(3000 * N, 100, 10))
+            its.start()
+            its.join()
     kernel(777, 1, 50)
     return NAN
 
@@ -266,20 +269,23 @@ def test_make_record_says_what_was_not_counted(site, missing, counted):
 
 def sent_by_counting(fn, monkeypatch, counter="dram__bytes_read.sum"):
     monkeypatch.setattr(recording, "environment", lambda _: {})
-    sent, names = [], []
+    sent, names, ended = [], [], []
     stand_in = counters.Counting(
         lambda **message: sent.append(message), NAME, {}
     )
     nvtx = torch.cuda.nvtx
-    push = functools.partial(stand_in.push, names.append)
-    monkeypatch.setattr(nvtx, "range_push", push)
+    monkeypatch.setattr(nvtx, "range_push", names.append)
     monkeypatch.setattr(nvtx, "range_pop", lambda: None)
+    monkeypatch.setattr(nvtx, "range_start", lambda name: len(names))
+    monkeypatch.setattr(nvtx, "range_end", lambda handle: ended.append(handle))
+    stand_in.watch(nvtx)
     bench = triton.testing.Benchmark(
         *(["N"], [8, 16], "provider", ["triton", "hand"], ["T", "H"], "name"),
         *({"counter": counter}, "", "MB of DRAM"),
     )
     with replay.replaced(stand_in):
         triton.testing.perf_report(bench)(fn).run()
+    assert ended == list(range(len(names)))  # what was started
     return names, sent
 
 

@@ -37,7 +37,9 @@ ABSENT = "not found"  # in place of a version
 # is stale when they change: then make record ALL=1.
 STATE = ("--clock-control", "none", "--cache-control", "all")
 OPTIONS = (
-    *("--nvtx", "--nvtx-include", "regex:counted .*/"),
+    "--nvtx",
+    *("--nvtx-include", "regex:counted .*/"),  # pushed in this thread
+    *("--nvtx-include", "regex:counted .*"),  # started by any
     *("--csv", "--print-units", "base"),
     *STATE,
 )
@@ -222,16 +224,31 @@ class Counting(one_tutorial.Measuring):
         self.number = 0  # of the point
         self.range = None  # its number and what it is divided by
 
-    def push(self, push, name):
-        """Stands for torch.cuda.nvtx.range_push.
+    def watch(self, nvtx):
+        """Let ranges that are pushed have numbers, and be for all threads.
 
-        Names of a script may be the same in two benchmarks.
+        Names of a script may be the same in two benchmarks. A backward pass
+        launches its kernels in a thread of its own, where nothing was pushed;
+        a range that is started is there as well.
         """
-        if name.startswith("counted "):
-            per = re.search(r" per (\S+)$", name)
-            self.range = self.number, float(per[1]) if per else 1.0
-            name = f"counted {self.number}"
-        return push(name)
+        push, pop, started = nvtx.range_push, nvtx.range_pop, []
+
+        def range_push(name):
+            counts = name.startswith("counted ")
+            if counts:
+                per = re.search(r" per (\S+)$", name)
+                self.range = self.number, float(per[1]) if per else 1.0
+                name = f"counted {self.number}"
+            started.append(nvtx.range_start(name) if counts else None)
+            return push(name)
+
+        def range_pop():
+            handle = started.pop()
+            if handle is not None:
+                nvtx.range_end(handle)
+            return pop()
+
+        nvtx.range_push, nvtx.range_pop = range_push, range_pop
 
     def measuring(self, fn, bench):
         self.ranges = []
@@ -266,8 +283,7 @@ def main(task):
             print(json.dumps(message), file=lines, flush=True)
 
         stand_in = Counting(send, given["name"], given["fresh"])
-        nvtx = torch.cuda.nvtx
-        nvtx.range_push = functools.partial(stand_in.push, nvtx.range_push)
+        stand_in.watch(torch.cuda.nvtx)
         one_tutorial.follow(
             given["script"],
             given["plots"],
