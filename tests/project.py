@@ -156,7 +156,9 @@ class Project:
     def recording(self, name="01-double", gpu="nvidia-h200"):
         return self.root / "docs/measurements" / gpu / f"{name}.json"
 
-    def record(self, name="01-double", gpu="nvidia-h200", scale=1.0):
+    def record(
+        self, name="01-double", gpu="nvidia-h200", scale=1.0, **changes
+    ):
         """Write a recording of invented numbers for a tutorial."""
         path = self.recording(name, gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +172,7 @@ class Project:
             "method": "Invented for a test.",
             "x_names": ["N"],
             "rows": rows(scale),
-        }
+        } | changes
         data = {"benchmarks": {"double": recording.sealed(benchmark)}}
         path.write_text(recording.dump(data))
 

@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from project import ROOT, Project
+from project import ENVIRONMENT, ROOT, Project, rows
 
 from measurements import recording
 
@@ -17,11 +17,38 @@ def built(tmp_path_factory):
     """A project built once, with two tutorials and two GPUs for the first."""
     project = Project(tmp_path_factory.mktemp("site"), NAMES)
     project.record("01-double", "nvidia-a100", scale=0.5)
+    count(project, NAMES[2])
     project.output = project.build().stdout
     return project
 
 
-NAMES = ("01-double", "02-double")
+NAMES = ("01-double", "02-double", "03-double")
+
+
+def count(project, name):
+    """Let ncu count for a benchmark, which it can on the second GPU only."""
+    script = project.script(name)
+    text = script.read_text().replace("GB/s", "% of warps")
+    script.write_text(
+        text.replace('"M": 4096', '"counter": "hits", "M": 4096')
+    )
+    args = {"M": 4096, "dtype": "float16", "mode": "forward"}
+    changes = {"unit": "% of warps", "args": {"counter": "hits", **args}}
+    empty = dict.fromkeys(recording.VALUES)
+    rest = [
+        row if row["provider"] == "copy" else row | empty for row in rows(0.02)
+    ]
+    for gpu, more in {
+        "nvidia-h200": {"reason": "ncu_ has *no* luck", "rows": rest},
+        "nvidia-a100": {},
+    }.items():
+        its = {"gpu": gpu.upper(), "ncu": "2025.3"}
+        project.record(
+            *(name, gpu, 0.02),
+            environment=ENVIRONMENT | its,
+            **changes,
+            **more,
+        )
 
 
 def test_it_builds_without_a_warning(built):
@@ -92,6 +119,21 @@ def test_two_gpus_are_two_tabs(built):
     assert tabs == ["nvidia-h200", "nvidia-a100"]
     assert "rows: [1000.25, 2000.5]" in first  # the default's, not the other's
     assert "data-sync-id" not in second
+
+
+def test_where_ncu_could_not_count_the_page_says_so(built):
+    page = built.page("03-double")
+    without, with_it = page.split('data-sync-id="nvidia-a100"')
+    assert "rows: [nan, nan]" in page
+    assert without.count("ncu_ has *no* luck") == 2  # and in the passport
+    assert "On NVIDIA-H200 this figure could not be drawn" in without
+    assert "Line plot" not in without
+    assert "ncu_ has" not in with_it
+    assert "Line plot of % of warps" in with_it
+    for part in without, with_it:
+        assert "Nsight Compute 2025.3" in part
+        assert "counter = hits" in part
+    assert "Nsight Compute" not in built.page("02-double")
 
 
 def test_the_front_page_computes_its_headline(built):

@@ -315,6 +315,19 @@ def test_what_cannot_be_found_is_named(text, line, said):
     assert str(error.value).startswith(f"line {line}:")
 
 
+def test_what_ncu_counts_is_found(tmp_path):
+    script = tmp_path / "script.py"
+    text = MAKER.replace('"mode": mode', '"mode": mode, **more')
+    text = text.replace('more="", wide=False', "wide=False, **more")
+    text = text.replace("{more}", "")
+    asks = "run(speed('a', counter=METRIC))\nrun(speed('b'))\n"
+    script.write_text(f"METRIC = 'x.sum'\n{text}{asks}")
+    assert benchmarks.counters(script) == {"a": "x.sum"}
+    script.write_text(text + asks)
+    with pytest.raises(benchmarks.UnclearError, match="show the counter"):
+        benchmarks.counters(script)
+
+
 def test_nothing_is_run_to_find_them(tmp_path):
     file = tmp_path / "written"
     made(

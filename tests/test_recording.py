@@ -279,6 +279,54 @@ def test_a_file_cut_short_is_found(store):
         recording.load(GPU, NAME)
 
 
+def counted(**changes):
+    """What ncu counted for a benchmark, which has 4 numbers below 100."""
+    return data(
+        **{
+            "environment": ENVIRONMENT | {"gpu": "NVIDIA H200", "ncu": "1.2"},
+            "unit": "% of warps",
+            "args": {"counter": "x.pct"},
+            "rows": rows(0.02),
+        }
+        | changes
+    )
+
+
+def test_why_ncu_counted_nothing_is_recorded(store):
+    nothing = [row | dict.fromkeys(recording.VALUES) for row in rows()]
+    for saved in (
+        counted(),
+        counted(reason="no ncu", rows=nothing),
+        counted(reason="no ncu"),  # counted by hand
+    ):
+        recording.save(saved, GPU, NAME)
+        assert recording.load(GPU, NAME) == saved
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reason": ""}, "reason: found '', expected why ncu"),
+        ({"reason": None}, "reason: found None, expected why ncu"),
+        ({"reason": "no ncu", "args": {}}, "reason: found 'no ncu'"),
+        (
+            {"environment": ENVIRONMENT | {"gpu": "NVIDIA H200"}},
+            "environment, ncu: found nothing",
+        ),
+        ({"rows": rows(0.06)}, "row 3 ((8,), 'copy'): median: found 120"),
+        ({"digest": "0" * 16}, "digest: found 0000"),
+    ],
+)
+def test_what_ncu_counted_is_held_to_the_same(store, changes, said):
+    saved = counted(**changes)
+    its = saved["benchmarks"]["double"]
+    saved["benchmarks"]["double"] = its | changes
+    recording.save(saved, GPU, NAME)
+    with pytest.raises(recording.RecordingError, match="damaged") as error:
+        recording.load(GPU, NAME)
+    assert said in str(error.value)
+
+
 def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
     path = recording.save(data(), GPU, NAME)
     before = path.read_text()

@@ -4,11 +4,14 @@ Only what is asked about a GPU is made up, and a clock that counts on the CPU.
 Kernels run in Triton's interpreter. STAND_IN_GPUS says how many there are,
 and CUDA_VISIBLE_DEVICES works as it does with a driver.
 
-STAND_IN_NODES makes up device files that no driver stands behind.
+STAND_IN_NODES makes up device files that no driver stands behind. For the
+stand-in for ncu, launch() says which kernels were launched in which ranges.
 """
 
+import json
 import os
 import pathlib
+import threading
 import time
 
 
@@ -28,6 +31,26 @@ def do_bench(fn, warmup=25, rep=100, quantiles=None, **_):
     return [times[int(q * 4)] for q in quantiles] if quantiles else times[2]
 
 
+class Ranges(threading.local):
+    """The ranges of NVTX that a thread has pushed, from the outermost."""
+
+    def __init__(self):
+        self.pushed = []
+
+
+ranges = Ranges()
+started = []  # the ranges of NVTX that all threads see
+
+
+def launch(name, **metrics):
+    """Tell the stand-in for ncu of a kernel, and what it gives for metrics."""
+    if file := os.environ.get("STAND_IN_LAUNCHES"):
+        kernel = {"name": name, "pushed": ranges.pushed, "started": started}
+        kernel |= metrics
+        with open(file, "a") as launches:
+            launches.write(json.dumps(kernel) + "\n")
+
+
 def make_up_gpus():
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
@@ -38,6 +61,11 @@ def make_up_gpus():
     torch.cuda.get_device_name = lambda *_: "NVIDIA Stand-in 100"
     torch.cuda.set_per_process_memory_fraction = lambda share: None
     torch.cuda.empty_cache = torch.cuda.synchronize = lambda: None
+    nvtx = torch.cuda.nvtx
+    nvtx.range_push = lambda name: ranges.pushed.append(name)
+    nvtx.range_pop = lambda: ranges.pushed.pop()
+    nvtx.range_start = lambda name: started.append(name) or name
+    nvtx.range_end = started.remove
     torch.version.cuda = "13.0"
     triton.testing.do_bench = do_bench
 

@@ -48,8 +48,20 @@ def hashes_of(text):
     }
 
 
+def counters(path):
+    """{plot_name: what ncu counts for it} of the benchmarks it counts for."""
+    script = Script(Path(path).read_text(encoding="utf-8"))
+    made = _made(script).items()
+    return {name: counter for name, (_, counter) in made if counter}
+
+
 def made_by(script):
     """{plot_name: the statement or the expression that makes it}."""
+    return {name: root for name, (root, _) in _made(script).items()}
+
+
+def _made(script):
+    """{plot_name: (what makes it, its args["counter"] or None)}."""
     makers = _makers(script)
     constants = _needed(script, makers)
     space, found = _Namespace(), {}
@@ -72,17 +84,16 @@ def made_by(script):
                     f"benchmarks this makes ({error})"
                 ) from None
             space.forget(its.bound)
-        for name in space.take():
+        for benchmark in space.take():
+            name, counter = benchmark.plot_name, benchmark.counter
             if name in found:
                 raise UnclearError(
                     f"line {node.lineno}: two benchmarks are called {name}"
                 )
-            if not isinstance(name, str) or Unknown.TEXT in name:
-                raise UnclearError(
-                    f"line {node.lineno}: the text does not show the "
-                    "plot_name of this benchmark; make it of constants"
-                )
-            found[name] = _root(node, makers)
+            _require_clear(node, "plot_name", name)
+            if counter is not None:
+                _require_clear(node, "counter", counter)
+            found[name] = _root(node, makers), counter
     for node in ast.walk(script.tree):
         if _is_maker(node, {"perf_report"}) and node.lineno not in space.lines:
             raise UnclearError(
@@ -91,6 +102,14 @@ def made_by(script):
                 "script, or in a function that is called there"
             )
     return found
+
+
+def _require_clear(node, what, value):
+    if not isinstance(value, str) or Unknown.TEXT in value:
+        raise UnclearError(
+            f"line {node.lineno}: the text does not show the {what} of this "
+            "benchmark; make it of constants"
+        )
 
 
 def _makers(script):
@@ -201,9 +220,10 @@ for _name in ("setitem", "delitem", "exit"):
 class _Benchmark(Unknown):
     def __init__(
         self, x_names=0, x_vals=0, line_arg=0, line_vals=0, line_names=0,
-        plot_name=None, *args, **kwargs,
+        plot_name=None, args=None, *more, **kwargs,
     ):  # fmt: skip
         self.plot_name = plot_name
+        self.counter = args.get("counter") if isinstance(args, dict) else None
 
 
 class _Namespace(dict):
@@ -230,7 +250,7 @@ class _Namespace(dict):
             benchmarks = [benchmarks]
 
         def measures(_):
-            self.made += [benchmark.plot_name for benchmark in benchmarks]
+            self.made += benchmarks
             return Unknown()
 
         return measures

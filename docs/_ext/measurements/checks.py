@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tutorial
 from measurements import gpus, recording
-from measurements.measure import LOGS, path
+from measurements.measure import LOGS
 from measurements.progress import clock, say
 
 CHECKS = tutorial.ROOT / "tests" / "gpu"
@@ -117,7 +117,7 @@ def run(jobs, gpu, workers, children):
             + [f"--rootdir={tutorial.ROOT}"]
             + ["--continue-on-collection-errors", f"--junitxml={report}"]
             + [str(file) for own in files.values() for file in own],
-            {"PYTHONPATH": path(), "CUDA_VISIBLE_DEVICES": gpu},
+            {"CUDA_VISIBLE_DEVICES": gpu},
             cwd=tutorial.ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -5,6 +5,7 @@ import queue
 import signal
 import subprocess
 from contextlib import contextmanager
+from pathlib import Path
 
 import joblib
 
@@ -73,27 +74,44 @@ class Children:
         self.ended = False
 
     def start(self, command, env, **options):
-        """A process with this in its environment."""
-        env = os.environ | env
-        child = subprocess.Popen(command, env=env, text=True, **options)
+        """A process with this in its environment, that finds these modules.
+
+        It is a group of its own, to be ended with all that it starts.
+        """
+        env = os.environ | {"PYTHONPATH": path()} | env
+        child = subprocess.Popen(
+            command, env=env, text=True, process_group=0, **options
+        )
         self.running.add(child)
         if self.ended:  # while this one was starting
-            child.kill()
+            kill(child)
         return child
 
     def end(self):
         self.ended = True
         for child in list(self.running):
-            child.kill()
+            kill(child)
         for child in list(self.running):
             child.wait()
+
+
+def kill(child):
+    """End a process of ours and all that it has started."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def path():
+    """Where the children find these modules."""
+    here = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 
 
 @contextmanager
 def children():
     """Processes that do not outlive this one, however it ends.
 
-    Ctrl+C reaches the whole group of processes; SIGTERM this one alone.
+    Ctrl+C and SIGTERM reach this one alone.
     """
 
     def stop(*_):

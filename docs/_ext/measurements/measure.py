@@ -6,6 +6,7 @@ run once in advance, each in parts, on all cores (``one_tutorial.Compiling``).
 What fails there is no failure; it is compiled when it is timed.
 """
 
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tutorial
-from measurements import gpus
+from measurements import counters, gpus
 from measurements.progress import Progress, clock, say
 
 LOGS = tutorial.ROOT / "docs" / "_build" / "logs"
@@ -41,6 +42,15 @@ class Job:
     fresh: dict = field(default_factory=dict)  # benchmark -> its recording
     checks: object = "not run"  # how many GPU checks passed
     points: dict = field(default_factory=dict)  # benchmark -> how many
+    counters: dict = field(default_factory=dict)  # benchmark -> metric of ncu
+
+    @property
+    def timed(self):
+        return [plot for plot in self.why if plot not in self.counters]
+
+    @property
+    def counted(self):
+        return [plot for plot in self.why if plot in self.counters]
 
     @property
     def size(self):
@@ -72,7 +82,7 @@ def measure(jobs, keep):
         # All start at once: each is ready when its turn comes.
         started = [Child(job, children, compiled) for job in jobs]
         problems = gpus.each(
-            lambda child, gpu: time_one(child, gpu, progress, keep),
+            lambda child, gpu: measure_one(child, gpu, progress, keep),
             started,
             usable,
         )
@@ -108,8 +118,6 @@ def compile_in_advance(jobs, usable, children, compiled):
         limit.cancel()
         if children.ended:
             return
-        if child.process.returncode and not failed:
-            failed = f"it ended with {child.process.returncode}"
         say(
             f"  {job.name} {i + 1}/{n}: {clock(time.monotonic() - start)}, "
             f"{clock(inside)} of it in its points"
@@ -119,19 +127,26 @@ def compile_in_advance(jobs, usable, children, compiled):
     gpus.each(work, items, usable, at_a_time)
 
 
-def time_one(child, gpu, progress, keep):
-    """Time one tutorial with the GPU to itself; what went wrong."""
+def measure_one(child, gpu, progress, keep):
+    """Measure one tutorial with the GPU to itself; what went wrong.
+
+    First what is timed, then what ncu counts.
+    """
     job, start = child.job, time.monotonic()
-    problems, failed, inside = [], None, 0
+    problems, failed, inside = [], [], 0
     left = dict(job.why)
-    for message in child.run(gpu):
-        failed = message.get("error", failed)
+    for message in itertools.chain(child.run(gpu), child.count(gpu)):
+        if "error" in message:
+            failed.append(message["error"])
         if "benchmark" in message:
-            left.pop(message["benchmark"], None)
+            plot, measured = message["benchmark"], message["measured"]
+            left.pop(plot, None)
             inside += message["seconds"]
-            problem = keep(job, message["benchmark"], message["measured"])
+            problem = keep(job, plot, measured)
             if problem:
                 problems.append(problem)
+            else:
+                job.fresh[plot] = measured
             progress.done(job, message, problem)
     if child.children.ended:
         return []
@@ -140,12 +155,11 @@ def time_one(child, gpu, progress, keep):
         f"{job.name}: {clock(spent)} on GPU {gpu}, {clock(inside)} of it in "
         "benchmarks"
     )
-    if child.process.returncode:
-        failed = failed or f"it ended with {child.process.returncode}"
     if failed or left:
         problems.append(
             f"tutorials/{job.name}.py stopped: "
-            f"{failed or 'it does not run all of its benchmarks'}; not "
+            f"{'; '.join(failed) or 'it does not run all of its benchmarks'}"
+            "; not "
             f"measured: {', '.join(left) or 'nothing'} (see {child.log})"
         )
     return problems
@@ -155,13 +169,17 @@ class Child:
     """A process that runs one tutorial and sends what it finds."""
 
     def __init__(self, job, children, compiled, share=None, memory=1):
-        self.job, self.children = job, children
-        what = f"compile-{share[0] + 1}" if share else "measure"
-        self.log = LOGS / f"{job.name.replace('/', '.')}.{what}.log"
+        self.job, self.children, self.compiled = job, children, compiled
+        self.log = self.log_of(
+            f"compile-{share[0] + 1}" if share else "measure"
+        )
+        self.process, plots = None, list(job.why) if share else job.timed
+        if not plots:
+            return
         task = {
             "name": job.name,
             "script": str(job.script),
-            "plots": list(job.why),
+            "plots": plots,
             "fresh": job.fresh,
             "compiled": compiled,
             "share": share,
@@ -169,7 +187,7 @@ class Child:
         }
         # One thread each: compiling already has a process for each core, and
         # timing is disturbed by none.
-        env = {"PYTHONPATH": path(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         env |= {"OMP_NUM_THREADS": "1"} if share else {}
         with self.log.open("w") as log:
             self.process = children.start(
@@ -181,6 +199,9 @@ class Child:
             )
         self.say(json.dumps(task))
 
+    def log_of(self, what):
+        return LOGS / f"{self.job.name.replace('/', '.')}.{what}.log"
+
     def say(self, line):
         # A process that ended before it listened says why in its log.
         with suppress(BrokenPipeError):
@@ -188,14 +209,23 @@ class Child:
 
     def run(self, gpu):
         """Let it use a GPU; what it sends."""
+        if not self.process:
+            return
         self.say(gpu)
+        failed = False
         for line in self.process.stdout:
-            yield json.loads(line)
-        self.process.wait()
+            message = json.loads(line)
+            failed |= "error" in message
+            yield message
+        status = self.process.wait()
         self.children.running.discard(self.process)
+        if status and not failed:
+            yield {"error": f"it ended with {status}"}
 
-
-def path():
-    """Where the children find these modules."""
-    here = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    def count(self, gpu):
+        """Run the tutorial under ncu, if that counts for it; what it sends."""
+        if self.job.counted and not self.children.ended:
+            self.log = self.log_of("count")
+            yield from counters.count(
+                self.job, gpu, self.children, self.compiled, self.log
+            )

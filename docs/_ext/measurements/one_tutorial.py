@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -34,7 +33,6 @@ def prepare(script):
 
 
 def main(name, script, plots, fresh, compiled, share, memory):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     prepare(script)
     # CUDA reads this when it is first used.
     os.environ["CUDA_VISIBLE_DEVICES"] = sys.stdin.readline().strip()
@@ -48,19 +46,7 @@ def main(name, script, plots, fresh, compiled, share, memory):
     else:
         stand_in = Measuring(send, name, fresh)
         choices = choices_of_its_own(compiled)
-    try:
-        with (
-            choices,
-            replaced_clock(stand_in.clock),
-            replay.replaced(stand_in),
-        ):
-            run(script, plots)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        send(error=f"{type(error).__name__}: {reason}")
-        raise
-    finally:
-        send(seconds=stand_in.seconds)
+    follow(script, plots, stand_in, choices)
 
 
 def messages():
@@ -72,6 +58,23 @@ def messages():
         print(json.dumps(message), file=lines, flush=True)
 
     return send
+
+
+def follow(script, plots, stand_in, choices):
+    """Run benchmarks with what stands for them, which sends how it ends."""
+    try:
+        with (
+            choices,
+            replaced_clock(stand_in.clock),
+            replay.replaced(stand_in),
+        ):
+            run(script, plots)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        stand_in.send(error=f"{type(error).__name__}: {reason}")
+        raise
+    finally:
+        stand_in.send(seconds=stand_in.seconds)
 
 
 def run(script, plots):
@@ -210,6 +213,9 @@ class Compiling(OneTutorial):
 class Measuring(OneTutorial):
     """Measures, and sends each benchmark when it is done."""
 
+    counts = False  # whether it is for what ncu counts, or for all else
+    ranges = ()  # what ncu is to count (see counters)
+
     def clock(self, do_bench, *args, **kwargs):
         start = time.monotonic()
         try:
@@ -218,9 +224,13 @@ class Measuring(OneTutorial):
             self.seconds += time.monotonic() - start
 
     def run(self, original, mark, bench, print_data, **kwargs):
+        if ("counter" in bench.args) != self.counts:
+            # Another process does; one that is asked for needs its table.
+            return original(mark, bench, "", False, print_data, **kwargs)
         measured = replay.described(mark, bench)
         rows, start, before = [], time.monotonic(), self.seconds
-        with replay.measuring_with(mark, replay.keeping(mark.fn, bench, rows)):
+        fn = self.measuring(mark.fn, bench)
+        with replay.measuring_with(mark, replay.keeping(fn, bench, rows)):
             table = original(mark, bench, "", False, print_data, **kwargs)
         measured["environment"] = recording.environment("not run")
         measured["rows"] = rows
@@ -229,8 +239,13 @@ class Measuring(OneTutorial):
             measured=measured,
             seconds=time.monotonic() - start,
             timed=self.seconds - before,
+            ranges=self.ranges,
         )
         return table
+
+    def measuring(self, fn, bench):
+        """What is called for each point."""
+        return fn
 
 
 if __name__ == "__main__":

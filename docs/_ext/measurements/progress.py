@@ -28,6 +28,7 @@ class Progress:
 
     def done(self, job, message, problem=None):
         points = len(message["measured"]["rows"])
+        reason = message["measured"].get("reason")
         with self.lock:
             self.count += points
             # A benchmark whose compiling failed early was not counted.
@@ -40,4 +41,5 @@ class Progress:
                 f"timing; {self.count} of {self.points} points, "
                 f"{clock(spent)} so far, {clock(left)} left"
                 + (f"; {problem}" if problem else "")
+                + (f"; not counted: {reason}" if reason else "")
             )

@@ -35,6 +35,12 @@ UNITS = {
     "relative error": (0, math.inf),
     "wrong runs of 100": (0, 100),
     "different results of 100": (0, 100),
+    # What ncu counts. It may find both parts of a percentage in different
+    # runs of a kernel, so a little more than all is no damage.
+    "MB of DRAM": (0, math.inf),
+    "bytes of DRAM per byte counted": (0, math.inf),
+    "% of L2 requests hit": (0, 101),
+    "% of warps": (0, 101),
 }
 # What each benchmark of a recording says.
 KEYS = {
@@ -205,7 +211,28 @@ def benchmark_problem(benchmark, gpu):
     if benchmark["unit"] not in UNITS:
         units = ", ".join(UNITS)
         return _differs("unit", repr(benchmark["unit"]), f"one of {units}")
-    return _rows_problem(benchmark) or _digest_problem(benchmark)
+    return (
+        _counter_problem(benchmark)
+        or _rows_problem(benchmark)
+        or _digest_problem(benchmark)
+    )
+
+
+def _counter_problem(benchmark):
+    """What is wrong with how a benchmark was counted, if ncu counts for it.
+
+    Where it could not, it has a reason in place of numbers; what the script
+    counted by hand is there all the same.
+    """
+    counted = "counter" in benchmark["args"]
+    if counted and not benchmark["environment"].get("ncu"):
+        return _differs("environment, ncu", "nothing", "what it was")
+    if "reason" not in benchmark:
+        return None
+    reason = benchmark["reason"]
+    if not counted or not isinstance(reason, str) or not reason:
+        return _differs("reason", repr(reason), "why ncu counted nothing")
+    return None
 
 
 def _rows_problem(benchmark):

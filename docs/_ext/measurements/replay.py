@@ -35,6 +35,7 @@ class Measured:
     method: str
     rows: list
     code: str
+    reason: str = ""  # why ncu counted nothing
     live: bool = False
     figure: object = None
 

@@ -4,12 +4,12 @@ import tempfile
 from contextlib import suppress
 
 import tutorial
-from measurements import recording
+from measurements import benchmarks, counters, recording
 from measurements.measure import Job, RefusedError
 from measurements.progress import say
 
 # What has to be the same for numbers to count as those of this machine.
-MACHINE = ("gpu", "driver", "cuda", "torch", "triton", "python")
+MACHINE = ("gpu", "driver", "cuda", "torch", "triton", "python", "ncu")
 
 
 def jobs_for(scripts, kept, every=False, machine=None):
@@ -21,6 +21,7 @@ def jobs_for(scripts, kept, every=False, machine=None):
     for script in scripts:
         name = tutorial.name_of(script)
         job = Job(name, script, {}, recording.codes(name))
+        job.counters = benchmarks.counters(script)
         old, damage = kept.read(name)
         for plot, code in job.code.items():
             if every:
@@ -31,6 +32,8 @@ def jobs_for(scripts, kept, every=False, machine=None):
                 why = "its code has changed"
             elif machine and other(old[plot]["environment"], machine):
                 why = other(old[plot]["environment"], machine)
+            elif not machine and kept.may_count(old[plot]):
+                why = f"it was not counted: {old[plot]['reason']}"
             else:
                 job.fresh[plot] = old[plot]
                 continue
@@ -60,7 +63,8 @@ def announce(jobs):
 def other(environment, machine):
     """In what the machine differs from that of a measurement, or None."""
     for key in MACHINE:
-        if environment[key] != machine[key]:
+        # ncu is asked about what it counts only.
+        if key in environment and environment[key] != machine[key]:
             return f"{key} was {environment[key]}, is {machine[key]}"
     return None
 
@@ -71,6 +75,7 @@ class Kept:
     def __init__(self, store):
         self.store = store
         self.machine = recording.environment("not run")
+        self.machine["ncu"] = counters.version()
         self.gpu = recording.slug(self.machine["gpu"])
 
     def read(self, name):
@@ -82,6 +87,11 @@ class Kept:
         except recording.RecordingError as error:
             return {}, f"the recording is not whole: {error}"
         return data["benchmarks"], None
+
+    def may_count(self, benchmark):
+        """Whether ncu is here, and counted nothing for a benchmark before."""
+        here = self.machine["ncu"] != counters.ABSENT
+        return here and "reason" in benchmark
 
     def require_writable(self):
         """Find out before the measuring that nothing can be written."""

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
-from sphinx.util import logging
+from sphinx.util import logging, rst
 
 import style
 from measurements import live, recording
@@ -150,14 +150,28 @@ def _missing(missing):
     )
 
 
+def _not_counted(measured):
+    """In place of a figure whose numbers only ncu knows."""
+    return (
+        "\n.. admonition:: Not counted\n"
+        "   :class: warning\n\n"
+        f"   On {measured.environment['gpu']} this figure could not be "
+        f"drawn: {rst.escape(measured.reason)}.\n\n"
+    )
+
+
 def _measured(session, results, gallery_conf, figure=None):
     """A measured figure with its passport; a tab for each GPU."""
     bodies = [
-        _images(
-            session,
-            figure or measured.figure,
-            alt_text(measured),
-            gallery_conf,
+        (
+            _not_counted(measured)
+            if measured.reason
+            else _images(
+                session,
+                figure or measured.figure,
+                alt_text(measured),
+                gallery_conf,
+            )
         )
         + passport(session.name, measured, gallery_conf)
         for measured in results
@@ -208,6 +222,7 @@ def passport(tutorial, measured, gallery_conf):
         f"driver {env['driver']}, CUDA {env['cuda']}, "
         f"torch {env['torch']}, triton {env['triton']}, "
         f"Python {env['python']}"
+        + (f", Nsight Compute {env['ncu']}" if "ncu" in env else "")
     )
     header, *rows = _table(measured)
     grid = "".join(
@@ -217,6 +232,8 @@ def passport(tutorial, measured, gallery_conf):
         ".. container:: passport\n\n"
         f"   **{origin}** {env['gpu']}, {env['date']}. {checks}\n\n"
         f"   :Versions: {versions}\n"
+        + f"   :Not counted: {rst.escape(measured.reason)}\n"
+        * bool(measured.reason)
         + (f"   :Measured: {circumstances(measured)}\n" * bool(measured.args))
         + f"   :Method: {measured.method}\n"
         f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"

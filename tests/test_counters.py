@@ -1,0 +1,418 @@
+"""What Nsight Compute counts, with a stand-in for it and for the GPU."""
+
+import math
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton.testing
+from measurable import GPU, HERE
+from project import ENVIRONMENT
+
+import tutorial
+from measurements import (
+    benchmarks,
+    counters,
+    gpus,
+    measure,
+    progress,
+    recording,
+    replay,
+    todo,
+)
+
+NAME = "01-traffic"
+SCRIPT = '''
+import threading
+
+import torch
+import triton.testing
+from sitecustomize import launch
+
+BYTES, HITS = "dram__bytes_read.sum", "lts__t_sector_hit_rate.pct"
+NAN = (float("nan"),) * 3
+
+
+def benchmark(name, ylabel, **args):
+    return triton.testing.perf_report(
+        triton.testing.Benchmark(
+            ["N"], [8, 16], "provider", ["triton", "torch", "hand"],
+            ["Triton", "PyTorch", "By hand"], name, args, ylabel=ylabel,
+        )
+    )
+
+
+def kernel(read, ns, hits):
+    given = {BYTES: read, "gpu__time_duration.sum": ns, HITS: hits}
+    launch("kernel", **given)
+
+
+def counted(N, provider, per=""):
+    kernel(777, 1, 50)  # warms up
+    with torch.cuda.nvtx.range(f"counted {provider} {N}{per}"):
+        if provider == "triton":
+            kernel(1000 * N, 100, 80.5)
+            kernel(500 * N, 300, 60.5)
+        else:  # as a backward pass does
+            its = threading.Thread(target=kernel, args=(3000 * N, 100, 10))
+            its.start()
+            its.join()
+    kernel(777, 1, 50)
+    return NAN
+
+
+@benchmark("seconds", "µs")
+def seconds(N, provider):
+    """Timed."""
+    return 1.0 * N, 0.5 * N, 2.0 * N
+
+
+@benchmark("hits", "% of L2 requests hit", counter=HITS)
+def hits(N, counter, provider):
+    """Counted."""
+    return None if provider == "hand" else counted(N, provider)
+
+
+@benchmark("traffic", "bytes of DRAM per byte counted", counter=BYTES, M=1)
+def traffic(N, M, counter, provider):
+    """Counted."""
+    return 1.0 if provider == "hand" else counted(N, provider, f" per {2 * N}")
+
+
+for each in seconds, hits, traffic:
+    each.run()
+'''
+
+
+class Site:
+    """A tutorial that is measured by processes of its own, and by this one."""
+
+    def __init__(self, root, patch):
+        self.root, self.patch = root, patch
+        (root / "tutorials").mkdir()
+        (root / "tutorials" / "index.rst").touch()
+        self.script = root / "tutorials" / f"{NAME}.py"
+        self.script.write_text(SCRIPT)
+        patch.setattr(tutorial, "TUTORIALS", self.script.parent)
+        patch.setattr(measure, "LOGS", root / "logs")
+        patch.setattr(gpus, "usable", lambda: ["0"])
+        patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        there = ENVIRONMENT | {"gpu": "NVIDIA Stand-in 100"}
+        patch.setattr(recording, "environment", lambda _: dict(there))
+        stand_in = str(HERE / "stand_in")
+        patch.setenv("PYTHONPATH", stand_in)
+        patch.setenv("PATH", stand_in, prepend=os.pathsep)
+        patch.setenv("STAND_IN_GPUS", "1")
+        patch.setattr(counters, "PLACES", ())
+        self.said = []
+        patch.setattr(progress, "say", self.said.append)
+
+    def jobs(self, **more):
+        self.kept = todo.Kept(self.root)
+        return todo.jobs_for([self.script], self.kept, **more)
+
+    def measure(self):
+        """What went wrong, and what was measured before and is now."""
+        (job,) = self.jobs()
+        job.checks = 1
+        return measure.measure([job], self.kept.keep)
+
+    def count(self, job):
+        """What is sent of the benchmarks that ncu counts for."""
+        with gpus.children() as children:
+            log, compiled = self.root / "count.log", self.root / "compiled"
+            compiled.mkdir(exist_ok=True)
+            return list(counters.count(job, "0", children, str(compiled), log))
+
+    def recorded(self):
+        return recording.read(GPU, NAME, self.root)["benchmarks"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield Site(tmp_path_factory.mktemp("counted"), patch)
+
+
+@pytest.fixture(scope="module")
+def missing(site):
+    """Everything is measured where there is no ncu."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "which", lambda _: None)
+        return site.measure(), site.recorded()
+
+
+def test_without_ncu_the_recording_says_so(missing):
+    problems, recorded = missing
+    assert problems == []
+    assert list(recorded) == ["seconds", "hits", "traffic"]
+    for name in ("hits", "traffic"):
+        assert recorded[name]["reason"] == (
+            "ncu, the profiler Nsight Compute, is missing"
+        )
+        assert recorded[name]["environment"]["ncu"] == "not found"
+    assert "reason" not in recorded["seconds"]
+    assert "ncu" not in recorded["seconds"]["environment"]
+
+
+def numbers(benchmark):
+    """{(N, provider): (median, low, high)}"""
+    return {
+        (row["N"], row["provider"]): tuple(row[v] for v in recording.VALUES)
+        for row in benchmark["rows"]
+    }
+
+
+NONE = (None,) * 3
+
+
+def test_without_ncu_all_is_there_but_what_it_knows(missing):
+    _, recorded = missing
+    assert set(numbers(recorded["hits"]).values()) == {NONE}
+    assert numbers(recorded["traffic"]) == {
+        (n, provider): (1.0, 1.0, 1.0) if provider == "hand" else NONE
+        for n in (8, 16)
+        for provider in ("triton", "torch", "hand")
+    }
+    assert numbers(recorded["seconds"])[8, "torch"] == (8.0, 4.0, 16.0)
+    assert recorded["traffic"]["args"] == {
+        "counter": "dram__bytes_read.sum",
+        "M": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def refused(site, missing):
+    """Then ncu is there, but may not read counters."""
+    jobs = site.jobs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAND_IN_NCU", "permission")
+        return jobs, site.count(jobs[0])
+
+
+def test_what_ncu_may_count_now_is_stale(refused):
+    (job,), _ = refused
+    why = "it was not counted: ncu, the profiler Nsight Compute, is missing"
+    assert job.why == {"hits": why, "traffic": why}
+
+
+def test_without_permission_the_recording_says_so(refused):
+    _, sent = refused
+    measured = {m["benchmark"]: m["measured"] for m in sent[:2]}
+    assert list(measured) == ["hits", "traffic"]
+    for its in measured.values():
+        assert its["reason"] == (
+            "ncu may not read this GPU's counters (ERR_NVGPUCTRPERM)"
+        )
+        assert its["environment"]["ncu"] == "2099.1.0.0"
+    assert numbers(measured["traffic"])[8, "hand"] == (1.0, 1.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def counted(site, refused):
+    """At last ncu counts."""
+    problems = site.measure()
+    return problems, site.recorded()
+
+
+def test_numbers_arrive_at_their_points(counted):
+    """Bytes are added and divided; kernels at 80.5 % and 60.5 % for 100 and
+    300 ns hit 65.5 %. What runs outside the range does not count."""
+    problems, recorded = counted
+    assert problems == []
+    for name, values in {
+        "traffic": {"triton": 1500 / 2, "torch": 3000 / 2, "hand": 1},
+        "hits": {"triton": 65.5, "torch": 10, "hand": None},
+    }.items():
+        assert numbers(recorded[name]) == {
+            (n, provider): (value,) * 3
+            for n in (8, 16)
+            for provider, value in values.items()
+        }
+        assert "reason" not in recorded[name]
+        assert recorded[name]["environment"]["ncu"] == "2099.1.0.0"
+        assert recorded[name]["method"] == (
+            "Counted. Counted with ``ncu --clock-control none --cache-control "
+            "all``."
+        )
+
+
+def test_another_ncu_makes_numbers_of_a_live_build_stale(
+    site, missing, counted
+):
+    before, now = missing[1], counted[1]
+    machine = now["hits"]["environment"]
+    assert site.jobs() == site.jobs(machine=machine) == []
+    (job,) = site.jobs(machine=machine | {"ncu": "2100.1"})
+    why = "ncu was 2099.1.0.0, is 2100.1"
+    assert job.why == {"hits": why, "traffic": why}
+    assert todo.other(before["hits"]["environment"], machine) == (
+        "ncu was not found, is 2099.1.0.0"
+    )
+    assert todo.other(before["seconds"]["environment"], machine) is None
+
+
+def test_make_record_says_what_was_not_counted(site, missing, counted):
+    """Of these two runs, the first alone."""
+    lines = [line for line in site.said if "points in" in line]
+    end = "left; not counted: ncu, the profiler Nsight Compute, is missing"
+    found = [line.endswith(end) for line in lines]
+    assert found == [False, True, True, False, False]
+
+
+# What can go wrong, without processes. ---------------------------------------
+
+
+def sent_by_counting(fn, monkeypatch, counter="dram__bytes_read.sum"):
+    monkeypatch.setattr(recording, "environment", lambda _: {})
+    sent, names, ended = [], [], []
+    stand_in = counters.Counting(
+        lambda **message: sent.append(message), NAME, {}
+    )
+    nvtx = torch.cuda.nvtx
+    monkeypatch.setattr(nvtx, "range_push", names.append)
+    monkeypatch.setattr(nvtx, "range_pop", lambda: None)
+    monkeypatch.setattr(nvtx, "range_start", lambda name: len(names))
+    monkeypatch.setattr(nvtx, "range_end", lambda handle: ended.append(handle))
+    stand_in.watch(nvtx)
+    bench = triton.testing.Benchmark(
+        *(["N"], [8, 16], "provider", ["triton", "hand"], ["T", "H"], "name"),
+        *({"counter": counter}, "", "MB of DRAM"),
+    )
+    with replay.replaced(stand_in):
+        triton.testing.perf_report(bench)(fn).run()
+    assert ended == list(range(len(names)))  # what was started
+    return names, sent
+
+
+def test_ranges_of_the_same_name_are_told_apart(monkeypatch):
+    def measure(N, counter, provider):
+        """By ncu."""
+        if provider == "hand":
+            return 5.0
+        with torch.cuda.nvtx.range("counted per 1e6"):
+            return (math.nan,) * 3
+
+    names, (message,) = sent_by_counting(measure, monkeypatch)
+    assert names == ["counted 1", "counted 3"]
+    assert message["ranges"] == [(1, 1e6), None, (3, 1e6), None]
+
+
+def test_a_point_that_no_range_is_pushed_for_is_named(monkeypatch):
+    def measure(N, counter, provider):
+        """By ncu."""
+        with torch.cuda.nvtx.range("another"):
+            return 5.0 if N == 8 else (math.nan,) * 3
+
+    with pytest.raises(recording.RecordingError) as error:
+        sent_by_counting(measure, monkeypatch)
+    assert "name: nothing is counted for {'N': 16, 'provider': 'triton'}" in (
+        str(error.value)
+    )
+
+
+def test_a_point_that_ncu_saw_nothing_of_is_named(site, monkeypatch):
+    """And no other benchmark is lost by that."""
+    row = '"{0}","7","kernel","1  ""<default domain>:counted {1}:none""",'
+    metric = '"dram__bytes_read.sum","byte","1,000,000"'
+    said = "==PROF== Connected\n"
+    said += '"ID","Process ID","Kernel Name","thread Domain:Push/Pop_Range",'
+    said += '"Metric Name","Metric Unit","Metric Value"\n'
+    said += row.format(0, 1) + metric + "\n"
+    said += row.format(1, 2) + metric.replace("1,000,000", "n/a") + "\n"
+    launches = counters.launched(said)
+    assert launches == {1: [{"dram__bytes_read.sum": 1e6}], 2: [{}]}
+
+    def filled(*ranges):
+        rows = [
+            {"N": n, "provider": "triton"} | dict.fromkeys(recording.VALUES)
+            for n in range(len(ranges))
+        ]
+        measured = {"args": {"counter": "dram__bytes_read.sum"}, "rows": rows}
+        measured |= {"x_names": ["N"], "method": "By ncu."}
+        counters.fill(measured, ranges, launches)
+        return rows
+
+    assert filled((1, 1e6), None) == [
+        {"N": 0, "provider": "triton", "median": 1, "low": 1, "high": 1},
+        {"N": 1, "provider": "triton", "median": None, "low": None}
+        | {"high": None},
+    ]
+    for number in (2, 3):
+        with pytest.raises(
+            recording.RecordingError,
+            match=r"ncu counted no dram__bytes_read.sum for \(1,\), triton",
+        ):
+            filled((1, 1e6), (number, 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "failed", "reason"),
+    [
+        ("==PROF== Disconnected\n", None, None),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user has no permission\n",
+            None,
+            "ncu may not read this GPU's counters (ERR_NVGPUCTRPERM)",
+        ),
+        (
+            "==PROF== Connected\n==ERROR== Failed to find metric x\n",
+            "it ended with 1",
+            "ncu failed: Failed to find metric x",
+        ),
+        ("", "it ended with -9", "ncu failed: it ended with -9"),
+    ],
+)
+def test_why_nothing_was_counted(said, failed, reason):
+    assert counters.why_not(said, failed) == reason
+
+
+def test_a_script_that_fails_is_no_failure_of_ncu(site, tmp_path, monkeypatch):
+    """What ncu counted before that is kept, with no reason."""
+    measured = {"rows": [], "method": "By ncu.", "environment": {}}
+    measured["args"] = {"counter": "dram__bytes_read.sum"}
+    done = {"benchmark": "hits", "measured": measured, "ranges": []}
+    wrong = {"error": "ValueError: no luck"}
+    runs = [([done, wrong], "it ended with 1")] * 2
+    monkeypatch.setattr(counters, "_run", lambda *_: runs.pop(0))
+    job = measure.Job(NAME, site.script, {"hits": "", "traffic": ""}, {})
+    job.counters = benchmarks.counters(site.script)
+    first, second = site.count(job)
+    assert not runs
+    assert first["benchmark"] == "hits"
+    assert "reason" not in first["measured"]
+    assert second == wrong
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path):
+    """Under ncu, what measures is the child of a child."""
+    with gpus.children() as children:
+        shell = children.start(
+            ["sh", "-c", "sleep 100 & echo $!; wait"],
+            {},
+            stdout=subprocess.PIPE,
+        )
+        pid = shell.stdout.readline().strip()
+    for _ in range(50):
+        state = Path("/proc", pid, "stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("it still runs")
+
+
+def test_ncu_is_found_where_installers_put_it(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setattr(counters, "PLACES", (str(tmp_path / "*/ncu"),))
+    for name, version in {"2024.1": "2024.1.0", "2025.3": None}.items():
+        path = tmp_path / name / "ncu"
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\necho Version {version}\n" * bool(version))
+        path.chmod(0o755)
+    path.write_text("#!/bin/sh\nexit 1\n")  # what it should start is gone
+    assert counters.found() == (str(tmp_path / "2024.1/ncu"), "2024.1.0")
+    assert counters.version() == "2024.1.0"
