@@ -5,12 +5,11 @@ as CSV and JSON. Its alt text is made from the numbers. Any other figure is a
 drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 """
 
-import csv
-import io
 import math
 import re
 from pathlib import Path
 
+import pandas as pd
 from sphinx.errors import ExtensionError
 from sphinx.util import logging, rst
 
@@ -269,13 +268,9 @@ def circumstances(measured):
 
 
 def _csv(measured):
-    out = io.StringIO()
     names = [*measured.x_names, "provider", *recording.VALUES]
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*names, "unit"])
-    for row in measured.rows:
-        writer.writerow([*(row[name] for name in names), measured.unit])
-    return out.getvalue()
+    table = pd.DataFrame(measured.rows, columns=names)
+    return table.assign(unit=measured.unit).to_csv(index=False)
 
 
 def _by_x(measured):
