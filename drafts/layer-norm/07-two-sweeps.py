@@ -210,7 +210,7 @@ def forward(x, w, b, eps, caches=True):
 
 
 # %%
-# The error of both methods, beside PyTorch's, for larger and larger means:
+# The error of both methods, and PyTorch's, for larger and larger means:
 
 
 @triton.testing.perf_report(
@@ -324,8 +324,7 @@ def report(benchmark):
 
 
 # %%
-# At most 512 MB a matrix: fewer rows where they are very wide.
-# The ceiling is ``x * 1``, for ``copy_`` is slow on large tensors in a graph.
+# The copy is ``x * 1``, for in a graph ``copy_`` is slow on large tensors.
 
 
 def benchmark(mode, **ours):
@@ -382,9 +381,8 @@ report(benchmark("forward", triton=keep, plain=plain))
 # Backward: the means first
 # -------------------------
 #
-# ``dx`` needs two means over a row, :math:`c_1` of :math:`\hat{x} \, w \, dy`
-# and :math:`c_2` of :math:`w \, dy`, and each element needs both:
-# :math:`dx = r \, (w \, dy - \hat{x} \, c_1 - c_2)`.
+# Each element of :math:`dx = r \, (w \, dy - \hat{x} \, c_1 - c_2)` needs two
+# means over its row, those of :math:`\hat{x} \, w \, dy` and :math:`w \, dy`.
 # So there are two sweeps again; the first has a program for each row:
 
 
@@ -395,13 +393,15 @@ def _layer_norm_bwd_means(
     M, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    dy_ptr += row * N
     acc = mean_ptr.dtype.element_ty
     mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
     c1, c2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
-        dy = tl.load(dy_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
         wdy = dy  # 0 in a masked lane
         if w_ptr is not None:
             wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
@@ -474,9 +474,9 @@ def backward(dy, x, w, mean, rstd, wanted):
     dx = c = sums = None
     if wanted[0]:
         dx, c = torch.empty_like(x), torch.empty(2, M, **new)
-        block, warps = plan(N, x.itemsize)
+        block = min(8192 // x.itemsize, triton.next_power_of_2(N))
         args = dy, x, w, mean, rstd, c, M, N, block
-        _layer_norm_bwd_means[(M,)](*args, num_warps=warps)
+        _layer_norm_bwd_means[(M,)](*args, num_warps=8)
     cols = min(4096 // x.itemsize, triton.next_power_of_2(N))
     slices, rows = triton.cdiv(N, cols), 2
     groups = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
