@@ -158,8 +158,8 @@ print("four programs know the same sums:", out.tolist())
 #
 # A *tile* is a few rows of a slice; a *group* of programs, one for each
 # slice, takes tile after tile.
-# Waiting at once for the words of a tile would cost time in every turn: a word
-# needs about a microsecond to the second-level cache and back.
+# To wait at once for the words of a tile would cost time in every turn: they
+# go to the second-level cache and back while nothing else is done.
 # So a program publishes tile ``t`` and then finishes tile ``t - 1``:
 
 # %%
@@ -484,7 +484,7 @@ def _layer_norm_bwd_shared(
 
 
 # %%
-# A slice is narrower here: 4 KB, or a row's share of a multiprocessor.
+# A slice is narrower here: 4 KB, or what each multiprocessor has of a row.
 
 
 def backward(dy, x, w, mean, rstd):

@@ -78,9 +78,11 @@ def test_at_once():
 def test_cuda_graph():
     """Replayed, its words are filled anew."""
     x, w, b, dy = page.inputs(64, 65536, torch.float16)
-    call = lambda: torch.autograd.grad(
-        page.layer_norm(x, (65536,), w, b), (x, w, b), dy
-    )
+
+    def call():
+        y = page.layer_norm(x, (65536,), w, b)
+        return torch.autograd.grad(y, (x, w, b), dy)
+
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -113,15 +115,16 @@ def test_too_many_programs_are_refused():
     """A cooperative launch fails; it does not hang."""
     x, out = torch.zeros(2, 16 * 2**17, device="cuda")
     words = page.empty_words(1, 2**17)
-    with pytest.raises(RuntimeError, match="(?i)cooperative"):
-        args = x, out, words, 16, 2**17
+    with pytest.raises(RuntimeError, match="cooperative"):
+        args = x, out, words, 16, 4
         page.together(page._shared_sums, 2**17, *args, per_sm=1, warps=4)
 
 
 ALONE = """
 import torch
 from tutorial import load
-page = load("layer-norm/08-shared-rows", [("loads, 10000000,", "loads, 1000,")])
+soon = "loads, 10000000,", "loads, 1000,"
+page = load("layer-norm/08-shared-rows", [soon])
 x, out = torch.zeros(64, device="cuda"), torch.zeros(8, device="cuda")
 # Three programs, where four words are awaited.
 args = x, out, page.empty_words(1, 4), 16, 4
