@@ -85,12 +85,12 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
         word = tl.inline_asm_elementwise(
             """{
             .reg .pred empty, again; .reg .b32 loads; mov.b32 loads, 0;
-            LOAD: ld.relaxed.gpu.global.b64 $0, [$1];
+            LOAD:
+            ld.relaxed.gpu.global.b64 $0, [$1];
             setp.eq.b64 empty, $0, 0x7F8000017F800001;
             add.u32 loads, loads, 1;
             setp.lt.and.u32 again, loads, 10000000, empty;
-            @again bra LOAD;
-            @empty trap;
+            @again bra LOAD; @empty trap;
             }""",
                         "=&l,l", [at.to(tl.int64)],
             dtype=tl.int64, is_pure=False, pack=1,
