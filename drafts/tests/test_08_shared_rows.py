@@ -44,7 +44,7 @@ def test_dimensions(lead):
 
 
 def test_only_some_gradients():
-    for number in 0, 7, 11, 13, 14, 21, 26, 31:
+    for number in 7, 13, 18, 28, 31:
         *wanted, weight, bias = (bool(number >> i & 1) for i in range(5))
         run(Case((1,), (8,), weight=weight, bias=bias, wanted=tuple(wanted)))
 
@@ -173,8 +173,8 @@ MUTANTS = {
 def _suite(module):
     """A few cases that together catch every mutant."""
     module.NUM_SMS = 12
-    run(Case((5,), (72,)), module)
-    run(Case((3,), (8,), dy="one number"), module)
+    run(Case((3,), (72,)), module)
+    run(Case((2,), (8,), dy="one number"), module)
 
 
 def test_suite_passes():
