@@ -461,7 +461,7 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
     )
     if grads is not None:
         option = {"launch_pdl": True} if EARLY else {}
-        rows = triton.next_power_of_2(programs)
+        rows = triton.next_power_of_2(max(programs, 1))
         _add_up_chunks[(triton.cdiv(2 * N, 16),)](
             sums, grads, programs, 2 * N, rows, 16, EARLY, **option
         )
@@ -539,7 +539,7 @@ report(benchmark(
 ))  # fmt: skip
 
 # %%
-# Beyond 8192 columns the tile spills; chunks do not.
+# Beyond 8192 columns the tile spills; chunks spill two registers at most.
 #
 # What do the formulas cost? Half and twice as many warps for a row, at widths
 # that were not used to choose the numbers; a ratio below 1 is a loss:
