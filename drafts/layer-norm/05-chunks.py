@@ -492,8 +492,8 @@ class LayerNorm(torch.autograd.Function):
         dx = torch.empty_like(x) if for_x else None
         grads = dw = db = None
         if for_w or for_b:
-            grads = mean.new_empty(2, x.shape[1], dtype=ctx.grads_dtype)
-            dw, db = grads
+            new = {"dtype": ctx.grads_dtype, "device": x.device}
+            dw, db = grads = torch.empty(2, x.shape[1], **new)
         backward(dy.contiguous(), x, w, mean, rstd, dx, grads, ctx.plan)
         return dx, dw if for_w else None, db if for_b else None, None, None
 

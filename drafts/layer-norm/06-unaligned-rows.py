@@ -98,7 +98,7 @@ def _lanes(c, shift, N, CHUNK, STEP):
 @triton.jit
 def _only_inside(x, c, shift, N, STEP):
     CHUNK: tl.constexpr = x.shape[1]
-    if c == 0 or (c + 1) * CHUNK > N:
+    if (STEP > 1 and c == 0) or (c + 1) * CHUNK > N:
         _, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
         x = tl.where(inside, x, 0)
     return x
@@ -109,8 +109,6 @@ def _only_inside(x, c, shift, N, STEP):
 # The last group of the matrix may reach beyond its end: out of bounds, says
 # memcheck of compute-sanitizer, but memory comes in larger pieces, and what
 # lies beyond is not used.
-# In ``w`` and ``b`` columns have no shift: they are loaded one by one, but only
-# once for many rows.
 
 
 @triton.jit
@@ -136,7 +134,7 @@ def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
     row = tl.arange(0, x.shape[0])[:, None] * STEP
     ptr += tl.cast(first, tl.int64) * N // STEP * STEP
     mask = row < M - first
-    if c > 0 and (c + 1) * CHUNK <= N:
+    if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
         tl.store(ptr + (row * N + lane), x, mask=mask)
     else:
         tl.store(ptr + (row * N + lane), x, mask=mask & whole)
@@ -232,7 +230,8 @@ def lane_step(N, *matrices):
 def forward(x, w, b, eps, step):
     """y, mean and rstd for an (M, N) x, whose rows may be far apart."""
     (M, N), acc = x.shape, torch.promote_types(x.dtype, torch.float32)
-    y, (mean, rstd) = x.new_empty(M, N), x.new_empty(2, M, dtype=acc)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
     plan = plan_forward(N, x.itemsize, step)
     args = x, w, b, y, mean, rstd, M, x.stride(0), eps, N
     _layer_norm_fwd_shifted[(programs_for(M, plan),)](*args, **plan)
@@ -507,13 +506,13 @@ class LayerNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
-        (M, N), dy = x.shape, dy.contiguous()
+        N, dy = x.shape[1], dy.contiguous()
         for_x, for_w, for_b, *_ = ctx.needs_input_grad
-        dx, grads = x.new_empty(M, N) if for_x else None, None
-        dw = db = None
+        dx = torch.empty_like(dy) if for_x else None
+        grads = dw = db = None
         if for_w or for_b:
-            grads = mean.new_empty(2, N, dtype=ctx.grads_dtype)
-            dw, db = grads
+            new = {"dtype": ctx.grads_dtype, "device": x.device}
+            dw, db = grads = torch.empty(2, N, **new)
         step = lane_step(N, x, dy) if ctx.shift else 1
         backward(dy, x, w, mean, rstd, dx, grads, step)
         return dx, dw if for_w else None, db if for_b else None, None, None
