@@ -87,9 +87,9 @@ def test_dimensions(lead):
 
 
 def test_only_some_gradients():
-    for number in range(32):
+    for number in range(0, 32, 3):
         *wanted, weight, bias = (bool(number >> i & 1) for i in range(5))
-        run(Case((5,), (21,), weight=weight, bias=bias, wanted=tuple(wanted)))
+        run(Case((2,), (9,), weight=weight, bias=bias, wanted=tuple(wanted)))
 
 
 def test_weight_and_bias_of_two_types():
