@@ -313,7 +313,7 @@ def speed(moved, fn):
 
 
 def report(benchmark):
-    """Draw a benchmark; print how many times as fast as others we are."""
+    """Draw a benchmark; print our speed over that of the others."""
     table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
     table.columns = [name.split(" (")[0] for name in table.columns]
     if table.isna().all(axis=None):
