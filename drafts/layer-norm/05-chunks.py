@@ -4,8 +4,9 @@ Chunks instead of padding
 
 How does a row of 4608 columns fit into registers without a tile of 8192?
 Cut it into chunks, of which only the last can have idle lanes, and let narrow
-rows share a program; the formulas are those of
-`Layer normalization, both passes <01-layer-norm.html>`_.
+rows share a program.
+
+Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
 """
 
 # %%
@@ -293,9 +294,7 @@ def padded(rule):
     return lambda N, size: rule(wide(N), size) | {"CHUNK": wide(N)}
 
 
-def by(rule, mode="forward"):
-    if mode == "backward":
-        return lambda x, _, w, b: LayerNorm.apply(x, w, b, 1e-5, rule)
+def by(rule):
     return lambda x, _, w, b: forward(x, w, b, 1e-5, rule(x.shape[1], 2))
 
 
@@ -532,10 +531,13 @@ M, N = (1151, 4608) if ON_GPU else (9, 200)
 for dtype in torch.float16, torch.float32:
     check(layer_norm, M, N, dtype)
 
+def trained_by(rule):
+    return lambda x, _, w, b: LayerNorm.apply(x, w, b, 1e-5, rule)
+
+
 report(benchmark(
     "backward", "backward", [N for N in WIDTHS if N <= 10240],
-    triton=by(plan_backward, "backward"),
-    tile=by(padded(plan_backward), "backward"),
+    triton=trained_by(plan_backward), tile=trained_by(padded(plan_backward)),
 ))  # fmt: skip
 
 # %%
@@ -545,12 +547,13 @@ report(benchmark(
 # that were not used to choose the numbers; a ratio below 1 is a loss:
 
 OTHERS = [1280, 2816, 3328, 5888, 9984]
-for mode, rule, most in (
-    ("forward", plan_forward, 4096), ("backward", plan_backward, 2048)
-):  # fmt: skip
+for mode, by_rule, rule, most in (
+    ("forward", by, plan_forward, 4096),
+    ("backward", trained_by, plan_backward, 2048),
+):
     tried = {"triton": most, "half": 2 * most, "twice": most // 2}
     for name, each in tried.items():
-        tried[name] = by(lambda *size, each=each: rule(*size, each), mode)
+        tried[name] = by_rule(lambda *size, each=each: rule(*size, each))
     report(benchmark(f"warps-{mode}", mode, OTHERS, (), **tried))
 
 # %%

@@ -57,7 +57,7 @@ print(f"sums of squares: {by_squares:.5f}")
 print(f"Welford:         {by_lanes:.5f}")
 
 # %%
-# The squares are near 10\ :sup:`8`, where one float32 number is 8 away from
+# The squares are near :math:`10^8`, where one float32 number is 8 away from
 # the next, and the variance is the difference of two such numbers.
 #
 # As a kernel: a *tile* has a power of two of *lanes*, one for each element.
@@ -255,8 +255,8 @@ print(table.to_string(index=False, float_format="{:.0e}".format))
 # Measured: the forward pass
 # --------------------------
 #
-# A copy moves two matrices, a kernel that reads ``x`` twice three: without
-# caches the *roof* is two thirds of the speed of a copy.
+# A copy moves two matrices, a kernel that reads ``x`` twice moves three.
+# Without caches this is the *roof*: two thirds, in the speeds below.
 
 # %%
 

@@ -41,7 +41,7 @@ def cells(text):
 def marked(text, kind):
     """The cells that are folded as this kind."""
     return [
-        cell
+        cell.rstrip()
         for _, cell in cells(text)
         if (found := MARKED.match(cell)) and found[1].startswith(kind)
     ]
@@ -114,7 +114,7 @@ def test_scaffold_is_short(name):
 @EVERY
 def test_the_first_code_is_scaffold(name):
     first = next(cell for _, cell in list(cells(TEXTS[name]))[1:])
-    assert first in marked(TEXTS[name], "Scaffold")
+    assert first.rstrip() in marked(TEXTS[name], "Scaffold")
 
 
 @EVERY
