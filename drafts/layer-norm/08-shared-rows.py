@@ -1,0 +1,676 @@
+r"""
+Programs that share a row
+=========================
+
+How do you normalize a row of a million columns without reading it twice?
+Let many programs hold it together, each one a slice in registers, and tell
+each other their sums while they work.
+
+The kernels of `Two sweeps <07-two-sweeps.html>`_ read wide rows twice, and the
+second time from memory again.
+Here programs *wait for each other*.
+So all of them must run at the same time, a number must arrive as a whole, and
+waiting should cost no time.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+# A word that says whether it has arrived
+# ---------------------------------------
+#
+# Two float32 numbers make one *word* of 64 bits.
+# At first every word is ``EMPTY``: two signaling NaNs, which are never the
+# result of arithmetic.
+# A program *publishes* by storing its word; others load it until it is no
+# longer ``EMPTY``.
+#
+# This takes PTX, the language below Triton's on NVIDIA GPUs.
+# A ``relaxed`` access of 64 bits is seen by the whole ``gpu`` as one, or not at
+# all.
+# `A lock <03-lock.html>`_ also needs *acquire* and *release*, for the memory
+# that it guards; a word guards nothing, it is the message itself.
+#
+# A word that never comes must not become a wrong number: after ten million
+# loads ``trap`` ends the kernel, and PyTorch raises an error.
+
+EMPTY = 0x7F800001_7F800001
+
+
+@triton.jit
+def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
+             PTX: tl.constexpr):  # fmt: skip
+    """Store the word of slice s for each row of a tile."""
+    row = first + tl.arange(0, a.shape[0])
+    at = words_ptr + row * SLICES + s
+    low = a.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = low | b.to(tl.uint32, bitcast=True).to(tl.int64) << 32
+    if PTX:
+        tl.inline_asm_elementwise(
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;",
+            "=r,l,l", [at.to(tl.int64), word],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, word)
+
+
+@triton.jit
+def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
+             PADDED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """For each row of a tile the numbers of all slices, then zeros."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    s = tl.arange(0, PADDED)[None, :]
+    at = words_ptr + row * SLICES + tl.minimum(s, SLICES - 1)
+    if PTX:
+        word = tl.inline_asm_elementwise(
+            """{
+            .reg .pred empty, again;
+            .reg .b32 loads;
+            mov.b32 loads, 0;
+            LOAD:
+            ld.relaxed.gpu.global.b64 $0, [$1];
+            setp.eq.b64 empty, $0, 0x7F8000017F800001;
+            add.u32 loads, loads, 1;
+            setp.lt.and.u32 again, loads, 10000000, empty;
+            @again bra LOAD;
+            @empty trap;
+            }""",
+            "=&l,l", [at.to(tl.int64)],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        word = tl.load(at)
+    a = word.to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)
+
+
+# %%
+# The smallest example: programs share one row, and each of them wants the sum
+# of all elements and of all squares.
+
+
+@triton.jit
+def _shared_sums(x_ptr, out_ptr, words_ptr, LANES: tl.constexpr,
+                 SLICES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    s = tl.program_id(0)
+    x = tl.load(x_ptr + s * LANES + tl.arange(0, LANES))[None, :]
+    _publish(words_ptr, 0, s, tl.sum(x, 1), tl.sum(x * x, 1), SLICES, PTX)
+    a, b = _collect(words_ptr, 0, 1, SLICES, SLICES, PTX)
+    tl.store(out_ptr + 2 * s, tl.sum(a))
+    tl.store(out_ptr + 2 * s + 1, tl.sum(b))
+
+
+# %%
+# A program that waits for one that cannot start waits for ever.
+# A *cooperative launch* fails if not all programs fit at the same time, and
+# ``maxnreg`` limits the registers of a thread so that ``per_sm`` of them fit
+# on each multiprocessor.
+# Triton's interpreter runs one program after the other, so there a kernel
+# runs twice: the second time it finds what the first has published.
+
+CUDA = ON_GPU and torch.version.hip is None
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+
+
+def together(kernel, programs, *args, per_sm, warps):
+    """Launch programs that wait for each other."""
+    options = {"num_warps": warps}
+    if CUDA:
+        registers = 65536 // (32 * warps * per_sm) // 8 * 8
+        options |= {"maxnreg": min(registers, 255)}
+        options |= {"launch_cooperative_grid": True}
+    for _ in range(1 if ON_GPU else 2):
+        kernel[(programs,)](*args, PTX=CUDA, **options)
+
+
+def empty_words(rows, slices):
+    # In the interpreter nobody waits, and 0 makes no NaN on the way.
+    words = torch.empty(rows, slices, dtype=torch.int64, device=DEVICE)
+    return words.fill_(EMPTY if CUDA else 0)
+
+
+x, out = torch.arange(64.0, device=DEVICE), torch.zeros(4, 2, device=DEVICE)
+args = x, out, empty_words(1, 4), 16, 4
+together(_shared_sums, 4, *args, per_sm=1, warps=4)
+print("four programs know the same sums:", out.tolist())
+
+# %%
+# Each call fills new words.
+# To use words again, they would need the number of the call in them, and a
+# CUDA graph would replay that number too.
+#
+# Rows in slices
+# --------------
+#
+# A *tile* is a few rows of a slice; a *group* of programs, one for each
+# slice, takes tile after tile.
+# If a program waited for the words of a tile at once, it would stand still in
+# every turn: a word needs about a microsecond to the second-level cache and
+# back, and the loads of a tile hardly more.
+# So it publishes tile ``t`` and then finishes tile ``t - 1``, whose words have
+# arrived in the meantime:
+
+# %%
+
+# Drawing: which tile is published and which is finished in each turn.
+
+plt.figure("Three programs: in turn t each of them publishes its sums of tile "
+           "t and finishes tile t - 1", (7.5, 2.2))  # fmt: skip
+for s in range(3):
+    for t in range(5):
+        for what, tile, x in ("publish", t, 2 * t), ("finish", t - 1, 2 * t + 1):
+            if 0 <= tile < 4:
+                plt.barh(-s, 1, 0.7, x, align="center", color=f"C{tile}", ec="k")
+                plt.text(x + 0.5, -s, f"{what}\n{tile}", ha="center", va="center")
+    plt.text(-0.2, -s, f"slice {s}", ha="right", va="center")
+plt.axis((-1.5, 10.2, -2.6, 0.6))
+plt.axis("off")
+plt.show()
+
+# %%
+# There is one turn more than there are tiles: in the first nothing is there to
+# be finished, in the last nothing to be loaded.
+#
+# A slice has ``WIDTH`` columns in ``LANES`` lanes, a power of two; lanes
+# outside are *masked*: they load 0 and store nothing.
+
+
+@triton.jit
+def _my_slice(N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+              WIDTH: tl.constexpr):  # fmt: skip
+    """Slice; first row, and rows to the next tile; columns; which exist."""
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, group = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    lane = tl.arange(0, LANES)[None, :]
+    inside = (lane < WIDTH) & (s * WIDTH + lane < N)
+    step = tl.num_programs(0) // SLICES * ROWS
+    return s, group * ROWS, step, s * WIDTH + lane, inside
+
+
+@triton.jit
+def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
+    """Where a tile is in a matrix, and which of its elements exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    start = tl.cast(first, tl.int64) * N  # 64 bits: M * N may pass 2**31
+    return start, row * N + cols, inside & (row < M - first)
+
+
+# %%
+# A slice publishes its mean and ``m2``, the sum of squared distances from that
+# mean.
+# The slices are put together as the lanes are in `Two sweeps
+# <07-two-sweeps.html>`_: one of ``n`` columns adds ``m2`` and ``n`` times the
+# squared distance of the two means.
+
+
+@triton.jit
+def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
+                WIDTH: tl.constexpr):  # fmt: skip
+    """Mean and 1 / standard deviation of each row."""
+    s = tl.arange(0, means.shape[1])[None, :]
+    n = tl.maximum(tl.minimum(N - s * WIDTH, WIDTH), 0).to(tl.float32)
+    mean = tl.sum(means * n, 1) / N
+    d = means - mean[:, None]
+    return mean, 1 / tl.sqrt(tl.sum(m2s + n * d * d, 1) / N + eps)
+
+
+# %%
+# The tile before waits in registers.
+# The compiler gives each of its 16-bit numbers a whole register of 32 bits,
+# and then has too few; so two numbers share one.
+
+
+@triton.jit
+def _pack(tile):
+    if tile.dtype.primitive_bitwidth == 16:
+        bits = tile.to(tl.uint16, bitcast=True)
+        pairs = tl.reshape(bits, [tile.shape[0], tile.shape[1] // 2, 2])
+        low, high = tl.split(pairs)
+        return low.to(tl.uint32) | high.to(tl.uint32) << 16
+    else:
+        return tile
+
+
+@triton.jit
+def _unpack(words, kind: tl.constexpr):
+    if kind.primitive_bitwidth == 16:
+        low = words.to(tl.uint16).to(kind, bitcast=True)
+        high = (words >> 16).to(tl.uint16).to(kind, bitcast=True)
+        pairs = tl.join(low.to(tl.float32), high.to(tl.float32))
+        return tl.reshape(pairs, [words.shape[0], 2 * words.shape[1]])
+    else:
+        return words
+
+
+# %%
+# ``LATER`` says whether a tile is finished a turn later, or at once.
+
+
+@triton.jit
+def _layer_norm_fwd_shared(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, words_ptr,
+    M, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    LATER: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+    b = tl.load(b_ptr + cols, mask=inside, other=0)
+    before = _pack(tl.zeros((ROWS, LANES), kind))
+    for first in tl.range(start, M + LATER * step, step, num_stages=3):
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+        mean = tl.sum(x.to(tl.float32), 1) / tl.minimum(N - s * WIDTH, WIDTH)
+        d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)
+        _publish(words_ptr, first, s, mean, tl.sum(d * d, 1), SLICES, PTX)
+        done, end, finish = first, M, x
+        if LATER:
+            done = tl.maximum(first - step, start)
+            end = tl.where(first > start, M, 0)  # in the first turn no row
+            finish = _unpack(before, kind)
+        means, m2s = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+        mean, rstd = _statistics(means, m2s, eps, N, WIDTH)
+        rows = done + tl.arange(0, ROWS)
+        once = rows < tl.where(s == 0, end, 0)  # one slice stores them
+        tl.store(mean_ptr + rows, mean, mask=once)
+        tl.store(rstd_ptr + rows, rstd, mask=once)
+        y = (finish.to(tl.float32) - mean[:, None]) * rstd[:, None]
+        y = y * w.to(tl.float32) + b.to(tl.float32)
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(y_ptr + at + cell, y, mask=mask)
+        before = _pack(x)
+
+
+# %%
+# Eight KB of a row make a slice, and two programs run on a multiprocessor:
+# enough for a million columns of 16 bits.
+# Where programs would be left over, slices become narrower.
+
+
+def cut(M, N, rows, lanes, per_sm):
+    """Groups, programs, words, and tiles as a kernel takes them."""
+    programs, least = NUM_SMS * per_sm, triton.cdiv(N, lanes)
+    if least > programs:
+        raise ValueError(
+            f"normalized_shape has {N} columns: this page takes "
+            f"{programs * lanes} here, the page Two sweeps takes all"
+        )
+    groups = max(min(programs // least, triton.cdiv(M, rows)), 1)
+    padded = triton.next_power_of_2(least)
+    unit = min(lanes, 64)  # slices begin at a multiple of 128 bytes
+    width = triton.cdiv(N, min(programs // groups, padded) * unit) * unit
+    slices = triton.cdiv(N, width)
+    words = empty_words(M + (groups + 1) * rows, slices)
+    return groups, groups * slices, words, (rows, lanes, width, padded)
+
+
+# Bytes. Without a GPU slices are narrow, so that small matrices have some.
+SLICE = 8192 if ON_GPU else 256
+
+
+def forward(x, w, b, eps, later=True):
+    """y, mean and rstd for a contiguous (M, N) x."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    mean, rstd = torch.empty(2, M, dtype=torch.float32, device=x.device)
+    w = x.new_ones(N) if w is None else w
+    b = x.new_zeros(N) if b is None else b
+    _, programs, words, tiles = cut(M, N, 2, SLICE // x.itemsize, 2)
+    args = x, w, b, y, mean, rstd, words, M, eps, N, *tiles, later
+    together(_layer_norm_fwd_shared, programs, *args, per_sm=2, warps=8)
+    return y, mean, rstd
+
+
+x = torch.randn(9, 200, device=DEVICE)
+for later in False, True:
+    y, _, _ = forward(x, None, None, 1e-5, later)
+    torch.testing.assert_close(y, F.layer_norm(x, (200,)))
+
+# %%
+# Measured
+# --------
+
+# %%
+
+# Scaffold: inputs, and a check against float64.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy; the mean of x is far from 0."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
+
+
+def check(function, M, N, dtype):
+    """Compare y, dx, dw and db with those of PyTorch in float64."""
+    given, results = inputs(M, N, dtype), []
+    exact = [t.detach().double().requires_grad_() for t in given]
+    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
+        y = f(x, (N,), w, b)
+        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
+    # 16 bits: one rounding of a result. float32: the sums round as well.
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
+    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+# %%
+
+# Scaffold: the clock, and what its figures say.
+
+
+def device_time(fn):
+    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    fn()  # compiles
+    graph = torch.cuda.CUDAGraph()  # replayed without Python
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        fn()
+    # do_bench overwrites the L2 cache before each replay.
+    return triton.testing.do_bench(
+        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
+    )
+
+
+def speed(moved, fn):
+    """GB/s of a function that must move so many bytes."""
+    ms, low, high = device_time(fn)
+    return [moved / t * 1e-6 for t in (ms, high, low)]
+
+
+def report(benchmark):
+    """Draw a benchmark; print how many times as fast as others we are."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
+    print(f"speed of {table.columns[0]} divided by that of")
+    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
+
+
+# %%
+# The copy is ``x * 1``, for in a graph ``copy_`` is slow on large tensors.
+
+
+def benchmark(mode, **ours):
+    names = {"triton": "Triton", "at_once": "At once", "torch": "PyTorch"}
+    names |= {"torch.compile": "torch.compile", "copy": "Copy"}
+    lines = [*ours, "torch", "torch.compile", "copy"]
+
+    def measure(M, N, dtype, mode, provider):
+        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+        median, 20 % and 80 % quantiles. At most 512 MB a matrix."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        x, w, b, dy = inputs(min(M, 2**29 // (N * dtype.itemsize)), N, dtype)
+        f, out = ours.get(provider, F.layer_norm), torch.empty_like(dy)
+        if provider == "torch.compile":
+            torch._dynamo.reset()  # nothing is left of other shapes
+            torch._functorch.config.donated_buffer = False  # runs many times
+            f = torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
+        forward = lambda: f(x, (N,), w, b)
+        y, grad = forward(), torch.autograd.grad
+        backward = lambda: grad(y, (x, w, b), dy, retain_graph=True)
+        if provider == "copy":
+            forward = lambda: torch.mul(dy, 1, out=out)
+            backward = lambda: torch.add(x.detach(), dy, out=out)
+        if mode == "forward":
+            return speed(2 * dy.nbytes, forward)
+        return speed(3 * dy.nbytes, backward)
+
+    return triton.testing.perf_report(
+        triton.testing.Benchmark(
+            x_names=["N"],
+            x_vals=[2**15 * i for i in (1, 2, 3, 4, 8, 12, 16, 24, 32)],
+            x_log=True,
+            line_arg="provider",
+            line_vals=lines,
+            line_names=[names[line] for line in lines],
+            ylabel="GB/s",
+            plot_name=f"layer-norm-shared-rows-{mode}",
+            args={"M": 4096, "dtype": torch.float16, "mode": mode},
+        )
+    )(measure)
+
+
+later = lambda x, _, w, b: forward(x, w, b, 1e-5)
+at_once = lambda x, _, w, b: forward(x, w, b, 1e-5, later=False)
+report(benchmark("forward", triton=later, at_once=at_once))
+
+# %%
+# "At once" moves the same bytes, and waits in every turn.
+# Wider rows have more programs that must agree, and fewer rows are under way
+# at the same time, so that an exchange weighs more.
+#
+# Backward: two more sums
+# -----------------------
+#
+# ``dx`` needs the sums of :math:`w \, dy \, (x - \mu)` and :math:`w \, dy` over
+# a row: one word again.
+# The sums for ``dw`` and ``db`` need no exchange, for a program has all rows
+# of its columns in its group.
+
+
+@triton.jit
+def _add_pairs(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _slice_sums(x, dy, w, mean):
+    wdy = w.to(tl.float32) * dy.to(tl.float32)
+    d = x.to(tl.float32) - mean[:, None]
+    return tl.reduce((wdy * d, wdy), 1, _add_pairs)
+
+
+@triton.jit
+def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
+                     N: tl.constexpr):  # fmt: skip
+    """dx of a tile, and dw and db with its terms."""
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
+    c1 = (sum1 * rstd * rstd * rstd / N)[:, None]
+    c2 = (sum2 * rstd / N)[:, None]
+    d, dy = x.to(tl.float32) - mean[:, None], dy.to(tl.float32)
+    scaled = dy * rstd[:, None]
+    dx = scaled * w.to(tl.float32) - (d * c1 + c2)
+    return dx, dw + tl.sum(scaled * d, 0)[None, :], db + tl.sum(dy, 0)[None, :]
+
+
+@triton.jit
+def _layer_norm_bwd_shared(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr,
+    sums_ptr,  # (groups, 2, N)
+    M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+    dw, db = tl.zeros((1, LANES), tl.float32), tl.zeros((1, LANES), tl.float32)
+    nothing = tl.zeros((ROWS, LANES), kind)
+    x1, dy1 = _pack(nothing), _pack(nothing)
+    for first in tl.range(
+        start, M + step, step, num_stages=3, disable_licm=True
+    ):  # fmt: skip
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+        dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
+        rows = first + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
+        sum1, sum2 = _slice_sums(x, dy, w, mean)
+        _publish(words_ptr, first, s, sum1, sum2, SLICES, PTX)
+        done, end = tl.maximum(first - step, start), tl.where(first > start, M, 0)
+        sum1, sum2 = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+        rows = done + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
+        x2, dy2 = _unpack(x1, kind), _unpack(dy1, kind)
+        dx, dw, db = _slice_gradients(
+            x2, dy2, w, mean, rstd, sum1, sum2, dw, db, N
+        )
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(dx_ptr + at + cell, dx, mask=mask)
+        x1, dy1 = _pack(x), _pack(dy)
+    sums_ptr += start // ROWS * 2 * N + cols
+    tl.store(sums_ptr, dw, mask=inside)
+    tl.store(sums_ptr + N, db, mask=inside)
+
+
+# %%
+# ``disable_licm`` keeps the compiler from converting ``w`` to float32 ahead of
+# the loop, where it would fill registers all the time.
+#
+# A thread now has two tiles and two sums, so slices are narrower: a 128th of
+# the row, for there are about as many multiprocessors, and at least 4 KB.
+
+
+def backward(dy, x, w, mean, rstd):
+    """dx, dw and db for (M, N) matrices."""
+    M, N = x.shape
+    w = x.new_ones(N) if w is None else w
+    part = triton.next_power_of_2(triton.cdiv(N * x.itemsize, 128))
+    size = max(part, SLICE // 2)  # bytes of a slice
+    rows, per_sm = 2 if size <= SLICE else 1, max(SLICE // size, 1)
+    cuts = cut(M, N, rows, size // x.itemsize, per_sm)
+    groups, programs, words, tiles = cuts
+    dx, sums = torch.empty_like(x), mean.new_empty(groups, 2, N)
+    args = dy, x, w, mean, rstd, dx, words, sums, M, N, *tiles
+    how = {"per_sm": per_sm, "warps": min(max(size // 1024, 1), 8)}
+    together(_layer_norm_bwd_shared, programs, *args, **how)
+    return dx, *sums.sum(0)
+
+
+# %%
+# The autograd function makes layouts right, which kernels trust.
+# PyTorch rounds the gradients to the types of ``w`` and ``b``.
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
+        y, mean, rstd = forward(x, w, b, eps)
+        ctx.save_for_backward(x, w, mean, rstd)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        found = backward(dy.contiguous(), *ctx.saved_tensors)
+        pairs = zip(found, ctx.needs_input_grad, strict=False)
+        return *(t if wanted else None for t, wanted in pairs), None
+
+
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Normalize x over its last dimensions; weight and bias may be None."""
+    one = isinstance(normalized_shape, int)
+    shape = torch.Size([normalized_shape] if one else normalized_shape)
+    N = shape.numel()
+    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
+        if t is None and name != "x":
+            continue
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(f"{name} is {t.dtype}: words hold float32")
+        if t.device != x.device or t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
+        if N == 0 or shape != (t.shape[-len(shape) :] if t is x else t.shape):
+            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+    if N % 8 or ON_GPU != CUDA:
+        raise ValueError(
+            f"normalized_shape has {N} columns: this page takes multiples of "
+            "8, on NVIDIA GPUs; the page Two sweeps takes all"
+        )
+    w, b = (None if t is None else t.reshape(N) for t in (weight, bias))
+    return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
+
+
+M, N = (37, 2**18) if ON_GPU else (9, 200)
+for dtype in torch.float16, torch.float32:
+    check(layer_norm, M, N, dtype)
+
+report(benchmark("backward", triton=layer_norm))
+
+# %%
+# Each matrix is read or written once; PyTorch reads two of them twice.
+# No result depends on which program was faster: words are added in the order
+# of the slices, not of their arrival, so the same input gives the same bits.
+#
+# Exercise 1: the largest element
+# -------------------------------
+#
+# A softmax needs the largest element of a row, and then the sum of the
+# exponentials of the distances from it.
+# Change ``_shared_sums`` so that each program stores both, with one exchange.
+#
+# **Hint.** A slice does not know the largest element of the row; publish its
+# own, and the sum of exponentials that goes with it.
+
+
+def exercise_1(kernel):
+    x, out = torch.randn(64, device=DEVICE), torch.zeros(4, 2, device=DEVICE)
+    args = x + 100, out, empty_words(1, 4), 16, 4
+    together(kernel, 4, *args, per_sm=1, warps=4)
+    most = (x + 100).max()
+    sums = torch.stack([most, (x + 100 - most).exp().sum()])
+    wrong = ~torch.isclose(out, sums).all(1)
+    print("wrong in programs", wrong.nonzero().flatten().tolist())
+    return not wrong.any()
+
+
+exercise_1(_shared_sums)
+
+# %%
+
+# Solution 1: exp(x - most) = exp(x - own) * exp(own - most).
+
+
+@triton.jit
+def _shared_softmax(x_ptr, out_ptr, words_ptr, LANES: tl.constexpr,
+                    SLICES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    s = tl.program_id(0)
+    x = tl.load(x_ptr + s * LANES + tl.arange(0, LANES))[None, :]
+    own = tl.max(x, 1)
+    total = tl.sum(tl.exp(x - own[:, None]), 1)
+    _publish(words_ptr, 0, s, own, total, SLICES, PTX)
+    owns, totals = _collect(words_ptr, 0, 1, SLICES, SLICES, PTX)
+    most = tl.max(owns)
+    tl.store(out_ptr + 2 * s, most)
+    tl.store(out_ptr + 2 * s + 1, tl.sum(totals * tl.exp(owns - most)))
+
+
+assert exercise_1(_shared_softmax)
