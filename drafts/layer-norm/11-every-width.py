@@ -111,7 +111,7 @@ EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 # Bytes. Without a GPU slices are narrow, so that small matrices have some.
-SLICE = 8192 if ON_GPU else 256
+SLICE = 8192 if ON_GPU else 64
 
 
 def can_share(dtype):
@@ -1089,10 +1089,14 @@ def add_up(P, N):
 # %%
 # A plan asks the rule, or does as it is told by ``kernels``.
 
-FORWARD = {"chunks": forward_chunks, "shifted": forward_shifted}
-FORWARD |= {"sweeps": forward_sweeps, "shared": forward_shared}
-BACKWARD = {"chunks": backward_chunks, "shifted": backward_shifted}
-BACKWARD |= {"sweeps": backward_sweeps, "shared": backward_shared}
+FORWARD = {
+    "chunks": forward_chunks, "shifted": forward_shifted,
+    "sweeps": forward_sweeps, "shared": forward_shared,
+}  # fmt: skip
+BACKWARD = {
+    "chunks": backward_chunks, "shifted": backward_shifted,
+    "sweeps": backward_sweeps, "shared": backward_shared,
+}  # fmt: skip
 
 
 def grads_dtype(w, b, acc):
@@ -1230,12 +1234,12 @@ def check_arguments(shape, x, weight, bias, eps):
 
 # %%
 
-Maybe = torch.Tensor | None
+MAYBE = torch.Tensor | None
 
 
 @torch.library.custom_op("both_passes::every_width", mutates_args=())
 def operator_forward(
-    x: torch.Tensor, w: Maybe, b: Maybe, shape: list[int], eps: float
+    x: torch.Tensor, w: MAYBE, b: MAYBE, shape: list[int], eps: float
 ) -> list[torch.Tensor]:
     plan = plan_of(tuple(shape), x, w, b, eps)
     return list(normalize(plan, x, w, b)[2:])
@@ -1251,7 +1255,7 @@ def _(x, w, b, shape, eps):
 
 @torch.library.custom_op("both_passes::every_width_bwd", mutates_args=())
 def operator_backward(
-    dy: torch.Tensor, x: torch.Tensor, w: Maybe, b: Maybe,
+    dy: torch.Tensor, x: torch.Tensor, w: MAYBE, b: MAYBE,
     mean: torch.Tensor, rstd: torch.Tensor, shape: list[int], eps: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     plan = plan_of(tuple(shape), x, w, b, eps)
@@ -1283,7 +1287,9 @@ def operator_gradients(ctx, grads):
     return found[0], dw, db, None, None
 
 
-operator_forward.register_autograd(operator_gradients, setup_context=keep)
+BOUND = operator_forward.register_autograd(
+    operator_gradients, setup_context=keep
+)
 
 # %%
 # Any layout
@@ -1312,13 +1318,13 @@ operator_forward.register_autograd(operator_gradients, setup_context=keep)
 #   float64 for a float64 ``x``.
 
 for x in (
-    torch.randn(2, 3, 4, 10, device=DEVICE),
-    torch.randn(10, 5, device=DEVICE).T,
-    torch.randn(5, 20, device=DEVICE)[:, ::2],
-    torch.randn(51, device=DEVICE)[1:].view(5, 10),
-    torch.randn(10, device=DEVICE).expand(5, 10),
+    torch.randn(2, 3, 10, device=DEVICE),
+    torch.randn(10, 3, device=DEVICE).T,
+    torch.randn(3, 20, device=DEVICE)[:, ::2],
+    torch.randn(31, device=DEVICE)[1:].view(3, 10),
+    torch.randn(10, device=DEVICE).expand(3, 10),
     torch.randn(0, 10, device=DEVICE),
-    torch.randn(5, 10, device=DEVICE, dtype=torch.float64),
+    torch.randn(3, 10, device=DEVICE, dtype=torch.float64),
 ):
     given = x.requires_grad_(), torch.ones(10, device=DEVICE).requires_grad_()
     found = layer_norm(x, 10, given[1]), F.layer_norm(x, (10,), given[1].to(x))
@@ -1364,13 +1370,12 @@ def check(function, M, N, dtype):
 
 # %%
 
-M, wide = (1151, 521) if ON_GPU else (5, 137)
-for N in wide, 8 * (wide // 8):
-    kinds = ["sweeps", "shared", "shifted" if N % 8 else "chunks"]
-    for kind in kinds if CUDA == ON_GPU else kinds[::2]:
-        f = functools.partial(layer_norm, kernels=(kind, kind))
-        print(end=f"{kind:8}")
-        check(f, M, N, torch.float16)
+M, N = (1151, 521) if ON_GPU else (3, 41)
+kinds = [(N, "shifted"), (N, "sweeps"), (N - 1, "chunks"), (N - 1, "shared")]
+for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
+    print(end=f"{kind:8}")
+    f = functools.partial(layer_norm, kernels=(kind, kind))
+    check(f, M, N, torch.float16)
 
 # %%
 # Other libraries
@@ -1428,8 +1433,10 @@ def quack():
     return lambda x, _, w, b: Quack.apply(x, w, b)
 
 
-LIBRARIES = {"liger": ("Liger", liger), "apex": ("Apex", apex)}
-LIBRARIES |= {"quack": ("quack", quack), "flash": ("flash-attn", flash)}
+LIBRARIES = {
+    "liger": ("Liger", liger), "apex": ("Apex", apex),
+    "quack": ("quack", quack), "flash": ("flash-attn", flash),
+}  # fmt: skip
 
 
 @functools.cache
@@ -1769,7 +1776,7 @@ def exercise_1(swap):
         nn.LayerNorm((16,), bias=False), nn.Linear(16, 4),
     ).to(DEVICE)  # fmt: skip
     nn.init.uniform_(model[1].weight)
-    x = torch.randn(5, 8, device=DEVICE)
+    x = torch.randn(3, 8, device=DEVICE)
     before, names = model(x), [*model.state_dict()]
     parameters = [*model.parameters()]
     swap(model)
