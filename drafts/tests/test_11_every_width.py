@@ -27,6 +27,7 @@ SMALL = (
     ("few), 16)", "few), 128)"),
 )
 page = load(NAME, SMALL)
+page.NUM_SMS = 2  # each program has several tiles
 KINDS = tuple(page.FORWARD)
 # Kernels of both passes that may follow each other at a width.
 PAIRS = [(kind, kind) for kind in KINDS]
@@ -105,7 +106,8 @@ def test_every_kernel_is_from_a_page():
     names = {name for name, _ in gathered(TEXT)}
     for name, text in functions(TEXT).items():
         assert (text.startswith("@triton.jit")) <= (name in names), name
-    assert {number for _, number in gathered(TEXT)} == set("05 06 07 08".split())
+    pages = {number for _, number in gathered(TEXT)}
+    assert pages == {"05", "06", "07", "08"}
 
 
 # The rule --------------------------------------------------------------------
@@ -118,6 +120,7 @@ SHARED = 2 * 132 * 8192
     [
         (16, 0, "chunks chunks"),
         (2, 0, "shifted shifted"),
+        (24, 0, "shifted shifted"),
         (20480, 0, "chunks chunks"),
         (20496, 0, "chunks sweeps"),
         (20496, SHARED, "chunks shared"),
@@ -201,25 +204,24 @@ def test_every_kernel_and_dtype(pair, N, dtype):
     run(Case((3,), (N,), dtype), force(pair))
 
 
-@each([1, 37, 136, 137], [torch.float16])
+@each([1, 37, 120], [torch.float16])
 def test_every_kernel_and_width(pair, N, dtype):
     run(Case((3,), (N,), dtype), force(pair))
 
 
 @pytest.mark.parametrize("pair", PAIRS[:4])
 def test_every_kernel_and_number_of_rows(pair):
-    for M in 0, 1, 19:
+    for M in 0, 1, 9:
         run(Case((M,), (40,)), force(pair))
 
 
 @pytest.mark.parametrize("pair", PAIRS[:4])
 def test_only_some_gradients(pair):
-    for number in 0, 1, 2, 4, 6:
+    for number in 0, 1, 2, 4:
         wanted = tuple(bool(number >> i & 1) for i in range(3))
-        run(Case((3,), (40,), wanted=wanted), force(pair))
-    run(Case((3,), (40,), weight=False), force(pair))
-    run(Case((3,), (40,), bias=False), force(pair))
-    run(Case((3,), (40,), weight=False, bias=False), force(pair))
+        run(Case((2,), (24,), wanted=wanted), force(pair))
+    for weight, bias in (False, True), (True, False), (False, False):
+        run(Case((2,), (24,), weight=weight, bias=bias), force(pair))
 
 
 @pytest.mark.parametrize("pair", PAIRS[:4])
@@ -232,12 +234,12 @@ def test_two_types(pair):
 def test_neighbors_stay_out(pair):
     """A row of NaN makes no other row NaN, whatever shares its 16 bytes."""
     N = 40 if "chunks" in pair else 37
-    x, w, b, dy = page.inputs(11, N, torch.float16)
+    x, w, b, dy = page.inputs(9, N, torch.float16)
     with torch.no_grad():
         x[4], dy[7] = float("nan"), float("inf")
     y = force(pair)(x, N, w, b)
     (dx,) = torch.autograd.grad(y, x, dy)
-    others = [i for i in range(11) if i not in (4, 7)]
+    others = [i for i in range(9) if i not in (4, 7)]
     assert y[others].isfinite().all() and dx[others].isfinite().all()
     assert y[4].isnan().all() and not dx[7].isfinite().any()
 
@@ -258,7 +260,7 @@ def test_dimensions(lead):
         run(Case(lead, shape))
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)
@@ -305,6 +307,29 @@ def test_rows_at_another_address_in_one_plan():
     assert len(page.PLANS) == 2
 
 
+def test_another_address_goes_another_way():
+    """Kernels that begin rows at addresses get multiples of 16 only."""
+    said = []
+
+    class Kernel:
+        fn = staticmethod(lambda x_ptr, y_ptr, ROWS: None)
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: said.append((args[2:], options))
+
+    launch = page.launcher(
+        Kernel(), 3, lambda *_: said.append("other"), num_warps=4, ROWS=2
+    )
+    memory = torch.zeros(64, dtype=torch.float16, device=page.DEVICE)
+    aligned, usual = (
+        [memory[8 * i :] for i in range(3)],
+        ((2,), {"num_warps": 4}),
+    )
+    for tensors in (memory, aligned[2]), (memory, None), (memory, memory[4:]):
+        launch(*tensors)
+    assert said == [usual, usual, "other"]
+
+
 def test_weight_and_bias_of_two_types():
     x, w, b, dy = Case((7,), (65,)).tensors(page.DEVICE)
     w, b = w.half().requires_grad_(), b.double().requires_grad_()
@@ -313,9 +338,9 @@ def test_weight_and_bias_of_two_types():
     torch.testing.assert_close(db, dy.double().sum(0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", PAIRS[:4])
 def test_same_bits_twice(pair):
-    x, w, b, dy = page.inputs(9, 40, torch.float16)
+    x, w, b, dy = page.inputs(5, 40, torch.float16)
 
     def again():
         y = force(pair)(x, 40, w, b)
@@ -329,9 +354,9 @@ def test_torch_compile():
     compiled = torch.compile(
         page.layer_norm, fullgraph=True, backend="aot_eager"
     )
-    for weight, bias in (True, True), (False, True), (False, False):
-        case = Case((2, 3), (5, 4), torch.float16, weight=weight, bias=bias)
-        case = case.__class__(**case.__dict__ | {"weight_dtype": torch.float32})
+    for weight, bias in (True, True), (False, True):
+        types = torch.float16, torch.float32
+        case = Case((3,), (5, 4), *types, weight=weight, bias=bias)
         tensors = case.tensors(page.DEVICE)
         found = cases.gradients(compiled, case, *tensors)
         cases.check(case, found, page.DEVICE, tensors)
@@ -383,7 +408,9 @@ def test_a_library_that_fails_has_no_point(capsys):
         raise RuntimeError("so wide\nnot")
 
     assert page.attempt(fail, "liger", 4096) is None
-    assert "liger has no point at N = 4096: so wide\n" in capsys.readouterr().out
+    assert (
+        "liger has no point at N = 4096: so wide\n" in capsys.readouterr().out
+    )
     with pytest.raises(RuntimeError):
         page.attempt(fail, "triton", 4096)
     assert page.attempt(lambda: 3, "liger", 1) == 3
@@ -426,7 +453,9 @@ def test_broken_points_are_found_in_the_table(capsys):
     assert "quack: 4.00 (geometric mean), 2.00 at N = 1 to 16.00 at 3" in said
     assert "no points at [4]" in said
     assert "far below itself at [3]; mean without these 2.00" in said
-    page.judge(Fake(**{"Triton (µs)": [1.0] * 4, "PyTorch (µs)": [2.0] * 4}), True)
+    page.judge(
+        Fake(**{"Triton (µs)": [1.0] * 4, "PyTorch (µs)": [2.0] * 4}), True
+    )
     said = capsys.readouterr().out
     assert "PyTorch: 2.00" in said and "far below" not in said
     page.judge(Fake(**{"Triton (GB/s)": [nan] * 4}))
@@ -442,9 +471,7 @@ MUTANTS = {
     "rule: 16 bytes": ("if row % 16 > 0:", "if row % 8 > 0:"),
     "rule: one limit": ("limits = forward, backward",
                         "limits = forward, forward"),
-    "unaligned rows as others": ("elif unaligned and not aligned:",
-                                 "elif unaligned and None:"),
-    "one row of sums": ("add_up(P, N)", "add_up(min(P, 1), N)"),
+    "one row of sums": ("sums, add_up(P, N)", "sums, add_up(min(P, 1), N)"),
     "the kind without eps": ("(shape, eps, kernels,", "(shape, kernels,"),
     "the kind without rows": ("x.shape, x.dtype, x.device)",
                               "x.shape[-1:], x.dtype, x.device)"),
@@ -461,17 +488,11 @@ def _suite(module):
         assert module.pick(*call[:2]) == tuple(call[2].split())
     rows = functools.partial(cases.run, device=module.DEVICE)
     for kind in KINDS:
-        for case in Case((5,), (40,)), Case((3,), (40,), dy="one number"):
+        for case in Case((5,), (40,)), Case((2,), (24,), dy="one number"):
             rows(force((kind, kind), module), case)
     for eps in 1e-5, 0.1:
         rows(module.layer_norm, Case((9,), (24,), eps=eps))
     rows(module.layer_norm, Case((3,), (24,)))
-    memory = torch.full((5 * 13 + 1 + 8,), float("nan"), device=module.DEVICE)
-    x = memory[1:66].view(5, 13)
-    x.copy_(torch.randn(5, 13))
-    for given in x.clone(), x:
-        y = module.layer_norm(given, 13)
-        torch.testing.assert_close(y, F.layer_norm(given, (13,)))
 
 
 def test_suite_passes():
@@ -487,7 +508,9 @@ def test_mutants_fail(name):
 def test_script_runs_alone(output):
     assert "seven layouts are right" in output
     for kind in KINDS if page.CUDA == page.ON_GPU else KINDS[:3]:
-        assert re.search(rf"^{kind} +\d+ x \d+, .*: errors below", output, re.M)
+        assert re.search(
+            rf"^{kind} +\d+ x \d+, .*: errors below", output, re.M
+        )
     if not page.ON_GPU:
         assert output.count("Timing needs a GPU") == 10
 
