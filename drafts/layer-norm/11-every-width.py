@@ -79,7 +79,7 @@ def pick(row, most):
 PAGES = {"chunks": "05", "shifted": "06", "sweeps": "07", "shared": "08"}
 plt.figure("Kernel and page for each width in 16 bits, on 132 "
            "multiprocessors", (7.5, 3.4), layout="tight")  # fmt: skip
-powers = [8 * 2 ** (i / 64) for i in range(64 * 18)]
+powers = [8 * 2 ** (i / 64) for i in range(64 * 19)]
 for level, (offset, which, name) in enumerate((
     (1, 1, "backward,\nN = 8 n + 1"), (0, 1, "backward,\nN = 8 n"),
     (1, 0, "forward,\nN = 8 n + 1"), (0, 0, "forward,\nN = 8 n"),
@@ -95,8 +95,9 @@ for level, (offset, which, name) in enumerate((
         plt.text((left * right) ** 0.5, level, f"{kind}\n{PAGES[kind]}",
                  ha="center", va="center")  # fmt: skip
 plt.xscale("log", base=2)
+plt.xlabel("N")
 plt.xticks(
-    [2**i for i in range(3, 22, 2)],
+    [2**i for i in range(3, 23, 2)],
     ["8", "32", "128", "512", "2K", "8K", "32K", "128K", "512K", "2M"],
 )
 plt.yticks([])
@@ -1222,6 +1223,9 @@ def plan_of(shape, x, weight, bias, eps, kernels=None):
     return plan
 
 
+# %%
+
+
 def check_arguments(shape, x, weight, bias, eps):
     for name, t in {"x": x, "weight": weight, "bias": bias}.items():
         if t is None and name != "x":
@@ -1465,7 +1469,7 @@ def refuses(key, N, itemsize):
     if key == "quack":
         return N > 2**18 or N % 8 > 0
     most = {"liger": 65536, "flash": 65536 // itemsize}
-    return key in most and N > most[key]
+    return key in most and most[key] < N
 
 
 def function(provider, N, dtype, mode):
@@ -1566,7 +1570,7 @@ def lines():
     return names | {key: LIBRARIES[key][0] for key in keys}
 
 
-def device(name, mode, widths, dtype=torch.float16, rungs=()):
+def on_device(name, mode, widths, dtype=torch.float16, rungs=()):
     names = {"triton": "Triton"} | {key: key for key in rungs}
     names = (names if rungs else lines()) | {"copy": "Copy"}
 
@@ -1630,10 +1634,10 @@ SWEEP = [512 * i for i in range(2, 32)]
 UNUSUAL = [1000, 1151, 2047, 4097, 4608, 5000, 7777, 8704, 12345]
 WIDE = [2**i for i in range(14, 21)]
 
-judge(device("", "forward", SWEEP))
+judge(on_device("", "forward", SWEEP))
 
 # %%
-judge(device("", "backward", SWEEP))
+judge(on_device("", "backward", SWEEP))
 
 # %%
 # The last line is the ceiling: the copy moves the same bytes once, and does
@@ -1641,10 +1645,10 @@ judge(device("", "backward", SWEEP))
 #
 # Widths that nobody tunes for, in bfloat16:
 
-judge(device("unusual-", "forward", UNUSUAL, torch.bfloat16))
+judge(on_device("unusual-", "forward", UNUSUAL, torch.bfloat16))
 
 # %%
-judge(device("unusual-", "backward", UNUSUAL, torch.bfloat16))
+judge(on_device("unusual-", "backward", UNUSUAL, torch.bfloat16))
 
 # %%
 # Odd widths beyond the limits of shifted rows, as 12345 backward, are shared
@@ -1652,10 +1656,10 @@ judge(device("unusual-", "backward", UNUSUAL, torch.bfloat16))
 #
 # Wide rows, with fewer of them where a matrix would pass 512 MB:
 
-judge(device("wide-", "forward", WIDE))
+judge(on_device("wide-", "forward", WIDE))
 
 # %%
-judge(device("wide-", "backward", WIDE))
+judge(on_device("wide-", "backward", WIDE))
 
 # %%
 # Is the rule right?
@@ -1665,13 +1669,13 @@ judge(device("wide-", "backward", WIDE))
 # where a ratio is below 1, another kind would have been faster.
 
 
-def limits(mode, widths):
+def at_limits(mode, widths):
     rungs = "chunks", "sweeps", "shared"
-    return device("limits-", mode, widths, rungs=rungs)
+    return on_device("limits-", mode, widths, rungs=rungs)
 
 
-report(limits("forward", [16384, 24576, 32768, 49152, 65536]))
-report(limits("backward", [8192, 10240, 12288, 16384, 32768]))
+report(at_limits("forward", [16384, 24576, 32768, 49152, 65536]))
+report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
 
 # %%
 # What the user waits for
@@ -1712,7 +1716,7 @@ def ready(provider, *given):
 # %%
 
 
-def whole(mode):
+def whole_calls(mode):
     names = lines() | {"CUDA graph": "CUDA graph"}
 
     @functools.cache  # all lines in turns; then each is asked for its own
@@ -1742,10 +1746,10 @@ def whole(mode):
     return triton.testing.perf_report(mark)(measure)
 
 
-judge(whole("forward"), times=True)
+judge(whole_calls("forward"), times=True)
 
 # %%
-judge(whole("forward and backward"), times=True)
+judge(whole_calls("forward and backward"), times=True)
 
 # %%
 # Where the host takes longer than the kernels, a call takes as long as the
