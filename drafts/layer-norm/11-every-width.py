@@ -1489,6 +1489,9 @@ def function(provider, N, dtype, mode):
     return F.layer_norm
 
 
+# %%
+
+
 def prepared(provider, M, N, dtype, mode):
     """A call without arguments."""
     x, w, b, dy = inputs(M, N, dtype)

@@ -192,19 +192,19 @@ def possible(pair, N, dtype):
     return not wide and not (N % 8 and "chunks" in pair)
 
 
-def each(widths, dtypes):
-    given = [(p, N, t) for p in PAIRS for N in widths for t in dtypes]
+def each(pairs, widths, dtypes):
+    given = [(p, N, t) for p in pairs for N in widths for t in dtypes]
     return pytest.mark.parametrize(
         ("pair", "N", "dtype"), [g for g in given if possible(*g)]
     )
 
 
-@each([40], cases.DTYPES)
+@each(PAIRS[:4], [40], cases.DTYPES)
 def test_every_kernel_and_dtype(pair, N, dtype):
     run(Case((3,), (N,), dtype), force(pair))
 
 
-@each([1, 37, 120], [torch.float16])
+@each(PAIRS, [120], [torch.float16])
 def test_every_kernel_and_width(pair, N, dtype):
     run(Case((3,), (N,), dtype), force(pair))
 
@@ -212,12 +212,12 @@ def test_every_kernel_and_width(pair, N, dtype):
 @pytest.mark.parametrize("pair", PAIRS[:4])
 def test_every_kernel_and_number_of_rows(pair):
     for M in 0, 1, 9:
-        run(Case((M,), (40,)), force(pair))
+        run(Case((M,), (24,)), force(pair))
 
 
 @pytest.mark.parametrize("pair", PAIRS[:4])
 def test_only_some_gradients(pair):
-    for number in 0, 1, 2, 4:
+    for number in 0, 1, 2:
         wanted = tuple(bool(number >> i & 1) for i in range(3))
         run(Case((2,), (24,), wanted=wanted), force(pair))
     for weight, bias in (False, True), (True, False), (False, False):
@@ -256,11 +256,11 @@ def test_layouts(which, layout):
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 1, 3), (0,), (2, 0)])
 def test_dimensions(lead):
-    for shape in (9,), (2, 4), (2, 1, 3):
+    for shape in (9,), (2, 1, 4):
         run(Case(lead, shape))
 
 
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)
@@ -354,12 +354,10 @@ def test_torch_compile():
     compiled = torch.compile(
         page.layer_norm, fullgraph=True, backend="aot_eager"
     )
-    for weight, bias in (True, True), (False, True):
-        types = torch.float16, torch.float32
-        case = Case((3,), (5, 4), *types, weight=weight, bias=bias)
-        tensors = case.tensors(page.DEVICE)
-        found = cases.gradients(compiled, case, *tensors)
-        cases.check(case, found, page.DEVICE, tensors)
+    case = Case((3,), (5, 4), torch.float16, torch.float32, bias=False)
+    tensors = case.tensors(page.DEVICE)
+    found = cases.gradients(compiled, case, *tensors)
+    cases.check(case, found, page.DEVICE, tensors)
 
 
 # Mistakes --------------------------------------------------------------------
@@ -487,12 +485,12 @@ def _suite(module):
     for call in test_both_sides_of_each_limit.pytestmark[0].args[1]:
         assert module.pick(*call[:2]) == tuple(call[2].split())
     rows = functools.partial(cases.run, device=module.DEVICE)
+    for eps in 1e-5, 0.1:
+        rows(module.layer_norm, Case((7,), (24,), eps=eps))
+    rows(module.layer_norm, Case((3,), (24,)))
     for kind in KINDS:
         for case in Case((5,), (40,)), Case((2,), (24,), dy="one number"):
             rows(force((kind, kind), module), case)
-    for eps in 1e-5, 0.1:
-        rows(module.layer_norm, Case((9,), (24,), eps=eps))
-    rows(module.layer_norm, Case((3,), (24,)))
 
 
 def test_suite_passes():
