@@ -34,10 +34,11 @@ LINES = {
     "liger": ("Liger", "green", "-"),
     "apex": ("Apex", "purple", "-"),
     "quack": ("quack", "sky", "-."),
+    "flash": ("flash-attn", "grey", "-"),
     "copy": ("Copy", "ink", "--"),
 }
 # Peers that a machine may lack: drawn when they were recorded.
-OPTIONAL = ("liger", "apex", "quack")
+OPTIONAL = ("liger", "apex", "quack", "flash")
 
 
 def rc_params():

@@ -17,8 +17,10 @@ TEXTS = {
     for path in PAGES
 }
 EVERY = pytest.mark.parametrize("name", TEXTS)
-# It gathers the kernels of the pages before it.
+# It gathers the kernels of the pages before it, in cells that name these; its
+# own test compares them.
 LONG = {"layer-norm/11-every-width"}
+GATHERED = re.compile(r"from pages? \d\d")
 MOST_LINES = 600
 
 CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
@@ -43,7 +45,9 @@ def marked(text, kind):
     return [
         cell.rstrip()
         for _, cell in cells(text)
-        if (found := MARKED.match(cell)) and found[1].startswith(kind)
+        if (found := MARKED.match(cell))
+        and found[1].startswith(kind)
+        and not GATHERED.search(found[2])
     ]
 
 

@@ -1,0 +1,69 @@
+"""Write the functions that page 11 has from other pages anew.
+
+    python drafts/gather.py
+
+tests/test_11_every_width.py holds them to be the same.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+PAGES = Path(__file__).parent / "layer-norm"
+# Functions that several pages have under one name.
+RENAMED = {
+    "plan_fwd_chunks": "plan_forward",
+    "plan_bwd_chunks": "plan_backward",
+    "plan_fwd_shifted": "plan_forward",
+    "plan_bwd_shifted": "plan_backward",
+    "plan_sweeps": "plan",
+}
+# The first page that a cell names; what else is there is the same on both.
+CELL = re.compile(r"^# Scaffold: .* from pages? (\d\d)", re.MULTILINE)
+
+
+def functions(text):
+    """{name: text}, with decorators."""
+    lines = text.splitlines(keepends=True)
+    return {
+        node.name: "".join(
+            lines[
+                min(
+                    [node.lineno, *(d.lineno for d in node.decorator_list)]
+                ) - 1 : node.end_lineno
+            ]
+        )
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+    }  # fmt: skip
+
+
+def gathered(text):
+    """{name: number of its page} of what page 11 has from others."""
+    return {
+        name: found[1]
+        for cell in re.split(r"^# %%.*\n", text, flags=re.MULTILINE)
+        if (found := CELL.search(cell))
+        for name in functions(cell)
+    }
+
+
+def original(name, number):
+    """A function as its page has it, under the name on page 11."""
+    (page,) = PAGES.glob(f"{number}-*.py")
+    own = RENAMED.get(name, name)
+    text = functions(page.read_text(encoding="utf-8"))[own]
+    return text.replace(f"def {own}(", f"def {name}(", 1)
+
+
+def main():
+    path = PAGES / "11-every-width.py"
+    text = path.read_text(encoding="utf-8")
+    here = functions(text)
+    for name, number in gathered(text).items():
+        text = text.replace(here[name], original(name, number))
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1821 @@
+r"""
+Every width, everyone
+=====================
+
+Which kernel is right for a row of ``N`` columns, on any device?
+One function picks it: the fast kernels where they can run, and two sweeps
+everywhere else.
+
+This page is the download for a model.
+It gathers the kernels of four pages, `Chunks instead of padding
+<05-chunks.html>`_, `Rows that begin anywhere <06-unaligned-rows.html>`_, `Two
+sweeps <07-two-sweeps.html>`_ and `Programs that share a row
+<08-shared-rows.html>`_, behind the host code of `What the user waits for
+<10-host-time.html>`_, and measures all sizes against other libraries.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+
+import functools
+import inspect
+import operator
+import time
+
+# %%
+# The rule
+# --------
+#
+# What counts is the size of a row in bytes, and whether rows begin at a
+# multiple of 16 bytes, as they all do if a row has so many.
+# There are four kinds of kernels, each with a forward and a backward pass:
+#
+# * ``chunks``: a row in registers, cut into chunks (page 05);
+# * ``shifted``: the same for rows that begin anywhere (page 06);
+# * ``sweeps``: a row is read twice; any width, type and device (page 07);
+# * ``shared``: a row in the registers of many programs (page 08).
+#
+# Backward, two sums in float32 for each column need registers as well, so the
+# limits are lower.
+
+
+def pick(row, most):
+    """Kernels of both passes for rows of so many bytes, of which programs
+    may share ``most`` (0: they may not)."""
+    whole, forward, backward = "chunks", 49152, 20480
+    if row % 16 > 0:
+        whole, forward, backward = "shifted", 32768, 20464
+    wide = "shared" if row <= most else "sweeps"
+    limits = forward, backward
+    return tuple(whole if row <= limit else wide for limit in limits)
+
+
+# %%
+
+# Drawing: my N, which kernel, which page.
+
+PAGES = {"chunks": "05", "shifted": "06", "sweeps": "07", "shared": "08"}
+plt.figure("Kernel and page for each width in 16 bits, on 132 "
+           "multiprocessors", (7.5, 3.4), layout="tight")  # fmt: skip
+powers = [8 * 2 ** (i / 64) for i in range(64 * 19)]
+for level, (offset, which, name) in enumerate((
+    (1, 1, "backward,\nN = 8 n + 1"), (0, 1, "backward,\nN = 8 n"),
+    (1, 0, "forward,\nN = 8 n + 1"), (0, 0, "forward,\nN = 8 n"),
+)):  # fmt: skip
+    plt.text(6, level, name, ha="right", va="center")
+    widths = [int(N) // 8 * 8 + offset for N in powers]
+    kinds = [pick(2 * N, 2 * 132 * 8192)[which] for N in widths]
+    starts = [i for i, kind in enumerate(kinds) if kinds[:i][-1:] != [kind]]
+    for start, end in zip(starts, [*starts[1:], len(kinds) - 1], strict=True):
+        left, right, kind = powers[start], powers[end], kinds[start]
+        color = f"C{list(PAGES).index(kind)}"
+        plt.barh(level, right - left, 0.8, left, color=color, alpha=0.6)
+        plt.text((left * right) ** 0.5, level, f"{kind}\n{PAGES[kind]}",
+                 ha="center", va="center")  # fmt: skip
+plt.xscale("log", base=2)
+plt.xlabel("N")
+plt.xticks(
+    [2**i for i in range(3, 23, 2)],
+    ["8", "32", "128", "512", "2K", "8K", "32K", "128K", "512K", "2M"],
+)
+plt.yticks([])
+plt.show()
+
+# %%
+# Sharing needs an NVIDIA GPU, for a cooperative launch and PTX, and words of
+# two float32 numbers, so float64 never shares.
+# A multiprocessor runs two programs with 8 KB of a row each.
+
+CUDA = ON_GPU and torch.version.hip is None
+EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+# Bytes. Without a GPU slices are narrow, so that small matrices have some.
+SLICE = 8192 if ON_GPU else 64
+
+
+def can_share(dtype):
+    """The most bytes of a row that programs can share."""
+    return 2 * NUM_SMS * SLICE if CUDA and dtype != torch.float64 else 0
+
+
+for N in 1024, 1151, 12345, 32768, 2**20, 2**21:
+    print(f"{N:7} columns:", *pick(2 * N, most=2 * 132 * 8192))
+
+# %%
+# The kernels
+# -----------
+#
+# They are those of their pages, to the byte; a test holds them so.
+
+# %%
+
+# Scaffold: rows in chunks, forward, from page 05.
+
+
+@triton.jit
+def _chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column of the lanes of a chunk, and which of them exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    mask = row < left
+    if (c + 1) * CHUNK > N:
+        mask = mask & (col < N)
+    return row, col, mask
+
+
+@triton.jit
+def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
+                 CHUNK: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+    """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
+    xs = ()
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
+        at = ptr + (row * stride + col)
+        xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
+    return xs
+
+
+# %%
+
+# Scaffold: rows in chunks, forward, the kernel, from page 05.
+
+
+@triton.jit
+def _layer_norm_fwd_chunks(
+    x_ptr, w_ptr, b_ptr, y_ptr,  # w and b may be None
+    mean_ptr, rstd_ptr,  # (M,): kept for the backward pass
+    M, eps: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    first = tl.program_id(0) * ROWS
+    left = M - first
+    start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+    xs = _load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, HINT)
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        total += xs[c].to(acc)
+    mean = tl.sum(total, axis=1)[:, None] / N
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        _, _, mask = _chunk(c, left, N, ROWS, CHUNK)
+        d = tl.where(mask, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
+        total += d * d
+    rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(mean_ptr + first + row, mean, mask=row < left)
+    tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+    ws, bs = (), ()
+    if w_ptr is not None:
+        ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+    if b_ptr is not None:
+        bs = _load_chunks(b_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+    for c in tl.static_range(len(xs)):
+        row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
+        y = (xs[c].to(acc) - mean) * rstd
+        y = y * ws[c].to(acc) if w_ptr is not None else y
+        y = y + bs[c].to(acc) if b_ptr is not None else y
+        tl.store(y_ptr + start + (row * N + col), y, mask=mask)
+
+
+# %%
+# A kernel trusts its caller, as here, with three rows of ten columns in chunks
+# of four:
+
+x, y = torch.randn(3, 10, device=DEVICE), torch.empty(3, 10, device=DEVICE)
+mean, rstd = torch.empty(2, 3, device=DEVICE)
+_layer_norm_fwd_chunks[(3,)](
+    x, None, None, y, mean, rstd, 3, 1e-5, 10, 1, 4, ""
+)
+torch.testing.assert_close(y, F.layer_norm(x, (10,)))
+
+# %%
+
+# Scaffold: rows in chunks, backward, from pages 05 and 06.
+
+
+@triton.jit
+def _add_two(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
+    """c1 * rstd**2 and c2 * rstd for each row of a tile."""
+    sum1 = tl.zeros(xs[0].shape, mean.dtype)
+    sum2 = tl.zeros(xs[0].shape, mean.dtype)
+    for c in tl.static_range(len(xs)):
+        wdy = dys[c].to(mean.dtype)
+        wdy = wdy * ws[c].to(mean.dtype) if len(ws) > 0 else wdy
+        sum1 += wdy * (xs[c].to(mean.dtype) - mean)
+        sum2 += wdy
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
+    return sum1[:, None] * (rstd * rstd * rstd / N), sum2[:, None] * (rstd / N)
+
+
+@triton.jit
+def _gradients(x, dy, w, mean, rstd, c1, c2):
+    """dx of a chunk, and its terms of dw and db; w may be None."""
+    d = x.to(mean.dtype) - mean
+    dy = dy.to(mean.dtype)
+    scaled = dy * rstd
+    wdy = scaled if w is None else scaled * w.to(mean.dtype)
+    return wdy - (d * c1 + c2), scaled * d, dy
+
+
+# %%
+
+# Scaffold: rows in chunks, backward, the kernel, from page 05.
+
+
+@triton.jit
+def _layer_norm_bwd_chunks(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
+    dx_ptr,  # (M, N), or None: not wanted
+    sums_ptr,  # (programs, 2, N), or None: neither dw nor db is wanted
+    M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    ws, dws, dbs = (), (), ()
+    if w_ptr is not None:
+        ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+    for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+    for first in tl.range(
+        tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS,
+        num_stages=STAGES, disable_licm=True,
+    ):  # fmt: skip
+        row, left = first + tl.arange(0, ROWS)[:, None], M - first
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        start = tl.cast(first, tl.int64) * N
+        xs = _load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, "")
+        dys = _load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+        c1, c2 = _means_of_chunks(xs, dys, ws, mean, rstd, N)
+        new_dws, new_dbs = (), ()
+        for c in tl.static_range(len(xs)):
+            w = None if w_ptr is None else ws[c]
+            dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
+            new_dws += (dws[c] + dw,)
+            new_dbs += (dbs[c] + db,)
+            if dx_ptr is not None:
+                i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
+                tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
+        dws, dbs = new_dws, new_dbs
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if sums_ptr is not None:
+        _store_sums_of_chunks(sums_ptr, dws, dbs, N)
+
+
+# %%
+
+# Scaffold: the sums of all programs, from page 05.
+
+
+@triton.jit
+def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
+    CHUNK: tl.constexpr = dws[0].shape[1]
+    ptr += tl.program_id(0) * 2 * N
+    for c in tl.static_range(len(dws)):
+        col = c * CHUNK + tl.arange(0, CHUNK)
+        tl.store(ptr + col, tl.sum(dws[c], axis=0), mask=col < N)
+        tl.store(ptr + N + col, tl.sum(dbs[c], axis=0), mask=col < N)
+
+
+@triton.jit
+def _add_up_chunks(
+    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
+    programs, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = tl.arange(0, ROWS)[:, None]
+    mask = (rows < programs) & (cols < WIDTH)
+    sums = tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(sums, axis=0), mask=cols < WIDTH)
+
+
+# %%
+
+# Scaffold: plans for rows in chunks, from page 05.
+
+
+def tile_of(N, itemsize, row, warps):
+    chunk = min(512 // itemsize * row, triton.next_power_of_2(N))
+    rows = 512 // itemsize * warps // chunk
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+def plan_fwd_chunks(N, itemsize, most=4096, least=2):
+    row = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
+    plan = tile_of(N, itemsize, row, max(row, least))
+    return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
+
+
+def plan_bwd_chunks(N, itemsize, most=2048):
+    row = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
+    plan = tile_of(N, itemsize, min(row, 8), 8)
+    chunks = triton.cdiv(N, plan["CHUNK"])
+    tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
+    return plan | {"STAGES": 1 + min(98304 // tile, 3)}
+
+
+# %%
+
+# Scaffold: rows that begin anywhere, lanes, from page 06.
+
+
+@triton.jit
+def _lanes(c, shift, N, CHUNK, STEP):
+    """Lanes of a chunk; which hold columns; which groups hold nothing else."""
+    lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = (lane >= shift) & (lane < N + shift)
+    group = lane // STEP * STEP
+    whole = (group >= shift) & (group + STEP <= N + shift)
+    return lane, inside, whole
+
+
+@triton.jit
+def _only_inside(x, c, shift, N, STEP):
+    CHUNK: tl.constexpr = x.shape[1]
+    if c == 0 or (c + 1) * CHUNK > N:
+        _, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
+        x = tl.where(inside, x, 0)
+    return x
+
+
+# %%
+
+# Scaffold: rows that begin anywhere, loads and stores, from page 06.
+
+
+@triton.jit
+def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
+    """Every STEPth row from the first, as a tuple of chunks."""
+    ptr += tl.cast(first, tl.int64) * stride // STEP * STEP
+    row = tl.arange(0, ROWS)[:, None] * STEP
+    xs = ()
+    for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+        lane, _, _ = _lanes(c, shift, N, CHUNK, STEP)
+        mask = row < M - first
+        if (c + 1) * CHUNK > N:
+            mask = mask & (lane // STEP * STEP < N + shift)
+        x = tl.load(ptr + (row * stride + lane), mask=mask, other=0)
+        xs += (_only_inside(x, c, shift, N, STEP),)
+    return xs
+
+
+@triton.jit
+def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
+    CHUNK: tl.constexpr = x.shape[1]
+    lane, inside, whole = _lanes(c, shift, N, CHUNK, STEP)
+    row = tl.arange(0, x.shape[0])[:, None] * STEP
+    ptr += tl.cast(first, tl.int64) * N // STEP * STEP
+    mask = row < M - first
+    if c > 0 and (c + 1) * CHUNK <= N:
+        tl.store(ptr + (row * N + lane), x, mask=mask)
+    else:
+        tl.store(ptr + (row * N + lane), x, mask=mask & whole)
+        if STEP > 1:
+            mask = mask & inside & (whole == 0)
+            tl.store(ptr + (row * N + lane), x, mask=mask)
+
+
+# %%
+
+# Scaffold: rows that begin anywhere, vectors and sums, from page 06.
+
+
+@triton.jit
+def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
+    ws = ()
+    for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+        lane, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
+        at = ptr + (lane - shift + tl.zeros((ROWS, 1), tl.int32))
+        ws += (tl.load(at, mask=inside, other=0),)
+    return ws
+
+
+@triton.jit
+def _store_sums_shifted(ptr, dws, dbs, shift, N, STEP):
+    ptr += tl.program_id(0) * 2 * N - shift
+    for c in tl.static_range(len(dws)):
+        lane, inside, _ = _lanes(c, shift, N, dws[0].shape[1], STEP)
+        dw, db = tl.sum(dws[c], axis=0), tl.sum(dbs[c], axis=0)
+        tl.store(ptr + lane, dw[None, :], mask=inside)
+        tl.store(ptr + N + lane, db[None, :], mask=inside)
+
+
+# %%
+
+# Scaffold: rows that begin anywhere, forward, from page 06.
+
+
+@triton.jit
+def _layer_norm_fwd_shifted(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # w and b may be None
+    M, stride: tl.constexpr, eps: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    i = tl.program_id(0)
+    shift = i % STEP * N % STEP
+    ws, bs = (), ()
+    if w_ptr is not None:
+        ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    if b_ptr is not None:
+        bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
+    tiles = tl.cdiv(M, ROWS * STEP) * STEP
+    for tile in tl.range(i, tiles, tl.num_programs(0), num_stages=STAGES,
+                         disable_licm=True):  # fmt: skip
+        first = tile // STEP * ROWS * STEP + tile % STEP
+        row = first + tl.arange(0, ROWS)[:, None] * STEP
+        xs = _load_lanes(x_ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP)
+        total = tl.zeros((ROWS, CHUNK), acc)
+        for c in tl.static_range(len(xs)):
+            total += xs[c].to(acc)
+        mean = tl.sum(total, axis=1)[:, None] / N
+        total = tl.zeros((ROWS, CHUNK), acc)
+        for c in tl.static_range(len(xs)):
+            d = _only_inside(xs[c].to(acc) - mean, c, shift, N, STEP)
+            total += d * d
+        rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+        tl.store(mean_ptr + row, mean, mask=row < M)
+        tl.store(rstd_ptr + row, rstd, mask=row < M)
+        for c in tl.static_range(len(xs)):
+            y = (xs[c].to(acc) - mean) * rstd
+            y = y * ws[c].to(acc) if w_ptr is not None else y
+            y = y + bs[c].to(acc) if b_ptr is not None else y
+            _store_shifted(y_ptr, y, c, first, M, shift, N, STEP)
+
+
+# %%
+
+# Scaffold: rows that begin anywhere, backward, from page 06.
+
+
+@triton.jit
+def _layer_norm_bwd_shifted(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr,
+    M, stride: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    i = tl.program_id(0)
+    shift = i % STEP * N % STEP
+    ws, dws, dbs = (), (), ()
+    if w_ptr is not None:
+        ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    for _ in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+    tiles = tl.cdiv(M, ROWS * STEP) * STEP
+    for tile in tl.range(i, tiles, tl.num_programs(0), num_stages=STAGES,
+                         disable_licm=True):  # fmt: skip
+        first = tile // STEP * ROWS * STEP + tile % STEP
+        row = first + tl.arange(0, ROWS)[:, None] * STEP
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        xs = _load_lanes(x_ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP)
+        dys = _load_lanes(dy_ptr, N, first, M, shift, N, ROWS, CHUNK, STEP)
+        c1, c2 = _means_of_chunks(xs, dys, ws, mean, rstd, N)
+        new_dws, new_dbs = (), ()
+        for c in tl.static_range(len(xs)):
+            w = None if w_ptr is None else ws[c]
+            dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
+            new_dws += (dws[c] + dw,)
+            new_dbs += (dbs[c] + db,)
+            if dx_ptr is not None:
+                _store_shifted(dx_ptr, dx, c, first, M, shift, N, STEP)
+        dws, dbs = new_dws, new_dbs
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if sums_ptr is not None:
+        _store_sums_shifted(sums_ptr, dws, dbs, shift, N, STEP)
+
+
+# %%
+
+# Scaffold: plans for rows that begin anywhere, from page 06.
+
+
+def plan_fwd_shifted(N, itemsize, step):
+    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, 4096))
+    tile = triton.next_power_of_2(N + step - 1)
+    chunk = min((512 if step == 1 else 256) // itemsize * warps, tile)
+    plan = {"CHUNK": chunk, "ROWS": max(1024 // itemsize // tile, 1)}
+    stages = 1 + min(3, 90000 // (N * itemsize * 8 // warps))
+    plan |= {"STAGES": 1 if step == 1 else stages, "STEP": step}
+    return plan | {"num_warps": warps}
+
+
+def plan_bwd_shifted(N, itemsize, step):
+    row = triton.next_power_of_2(triton.cdiv((N + step) * itemsize, 2048))
+    tile = triton.next_power_of_2(N + step - 1)
+    chunk = min(512 // itemsize * min(row, 8), tile)
+    plan = {"CHUNK": chunk, "ROWS": 4096 // itemsize // chunk, "num_warps": 8}
+    lanes = plan["ROWS"] * triton.cdiv(N + step - 1, chunk) * chunk
+    stages = 1 + min(98304 // (2 * lanes * itemsize), 3)
+    return plan | {"STAGES": stages, "STEP": step}
+
+
+def programs_for(M, plan):
+    step, tiles = plan["STEP"], triton.cdiv(M, plan["ROWS"] * plan["STEP"])
+    fit = max(NUM_SMS * 8 // plan["num_warps"] // step, 1)
+    return step * (tiles if plan["STAGES"] == 1 else min(fit, tiles))
+
+
+# %%
+
+# Scaffold: two sweeps, mean and variance, from page 07.
+
+
+@triton.jit
+def _welford(
+    x_ptr, eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, acc: tl.constexpr,  # float32; float64 for float64
+):  # fmt: skip
+    """Mean of the row at x_ptr, and 1 / its standard deviation."""
+    LAST: tl.constexpr = (N - 1) // BLOCK
+    lanes = tl.arange(0, BLOCK)
+    mean, m2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    for i in range(LAST + 1):
+        cols = i * BLOCK + lanes
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
+        d = tl.where(cols < N, x.to(acc) - mean, 0)
+        share = 1 / tl.cast(i + 1, acc)
+        mean += d * share
+        m2 += d * d * (1 - share)  # d times the distance from the new mean
+    count = tl.where(LAST * BLOCK + lanes < N, LAST + 1, LAST).to(acc)
+    common = tl.sum(mean * count) / N
+    d = mean - common
+    variance = tl.sum(m2 + count * d * d) / N
+    return common, 1 / tl.sqrt(variance + eps)
+
+
+# %%
+
+# Scaffold: two sweeps, forward, from page 07.
+
+
+@triton.jit
+def _layer_norm_fwd_sweeps(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    CACHES: tl.constexpr,
+):  # fmt: skip
+    KEEP: tl.constexpr = "evict_last" if CACHES else ""
+    DROP: tl.constexpr = "evict_first" if CACHES else ""
+    STREAM: tl.constexpr = ".cs" if CACHES else ""
+    LAST: tl.constexpr = (N - 1) // BLOCK
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    mean, rstd = _welford(x_ptr, eps, N, BLOCK, KEEP, acc)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for i in range(LAST + 1):
+        tile = LAST - i if CACHES else i
+        cols = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=DROP)
+        y = (x.to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
+        at = y_ptr + row * N + cols
+        tl.store(at, y, mask=cols < N, cache_modifier=STREAM)
+
+
+def plan_sweeps(N, itemsize):
+    """Lanes of a tile and warps of a program."""
+    block = min(16384 // itemsize, triton.next_power_of_2(N))
+    most = 16 if N * itemsize <= 98304 else 32
+    return block, min(max(block * itemsize // 512, 1), most)
+
+
+# %%
+
+# Scaffold: two sweeps, backward, the first, from page 07.
+
+
+@triton.jit
+def _layer_norm_bwd_means(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
+    c_ptr,  # (2, M): c1 and c2 of each row
+    M, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    dy_ptr += row * N
+    acc = mean_ptr.dtype.element_ty
+    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+    c1, c2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
+        wdy = dy  # 0 in a masked lane
+        if w_ptr is not None:
+            wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
+        c1 += (x - mean) * wdy
+        c2 += wdy
+    tl.store(c_ptr + row, tl.sum(c1) * rstd / N)
+    tl.store(c_ptr + M + row, tl.sum(c2) / N)
+
+
+# %%
+
+# Scaffold: two sweeps, backward, the second, from page 07.
+
+
+@triton.jit
+def _layer_norm_bwd_slices(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,
+    dx_ptr,  # None: not wanted
+    sums_ptr,  # (groups, 2, N), or None: neither dw nor db is wanted
+    M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,  # of a tile
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + COLS - 1) // COLS
+    acc = mean_ptr.dtype.element_ty
+    group, groups = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
+    cols = tl.program_id(0) % SLICES * COLS + tl.arange(0, COLS)[None, :]
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0)
+    dw, db = tl.zeros((1, COLS), acc), tl.zeros((1, COLS), acc)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * N + cols
+    for first in tl.range(group * ROWS, M, groups * ROWS, num_stages=3):
+        exists = row < M - first
+        mask = exists & (cols < N)
+        start = tl.cast(first, tl.int64) * N  # 64 bits only here
+        x = tl.load(x_ptr + start + at, mask=mask, other=0)
+        dy = tl.load(dy_ptr + start + at, mask=mask, other=0)
+        mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
+        rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
+        x_hat, dy = (x.to(acc) - mean) * rstd, dy.to(acc)
+        dw += tl.sum(dy * x_hat, 0, keep_dims=True)
+        db += tl.sum(dy, 0, keep_dims=True)
+        if dx_ptr is not None:
+            c1 = tl.load(c_ptr + first + row, mask=exists, other=0)
+            c2 = tl.load(c_ptr + M + first + row, mask=exists, other=0)
+            wdy = dy if w_ptr is None else dy * w.to(acc)
+            dx = (wdy - x_hat * c1 - c2) * rstd
+            tl.store(dx_ptr + start + at, dx, mask=mask)
+    if sums_ptr is not None:
+        sums_ptr += group * 2 * N + cols
+        tl.store(sums_ptr, dw, mask=cols < N)
+        tl.store(sums_ptr + N, db, mask=cols < N)
+
+
+# %%
+
+# Scaffold: words between programs, publish, from page 08.
+
+EMPTY = 0x7F800001_7F800001
+
+
+@triton.jit
+def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
+             PTX: tl.constexpr):  # fmt: skip
+    """Store the word of slice s for each row of a tile."""
+    row = first + tl.arange(0, a.shape[0])
+    at = words_ptr + row * SLICES + s
+    low = a.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = low | b.to(tl.uint32, bitcast=True).to(tl.int64) << 32
+    if PTX:
+        tl.inline_asm_elementwise(
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;",
+            "=r,l,l", [at.to(tl.int64), word],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, word)
+
+
+# %%
+
+# Scaffold: words between programs, collect, from page 08.
+
+
+@triton.jit
+def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
+             PADDED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """For each row of a tile the numbers of all slices, then zeros."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    s = tl.arange(0, PADDED)[None, :]
+    at = words_ptr + row * SLICES + tl.minimum(s, SLICES - 1)
+    if PTX:
+        word = tl.inline_asm_elementwise(
+            """{
+            .reg .pred empty, again; .reg .b32 loads; mov.b32 loads, 0;
+            LOAD: ld.relaxed.gpu.global.b64 $0, [$1];
+            setp.eq.b64 empty, $0, 0x7F8000017F800001;
+            add.u32 loads, loads, 1;
+            setp.lt.and.u32 again, loads, 10000000, empty;
+            @again bra LOAD;
+            @empty trap;
+            }""",
+                        "=&l,l", [at.to(tl.int64)],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        word = tl.load(at)
+    a = word.to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)
+
+
+# %%
+
+# Scaffold: slices of shared rows, from page 08.
+
+
+@triton.jit
+def _my_slice(N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+              WIDTH: tl.constexpr):  # fmt: skip
+    """Slice; first row, and rows to the next tile; columns; which exist."""
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, group = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    lane = tl.arange(0, LANES)[None, :]
+    inside = (lane < WIDTH) & (s * WIDTH + lane < N)
+    step = tl.num_programs(0) // SLICES * ROWS
+    return s, group * ROWS, step, s * WIDTH + lane, inside
+
+
+@triton.jit
+def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
+    """Where a tile is in a matrix, and what of it exists."""
+    row = tl.arange(0, ROWS)[:, None]
+    start = tl.cast(first, tl.int64) * N  # 64 bits: M * N may pass 2**31
+    return start, row * N + cols, inside & (row < M - first)
+
+
+@triton.jit
+def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
+                WIDTH: tl.constexpr):  # fmt: skip
+    """Mean and 1 / standard deviation of each row."""
+    s = tl.arange(0, means.shape[1])[None, :]
+    n = tl.maximum(tl.minimum(N - s * WIDTH, WIDTH), 0).to(tl.float32)
+    mean = tl.sum(means * n, 1) / N
+    d = means - mean[:, None]
+    return mean, 1 / tl.sqrt(tl.sum(m2s + n * d * d, 1) / N + eps)
+
+
+# %%
+
+# Scaffold: shared rows, forward, from page 08.
+
+
+@triton.jit
+def _layer_norm_fwd_shared(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, words_ptr,
+    M, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    LATER: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+    b = tl.load(b_ptr + cols, mask=inside, other=0)
+    before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    for first in tl.range(start, M + LATER * step, step, num_stages=3):
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+        mean = tl.sum(x.to(tl.float32), 1) / tl.minimum(N - s * WIDTH, WIDTH)
+        d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)
+        _publish(words_ptr, first, s, mean, tl.sum(d * d, 1), SLICES, PTX)
+        done, end, tile = first, M, x
+        if LATER:
+            done = tl.maximum(first - step, start)
+            end = tl.where(first > start, M, 0)  # in the first turn no row
+            tile = before
+        means, m2s = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+        mean, rstd = _statistics(means, m2s, eps, N, WIDTH)
+        rows = done + tl.arange(0, ROWS)
+        once = rows < tl.where(s == 0, end, 0)  # one slice stores them
+        tl.store(mean_ptr + rows, mean, mask=once)
+        tl.store(rstd_ptr + rows, rstd, mask=once)
+        y = (tile.to(tl.float32) - mean[:, None]) * rstd[:, None]
+        y = y * w.to(tl.float32) + b.to(tl.float32)
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(y_ptr + at + cell, y, mask=mask)
+        before = x
+
+
+# %%
+
+# Scaffold: shared rows, sums and gradients, from page 08.
+
+
+@triton.jit
+def _add_pairs(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _slice_sums(x, dy, w, mean):
+    wdy = w.to(tl.float32) * dy.to(tl.float32)
+    d = x.to(tl.float32) - mean[:, None]
+    return tl.reduce((wdy * d, wdy), 1, _add_pairs)
+
+
+@triton.jit
+def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
+                     N: tl.constexpr):  # fmt: skip
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
+    c1 = (sum1 * rstd * rstd * rstd / N)[:, None]
+    c2 = (sum2 * rstd / N)[:, None]
+    d, dy = x.to(tl.float32) - mean[:, None], dy.to(tl.float32)
+    scaled = dy * rstd[:, None]
+    dx = scaled * w.to(tl.float32) - (d * c1 + c2)
+    return dx, dw + tl.sum(scaled * d, 0)[None, :], db + tl.sum(dy, 0)[None, :]
+
+
+# %%
+
+# Scaffold: shared rows, backward, from page 08.
+
+
+@triton.jit
+def _layer_norm_bwd_shared(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr,
+    sums_ptr,  # (groups, 2, N)
+    M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+    dw, db = tl.zeros((1, LANES), tl.float32), tl.zeros((1, LANES), tl.float32)
+    x1 = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    dy1 = x1
+    for first in tl.range(
+        start, M + step, step, num_stages=3, disable_licm=True
+    ):  # fmt: skip
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+        dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
+        rows = first + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
+        sum1, sum2 = _slice_sums(x, dy, w, mean)
+        _publish(words_ptr, first, s, sum1, sum2, SLICES, PTX)
+        done = tl.maximum(first - step, start)
+        end = tl.where(first > start, M, 0)
+        sum1, sum2 = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+        rows = done + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
+        dx, dw, db = _slice_gradients(
+            x1, dy1, w, mean, rstd, sum1, sum2, dw, db, N
+        )
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(dx_ptr + at + cell, dx, mask=mask)
+        x1, dy1 = x, dy
+    sums_ptr += start // ROWS * 2 * N + cols
+    tl.store(sums_ptr, dw, mask=inside)
+    tl.store(sums_ptr + N, db, mask=inside)
+
+
+# %%
+# A lean host
+# -----------
+#
+# What `page 10 <10-host-time.html>`_ explains: arguments of one kind share a
+# *plan*, and from the second time on a launch needs addresses alone.
+# If one of these is no multiple of 16, Triton looks at all arguments again, or
+# an ``unaligned`` launch takes over: shifted kernels begin rows at addresses,
+# so without such a begin they start with column 0.
+
+
+def launcher(kernel, grid, unaligned=None, **more):
+    """A launch as a function of tensors."""
+    names = inspect.signature(kernel.fn).parameters
+    rest = [more.pop(name) for name in names if name in more]
+    first, again = functools.partial(kernel[(grid,)], **more), None
+
+    def launch(*tensors):
+        nonlocal again
+        places = [0 if t is None else t.data_ptr() for t in tensors]
+        aligned = functools.reduce(operator.or_, places) % 16 == 0
+        if again and aligned:
+            again(*places, *rest)
+        elif unaligned and not aligned:
+            unaligned(*tensors)
+        elif (compiled := first(*tensors, *rest)) and aligned:
+            again = bare(compiled, grid)
+
+    return launch
+
+
+def bare(compiled, grid):
+    driver = triton.runtime.driver.active
+    device, stream = driver.get_current_device(), driver.get_current_stream
+    run, handle = compiled.run, (compiled.function, compiled.packed_metadata)
+    # Three times None: no metadata for hooks, and no hooks.
+    return lambda *args: run(
+        grid, 1, 1, stream(device), *handle, None, None, None, *args
+    )
+
+
+# %%
+# Shared rows need words, and programs that run at the same time.
+
+
+def together(kernel, grid, per_sm, warps, **more):
+    """A launch of programs that wait for each other."""
+    more |= {"num_warps": warps, "PTX": CUDA}
+    if CUDA:
+        registers = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
+        more |= {"maxnreg": registers, "launch_cooperative_grid": True}
+    launch = launcher(kernel, grid, **more)
+    # The interpreter's programs run one by one: twice, so all words are there.
+    return launch if ON_GPU else lambda *args: (launch(*args), launch(*args))
+
+
+def cut(M, N, rows, lanes, per_sm):
+    """Groups and programs, the shape of words, and tiles for a kernel."""
+    programs, least = NUM_SMS * per_sm, triton.cdiv(N, lanes)
+    groups = max(min(programs // least, triton.cdiv(M, rows)), 1)
+    padded = triton.next_power_of_2(least)
+    unit = min(lanes, 64)  # slices begin at a multiple of 128 bytes
+    width = triton.cdiv(N, min(programs // groups, padded) * unit) * unit
+    slices = triton.cdiv(N, width)
+    tiles = {"ROWS": rows, "LANES": lanes, "WIDTH": width, "PADDED": padded}
+    return groups, groups * slices, (M + (groups + 1) * rows, slices), tiles
+
+
+def empty_words(shape, device):
+    words = torch.empty(*shape, dtype=torch.int64, device=device)
+    return words.fill_(EMPTY if CUDA else 0)
+
+
+# %%
+# Forward, one function for each kind makes the launch.
+
+
+def forward_chunks(M, N, size, eps):
+    plan = plan_fwd_chunks(N, size)
+    grid, given = triton.cdiv(M, plan["ROWS"]), {"M": M, "eps": eps, "N": N}
+    return launcher(_layer_norm_fwd_chunks, grid, **given, **plan)
+
+
+def forward_shifted(M, N, size, eps):
+    given = {"M": M, "stride": N, "eps": eps, "N": N}
+    kernel, launch = _layer_norm_fwd_shifted, None
+    for step in 1, 16 // size:  # the first is for the second's unaligned
+        plan = plan_fwd_shifted(N, size, step)
+        launch = launcher(
+            kernel, programs_for(M, plan), launch, **given, **plan
+        )
+    return launch
+
+
+def forward_sweeps(M, N, size, eps):
+    block, warps = plan_sweeps(N, size)
+    given = {"eps": eps, "N": N, "BLOCK": block, "CACHES": True}
+    return launcher(_layer_norm_fwd_sweeps, M, num_warps=warps, **given)
+
+
+def forward_shared(M, N, size, eps):
+    _, grid, shape, tiles = cut(M, N, 2, SLICE // size, 2)
+    given = {"M": M, "eps": eps, "N": N, "LATER": True, **tiles}
+    launch = together(_layer_norm_fwd_shared, grid, 2, 8, **given)
+
+    def run(x, w, b, *results):
+        w = x.new_ones(N) if w is None else w
+        b = x.new_zeros(N) if b is None else b
+        launch(x, w, b, *results, empty_words(shape, x.device))
+
+    return run
+
+
+# %%
+# Backward, they also say how many rows of sums there are.
+
+
+def backward_chunks(M, N, size):
+    plan = plan_bwd_chunks(N, size)
+    P = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    given = {"M": M, "N": N, "EARLY": EARLY, **plan}
+    return P, launcher(_layer_norm_bwd_chunks, P, **given)
+
+
+def backward_shifted(M, N, size):
+    P = programs_for(M, plan_bwd_shifted(N, size, 16 // size))
+    given = {"M": M, "stride": N, "N": N, "EARLY": EARLY}
+    kernel, launch = _layer_norm_bwd_shifted, None
+    for step in 1, 16 // size:
+        plan = plan_bwd_shifted(N, size, step)
+        launch = launcher(kernel, P, launch, **given, **plan)
+    return P, launch
+
+
+def backward_sweeps(M, N, size):
+    block = min(8192 // size, triton.next_power_of_2(N))
+    cols = min(4096 // size, triton.next_power_of_2(N))
+    slices, rows, given = triton.cdiv(N, cols), 2, {"M": M, "N": N}
+    P = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
+    means = launcher(
+        _layer_norm_bwd_means, M, BLOCK=block, num_warps=8, **given
+    )
+    given |= {"ROWS": rows, "COLS": cols, "num_warps": 8}
+    finish = launcher(_layer_norm_bwd_slices, slices * P, **given)
+
+    def run(dy, x, w, mean, rstd, dx, sums):
+        c = None if dx is None else mean.new_empty(2, M)
+        if c is not None:
+            means(dy, x, w, mean, rstd, c)
+        finish(dy, x, w, mean, rstd, c, dx, sums)
+
+    return P, run
+
+
+# %%
+
+
+def backward_shared(M, N, size):
+    part = triton.next_power_of_2(triton.cdiv(N * size, NUM_SMS))
+    part = max(part, SLICE // 2)  # bytes of a slice
+    rows, per_sm = 2 if part <= SLICE else 1, max(SLICE // part, 1)
+    P, grid, shape, tiles = cut(M, N, rows, part // size, per_sm)
+    warps, given = min(max(part // 1024, 1), 8), {"M": M, "N": N, **tiles}
+    launch = together(_layer_norm_bwd_shared, grid, per_sm, warps, **given)
+
+    def run(dy, x, w, mean, rstd, dx, sums):
+        w = x.new_ones(N) if w is None else w
+        dx = torch.empty_like(x) if dx is None else dx
+        sums = mean.new_empty(P, 2, N) if sums is None else sums
+        words = empty_words(shape, x.device)
+        launch(dy, x, w, mean, rstd, dx, words, sums)
+
+    return P, run
+
+
+def add_up(P, N):
+    """Tiles of 4096 sums, but as many programs as a GPU has places."""
+    rows = triton.next_power_of_2(max(P, 1))
+    few = triton.next_power_of_2(2 * N // 512)
+    cols = max(min(4096 // rows, few), 16)
+    given = {"programs": P, "WIDTH": 2 * N, "ROWS": rows, "COLS": cols}
+    early = {"launch_pdl": True} if EARLY else {}
+    grid = triton.cdiv(2 * N, cols)
+    return launcher(_add_up_chunks, grid, EARLY=EARLY, **given, **early)
+
+
+# %%
+# A plan asks the rule, or does as it is told by ``kernels``.
+
+FORWARD = {
+    "chunks": forward_chunks, "shifted": forward_shifted,
+    "sweeps": forward_sweeps, "shared": forward_shared,
+}  # fmt: skip
+BACKWARD = {
+    "chunks": backward_chunks, "shifted": backward_shifted,
+    "sweeps": backward_sweeps, "shared": backward_shared,
+}  # fmt: skip
+
+
+def grads_dtype(w, b, acc):
+    """The type that both gradients share until PyTorch rounds them."""
+    types = {t.dtype for t in (w, b) if t is not None}
+    return types.pop() if len(types) == 1 else acc
+
+
+class Plan:
+    def __init__(self, shape, x, weight, bias, eps, kernels):
+        N, size = shape.numel(), x.itemsize
+        M = x.numel() // N
+        wanted = kernels or pick(N * size, can_share(x.dtype))
+        self.kernels = wanted
+        self.forward = FORWARD[wanted[0]](M, N, size, eps)
+        acc = torch.promote_types(x.dtype, torch.float32)
+        dtype = grads_dtype(weight, bias, acc)
+        new = functools.partial(torch.empty, device=x.device)
+        self.numbers = functools.partial(new, M, dtype=acc)
+        self.grads = functools.partial(new, (2, *shape), dtype=dtype)
+
+        # Which gradients are wanted is a part of a compiled kernel.
+        @functools.cache
+        def backward(for_x, for_parameters):
+            P, launch = BACKWARD[wanted[1]](M, N, size)
+            sums = functools.partial(new, (P, 2, N), dtype=acc)
+            return launch, sums, add_up(P, N)
+
+        self.backward = backward
+
+
+# %%
+
+
+def normalize(plan, x, w, b):
+    """What backward needs, and the result in its middle."""
+    x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
+    y, mean, rstd = torch.empty_like(x), plan.numbers(), plan.numbers()
+    plan.forward(x, w, b, y, mean, rstd)
+    return x, w, y, mean, rstd
+
+
+def gradients(plan, wanted, dy, x, w, mean, rstd):
+    """dx, and dw and db in one tensor; None where not wanted."""
+    launch, sums, add_up = plan.backward(*wanted)
+    dx = torch.empty_like(x) if wanted[0] else None
+    sums = sums() if wanted[1] else None
+    launch(dy.contiguous(), x, w, mean, rstd, dx, sums)
+    if sums is None:
+        return dx, None
+    grads = plan.grads()
+    add_up(sums, grads)
+    return dx, grads
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, plan):
+        x, w, y, mean, rstd = normalize(plan, x, w, b)
+        ctx.save_for_backward(x, w, mean, rstd)
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():  # create_graph=True: it raises an error
+            once = torch.autograd.function.once_differentiable
+            return once(gradients_of)(ctx, dy)
+        return gradients_of(ctx, dy)
+
+
+def gradients_of(ctx, dy):
+    for_x, for_w, for_b, _ = ctx.needs_input_grad
+    wanted = for_x, for_w or for_b
+    dx, grads = gradients(ctx.plan, wanted, dy, *ctx.saved_tensors)
+    dw, db = (None, None) if grads is None else grads
+    return dx, dw if for_w else None, db if for_b else None, None
+
+
+# %%
+# Arguments are checked when their kind is new.
+# For ``torch.compile`` the two passes are operators, of which it sees only
+# the shapes that go in and come out.
+
+PLANS = {}
+
+
+def layer_norm(
+    x, normalized_shape, weight=None, bias=None, eps=1e-5, *, kernels=None
+):
+    """Normalize x over its last dimensions; weight and bias may be None."""
+    one = isinstance(normalized_shape, int)
+    shape = (normalized_shape,) if one else tuple(normalized_shape)
+    if torch.compiler.is_compiling():
+        return operator_forward(x, weight, bias, shape, eps)[0]
+    plan = plan_of(shape, x, weight, bias, eps, kernels)
+    return LayerNorm.apply(x, weight, bias, plan)
+
+
+def current_device():
+    return torch.cuda.current_device() if ON_GPU else -1
+
+
+def plan_of(shape, x, weight, bias, eps, kernels=None):
+    kind = (
+        *(shape, eps, kernels, current_device(), x.shape, x.dtype, x.device),
+        weight is not None and (weight.shape, weight.dtype, weight.device),
+        bias is not None and (bias.shape, bias.dtype, bias.device),
+    )
+    plan = PLANS.get(kind)
+    if plan is None:
+        given = torch.Size(shape), x, weight, bias, eps
+        check_arguments(*given)
+        if len(PLANS) >= 4096:
+            PLANS.clear()
+        plan = PLANS[kind] = Plan(*given, kernels)
+    return plan
+
+
+# %%
+
+
+def check_arguments(shape, x, weight, bias, eps):
+    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
+        if t is None and name != "x":
+            continue
+        if not t.is_floating_point() or t.itemsize == 1:
+            raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
+        if t.get_device() != current_device() or t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}: not the current one")
+        if (t.shape[-len(shape) :] if t is x else t.shape) != shape:
+            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+    if shape.numel() == 0:
+        raise ValueError(f"normalized_shape is {(*shape,)}: it has no columns")
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+
+
+# %%
+
+MAYBE = torch.Tensor | None
+
+
+@torch.library.custom_op("both_passes::every_width", mutates_args=())
+def operator_forward(
+    x: torch.Tensor, w: MAYBE, b: MAYBE, shape: list[int], eps: float
+) -> list[torch.Tensor]:
+    plan = plan_of(tuple(shape), x, w, b, eps)
+    return list(normalize(plan, x, w, b)[2:])
+
+
+@operator_forward.register_fake
+def _(x, w, b, shape, eps):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    numbers = x.numel() // torch.Size(shape).numel()
+    return [y, *(x.new_empty(numbers, dtype=acc) for _ in range(2))]
+
+
+@torch.library.custom_op("both_passes::every_width_bwd", mutates_args=())
+def operator_backward(
+    dy: torch.Tensor, x: torch.Tensor, w: MAYBE, b: MAYBE,
+    mean: torch.Tensor, rstd: torch.Tensor, shape: list[int], eps: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    plan = plan_of(tuple(shape), x, w, b, eps)
+    x, w = x.contiguous(), None if w is None else w.contiguous()
+    return list(gradients(plan, (True, True), dy, x, w, mean, rstd))
+
+
+@operator_backward.register_fake
+def _(dy, x, w, b, mean, rstd, shape, eps):
+    dtype = grads_dtype(w, b, mean.dtype)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return [dx, x.new_empty(2, *shape, dtype=dtype)]
+
+
+# %%
+# Autograd is told how the two belong together.
+
+
+def keep(ctx, inputs, output):
+    x, w, b, *ctx.more = inputs
+    ctx.save_for_backward(x, w, b, *output[1:])
+
+
+def operator_gradients(ctx, grads):
+    x, w, b, *numbers = ctx.saved_tensors
+    found = operator_backward(grads[0], x, w, b, *numbers, *ctx.more)
+    pairs = zip((w, b), found[1], strict=True)
+    dw, db = (None if t is None else grad.to(t.dtype) for t, grad in pairs)
+    return found[0], dw, db, None, None
+
+
+BOUND = operator_forward.register_autograd(
+    operator_gradients, setup_context=keep
+)
+
+# %%
+# Any layout
+# ----------
+#
+# This is the long account; the other pages keep it short.
+#
+# * **Dimensions.** ``normalized_shape`` is a number or a shape, and ``x`` ends
+#   in it. Dimensions before it, of any number, are rows: a view of ``M * N``
+#   numbers, without a copy.
+# * **Strides.** Kernels take rows that follow each other in memory. A
+#   transposed ``x``, every second element, columns of a wider matrix:
+#   ``contiguous`` copies these first, and returns everything else as it is.
+#   ``dy`` is often such a tensor: that of ``y.sum()`` is one number with
+#   strides of 0.
+# * **Addresses.** A view may begin anywhere, and no copy mends it. It costs
+#   speed; the launch looks at addresses each time, because tensors of one
+#   plan differ in them.
+# * **None.** Without ``weight`` it counts as 1, without ``bias`` as 0, and the
+#   kernel is compiled without them. Shared rows have ones and zeros instead.
+# * **Empty.** No rows give an empty ``y`` and ``dx``, and ``dw`` and ``db`` of
+#   zeros: the sum of nothing. A row of no columns is an error, for its mean
+#   would be 0 / 0.
+# * **Types.** ``weight`` and ``bias`` may have types of their own. ``y`` has
+#   that of ``x``, gradients those of their inputs; sums are in float32, or
+#   float64 for a float64 ``x``.
+
+for x in (
+    torch.randn(2, 3, 10, device=DEVICE),
+    torch.randn(10, 3, device=DEVICE).T,
+    torch.randn(3, 20, device=DEVICE)[:, ::2],
+    torch.randn(31, device=DEVICE)[1:].view(3, 10),
+    torch.randn(10, device=DEVICE).expand(3, 10),
+    torch.randn(0, 10, device=DEVICE),
+    torch.randn(3, 10, device=DEVICE, dtype=torch.float64),
+):
+    torch.testing.assert_close(layer_norm(x, 10), F.layer_norm(x, (10,)))
+print("seven layouts are right")
+
+# %%
+# An exact check
+# --------------
+#
+# The rule would use two of the kinds for a small matrix, so ``kernels`` forces
+# the others.
+
+# %%
+
+# Scaffold: inputs, and a check against float64.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy; the mean of x is far from 0."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
+
+
+def check(function, M, N, dtype):
+    """Compare y, dx, dw and db with those of PyTorch in float64."""
+    given, results = inputs(M, N, dtype), []
+    exact = [t.detach().double().requires_grad_() for t in given]
+    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
+        y = f(x, (N,), w, b)
+        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
+    # 16 bits: one rounding of a result. float32: the sums round as well.
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
+    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+# %%
+
+M, N = (1151, 521) if ON_GPU else (3, 41)
+kinds = [(N, "shifted"), (N, "sweeps"), (N - 1, "chunks"), (N - 1, "shared")]
+for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
+    print(end=f"{kind:8}")
+    f = functools.partial(layer_norm, kernels=(kind, kind))
+    check(f, M, N, torch.float16)
+
+# %%
+# Other libraries
+# ---------------
+#
+# Those that can be imported are compared: `Liger
+# <https://github.com/linkedin/Liger-Kernel>`_, `quack
+# <https://github.com/Dao-AILab/quack>`_, `Apex
+# <https://github.com/NVIDIA/apex>`_ and the Triton kernel of `flash-attn
+# <https://github.com/Dao-AILab/flash-attention>`_.
+# Each gets the form in which PyTorch has it.
+
+
+def liger():
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return lambda x, _, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
+
+
+def apex():
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+    return lambda x, shape, w, b: fused_layer_norm_affine(x, w, b, shape, 1e-5)
+
+
+def flash():
+    from flash_attn.ops.triton import layer_norm as module
+
+    # Its kernels try 1 to 32 warps at each width: that takes very long here.
+    for name in "_layer_norm_fwd_1pass_kernel", "_layer_norm_bwd_kernel":
+        tried = [triton.Config({}, num_warps=2**i) for i in range(1, 5)]
+        getattr(module, name).configs = tried
+    return lambda x, _, w, b: module.layer_norm_fn(x, w, b, eps=1e-5)
+
+
+# %%
+# quack has no autograd function for layer norm, and takes weights in float32.
+
+
+def quack():
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class Quack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w, b):
+            y, rstd, mean = layernorm_fwd(x, w, b, 1e-5, True, True)
+            ctx.save_for_backward(x, w, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w, rstd, mean = ctx.saved_tensors
+            return layernorm_bwd(x, w, dy, rstd, mean)
+
+    return lambda x, _, w, b: Quack.apply(x, w, b)
+
+
+LIBRARIES = {
+    "liger": ("Liger", liger), "apex": ("Apex", apex),
+    "quack": ("quack", quack), "flash": ("flash-attn", flash),
+}  # fmt: skip
+
+
+@functools.cache
+def library(key):
+    """Its function, or None where it cannot be imported."""
+    name, load = LIBRARIES[key]
+    try:
+        return load()
+    except Exception as error:  # whatever stops an import
+        print(f"{name} has no line here: {type(error).__name__}: {error}")
+        return None
+
+
+# %%
+# Some refusals are known; without this list a run could end in an error of
+# the device.
+# In a graph ``copy_`` is slow for large tensors, so the copy of these is
+# ``x * 1``.
+
+
+def refuses(key, N, itemsize):
+    if key == "quack":
+        return N > 2**18 or N % 8 > 0
+    most = {"liger": 65536, "flash": 65536 // itemsize}
+    return key in most and most[key] < N
+
+
+def function(provider, N, dtype, mode):
+    """A function like PyTorch's."""
+    if provider in ("triton", "CUDA graph"):
+        return layer_norm
+    if provider in FORWARD:  # one kind of kernels, for the pass in question
+        first, _ = pick(N * dtype.itemsize, can_share(dtype))
+        kernels = provider if mode == "forward" else first, provider
+        return functools.partial(layer_norm, kernels=kernels)
+    if provider in LIBRARIES:
+        return library(provider)
+    if provider == "torch.compile":
+        torch._dynamo.reset()  # nothing is left of other shapes
+        torch._functorch.config.donated_buffer = False  # runs many times
+        return torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
+    return F.layer_norm
+
+
+# %%
+
+
+def prepared(provider, M, N, dtype, mode):
+    """A call without arguments."""
+    x, w, b, dy = inputs(M, N, dtype)
+    if provider == "copy":  # backward, an addition: it moves three matrices
+        x, out = x.detach(), torch.empty_like(dy)
+        if mode == "backward":
+            return lambda: torch.add(x, dy, out=out)
+        large = dy.nbytes > 2**27
+        return lambda: torch.mul(x, 1, out=out) if large else out.copy_(x)
+    if provider == "quack":
+        w, b = (t.detach().float().requires_grad_() for t in (w, b))
+    f, leaves = function(provider, N, dtype, mode), (x, w, b)
+    if mode == "forward":
+        return lambda: f(x, (N,), w, b)
+    if mode == "backward":
+        y = f(x, (N,), w, b)
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    return lambda: torch.autograd.grad(f(x, (N,), w, b), leaves, dy)
+
+
+def attempt(call, provider, N):
+    """What a call returns; None for a library that fails."""
+    try:
+        return call()
+    except Exception as error:
+        if provider not in LIBRARIES:
+            raise
+        why = str(error).strip().partition("\n")[0]
+        print(f"{provider} has no point at N = {N}: {why}")
+        return None
+
+
+# %%
+
+# Scaffold: the clock, and what its figures say.
+
+
+def device_time(fn):
+    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    fn()  # compiles
+    graph = torch.cuda.CUDAGraph()  # replayed without Python
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        fn()
+    # do_bench overwrites the L2 cache before each replay.
+    return triton.testing.do_bench(
+        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
+    )
+
+
+def speed(moved, fn):
+    """GB/s of a function that must move so many bytes."""
+    ms, low, high = device_time(fn)
+    return [moved / t * 1e-6 for t in (ms, high, low)]
+
+
+def report(benchmark):
+    """Draw a benchmark; print our speed over that of the others."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
+    print(f"speed of {table.columns[0]} divided by that of")
+    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
+
+
+# %%
+# On the device
+# -------------
+
+
+def lines():
+    """Keys and names of what is compared."""
+    names = {"triton": "Triton", "torch": "PyTorch"}
+    names["torch.compile"] = "torch.compile"
+    keys = [key for key in LIBRARIES if ON_GPU and library(key)]
+    return names | {key: LIBRARIES[key][0] for key in keys}
+
+
+def on_device(name, mode, widths, dtype=torch.float16, rungs=()):
+    names = {"triton": "Triton"} | {key: key for key in rungs}
+    names = (names if rungs else lines()) | {"copy": "Copy"}
+
+    def measure(M, N, dtype, mode, provider):
+        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+        median, 20 % and 80 % quantiles. At most 512 MB a matrix."""
+        if not ON_GPU or refuses(provider, N, dtype.itemsize):
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        M = min(M, 2**29 // (N * dtype.itemsize))
+        moved = (2 if mode == "forward" else 3) * M * N * dtype.itemsize
+        timed = lambda: speed(moved, prepared(provider, M, N, dtype, mode))
+        return attempt(timed, provider, N) or 3 * [float("nan")]
+
+    mark = triton.testing.Benchmark(
+        ["N"], widths, "provider", list(names), list(names.values()),
+        f"layer-norm-every-{name}{mode}",
+        {"M": 4096, "dtype": dtype, "mode": mode}, ylabel="GB/s",
+        x_log=widths[-1] > 100_000,
+    )  # fmt: skip
+    return triton.testing.perf_report(mark)(measure)
+
+
+# %%
+# A library may be broken at some widths: its points there say nothing about
+# its design.
+# What is below a third of the median of its line is named here, and left out
+# of a second mean.
+
+
+def mean(ratio):
+    """The geometric mean of speeds divided by speeds."""
+    return ratio.prod() ** (1 / len(ratio))
+
+
+def judge(benchmark, times=False):
+    """Draw a benchmark; print how fast we are, against each line."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    table = 1 / table if times else table
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ours = table.pop("Triton")
+    for name, line in table.items():
+        ratio = (ours / line).dropna()
+        if ratio.empty:
+            print(f"{name}: no points")
+            continue
+        print(f"speed divided by that of {name}: {mean(ratio):.2f} (geometric "
+              f"mean), {ratio.min():.2f} at N = {ratio.idxmin():.0f} to "
+              f"{ratio.max():.2f} at {ratio.idxmax():.0f}")  # fmt: skip
+        if line.isna().any():
+            print(f"  no points at {[*map(int, line.index[line.isna()])]}")
+        broken = line.index[line < line.median() / 3]
+        left = ratio.drop(broken)
+        if len(broken) and len(left):
+            print(f"  far below itself at {[*map(int, broken)]}; mean "
+                  f"without these {mean(left):.2f}")  # fmt: skip
+
+
+SWEEP = [512 * i for i in range(2, 32)]
+UNUSUAL = [1000, 1151, 2047, 4097, 4608, 5000, 7777, 8704, 12345]
+WIDE = [2**i for i in range(14, 21)]
+
+judge(on_device("", "forward", SWEEP))
+
+# %%
+judge(on_device("", "backward", SWEEP))
+
+# %%
+# The last line is the ceiling: the copy moves the same bytes once, and does
+# nothing else.
+#
+# Widths that nobody tunes for, in bfloat16:
+
+judge(on_device("unusual-", "forward", UNUSUAL, torch.bfloat16))
+
+# %%
+judge(on_device("unusual-", "backward", UNUSUAL, torch.bfloat16))
+
+# %%
+# Odd widths beyond the limits of shifted rows, as 12345 backward, are shared
+# by programs, with loads of 2 bytes each.
+#
+# Wide rows, with fewer of them where a matrix would pass 512 MB:
+
+judge(on_device("wide-", "forward", WIDE))
+
+# %%
+judge(on_device("wide-", "backward", WIDE))
+
+# %%
+# Is the rule right?
+# ------------------
+#
+# On both sides of its limits, every kind for rows of whole groups of 16 bytes;
+# where a ratio is below 1, another kind would have been faster.
+
+
+def at_limits(mode, widths):
+    rungs = "chunks", "sweeps", "shared"
+    return on_device("limits-", mode, widths, rungs=rungs)
+
+
+report(at_limits("forward", [16384, 24576, 32768, 49152, 65536]))
+report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
+
+# %%
+# What the user waits for
+# -----------------------
+#
+# The clock of page 10: whole calls in a row, all lines in turns, until the
+# device has finished.
+# A CUDA graph of our call takes the time of the device.
+
+
+def in_turns(calls, rounds=15, times=40):
+    """µs of each call in a row: median, 20 % and 80 % quantiles."""
+    found = torch.empty(rounds, len(calls), dtype=torch.double)
+    for r in range(rounds):
+        for i, call in enumerate(calls.values()):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            torch.cuda.synchronize()
+            found[r, i] = (time.perf_counter() - start) / times * 1e6
+    quantiles = found.quantile(found.new_tensor([0.5, 0.2, 0.8]), dim=0)
+    return dict(zip(calls, quantiles.T.tolist(), strict=True))
+
+
+def ready(provider, *given):
+    """A call that has run once, and of which a graph is kept if asked for."""
+    call = prepared(provider, *given)
+    call()
+    if provider != "CUDA graph":
+        return call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        graph.kept = call()
+    return graph.replay
+
+
+# %%
+
+
+def whole_calls(mode):
+    names = lines() | {"CUDA graph": "CUDA graph"}
+
+    @functools.cache  # all lines in turns; then each is asked for its own
+    def turns(M, N, dtype, mode):
+        calls = {}
+        for p in names:
+            if not refuses(p, N, dtype.itemsize):
+                make = lambda p=p: ready(p, M, N, dtype, mode)
+                calls[p] = attempt(make, p, N)
+        return in_turns({p: call for p, call in calls.items() if call})
+
+    def measure(M, N, dtype, mode, provider):
+        """Whole calls, all lines in turns: 40 in a row until the device has
+        finished, in 15 rounds, with L2 as they leave it; median, 20 % and
+        80 % quantiles."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        given = M, N, dtype, mode
+        return turns(*given).get(provider, 3 * [float("nan")])
+
+    mark = triton.testing.Benchmark(
+        ["N"], [1024, 2048, 4096, 8192, 15872, 65536], "provider",
+        list(names), list(names.values()),
+        f"layer-norm-every-call-{mode.replace(' ', '-')}",
+        {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="µs",
+    )  # fmt: skip
+    return triton.testing.perf_report(mark)(measure)
+
+
+judge(whole_calls("forward"), times=True)
+
+# %%
+judge(whole_calls("forward and backward"), times=True)
+
+# %%
+# Where the host takes longer than the kernels, a call takes as long as the
+# host, and the graph shows by how much: faster kernels would not help there.
+#
+# Exercise 1: into a model
+# ------------------------
+#
+# Replace every ``torch.nn.LayerNorm`` of a model by ours.
+# The model must keep its parameters, their names in ``state_dict``, and
+# ``eps``; some layers have no bias, or no parameters at all.
+# The stub makes new layers.
+#
+# **Hint.** A module can be of another class without being made anew.
+
+
+class Norm(torch.nn.LayerNorm):
+    def forward(self, x):
+        given = self.normalized_shape, self.weight, self.bias, self.eps
+        return layer_norm(x, *given)
+
+
+def swap(model):
+    for name, child in model.named_children():
+        if isinstance(child, torch.nn.LayerNorm):
+            setattr(model, name, Norm(child.normalized_shape))  # to do
+        else:
+            swap(child)
+
+
+def exercise_1(swap):
+    nn = torch.nn
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16, eps=0.1),
+        nn.Sequential(nn.LayerNorm(16, elementwise_affine=False)),
+        nn.LayerNorm((16,), bias=False), nn.Linear(16, 4),
+    ).to(DEVICE)  # fmt: skip
+    nn.init.uniform_(model[1].weight)
+    x = torch.randn(3, 8, device=DEVICE)
+    before, names = model(x), [*model.state_dict()]
+    parameters = [*model.parameters()]
+    swap(model)
+    kept = [*model.state_dict()] == names and all(
+        a is b for a, b in zip(parameters, model.parameters(), strict=False)
+    )
+    norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
+    ours = all(isinstance(m, Norm) for m in norms)
+    same = torch.allclose(model.to(DEVICE)(x), before, atol=1e-5)
+    print(f"ours: {ours}, same result: {same}, parameters kept: {kept}")
+    return ours and same and kept
+
+
+exercise_1(swap)
+
+# %%
+
+# Solution 1
+
+
+def swap_1(model):
+    for module in model.modules():
+        if type(module) is torch.nn.LayerNorm:
+            module.__class__ = Norm
+
+
+assert exercise_1(swap_1)
