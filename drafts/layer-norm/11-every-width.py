@@ -366,7 +366,7 @@ def _lanes(c, shift, N, CHUNK, STEP):
 @triton.jit
 def _only_inside(x, c, shift, N, STEP):
     CHUNK: tl.constexpr = x.shape[1]
-    if c == 0 or (c + 1) * CHUNK > N:
+    if (STEP > 1 and c == 0) or (c + 1) * CHUNK > N:
         _, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
         x = tl.where(inside, x, 0)
     return x
@@ -400,7 +400,7 @@ def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
     row = tl.arange(0, x.shape[0])[:, None] * STEP
     ptr += tl.cast(first, tl.int64) * N // STEP * STEP
     mask = row < M - first
-    if c > 0 and (c + 1) * CHUNK <= N:
+    if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
         tl.store(ptr + (row * N + lane), x, mask=mask)
     else:
         tl.store(ptr + (row * N + lane), x, mask=mask & whole)
@@ -739,12 +739,12 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
         word = tl.inline_asm_elementwise(
             """{
             .reg .pred empty, again; .reg .b32 loads; mov.b32 loads, 0;
-            LOAD: ld.relaxed.gpu.global.b64 $0, [$1];
+            LOAD:
+            ld.relaxed.gpu.global.b64 $0, [$1];
             setp.eq.b64 empty, $0, 0x7F8000017F800001;
             add.u32 loads, loads, 1;
             setp.lt.and.u32 again, loads, 10000000, empty;
-            @again bra LOAD;
-            @empty trap;
+            @again bra LOAD; @empty trap;
             }""",
                         "=&l,l", [at.to(tl.int64)],
             dtype=tl.int64, is_pure=False, pack=1,
