@@ -101,7 +101,14 @@ def test_theme_follows_the_system(page, view, name):
     expect(figure.locator("img.only-light")).to_be_hidden()
 
 
-@each_tutorial
+# A click of the mouse on each button of a long page takes a minute or more.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if number else ())
+        for number, name in enumerate(built.TUTORIALS)
+    ],
+)
 @pytest.mark.parametrize(
     "view", [{"permissions": ["clipboard-read", "clipboard-write"]}]
 )
