@@ -154,7 +154,7 @@ def everywhere(compiled):
     """The builds of a tutorial: {(target, N, dtype): {kernel: Built}}."""
 
     @cache
-    def builds(stem, sizes=some, targets=limits.SHOWN):
+    def builds(stem, sizes, targets):
         page = PAGES[stem]
         first, dtype = page["N"][0], page["dtype"]
         shapes = {(t, first, dtype) for t in targets}
@@ -170,7 +170,10 @@ def everywhere(compiled):
         ]
         return dict(zip(shapes, compiled(calls), strict=True))
 
-    return builds
+    # The same question is asked in several ways; each is compiled once.
+    return lambda stem, sizes=some, targets=limits.SHOWN: builds(
+        stem, sizes, targets
+    )
 
 
 @EVERY
