@@ -70,7 +70,7 @@ def digest(job, machine):
 
 
 def kept(job):
-    return KEPT / f"{job.name.replace('/', '.')}.json"
+    return KEPT / f"{tutorial.file_name(job.name)}.json"
 
 
 def passed_before(job, inputs):

@@ -200,7 +200,7 @@ class Child:
         self.say(json.dumps(task))
 
     def log_of(self, what):
-        return LOGS / f"{self.job.name.replace('/', '.')}.{what}.log"
+        return LOGS / f"{tutorial.file_name(self.job.name)}.{what}.log"
 
     def say(self, line):
         # A process that ended before it listened says why in its log.
