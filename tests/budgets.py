@@ -44,10 +44,12 @@ def payer(nodeid, known):
     if "gpu" in folders:
         return None
     of_file = re.match(r"test_(\d\d)_", Path(file).name)
-    for start in range(len(folders) + 1) if of_file else ():
-        page = "/".join([*folders[start:], of_file[1]])
-        if page in known.values():
-            return page
+    section = [folder for folder in folders if folder != "tests"]
+    if (
+        of_file
+        and (page := "/".join([*section, of_file[1]])) in known.values()
+    ):
+        return page
     named = {page for stem, page in known.items() if stem in test}
     return named.pop() if len(named) == 1 else None
 

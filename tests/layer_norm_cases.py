@@ -31,14 +31,13 @@ SHAPES = (
     (2, 4608),
 )
 
-# The interpreter needs milliseconds for each row.
-
 
 def long(value):
     """A parameter that make test leaves to make test-all."""
     return pytest.param(value, marks=pytest.mark.long)
 
 
+# The interpreter needs milliseconds for each row.
 LONG_SHAPES = [long(s) if s[0] >= 1000 else s for s in SHAPES]
 
 

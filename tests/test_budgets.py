@@ -21,6 +21,7 @@ def test_name_of_a_page(stem, page):
     [
         ("tests/test_01_compiled.py::test_it[float16]", "01"),
         ("tests/fused/test_02_dropout.py::test_it", "fused/02"),
+        ("tests/fused/test_01_add.py::test_it", None),  # nor fused/01
         ("tests/test_03_compiled.py::test_it", None),  # there is no page 03
         ("tests/test_downloads.py::test_it[01-layer-norm]", "01"),
         ("tests/browser/test_it.py::test[light-tutorials/fused/02-dropout.html]",
