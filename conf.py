@@ -78,17 +78,14 @@ sphinx_gallery_conf = {
 # The moving picture of the two stages, behind the cell of a function: with up
 # to this many rows and programs.
 moving_pictures = {
-    "tutorials/01-layer-norm": {
+    "tutorials/layer-norm/03-lock": {
         "after": "_add_behind_lock",
         "rows": 16,
         "programs": 4,
     },
-    "tutorials/02-layer-norm-weight-gradients": {
-        "after": "lock",
-        "rows": 8,
-        "programs": 8,
-    },
 }
+# Pages that show the cells that others fold.
+scaffold_shown = ["tutorials/layer-norm/01-layer-norm"]
 
 # HTML ----------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
