@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT / "docs/_ext")]
 
 import tutorial
 
-tutorial.TUTORIALS = ROOT / "drafts"
 page = tutorial.load("layer-norm/01-layer-norm", interpret=False)
 flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
