@@ -18,7 +18,8 @@ TEXTS = {
 }
 EVERY = pytest.mark.parametrize("name", TEXTS)
 # It gathers the kernels of the pages before it, in cells that name these; its
-# own test compares them.
+# own test compares them. It folds its host code, too: what counts there is
+# what a reader sees.
 LONG = {"layer-norm/11-every-width"}
 GATHERED = re.compile(r"from pages? \d\d")
 MOST_LINES = 600
@@ -49,6 +50,18 @@ def marked(text, kind):
         and found[1].startswith(kind)
         and not GATHERED.search(found[2])
     ]
+
+
+def seen(name, text=None):
+    """How many lines are read of a page: of a long one, not what it folds."""
+    text = text or TEXTS[name]
+    if name not in LONG:
+        return text.count("\n")
+    return sum(
+        cell.count("\n") + 1
+        for _, cell in cells(text)
+        if not MARKED.match(cell)
+    )
 
 
 def code(cell):
@@ -105,13 +118,18 @@ def test_scaffold_is_the_same_on_every_page():
     known = next(iter(cells_of.values()))
     for name, found in cells_of.items():
         for cell in found:
-            assert cell in known, f"{name}:\n{cell.strip().splitlines()[0]}"
+            assert cell in known or name in LONG, (
+                f"{name}:\n{cell.strip().splitlines()[0]}"
+            )
         assert len(set(found)) == len(found), name
 
 
 @EVERY
 def test_scaffold_is_short(name):
-    lines = [line for cell in marked(TEXTS[name], "Sc") for line in code(cell)]
+    known = marked(next(iter(TEXTS.values())), "Scaffold")
+    lines = [
+        line for cell in known if cell in TEXTS[name] for line in code(cell)
+    ]
     assert 0 < len(lines) <= 70
 
 
@@ -142,14 +160,17 @@ def test_kernels_are_short(name):
 
 @EVERY
 def test_a_kernel_runs_in_the_first_third(name):
-    assert first_run(TEXTS[name]) <= TEXTS[name].count("\n") / 3
+    before = TEXTS[name].splitlines(keepends=True)[: first_run(TEXTS[name])]
+    assert seen(name, "".join(before)) <= seen(name) / 3
 
 
 @EVERY
 def test_something_is_measured_in_the_first_third(name):
     text = TEXTS[name]
-    runs = re.search(r"^(report\(|(\w+ = )?\w+\.run\()", text, re.MULTILINE)
-    assert text.count("\n", 0, runs.start()) <= text.count("\n") / 3
+    runs = re.search(
+        r"^(report\(|judge\(|(\w+ = )?\w+\.run\()", text, re.MULTILINE
+    )
+    assert seen(name, text[: runs.start()]) <= seen(name) / 3
 
 
 @EVERY

@@ -5,13 +5,7 @@ Every width, everyone
 Which kernel is right for a row of ``N`` columns, on any device?
 One function picks it: the fast kernels where they can run, and two sweeps
 everywhere else.
-
-This page is the download for a model.
-It gathers the kernels of four pages, `Chunks instead of padding
-<05-chunks.html>`_, `Rows that begin anywhere <06-unaligned-rows.html>`_, `Two
-sweeps <07-two-sweeps.html>`_ and `Programs that share a row
-<08-shared-rows.html>`_, behind the host code of `What the user waits for
-<10-host-time.html>`_, and measures all sizes against other libraries.
+This is the download for a model, measured against other libraries.
 """
 
 # %%
@@ -39,6 +33,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
 
+# Scaffold: more imports.
+
 import functools
 import inspect
 import operator
@@ -52,10 +48,14 @@ import time
 # multiple of 16 bytes, as they all do if a row has so many.
 # There are four kinds of kernels, each with a forward and a backward pass:
 #
-# * ``chunks``: a row in registers, cut into chunks (page 05);
-# * ``shifted``: the same for rows that begin anywhere (page 06);
-# * ``sweeps``: a row is read twice; any width, type and device (page 07);
-# * ``shared``: a row in the registers of many programs (page 08).
+# * ``chunks``: a row in registers, cut into chunks (`page 05
+#   <05-chunks.html>`_);
+# * ``shifted``: the same for rows that begin anywhere (`page 06
+#   <06-unaligned-rows.html>`_);
+# * ``sweeps``: a row is read twice; any width, type and device (`page 07
+#   <07-two-sweeps.html>`_);
+# * ``shared``: a row in the registers of many programs (`page 08
+#   <08-shared-rows.html>`_).
 #
 # Backward, two sums in float32 for each column need registers as well, so the
 # limits are lower.
@@ -104,9 +104,8 @@ plt.yticks([])
 plt.show()
 
 # %%
-# Sharing needs an NVIDIA GPU, for a cooperative launch and PTX, and words of
-# two float32 numbers, so float64 never shares.
-# A multiprocessor runs two programs with 8 KB of a row each.
+
+# Scaffold: what the device can do.
 
 CUDA = ON_GPU and torch.version.hip is None
 EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
@@ -121,14 +120,12 @@ def can_share(dtype):
     return 2 * NUM_SMS * SLICE if CUDA and dtype != torch.float64 else 0
 
 
-for N in 1024, 1151, 12345, 32768, 2**20, 2**21:
-    print(f"{N:7} columns:", *pick(2 * N, most=2 * 132 * 8192))
-
 # %%
 # The kernels
 # -----------
 #
 # They are those of their pages, to the byte; a test holds them so.
+# Host code follows, folded as well.
 
 # %%
 
@@ -200,17 +197,6 @@ def _layer_norm_fwd_chunks(
         y = y + bs[c].to(acc) if b_ptr is not None else y
         tl.store(y_ptr + start + (row * N + col), y, mask=mask)
 
-
-# %%
-# A kernel trusts its caller, as here, with three rows of ten columns in chunks
-# of four:
-
-x, y = torch.randn(3, 10, device=DEVICE), torch.empty(3, 10, device=DEVICE)
-mean, rstd = torch.empty(2, 3, device=DEVICE)
-_layer_norm_fwd_chunks[(3,)](
-    x, None, None, y, mean, rstd, 3, 1e-5, 10, 1, 4, ""
-)
-torch.testing.assert_close(y, F.layer_norm(x, (10,)))
 
 # %%
 
@@ -908,18 +894,16 @@ def _layer_norm_bwd_shared(
 
 
 # %%
-# A lean host
-# -----------
-#
-# What `page 10 <10-host-time.html>`_ explains: arguments of one kind share a
-# *plan*, and from the second time on a launch needs addresses alone.
-# If one of these is no multiple of 16, Triton looks at all arguments again, or
-# an ``unaligned`` launch takes over: shifted kernels begin rows at addresses,
-# so without such a begin they start with column 0.
+
+# Scaffold: a launch that remembers itself.
 
 
 def launcher(kernel, grid, unaligned=None, **more):
-    """A launch as a function of tensors."""
+    """A launch as a function of tensors.
+
+    It remembers what Triton compiled. If an address is no multiple of 16,
+    Triton looks at all arguments again, or ``unaligned`` takes over.
+    """
     names = inspect.signature(kernel.fn).parameters
     rest = [more.pop(name) for name in names if name in more]
     first, again = functools.partial(kernel[(grid,)], **more), None
@@ -949,7 +933,8 @@ def bare(compiled, grid):
 
 
 # %%
-# Shared rows need words, and programs that run at the same time.
+
+# Scaffold: launches of programs that wait for each other.
 
 
 def together(kernel, grid, per_sm, warps, **more):
@@ -981,7 +966,8 @@ def empty_words(shape, device):
 
 
 # %%
-# Forward, one function for each kind makes the launch.
+
+# Scaffold: forward launches, one for each kind.
 
 
 def forward_chunks(M, N, size, eps):
@@ -1021,7 +1007,8 @@ def forward_shared(M, N, size, eps):
 
 
 # %%
-# Backward, they also say how many rows of sums there are.
+
+# Scaffold: backward launches, and how many rows of sums there are.
 
 
 def backward_chunks(M, N, size):
@@ -1063,6 +1050,8 @@ def backward_sweeps(M, N, size):
 
 # %%
 
+# Scaffold: backward launches of shared rows, and the last sums.
+
 
 def backward_shared(M, N, size):
     part = triton.next_power_of_2(triton.cdiv(N * size, NUM_SMS))
@@ -1094,7 +1083,9 @@ def add_up(P, N):
 
 
 # %%
-# A plan asks the rule, or does as it is told by ``kernels``.
+
+# Scaffold: plans.
+
 
 FORWARD = {
     "chunks": forward_chunks, "shifted": forward_shifted,
@@ -1136,6 +1127,8 @@ class Plan:
 
 
 # %%
+
+# Scaffold: both passes of a plan, and autograd.
 
 
 def normalize(plan, x, w, b):
@@ -1184,11 +1177,10 @@ def gradients_of(ctx, dy):
 
 
 # %%
-# Arguments are checked when their kind is new.
-# For ``torch.compile`` the two passes are operators, of which it sees only
-# the shapes that go in and come out.
-
-PLANS = {}
+# The function
+# ------------
+#
+# For ``torch.compile`` both passes are operators, with shapes in and out.
 
 
 def layer_norm(
@@ -1201,6 +1193,13 @@ def layer_norm(
         return operator_forward(x, weight, bias, shape, eps)[0]
     plan = plan_of(shape, x, weight, bias, eps, kernels)
     return LayerNorm.apply(x, weight, bias, plan)
+
+
+# %%
+
+# Scaffold: the plan of a call.
+
+PLANS = {}
 
 
 def current_device():
@@ -1225,6 +1224,8 @@ def plan_of(shape, x, weight, bias, eps, kernels=None):
 
 # %%
 
+# Scaffold: arguments are checked.
+
 
 def check_arguments(shape, x, weight, bias, eps):
     for name, t in {"x": x, "weight": weight, "bias": bias}.items():
@@ -1244,6 +1245,9 @@ def check_arguments(shape, x, weight, bias, eps):
 
 
 # %%
+
+# Scaffold: both passes as operators for torch.compile.
+
 
 MAYBE = torch.Tensor | None
 
@@ -1282,7 +1286,8 @@ def _(dy, x, w, b, mean, rstd, shape, eps):
 
 
 # %%
-# Autograd is told how the two belong together.
+
+# Scaffold: their gradients.
 
 
 def keep(ctx, inputs, output):
@@ -1301,51 +1306,6 @@ def operator_gradients(ctx, grads):
 BOUND = operator_forward.register_autograd(
     operator_gradients, setup_context=keep
 )
-
-# %%
-# Any layout
-# ----------
-#
-# This is the long account; the other pages keep it short.
-#
-# * **Dimensions.** ``normalized_shape`` is a number or a shape, and ``x`` ends
-#   in it. Dimensions before it, of any number, are rows: a view of ``M * N``
-#   numbers, without a copy.
-# * **Strides.** Kernels take rows that follow each other in memory. A
-#   transposed ``x``, every second element, columns of a wider matrix:
-#   ``contiguous`` copies these first, and returns everything else as it is.
-#   ``dy`` is often such a tensor: that of ``y.sum()`` is one number with
-#   strides of 0.
-# * **Addresses.** A view may begin anywhere, and no copy mends it. It costs
-#   speed; the launch looks at addresses each time, because tensors of one
-#   plan differ in them.
-# * **None.** Without ``weight`` it counts as 1, without ``bias`` as 0, and the
-#   kernel is compiled without them. Shared rows have ones and zeros instead.
-# * **Empty.** No rows give an empty ``y`` and ``dx``, and ``dw`` and ``db`` of
-#   zeros: the sum of nothing. A row of no columns is an error, for its mean
-#   would be 0 / 0.
-# * **Types.** ``weight`` and ``bias`` may have types of their own. ``y`` has
-#   that of ``x``, gradients those of their inputs; sums are in float32, or
-#   float64 for a float64 ``x``.
-
-for x in (
-    torch.randn(2, 3, 10, device=DEVICE),
-    torch.randn(10, 3, device=DEVICE).T,
-    torch.randn(3, 20, device=DEVICE)[:, ::2],
-    torch.randn(31, device=DEVICE)[1:].view(3, 10),
-    torch.randn(10, device=DEVICE).expand(3, 10),
-    torch.randn(0, 10, device=DEVICE),
-    torch.randn(3, 10, device=DEVICE, dtype=torch.float64),
-):
-    torch.testing.assert_close(layer_norm(x, 10), F.layer_norm(x, (10,)))
-print("seven layouts are right")
-
-# %%
-# An exact check
-# --------------
-#
-# The rule would use two of the kinds for a small matrix, so ``kernels`` forces
-# the others.
 
 # %%
 
@@ -1377,24 +1337,21 @@ def check(function, M, N, dtype):
 
 
 # %%
-
-M, N = (1151, 521) if ON_GPU else (3, 41)
-kinds = [(N, "shifted"), (N, "sweeps"), (N - 1, "chunks"), (N - 1, "shared")]
-for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
-    print(end=f"{kind:8}")
-    f = functools.partial(layer_norm, kernels=(kind, kind))
-    check(f, M, N, torch.float16)
-
-# %%
-# Other libraries
-# ---------------
+# On the device
+# -------------
 #
-# Those that can be imported are compared: `Liger
+# Libraries that can be imported are compared: `Liger
 # <https://github.com/linkedin/Liger-Kernel>`_, `quack
 # <https://github.com/Dao-AILab/quack>`_, `Apex
 # <https://github.com/NVIDIA/apex>`_ and the Triton kernel of `flash-attn
 # <https://github.com/Dao-AILab/flash-attention>`_.
-# Each gets the form in which PyTorch has it.
+# Some refuse widths, and one may be broken at some: what is below a third of
+# the median of its line is named, and left out of a second mean.
+# The copy moves the same bytes once, and does nothing else: it is the ceiling.
+
+# %%
+
+# Scaffold: Liger, Apex and flash-attn.
 
 
 def liger():
@@ -1420,10 +1377,12 @@ def flash():
 
 
 # %%
-# quack has no autograd function for layer norm, and takes weights in float32.
+
+# Scaffold: quack, and the list of libraries.
 
 
 def quack():
+    # It has no autograd function for layer norm; weights are float32.
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
     class Quack(torch.autograd.Function):
@@ -1459,12 +1418,11 @@ def library(key):
 
 
 # %%
-# Some refusals are known; without this list a run could end in an error of
-# the device.
-# In a graph ``copy_`` is slow for large tensors, so the copy of these is
-# ``x * 1``.
+
+# Scaffold: what is asked of whom.
 
 
+# Without this list a run could end in an error of the device.
 def refuses(key, N, itemsize):
     if key == "quack":
         return N > 2**18 or N % 8 > 0
@@ -1491,6 +1449,8 @@ def function(provider, N, dtype, mode):
 
 # %%
 
+# Scaffold: calls without arguments.
+
 
 def prepared(provider, M, N, dtype, mode):
     """A call without arguments."""
@@ -1499,7 +1459,7 @@ def prepared(provider, M, N, dtype, mode):
         x, out = x.detach(), torch.empty_like(dy)
         if mode == "backward":
             return lambda: torch.add(x, dy, out=out)
-        large = dy.nbytes > 2**27
+        large = dy.nbytes > 2**27  # in a graph copy_ is slow for these
         return lambda: torch.mul(x, 1, out=out) if large else out.copy_(x)
     if provider == "quack":
         w, b = (t.detach().float().requires_grad_() for t in (w, b))
@@ -1561,8 +1521,8 @@ def report(benchmark):
 
 
 # %%
-# On the device
-# -------------
+
+# Scaffold: one benchmark for all lines, on the device.
 
 
 def lines():
@@ -1597,13 +1557,11 @@ def on_device(name, mode, widths, dtype=torch.float16, rungs=()):
 
 
 # %%
-# A library may be broken at some widths: its points there say nothing about
-# its design.
-# What is below a third of the median of its line is named here, and left out
-# of a second mean.
+
+# Scaffold: how fast we are, against each line.
 
 
-def mean(ratio):
+def geometric(ratio):
     """The geometric mean of speeds divided by speeds."""
     return ratio.prod() ** (1 / len(ratio))
 
@@ -1621,8 +1579,9 @@ def judge(benchmark, times=False):
         if ratio.empty:
             print(f"{name}: no points")
             continue
-        print(f"speed divided by that of {name}: {mean(ratio):.2f} (geometric "
-              f"mean), {ratio.min():.2f} at N = {ratio.idxmin():.0f} to "
+        print(f"speed divided by that of {name}: {geometric(ratio):.2f} "
+              f"(geometric mean), {ratio.min():.2f} at "
+              f"N = {ratio.idxmin():.0f} to "
               f"{ratio.max():.2f} at {ratio.idxmax():.0f}")  # fmt: skip
         if line.isna().any():
             print(f"  no points at {[*map(int, line.index[line.isna()])]}")
@@ -1630,12 +1589,14 @@ def judge(benchmark, times=False):
         left = ratio.drop(broken)
         if len(broken) and len(left):
             print(f"  far below itself at {[*map(int, broken)]}; mean "
-                  f"without these {mean(left):.2f}")  # fmt: skip
+                  f"without these {geometric(left):.2f}")  # fmt: skip
 
 
 SWEEP = [512 * i for i in range(2, 32)]
 UNUSUAL = [1000, 1151, 2047, 4097, 4608, 5000, 7777, 8704, 12345]
 WIDE = [2**i for i in range(14, 21)]
+
+# %%
 
 judge(on_device("", "forward", SWEEP))
 
@@ -1643,9 +1604,6 @@ judge(on_device("", "forward", SWEEP))
 judge(on_device("", "backward", SWEEP))
 
 # %%
-# The last line is the ceiling: the copy moves the same bytes once, and does
-# nothing else.
-#
 # Widths that nobody tunes for, in bfloat16:
 
 judge(on_device("unusual-", "forward", UNUSUAL, torch.bfloat16))
@@ -1670,6 +1628,8 @@ judge(on_device("wide-", "backward", WIDE))
 #
 # On both sides of its limits, every kind for rows of whole groups of 16 bytes;
 # where a ratio is below 1, another kind would have been faster.
+# Sharing needs an NVIDIA GPU, for a cooperative launch and PTX, and words of
+# two float32 numbers, so float64 never shares.
 
 
 def at_limits(mode, widths):
@@ -1681,12 +1641,35 @@ report(at_limits("forward", [16384, 24576, 32768, 49152, 65536]))
 report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
 
 # %%
+# An exact check
+# --------------
+#
+# The rule would use two of the kinds for a small matrix, so ``kernels`` forces
+# the others.
+
+# %%
+
+M, N = (1151, 521) if ON_GPU else (3, 41)
+kinds = [(N, "shifted"), (N, "sweeps"), (N - 1, "chunks"), (N - 1, "shared")]
+for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
+    print(end=f"{kind:8}")
+    f = functools.partial(layer_norm, kernels=(kind, kind))
+    check(f, M, N, torch.float16)
+
+# %%
 # What the user waits for
 # -----------------------
 #
-# The clock of page 10: whole calls in a row, all lines in turns, until the
+# Arguments of one kind share a *plan*.
+# They are checked when their kind is new; from the second time on a launch
+# needs addresses alone (`What the user waits for <10-host-time.html>`_).
+# The clock is that page's: whole calls in a row, all lines in turns, until the
 # device has finished.
 # A CUDA graph of our call takes the time of the device.
+
+# %%
+
+# Scaffold: whole calls in turns.
 
 
 def in_turns(calls, rounds=15, times=40):
@@ -1717,6 +1700,8 @@ def ready(provider, *given):
 
 
 # %%
+
+# Scaffold: one benchmark for whole calls.
 
 
 def whole_calls(mode):
@@ -1749,6 +1734,8 @@ def whole_calls(mode):
     return triton.testing.perf_report(mark)(measure)
 
 
+# %%
+
 judge(whole_calls("forward"), times=True)
 
 # %%
@@ -1758,6 +1745,44 @@ judge(whole_calls("forward and backward"), times=True)
 # Where the host takes longer than the kernels, a call takes as long as the
 # host, and the graph shows by how much: faster kernels would not help there.
 #
+# Any layout
+# ----------
+#
+# This is the long account; the other pages keep it short.
+#
+# * **Dimensions.** ``normalized_shape`` is a number or a shape, and ``x`` ends
+#   in it. Dimensions before it, of any number, are rows: a view of ``M * N``
+#   numbers, without a copy.
+# * **Strides.** Kernels take rows that follow each other in memory. A
+#   transposed ``x``, every second element, columns of a wider matrix:
+#   ``contiguous`` copies these first, and returns everything else as it is.
+#   ``dy`` is often such a tensor: that of ``y.sum()`` is one number with
+#   strides of 0.
+# * **Addresses.** A view may begin anywhere, and no copy mends it. It costs
+#   speed; the launch looks at addresses each time, because tensors of one
+#   plan differ in them.
+# * **None.** Without ``weight`` it counts as 1, without ``bias`` as 0, and the
+#   kernel is compiled without them. Shared rows have ones and zeros instead.
+# * **Empty.** No rows give an empty ``y`` and ``dx``, and ``dw`` and ``db`` of
+#   zeros: the sum of nothing. A row of no columns is an error, for its mean
+#   would be 0 / 0.
+# * **Types.** ``weight`` and ``bias`` may have types of their own. ``y`` has
+#   that of ``x``, gradients those of their inputs; sums are in float32, or
+#   float64 for a float64 ``x``.
+
+for x in (
+    torch.randn(2, 3, 10, device=DEVICE),
+    torch.randn(10, 3, device=DEVICE).T,
+    torch.randn(3, 20, device=DEVICE)[:, ::2],
+    torch.randn(31, device=DEVICE)[1:].view(3, 10),
+    torch.randn(10, device=DEVICE).expand(3, 10),
+    torch.randn(0, 10, device=DEVICE),
+    torch.randn(3, 10, device=DEVICE, dtype=torch.float64),
+):
+    torch.testing.assert_close(layer_norm(x, 10), F.layer_norm(x, (10,)))
+print("seven layouts are right")
+
+# %%
 # Exercise 1: into a model
 # ------------------------
 #
