@@ -3,9 +3,8 @@ Every width, everyone
 =====================
 
 Which kernel is right for a row of ``N`` columns, on any device?
-One function picks it: the fast kernels where they can run, and two sweeps
-everywhere else.
-This is the download for a model, measured against other libraries.
+One function for a model picks it: the fast kernels where they can run, and
+two sweeps everywhere else.
 """
 
 # %%
