@@ -3,8 +3,10 @@ Every width, everyone
 =====================
 
 Which kernel is right for a row of ``N`` columns, on any device?
-One function for a model picks it: the fast kernels where they can run, and
-two sweeps everywhere else.
+One function picks it: the fast kernels where they can run, and two sweeps
+everywhere else.
+
+This is the file to take into a model.
 """
 
 # %%
@@ -123,8 +125,7 @@ def can_share(dtype):
 # The kernels
 # -----------
 #
-# They are those of their pages, to the byte; a test holds them so.
-# Host code follows, folded as well.
+# They are those of their pages, to the byte, folded like the host code below.
 
 # %%
 
