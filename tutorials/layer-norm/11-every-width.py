@@ -58,8 +58,7 @@ import time
 # * ``shared``: a row in the registers of many programs (`page 08
 #   <08-shared-rows.html>`_).
 #
-# Backward, two sums in float32 for each column need registers as well, so the
-# limits are lower.
+# Backward, sums of float32 need registers as well: the limits are lower.
 
 
 def pick(row, most):
