@@ -554,11 +554,10 @@ assert x.grad.abs().max() < 1e-9
 report(benchmark("backward", "backward", triton=layer_norm))
 
 # %%
-# PyTorch has one kernel for ``dx`` and others for ``dw`` and ``db``, which read
-# ``x`` and ``dy`` again (`Who adds up the rows? <02-summing-rows.html>`_).
+# PyTorch's kernels for ``dw`` and ``db`` read ``x`` and ``dy`` a second time
+# (`Who adds up the rows? <02-summing-rows.html>`_).
 # Ours reads them once and is still far from the copy: a program waits for its
-# row with no other load on its way (`Loads in flight
-# <04-loads-in-flight.html>`_).
+# row with nothing on its way (`Loads in flight <04-loads-in-flight.html>`_).
 # Above 4096 columns a tile doubles and fewer programs fit on a multiprocessor,
 # so the speed falls (`Chunks instead of padding <05-chunks.html>`_).
 #
