@@ -2,10 +2,11 @@ r"""
 Loads in flight
 ===============
 
-Why is a backward pass slow that takes one row at a time, and what keeps
-memory busy?
+Why is a backward pass slow that takes one row at a time?
 Memory answers late, so much must be asked for before the first answer comes:
-with more programs, with more warps, or by asking ahead.
+with more programs, or by asking ahead.
+
+Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
 """
 
 # %%
@@ -129,8 +130,7 @@ if knee:  # it was measured
     print(f"90 % of {speeds.max():.0f} GB/s: with {knee} KB in flight")
 
 # %%
-# On the left twice the bytes in flight are twice the speed: each step takes
-# one latency, whatever it asks for.
+# On the left each step takes one latency, whatever it asks for.
 # On the right memory is busy, and what else is asked for waits in a queue.
 # Between them is the *knee*: so much each multiprocessor needs in flight, all
 # the time.
@@ -289,8 +289,8 @@ by_warps = turn("warps", [4, 8, 16, 32], one_stage)
 # Third knob: stages
 # ------------------
 #
-# The loop can ask ahead: loads become asynchronous copies (``cp.async``) to the
-# *shared memory* of a multiprocessor, and take no registers.
+# The loop can ask ahead: loads become asynchronous copies (``cp.async``) to
+# the *shared memory* of a multiprocessor, and take no registers.
 # With ``num_stages=3`` there are places for two rows.
 # A program waits for one, works on it, and asks for the next in its place.
 
@@ -334,8 +334,7 @@ def best_plan(N, itemsize=2):
 by_stages = turn("stages", [1, 2, 3, 4, 5], best_plan)
 
 # %%
-# Two stages have a place for one row, asked for when the one before is done: no
-# gain.
+# With two there is a place for one row, asked for when the one before is done.
 # From three on there is always a row on its way.
 # ``w`` is copied as well, a third of what a stage holds, for the compiler
 # copies every load of the loop.
