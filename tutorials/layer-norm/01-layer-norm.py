@@ -36,8 +36,8 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# The cell above stands on every page; it is for those who have no GPU, too.
-# These are both passes at 3 × 4 in ten lines of PyTorch.
+# That cell stands on every page, and lets it run without a GPU, too.
+# Both passes at 3 × 4, in ten lines of PyTorch:
 # *Forward* computes ``y``; *backward* gets ``dy``, the gradient of the loss
 # with respect to ``y``, and returns those of ``x``, ``w`` and ``b``.
 
@@ -93,8 +93,7 @@ def _layer_norm_fwd(
 
 
 # %%
-# ``N`` and ``eps`` are constants: the kernel is compiled anew for each, and
-# loads 16 bytes at once where it can.
+# ``N`` and ``eps`` are constants: the kernel is compiled anew for each.
 # A program has few *warps*, groups of 32 threads that run together: then each
 # thread has several loads on their way.
 
@@ -193,15 +192,12 @@ keep = lambda x, _, w, b: in_registers(x, w, b, 1e-5)
 report(benchmark("forward", "forward", triton=keep))
 
 # %%
-# Just above 4096 and 8192 columns the tile becomes twice as wide: of the 8192
-# lanes for a row of 4608 columns nearly half do nothing.
-# `Chunks instead of padding <05-chunks.html>`_ is about such widths.
+# It comes near the copy: while a program computes, others load.
 #
 # A row of any width
 # ------------------
 #
-# Registers are few: rows of more than 16384 columns are taken a tile at a
-# time.
+# Registers are few, so wider rows are taken a tile at a time.
 # One read of the row is a *sweep*, and this kernel makes three: for the mean,
 # for the variance, and to write ``y``.
 # Each lane adds up its elements of all tiles; ``tl.sum`` adds up the lanes.
@@ -244,7 +240,7 @@ def _layer_norm_fwd_streaming(
 
 # %%
 # It asks for ``x`` three times and writes ``y``: four matrices, not two.
-# Two of them may come from a cache, which is faster than memory and not free.
+# Is it half as fast?
 
 
 def in_sweeps(x, w, b, eps):
@@ -252,8 +248,8 @@ def in_sweeps(x, w, b, eps):
     acc = torch.promote_types(x.dtype, torch.float32)
     mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
     block = min(triton.next_power_of_2(N), 4096)
+    warps = 4 if N <= 4096 else 8 if N < 8192 else 16
     args = x, w, b, y, mean, rstd, eps, N, block
-    warps = min(max(block // 512, 4), 8)
     _layer_norm_fwd_streaming[(M,)](*args, num_warps=warps)
     return y, mean, rstd
 
@@ -263,9 +259,41 @@ sweeps = lambda x, _, w, b: in_sweeps(x, w, b, 1e-5)
 report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
 
 # %%
-# One change makes the difference: a row is read once, or three times.
-# Up to 4096 columns it is one tile, and read twice: the compiler sees that the
-# first two sweeps load the same.
+# No: the two lines nearly meet.
+# A cache, L2, keeps what was read last until the next sweep asks for it.
+# No clock shows that, but NVIDIA's profiler ``ncu`` counts the bytes that come
+# from memory (DRAM), here in units of ``x``:
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_vals=["8192", "16384", "32768", "65536", "131072"],
+        x_names=["N"], line_arg="provider", line_vals=["registers", "sweeps"],
+        line_names=["In registers", "Three sweeps"],
+        ylabel="bytes of DRAM per byte counted", plot_name="layer-norm-dram",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward",
+              "counter": "dram__bytes_read.sum"},
+    )
+)  # fmt: skip
+def traffic(M, N, dtype, mode, counter, provider):
+    """Bytes that a forward pass reads from DRAM, over the bytes of x. The
+    caches are empty before."""
+    fn = in_sweeps if provider == "sweeps" else in_registers
+    if int(N) > 16384 and fn is in_registers:
+        return None
+    if ON_GPU:
+        x = torch.randn(M, int(N), dtype=dtype, device=DEVICE)
+        fn(x, x[0], x[1], 1e-5)  # compiles
+        with torch.cuda.nvtx.range(f"counted {provider} {N} per {x.nbytes}"):
+            fn(x, x[0], x[1], 1e-5)
+    return 3 * [float("nan")]  # only ncu knows
+
+
+traffic.run(show_plots=ON_GPU)
+
+# %%
+# While the rows of all running programs fit in L2, three sweeps read little
+# more than one; wider rows come from memory again.
 #
 # Backward: the formulas
 # ----------------------
@@ -276,13 +304,11 @@ report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
 # :math:`y = \hat{x} \, w + b`.
 # From the last step to the first:
 #
-# 1. Scale and shift: each column multiplies its gradient by :math:`w`.
-# 2. The variance: :math:`r` multiplied the whole row, so its gradient is a sum
-#    over the row.
+# 1. Each column multiplies its gradient by :math:`w`.
+# 2. :math:`r` multiplied the whole row: for the variance, a sum over the row.
 # 3. The mean was subtracted from each element: a sum with a minus sign.
 #    Inside the variance it adds nothing, as :math:`\sum_j (x_j - \mu) = 0`.
-# 4. ``x`` is used directly, in the variance and in the mean; in the sum of the
-#    three, two means over the row remain.
+# 4. ``x`` is used directly, in the variance and in the mean: three terms.
 #
 # All rows :math:`i` share :math:`w` and :math:`b`: their gradients are sums.
 # Autograd checks all of it, in float64.
@@ -303,19 +329,17 @@ for found, of in [*steps, (dx, x), (dw, w), (db, b)]:
     torch.testing.assert_close(found, gradient)
 
 # %%
-# **What the forward pass saves.**
-# The mean and :math:`r`, here ``rstd``, are 8 bytes a row, and give
-# :math:`\hat{x}` again from ``x``, which a model holds anyway.
-# Saving :math:`\hat{x}` would write a third matrix, ``2 N`` bytes a row in 16
-# bits, and the backward pass would read as much as before.
+# The forward pass saves the mean and :math:`r`, here ``rstd``, 8 bytes a row;
+# from them and ``x``, which a model holds anyway, comes :math:`\hat{x}`.
+# To save :math:`\hat{x}` itself would write a third matrix, and the backward
+# pass would read as much as before.
 #
 # Backward: a buffer for each program
 # -----------------------------------
 #
 # ``dw`` and ``db`` are sums over all rows, and no program has all rows.
 # A program takes several, adds up ``dy * x_hat`` and ``dy`` in registers, and
-# stores the two sums in a *buffer* of its own.
-# A second kernel adds up the buffers.
+# stores the two sums in a *buffer* of its own; a second kernel adds up those.
 # No two programs write to one place, so nobody waits, and the same input gives
 # the same bits each time.
 
@@ -340,8 +364,7 @@ plt.show()
 
 # %%
 # A masked lane has ``dy = 0``, so it adds nothing to any sum.
-# ``w`` is loaded again for every row, from a cache: kept in registers, it
-# would leave fewer of them for other programs.
+# ``w`` is loaded for every row: kept in registers, it would leave fewer.
 
 
 @triton.jit
@@ -379,14 +402,8 @@ def _layer_norm_bwd(
 
 
 # %%
-# The sums are float32 because each addition rounds: in 16 bits a small term is
-# lost beside a large sum:
-
-for dtype in torch.float16, torch.float32:
-    tenths = torch.full((4096,), 0.1, dtype=dtype)
-    print(f"4096 times 0.1, one by one in {dtype}: {sum(tenths):.1f}")
-
-# %%
+# The sums are float32 because each addition rounds: in float16, 0.1 added 4096
+# times gives 256.
 # For the second kernel the buffers are a matrix of ``2 N`` columns; a program
 # adds up 16 of them and rounds at the very end.
 
@@ -406,16 +423,30 @@ def _layer_norm_bwd_add_up(
 
 
 # %%
+# Many programs load much at a time, so each *multiprocessor*, one of the
+# processors of a GPU, gets as many as its registers hold: a lane keeps two
+# sums, ``x`` and ``dy``.
+# It gets no more than six, for each program is one more buffer to add up.
+
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+MAX_COLUMNS = 16384
+
+
+def plan(N):
+    """Programs on a multiprocessor, and warps of a program."""
+    if N >= 8192:
+        return 1, 16
+    return 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2, 4
+
+
+# %%
 # A function to train with
 # ------------------------
 #
-# More programs keep the device busier, and leave more buffers to add up: here
-# 256, or 512 for narrow rows.
 # Kernels trust their arguments, so layouts are made right here.
 # ``y.sum().backward()``, for instance, hands over a ``dy`` that is one number
 # with strides of 0: a kernel would read far beyond it.
-
-MAX_COLUMNS = 16384
 
 
 class LayerNorm(torch.autograd.Function):
@@ -437,13 +468,13 @@ class LayerNorm(torch.autograd.Function):
         for_x, for_w, for_b, _ = ctx.needs_input_grad
         dx = torch.empty_like(x) if for_x else None
         sums = dw = db = None
-        block = triton.next_power_of_2(N)
-        programs = min(M, 512 if block <= 2048 else 256)
+        per_sm, warps = plan(N)
+        programs = min(M, per_sm * NUM_SMS)
         if for_w or for_b:
             sums = torch.empty(programs, 2, N, dtype=mean.dtype, **new)
-        warps = min(max(block * x.element_size() // 2048, 4), 8)
-        args = dy.contiguous(), x, w, mean, rstd, dx, sums, M, N, block
-        _layer_norm_bwd[(programs,)](*args, num_warps=warps)
+        args = dy.contiguous(), x, w, mean, rstd, dx, sums, M, N
+        block = triton.next_power_of_2(N)
+        _layer_norm_bwd[(programs,)](*args, block, num_warps=warps)
         if for_w or for_b:
             dw, db = grads = torch.empty(2, N, dtype=ctx.grads_dtype, **new)
             grid = (triton.cdiv(2 * N, 16),)
@@ -452,7 +483,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 # %%
-# Two sums beside the row limit its width; without gradients it may be any.
+# Registers limit the width with gradients; without them any is taken.
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -472,20 +503,12 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
             raise ValueError(f"the shape of {name} is {shapes}")
         trains |= t.requires_grad and torch.is_grad_enabled()
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}: it must be 0 or more")
     if N > MAX_COLUMNS and trains:
-        raise ValueError(
-            f"normalized_shape has {N} columns: with gradients this page "
-            f"takes {MAX_COLUMNS}, the page Every width takes all"
-        )
+        most = f"with gradients {MAX_COLUMNS}; the page Every width takes all"
+        raise ValueError(f"normalized_shape has {N} columns, {most}")
     w, b = (None if t is None else t.reshape(N) for t in (weight, bias))
     return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
 
-
-# %%
-# 16-bit results are computed in float32 and rounded once, so the check allows
-# half a unit in the last place.
 
 # %%
 
@@ -526,18 +549,17 @@ layer_norm(x, 4).sum().backward()  # the sum of a row is always 0
 assert x.grad.abs().max() < 1e-9
 
 # %%
-# Measured: ``x`` and ``dy`` must be read and ``dx`` be written.
-# A program also writes 8 bytes a column to its buffer, which are read again,
-# against 6 for each of its rows in 16 bits.
+# To the three matrices come the buffers, written and read, 8 bytes a column.
 
 report(benchmark("backward", "backward", triton=layer_norm))
 
 # %%
-# PyTorch reads ``x`` and ``dy`` twice, once for ``dx`` and once for ``dw`` and
-# ``db``, so it moves five matrices.
-# Left to win are the bytes of the buffers (`Who adds up the rows?
-# <02-summing-rows.html>`_), and the time in which a program waits for a row
-# with no other load on its way (`Loads in flight <04-loads-in-flight.html>`_).
+# PyTorch's kernels for ``dw`` and ``db`` read ``x`` and ``dy`` a second time
+# (`Who adds up the rows? <02-summing-rows.html>`_).
+# Ours reads them once and is still far from the copy: a program waits for its
+# row with nothing on its way (`Loads in flight <04-loads-in-flight.html>`_).
+# Above 4096 columns a tile doubles and fewer programs fit on a multiprocessor,
+# so the speed falls (`Chunks instead of padding <05-chunks.html>`_).
 #
 # Exercise 1: find the error
 # --------------------------

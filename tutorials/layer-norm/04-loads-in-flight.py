@@ -2,10 +2,9 @@ r"""
 Loads in flight
 ===============
 
-Why is a backward pass slow that takes one row at a time, and what keeps
-memory busy?
+Why is a backward pass slow that takes one row at a time?
 Memory answers late, so much must be asked for before the first answer comes:
-with more programs, with more warps, or by asking ahead.
+with more programs, or by asking ahead.
 
 Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
 """
@@ -36,33 +35,27 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # %%
 # The *latency* of memory is the time from a load to its value, its *bandwidth*
 # the bytes that it hands out in a second.
-# Who asks for a new row whenever one arrives gets as many rows in the time of
-# one latency as are *in flight*, asked for and not there yet:
-# **bytes in flight = bandwidth × latency** (Little's law).
+# In the time of one latency comes what is *in flight*, asked for and not there
+# yet: **bytes in flight = bandwidth × latency** (Little's law).
 #
-# For the latency, one thread follows a chain: each value that it loads is the
-# place of the next, so no load can start before the last one has ended.
+# This kernel has as many bytes in flight as we like.
+# Each *lane*, a place of a program's tile, reads 4 bytes, all of them 0.
+# The compiler cannot know that, so where a lane reads next depends on what it
+# has read: no load can start before the last one has ended.
 
 
 @triton.jit
-def _follow(chain_ptr, end_ptr, steps):
-    at = tl.load(chain_ptr)
-    for _ in range(1, steps):
-        at = tl.load(chain_ptr + at)
-    tl.store(end_ptr, at)
+def _read(x_ptr, end_ptr, steps, LANES: tl.constexpr):
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    at = lanes
+    for _ in range(steps):
+        at += tl.num_programs(0) * LANES + tl.load(x_ptr + at)
+    tl.store(end_ptr + lanes, at)
 
 
-def chain(size):
-    """A chain in random order through all lines of 128 bytes."""
-    lines = 32 * torch.randperm(size // 32, device=DEVICE, dtype=torch.int32)
-    places = torch.zeros(size, dtype=torch.int32, device=DEVICE)
-    places[lines.long()] = lines.roll(-1)
-    return places
-
-
-places, end = chain(320), torch.empty(1, dtype=torch.int32, device=DEVICE)
-_follow[(1,)](places, end, 10, num_warps=1)
-print("10 lines, and back at place", end.item())
+zeros = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+_read[(2,)](zeros, end := torch.empty_like(zeros[:8]), 5, LANES=4)
+print("5 steps of 2 × 4 lanes, and at", end.tolist())
 
 # %%
 
@@ -101,60 +94,52 @@ def report(benchmark):
 
 
 # %%
-# Its time, beside that of a copy, in which all threads load at once:
+# A GPU is many *multiprocessors*, each with registers and loads of its own.
+# One program on each reads 256 MB together:
+
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
+SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
+
+KNEE = triton.testing.Benchmark(
+    ["KB"], [1, 2, 4, 8, 16, 32, 64], "provider", ["reading"], ["Reading"],
+    "layer-norm-loads-knee", {"MB": 256}, x_log=True,
+    xlabel="KB in flight on a multiprocessor", ylabel="GB/s",
+)  # fmt: skip
 
 
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["MB"],
-        x_vals=[64, 256, 1024],
-        line_arg="provider",
-        line_vals=["chain", "copy"],
-        line_names=["1000 loads of a chain", "Copy"],
-        ylabel="µs",
-        plot_name="layer-norm-loads-latency",
-        args={},
-    )
-)
-def latency(MB, provider):
+@triton.testing.perf_report(KNEE)
+def reading(KB, MB, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    places = chain(MB * 10**6 // 128 * 32)
-    end = torch.empty_like(places)
-    fn = lambda: _follow[(1,)](places, end, 1000, num_warps=1)
-    if provider == "copy":
-        fn = lambda: end.copy_(places)
-    return [1000 * ms for ms in device_time(fn)]
+    lanes = 256 * KB  # of 4 bytes
+    steps = MB * 10**6 // (4 * NUM_SMS * lanes)
+    x = torch.zeros(steps, NUM_SMS, lanes, dtype=torch.int32, device=DEVICE)
+    args, warps = (x, torch.empty_like(x[0]), steps), min(lanes // 32, 16)
+    fn = lambda: _read[(NUM_SMS,)](*args, LANES=lanes, num_warps=warps)
+    return speed(x.nbytes, fn)
 
 
-table = latency.run(show_plots=ON_GPU, return_df=True).set_index("MB")
-
-# %%
-# More memory has more addresses to look up as well, rows in order have fewer:
-# we take 256 MB.
-# A GPU is many *multiprocessors*, each with registers and loads of its own.
-# Two thirds of what a backward pass moves are loads; so each must have this in
-# flight:
-
-GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
-# Without a GPU: those of an H200, for what is counted on this page.
-NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
-SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
-
-chained, copied = table.loc[256] * 1e-6  # seconds
-reading = 2 / 3 * 2 * 256e6 / copied  # bytes in a second
-needed = reading * chained / 1000 / NUM_SMS
-if needed == needed:  # it was measured
-    print(f"{reading / 1e9:.0f} GB/s × {chained * 1e6:.0f} ns", end=" ")
-    print(f"/ {NUM_SMS} = {needed / 1e3:.0f} KB")
+speeds = reading.run(show_plots=ON_GPU, return_df=True)
+speeds = speeds.set_index("KB").iloc[:, 0]
+knee = speeds[speeds >= 0.9 * speeds.max()].first_valid_index()
+if knee:  # it was measured
+    print(f"1 KB comes after {1024 * NUM_SMS / speeds[1]:.0f} ns")
+    print(f"90 % of {speeds.max():.0f} GB/s: with {knee} KB in flight")
 
 # %%
+# On the left each step takes one latency, whatever it asks for.
+# On the right memory is busy, and what else is asked for waits in a queue.
+# Between them is the *knee*: so much each multiprocessor needs in flight, all
+# the time.
+#
 # One row at a time
 # -----------------
 #
-# This is the backward kernel of page 01 with a knob, ``STAGES``; 1 is off.
+# This is the backward kernel of `Layer normalization, both passes
+# <01-layer-norm.html>`_ with a knob more, ``STAGES``; 1 is off.
 # A program takes row after row: it asks for ``x`` and ``dy``, waits, works,
 # stores ``dx``, and only then asks for the next row.
 # While it works, it has nothing in flight.
@@ -208,17 +193,18 @@ def _layer_norm_bwd_add_up(
 # stages are a *plan*.
 
 
-def backward(dy, x, w, mean, rstd, plan, dtype):
-    """dx, and dw and db as a (2, N) tensor."""
+def backward(dy, x, w, mean, rstd, plan, dtype=None):
+    """dx, and dw and db as a (2, N) tensor of this type, if there is one."""
     (M, N), (per_sm, warps, stages) = x.shape, plan
     programs, dx = min(M, per_sm * NUM_SMS), torch.empty_like(x)
     sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=x.device)
-    block = triton.next_power_of_2(N)
+    block, grads = triton.next_power_of_2(N), None
     args = dy, x, w, mean, rstd, dx, sums, M, N, block, stages
     _layer_norm_bwd[(programs,)](*args, num_warps=warps)
-    grads = torch.empty(2, N, dtype=dtype, device=x.device)
-    args = sums, grads, programs, 2 * N, 128, 16
-    _layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](*args)
+    if dtype:
+        grads = torch.empty(2, N, dtype=dtype, device=x.device)
+        args = sums, grads, programs, 2 * N, 128, 16
+        _layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](*args)
     return dx, grads
 
 
@@ -227,158 +213,194 @@ def backward(dy, x, w, mean, rstd, plan, dtype):
 # --------------------
 #
 # One change: more programs on each multiprocessor.
-# The measure is an addition of two matrices, "copy" for short, which moves as
-# much as a backward pass must: it reads two matrices and writes one.
+# The measure is an addition, "copy" for short: like a backward pass, it must
+# read two matrices and write one.
+
+
+WIDTHS, KNOBS = [1024, 4096, 8192], ["programs", "warps", "stages"]
 
 
 def given(M, N, dtype):
     """dy, x, w, and the mean and rstd that a forward pass has saved."""
-    torch.manual_seed(0)
     dy, x = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
     w = torch.rand(N, device=DEVICE, dtype=dtype)
     return dy, x, w, *torch.native_layer_norm(x, (N,), w, w, 1e-5)[1:]
 
 
-def turn(knob, values, plan):
-    """Draw the figure of a knob; plan(N, value) has the other two."""
+def turn(knob, values, plan_of):
+    """Draw the figure of a knob: one change to the plan of a width."""
 
     def measure(M, dtype, mode, provider, **value):
-        """Device time of an addition over that of a backward pass, from CUDA
-        graphs replayed with an overwritten L2 cache; median, 20 % and 80 %
-        quantiles."""
+        """Time of an addition over that of a backward pass, CUDA graphs with
+        an overwritten L2 cache; median, 20 % and 80 % quantiles."""
         if not ON_GPU:
             return 3 * [float("nan")]
-        N = int(provider)
-        dy, x, *_ = tensors = given(M, N, dtype)
-        chosen, out = plan(N, value[knob]), torch.empty_like(x)
-        best, _, _ = device_time(lambda: torch.add(x, dy, out=out))
-        ms, low, high = device_time(lambda: backward(*tensors, chosen, dtype))
+        dy, x, *_ = tensors = given(M, N := int(provider), dtype)
+        plan = [*plan_of(N)]
+        plan[KNOBS.index(knob)] = value[knob]
+        best, _, _ = device_time(lambda: torch.add(x, dy))
+        ms, low, high = device_time(lambda: backward(*tensors, plan, dtype))
         return [100 * best / t for t in (ms, high, low)]
 
     mark = triton.testing.Benchmark(
-        x_names=[knob],
-        x_vals=values,
-        xlabel=knob,
-        line_arg="provider",
-        line_vals=["1024", "4096", "8192"],
-        line_names=["N = 1024", "N = 4096", "N = 8192"],
-        ylabel="% of copy",
-        plot_name=f"layer-norm-loads-{knob}",
-        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
-    )
-    drawn = triton.testing.perf_report(mark)(measure)
-    return drawn.run(show_plots=ON_GPU, return_df=True).set_index(knob)
+        [knob], values, "provider", [str(N) for N in WIDTHS],
+        [f"N = {N}" for N in WIDTHS], f"layer-norm-loads-{knob}",
+        {"M": 4096, "dtype": torch.float16, "mode": "backward"},
+        xlabel=knob, ylabel="% of copy",
+    )  # fmt: skip
+    figure = triton.testing.perf_report(mark)(measure)
+    return figure.run(show_plots=ON_GPU, return_df=True).set_index(knob)
 
 
-PLAN = {1024: (4, 4), 4096: (2, 8), 8192: (1, 16)}  # programs, warps
-by_programs = turn("programs", [1, 2, 4, 8], lambda N, p: (p, PLAN[N][1], 1))
+def one_stage(N, _=2):
+    """What is best with one stage; page 01 has it, too."""
+    many = 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2
+    return (many, 4, 1) if N < 8192 else (1, 16, 1)
+
+
+by_programs = turn("programs", [1, 2, 3, 4, 6, 8], one_stage)
 
 # %%
-# ``x`` and ``dy`` of a row of 1024 columns are 4 KB in flight, those of 8192
-# columns 33 KB: narrow rows take more programs.
+# ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB:
+# narrow rows take more programs.
+# And while one program works, another has loads in flight.
 #
-# But a multiprocessor has 65536 registers for the programs that it runs at a
-# time; others wait until one has ended.
-# A program keeps four numbers of each lane (a lane is one element of its row):
-# ``x``, ``dy``, ``dw`` and ``db``; a thread has some 32 more, for addresses.
-# Of 8192 columns in 16 warps that is 49152 registers: a second program waits.
+# But a multiprocessor has 65536 registers for the programs that it runs.
+# A program keeps four numbers of each lane: ``x``, ``dy``, ``dw`` and ``db``;
+# a thread has some 32 more, for addresses.
+# With 8192 columns in 16 warps that is 49152: a second program waits until the
+# first has ended.
 # And each costs: its sums are written, and read again.
 #
 # Second knob: warps
 # ------------------
 #
-# One change: the warps of a program, with 4, 2 and 1 programs.
+# One change: the warps of a program, with 6, 3 and 1 programs.
 
-by_warps = turn("warps", [4, 8, 16, 32], lambda N, w: (PLAN[N][0], w, 1))
+by_warps = turn("warps", [4, 8, 16, 32], one_stage)
 
 # %%
 # Warps do not add bytes: a row is a row.
-# A thread can have 255 registers: with 8192 columns in 4 warps, four numbers
-# of each of its 64 lanes are more, and some go to memory.
-# Many warps have short loads, and all must meet for the two sums of a row.
+# They cost registers: with 4096 columns there is room for three programs of 4
+# warps, not for three of 8.
+# And a thread can have 255: with 8192 columns in 4 warps, four numbers of each
+# of its 64 lanes are more, and some go to memory.
 #
 # Third knob: stages
 # ------------------
 #
-# The loop can ask ahead.
-# With ``num_stages=3`` two rows are on their way while a program works on one:
-# its loads become asynchronous copies (``cp.async``) to *shared memory*, which
-# belongs to a multiprocessor, and take no registers.
+# The loop can ask ahead: loads become asynchronous copies (``cp.async``) to
+# the *shared memory* of a multiprocessor, and take no registers.
+# With ``num_stages=3`` there are places for two rows.
+# A program waits for one, works on it, and asks for the next in its place.
 
 # %%
 
 # Drawing: one stage and three stages in time.
 
-_, ax = plt.subplots(
-    num="One stage: load, then work; three stages: two loads in flight",
-    figsize=(7.5, 2.8),
-)
-ax.set(xlim=(-2.2, 13.5), ylim=(-0.2, 5.6))
-ax.axis("off")
-bars = [(4.2 * i, 4.2, 3, i) for i in range(3)]
-bars += [(4.2 * i + 3, 3.6, 1.2, i) for i in range(3)]
-for i in range(7):
-    start = 0 if i < 2 else 1.5 * i
-    bars += [(start, 1.8 - 0.6 * (i % 2), 3, i), (3 + 1.5 * i, 0.2, 1.2, i)]
-for left, low, width, row in bars:
-    box = {"fc": f"C{row}", "ec": "black", "alpha": 0.6}
-    ax.add_patch(plt.Rectangle((left, low), width, 0.55, **box))
-    text = f"load {row}" if width == 3 else row
-    ax.text(left + width / 2, low + 0.27, text, ha="center", va="center")
-ax.text(0, 5.0, "one stage")
-ax.text(0, 2.7, "three stages")
-for low, text in (4.2, "load"), (3.6, "work"), (1.5, "load"), (0.2, "work"):
-    ax.text(-0.2, low + 0.25, text, ha="right", va="center")
+plt.figure("One stage: load, work; three: loads during work", (7.5, 2.4))
+lines, ends = {}, [0, 0]
+lines["one stage: load"] = [(4.2 * i, 3, i) for i in range(3)]
+lines["work"] = [(4.2 * i + 3, 1.2, i) for i in range(3)]
+for i in range(6):  # a place is free when the row before the last is done
+    load = lines.setdefault(["three stages: load", "load "][i % 2], [])
+    load.append((ends[i], 3, i))
+    ends.append(max(ends[i] + 3, ends[-1]) + 1.2)
+lines["work "] = [(end - 1.2, 1.2, i) for i, end in enumerate(ends[2:])]
+for level, bars in enumerate(lines.values()):
+    for left, width, row in bars:
+        plt.barh(-level, width, left=left, color=f"C{row}", alpha=0.6)
+        plt.text(left + width / 2, -level, row, ha="center", va="center")
+plt.yticks(range(0, -len(lines), -1), lines)
+plt.xticks([])
 plt.show()
 
 # %%
-# One change: the stages, with the programs and warps from above.
+# One change: the stages.
+# A row on its way needs no program of its own now: programs for one row or
+# 4096 lanes will do.
+# A row of more than 8192 columns and its sums take all registers, and copies
+# ahead would need more: there one stage is best.
 
-by_stages = turn("stages", [1, 2, 3, 4, 5], lambda N, s: (*PLAN[N], s))
+
+def best_plan(N, itemsize=2):
+    block = triton.next_power_of_2(N)
+    per_sm, warps = min(max(4096 // block, 1), 3), max(block // 1024, 4)
+    room = SHARED // per_sm - 2048
+    stages = 1 + min(room // (3 * block * itemsize), 4)
+    return per_sm, warps, stages if block <= 8192 else 1
+
+
+by_stages = turn("stages", [1, 2, 3, 4, 5], best_plan)
 
 # %%
+# With two there is a place for one row, asked for when the one before is done.
+# From three on there is always a row on its way.
 # ``w`` is copied as well, a third of what a stage holds, for the compiler
 # copies every load of the loop.
-# The shared memory limits the stages, as the registers limit the programs.
+#
+# The *occupancy* is the share of the warps for which a multiprocessor has
+# room that it does run; ``ncu``, a profiler, counts it:
+
+PLANS = {
+    "triton": best_plan, "more programs": one_stage,
+    "one program": lambda *sizes: (1, *one_stage(*sizes)[1:]),
+}  # fmt: skip
+METRIC = "sm__warps_active.avg.pct_of_peak_sustained_active"
+LINES = [f"{p}{by}" for p in list(PLANS)[:2] for by in ("", ", by hand")]
+OCCUPANCY = triton.testing.Benchmark(
+    ["N"], WIDTHS, "provider", LINES, [line.capitalize() for line in LINES],
+    "layer-norm-loads-occupancy", ylabel="% of warps",
+    args={"M": 4096, "dtype": torch.float16, "counter": METRIC},
+)  # fmt: skip
+
+
+@triton.testing.perf_report(OCCUPANCY)
+def occupancy(M, N, dtype, counter, provider):
+    """Warps that run on a multiprocessor, on average, of all that can."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    name, *by_hand = provider.split(", ")
+    per_sm, warps, _ = plan = PLANS[name](N)
+    if by_hand:
+        threads = per_sm * warps * 32
+        return 100 * threads / GPU.max_threads_per_multi_processor
+    tensors = given(M, N, dtype)
+    backward(*tensors, plan)  # compiles
+    with torch.cuda.nvtx.range(f"counted {provider} {N}"):
+        backward(*tensors, plan)
+    return 3 * [float("nan")]  # only ncu knows
+
+
+occupancy.run(show_plots=ON_GPU)
+
+# %%
+# With stages fewer warps run, and the speed is higher: bytes in flight count,
+# and warps are one way to have them.
 #
 # Counted and measured
 # --------------------
 #
-# What each change puts in flight, beside what is needed, and what it brings:
+# What each plan has in flight, beside the knee, and what it brings:
 
-for column, (N, (programs, _)) in enumerate(PLAN.items()):
-    for per_sm, stages in sorted({(1, 1), (programs, 1), (programs, 4)}):
-        flying = per_sm * max(stages - 1, 1) * 2 * N * 2  # x and dy, 16 bits
-        found = by_stages.loc[4] if stages == 4 else by_programs.loc[per_sm]
-        said = f"N = {N}, programs {per_sm}, stages {stages}: "
-        said += f"{flying / 1e3:3.0f} KB in flight"
-        if needed == needed:
-            said += f", {flying / needed:4.0%} of the need"
-            said += f", {found.iloc[column]:3.0f} % of the copy"
+for column, N in enumerate(WIDTHS):
+    for per_sm, _, stages in {plan(N): 0 for plan in PLANS.values()}:
+        flying = per_sm * max(stages - 1, 1) * 2 * N * 2 / 1024  # x, dy
+        said = f"N = {N}, programs {per_sm}, stages {stages}: {flying:3.0f} KB"
+        if knee:
+            row = by_programs.loc[per_sm] if stages == 1 else by_stages.loc[5]
+            said += f", {flying / knee:4.0%} of the knee"
+            said += f", {row.iloc[column]:3.0f} % of the copy"
         print(said)
 
 # %%
-# These are the bytes while a program waits; with one stage none are in flight
-# while it works, so their mean is less.
-# And they are not all: there is a second launch, sums are written and read
-# again, and in the last round of rows some programs have none.
+# These are bytes while a program waits; while it works, they are a row less.
+# And loads are not all: a second launch reads the sums, and in the last round
+# some programs have no row.
 #
 # A function to train with
 # ------------------------
 #
-# The plan for every width: about 16 elements a thread, programs as the
-# registers allow, and stages as the shared memory allows, four at most.
-
-
-def best_plan(N, itemsize):
-    block = triton.next_power_of_2(N)
-    per_sm = min(max(8192 // block, 1), 4)
-    room = SHARED // per_sm - 2048
-    stages = 1 + min(room // (3 * block * itemsize), 3)
-    return per_sm, min(max(block // 512, 4), 16), stages
-
-
-# %%
 # Forward there is no loop over rows: each row has a program of its own, and
 # many of them fit on a multiprocessor.
 
@@ -402,10 +424,6 @@ def _layer_norm_fwd(
     tl.store(y_ptr + row * N + cols, x * rstd * w + b, mask=cols < N)
 
 
-# %%
-# An autograd function ties both passes together.
-
-
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps, plan):
@@ -425,14 +443,13 @@ class LayerNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
         wide = torch.promote_types(w.dtype, ctx.b_dtype)
-        given = dy.contiguous(), x, w, mean, rstd
-        dx, (dw, db) = backward(*given, ctx.plan, wide)
+        given = dy.contiguous(), x, w, mean, rstd, ctx.plan, wide
+        dx, (dw, db) = backward(*given)
         return dx, dw.to(w.dtype), db.to(ctx.b_dtype), None, None
 
 
 # %%
-# Any layout becomes a contiguous matrix; a missing weight is ones, a missing
-# bias zeros.
+# A missing weight is ones, a missing bias zeros.
 
 
 def layer_norm(
@@ -451,11 +468,9 @@ def layer_norm(
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
             raise ValueError(f"the shape of {name} is {shapes}")
     if not 0 < (N := shape.numel()) <= 16384:
-        taken = "this page takes 1 to 16384 elements"
-        raise ValueError(f"normalized_shape is {(*shape,)}: {taken}")
+        raise ValueError(f"normalized_shape is {(*shape,)}: not 1 to 16384")
     rows, w, b = (t.reshape(-1, N).contiguous() for t in (x, w, b))
-    y = LayerNorm.apply(rows, w[0], b[0], eps, plan)
-    return y.reshape(x.shape)
+    return LayerNorm.apply(rows, w[0], b[0], eps, plan).reshape(x.shape)
 
 
 # %%
@@ -494,29 +509,19 @@ for dtype in torch.float32, torch.float16:
     check(layer_norm, M, N, dtype)
 
 # %%
-# At all widths; each line of ours has one change more than the next one:
+# At all widths:
 
-PLANS = {
-    "triton": best_plan,
-    "more programs": lambda *sizes: (*best_plan(*sizes)[:2], 1),
-    "one program": lambda *sizes: (1, best_plan(*sizes)[1], 1),
-}
-NAMES = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy"}
-LINES = [*PLANS, "torch", "torch.compile", "copy"]
+PEERS = {"torch": "PyTorch", "torch.compile": "torch.compile", "copy": "Copy"}
+SPEED = triton.testing.Benchmark(
+    ["N"], [512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
+    "provider", [*PLANS, *PEERS],
+    [*(p.capitalize() for p in PLANS), *PEERS.values()],
+    "layer-norm-loads-backward",
+    {"M": 4096, "dtype": torch.float16, "mode": "backward"}, ylabel="GB/s",
+)  # fmt: skip
 
 
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
-        line_arg="provider",
-        line_vals=LINES,
-        line_names=[NAMES.get(line, line) for line in LINES],
-        ylabel="GB/s",
-        plot_name="layer-norm-loads-backward",
-        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
-    )
-)
+@triton.testing.perf_report(SPEED)
 def backward_speed(M, N, dtype, mode, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles."""
@@ -540,43 +545,39 @@ def backward_speed(M, N, dtype, mode, provider):
 report(backward_speed)
 
 # %%
-# Above 8192 columns a block has 16384 lanes: four numbers of each are all the
-# registers of a multiprocessor, so some are kept in memory.
+# Above 8192 columns all three plans are nearly one.
 # Just above a power of two nearly half of the lanes have nothing to do, which
-# the next page mends: `Chunks instead of padding <05-chunks.html>`_.
+# `Chunks instead of padding <05-chunks.html>`_ mends.
 #
-# Exercise 1: two rows at a time
-# ------------------------------
+# Exercise 1: two loads of a lane
+# -------------------------------
 #
-# A fourth knob: a program loads ``ROWS`` rows at a time, in a tile of two
-# dimensions; here it sums the columns of ``dy``, as for a bias.
-# The stub leaves out rows.
+# Twice the bytes with as many lanes: each lane of the reading kernel has two
+# loads in flight, the second ``LANES`` places after the first.
 #
-# **Hint.** Keep a sum for each lane of the tile, and ``tl.sum(..., 0)`` at the
-# end; the last tile may reach beyond row ``M``.
+# **Hint.** Both loads of a step must come before one is used.
 
 
 @triton.jit
-def _bias_sums(dy_ptr, sums_ptr, M, N: tl.constexpr, ROWS: tl.constexpr):
-    cols = tl.arange(0, 32)  # N is no more than that
-    total = tl.zeros((32,), tl.float32)
-    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    for row in tl.range(first, M, step, num_stages=2):
-        at = row * N + cols  # to do: also the rows after it
-        total += tl.load(dy_ptr + at, mask=cols < N, other=0)
-    tl.store(sums_ptr + tl.program_id(0) * N + cols, total, mask=cols < N)
+def _read_two(x_ptr, end_ptr, steps, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    at = lanes
+    for _ in range(steps):
+        at += 2 * LANES + tl.load(x_ptr + at)
+    tl.store(end_ptr + lanes, at)  # to do: the others
 
 
 def exercise_1(kernel):
-    dy = given(11, 24, torch.float32)[0]
-    sums = torch.full((2, 24), float("nan"), device=DEVICE)
-    kernel[(2,)](dy, sums, 11, N=24, ROWS=2)
-    wrong = ~torch.isclose(sums.sum(0), dy.sum(0), rtol=1e-4, atol=1e-5)
-    print("wrong columns:", wrong.nonzero().flatten().tolist())
-    return not wrong.any()
+    x = 8 * (torch.arange(64, dtype=torch.int32, device=DEVICE) % 3)
+    expected = torch.arange(8, device=DEVICE)
+    for _ in range(3):
+        expected += 8 + x[expected]
+    kernel[(1,)](x, end := torch.zeros_like(x[:8]), 3, LANES=4)
+    print("right lanes:", (end == expected).tolist())
+    return torch.equal(end, expected.int())
 
 
-exercise_1(_bias_sums)
+exercise_1(_read_two)
 
 # %%
 
@@ -584,16 +585,15 @@ exercise_1(_bias_sums)
 
 
 @triton.jit
-def _bias_sums_1(dy_ptr, sums_ptr, M, N: tl.constexpr, ROWS: tl.constexpr):
-    cols = tl.arange(0, 32)  # N is no more than that
-    total = tl.zeros((ROWS, 32), tl.float32)
-    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    for row in tl.range(first, M, step, num_stages=2):
-        rows = row + tl.arange(0, ROWS)[:, None]
-        mask = (rows < M) & (cols < N)
-        total += tl.load(dy_ptr + rows * N + cols, mask=mask, other=0)
-    sums_ptr += tl.program_id(0) * N + cols
-    tl.store(sums_ptr, tl.sum(total, 0), mask=cols < N)
+def _read_two_1(x_ptr, end_ptr, steps, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    at, to = lanes, lanes + LANES
+    for _ in range(steps):
+        first, second = tl.load(x_ptr + at), tl.load(x_ptr + to)
+        at += 2 * LANES + first
+        to += 2 * LANES + second
+    tl.store(end_ptr + lanes, at)
+    tl.store(end_ptr + LANES + lanes, to)
 
 
-assert exercise_1(_bias_sums_1)
+assert exercise_1(_read_two_1)
