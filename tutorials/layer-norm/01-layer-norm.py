@@ -477,8 +477,8 @@ class LayerNorm(torch.autograd.Function):
         _layer_norm_bwd[(programs,)](*args, block, num_warps=warps)
         if for_w or for_b:
             dw, db = grads = torch.empty(2, N, dtype=ctx.grads_dtype, **new)
-            grid = (triton.cdiv(2 * N, 16),)
-            _layer_norm_bwd_add_up[grid](sums, grads, programs, 2 * N, 64, 16)
+            grid, args = triton.cdiv(2 * N, 16), (programs, 2 * N, 256, 16)
+            _layer_norm_bwd_add_up[(grid,)](sums, grads, *args, num_warps=8)
         return dx, dw if for_w else None, db if for_b else None, None
 
 
