@@ -245,8 +245,8 @@ plt.show()
 # :math:`8 \, (P + (P - B) + B) = 16 \, P` bytes a column.
 # :math:`B` is gone: **a lock saves no traffic, only memory.**
 #
-# Three plans: the programs of page 01 with a buffer each; two at a buffer, and a
-# lock; a program for each row, as on Triton's page, but with float32 sums.
+# Three plans: the programs of page 01 with a buffer each; two at a buffer, and
+# a lock; a program for each row, as on Triton's page, but with float32 sums.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
