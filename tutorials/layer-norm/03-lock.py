@@ -33,7 +33,7 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# Page 01 adds up the rows of each program in a buffer of its own.
+# On `page 01 <01-layer-norm.html>`_ each program has a buffer of its own.
 # `Triton's tutorial on layer normalization
 # <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`_
 # lets many programs add to few buffers.
@@ -125,7 +125,7 @@ def _layer_norm_bwd(
 
 
 # %%
-# A *plan* is three numbers: programs, buffers, and warps of a program.
+# A *plan*: programs, buffers, and warps (groups of 32 threads) of a program.
 
 
 def stage_1(dy, x, w, mean, rstd, plan, flaw=""):
@@ -193,8 +193,8 @@ if table.notna().all(axis=None):
     assert not table.iloc[:, 0].any()  # with all its parts it is right
 
 # %%
-# The missing barrier shows at narrow rows and hides at wide ones, where it is
-# needed all the same: a test that passes proves nothing.
+# The missing barrier shows at narrow rows and may hide at wide ones, where it
+# is needed all the same: a test that passes proves nothing.
 # Nor do the usual tools see the missing barrier: ``racecheck`` of
 # compute-sanitizer watches shared memory, but the sums are in global memory,
 # and Triton's interpreter runs one program after the other.
@@ -269,7 +269,7 @@ def lock_each_row(M, N):
 
 
 PLANS = {"triton": lock_once, "own buffers": own_buffers}
-PLANS["lock each row"] = lock_each_row
+PLANS = {**PLANS, "lock each row": lock_each_row}
 for N in 1024, 8192:
     print(f"{N} columns, {4096 * N * 2 / 1e6:.0f} MB a matrix of 4096 rows")
     for plan in PLANS.values():
@@ -493,9 +493,8 @@ def backward_speed(M, N, dtype, mode, provider):
 report(backward_speed)
 
 # %%
-# Below 1, the ratio to own buffers says that the lock loses; above, it wins
-# little.
-# A lock for each row is far behind.
+# Below 1, the ratio to own buffers says that the lock loses; a lock for each
+# row is far behind.
 # NVIDIA's profiler ``ncu`` counts what passes through L2, the cache that all
 # programs share, here over the bytes of three matrices:
 
@@ -529,7 +528,8 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Two at a lock move what a buffer each does, and one waits.
+# Above the addition are the sums, and ``w``, which is loaded for each row.
+# Two at a lock move what a buffer each does, and one may wait.
 # So a lock pays where memory does not suffice for a buffer each; for layer
 # normalization it does.
 # It has another price, which no clock shows: programs come to it in any
