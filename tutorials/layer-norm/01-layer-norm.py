@@ -424,9 +424,9 @@ def _layer_norm_bwd_add_up(
 
 # %%
 # Many programs load much at a time, so each *multiprocessor*, one of the
-# processors of a GPU, gets as many as its registers hold: a lane keeps two
-# sums, ``x`` and ``dy``.
-# It gets no more than six, for each program is one more buffer to add up.
+# processors of a GPU, gets several, as far as its registers go: a lane keeps
+# two sums, ``x`` and ``dy``.
+# More than six do not pay, for each program is one more buffer to add up.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -436,7 +436,7 @@ MAX_COLUMNS = 16384
 def plan(N):
     """Programs on a multiprocessor, and warps of a program."""
     if N >= 8192:
-        return 1, 16
+        return 1, 16  # it takes all registers
     return 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2, 4
 
 

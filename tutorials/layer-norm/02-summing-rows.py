@@ -310,7 +310,7 @@ def _layer_norm_bwd(
 
 # %%
 # With a buffer each, ``KEEP`` stores the sums at the place of the program.
-# There are as many programs as on page 01: what registers hold.
+# There are as many programs as on page 01, as far as registers go.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
