@@ -16,8 +16,8 @@ NAME = "layer-norm/01-layer-norm"
 # rows, and in the second kernel few that take many columns.
 FEW = (
     ("per_sm * NUM_SMS", "7"),
-    ("grid = (triton.cdiv(2 * N, 16),)", "grid = (triton.cdiv(2 * N, 512),)"),
-    ("2 * N, 64, 16)", "2 * N, 8, 512)"),
+    ("triton.cdiv(2 * N, 16), (", "triton.cdiv(2 * N, 512), ("),
+    ("2 * N, 256, 16)", "2 * N, 8, 512)"),
 )
 page = load(NAME, FEW)
 # And forward each row is a program.

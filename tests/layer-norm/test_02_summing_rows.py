@@ -1,6 +1,5 @@
 """Who adds up the rows, in Triton's interpreter (or on a GPU)."""
 
-import json
 import re
 
 import hypothesis
@@ -17,13 +16,12 @@ NAME = "layer-norm/02-summing-rows"
 page = load(NAME)
 # A program of the interpreter takes 15 ms. With few programs, parts and rows
 # in a tile, few rows are enough for several turns of every loop.
-MANY = "min(M, 512 if N <= 2048 else 256)"
 FEW = [
-    (f"P = {MANY}", "P = 4"),
-    (f"P = programs or {MANY}", "P = programs or 4"),
-    ("sums, M, N, 128, cols", "sums, M, N, 8, cols"),
-    ("sums, M, N, 32, 64", "sums, M, N, 4, 64"),
-    ("dtype, parts=16)", "dtype, parts=2)"),
+    ("return min(M, NUM_SMS), 16", "return 4, 16"),
+    ("return min(M, min(per_sm, most) * NUM_SMS), 4", "return 4, 4"),
+    ("sums, M, N, 2048 // cols, cols", "sums, M, N, 128 // cols, cols"),
+    ("sums, M, N, 32, 32", "sums, M, N, 4, 32"),
+    ("max(1, min(16, 32768 // x.shape[1]))", "2"),
 ]
 few = load(NAME, FEW)
 DESIGNS = ("triton", "columns", "split", "atomics", "rows")
@@ -167,8 +165,8 @@ MUTANTS = {
     ),
     "sums not cleared": (
         "atomics",
-        "sums = torch.zeros(1, 2, N",
-        "sums = torch.empty(1, 2, N",
+        "sums = torch.zeros(1, 2,",
+        "sums = torch.empty(1, 2,",
     ),
     "a store for an addition": (
         "atomics",
@@ -228,7 +226,7 @@ def test_the_order_of_additions_follows_the_programs():
 
     def dw(programs):
         sums = torch.empty(programs, 2, 130, device=page.DEVICE)
-        page.by_rows(*given, programs, sums, page._store)
+        page.by_rows(*given, programs, 4, sums, page._store)
         return page.add_up(sums, torch.float32)[0]
 
     assert torch.equal(dw(4), dw(4))
@@ -236,22 +234,26 @@ def test_the_order_of_additions_follows_the_programs():
 
 
 def test_table_counts_what_is_launched(output, monkeypatch):
-    """Its rows of sums are those that the designs write at 4096 columns."""
+    """Its rows of sums are those that the designs write at 4096 columns on an
+    H200."""
     written = []
 
     class Kernel:
         def __getitem__(self, grid):
             return lambda *args, **options: None
 
-    def by_rows(dy, x, w, mean, rstd, programs, sums=None, keep=None):
+    def by_rows(
+        dy, x, w, mean, rstd, P=None, warps=None, sums=None, keep=None
+    ):
         if sums is not None:
-            written.append(programs)
+            written.append(P)
         return x
 
     def add_up(sums, dtype):
         written.append(len(sums))
         return sums[0]
 
+    monkeypatch.setattr(page, "NUM_SMS", 132)
     monkeypatch.setattr(page, "by_rows", by_rows)
     monkeypatch.setattr(page, "add_up", add_up)
     monkeypatch.setattr(page, "_layer_norm_bwd_columns", Kernel())
@@ -263,9 +265,9 @@ def test_table_counts_what_is_launched(output, monkeypatch):
     }
     assert len(table) == 5
     for name, design in (
-        ("split, 16 parts", "split"),
-        ("256 buffers", "triton"),
-        ("256 programs, atomics", "atomics"),
+        ("split, 8 parts", "split"),
+        ("396 buffers", "triton"),
+        ("396 programs, atomics", "atomics"),
         ("atomics for each row", "rows"),
     ):
         written.clear()
@@ -282,9 +284,8 @@ def test_script_runs_alone(output):
     if not page.ON_GPU:
         assert output.count("Timing needs a GPU") == 3
     assert output.count("errors below") == 6
-    toys = re.findall(r"^(?:PyTorch|columns): (\[.*)", output, re.MULTILINE)
-    exact, found = (torch.tensor(json.loads(toy)) for toy in toys)
-    torch.testing.assert_close(found, exact)
+    toy = re.search(r"dw by columns: error (.*)", output)
+    assert float(toy[1]) < 1e-6
 
 
 def test_the_stub_is_wrong_and_the_solution_right(output):

@@ -424,9 +424,9 @@ def _layer_norm_bwd_add_up(
 
 # %%
 # Many programs load much at a time, so each *multiprocessor*, one of the
-# processors of a GPU, gets as many as its registers hold: a lane keeps two
-# sums, ``x`` and ``dy``.
-# It gets no more than six, for each program is one more buffer to add up.
+# processors of a GPU, gets several, as far as its registers go: a lane keeps
+# two sums, ``x`` and ``dy``.
+# More than six do not pay, for each program is one more buffer to add up.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -436,7 +436,7 @@ MAX_COLUMNS = 16384
 def plan(N):
     """Programs on a multiprocessor, and warps of a program."""
     if N >= 8192:
-        return 1, 16
+        return 1, 16  # it takes all registers
     return 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2, 4
 
 
@@ -477,8 +477,8 @@ class LayerNorm(torch.autograd.Function):
         _layer_norm_bwd[(programs,)](*args, block, num_warps=warps)
         if for_w or for_b:
             dw, db = grads = torch.empty(2, N, dtype=ctx.grads_dtype, **new)
-            grid = (triton.cdiv(2 * N, 16),)
-            _layer_norm_bwd_add_up[grid](sums, grads, programs, 2 * N, 64, 16)
+            grid, args = triton.cdiv(2 * N, 16), (programs, 2 * N, 256, 16)
+            _layer_norm_bwd_add_up[(grid,)](sums, grads, *args, num_warps=8)
         return dx, dw if for_w else None, db if for_b else None, None
 
 

@@ -33,7 +33,7 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# Page 01 adds up the rows of each program in a buffer of its own.
+# On `page 01 <01-layer-norm.html>`_ each program has a buffer of its own.
 # `Triton's tutorial on layer normalization
 # <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`_
 # lets many programs add to few buffers.
@@ -125,7 +125,7 @@ def _layer_norm_bwd(
 
 
 # %%
-# A *plan* is three numbers: programs, buffers, and warps of a program.
+# A *plan*: programs, buffers, and warps (groups of 32 threads) of a program.
 
 
 def stage_1(dy, x, w, mean, rstd, plan, flaw=""):
@@ -165,44 +165,36 @@ print(f"relative error, 70 rows in 8 buffers: {error(sums, exact):.0e}")
 # --------
 #
 # A *race* is a program whose result depends on who comes first.
-# A hundred runs as it is, and without each part; without the barrier also with
-# fewer warps (groups of 32 threads) to a row:
+# A hundred runs as it is, and without each part:
 
 FLAWS = ["right", "no barrier", "no acquire", "no release"]
-FLAWS = [*FLAWS, "no barrier, few warps"]
 
 
 @triton.testing.perf_report(
     triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=["512", "1024", "2048", "4096"],  # drawn as points
-        line_arg="provider",
-        line_vals=FLAWS,
-        line_names=FLAWS,
-        ylabel="wrong runs of 100",
-        plot_name="layer-norm-lock-race",
+        x_names=["N"], x_vals=["512", "1024", "2048", "4096"],  # as points
+        line_arg="provider", line_vals=FLAWS, line_names=FLAWS,
+        ylabel="wrong runs of 100", plot_name="layer-norm-lock-race",
         args={"M": 32768, "dtype": torch.float16},
     )
-)
+)  # fmt: skip
 def race(M, N, dtype, provider):
     """Runs of 100 in which dw or db differs from float64 by a relative error
     above 1e-5; the order of additions explains less."""
     if not ON_GPU:  # here one program follows the other
         return 3 * [float("nan")]
     tensors, exact = given(M, N := int(N))
-    plan = M, 256, N // (512 if "few" in provider else 128)
-    run = lambda: stage_1(*tensors, plan, provider.split(",")[0])[1]
+    run = lambda: stage_1(*tensors, (M, 256, N // 128), provider)[1]
     return 3 * [sum(error(run(), exact) > 1e-5 for _ in range(100))]
 
 
 table = race.run(show_plots=ON_GPU, return_df=True).set_index("N")
 if table.notna().all(axis=None):
-    print(table.astype(int).T.to_string())
     assert not table.iloc[:, 0].any()  # with all its parts it is right
 
 # %%
-# A part whose absence shows in no run is needed all the same: what shows
-# depends on width, warps and GPU, so a test that passes proves nothing.
+# The missing barrier shows at narrow rows and may hide at wide ones, where it
+# is needed all the same: a test that passes proves nothing.
 # Nor do the usual tools see the missing barrier: ``racecheck`` of
 # compute-sanitizer watches shared memory, but the sums are in global memory,
 # and Triton's interpreter runs one program after the other.
@@ -220,8 +212,8 @@ if table.notna().all(axis=None):
 # `Triton's own page <https://github.com/triton-lang/triton/pull/6307>`_ had
 # none until 2025.
 #
-# What a lock costs, and what it saves
-# ------------------------------------
+# What a lock saves
+# -----------------
 #
 # The buffers are added up by a second kernel, the second of two stages.
 
@@ -229,24 +221,20 @@ if table.notna().all(axis=None):
 
 # Drawing: four rows add to two buffers; a second stage sums the buffers.
 
-_, ax = plt.subplots(
-    num="Four rows add to two buffers; a second stage sums the buffers",
-    figsize=(7.5, 3.2),
-)
+name = "Four rows add to two buffers; a second stage sums the buffers"
+_, ax = plt.subplots(num=name, figsize=(7.5, 3.2))
 ax.set(xlim=(0, 10), ylim=(-0.2, 4.4))
 ax.axis("off")
-boxes = [(0.1, 3 - i, f"row {i}", f"C{i % 2}") for i in range(4)]
-boxes += [(3.9, 2.5 - 2 * i, f"buffer {i}", f"C{i}") for i in range(2)]
-for left, low, text, color in [*boxes, (7.7, 1.5, "dw, db", "none")]:
-    ax.add_patch(
-        plt.Rectangle((left, low), 2.2, 0.7, fc=color, ec="black", alpha=0.6)
-    )
-    ax.text(left + 1.1, low + 0.35, text, ha="center", va="center")
-arrows = [((2.4, 3.35 - i), (3.8, 2.85 - i % 2 * 2)) for i in range(4)]
-for start, end in [*arrows, *(((6.2, y), (7.6, 1.85)) for y in (2.85, 0.85))]:
+places = [(1, 3 - i, f"row {i}", f"C{i % 2}") for i in range(4)]
+places += [(5, 2.5 - 2 * i, f"buffer {i}", f"C{i}") for i in range(2)]
+for x, y, text, color in [*places, (9, 1.5, "dw, db", "gray")]:
+    box = {"fc": color, "alpha": 0.5, "boxstyle": "square,pad=0.6"}
+    ax.text(x, y, text, bbox=box, ha="center", va="center")
+arrows = [((1.8, 3 - i), (4, 2.5 - i % 2 * 2)) for i in range(4)]
+for start, end in [*arrows, *(((6, y), (8.2, 1.5)) for y in (2.5, 0.5))]:
     ax.annotate("", end, start, arrowprops={"arrowstyle": "->"})
-ax.text(3.1, 4.1, "stage 1: add, one at a time", ha="center")
-ax.text(7.4, 3.3, "stage 2", ha="center")
+ax.text(3, 3.9, "stage 1: add, one at a time", ha="center")
+ax.text(7.2, 3, "stage 2", ha="center")
 plt.show()
 
 # %%
@@ -257,50 +245,39 @@ plt.show()
 # :math:`8 \, (P + (P - B) + B) = 16 \, P` bytes a column.
 # :math:`B` is gone: **a lock saves no traffic, only memory.**
 #
-# Four plans, each with the programs and warps that were the fastest for it:
+# Three plans: the programs of page 01 with a buffer each; two at a buffer, and
+# a lock; a program for each row, as on Triton's page, but with float32 sums.
+
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
 
 
-def lock_once(M, block, buffers=128):
-    """Programs of 8 or 16 rows, but no fewer than 256 programs."""
-    rows = 8 if block <= 2048 else 16
-    programs = min(M, max(256, triton.cdiv(M, rows)))
-    return programs, min(programs, buffers), min(max(block // 1024, 4), 16)
-
-
-def few_buffers(M, block):
-    return lock_once(M, block, buffers=8)
-
-
-def own_buffers(M, block):
+def own_buffers(M, N):
     """One for each program, and no lock."""
-    programs = min(M, 512 if block <= 2048 else 256)
-    return programs, programs, min(max(block // 1024, 4), 8)
+    per_sm = 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2
+    programs = min(M, NUM_SMS * (per_sm if N < 8192 else 1))
+    return programs, programs, 4 if N < 8192 else 16
 
 
-def lock_each_row(M, block):
-    """A program for each row, as on Triton's page, but sums in float32."""
-    buffers = 256 if block <= 1024 else 128 if block <= 4096 else 64
-    return M, min(M, buffers), min(max(block // 512, 4), 16)
+def lock_once(M, N):
+    programs, _, warps = own_buffers(M, N)
+    return programs, triton.cdiv(programs, 2), warps
 
 
-PLANS = {
-    "triton": lock_once,
-    "few buffers": few_buffers,
-    "own buffers": own_buffers,
-    "lock each row": lock_each_row,
-}
+def lock_each_row(M, N):
+    return (M, min(M, 256), 4) if N <= 8192 else (M, min(M, 128), 8)
+
+
+PLANS = {"triton": lock_once, "own buffers": own_buffers}
+PLANS = {**PLANS, "lock each row": lock_each_row}
 for N in 1024, 8192:
-    print(f"N = {N}, {4096 * N * 2 / 1e6:.0f} MB a matrix of 4096 rows")
+    print(f"{N} columns, {4096 * N * 2 / 1e6:.0f} MB a matrix of 4096 rows")
     for plan in PLANS.values():
         programs, buffers, _ = plan(4096, N)
-        share = 16 * programs / (3 * 4096 * 2)
-        print(f"  {plan.__name__:14}{8 * buffers * N / 1e6:5.1f} MB", end=" ")
-        print(f"of buffers, {share:.0%} of three matrices as traffic")
+        print(f"  {plan.__name__:14}{8 * buffers * N / 1e6:5.1f} MB", end="")
+        print(f" of buffers,{16 * programs * N / 1e6:6.1f} MB moved for them")
 
 # %%
-# A backward pass must move three matrices, ``x``, ``dy`` and ``dx``.
-# Of the plans with few programs only the memory differs, and who waits.
-#
 # A function to train with
 # ------------------------
 #
@@ -341,7 +318,15 @@ def _layer_norm_fwd(
 
 
 # %%
-# An autograd function ties both passes together.
+# Both stages, and an autograd function that ties both passes together:
+
+
+def backward(dy, x, w, mean, rstd, plan, dtype):
+    dx, sums = stage_1(dy, x, w, mean, rstd, plan)
+    grads = torch.empty(2, len(w), dtype=dtype, device=x.device)
+    args = sums, grads, len(sums), 2 * len(w), 256, 16
+    _layer_norm_bwd_add_up[(triton.cdiv(2 * len(w), 16),)](*args, num_warps=8)
+    return dx, *grads
 
 
 class LayerNorm(torch.autograd.Function):
@@ -355,24 +340,19 @@ class LayerNorm(torch.autograd.Function):
         args = x, w, b, y, mean, rstd, eps, N, block
         _layer_norm_fwd[(M,)](*args, num_warps=warps)
         ctx.save_for_backward(x, w, mean, rstd)
-        ctx.b_dtype, ctx.plan = b.dtype, plan(M, block)
+        ctx.dtypes, ctx.plan = (w.dtype, b.dtype), plan(M, N)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, w, mean, rstd = ctx.saved_tensors
-        wide, N = torch.promote_types(w.dtype, ctx.b_dtype), len(w)
-        dx, sums = stage_1(dy.contiguous(), x, w, mean, rstd, ctx.plan)
-        dw, db = grads = torch.empty(2, N, dtype=wide, device=x.device)
-        args = sums, grads, len(sums), 2 * N, 128, 16
-        _layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](*args)
-        return dx, dw.to(w.dtype), db.to(ctx.b_dtype), None, None
+        args = dy.contiguous(), *ctx.saved_tensors, ctx.plan
+        dx, *grads = backward(*args, torch.promote_types(*ctx.dtypes))
+        return dx, *map(torch.Tensor.to, grads, ctx.dtypes), None, None
 
 
 # %%
-# Any layout becomes a contiguous matrix; a missing weight is ones, a missing
-# bias zeros.
+# A missing weight is ones, a missing bias zeros.
 
 
 def layer_norm(
@@ -391,11 +371,10 @@ def layer_norm(
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
             raise ValueError(f"the shape of {name} is {shapes}")
     if not 0 < (N := shape.numel()) <= 16384:
-        taken = "this page takes 1 to 16384 elements"
-        raise ValueError(f"normalized_shape is {(*shape,)}: {taken}")
-    rows, w, b = (t.reshape(-1, N).contiguous() for t in (x, w, b))
-    y = LayerNorm.apply(rows, w[0], b[0], eps, plan)
-    return y.reshape(x.shape)
+        raise ValueError(f"normalized_shape has {N} elements, not 1 to 16384")
+    tensors = x.reshape(-1, N), w.reshape(N), b.reshape(N)
+    tensors = (t.contiguous() for t in tensors)
+    return LayerNorm.apply(*tensors, eps, plan).reshape(x.shape)
 
 
 # %%
@@ -436,10 +415,6 @@ for plan in PLANS.values():
     check(lambda *t: layer_norm(*t, plan=plan), M, N, torch.float16)
 
 # %%
-# What the lock is worth
-# ----------------------
-
-# %%
 
 # Scaffold: the clock, and what its figures say.
 
@@ -476,25 +451,25 @@ def report(benchmark):
 
 
 # %%
-# The backward pass with each plan, beside PyTorch, and an addition of two
-# matrices, which moves three and does nothing else:
+# What the lock is worth
+# ----------------------
+#
+# The backward pass with each plan, beside an addition of two matrices, which
+# moves three:
 
-NAMES = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy"}
+NAMES = {"triton": "Two at a lock", "torch": "PyTorch", "copy": "Copy"}
 LINES = [*PLANS, "torch", "torch.compile", "copy"]
 
 
 @triton.testing.perf_report(
     triton.testing.Benchmark(
-        x_names=["N"],
         x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
-        line_arg="provider",
-        line_vals=LINES,
-        line_names=[NAMES.get(line, line) for line in LINES],
-        ylabel="GB/s",
-        plot_name="layer-norm-lock-backward",
+        x_names=["N"], line_arg="provider", line_vals=LINES,
+        line_names=[NAMES.get(line, line.capitalize()) for line in LINES],
+        ylabel="GB/s", plot_name="layer-norm-lock-backward",
         args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
     )
-)
+)  # fmt: skip
 def backward_speed(M, N, dtype, mode, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles."""
@@ -518,16 +493,47 @@ def backward_speed(M, N, dtype, mode, provider):
 report(backward_speed)
 
 # %%
-# "Triton" takes the lock once a program and has 128 buffers; "own buffers" is
-# the same kernel without locks, and where its ratio is below 1 the lock loses:
-# it saves no bytes, and programs wait.
-# "lock each row" moves more in sums than three matrices, if partly in the
-# cache that all programs share (L2).
-#
+# Below 1, the ratio to own buffers says that the lock loses; a lock for each
+# row is far behind.
+# NVIDIA's profiler ``ncu`` counts what passes through L2, the cache that all
+# programs share, here over the bytes of three matrices:
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_vals=["1024", "4096", "8192", "15872"],  # as points
+        x_names=["N"], line_arg="provider", line_vals=[*PLANS, "copy"],
+        line_names=[NAMES.get(p, p.capitalize()) for p in [*PLANS, "copy"]],
+        ylabel="bytes of L2 per byte counted", plot_name="layer-norm-lock-l2",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward",
+              "counter": "lts__t_bytes.sum"},
+    )
+)  # fmt: skip
+def traffic(M, N, dtype, mode, counter, provider):
+    """Bytes that pass through L2 in a backward pass, over those of three
+    matrices."""
+    if ON_GPU:
+        (dy, x, *others), _ = given(M, N := int(N))
+        fn = lambda: torch.add(x, dy)
+        if provider in PLANS:
+            plan = PLANS[provider](M, N)
+            fn = lambda: backward(dy, x, *others, plan, dtype)
+        fn()  # compiles
+        by_hand = 3 * x.nbytes
+        with torch.cuda.nvtx.range(f"counted {provider} {N} per {by_hand}"):
+            fn()
+    return 3 * [float("nan")]  # only ncu knows
+
+
+traffic.run(show_plots=ON_GPU)
+
+# %%
+# Above the addition are the sums, and ``w``, which is loaded for each row.
+# Two at a lock move what a buffer each does, and one may wait.
 # So a lock pays where memory does not suffice for a buffer each; for layer
 # normalization it does.
-# A lock has another price, which no clock shows: programs come to it in any
-# order, and so the last bits of ``dw`` and ``db`` differ from run to run.
+# It has another price, which no clock shows: programs come to it in any
+# order, so the last bits of ``dw`` and ``db`` may differ from run to run.
 #
 # Exercise 1: one launch, no lock
 # -------------------------------
@@ -536,7 +542,7 @@ report(backward_speed)
 # Here ``out`` shall be the sum of ``dy * dy`` over the rows.
 # The stub stops when each program has stored its row to its buffer.
 # Let the programs count themselves with ``tl.atomic_add``, and let the last
-# one sum the buffers.
+# one sum the buffers: in one order, so with the same bits in every run.
 #
 # **Hint.** The count is a release and an acquire in one: ``sem="acq_rel"``.
 # And what must stand before it?
@@ -589,7 +595,3 @@ def _one_launch_1(
 
 
 assert exercise_1(_one_launch_1)
-
-# %%
-# Whoever is last, the buffers are summed in one order: the same bits in every
-# run.

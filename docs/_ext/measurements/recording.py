@@ -39,6 +39,7 @@ UNITS = {
     # runs of a kernel, so a little more than all is no damage.
     "MB of DRAM": (0, math.inf),
     "bytes of DRAM per byte counted": (0, math.inf),
+    "bytes of L2 per byte counted": (0, math.inf),
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
 }

@@ -65,25 +65,29 @@ def test_the_missing_barrier_is_seen():
     assert wrong > 0
 
 
-def gradients(N, plan, dtype=torch.float32):
-    x, w, b, dy = page.inputs(4096, N, dtype)
-    y = page.layer_norm(x, (N,), w, b, plan=plan)
+@pytest.mark.parametrize("N", [1024, 4608, 8192])
+def test_own_buffers_give_the_same_bits(N):
+    tensors, _ = page.given(4096, N)
+    plan = page.own_buffers(4096, N)
 
-    def again():
-        found = torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
-        return torch.cat([t.flatten() for t in found])
+    def run():
+        return page.backward(*tensors, plan, torch.float32)
 
-    return again
+    first = run()
+    for _ in range(100):
+        assert all(map(torch.equal, run(), first))
 
 
-@pytest.mark.parametrize("N", [1024, 4608])
-def test_own_buffers_are_deterministic_and_locks_are_not(N):
-    again = gradients(N, page.own_buffers)
-    first = again()
-    assert all(torch.equal(again(), first) for _ in range(100))
-    again = gradients(N, page.lock_once)
-    first = again()
-    assert not all(torch.equal(again(), first) for _ in range(100))
+def test_the_order_at_a_lock_is_not_fixed():
+    """Nothing guarantees a difference; here 512 programs meet at one lock,
+    and all 100 runs would have to come in one order of them."""
+    tensors, _ = page.given(4096, 1024)
+
+    def run():
+        return page.stage_1(*tensors, (512, 1, 4))[1]
+
+    first = run()
+    assert not all(torch.equal(run(), first) for _ in range(100))
 
 
 def test_one_launch_in_100_runs():
