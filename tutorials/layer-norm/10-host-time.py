@@ -40,44 +40,9 @@ import operator
 import time
 
 # %%
-# A clock that hides the host
-# ---------------------------
-#
 # A launch puts a kernel into a queue, and the host goes on at once.
 # The *device*, the GPU, takes one kernel after the other from the queue.
-#
-# The usual clock, ``do_bench``, queues four things: a kernel that overwrites
-# the L2 cache, an event that notes the time, the call, and another event.
-# This toy is a device that takes 30 µs for a call, and 60 to overwrite L2:
-
-
-def toy(host, device=30, overwrite=0, calls=100):
-    """µs of each call, and those between the two events of the last one."""
-    queued = done = 0
-    for _ in range(calls):
-        event = max(queued, done) + overwrite
-        queued += host
-        done = max(queued, event) + device
-    return done / calls, done - event
-
-
-# %%
-
-# Drawing: what the clocks of the toy say.
-
-plt.figure("Up to 90 µs of the host, do_bench shows the device alone", (6, 3))
-hosts = range(0, 201, 10)
-plt.plot(hosts, [toy(us)[0] for us in hosts], label="calls in a row")
-events = [toy(us, overwrite=60)[1] for us in hosts]
-plt.plot(hosts, events, "--", label="between the events of do_bench")
-plt.gca().set(xlabel="µs of the host for a call", ylabel="µs")
-plt.legend()
-plt.show()
-
-# %%
-# In a row each call takes the larger of both times: the user waits so long.
-# Between the events some of the host's time is missing, or all of it: the
-# host prepares the call while the device overwrites L2, or is still busy.
+# Who calls again and again waits for the slower of both.
 #
 # The kernels
 # -----------
@@ -119,6 +84,93 @@ print(y.cpu().numpy().round(2))
 torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 
 # %%
+# What a call is made of
+# ----------------------
+#
+# Our clock times calls **in a row**, until the device has finished.
+# Other work on the host disturbs it, so calls that are compared take turns, in
+# 15 rounds.
+
+
+def in_turns(calls, rounds=15, times=40):
+    """µs of each call in a row: median, 20 % and 80 % quantiles."""
+    found = torch.empty(rounds, len(calls), dtype=torch.double)
+    for r in range(-1, rounds):  # the first is not kept: it compiles
+        for i, call in enumerate(calls.values()):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            torch.cuda.synchronize()
+            found[r, i] = (time.perf_counter() - start) / times * 1e6
+    quantiles = found.quantile(found.new_tensor([0.5, 0.2, 0.8]), dim=0)
+    return dict(zip(calls, quantiles.T.tolist(), strict=True))
+
+
+def benchmark(name, mode, M, widths, lines, calls):
+    """Of calls(M, N, dtype) = {line: call}."""
+    names = {"triton": "Triton", "torch": "PyTorch"}
+    # All in turns; then each line is asked for its own.
+    turns = functools.cache(lambda *given: in_turns(calls(*given)))
+
+    def measure(M, N, dtype, mode, provider):
+        """Calls in turns: 40 in a row until the device has finished, in 15
+        rounds, with L2 as they leave it (do_bench: its own events, an
+        overwritten L2 cache); median, 20 % and 80 % quantiles."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        if provider != "do_bench":
+            return turns(M, N, dtype)[provider]
+        call = calls(M, N, dtype)[provider]
+        ms = triton.testing.do_bench(call, quantiles=[0.5, 0.2, 0.8])
+        return [1000 * t for t in ms]
+
+    mark = triton.testing.Benchmark(
+        ["N"], widths, "provider", lines, [names.get(p, p) for p in lines],
+        f"layer-norm-host-{name}", ylabel="µs",
+        args={"M": M, "dtype": torch.float16, "mode": mode},
+    )  # fmt: skip
+    return triton.testing.perf_report(mark)(measure)
+
+
+# %%
+# With 16 rows the device is always done first, and the clock shows the host.
+# "Empty" is an autograd function that only allocates its results.
+
+
+class Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b):
+        ctx.save_for_backward(x, w, b)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def parts(M, N, dtype):
+    w = torch.ones(N, dtype=dtype, device=DEVICE, requires_grad=True)
+    x = w.detach().expand(M, N).contiguous()
+    y, stats = torch.empty_like(x), torch.empty(M, 2, device=DEVICE)
+    given, launch = (x, w, w, y, stats, 1e-5, N, N), _layer_norm_fwd[(M,)]
+    return {
+        "a tensor": lambda: torch.empty_like(x),
+        "a launch": lambda: launch(*given, num_warps=4),
+        "empty": lambda: Empty.apply(x, w, w),
+        "torch": lambda: F.layer_norm(x, (N,), w, w),
+    }
+
+
+PARTS = ["a tensor", "a launch", "empty", "torch"]
+breakdown = benchmark("parts", "forward", 16, [256, 1024, 4096], PARTS, parts)
+breakdown.run(show_plots=ON_GPU)
+
+# %%
+# All of it is the same for narrow and wide rows.
+# One launch through Triton costs about as much as PyTorch's whole forward
+# pass; an autograd function in Python costs a good part of that again.
+#
 # Backward, a program takes several rows and sums a part of ``dw`` and ``db``.
 
 
@@ -186,6 +238,9 @@ def _layer_norm_bwd_add_up(
 # and warps there are, and which tensors to allocate.
 # ``launcher`` says how to launch; plain is Triton's just-in-time compiler.
 
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
+
 
 def jit(kernel, programs, *rest, **options):
     """A launch as a function of tensors."""
@@ -195,11 +250,12 @@ def jit(kernel, programs, *rest, **options):
 
 class Plan:
     def __init__(self, shape, x, weight, bias, eps, launcher):
-        N = shape.numel()
-        M, block = x.numel() // N, triton.next_power_of_2(N)
-        P = min(M, 512 if block <= 2048 else 256)
-        few = min(max(block * x.element_size() // 4096, 4), 16)  # warps
-        many = min(max(block // 512, 4), 16)
+        M, N = x.numel() // shape.numel(), shape.numel()
+        block = triton.next_power_of_2(N)
+        many = 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2
+        P = min(M, NUM_SMS * (many if N < 8192 else 1))  # programs
+        few = min(max(block * x.element_size() // 4096, 4), 16)
+        warps = 4 if N < 8192 else 16  # of the backward pass
         acc = torch.promote_types(x.dtype, torch.float32)
         # Patterns for empty_like, of one number each: the quickest way.
         one = x.new_empty((), dtype=acc)
@@ -210,7 +266,7 @@ class Plan:
         add_up = _layer_norm_bwd_add_up, triton.cdiv(N, 16), P
         # Which gradients are wanted is a part of a compiled kernel.
         self.backward = functools.cache(lambda wanted: (
-            launcher(_layer_norm_bwd, P, M, N, block, num_warps=many),
+            launcher(_layer_norm_bwd, P, M, N, block, num_warps=warps),
             launcher(*add_up, N, 64, 16),
         ))  # fmt: skip
 
@@ -320,46 +376,41 @@ def check(function, M, N, dtype):
 # Three clocks, one call
 # ----------------------
 #
-# Our clock times calls **in a row**, until the device has finished.
-# Other work on the host disturbs it, so calls that are compared take turns, in
-# 15 rounds.
+# The usual clock, ``do_bench``, queues four things: a kernel that overwrites
+# the L2 cache, an event that notes the time, the call, and another event.
+
+# %%
+
+# Drawing: what host and device do in the clock of do_bench.
+
+plt.figure("The host prepares a call while L2 is overwritten", (7.5, 1.5))
+for level, left, width, text in (
+    (1, 0, 0.8, "queue"), (1, 0.8, 6.2, "prepare and queue the call"),
+    (0, 0.4, 4.6, "overwrite L2"), (0, 7, 1.5, "kernels"),
+):  # fmt: skip
+    plt.barh(level, width, left=left, alpha=0.6)
+    plt.text(left + width / 2, level, text, ha="center", va="center")
+plt.vlines([5, 8.5], -0.5, 1.5, color="black")
+plt.yticks([0, 1], ["device", "host"])
+plt.xticks([])
+plt.show()
+
+# %%
+# What the host does before the first event, the left line, is not counted.
 # A CUDA graph is a recording of a call's kernels, replayed without Python: in
 # a row it takes the time of the device.
-
+# This is PyTorch's call:
 
 check(plain, *((1151, 8192) if ON_GPU else (9, 200)), torch.float16)
 
 
-def in_turns(calls, rounds=15, times=40):
-    """µs of each call in a row: median, 20 % and 80 % quantiles."""
-    found = torch.empty(rounds, len(calls), dtype=torch.double)
-    for r in range(rounds):
-        for i, call in enumerate(calls.values()):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(times):
-                call()
-            torch.cuda.synchronize()
-            found[r, i] = (time.perf_counter() - start) / times * 1e6
-    quantiles = found.quantile(found.new_tensor([0.5, 0.2, 0.8]), dim=0)
-    return dict(zip(calls, quantiles.T.tolist(), strict=True))
-
-
-# %%
-
-
-def prepared(provider, f, M, N, dtype, mode):
+def prepared(provider, f, M, N, dtype):
+    """A forward and a backward pass, without arguments."""
     x, w, b, dy = inputs(M, N, dtype)
     if provider == "torch.compile":
         torch._dynamo.reset()  # nothing is left of other shapes
-        torch._functorch.config.donated_buffer = False  # runs many times
         f = torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
-    y, leaves, grad = f(x, (N,), w, b), (x, w, b), torch.autograd.grad
-    call = {
-        "forward": lambda: f(x, (N,), w, b),
-        "backward": lambda: grad(y, leaves, dy, retain_graph=True),
-        "forward and backward": lambda: grad(f(x, (N,), w, b), leaves, dy),
-    }[mode]
+    call = lambda: torch.autograd.grad(f(x, (N,), w, b), (x, w, b), dy)
     if provider == "CUDA graph":
         call()
         graph = torch.cuda.CUDAGraph()
@@ -369,61 +420,26 @@ def prepared(provider, f, M, N, dtype, mode):
     return call
 
 
-# %%
-
-
-def benchmark(name, mode, lines):
-    names = {"triton": "Triton", "torch": "PyTorch"}
-
-    @functools.cache  # all lines in turns; then each is asked for its own
-    def turns(*given):
-        return in_turns({p: prepared(p, lines[p], *given) for p in lines})
-
-    def measure(M, N, dtype, mode, provider):
-        """Whole calls, all lines in turns: 40 in a row until the device has
-        finished, in 15 rounds, with L2 as they leave it (do_bench: its own
-        events, an overwritten L2 cache); median, 20 % and 80 % quantiles."""
-        if not ON_GPU:
-            return 3 * [float("nan")]  # the interpreter cannot be timed
-        if provider != "do_bench":
-            return turns(M, N, dtype, mode)[provider]
-        call = prepared(provider, lines[provider], M, N, dtype, mode)
-        ms = triton.testing.do_bench(call, quantiles=[0.5, 0.2, 0.8])
-        return [1000 * t for t in ms]
-
-    return triton.testing.perf_report(
-        triton.testing.Benchmark(
-            x_names=["N"],
-            x_vals=[1024, 2048, 4096, 8192, 15872],
-            line_arg="provider",
-            line_vals=list(lines),
-            line_names=[names.get(p, p) for p in lines],
-            ylabel="µs",
-            plot_name=f"layer-norm-host-{name}",
-            args={"M": 4096, "dtype": torch.float16, "mode": mode},
-        )
-    )(measure)
-
-
-def compare(benchmark, with_line):
+def compare(name, with_line, lines):
     """Draw it; print all times as multiples of those of one line."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
-    table.columns = [name.split(" (")[0] for name in table.columns]
+    calls = lambda *sizes: {p: prepared(p, lines[p], *sizes) for p in lines}
+    widths = [1024, 2048, 4096, 8192, 15872]
+    what = name, "forward and backward", 4096, widths, list(lines), calls
+    table = benchmark(*what).run(show_plots=ON_GPU, return_df=True)
+    table = table.set_index("N").rename(columns=lambda c: c.split(" (")[0])
     if table.isna().all(axis=None):
         return print("Timing needs a GPU; the page shows recorded figures.")
     print(f"time divided by that of {with_line}")
     print(table.div(table[with_line], axis=0).T.round(2).to_string())
 
 
-BOTH = "forward and backward"
-CLOCKS = dict.fromkeys(["in a row", "do_bench", "CUDA graph"], plain)
-compare(benchmark("clocks", BOTH, CLOCKS), "in a row")
+CLOCKS = dict.fromkeys(["in a row", "do_bench", "CUDA graph"], F.layer_norm)
+compare("clocks", "in a row", CLOCKS)
 
 # %%
 # The time of the graph grows with the rows.
-# In a row the plain function takes as long for narrow rows as for wider ones,
-# until its kernels take longer than its Python: narrow rows wait for the host.
-# There ``do_bench`` says less than the user waits.
+# In a row narrow rows take longer than that: they wait for the host, and
+# ``do_bench`` says less than the user waits.
 #
 # Three changes
 # -------------
@@ -437,9 +453,8 @@ compare(benchmark("clocks", BOTH, CLOCKS), "in a row")
 # At each launch Triton looks at all arguments to find what fits them.
 # In one plan only addresses change: if all are multiples of 16, one kernel
 # fits, and ``compiled[grid]`` launches it, as Triton's tutorials do.
-# *The price:* what Triton checks is ours to check.
-# A view that starts elsewhere must go the plain way, or wide loads fail, and a
-# global variable that a kernel uses must never change.
+# *The price:* what Triton checks is ours to check: wide loads fail in a view
+# that starts elsewhere, so it must go the plain way.
 #
 # **Launch it bare.**
 # ``compiled.run`` is what ``compiled[grid]`` calls.
@@ -456,7 +471,7 @@ def kept(again, kernel, programs, *rest, **options):
         places = [0 if t is None else t.data_ptr() for t in tensors]
         aligned = functools.reduce(operator.or_, places) % 16 == 0
         if launch and aligned:
-            launch(*places, *rest)  # addresses will do
+            launch(*places, *rest)
         elif (compiled := first(*tensors)) and aligned:
             launch = again(compiled, programs)
 
@@ -519,21 +534,8 @@ for launcher in LAUNCHERS:
 # What each change buys
 # ---------------------
 #
-# "Empty" is an autograd function that only allocates its results.
 # A graph has no Python, but fixed shapes and addresses: new inputs must be
 # copied to where the old ones were.
-
-
-class Empty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, b):
-        ctx.save_for_backward(x, w, b)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return tuple(map(torch.empty_like, ctx.saved_tensors))
-
 
 LADDER = {
     "plain": plain,
@@ -545,18 +547,17 @@ LADDER = {
     "torch": F.layer_norm,
     "torch.compile": F.layer_norm,
 }
-compare(benchmark("ladder", BOTH, LADDER), "PyTorch")
+compare("ladder", "PyTorch", LADDER)
 
 # %%
 # Each of the first four lines has one change more than the one before it.
-# What the fourth takes above "empty" are its launches, two allocations and the
-# search for the plan; the rest is that of any autograd function in Python.
-# Forward alone, then backward alone, which autograd hands to another thread:
-
-compare(benchmark("forward", "forward", LADDER), "PyTorch")
-compare(benchmark("backward", "backward", LADDER), "PyTorch")
-
-# %%
+# What the fourth takes above "empty" are launches, allocations and the search
+# for the plan; the rest is that of any autograd function in Python.
+#
+# ``torch.compile`` is no remedy for one operator: each call checks what was
+# assumed of its arguments, and is an autograd function in Python, too.
+# A model pays for that once, for many operators.
+#
 # Exercise 1: arguments of one kind
 # ---------------------------------
 #
@@ -571,8 +572,8 @@ def kind(x, weight, bias, eps):
 
 
 def exercise_1(kind):
-    x, w = torch.ones(8, 8, device=DEVICE), torch.ones(8, device=DEVICE)
-    first = kind(x, w, w, 1e-5)
+    x = torch.ones(8, 8, device=DEVICE)
+    first = kind(x, w := x[0], w, 1e-5)
     others = {"fewer rows": (x[:4], w, w), "x in 16 bits": (x.half(), w, w)}
     others |= {"no weight": (x, None, w), "no bias": (x, w, None)}
     others |= {"bias in 16 bits": (x, w, w.half())}
