@@ -211,7 +211,7 @@ report(lanes)
 # 16 bits a thread; programs have at ``least`` four warps, and where these take
 # more than a row, a chunk has several.
 # Two programs of 16 warps fit on a multiprocessor if a thread takes no more
-# than 64 of its 65536 registers; up to 24576 columns that is enough.
+# than 64 of its 65536 registers; up to 24576 columns these are enough.
 
 CUDA = ON_GPU and torch.version.hip is None
 
