@@ -9,7 +9,7 @@ import ast
 import re
 from pathlib import Path
 
-PAGES = Path(__file__).parent / "layer-norm"
+PAGES = Path(__file__).parents[1] / "tutorials/layer-norm"
 # Functions that several pages have under one name.
 RENAMED = {
     "plan_fwd_chunks": "plan_forward",

@@ -19,8 +19,8 @@ NAME = "layer-norm/11-every-width"
 # Tiles so narrow that small rows have several, and few programs in the last
 # kernel.
 SMALL = (
-    ("chunk = min(512 // itemsize * row,", "chunk = min(8 * row,"),
-    ("rows = 512 // itemsize * warps // chunk", "rows = 16 * warps // chunk"),
+    ("chunk = min(512 // itemsize * warps,", "chunk = min(4 * warps,"),
+    ("rows = 512 // itemsize * warps // chunk", "rows = 8 * warps // chunk"),
     ("block = min(16384 // itemsize,", "block = min(64 // itemsize,"),
     ("block = min(8192 // size,", "block = min(128 // size,"),
     ("cols = min(4096 // size,", "cols = min(64 // size,"),

@@ -4,9 +4,7 @@ Chunks instead of padding
 
 How does a row of 4608 columns fit into registers without a tile of 8192?
 Cut it into chunks, of which only the last can have idle lanes, and let narrow
-rows share a program.
-
-Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
+rows share a program; `page 01 <01-layer-norm.html>`_ has the formulas.
 """
 
 # %%
@@ -35,16 +33,6 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # %%
 # A *lane* is a place for one element, and a *tile* has a power of two of them.
 # A *chunk* is one of several tiles that hold a row together.
-# A mean does not care how its row is cut; here are chunks of 4 for 10 columns:
-
-x = torch.randn(3, 10, dtype=torch.double)
-xs = x.split(4, dim=1)  # 4, 4 and 2 columns
-mean = sum(part.sum(1) for part in xs)[:, None] / 10
-variance = sum(((part - mean) ** 2).sum(1) for part in xs)[:, None] / 10
-y = torch.cat([(part - mean) * (variance + 1e-5) ** -0.5 for part in xs], 1)
-torch.testing.assert_close(y, F.layer_norm(x, (10,)))
-
-# %%
 # A row of 4608 columns leaves almost half of the 8192 lanes of one tile idle,
 # but only half of the last of five chunks of 1024; idle lanes are white:
 
@@ -52,13 +40,11 @@ torch.testing.assert_close(y, F.layer_norm(x, (10,)))
 
 # Drawing: which lanes of one tile and of chunks are idle.
 
-plt.figure("A row of 4608 columns in one tile of 8192 lanes, and in five "
-           "chunks of 1024", (7.5, 1.8), layout="tight")  # fmt: skip
+plt.figure("4608 columns in a tile of 8192 lanes or 5 chunks", (7.5, 1.8))
 for level, chunk in (1, 8192), (0, 1024):
+    plt.barh(level, 4608, 0.6, color="C0", alpha=0.6)
     for start in range(0, 4608, chunk):
-        used = min(4608 - start, chunk)
-        plt.barh(level, used, 0.6, start, color="C0", ec="k", alpha=0.6)
-        plt.barh(level, chunk - used, 0.6, start + used, color="w", ec="k")
+        plt.barh(level, chunk, 0.6, start, fc="none", ec="k")
 plt.yticks((0, 1), ("5 chunks", "1 tile"))
 plt.show()
 
@@ -66,7 +52,6 @@ plt.show()
 # Forward, in chunks
 # ------------------
 #
-# Idle lanes move no bytes, but they take registers and instructions.
 # A chunk has ``ROWS`` rows, of which ``left`` exist; only the last chunk needs
 # a mask for columns, and the compiler knows which one that is.
 
@@ -95,17 +80,15 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 
 # %%
-# ``tl.static_range`` unrolls a loop, so the tuple can grow: all chunks stay in
-# registers, as 16 bits if that is what they are, and the row is read once.
-# ``w`` and ``b`` are like matrices whose rows are 0 apart.
-# *Eviction policies* tell the caches what all programs read (``evict_last``),
-# and whether ``x`` can go (``HINT``).
+# ``tl.static_range`` unrolls a loop, so the tuple can grow: the row is read
+# once, and stays in registers.
+# ``w`` and ``b`` are like matrices whose rows are 0 apart; *eviction policies*
+# tell the caches what to keep (``evict_last``), and what not (``HINT``).
 
 
 @triton.jit
 def _layer_norm_fwd_chunks(
-    x_ptr, w_ptr, b_ptr, y_ptr,  # w and b may be None
-    mean_ptr, rstd_ptr,  # (M,): kept for the backward pass
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # w and b may be None
     M, eps: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
@@ -155,62 +138,10 @@ def forward(x, w, b, eps, plan):
     return y, mean, rstd
 
 
-for chunk in 16, 4:
-    plan = {"ROWS": 1, "CHUNK": chunk, "HINT": "", "num_warps": 4}
-    got, _, _ = forward(x.to(DEVICE), None, None, 1e-5, plan)
-    print(f"right with {plan}: {torch.allclose(got.cpu(), y)}")
-
-# %%
-# A formula instead of a table
-# ----------------------------
-#
-# A thread loads at most 16 bytes, and so a warp takes 512 bytes of a chunk.
-# Our rule: a warp holds ``most`` bytes of a row, 4096, which are 64 columns of
-# 16 bits a thread.
-# A multiprocessor runs at most 32 programs and 64 warps at a time: programs
-# have at ``least`` two warps, and as many rows as fill them.
-
-
-def tile_of(N, itemsize, row, warps):
-    chunk = min(512 // itemsize * row, triton.next_power_of_2(N))
-    rows = 512 // itemsize * warps // chunk
-    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
-
-
-def plan_forward(N, itemsize, most=4096, least=2):
-    row = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
-    plan = tile_of(N, itemsize, row, max(row, least))
-    return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
-
-
-# %%
-
-# Scaffold: inputs, and a check against float64.
-
-
-def inputs(M, N, dtype):
-    """x, w, b and dy; the mean of x is far from 0."""
-    torch.manual_seed(0)
-    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
-    w, b = torch.rand(2, N, device=DEVICE)
-    dy = 0.1 * torch.randn(M, N, device=DEVICE)
-    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
-
-
-def check(function, M, N, dtype):
-    """Compare y, dx, dw and db with those of PyTorch in float64."""
-    given, results = inputs(M, N, dtype), []
-    exact = [t.detach().double().requires_grad_() for t in given]
-    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
-        y = f(x, (N,), w, b)
-        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
-    # 16 bits: one rounding of a result. float32: the sums round as well.
-    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
-    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
-        error = ((got - want).norm() / want.norm()).item()
-        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
-    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
-
+x = torch.randn(3, 10, device=DEVICE)
+plan = {"ROWS": 1, "CHUNK": 4, "HINT": "", "num_warps": 4}
+y, _, _ = forward(x, None, None, 1e-5, plan)
+print("chunks of 4:", torch.allclose(y, F.layer_norm(x, (10,)), atol=1e-5))
 
 # %%
 
@@ -249,12 +180,90 @@ def report(benchmark):
 
 
 # %%
+# What do idle lanes cost, if both have four warps, and no ``w`` and ``b``?
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], [512 * i for i in (5, 7, 8, 9, 11, 13, 16)], "provider",
+    ["triton", "tile"], ["Chunks", "One tile"], "layer-norm-chunks-lanes",
+    {"M": 4096, "dtype": torch.float16}, ylabel="GB/s",
+))  # fmt: skip
+def lanes(M, N, dtype, provider):
+    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+    median, 20 % and 80 % quantiles."""
+    x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)
+    chunk = triton.next_power_of_2(N) if provider == "tile" else 1024
+    plan = {"ROWS": 1, "CHUNK": chunk, "HINT": "", "num_warps": 4}
+    return speed(2 * x.nbytes, lambda: forward(x, None, None, 1e-5, plan))
+
+
+report(lanes)
+
+# %%
+# Idle lanes move no bytes, but they take registers and instructions.
+# The forward pass has some to spare; the backward pass will not.
+#
+# A formula instead of a table
+# ----------------------------
+#
+# A thread loads 16 bytes of a row of a chunk at once, a warp 512 bytes.
+# Our rule: a warp holds ``most`` bytes of a row, 4096, which are 64 columns of
+# 16 bits a thread; programs have at ``least`` four warps, and where these take
+# more than a row, a chunk has several.
+# Two programs of 16 warps fit on a multiprocessor if a thread takes no more
+# than 64 of its 65536 registers; up to 24576 columns these are enough.
+
+CUDA = ON_GPU and torch.version.hip is None
+
+
+def tile_of(N, itemsize, warps):
+    chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
+    rows = 512 // itemsize * warps // chunk
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+def plan_forward(N, itemsize, most=4096, least=4):
+    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
+    plan = tile_of(N, itemsize, max(warps, least))
+    if CUDA and warps == 16 and N * itemsize <= 49152:
+        plan["maxnreg"] = 64
+    return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
+
+
+# %%
+
+# Scaffold: inputs, and a check against float64.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy; the mean of x is far from 0."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
+
+
+def check(function, M, N, dtype):
+    """Compare y, dx, dw and db with those of PyTorch in float64."""
+    given, results = inputs(M, N, dtype), []
+    exact = [t.detach().double().requires_grad_() for t in given]
+    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
+        y = f(x, (N,), w, b)
+        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
+    # 16 bits: one rounding of a result. float32: the sums round as well.
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
+    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+# %%
 
 
 def benchmark(name, mode, widths, peers=("torch", "torch.compile"), **ours):
-    names = {"triton": "Triton", "tile": "One tile", "warp": "One warp"}
-    names |= {"half": "half the warps", "twice": "twice the warps"}
-    names |= {"torch": "PyTorch", "copy": "Copy"}
+    names = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy"}
     lines = [*ours, *peers, "copy"]
 
     def measure(M, N, dtype, mode, provider):
@@ -277,37 +286,22 @@ def benchmark(name, mode, widths, peers=("torch", "torch.compile"), **ours):
         moved, fn = (2, forward) if mode == "forward" else (3, backward)
         return speed(moved * dy.nbytes, fn)
 
-    mark = triton.testing.Benchmark(
+    return triton.testing.perf_report(triton.testing.Benchmark(
         ["N"], widths, "provider", lines, [names.get(n, n) for n in lines],
         f"layer-norm-chunks-{name}",
         {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="GB/s",
-    )  # fmt: skip
-    return triton.testing.perf_report(mark)(measure)
-
-
-# %%
-# A padded tile; chunks, but programs of one warp in narrow rows; and all:
-
-
-def padded(rule):
-    wide = triton.next_power_of_2
-    return lambda N, size: rule(wide(N), size) | {"CHUNK": wide(N)}
+    ))(measure)  # fmt: skip
 
 
 def by(rule):
     return lambda x, _, w, b: forward(x, w, b, 1e-5, rule(x.shape[1], 2))
 
 
-WIDTHS = [512 * i for i in (1, 2, 3, 4, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
-report(benchmark(
-    "forward", "forward", [128, 256, *WIDTHS], triton=by(plan_forward),
-    warp=by(lambda *size: plan_forward(*size, least=1)),
-    tile=by(padded(plan_forward)),
-))  # fmt: skip
+WIDTHS = [512 * i for i in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
+report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 
 # %%
-# Chunks gain most where a power of two was just passed, and most lanes of the
-# tile are idle; programs of one warp differ in narrow rows only.
+# From a few thousand columns on this is nearly a copy, powers of two or not.
 #
 # Backward: registers
 # -------------------
@@ -370,8 +364,7 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 @triton.jit
 def _layer_norm_bwd_chunks(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
-    dx_ptr,  # (M, N), or None: not wanted
-    sums_ptr,  # (programs, 2, N), or None: neither dw nor db is wanted
+    dx_ptr, sums_ptr,  # (M, N); (programs, 2, N); or None: not wanted
     M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -431,20 +424,20 @@ def _add_up_chunks(
 
 
 # %%
-# The rule: one program a multiprocessor, for few buffers, of 8 warps; for each
-# of them 2048 bytes of a row, until the row has all 8; and as many ``STAGES``
-# as 96 KiB of shared memory can hold.
+# The rule: one program a multiprocessor, for few buffers, of 8 warps, or of 4
+# where these take a whole row at once.
+# A thread holds up to 32 columns of 16 bits, in 1 to 8 rows, or 40 of a wide
+# row; tiles in flight fit into 96 KiB of shared memory.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
-EARLY = ON_GPU and torch.cuda.get_device_capability() >= (9, 0)
-EARLY = EARLY and torch.version.hip is None
+EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def plan_backward(N, itemsize, most=2048):
-    row = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
-    plan = tile_of(N, itemsize, min(row, 8), 8)
+def plan_backward(N, itemsize, warps=8):
+    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
+    plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
     return plan | {"STAGES": 1 + min(98304 // tile, 3)}
 
@@ -467,8 +460,7 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
 
 
 # %%
-# A function to train with
-# ------------------------
+# A function to train with:
 
 
 class LayerNorm(torch.autograd.Function):
@@ -491,8 +483,7 @@ class LayerNorm(torch.autograd.Function):
         dx = torch.empty_like(x) if for_x else None
         grads = dw = db = None
         if for_w or for_b:
-            new = {"dtype": ctx.grads_dtype, "device": x.device}
-            dw, db = grads = torch.empty(2, x.shape[1], **new)
+            dw, db = grads = x.new_empty(2, x.shape[1], dtype=ctx.grads_dtype)
         backward(dy.contiguous(), x, w, mean, rstd, dx, grads, ctx.plan)
         return dx, dw if for_w else None, db if for_b else None, None, None
 
@@ -531,30 +522,36 @@ M, N = (1151, 4608) if ON_GPU else (9, 200)
 for dtype in torch.float16, torch.float32:
     check(layer_norm, M, N, dtype)
 
+
+def padded(rule):
+    wide = triton.next_power_of_2
+    return lambda N, size: rule(wide(N), size) | {"CHUNK": wide(N)}
+
+
 def trained_by(rule):
     return lambda x, _, w, b: LayerNorm.apply(x, w, b, 1e-5, rule)
 
 
-report(benchmark(
-    "backward", "backward", [N for N in WIDTHS if N <= 10240],
-    triton=trained_by(plan_backward), tile=trained_by(padded(plan_backward)),
-))  # fmt: skip
+ours, tile = map(trained_by, (plan_backward, padded(plan_backward)))
+report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
-# Beyond 8192 columns the tile spills; chunks spill two registers at most.
+# Up to 4096 columns chunks and tile have the same lanes.
+# Beyond 8192 the tile spills, and is many times slower; chunks spill two
+# registers at most.
 #
-# What do the formulas cost? Half and twice as many warps for a row, at widths
-# that were not used to choose the numbers; a ratio below 1 is a loss:
+# What do the formulas cost? Half and twice as many warps, at widths that were
+# not used to choose the numbers; a ratio below 1 is a loss:
 
 OTHERS = [1280, 2816, 3328, 5888, 9984]
-for mode, by_rule, rule, most in (
-    ("forward", by, plan_forward, 4096),
-    ("backward", trained_by, plan_backward, 2048),
+forward_of = lambda *more: by(lambda *size: plan_forward(*size, *more))
+backward_of = lambda n: trained_by(lambda *size: plan_backward(*size, n))
+for mode, rule, half, twice in (
+    ("forward", forward_of(), forward_of(8192, 2), forward_of(2048, 8)),
+    ("backward", backward_of(8), backward_of(4), backward_of(16)),
 ):
-    tried = {"triton": most, "half": 2 * most, "twice": most // 2}
-    for name, each in tried.items():
-        tried[name] = by_rule(lambda *size, each=each: rule(*size, each))
-    report(benchmark(f"warps-{mode}", mode, OTHERS, (), **tried))
+    rungs = {"triton": rule, "half the warps": half, "twice the warps": twice}
+    report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
 
 # %%
 # Exercise 1: no idle lanes
@@ -595,7 +592,6 @@ def _row_sums_1(x_ptr, sums_ptr, N: tl.constexpr, CHUNK: tl.constexpr):
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         col = min(c * CHUNK, N - CHUNK) + tl.arange(0, CHUNK)
         x = tl.load(x_ptr + tl.program_id(0) * N + col)
-        # Columns before that were counted by the chunk before.
         total += tl.where(col >= c * CHUNK, x, 0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
 

@@ -161,8 +161,7 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit
 def _layer_norm_fwd_chunks(
-    x_ptr, w_ptr, b_ptr, y_ptr,  # w and b may be None
-    mean_ptr, rstd_ptr,  # (M,): kept for the backward pass
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # w and b may be None
     M, eps: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
@@ -239,8 +238,7 @@ def _gradients(x, dy, w, mean, rstd, c1, c2):
 @triton.jit
 def _layer_norm_bwd_chunks(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
-    dx_ptr,  # (M, N), or None: not wanted
-    sums_ptr,  # (programs, 2, N), or None: neither dw nor db is wanted
+    dx_ptr, sums_ptr,  # (M, N); (programs, 2, N); or None: not wanted
     M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -313,22 +311,24 @@ def _add_up_chunks(
 # Scaffold: plans for rows in chunks, from page 05.
 
 
-def tile_of(N, itemsize, row, warps):
-    chunk = min(512 // itemsize * row, triton.next_power_of_2(N))
+def tile_of(N, itemsize, warps):
+    chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
     rows = 512 // itemsize * warps // chunk
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
-def plan_fwd_chunks(N, itemsize, most=4096, least=2):
-    row = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
-    plan = tile_of(N, itemsize, row, max(row, least))
+def plan_fwd_chunks(N, itemsize, most=4096, least=4):
+    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
+    plan = tile_of(N, itemsize, max(warps, least))
+    if CUDA and warps == 16 and N * itemsize <= 49152:
+        plan["maxnreg"] = 64
     return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
 
 
-def plan_bwd_chunks(N, itemsize, most=2048):
-    row = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
-    plan = tile_of(N, itemsize, min(row, 8), 8)
+def plan_bwd_chunks(N, itemsize, warps=8):
+    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
+    plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
     return plan | {"STAGES": 1 + min(98304 // tile, 3)}
 
@@ -364,7 +364,6 @@ def _only_inside(x, c, shift, N, STEP):
 
 @triton.jit
 def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
-    """Every STEPth row from the first, as a tuple of chunks."""
     ptr += tl.cast(first, tl.int64) * stride // STEP * STEP
     row = tl.arange(0, ROWS)[:, None] * STEP
     xs = ()
@@ -384,14 +383,13 @@ def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
     lane, inside, whole = _lanes(c, shift, N, CHUNK, STEP)
     row = tl.arange(0, x.shape[0])[:, None] * STEP
     ptr += tl.cast(first, tl.int64) * N // STEP * STEP
-    mask = row < M - first
+    at, mask = ptr + (row * N + lane), row < M - first
     if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
-        tl.store(ptr + (row * N + lane), x, mask=mask)
+        tl.store(at, x, mask=mask)
     else:
-        tl.store(ptr + (row * N + lane), x, mask=mask & whole)
+        tl.store(at, x, mask=mask & whole)
         if STEP > 1:
-            mask = mask & inside & (whole == 0)
-            tl.store(ptr + (row * N + lane), x, mask=mask)
+            tl.store(at, x, mask=mask & inside & (whole == 0))
 
 
 # %%
@@ -402,10 +400,11 @@ def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
 @triton.jit
 def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
     ws = ()
-    for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
-        lane, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
-        at = ptr + (lane - shift + tl.zeros((ROWS, 1), tl.int32))
-        ws += (tl.load(at, mask=inside, other=0),)
+    if ptr is not None:
+        for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+            lane, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
+            at = ptr + (lane - shift + tl.zeros((ROWS, 1), tl.int32))
+            ws += (tl.load(at, mask=inside, other=0),)
     return ws
 
 
@@ -414,9 +413,8 @@ def _store_sums_shifted(ptr, dws, dbs, shift, N, STEP):
     ptr += tl.program_id(0) * 2 * N - shift
     for c in tl.static_range(len(dws)):
         lane, inside, _ = _lanes(c, shift, N, dws[0].shape[1], STEP)
-        dw, db = tl.sum(dws[c], axis=0), tl.sum(dbs[c], axis=0)
-        tl.store(ptr + lane, dw[None, :], mask=inside)
-        tl.store(ptr + N + lane, db[None, :], mask=inside)
+        tl.store(ptr + lane, tl.sum(dws[c], axis=0)[None, :], mask=inside)
+        tl.store(ptr + N + lane, tl.sum(dbs[c], axis=0)[None, :], mask=inside)
 
 
 # %%
@@ -434,11 +432,8 @@ def _layer_norm_fwd_shifted(
     acc: tl.constexpr = mean_ptr.dtype.element_ty
     i = tl.program_id(0)
     shift = i % STEP * N % STEP
-    ws, bs = (), ()
-    if w_ptr is not None:
-        ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
-    if b_ptr is not None:
-        bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
+    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
     for tile in tl.range(i, tiles, tl.num_programs(0), num_stages=STAGES,
                          disable_licm=True):  # fmt: skip
@@ -478,9 +473,8 @@ def _layer_norm_bwd_shifted(
     zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
     i = tl.program_id(0)
     shift = i % STEP * N % STEP
-    ws, dws, dbs = (), (), ()
-    if w_ptr is not None:
-        ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    dws, dbs = (), ()
     for _ in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
@@ -515,23 +509,24 @@ def _layer_norm_bwd_shifted(
 
 
 def plan_fwd_shifted(N, itemsize, step):
-    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, 4096))
+    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, 4200))
     tile = triton.next_power_of_2(N + step - 1)
-    chunk = min((512 if step == 1 else 256) // itemsize * warps, tile)
+    piece = 256 if step > 1 and warps < 8 else 512
+    chunk = min(piece // itemsize * warps, tile)
     plan = {"CHUNK": chunk, "ROWS": max(1024 // itemsize // tile, 1)}
-    stages = 1 + min(3, 90000 // (N * itemsize * 8 // warps))
-    plan |= {"STAGES": 1 if step == 1 else stages, "STEP": step}
-    return plan | {"num_warps": warps}
+    most = 0 if step == 1 else 100000 if warps < 4 else 90000
+    stages = 1 + min(3, most // (N * itemsize * 8 // warps))
+    return plan | {"STAGES": stages, "STEP": step, "num_warps": warps}
 
 
 def plan_bwd_shifted(N, itemsize, step):
-    row = triton.next_power_of_2(triton.cdiv((N + step) * itemsize, 2048))
+    warps = 4 if N * itemsize <= 10200 else 8
     tile = triton.next_power_of_2(N + step - 1)
-    chunk = min(512 // itemsize * min(row, 8), tile)
-    plan = {"CHUNK": chunk, "ROWS": 4096 // itemsize // chunk, "num_warps": 8}
-    lanes = plan["ROWS"] * triton.cdiv(N + step - 1, chunk) * chunk
-    stages = 1 + min(98304 // (2 * lanes * itemsize), 3)
-    return plan | {"STAGES": stages, "STEP": step}
+    piece = 256 if step > 1 and N * itemsize <= 9216 else 512
+    chunk = min(piece // itemsize * warps, tile)
+    plan = {"CHUNK": chunk, "ROWS": max(1024 // itemsize // chunk, 1)}
+    stages = 1 + min(3, 90000 // (2 * N * itemsize * 8 // warps))
+    return plan | {"STAGES": stages, "STEP": step, "num_warps": warps}
 
 
 def programs_for(M, plan):

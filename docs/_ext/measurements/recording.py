@@ -42,6 +42,7 @@ UNITS = {
     "bytes of L2 per byte counted": (0, math.inf),
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
+    "load requests per row": (0, math.inf),
 }
 # What each benchmark of a recording says.
 KEYS = {
