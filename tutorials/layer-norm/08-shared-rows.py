@@ -66,7 +66,7 @@ def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
 
 
 # %%
-# If a word never comes, ``trap`` ends the kernel, and PyTorch raises an error.
+# If a word never comes, ``trap`` ends the kernel and PyTorch raises an error.
 
 
 @triton.jit
@@ -102,15 +102,14 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
 
 
 @triton.jit
-def _shared_sums(x_ptr, out_ptr, words_ptr, TURNS, LATER: tl.constexpr,
-                 LANES: tl.constexpr, SLICES: tl.constexpr,
-                 PTX: tl.constexpr):  # fmt: skip
+def _shared_sums(x_ptr, out_ptr, words_ptr, turns, later, LANES: tl.constexpr,
+                 SLICES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     s = tl.program_id(0)
     x = tl.load(x_ptr + s * LANES + tl.arange(0, LANES))[None, :]
-    for turn in range(TURNS):
+    for turn in range(turns):
         a, b = tl.sum(x, 1), tl.sum(x * x, 1)
         _publish(words_ptr, turn, s, a, b, SLICES, PTX)
-        due = tl.maximum(turn - LATER, 0)
+        due = tl.maximum(turn - later, 0)
         a, b = _collect(words_ptr, due, 1, SLICES, SLICES, PTX)
         tl.store(out_ptr + 2 * s, tl.sum(a))
         tl.store(out_ptr + 2 * s + 1, tl.sum(b))
@@ -139,24 +138,21 @@ def together(kernel, programs, *args, per_sm, warps):
 
 
 def empty_words(rows, slices):
-    words = torch.empty(rows, slices, dtype=torch.int64, device=DEVICE)
-    return words.fill_(EMPTY if CUDA else 0)  # the interpreter does not wait
+    return torch.full((rows, slices), EMPTY if CUDA else 0, device=DEVICE)
 
 
 def shared_sums(kernel, x, turns=1, later=0):
-    slices, lanes = x.shape
-    out, words = x.new_empty(slices, 2), empty_words(turns, slices)
-    args = x, out, words, turns, later, lanes, slices
-    together(kernel, slices, *args, per_sm=1, warps=4)
+    slices, out = len(x), x.new_empty(len(x), 2)
+    args = out, empty_words(turns, slices), turns, later, x.shape[1], slices
+    together(kernel, slices, x, *args, per_sm=1, warps=4)
     return out
 
 
 x = torch.arange(64.0, device=DEVICE).reshape(4, 16)
-print("four programs know the same:", shared_sums(_shared_sums, x).tolist())
+print("four programs know:", shared_sums(_shared_sums, x).tolist())
 
 # %%
-# What a turn takes if a program waits at once for the words of this turn, and
-# if it collects those of the turn before:
+# A turn that waits at once for its words, and one that takes those before:
 
 
 @triton.testing.perf_report(
@@ -172,10 +168,10 @@ def exchange(turns, programs, provider):
     20 % and 80 % quantiles."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
-    given = _shared_sums, x.new_ones(programs, 16), turns, provider == "later"
-    times = triton.testing.do_bench(
-        lambda: shared_sums(*given), quantiles=[0.5, 0.2, 0.8]
-    )
+    x = torch.ones(programs, 16, device=DEVICE)
+    later = int(provider == "later")
+    fn = lambda: shared_sums(_shared_sums, x, turns, later)
+    times = triton.testing.do_bench(fn, quantiles=[0.5, 0.2, 0.8])
     return [1000 * ms / turns for ms in times]
 
 
@@ -190,8 +186,7 @@ exchange.run(show_plots=ON_GPU)
 # --------------
 #
 # A *tile* is a few rows of a slice; a *group* of programs, one for each
-# slice, takes tile after tile.
-# In the first turn nothing is finished, in the last nothing is loaded:
+# slice, takes tile after tile:
 
 # %%
 
@@ -238,7 +233,6 @@ def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _column(t):
-    """What is known of each row, for all its lanes."""
     return tl.sum(t) if t.shape[0] == 1 else t[:, None]
 
 
@@ -350,8 +344,7 @@ def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
 
 @triton.jit
 def _layer_norm_bwd_shared(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr,
-    sums_ptr,  # (groups, 2, N)
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr, sums_ptr,
     M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -376,9 +369,8 @@ def _layer_norm_bwd_shared(
         rows = done + tl.arange(0, ROWS)
         mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
-        dx, dw, db = _slice_gradients(
-            x1, dy1, w, mean, rstd, sum1, sum2, dw, db, N
-        )
+        dx, dw, db = _slice_gradients(x1, dy1, w, mean, rstd, sum1, sum2,
+                                      dw, db, N)  # fmt: skip
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
         tl.store(dx_ptr + at + cell, dx, mask=mask)
         x1, dy1 = x, dy
@@ -457,10 +449,8 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
             raise ValueError(f"the shape of {name} is {shapes}")
     most = 2 * NUM_SMS * SLICE // x.itemsize
     if N % 8 or most < N or ON_GPU != CUDA:
-        raise ValueError(
-            f"normalized_shape has {N} columns: this page takes multiples of "
-            f"8 up to {most}, on NVIDIA GPUs; the page Two sweeps takes all"
-        )
+        here = f"multiples of 8 up to {most}, on NVIDIA GPUs; Two sweeps: all"
+        raise ValueError(f"normalized_shape has {N} columns; {here}")
     w = x.new_ones(N) if weight is None else weight.reshape(N)
     b = x.new_zeros(N) if bias is None else bias.reshape(N)
     return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
@@ -542,13 +532,12 @@ def benchmark(mode):
             return 3 * [float("nan")]
         x, w, b, dy = inputs(min(M, 2**29 // (N * dtype.itemsize)), N, dtype)
         f = F.layer_norm if provider == "torch" else layer_norm
-        out = torch.empty_like(dy)
         forward = lambda: f(x, (N,), w, b)
         y, grad = forward(), torch.autograd.grad
         backward = lambda: grad(y, (x, w, b), dy, retain_graph=True)
         if provider == "copy":  # in a graph copy_ is slow on large tensors
-            forward = lambda: torch.mul(dy, 1, out=out)
-            backward = lambda: torch.add(x.detach(), dy, out=out)
+            forward = lambda: torch.mul(dy, 1, out=y.data)
+            backward = lambda: torch.add(x.data, dy, out=y.data)
         run, moved = (forward, 2) if mode == "forward" else (backward, 3)
         return speed(moved * dy.nbytes, run)
 
@@ -580,36 +569,32 @@ report(benchmark("backward"))
 # ---------------------
 #
 # A softmax needs the largest element of a row, and the sum of the exponentials
-# of all distances from it.
-# A slice publishes its own largest element and the sum of its distances from
-# that: put the words of all slices together.
+# of all distances from it. Slices publish both: put them together.
 #
 # **Hint.** How are exponentials of distances from two numbers related?
 
 
-def together_1(owns, sums):
-    return owns.max(), sums.sum()
+def add(largest, sums):
+    return sums.sum()
 
 
-def exercise_1(solution):
+def exercise_1(add):
     x = 100 + torch.randn(4, 16)
-    owns, most = x.amax(1), x.max()
-    found = solution(owns, (x - owns[:, None]).exp().sum(1))
-    right = torch.isclose(torch.stack(found)[1], (x - most).exp().sum())
-    print("right:", right.item())
-    return right
+    largest = x.amax(1)
+    found = add(largest, (x - largest[:, None]).exp().sum(1))
+    print(f"{found:.4f}; exact: {(exact := (x - x.max()).exp().sum()):.4f}")
+    return torch.isclose(found, exact)
 
 
-exercise_1(together_1)
+exercise_1(add)
 
 # %%
 
-# Solution 1: exp(x - most) = exp(x - own) * exp(own - most).
+# Solution 1: exp(x - all) = exp(x - own) * exp(own - all).
 
 
-def solution_1(owns, sums):
-    most = owns.max()
-    return most, (sums * (owns - most).exp()).sum()
+def weighted(largest, sums):
+    return (sums * (largest - largest.max()).exp()).sum()
 
 
-assert exercise_1(solution_1)
+assert exercise_1(weighted)
