@@ -184,15 +184,17 @@ def _layer_norm_fwd_sweeps(
 
 
 # %%
-# A tile has 16 KB: 16 bytes for each of 1024 threads, or 32 *warps*.
-# Up to 96 KB a row half as many do; for wider rows, the more threads a program
-# has, the fewer rows share the first-level cache.
+# In wider rows a tile is larger, up to 32 KB, and has up to 1024 threads, which
+# are 32 *warps*: then fewer rows compete for the first-level cache.
+# Rows that begin anywhere are loaded by single elements, many for a thread.
 
 
 def plan(N, itemsize):
     """Lanes of a tile and warps of a program."""
-    block = min(16384 // itemsize, triton.next_power_of_2(N))
-    most = 16 if N * itemsize <= 98304 else 32
+    row = N * itemsize
+    size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
+    size, most = (8192, 8) if row % 16 else (size, 32)
+    block = min(size // itemsize, triton.next_power_of_2(N))
     return block, min(max(block * itemsize // 512, 1), most)
 
 
@@ -476,7 +478,7 @@ def backward(dy, x, w, mean, rstd, wanted):
         dx, c = torch.empty_like(x), torch.empty(2, M, **new)
         block = min(8192 // x.itemsize, triton.next_power_of_2(N))
         args = dy, x, w, mean, rstd, c, M, N, block
-        _layer_norm_bwd_means[(M,)](*args, num_warps=8)
+        _layer_norm_bwd_means[(M,)](*args, num_warps=16)
     cols = min(4096 // x.itemsize, triton.next_power_of_2(N))
     slices, rows = triton.cdiv(N, cols), 2
     groups = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)

@@ -7,8 +7,7 @@ Let many programs hold it together, each one a slice in registers, and tell
 each other their sums while they work.
 
 `Two sweeps <07-two-sweeps.html>`_ fetch wide rows from memory twice.
-Programs that *wait for each other* need not, if all of them run at the same
-time, a number arrives as a whole, and waiting costs no time.
+Programs that *wait for each other* need not, if waiting costs no time.
 """
 
 # %%
@@ -39,13 +38,10 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # ---------------------------------------
 #
 # Two float32 numbers make one *word* of 64 bits.
-# At first every word is ``EMPTY``: two signaling NaNs, which are never the
-# result of arithmetic.
-# A program *publishes* by storing its word; others load it until it is no
-# longer ``EMPTY``.
-#
-# This takes PTX, the language below Triton's on NVIDIA GPUs: other programs of
-# the ``gpu`` see a ``relaxed`` access of 64 bits as a whole or not at all.
+# At first it is ``EMPTY``: two signaling NaNs, which no arithmetic results in.
+# A program *publishes* by storing its word; others load it until it has come.
+# In PTX, the language below Triton's on NVIDIA GPUs, other programs of the
+# ``gpu`` see a ``relaxed`` access of 64 bits as a whole or not at all.
 # `A lock <03-lock.html>`_ needs *acquire* and *release* for the memory that it
 # guards; a word guards nothing, it is the message itself.
 
@@ -62,16 +58,15 @@ def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
     word = low | b.to(tl.uint32, bitcast=True).to(tl.int64) << 32
     if PTX:
         tl.inline_asm_elementwise(
-            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;",
-            "=r,l,l", [at.to(tl.int64), word],
-            dtype=tl.int32, is_pure=False, pack=1,
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l",
+            [at.to(tl.int64), word], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         tl.store(at, word)
 
 
 # %%
-# If a word never comes, ``trap`` ends the kernel, and PyTorch raises an error.
+# If a word never comes, ``trap`` ends the kernel and PyTorch raises an error.
 
 
 @triton.jit
@@ -92,8 +87,7 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
             setp.lt.and.u32 again, loads, 10000000, empty;
             @again bra LOAD; @empty trap;
             }""",
-                        "=&l,l", [at.to(tl.int64)],
-            dtype=tl.int64, is_pure=False, pack=1,
+            "=&l,l", [at.to(tl.int64)], tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         word = tl.load(at)
@@ -103,26 +97,30 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
 
 
 # %%
-# The smallest example: each of a few programs wants two sums over one row.
+# The smallest example: each program has a slice of a row and wants two sums
+# over all of it; to be timed, it asks for them many times.
 
 
 @triton.jit
-def _shared_sums(x_ptr, out_ptr, words_ptr, LANES: tl.constexpr,
+def _shared_sums(x_ptr, out_ptr, words_ptr, turns, later, LANES: tl.constexpr,
                  SLICES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     s = tl.program_id(0)
     x = tl.load(x_ptr + s * LANES + tl.arange(0, LANES))[None, :]
-    _publish(words_ptr, 0, s, tl.sum(x, 1), tl.sum(x * x, 1), SLICES, PTX)
-    a, b = _collect(words_ptr, 0, 1, SLICES, SLICES, PTX)
-    tl.store(out_ptr + 2 * s, tl.sum(a))
-    tl.store(out_ptr + 2 * s + 1, tl.sum(b))
+    for turn in range(turns):
+        a, b = tl.sum(x, 1), tl.sum(x * x, 1)
+        _publish(words_ptr, turn, s, a, b, SLICES, PTX)
+        due = tl.maximum(turn - later, 0)
+        a, b = _collect(words_ptr, due, 1, SLICES, SLICES, PTX)
+        tl.store(out_ptr + 2 * s, tl.sum(a))
+        tl.store(out_ptr + 2 * s + 1, tl.sum(b))
 
 
 # %%
 # A program that waits for one that cannot start waits for ever.
 # A *cooperative launch* fails if not all fit at the same time; ``maxnreg``
 # limits the registers of a thread so that ``per_sm`` fit on a multiprocessor.
-# Triton's interpreter runs one program after the other, so there a kernel
-# runs twice: the second time it finds what the first has published.
+# The interpreter runs one program after the other, so there a kernel runs
+# twice: the second time it finds what the first has published.
 
 CUDA = ON_GPU and torch.version.hip is None
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
@@ -140,43 +138,69 @@ def together(kernel, programs, *args, per_sm, warps):
 
 
 def empty_words(rows, slices):
-    words = torch.empty(rows, slices, dtype=torch.int64, device=DEVICE)
-    return words.fill_(EMPTY if CUDA else 0)  # the interpreter does not wait
+    return torch.full((rows, slices), EMPTY if CUDA else 0, device=DEVICE)
 
 
-x, out = torch.arange(64.0, device=DEVICE), torch.zeros(4, 2, device=DEVICE)
-args = x, out, empty_words(1, 4), 16, 4
-together(_shared_sums, 4, *args, per_sm=1, warps=4)
-print("four programs know the same sums:", out.tolist())
+def shared_sums(kernel, x, turns=1, later=0):
+    slices, out = len(x), x.new_empty(len(x), 2)
+    args = out, empty_words(turns, slices), turns, later, x.shape[1], slices
+    together(kernel, slices, x, *args, per_sm=1, warps=4)
+    return out
+
+
+x = torch.arange(64.0, device=DEVICE).reshape(4, 16)
+print("four programs know:", shared_sums(_shared_sums, x).tolist())
 
 # %%
-# Each call fills new words: used again, they would need the number of the
-# call, and a CUDA graph would replay that number too.
+# A turn that waits at once for its words, and one that takes those before:
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        ["programs"], [2, 4, 8, 16, 32, 64, 128], x_log=True, ylabel="µs",
+        line_arg="provider", line_vals=["triton", "later"],
+        line_names=["At once", "A turn later"], args={"turns": 1000},
+        plot_name="layer-norm-shared-rows-exchange",
+    )
+)  # fmt: skip
+def exchange(turns, programs, provider):
+    """CUDA events around a launch, over the number of its turns; median,
+    20 % and 80 % quantiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    x = torch.ones(programs, 16, device=DEVICE)
+    later = int(provider == "later")
+    fn = lambda: shared_sums(_shared_sums, x, turns, later)
+    times = triton.testing.do_bench(fn, quantiles=[0.5, 0.2, 0.8])
+    return [1000 * ms / turns for ms in times]
+
+
+exchange.run(show_plots=ON_GPU)
+
+# %%
+# Words go to the second-level cache and back; in that time a multiprocessor of
+# an H200 could copy its slice of a row.
+# A turn later they are there already.
 #
 # Rows in slices
 # --------------
 #
 # A *tile* is a few rows of a slice; a *group* of programs, one for each
-# slice, takes tile after tile.
-# To wait at once for the words of a tile would cost time in every turn: they
-# go to the second-level cache and back while nothing else is done.
-# So a program publishes tile ``t`` and then finishes tile ``t - 1``:
+# slice, takes tile after tile:
 
 # %%
 
 # Drawing: which tile is published and which is finished in each turn.
 
 plt.figure("Turn t publishes tile t and finishes tile t - 1", (7.5, 1.2))
-for t in range(10):
-    what, tile = ("finish", t // 2 - 1) if t % 2 else ("publish", t // 2)
-    if 0 <= tile < 4:
-        plt.barh(0, 1, 1, t, color=f"C{tile}", ec="black", alpha=0.6)
-        plt.text(t + 0.5, 0, f"{what}\ntile {tile}", ha="center", va="center")
+for t, (what, tile) in enumerate(["p0", "p1", "f0", "p2", "f1", "p3", "f2"]):
+    what = "publish" if what == "p" else "finish"
+    plt.barh(0, 1, 1, t, color=f"C{tile}", ec="black", alpha=0.6)
+    plt.text(t + 0.5, 0, f"{what}\ntile {tile}", ha="center", va="center")
 plt.axis("off")
 plt.show()
 
 # %%
-# In the first turn nothing is finished, in the last nothing is loaded.
 # A slice has ``WIDTH`` columns in ``LANES`` lanes, a power of two; lanes
 # outside are *masked*: they load 0 and store nothing.
 
@@ -204,6 +228,12 @@ def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
 # %%
 # A slice publishes its mean and ``m2``, the sum of squared distances from it;
 # all are put together as lanes are in `Two sweeps <07-two-sweeps.html>`_.
+# From a column of one row Triton would make a tile in shared memory, slowly.
+
+
+@triton.jit
+def _column(t):
+    return tl.sum(t) if t.shape[0] == 1 else t[:, None]
 
 
 @triton.jit
@@ -213,13 +243,12 @@ def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
     s = tl.arange(0, means.shape[1])[None, :]
     n = tl.maximum(tl.minimum(N - s * WIDTH, WIDTH), 0).to(tl.float32)
     mean = tl.sum(means * n, 1) / N
-    d = means - mean[:, None]
+    d = means - _column(mean)
     return mean, 1 / tl.sqrt(tl.sum(m2s + n * d * d, 1) / N + eps)
 
 
 # %%
-# The tile before waits in registers.
-# ``LATER`` says whether a tile is finished a turn later, or at once.
+# The tile before waits in registers for its words.
 
 
 @triton.jit
@@ -227,31 +256,28 @@ def _layer_norm_fwd_shared(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, words_ptr,
     M, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    LATER: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
     s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
     w = tl.load(w_ptr + cols, mask=inside, other=0)
     b = tl.load(b_ptr + cols, mask=inside, other=0)
     before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
-    for first in tl.range(start, M + LATER * step, step, num_stages=3):
+    for first in tl.range(start, M + step, step, num_stages=3):
         at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
         x = tl.load(x_ptr + at + cell, mask=mask, other=0)
         mean = tl.sum(x.to(tl.float32), 1) / tl.minimum(N - s * WIDTH, WIDTH)
         d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)
         _publish(words_ptr, first, s, mean, tl.sum(d * d, 1), SLICES, PTX)
-        done, end, tile = first, M, x
-        if LATER:
-            done = tl.maximum(first - step, start)
-            end = tl.where(first > start, M, 0)  # in the first turn no row
-            tile = before
+        done = tl.maximum(first - step, start)
+        end = tl.where(first > start, M, 0)  # in the first turn no row
         means, m2s = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
         mean, rstd = _statistics(means, m2s, eps, N, WIDTH)
         rows = done + tl.arange(0, ROWS)
         once = rows < tl.where(s == 0, end, 0)  # one slice stores them
         tl.store(mean_ptr + rows, mean, mask=once)
         tl.store(rstd_ptr + rows, rstd, mask=once)
-        y = (tile.to(tl.float32) - mean[:, None]) * rstd[:, None]
+        y = (before.to(tl.float32) - _column(mean)) * _column(rstd)
         y = y * w.to(tl.float32) + b.to(tl.float32)
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
         tl.store(y_ptr + at + cell, y, mask=mask)
@@ -259,8 +285,8 @@ def _layer_norm_fwd_shared(
 
 
 # %%
-# A slice has 8 KB of a row, or less where programs would be left over, and two
-# programs run on a multiprocessor: enough for a million columns of 16 bits.
+# A group has as many programs as a row has slices of ``lanes`` columns; if
+# programs would be left over, more and narrower slices.
 
 
 def cut(M, N, rows, lanes, per_sm):
@@ -278,16 +304,156 @@ def cut(M, N, rows, lanes, per_sm):
 # Bytes. Without a GPU slices are narrow, so that small matrices have some.
 SLICE = 8192 if ON_GPU else 256
 
+# %%
+# Backward: two more sums
+# -----------------------
+#
+# ``dx`` needs the sums of :math:`w \, dy \, (x - \mu)` and :math:`w \, dy`
+# over a row: one word again.
+# A program adds up ``dw`` and ``db`` of its columns by itself.
 
-def forward(x, w, b, eps, later=True):
-    """y, mean and rstd for a contiguous (M, N) x."""
-    M, N = x.shape
-    y = torch.empty_like(x)
-    mean, rstd = torch.empty(2, M, dtype=torch.float32, device=x.device)
-    _, programs, words, tiles = cut(M, N, 2, SLICE // x.itemsize, 2)
-    args = x, w, b, y, mean, rstd, words, M, eps, N, *tiles, later
-    together(_layer_norm_fwd_shared, programs, *args, per_sm=2, warps=8)
-    return y, mean, rstd
+
+@triton.jit
+def _add_pairs(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _slice_sums(x, dy, w, mean):
+    wdy = w.to(tl.float32) * dy.to(tl.float32)
+    d = x.to(tl.float32) - _column(mean)
+    return tl.reduce((wdy * d, wdy), 1, _add_pairs)
+
+
+@triton.jit
+def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
+                     N: tl.constexpr):  # fmt: skip
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
+    c1 = _column(sum1 * rstd * rstd * rstd / N)
+    c2 = _column(sum2 * rstd / N)
+    d, dy = x.to(tl.float32) - _column(mean), dy.to(tl.float32)
+    scaled = dy * _column(rstd)
+    dx = scaled * w.to(tl.float32) - (d * c1 + c2)
+    return dx, dw + tl.sum(scaled * d, 0)[None, :], db + tl.sum(dy, 0)[None, :]
+
+
+# %%
+# ``disable_licm`` keeps the compiler from converting ``w`` to float32 ahead of
+# the loop: registers are full, of two tiles and two sums.
+
+
+@triton.jit
+def _layer_norm_bwd_shared(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr, sums_ptr,
+    M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+    dw, db = tl.zeros((1, LANES), tl.float32), tl.zeros((1, LANES), tl.float32)
+    x1 = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    dy1 = x1
+    for first in tl.range(start, M + step, step, num_stages=3,
+                          disable_licm=True):  # fmt: skip
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+        dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
+        rows = first + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
+        sum1, sum2 = _slice_sums(x, dy, w, mean)
+        _publish(words_ptr, first, s, sum1, sum2, SLICES, PTX)
+        done = tl.maximum(first - step, start)
+        end = tl.where(first > start, M, 0)
+        sum1, sum2 = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+        rows = done + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
+        dx, dw, db = _slice_gradients(x1, dy1, w, mean, rstd, sum1, sum2,
+                                      dw, db, N)  # fmt: skip
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(dx_ptr + at + cell, dx, mask=mask)
+        x1, dy1 = x, dy
+    sums_ptr += start // ROWS * 2 * N + cols
+    tl.store(sums_ptr, dw, mask=inside)
+    tl.store(sums_ptr + N, db, mask=inside)
+
+
+# %%
+# Forward a slice has 16 KB of a row: fewer slices have fewer words to await.
+# In rows of more than 256 KB it has 8 KB, and two programs are on a
+# multiprocessor: while one waits, the other works.
+# Backward a tile has 8 KB: four rows in narrow slices, two, or one row in the
+# widest, whose sums for ``dw`` and ``db`` fill the registers.
+
+
+def plan_shared(N, itemsize, forward):
+    """Rows and lanes of a tile; programs on a multiprocessor, and warps."""
+    row, warps = N * itemsize, 8
+    if forward:
+        per_sm = 1 if row <= 32 * SLICE else 2
+        rows, size = 2, 2 * SLICE // per_sm
+    else:
+        per_sm, least = (3, 4) if row <= 16 * SLICE else (2, 2)
+        part = triton.next_power_of_2(triton.cdiv(row, per_sm * NUM_SMS))
+        size = max(part, SLICE // least)
+        rows, warps = max(SLICE // size, 1), 4 if row <= 32 * SLICE else 8
+    return (rows, size // itemsize), {"per_sm": per_sm, "warps": warps}
+
+
+# %%
+# Layouts are made right here; PyTorch rounds gradients to their types.
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps):
+        M, N = x.shape
+        x, w, b = x.contiguous(), w.contiguous(), b.contiguous()
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty(2, M, dtype=torch.float32)
+        tile, how = plan_shared(N, x.itemsize, True)
+        _, programs, words, tiles = cut(M, N, *tile, how["per_sm"])
+        args = x, w, b, y, mean, rstd, words, M, eps, N, *tiles
+        together(_layer_norm_fwd_shared, programs, *args, **how)
+        ctx.save_for_backward(x, w, mean, rstd)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        dy, (x, w, mean, rstd) = dy.contiguous(), ctx.saved_tensors
+        M, N = x.shape
+        tile, how = plan_shared(N, x.itemsize, False)
+        groups, programs, words, tiles = cut(M, N, *tile, how["per_sm"])
+        dx, sums = torch.empty_like(x), mean.new_empty(groups, 2, N)
+        args = dy, x, w, mean, rstd, dx, words, sums, M, N, *tiles
+        together(_layer_norm_bwd_shared, programs, *args, **how)
+        return dx, *sums.sum(0), None
+
+
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Normalize x over its last dimensions; weight and bias may be None."""
+    one = isinstance(normalized_shape, int)
+    shape = torch.Size([normalized_shape] if one else normalized_shape)
+    N = shape.numel()
+    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
+        if t is None and name != "x":
+            continue
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(f"{name} is {t.dtype}: words hold float32")
+        if t.device != x.device or t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
+        if N == 0 or shape != (t.shape[-len(shape) :] if t is x else t.shape):
+            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+    most = 2 * NUM_SMS * SLICE // x.itemsize
+    if N % 8 or most < N or ON_GPU != CUDA:
+        here = f"multiples of 8 up to {most}, on NVIDIA GPUs; Two sweeps: all"
+        raise ValueError(f"normalized_shape has {N} columns; {here}")
+    w = x.new_ones(N) if weight is None else weight.reshape(N)
+    b = x.new_zeros(N) if bias is None else bias.reshape(N)
+    return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
 
 
 # %%
@@ -358,243 +524,77 @@ def report(benchmark):
 # %%
 
 
-def benchmark(mode, **ours):
-    names = {"triton": "Triton", "at_once": "At once", "torch": "PyTorch"}
-    names |= {"torch.compile": "torch.compile", "copy": "Copy"}
-    lines = [*ours, "torch", "torch.compile", "copy"]
-
+def benchmark(mode):
     def measure(M, N, dtype, mode, provider):
         """Device time of a CUDA graph, replayed with an overwritten L2 cache;
         median, 20 % and 80 % quantiles. At most 512 MB a matrix."""
         if not ON_GPU:
-            return 3 * [float("nan")]  # the interpreter cannot be timed
+            return 3 * [float("nan")]
         x, w, b, dy = inputs(min(M, 2**29 // (N * dtype.itemsize)), N, dtype)
-        f, out = ours.get(provider, F.layer_norm), torch.empty_like(dy)
-        if provider == "torch.compile":
-            torch._dynamo.reset()  # nothing is left of other shapes
-            torch._functorch.config.donated_buffer = False  # runs many times
-            f = torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
+        f = F.layer_norm if provider == "torch" else layer_norm
         forward = lambda: f(x, (N,), w, b)
         y, grad = forward(), torch.autograd.grad
         backward = lambda: grad(y, (x, w, b), dy, retain_graph=True)
         if provider == "copy":  # in a graph copy_ is slow on large tensors
-            forward = lambda: torch.mul(dy, 1, out=out)
-            backward = lambda: torch.add(x.detach(), dy, out=out)
-        if mode == "forward":
-            return speed(2 * dy.nbytes, forward)
-        return speed(3 * dy.nbytes, backward)
+            forward = lambda: torch.mul(dy, 1, out=y.data)
+            backward = lambda: torch.add(x.data, dy, out=y.data)
+        run, moved = (forward, 2) if mode == "forward" else (backward, 3)
+        return speed(moved * dy.nbytes, run)
 
     return triton.testing.perf_report(
         triton.testing.Benchmark(
-            x_names=["N"],
-            x_vals=[2**15 * i for i in (1, 2, 3, 4, 8, 12, 16, 24, 32)],
-            x_log=True,
-            line_arg="provider",
-            line_vals=lines,
-            line_names=[names[line] for line in lines],
-            ylabel="GB/s",
+            ["N"], [2**15 * i for i in (1, 2, 3, 4, 8, 12, 16, 24, 32)],
+            x_log=True, line_arg="provider", ylabel="GB/s",
+            line_vals=["triton", "torch", "copy"],
+            line_names=["Triton", "PyTorch", "Copy"],
             plot_name=f"layer-norm-shared-rows-{mode}",
             args={"M": 4096, "dtype": torch.float16, "mode": mode},
         )
-    )(measure)
+    )(measure)  # fmt: skip
 
 
-later = lambda x, _, w, b: forward(x, w, b, 1e-5)
-at_once = lambda x, _, w, b: forward(x, w, b, 1e-5, later=False)
-report(benchmark("forward", triton=later, at_once=at_once))
-
-# %%
-# "At once" moves the same bytes, and waits in every turn.
-#
-# Backward: two more sums
-# -----------------------
-#
-# ``dx`` needs the sums of :math:`w \, dy \, (x - \mu)` and :math:`w \, dy`
-# over a row: one word again.
-# The terms of ``dw`` and ``db`` in its columns a program adds up by itself.
-
-
-@triton.jit
-def _add_pairs(a1, a2, b1, b2):
-    return a1 + b1, a2 + b2
-
-
-@triton.jit
-def _slice_sums(x, dy, w, mean):
-    wdy = w.to(tl.float32) * dy.to(tl.float32)
-    d = x.to(tl.float32) - mean[:, None]
-    return tl.reduce((wdy * d, wdy), 1, _add_pairs)
-
-
-@triton.jit
-def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
-                     N: tl.constexpr):  # fmt: skip
-    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
-    c1 = (sum1 * rstd * rstd * rstd / N)[:, None]
-    c2 = (sum2 * rstd / N)[:, None]
-    d, dy = x.to(tl.float32) - mean[:, None], dy.to(tl.float32)
-    scaled = dy * rstd[:, None]
-    dx = scaled * w.to(tl.float32) - (d * c1 + c2)
-    return dx, dw + tl.sum(scaled * d, 0)[None, :], db + tl.sum(dy, 0)[None, :]
-
-
-# %%
-# ``disable_licm`` keeps the compiler from converting ``w`` to float32 ahead of
-# the loop: registers are full, of two tiles and two sums.
-
-
-@triton.jit
-def _layer_norm_bwd_shared(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr,
-    sums_ptr,  # (groups, 2, N)
-    M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
-    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
-    w = tl.load(w_ptr + cols, mask=inside, other=0)
-    dw, db = tl.zeros((1, LANES), tl.float32), tl.zeros((1, LANES), tl.float32)
-    x1 = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
-    dy1 = x1
-    for first in tl.range(
-        start, M + step, step, num_stages=3, disable_licm=True
-    ):  # fmt: skip
-        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
-        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
-        dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
-        rows = first + tl.arange(0, ROWS)
-        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
-        sum1, sum2 = _slice_sums(x, dy, w, mean)
-        _publish(words_ptr, first, s, sum1, sum2, SLICES, PTX)
-        done = tl.maximum(first - step, start)
-        end = tl.where(first > start, M, 0)
-        sum1, sum2 = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
-        rows = done + tl.arange(0, ROWS)
-        mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
-        dx, dw, db = _slice_gradients(
-            x1, dy1, w, mean, rstd, sum1, sum2, dw, db, N
-        )
-        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
-        tl.store(dx_ptr + at + cell, dx, mask=mask)
-        x1, dy1 = x, dy
-    sums_ptr += start // ROWS * 2 * N + cols
-    tl.store(sums_ptr, dw, mask=inside)
-    tl.store(sums_ptr + N, db, mask=inside)
-
-
-# %%
-# A slice is narrower here: 4 KB, or what each multiprocessor has of a row.
-
-
-def backward(dy, x, w, mean, rstd):
-    """dx, dw and db for (M, N) matrices."""
-    M, N = x.shape
-    part = triton.next_power_of_2(triton.cdiv(N * x.itemsize, NUM_SMS))
-    size = max(part, SLICE // 2)  # bytes of a slice
-    rows, per_sm = 2 if size <= SLICE else 1, max(SLICE // size, 1)
-    cuts = cut(M, N, rows, size // x.itemsize, per_sm)
-    groups, programs, words, tiles = cuts
-    dx, sums = torch.empty_like(x), mean.new_empty(groups, 2, N)
-    args = dy, x, w, mean, rstd, dx, words, sums, M, N, *tiles
-    how = {"per_sm": per_sm, "warps": min(max(size // 1024, 1), 8)}
-    together(_layer_norm_bwd_shared, programs, *args, **how)
-    return dx, *sums.sum(0)
-
-
-# %%
-# Layouts are made right here; PyTorch rounds gradients to their types.
-
-
-class LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, b, eps):
-        x, w, b = x.contiguous(), w.contiguous(), b.contiguous()
-        y, mean, rstd = forward(x, w, b, eps)
-        ctx.save_for_backward(x, w, mean, rstd)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        return *backward(dy.contiguous(), *ctx.saved_tensors), None
-
-
-def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """Normalize x over its last dimensions; weight and bias may be None."""
-    one = isinstance(normalized_shape, int)
-    shape = torch.Size([normalized_shape] if one else normalized_shape)
-    N = shape.numel()
-    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
-        if t is None and name != "x":
-            continue
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise TypeError(f"{name} is {t.dtype}: words hold float32")
-        if t.device != x.device or t.device.type != DEVICE.type:
-            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
-        if N == 0 or shape != (t.shape[-len(shape) :] if t is x else t.shape):
-            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
-            raise ValueError(f"the shape of {name} is {shapes}")
-    most = 2 * NUM_SMS * SLICE // x.itemsize
-    if N % 8 or most < N or ON_GPU != CUDA:
-        raise ValueError(
-            f"normalized_shape has {N} columns: this page takes multiples of "
-            f"8 up to {most}, on NVIDIA GPUs; the page Two sweeps takes all"
-        )
-    w = x.new_ones(N) if weight is None else weight.reshape(N)
-    b = x.new_zeros(N) if bias is None else bias.reshape(N)
-    return LayerNorm.apply(x.reshape(-1, N), w, b, eps).reshape(x.shape)
-
-
-M, N = (37, 2**18) if ON_GPU else (3, 72)
 for dtype in torch.float16, torch.float32:
-    check(layer_norm, M, N, dtype)
-
-report(benchmark("backward", triton=layer_norm))
+    check(layer_norm, *((37, 2**18) if ON_GPU else (3, 72)), dtype)
+report(benchmark("forward"))
 
 # %%
-# Each matrix is read or written once; PyTorch reads two of them twice.
+
+report(benchmark("backward"))
+
+# %%
+# Each matrix is read once; PyTorch reads ``x`` and ``dy`` twice.
 # Words are added in the order of slices, not of arrival: the same bits always.
 #
 # Exercise 1: a softmax
 # ---------------------
 #
-# A softmax needs the largest element of a row and the sum of the exponentials
-# of all distances from it: let ``_shared_sums`` store both.
+# A softmax needs the largest element of a row, and the sum of the exponentials
+# of all distances from it. Slices publish both: put them together.
 #
-# **Hint.** Which sum can a slice publish before it knows the largest element?
+# **Hint.** How are exponentials of distances from two numbers related?
 
 
-def exercise_1(kernel):
-    x = 100 + torch.randn(64, device=DEVICE)
-    out = torch.zeros(4, 2, device=DEVICE)
-    args = x, out, empty_words(1, 4), 16, 4
-    together(kernel, 4, *args, per_sm=1, warps=4)
-    most = x.max()
-    right = torch.isclose(out, torch.stack([most, (x - most).exp().sum()]))
-    print("right:", right.tolist())
-    return right.all()
+def add(largest, sums):
+    return sums.sum()
 
 
-exercise_1(_shared_sums)
+def exercise_1(add):
+    x = 100 + torch.randn(4, 16)
+    largest = x.amax(1)
+    found = add(largest, (x - largest[:, None]).exp().sum(1))
+    print(f"{found:.4f}; exact: {(exact := (x - x.max()).exp().sum()):.4f}")
+    return torch.isclose(found, exact)
+
+
+exercise_1(add)
 
 # %%
 
-# Solution 1: exp(x - most) = exp(x - own) * exp(own - most).
+# Solution 1: exp(x - all) = exp(x - own) * exp(own - all).
 
 
-@triton.jit
-def _shared_softmax(x_ptr, out_ptr, words_ptr, LANES: tl.constexpr,
-                    SLICES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    s = tl.program_id(0)
-    x = tl.load(x_ptr + s * LANES + tl.arange(0, LANES))[None, :]
-    own = tl.max(x, 1)
-    total = tl.sum(tl.exp(x - own[:, None]), 1)
-    _publish(words_ptr, 0, s, own, total, SLICES, PTX)
-    owns, totals = _collect(words_ptr, 0, 1, SLICES, SLICES, PTX)
-    most = tl.max(owns)
-    tl.store(out_ptr + 2 * s, most)
-    tl.store(out_ptr + 2 * s + 1, tl.sum(totals * tl.exp(owns - most)))
+def weighted(largest, sums):
+    return (sums * (largest - largest.max()).exp()).sum()
 
 
-assert exercise_1(_shared_softmax)
+assert exercise_1(weighted)

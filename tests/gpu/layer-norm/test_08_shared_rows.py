@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 NAME = "layer-norm/08-shared-rows"
 page = load(NAME)
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDTHS = [8, 4096, 4104, 65536, 100_000, 131_080, 393_216, 2**19]
+WIDTHS = [8, 4104, 65536, 131_080, 393_216, 2**19]
 
 
 def run(case):
@@ -34,9 +34,8 @@ def test_widths(N, M):
 
 
 def test_a_million_columns():
-    for M in 1, 7:
-        run(Case((M,), (2**20,), torch.float16))
-        run(Case((M,), (2**20,), torch.bfloat16))
+    run(Case((7,), (2**20,), torch.float16))
+    run(Case((1,), (2**20,), torch.bfloat16))
 
 
 @pytest.mark.parametrize("N", [32768, 65536, 262_144])
@@ -69,10 +68,12 @@ def test_same_bits_100_times(N):
         assert all(map(torch.equal, first, again()))
 
 
-def test_at_once():
-    x, w, b, _ = (t.detach() for t in page.inputs(300, 65536, torch.float16))
-    now, later = (page.forward(x, w, b, 1e-5, way) for way in (False, True))
-    assert all(map(torch.equal, now, later))
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_turn_later(later):
+    x = torch.arange(2048.0, device="cuda").reshape(128, 16) / 2048
+    found = page.shared_sums(page._shared_sums, x, 1000, later)
+    expected = torch.stack([x.sum(), (x * x).sum()]).expand(128, 2)
+    torch.testing.assert_close(found, expected)
 
 
 def test_cuda_graph():
@@ -100,10 +101,12 @@ def test_more_than_2_31_elements():
     N = 65536
     M = 2**31 // N + 5
     x = torch.empty(M, N, dtype=torch.float16, device="cuda").normal_()
-    w, b = x.new_ones(N), x.new_zeros(N)
-    y, mean, rstd = page.forward(x, w, b, 1e-5)
+    x.requires_grad_()
+    w = torch.ones(N, device="cuda", requires_grad=True)
+    y = page.layer_norm(x, N, w)
     # dy is y, up to its rounding: dx is nearly 0, and so is dw - M.
-    dx, dw, _ = page.backward(y, x, w, mean, rstd)
+    dx, dw = torch.autograd.grad(y, (x, w), y.detach())
+    x, y = x.detach(), y.detach()
     for rows in slice(0, 64), slice(M - 64, M):
         expected = F.layer_norm(x[rows].double(), (N,))
         assert (y[rows] - expected).norm() <= 2**-11 * expected.norm()
@@ -116,7 +119,7 @@ def test_too_many_programs_are_refused():
     x, out = torch.zeros(2, 16 * 2**17, device="cuda")
     words = page.empty_words(1, 2**17)
     with pytest.raises(RuntimeError, match="cooperative"):
-        args = x, out, words, 16, 4
+        args = x, out, words, 1, 0, 16, 4
         page.together(page._shared_sums, 2**17, *args, per_sm=1, warps=4)
 
 
@@ -127,7 +130,7 @@ soon = "loads, 10000000,", "loads, 1000,"
 page = load("layer-norm/08-shared-rows", [soon])
 x, out = torch.zeros(64, device="cuda"), torch.zeros(8, device="cuda")
 # Three programs, where four words are awaited.
-args = x, out, page.empty_words(1, 4), 16, 4
+args = x, out, page.empty_words(1, 4), 1, 0, 16, 4
 page.together(page._shared_sums, 3, *args, per_sm=1, warps=4)
 torch.cuda.synchronize()
 print("no error")
@@ -174,10 +177,8 @@ SANITIZED = """
 import torch
 from tutorial import load
 page = load("layer-norm/08-shared-rows")
-for dtype in torch.float16, torch.float32:
-    for N in 20_000, 65536:
-        page.check(page.layer_norm, 37, N, dtype)
-assert page.exercise_1(page._shared_softmax)
+page.check(page.layer_norm, 5, 20_008, torch.float16)
+page.shared_sums(page._shared_sums, torch.ones(4, 16, device="cuda"), 3, 1)
 torch.cuda.synchronize()
 print("done")
 """
