@@ -4,7 +4,9 @@ Chunks instead of padding
 
 How does a row of 4608 columns fit into registers without a tile of 8192?
 Cut it into chunks, of which only the last can have idle lanes, and let narrow
-rows share a program; `page 01 <01-layer-norm.html>`_ has the formulas.
+rows share a program.
+
+The formulas are those of `page 01 <01-layer-norm.html>`_.
 """
 
 # %%
@@ -52,8 +54,7 @@ plt.show()
 # Forward, in chunks
 # ------------------
 #
-# A chunk has ``ROWS`` rows, of which ``left`` exist; only the last chunk needs
-# a mask for columns, and the compiler knows which one that is.
+# A chunk has ``ROWS`` rows, of which ``left`` exist; the last masks columns.
 
 
 @triton.jit
@@ -537,8 +538,8 @@ report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
 # Up to 4096 columns chunks and tile have the same lanes.
-# Beyond 8192 the tile spills, and is many times slower; chunks spill two
-# registers at most.
+# Beyond 8192 the tile spills, and falls far behind; chunks spill two registers
+# at most.
 #
 # What do the formulas cost? Half and twice as many warps, at widths that were
 # not used to choose the numbers; a ratio below 1 is a loss:

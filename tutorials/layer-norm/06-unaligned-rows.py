@@ -365,7 +365,7 @@ report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 
 # %%
 # At 4096 columns both lines have the same lanes; one more column costs the
-# unshifted ones half of their speed, and the others little.
+# shifted ones little, and the others dearly.
 #
 # Backward
 # --------
