@@ -63,7 +63,7 @@ test-gpu: run-tools  ## the checks that need a GPU
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)
 
-record: run-tools  ## measure on a GPU what is stale: TUTORIALS="01 03" picks, ALL=1 measures all
+record: run-tools  ## measure on a GPU what is stale: TUTORIALS="layer-norm/01" picks, ALL=1 measures all
 	@PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 		$(PY) -m measurements.record $(if $(ALL),--all) $(TUTORIALS)
 

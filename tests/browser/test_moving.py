@@ -320,7 +320,8 @@ def test_without_javascript_the_drawing_is_there(page, view):
     page.goto(PAGE)
     expect(page.locator("figure.bp-stages")).to_be_hidden()
     # The theme shows the light form by a script; both are on the page.
-    drawing = page.locator("img.bp-figure[alt*='Four rows add to two buffers']")
+    words = "Four rows add to two buffers"
+    drawing = page.locator(f"img.bp-figure[alt*='{words}']")
     expect(drawing).to_have_count(2)
     assert drawing.first.is_visible()
 
