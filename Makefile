@@ -54,7 +54,8 @@ proof: test-tools
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
 	@FIGURES=recorded $(SPHINX) -q $(SITE)
-	@$(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal $(OPTIONS) \
+# One more than cores: a worker often waits, for a browser or what it started.
+	@$(PY) -m pytest -q -rs -n $$(($(WORKERS) + 1)) --dist worksteal $(OPTIONS) \
 		--ignore tests/gpu tests
 
 test-gpu: run-tools  ## the checks that need a GPU

@@ -119,6 +119,7 @@ def test_the_sidebar_shows_all_sections(read, name):
     ]
     for details in sidebar.select("details"):
         assert "open" in details.attrs
+        assert details.summary["aria-label"]  # it shows an arrow, no word
 
 
 def test_next_runs_through_all(read):
