@@ -54,7 +54,8 @@ proof: test-tools
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
 	@FIGURES=recorded $(SPHINX) -q $(SITE)
-	@$(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal $(OPTIONS) \
+# One more than cores: a worker often waits, for a browser or what it started.
+	@$(PY) -m pytest -q -rs -n $$(($(WORKERS) + 1)) --dist worksteal $(OPTIONS) \
 		--ignore tests/gpu tests
 
 test-gpu: run-tools  ## the checks that need a GPU
@@ -63,7 +64,7 @@ test-gpu: run-tools  ## the checks that need a GPU
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)
 
-record: run-tools  ## measure on a GPU what is stale: TUTORIALS="01 03" picks, ALL=1 measures all
+record: run-tools  ## measure on a GPU what is stale: TUTORIALS="layer-norm/01" picks, ALL=1 measures all
 	@PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 		$(PY) -m measurements.record $(if $(ALL),--all) $(TUTORIALS)
 

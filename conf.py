@@ -91,7 +91,8 @@ scaffold_shown = ["tutorials/layer-norm/01-layer-norm"]
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_static_path = ["docs/_static"]
-html_extra_path = ["docs/_extra"]  # .nojekyll, for GitHub Pages
+# .nojekyll, for GitHub Pages; and addresses of pages that have moved.
+html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False

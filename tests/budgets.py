@@ -20,7 +20,7 @@ TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 SHOWN = 12  # files at the end of a run
 NEW_PAGE = 25
 # Pages that are older than the budget: what they take, and a third.
-OLDER = {"01": 60, "02": 90, "03": 140, "04": 110, "05": 110, "06": 100}
+OLDER = {"05": 110, "06": 100}
 EXPLAINED = 1.5  # times the budget
 # What lap() takes on a quiet core of the machine that the budgets are of.
 LAP = 0.0041

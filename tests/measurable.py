@@ -181,6 +181,7 @@ class Measurable(Project):
         self.checks = self.root / "tests" / "gpu"
         self.checks.mkdir(parents=True)
         for name in names:
+            self.list(name)
             self.script(name).write_text(TUTORIAL.format(name=name[:2]))
             path = self.checks / f"test_{name[:2]}_double.py"
             path.write_text(CHECKS.format(name=name[:2]))

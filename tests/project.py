@@ -124,22 +124,30 @@ class Project:
         (vendor / "tex-svg.js").write_text("")
         shutil.copy(ROOT / "conf.py", self.root)
         (self.root / "tutorials").mkdir()
-        shutil.copy(ROOT / "tutorials/index.rst", self.root / "tutorials")
+        # Without the site's own tutorials.
+        index = (ROOT / "tutorials/index.rst").read_text()
+        entries = re.compile(r"^   \S+/index\n|^   \[0-9\].*\n", re.MULTILINE)
+        (self.root / "tutorials/index.rst").write_text(entries.sub("", index))
         for name in names:
             self.add(name)
 
     def add(self, name):
         """Write a tutorial, its recording, and its section."""
-        script = self.script(name)
-        section = name.rpartition("/")[0]
-        if section and not script.parent.exists():
-            script.parent.mkdir()
-            index = script.with_name("index.rst")
-            index.write_text(SECTION.format(title=f"About {section}"))
-            above = self.root / "tutorials/index.rst"
-            above.write_text(f"{above.read_text()}   {section}/index\n")
-        script.write_text(self.tutorial(name))
+        self.list(name)
+        self.script(name).write_text(self.tutorial(name))
         self.record(name)
+
+    def list(self, name):
+        """Let indexes lead to a tutorial, behind those that are there."""
+        index = self.script(name).with_name("index.rst")
+        section = name.rpartition("/")[0]
+        if section and not index.exists():
+            index.parent.mkdir()
+            index.write_text(SECTION.format(title=f"About {section}"))
+        above = self.root / "tutorials/index.rst"
+        entry = f"   {section}/index\n" if section else "   [0-9][0-9]-*\n"
+        text = above.read_text()
+        above.write_text(text + entry * (entry not in text))
 
     @staticmethod
     def tutorial(name, prose=""):

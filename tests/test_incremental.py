@@ -6,12 +6,12 @@ import zipfile
 import pytest
 from project import Project
 
-NAMES = ("01-double", "02-double", "sums/01-double")
+NAMES = ("01-double", "02-double", "03-double", "sums/01-double")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Three tutorials, one in a section; tabs for two GPUs on the first."""
+    """Four tutorials, one in a section; tabs for two GPUs on the first."""
     project = Project(tmp_path_factory.mktemp("folder") / "site", NAMES)
     project.record("01-double", "nvidia-a100", scale=0.5)
     done = project.build()
@@ -43,7 +43,7 @@ def replace(file, old, new):
 
 
 def prose(project):
-    project.edit("What it says.", "What the table says.")
+    project.edit("What it says.", "What the table says.", "03-double")
 
 
 def kernel(project):
@@ -67,29 +67,45 @@ def deleted_section(project):
     shutil.rmtree(project.root / "tutorials/sums")
 
 
-# What changes, and how many tutorials run again.
-CHANGES = {
-    "nothing": (lambda project: None, 0),
-    "a word": (prose, 1),
-    "a title": (replace("tutorials/02-double.py", "Double 02", "Twice"), 1),
-    "a kernel": (kernel, 1),
+# What changes, and how many tutorials run again. A change of a group leaves
+# alone what those before it have changed, or it would hide what they left.
+ONE_FILE = {
     "a recording": (recording, 1),
-    "cards.py": (
-        replace("docs/_ext/page/cards.py", "the speed of P", "as fast as P"),
-        3,
+    "a kernel": (kernel, 1),
+    "a word": (prose, 1),
+    "a title": (
+        replace("tutorials/sums/01-double.py", "Double sums", "Twice sums"),
+        1,
     ),
-    "conf.py": (replace("conf.py", "Both Passes", "Two Passes"), 0),
-    "conf.py, the gallery": (replace("conf.py", "# Needs torch", "# Nee"), 3),
     "a template": (
         replace("docs/_templates/downloads.html", "Script", "Python"),
         0,
     ),
     "a style sheet": (replace("docs/_static/site.css", "0.82rem", "1rem"), 0),
     "a page": (replace("docs/index.rst", "The tutorials", "Tutorials"), 0),
+}
+SETTINGS = {
+    "conf.py": (replace("conf.py", "Both Passes", "Two Passes"), 0),
+    "conf.py, the gallery": (
+        replace("conf.py", "# Needs torch", "# Nee"),
+        len(NAMES),
+    ),
+    "cards.py": (
+        replace("docs/_ext/page/cards.py", "the speed of P", "as fast as P"),
+        len(NAMES),
+    ),
+}
+WHICH = {
+    "added": (lambda project: project.add("04-double"), 1),
+    "added to a section": (lambda project: project.add("new/01-double"), 1),
     "deleted": (deleted, 0),
     "a section deleted": (deleted_section, 0),
-    "added": (lambda project: project.add("03-double"), 1),
-    "added to a section": (lambda project: project.add("new/01-double"), 1),
+}
+GROUPS = {"one file": ONE_FILE, "settings": SETTINGS, "which": WHICH}
+EACH = {
+    change: {change: its}
+    for all_ in GROUPS.values()
+    for change, its in all_.items()
 }
 
 
@@ -110,22 +126,38 @@ def contents(path):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_incremental_equals_clean(project, change):
+def test_after_no_change_nothing_is_made(project):
     before = site(project)
-    make, runs = CHANGES[change]
-    make(project)
     done = project.build()
     assert done.returncode == 0, done.stdout[-3000:]
-    assert project.executed(done.stdout) == runs
+    assert project.executed(done.stdout) == 0
+    assert " 0 added, 0 changed, 0 removed" in done.stdout
+    assert "writing output... [" not in done.stdout
+    assert site(project) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(pytest.param(its, id=name) for name, its in GROUPS.items()),
+        *(
+            pytest.param(its, id=name, marks=pytest.mark.long)
+            for name, its in EACH.items()
+        ),
+    ],
+)
+def test_incremental_equals_clean(project, changes):
+    """One after the other, each built; then all from clean."""
     incremental = site(project)
-    assert "[new config]" not in done.stdout
-    if change == "nothing":
-        assert " 0 added, 0 changed, 0 removed" in done.stdout
-        assert "writing output... [" not in done.stdout
-        assert incremental == before
-        return
-    assert incremental != before
+    for change, (make, runs) in changes.items():
+        before = incremental
+        make(project)
+        done = project.build()
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert project.executed(done.stdout) == runs, change
+        assert "[new config]" not in done.stdout, change
+        incremental = site(project)
+        assert incremental != before, change
     for folder in ("html", "doctrees", "docs/tutorials"):
         shutil.rmtree(project.root / folder)
     done = project.build()

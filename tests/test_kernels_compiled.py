@@ -26,6 +26,20 @@ def some(sizes):
     return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
 
 
+def shapes_of(page, sizes):
+    """(N, dtype) at which limits hold. With some widths only: of other types
+    than the page's own the widest, which needs the most registers."""
+    return [
+        (N, dtype)
+        for dtype, given in page.get("sizes", {}).items()
+        for N in (
+            given[-1:]
+            if sizes is some and dtype != page["dtype"]
+            else sizes(given)
+        )
+    ]
+
+
 SIZES = pytest.mark.parametrize(
     "sizes",
     [
@@ -127,7 +141,7 @@ def test_every_kernel_stands_in_the_file(stem):
 @pytest.mark.parametrize("stem", PAGES)
 def test_entries_have_what_a_panel_needs(stem):
     page = PAGES[stem]
-    assert {"run", "M", "N", "dtype", "sizes"} <= page.keys()
+    assert {"run", "M", "N", "dtype"} <= page.keys()
     assert set(page) - set(limits.entries(page)) <= {
         *("run", "also", "M", "N", "dtype", "sizes", "cases"),
     }
@@ -160,9 +174,7 @@ def everywhere(compiled):
         shapes = {(t, first, dtype) for t in targets}
         shapes |= {(t, N, dtype) for t, N in limits.shown(page)}
         shapes |= {
-            (limits.DEFAULT, N, dtype)
-            for dtype, given in page["sizes"].items()
-            for N in sizes(given)
+            (limits.DEFAULT, N, dtype) for N, dtype in shapes_of(page, sizes)
         }
         shapes = sorted(shapes)
         calls = [
@@ -178,11 +190,11 @@ def everywhere(compiled):
 
 @EVERY
 def test_run_launches_what_has_a_panel(everywhere, stem):
+    """At the widest rows, which may have kernels of their own."""
     page = PAGES[stem]
-    N = next(
-        N for N in some(page["sizes"][page["dtype"]]) if page["N"][0] != N
-    )
-    builds = everywhere(stem)["sm_90", N, page["dtype"]]
+    N, dtype = page["N"][0], page["dtype"]
+    N = max([N, *page.get("sizes", {}).get(dtype, ())])
+    builds = everywhere(stem)["sm_90", N, dtype]
     assert set(builds) == set(limits.entries(page))
 
 
@@ -224,10 +236,9 @@ def test_limits_on_every_target(everywhere, compiled, stem, target):
 @SIZES
 def test_limits_at_every_size(everywhere, compiled, stem, sizes):
     found = []
-    for dtype, given in PAGES[stem]["sizes"].items():
-        for N in sizes(given):
-            builds = everywhere(stem, sizes)["sm_90", N, dtype]
-            found += all_over(stem, builds, N, dtype, compiled)
+    for N, dtype in shapes_of(PAGES[stem], sizes):
+        builds = everywhere(stem, sizes)["sm_90", N, dtype]
+        found += all_over(stem, builds, N, dtype, compiled)
     assert not found, "\n" + "\n".join(found)
 
 
@@ -276,39 +287,43 @@ def test_sentences_are_true(everywhere, stem):
 
 # What is found ---------------------------------------------------------------
 
-FIRST, SECOND = "01-layer-norm", "02-layer-norm-weight-gradients"
+LOCK, AHEAD = "layer-norm/03-lock", "layer-norm/04-loads-in-flight"
+# What is replaced, and what is said of it.
 FAULTS = {
-    "spill": (FIRST, '"num_warps": warps}', '"num_warps": 1}', "spills"),
+    "spill": (
+        LOCK,
+        "_layer_norm_bwd[(programs,)](*args, num_warps=warps)",
+        "_layer_norm_bwd[(programs,)](*args, num_warps=1)",
+        "spills",
+    ),
     "scalar load": (
-        FIRST,
-        "    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc)\n"
-        "    mean",
-        "    x = tl.load(x_ptr + row * N + (cols ^ 1), mask=mask, other=0).to"
-        "(acc)\n    mean",
-        "narrow_loads: limit 0, now 32\n"
-        "  line 93: x = tl.load(x_ptr + row * N + (cols ^ 1), mask=mask",
+        LOCK,
+        "    x = tl.load(x_ptr + row * N + cols, mask",
+        "    x = tl.load(x_ptr + row * N + (cols ^ 1), mask",
+        r"narrow_loads: limit 0, now 32\n"
+        r"  line \d+: x = tl.load\(x_ptr \+ row \* N \+ \(cols \^ 1\), mask",
     ),
     "barrier": (
-        FIRST,
-        "    tl.debug_barrier()  # every thread has stored its columns\n",
-        "",
+        LOCK,
+        "        tl.debug_barrier()  # every thread has stored its columns\n",
+        "        pass\n",
         "releases without a barrier: limit 0, now 1",
     ),
     "release": (
-        FIRST,
-        'tl.atomic_xchg(lock_ptr, 2, sem="release")',
-        'tl.atomic_xchg(lock_ptr, 2, sem="relaxed")',
+        LOCK,
+        "tl.atomic_xchg(locks_ptr + buffer, 2, sem=RELEASE)",
+        'tl.atomic_xchg(locks_ptr + buffer, 2, sem="relaxed")',
         "releases of a lock: limit 1, now 0",
     ),
     "float64": (
-        FIRST,
+        LOCK,
         "rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)",
         "rstd = 1 / tl.sqrt(tl.sum(x * x).to(tl.float64) / N + eps)",
         "arithmetic in float64: limit False, now True",
     ),
     "no loads ahead": (
-        SECOND,
-        "stages = 1 + min(98304 // (per_sm * size), 3)",
+        AHEAD,
+        "stages = 1 + min(room // (3 * block * itemsize), 3)",
         "stages = 1",
         "loads ahead, by asynchronous copies: limit True, now False",
     ),
@@ -342,15 +357,15 @@ def test_a_fault_is_found(faulty, fault):
     if fault == "barrier" and COMPILER_ADDS_BARRIER:
         assert not found
     else:
-        assert said in found
+        assert re.search(said, found)
 
 
 def test_the_message_shows_before_and_after(faulty, compiled, monkeypatch):
     # The version before the fault is the file as it is.
     monkeypatch.setitem(globals(), "earlier", source)
-    N, dtype = PAGES[FIRST]["N"][0], PAGES[FIRST]["dtype"]
+    N, dtype = PAGES[LOCK]["N"][0], PAGES[LOCK]["dtype"]
     found = "\n".join(
-        all_over(FIRST, faulty["scalar load"], N, dtype, compiled)
+        all_over(LOCK, faulty["scalar load"], N, dtype, compiled)
     )
     assert re.search(r"^ +before +now$", found, re.MULTILINE)
     loads = r"^ +Global loads +12 × 16 bytes +8 × 16 bytes, 32 × 2 bytes$"
@@ -359,5 +374,5 @@ def test_the_message_shows_before_and_after(faulty, compiled, monkeypatch):
 
 def test_the_version_before_is_found():
     """In a clone that has history; an archive of the files has none."""
-    text = earlier(FIRST)
-    assert text is None or text != source(FIRST)
+    text = earlier(LOCK)
+    assert text is None or text != source(LOCK)

@@ -215,7 +215,7 @@ def unwritable(project, failing):
     sign = project.sign("wait", "01")
     sign.touch()
     project.forget()
-    child = project.start_record("--all")
+    child = project.start_record("--all", "01")
     try:
         wait_for(
             child, lambda: any("triple" in p for p, *_ in project.points())

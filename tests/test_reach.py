@@ -174,6 +174,16 @@ def test_what_reads_names_at_run_time_reaches_everything():
     assert code(text) != code(text.replace("OTHER = 5", "OTHER = 6"))
 
 
+@pytest.mark.parametrize(("library", "everything"), [("aten", 0), ("my", 1)])
+def test_an_operator_of_a_script_reaches_everything(library, everything):
+    text = START.replace("x + SIZE", f"torch.ops.{library}.add(x, SIZE)")
+    for old, new, counts in (
+        ("OTHER = 5", "OTHER = 6", everything),
+        ("import torch", "import math as torch", True),
+    ):
+        assert (code(text) != code(text.replace(old, new))) == counts
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -402,27 +412,55 @@ def test_a_kernel_makes_stale_who_reaches_it(name):
 
 # Kernels and which benchmarks they make stale, found by reading the pages.
 READ = {
-    "01-layer-norm": {
-        "_layer_norm_bwd_dwdb": "all",
-        "_own_buffer": "none",  # the stub of an exercise
+    "layer-norm/01-layer-norm": {
+        "_layer_norm_fwd": "all",
+        "_layer_norm_bwd": "-backward",
     },
-    "02-layer-norm-weight-gradients": {
-        "_layer_norm_bwd_lock": "-race-runs -race-error -bits "
-        "gradients-error -ladder",
-        "_layer_norm_bwd_atomic": "-bits gradients-error -ladder",
-        "_layer_norm_bwd_pipelined": "-bits gradients-error -ladder "
-        "layer-norm-forward layer-norm-backward",
-        "_sum_rows": "all",
-        "_rms_row_solved": "none",
+    "layer-norm/02-summing-rows": {
+        "_layer_norm_bwd_columns": "all",
+        "_layer_norm_bwd": "-designs -bits",
+        "_add_to_few": "none",
     },
-    "03-layer-norm-any-width": {
-        "_layer_norm_fwd_sweeps": "all",
-        "_layer_norm_bwd_rows": "all but layer-norm-variance",
-        "_center": "none",
+    "layer-norm/03-lock": {
+        "_add_behind_lock": "all",
+        "_layer_norm_fwd": "all but -race",
+        "_one_launch": "none",  # the stub of an exercise
     },
-    "04-layer-norm-two-pass-backward": {
-        "_layer_norm_bwd_two_pass": "all but -digits",
-        "_split": "none",
+    "layer-norm/04-loads-in-flight": {
+        "_follow": "-latency",
+        "_layer_norm_bwd": "all but -latency",
+        "_layer_norm_fwd": "-loads-backward",  # the others call no function
+        "_bias_sums": "none",
+    },
+    "layer-norm/05-chunks": {
+        "_load_chunks": "all",
+        "_layer_norm_bwd_chunks": "all but -chunks-forward",
+        "_row_sums": "none",
+    },
+    "layer-norm/06-unaligned-rows": {
+        "_load_lanes": "all",
+        "_gradients": "-backward",
+        "_double": "none",
+    },
+    "layer-norm/07-two-sweeps": {
+        "_welford": "all",
+        "_rstd_by_squares": "-variance",
+        "_layer_norm_bwd_means": "-backward",
+        "_rstd_shifted": "none",
+    },
+    "layer-norm/08-shared-rows": {
+        "_publish": "all",
+        "_layer_norm_bwd_shared": "-backward",
+        "_shared_softmax": "none",
+    },
+    "layer-norm/09-two-passes": {
+        "_layer_norm_bwd_columns": "all",
+    },
+    "layer-norm/10-host-time": {
+        "_layer_norm_bwd": "all",
+    },
+    "layer-norm/11-every-width": {
+        "_welford": "all",
     },
     "05-fused-elementwise-layer-norm": {
         "_gelu_tanh": "all",  # in a dict of functions
@@ -463,10 +501,9 @@ def test_nothing_else_makes_a_benchmark_stale(name):
         for node in script.body
         if not any(node.lineno <= line <= node.end_lineno for line in everyone)
     ]
-    drawings = [n for n in rest if "plt." in ast.unparse(n)]
     checks = [n for n in rest if "assert" in ast.unparse(n)]
     exercises = [n for n in rest if "exercise" in ast.unparse(n)]
-    assert drawings and checks and exercises
+    assert checks and exercises
     for node in reversed(rest):
         if isinstance(node, ast.FunctionDef):
             lines = edited("".join(lines), node).splitlines(keepends=True)
@@ -477,12 +514,16 @@ def test_nothing_else_makes_a_benchmark_stale(name):
     assert not stale(name, changed)
 
 
-@EVERY
+def last_measured_by_one_function(name):
+    """The last benchmark with a measuring function of its own, and that."""
+    made = benchmarks.made_by(script_of(name)[1]).items()
+    own = [(p, r) for p, r in made if isinstance(r, ast.FunctionDef)]
+    return own[-1] if own else None
+
+
+@pytest.mark.parametrize(
+    "name", filter(last_measured_by_one_function, TUTORIALS)
+)
 def test_a_benchmark_makes_no_other_stale(name):
-    text, script, _ = script_of(name)
-    (plot, root), *_ = (
-        (plot, root)
-        for plot, root in benchmarks.made_by(script).items()
-        if isinstance(root, ast.FunctionDef)
-    )
-    assert stale(name, edited(text, root)) == {plot}
+    plot, root = last_measured_by_one_function(name)
+    assert stale(name, edited(script_of(name)[0], root)) == {plot}

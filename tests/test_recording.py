@@ -127,35 +127,60 @@ def test_a_missing_file_is_named(store):
         recording.load(GPU, NAME)
 
 
-# What is wrong with a recording: each is an edit of a copy of a real one. ----
+# What is wrong with a recording: each is an edit of one of four kinds. -------
 
 COMMITTED = sorted((ROOT / "docs/measurements").rglob("*.json"))
-REAL = "01-layer-norm"
-SPEED, CALL, ERROR = (
-    f"layer-norm-{name}" for name in ("forward", "whole-call", "error")
+SPEED, CALL, ERROR, BITS = KINDS = {
+    "speed": "GB/s",
+    "call": "µs",
+    "error": "relative error",
+    "bits": "different results of 100",
+}
+FOUR = """
+import triton.testing
+
+def measure(N, provider):
+    return 2.0 * N
+
+def benchmark(name, unit):
+    return triton.testing.perf_report(
+        triton.testing.Benchmark(
+            ["N"], [8, 16], "provider", ["triton"], ["Triton"], name, {},
+            ylabel=unit,
+        )
+    )(measure)
+"""
+FOUR += "".join(
+    f"benchmark({kind!r}, {KINDS[kind]!r}).run()\n" for kind in KINDS
 )
 
 
 @pytest.fixture
-def real(tmp_path, monkeypatch):
-    """A copy of a real recording, and what loading it says after an edit."""
-    store = recording.STORE
-    monkeypatch.setattr(recording, "STORE", tmp_path)
-    text = (store / GPU / f"{REAL}.json").read_text()
+def edited(store):
+    """What loading a recording says after an edit of one benchmark."""
+    (its,) = data(rows=rows(0.02))["benchmarks"].values()
+    store.write_text(FOUR)
+    codes = recording.codes(NAME)
+    whole = {"benchmarks": {}}
+    for kind, unit in KINDS.items():
+        benchmark = its | {"unit": unit, "code": codes[kind]}
+        whole["benchmarks"][kind] = recording.sealed(benchmark)
+    recording.save(whole, GPU, NAME)
+    assert recording.load(GPU, NAME) == whole
 
     def said(edit, benchmark=SPEED, sealed=True, gpu=GPU):
-        copy = json.loads(text)
+        copy = json.loads(json.dumps(whole))
         its = copy["benchmarks"][benchmark]
         edit(its)
         if sealed:
             copy["benchmarks"][benchmark] = recording.sealed(its)
-        recording.save(copy, gpu, REAL)
+        recording.save(copy, gpu, NAME)
         with pytest.raises(recording.RecordingError) as error:
-            recording.load(gpu, REAL)
+            recording.load(gpu, NAME)
         line = str(error.value)
         assert "\n" not in line
         for part in (
-            f"tutorials/{REAL}.py: the recording {gpu}/{REAL}.json",
+            f"tutorials/{NAME}.py: the recording {gpu}/{NAME}.json",
             *(" is damaged: ", "found ", "expected "),
             "on a GPU run: make record TUTORIALS=01",
         ):
@@ -169,10 +194,10 @@ def first(**values):
     return lambda benchmark: benchmark["rows"][0].update(values)
 
 
-def test_numbers_out_of_order(real):
+def test_numbers_out_of_order(edited):
     for values in ({"median": 9999.0}, {"low": 9999.0}, {"high": 1.0}):
-        line = real(first(**values))
-        assert "row 1 ((1024,), 'triton'): low, median, high: found " in line
+        line = edited(first(**values))
+        assert "row 1 ((8,), 'triton'): low, median, high: found " in line
         assert "expected this order" in line
 
 
@@ -187,52 +212,47 @@ def test_numbers_out_of_order(real):
     ],
 )
 @pytest.mark.parametrize("key", recording.VALUES)
-def test_a_number_that_is_none(real, benchmark, value, key):
-    line = real(first(**{key: value}), benchmark)
+def test_a_number_that_is_none(edited, benchmark, value, key):
+    line = edited(first(**{key: value}), benchmark)
     assert f"{key}: found {value}, expected a finite number" in line
 
 
-def test_an_error_may_be_zero_and_all_may_be_null(real):
+def test_an_error_may_be_zero_and_all_may_be_null(edited):
     """These two edits are not refused."""
     for values in (0, None):
         row = dict.fromkeys(recording.VALUES, values)
         with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-            real(first(**row), ERROR)
+            edited(first(**row), ERROR)
 
 
-def test_a_count_above_100():
-    path = recording.path_of(GPU, "02-layer-norm-weight-gradients")
-    name = "layer-norm-weight-gradients-bits"
-    benchmark = json.loads(path.read_text())["benchmarks"][name]
-    assert recording.benchmark_problem(benchmark, GPU) is None
-    benchmark["rows"][0] |= {"median": 101, "low": 101, "high": 101}
-    problem = recording.benchmark_problem(benchmark, GPU)
+def test_a_count_above_100(edited):
+    line = edited(first(median=101, low=101, high=101), BITS)
     assert "found 101, expected a finite number, 0 or more, at most 100" in (
-        problem
+        line
     )
 
 
-def test_a_gpu_that_is_not_its_folder(real):
-    line = real(lambda b: b["environment"].update(gpu="NVIDIA H100"))
+def test_a_gpu_that_is_not_its_folder(edited):
+    line = edited(lambda b: b["environment"].update(gpu="NVIDIA H100"))
     assert "environment, gpu: found NVIDIA H100 in the folder nvidia-h200" in (
         line
     )
-    line = real(lambda b: None, gpu="nvidia-a100")
+    line = edited(lambda b: None, gpu="nvidia-a100")
     assert "expected the folder nvidia-h200" in line
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        first(median=1659.2),
+        first(median=20.5),
         lambda b: b["args"].update(M=1024),
         lambda b: b["environment"].update(date="2026-11-20"),
         lambda b: b.update(method="By eye."),
         lambda b: b["rows"].reverse(),
     ],
 )
-def test_a_digest_that_does_not_fit(real, edit):
-    assert "digest: found " in real(edit, sealed=False)
+def test_a_digest_that_does_not_fit(edited, edit):
+    assert "digest: found " in edited(edit, sealed=False)
 
 
 @pytest.mark.parametrize(
@@ -253,15 +273,15 @@ def test_a_digest_that_does_not_fit(real, edit):
         (lambda b: b.update(unit="furlongs"), "unit: found 'furlongs'"),
         (lambda b: b.update(rows=[]), "rows: found []"),
         (lambda b: b.update(rows={"N": 1}), "rows: found {'N': 1}"),
-        (lambda b: b["rows"].pop(), "rows: found nothing for ((15872,), 'co"),
+        (lambda b: b["rows"].pop(), "rows: found nothing for ((16,), 'copy')"),
         (lambda b: b["rows"][3].pop("median"), "row 4: found {"),
         (lambda b: b["rows"][3].pop("N"), "row 4: found {"),
         (lambda b: b["rows"][3].update(more=1), "row 4: found {"),
-        (lambda b: b["rows"].append(b["rows"][0]), "row 151: found ((1024,)"),
+        (lambda b: b["rows"].append(b["rows"][0]), "row 7: found ((8,)"),
     ],
 )
-def test_what_is_not_there(real, edit, place):
-    assert f"benchmark {SPEED}: {place}" in real(edit)
+def test_what_is_not_there(edited, edit, place):
+    assert f"benchmark {SPEED}: {place}" in edited(edit)
 
 
 def test_what_is_no_recording(store):
@@ -422,8 +442,8 @@ def test_every_tutorial_is_recorded_on_the_default_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["99"], "no tutorial '99'; there are: 01-layer-norm"),
-        (["01"], "no GPU here"),
+        (["99"], "no tutorial '99'; there are: layer-norm/01-layer-norm"),
+        (["layer-norm/01"], "no GPU here"),
         ([], "no GPU here"),
     ],
 )

@@ -213,6 +213,21 @@ def test_an_optional_peer_is_drawn_if_and_only_if_it_was_recorded():
     assert "Apex (GB/s)" not in table.columns
 
 
+def test_without_a_recording_there_is_no_figure():
+    """In a preview: a tutorial whose function gives NaN has drawn one."""
+    import matplotlib.pyplot as plt
+
+    empty = replay.Session("01-double", live=False, reason="none")
+    mine = plt.figure("a drawing").number
+    with replay.replaced(replay.Runner(empty)):
+        ours = mark(lambda M, N, provider: 3 * [math.nan])
+        table = ours.run(return_df=True)
+    assert table["Triton (GB/s)"].isna().all()
+    assert plt.get_fignums() == [mine]
+    (missing,) = empty.results["double"]
+    assert missing.reason == "none"
+
+
 def test_null_is_a_gap():
     holes = rows()
     holes[0] |= {"median": None, "low": None, "high": None}

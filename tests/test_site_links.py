@@ -56,7 +56,7 @@ def fault(address):
     return None
 
 
-@pytest.mark.parametrize("page", built.PAGES)
+@pytest.mark.parametrize("page", built.ALL)
 def test_links(page):
     found = {
         f"{link}: {wrong}"
@@ -64,6 +64,24 @@ def test_links(page):
         if (wrong := fault(address))
     }
     assert not found, "\n".join(sorted(found))
+
+
+def test_old_addresses_lead_on():
+    """Where they lead is shown as a link too, whose file is there."""
+    assert built.MOVED == [
+        "tutorials/01-layer-norm.html",
+        "tutorials/02-layer-norm-weight-gradients.html",
+        "tutorials/03-layer-norm-any-width.html",
+        "tutorials/04-layer-norm-two-pass-backward.html",
+    ]
+    for page in built.MOVED:
+        soup = built.soup(page)
+        (link,) = soup.select("a")
+        (refresh,) = soup.select("meta[http-equiv=refresh]")
+        assert refresh["content"] == f"0; url={link['href']}"
+        target = urljoin(page, link["href"])
+        heading = built.soup(target).h1.find(string=True)
+        assert link.get_text() == heading
 
 
 @pytest.mark.parametrize("page", built.PAGES)

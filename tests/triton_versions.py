@@ -40,9 +40,9 @@ def attempt(version):
         "MPLBACKEND": "Agg",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    scripts = sorted((ROOT / "tutorials").glob("[0-9][0-9]-*.py"))
+    scripts = sorted((ROOT / "tutorials").rglob("[0-9][0-9]-*.py"))
     compiled = sorted((ROOT / "tests").glob("test_*_compiled.py"))
-    jobs = {s.name: [sys.executable, s] for s in scripts}
+    jobs = {f"{s.parent.name}/{s.name}": [sys.executable, s] for s in scripts}
     # What the tests of a file share is compiled once: a file stays together.
     pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2"]
     jobs["tests of compiled kernels"] = [

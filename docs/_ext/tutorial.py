@@ -26,21 +26,27 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 def scripts():
     """The tutorials in the order in which they are read."""
-    folders = [TUTORIALS, *(TUTORIALS / section for section in sections())]
     return [
         script
-        for folder in folders
-        for script in sorted(folder.glob("[0-9][0-9]-*.py"))
+        for folder in _folders()
+        for script in sorted((TUTORIALS / folder).glob("[0-9][0-9]-*.py"))
     ]
 
 
 def sections():
     """The folders of tutorials, in the order of tutorials/index.rst."""
+    return [folder for folder in _folders() if folder]
+
+
+def _folders():
+    """The same with "", which stands for no folder."""
     text = (TUTORIALS / "index.rst").read_text(encoding="utf-8")
-    listed = re.findall(r"^ +(\S+)/index$", text, re.MULTILINE)
-    found = {index.parent.name for index in TUTORIALS.glob("*/index.rst")}
+    entry = r"^ +(?:(\S+)/index|\[0-9\]\[0-9\]-\*)$"
+    listed = re.findall(entry, text, re.MULTILINE)
+    indexes = TUTORIALS.glob("*/index.rst")
+    found = {"", *(index.parent.name for index in indexes)}
     # Sphinx tells of a folder that is not listed.
-    return [s for s in listed if s in found] + sorted(found - set(listed))
+    return [f for f in listed if f in found] + sorted(found - set(listed))
 
 
 def name_of(script):

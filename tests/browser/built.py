@@ -14,11 +14,14 @@ HERE = Path(__file__).resolve().parents[2]
 SITE = Path(os.environ.get("SITE_DIR", HERE / "docs/_build/html")).resolve()
 # A site lies in docs/_build of the repository that it was built from.
 ROOT = SITE.parents[2]
-PAGES = sorted(
+ALL = sorted(
     path.relative_to(SITE).as_posix()
     for path in SITE.rglob("*.html")
     if path.relative_to(SITE).parts[0] != "_static"
 )
+# At an old address stands a few lines that lead on.
+MOVED = [page for page in ALL if (ROOT / "docs/_extra" / page).exists()]
+PAGES = [page for page in ALL if page not in MOVED]
 TUTORIALS = [p for p in PAGES if re.match(r"tutorials/(.+/)?\d\d-[^/]*$", p)]
 NO_SITE = f"no site in {SITE}: build it first, make html"
 

@@ -59,8 +59,13 @@ def test_search_finds_a_word_of_a_tutorial(page, name):
 def test_search_for_layer_normalization(page):
     page.goto("index.html")
     search(page, "layer normalization")
-    result = page.locator("ul.search a[href*='01-layer-norm.html']")
+    result = page.locator("ul.search a[href*='/01-layer-norm.html']")
     expect(result.first).to_be_visible()
+
+
+def test_an_old_address_leads_on(page):
+    page.goto("tutorials/01-layer-norm.html")
+    page.wait_for_url("**/tutorials/layer-norm/01-layer-norm.html")
 
 
 def test_search_without_result_says_so(page):

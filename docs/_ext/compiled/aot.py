@@ -2,7 +2,7 @@
 
 They are compiled as the tutorial's own wrapper would launch them there:
 
-    call = Call("01-layer-norm", "forward(*args)", {...}, target="sm_90")
+    call = Call("sums/01-double", "double(*args)", {...}, target="sm_90")
     with Compilers() as compilers:
         for built in compilers.launches([call])[0]:
             print(built.kernel, built.registers)

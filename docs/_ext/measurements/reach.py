@@ -44,6 +44,8 @@ DYNAMIC = {
 }
 DYNAMIC_PARTS = {"__globals__", "__dict__"}
 DYNAMIC_MEMBERS = {("sys", "modules"), ("torch", "ops")}
+# But these are PyTorch's, whatever a script registers.
+OWN_OPERATORS = ("torch", "ops", "aten")
 
 
 @dataclass
@@ -174,6 +176,9 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Attribute(self, node):
         root, parts = chain(node)
+        if (root, *parts[:2]) == OWN_OPERATORS:
+            self.visit(ast.Name(root, ast.Load()))
+            return
         member = (root, *parts) in DYNAMIC_MEMBERS
         if member or node.attr in DYNAMIC_PARTS:
             self.found.dynamic = True

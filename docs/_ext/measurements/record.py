@@ -1,6 +1,6 @@
 """Measure tutorials on a GPU and write their recordings: ``make record``.
 
-    python -m measurements.record [--all] [01 03-layer-norm-any-width ...]
+    python -m measurements.record [--all] [01 layer-norm/03-lock ...]
 
 Needs torch, triton, matplotlib, pandas, joblib and pytest, not Sphinx. Only
 benchmarks whose recording is missing or stale are measured. First the GPU

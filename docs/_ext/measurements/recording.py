@@ -7,7 +7,7 @@ and a digest of all that. This module reads, checks and writes these files. It
 needs neither Sphinx nor a GPU.
 
 A tutorial's name is its path below ``tutorials/`` without ``.py``:
-``01-layer-norm``, or ``layer-norm/01-layer-norm`` in the folder of a section.
+``06-rms-norm``, or ``layer-norm/01-layer-norm`` in the folder of a section.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def number(name):
 
 
 def pick(asked):
-    """The tutorials meant by ``01``, ``01-layer-norm``, ``layer-norm/01``, or
+    """The tutorials meant by ``01``, ``03-lock``, ``layer-norm/01``, or
     ``layer-norm``, a section; all of them if nothing is asked for."""
     scripts = tutorial.scripts()
     means = {}

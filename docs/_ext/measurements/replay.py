@@ -236,7 +236,9 @@ class Runner:
             session.results[bench.plot_name] = [
                 Missing(bench.plot_name, session.reason)
             ]
-            return original(mark, bench, save_path, show, False, **kwargs)
+            return self.undrawn(
+                original, mark, bench, save_path, show, False, **kwargs
+            )
         tables = {
             gpu: self.replay(original, mark, bench, gpu, **kwargs)
             for gpu in session.recordings
@@ -262,6 +264,18 @@ class Runner:
             table, figure = self.draw(original, mark, bench, **kwargs)
         self.keep(bench, gpu, stored, figure)
         return table
+
+    @staticmethod
+    def undrawn(original, *args, **kwargs):
+        """The table of a benchmark; its figure, of NaN, is not kept."""
+        import matplotlib.pyplot as plt
+
+        before = set(plt.get_fignums())
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for drawn in set(plt.get_fignums()) - before:
+                plt.close(drawn)
 
     @staticmethod
     def draw(original, mark, bench, **kwargs):

@@ -33,7 +33,7 @@ class TutorialCards(SphinxDirective):
     """A card for each tutorial: of this section, or of all, by section."""
 
     def run(self):
-        groups = {"": []}
+        groups = {}
         for script in tutorial.scripts():
             name = tutorial.name_of(script)
             groups.setdefault(name.rpartition("/")[0], []).append(name)
@@ -41,12 +41,8 @@ class TutorialCards(SphinxDirective):
         if (section := here.removesuffix("/index")) in groups:
             return [self.grid(groups[section])]
         return [
-            *([self.grid(groups.pop(""))] if groups[""] else []),
-            *(
-                self.section(name, names)
-                for name, names in groups.items()
-                if name
-            ),
+            self.section(name, names) if name else self.grid(names)
+            for name, names in groups.items()
         ]
 
     def section(self, section, names):
