@@ -469,8 +469,9 @@ def layer_norm(
             raise ValueError(f"the shape of {name} is {shapes}")
     if not 0 < (N := shape.numel()) <= 16384:
         raise ValueError(f"normalized_shape is {(*shape,)}: not 1 to 16384")
-    rows, w, b = (t.reshape(-1, N).contiguous() for t in (x, w, b))
-    return LayerNorm.apply(rows, w[0], b[0], eps, plan).reshape(x.shape)
+    rows, w, b = x.reshape(-1, N), w.reshape(N), b.reshape(N)
+    given = (t.contiguous() for t in (rows, w, b))
+    return LayerNorm.apply(*given, eps, plan).reshape(x.shape)
 
 
 # %%

@@ -383,8 +383,8 @@ def _layer_norm_bwd_shared(
 # Forward a slice has 16 KB of a row: fewer slices have fewer words to await.
 # In rows of more than 256 KB it has 8 KB, and two programs are on a
 # multiprocessor: while one waits, the other works.
-# Backward a tile has 8 KB: four rows in narrow slices, two, or one row in the
-# widest, whose sums for ``dw`` and ``db`` fill the registers.
+# Backward the sums for ``dw`` and ``db`` need registers, so a slice has at most
+# 8 KB, of one row; slices of narrower rows have 2 KB, of four.
 
 
 def plan_shared(N, itemsize, forward):
@@ -394,10 +394,10 @@ def plan_shared(N, itemsize, forward):
         per_sm = 1 if row <= 32 * SLICE else 2
         rows, size = 2, 2 * SLICE // per_sm
     else:
-        per_sm, least = (3, 4) if row <= 16 * SLICE else (2, 2)
-        part = triton.next_power_of_2(triton.cdiv(row, per_sm * NUM_SMS))
-        size = max(part, SLICE // least)
-        rows, warps = max(SLICE // size, 1), 4 if row <= 32 * SLICE else 8
+        per_sm, rows, size = 2, 1, SLICE
+        if row <= 16 * SLICE:
+            per_sm, rows, size = 3, 4, SLICE // 4
+        warps = 4 if row <= 128 * SLICE else 8
     return (rows, size // itemsize), {"per_sm": per_sm, "warps": warps}
 
 

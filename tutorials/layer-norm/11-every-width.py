@@ -599,8 +599,10 @@ def _layer_norm_fwd_sweeps(
 
 def plan_sweeps(N, itemsize):
     """Lanes of a tile and warps of a program."""
-    block = min(16384 // itemsize, triton.next_power_of_2(N))
-    most = 16 if N * itemsize <= 98304 else 32
+    row = N * itemsize
+    size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
+    size, most = (8192, 8) if row % 16 else (size, 32)
+    block = min(size // itemsize, triton.next_power_of_2(N))
     return block, min(max(block * itemsize // 512, 1), most)
 
 
@@ -695,9 +697,8 @@ def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
     word = low | b.to(tl.uint32, bitcast=True).to(tl.int64) << 32
     if PTX:
         tl.inline_asm_elementwise(
-            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;",
-            "=r,l,l", [at.to(tl.int64), word],
-            dtype=tl.int32, is_pure=False, pack=1,
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l",
+            [at.to(tl.int64), word], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         tl.store(at, word)
@@ -726,8 +727,7 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
             setp.lt.and.u32 again, loads, 10000000, empty;
             @again bra LOAD; @empty trap;
             }""",
-                        "=&l,l", [at.to(tl.int64)],
-            dtype=tl.int64, is_pure=False, pack=1,
+            "=&l,l", [at.to(tl.int64)], tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         word = tl.load(at)
@@ -768,7 +768,7 @@ def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
     s = tl.arange(0, means.shape[1])[None, :]
     n = tl.maximum(tl.minimum(N - s * WIDTH, WIDTH), 0).to(tl.float32)
     mean = tl.sum(means * n, 1) / N
-    d = means - mean[:, None]
+    d = means - _column(mean)
     return mean, 1 / tl.sqrt(tl.sum(m2s + n * d * d, 1) / N + eps)
 
 
@@ -782,31 +782,28 @@ def _layer_norm_fwd_shared(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, words_ptr,
     M, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    LATER: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
     s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
     w = tl.load(w_ptr + cols, mask=inside, other=0)
     b = tl.load(b_ptr + cols, mask=inside, other=0)
     before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
-    for first in tl.range(start, M + LATER * step, step, num_stages=3):
+    for first in tl.range(start, M + step, step, num_stages=3):
         at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
         x = tl.load(x_ptr + at + cell, mask=mask, other=0)
         mean = tl.sum(x.to(tl.float32), 1) / tl.minimum(N - s * WIDTH, WIDTH)
         d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)
         _publish(words_ptr, first, s, mean, tl.sum(d * d, 1), SLICES, PTX)
-        done, end, tile = first, M, x
-        if LATER:
-            done = tl.maximum(first - step, start)
-            end = tl.where(first > start, M, 0)  # in the first turn no row
-            tile = before
+        done = tl.maximum(first - step, start)
+        end = tl.where(first > start, M, 0)  # in the first turn no row
         means, m2s = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
         mean, rstd = _statistics(means, m2s, eps, N, WIDTH)
         rows = done + tl.arange(0, ROWS)
         once = rows < tl.where(s == 0, end, 0)  # one slice stores them
         tl.store(mean_ptr + rows, mean, mask=once)
         tl.store(rstd_ptr + rows, rstd, mask=once)
-        y = (tile.to(tl.float32) - mean[:, None]) * rstd[:, None]
+        y = (before.to(tl.float32) - _column(mean)) * _column(rstd)
         y = y * w.to(tl.float32) + b.to(tl.float32)
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
         tl.store(y_ptr + at + cell, y, mask=mask)
@@ -826,7 +823,7 @@ def _add_pairs(a1, a2, b1, b2):
 @triton.jit
 def _slice_sums(x, dy, w, mean):
     wdy = w.to(tl.float32) * dy.to(tl.float32)
-    d = x.to(tl.float32) - mean[:, None]
+    d = x.to(tl.float32) - _column(mean)
     return tl.reduce((wdy * d, wdy), 1, _add_pairs)
 
 
@@ -834,10 +831,10 @@ def _slice_sums(x, dy, w, mean):
 def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
                      N: tl.constexpr):  # fmt: skip
     sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
-    c1 = (sum1 * rstd * rstd * rstd / N)[:, None]
-    c2 = (sum2 * rstd / N)[:, None]
-    d, dy = x.to(tl.float32) - mean[:, None], dy.to(tl.float32)
-    scaled = dy * rstd[:, None]
+    c1 = _column(sum1 * rstd * rstd * rstd / N)
+    c2 = _column(sum2 * rstd / N)
+    d, dy = x.to(tl.float32) - _column(mean), dy.to(tl.float32)
+    scaled = dy * _column(rstd)
     dx = scaled * w.to(tl.float32) - (d * c1 + c2)
     return dx, dw + tl.sum(scaled * d, 0)[None, :], db + tl.sum(dy, 0)[None, :]
 
@@ -849,8 +846,7 @@ def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
 
 @triton.jit
 def _layer_norm_bwd_shared(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr,
-    sums_ptr,  # (groups, 2, N)
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr, sums_ptr,
     M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -860,9 +856,8 @@ def _layer_norm_bwd_shared(
     dw, db = tl.zeros((1, LANES), tl.float32), tl.zeros((1, LANES), tl.float32)
     x1 = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
     dy1 = x1
-    for first in tl.range(
-        start, M + step, step, num_stages=3, disable_licm=True
-    ):  # fmt: skip
+    for first in tl.range(start, M + step, step, num_stages=3,
+                          disable_licm=True):  # fmt: skip
         at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
         x = tl.load(x_ptr + at + cell, mask=mask, other=0)
         dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
@@ -876,9 +871,8 @@ def _layer_norm_bwd_shared(
         rows = done + tl.arange(0, ROWS)
         mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
-        dx, dw, db = _slice_gradients(
-            x1, dy1, w, mean, rstd, sum1, sum2, dw, db, N
-        )
+        dx, dw, db = _slice_gradients(x1, dy1, w, mean, rstd, sum1, sum2,
+                                      dw, db, N)  # fmt: skip
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
         tl.store(dx_ptr + at + cell, dx, mask=mask)
         x1, dy1 = x, dy
