@@ -12,7 +12,7 @@ from tutorial import load
 NAME = "layer-norm/07-two-sweeps"
 # Tiles of at most 64 lanes: small rows are wide.
 SMALL = [
-    ("min(16384 // itemsize,", "min(128 // itemsize,"),
+    ("min(size // itemsize,", "min(128 // itemsize,"),
     ("min(8192 // x.itemsize,", "min(128 // x.itemsize,"),
     ("min(4096 // x.itemsize,", "min(64 // x.itemsize,"),
 ]

@@ -401,10 +401,6 @@ def plan_shared(N, itemsize, forward):
     return (rows, size // itemsize), {"per_sm": per_sm, "warps": warps}
 
 
-# %%
-# Layouts are made right here; PyTorch rounds gradients to their types.
-
-
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps):
@@ -430,6 +426,10 @@ class LayerNorm(torch.autograd.Function):
         args = dy, x, w, mean, rstd, dx, words, sums, M, N, *tiles
         together(_layer_norm_bwd_shared, programs, *args, **how)
         return dx, *sums.sum(0), None
+
+
+# %%
+# PyTorch rounds the gradients to the types of ``w`` and ``b``.
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):

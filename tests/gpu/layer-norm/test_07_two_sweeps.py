@@ -20,7 +20,7 @@ def run(case):
     cases.run(page.layer_norm, case, page.DEVICE)
 
 
-@pytest.mark.parametrize("N", [1, 1151, 8192, 8193, 49152, 49160, 131072])
+@pytest.mark.parametrize("N", [1, 1151, 8193, 16384, 49160, 131072])
 def test_widths(N):
     for dtype in cases.DTYPES:
         run(Case((37,), (N,), dtype))
@@ -33,8 +33,8 @@ def test_full_size(N):
 
 @pytest.mark.parametrize("N", [2**20, 2**20 + 1])
 def test_a_million_columns(N):
-    for dtype in cases.DTYPES:
-        run(Case((3,), (N,), dtype))
+    run(Case((3,), (N,), torch.float16))
+    run(Case((3,), (N,), torch.float64))
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
@@ -124,10 +124,7 @@ SANITIZED = """
 import torch
 from tutorial import load
 page = load("layer-norm/07-two-sweeps")
-for dtype in torch.float16, torch.float32:
-    for N in 20001, 32768:
-        page.check(page.layer_norm, 70, N, dtype)
-page.exercise_1(page._rstd_shifted)
+page.check(page.layer_norm, 3, 20001, torch.float16)
 torch.cuda.synchronize()
 print("done")
 """
