@@ -35,9 +35,9 @@ def run(case, module=small):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_shapes(dtype):
-    for M, N in (1, 1), (3, 1), (40, 3), (2, 15), (19, 17), (3, 35), (5, 48):
+    for M, N in (1, 1), (20, 3), (2, 15), (19, 17), (3, 35), (5, 48):
         run(Case((M,), (N,), dtype))
-    run(Case((3,), (129,), dtype), page)
+    run(Case((1,), (129,), dtype), page)
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
@@ -148,7 +148,7 @@ def test_widest_rows():
 
 
 def test_same_plan_same_bits():
-    x, w, b, dy = small.inputs(40, 21, torch.float16)
+    x, w, b, dy = small.inputs(20, 21, torch.float16)
     y = small.layer_norm(x, 21, w, b)
     first, again = (
         torch.autograd.grad(y, (w, b), dy, retain_graph=True) for _ in "12"
