@@ -21,7 +21,7 @@ NAME = "layer-norm/11-every-width"
 SMALL = (
     ("chunk = min(512 // itemsize * warps,", "chunk = min(4 * warps,"),
     ("rows = 512 // itemsize * warps // chunk", "rows = 8 * warps // chunk"),
-    ("block = min(16384 // itemsize,", "block = min(64 // itemsize,"),
+    ("block = min(size // itemsize,", "block = min(64 // itemsize,"),
     ("block = min(8192 // size,", "block = min(128 // size,"),
     ("cols = min(4096 // size,", "cols = min(64 // size,"),
     ("few), 16)", "few), 128)"),

@@ -383,8 +383,8 @@ def _layer_norm_bwd_shared(
 # Forward a slice has 16 KB of a row: fewer slices have fewer words to await.
 # In rows of more than 256 KB it has 8 KB, and two programs are on a
 # multiprocessor: while one waits, the other works.
-# Backward the sums for ``dw`` and ``db`` need registers, so a slice has at most
-# 8 KB, of one row; slices of narrower rows have 2 KB, of four.
+# Backward the sums for ``dw`` and ``db`` take registers: a slice has 8 KB, of
+# one row; that of a narrower row 2 KB, of four.
 
 
 def plan_shared(N, itemsize, forward):
@@ -395,7 +395,7 @@ def plan_shared(N, itemsize, forward):
         rows, size = 2, 2 * SLICE // per_sm
     else:
         per_sm, rows, size = 2, 1, SLICE
-        if row <= 16 * SLICE:
+        if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
             per_sm, rows, size = 3, 4, SLICE // 4
         warps = 4 if row <= 128 * SLICE else 8
     return (rows, size // itemsize), {"per_sm": per_sm, "warps": warps}

@@ -613,8 +613,7 @@ def plan_sweeps(N, itemsize):
 
 @triton.jit
 def _layer_norm_bwd_means(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
-    c_ptr,  # (2, M): c1 and c2 of each row
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,  # w may be None
     M, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -762,6 +761,11 @@ def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _column(t):
+    return tl.sum(t) if t.shape[0] == 1 else t[:, None]
+
+
+@triton.jit
 def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
     """Mean and 1 / standard deviation of each row."""
@@ -808,6 +812,25 @@ def _layer_norm_fwd_shared(
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
         tl.store(y_ptr + at + cell, y, mask=mask)
         before = x
+
+
+# %%
+
+# Scaffold: plans for shared rows, from page 08.
+
+
+def plan_shared(N, itemsize, forward):
+    """Rows and lanes of a tile; programs on a multiprocessor, and warps."""
+    row, warps = N * itemsize, 8
+    if forward:
+        per_sm = 1 if row <= 32 * SLICE else 2
+        rows, size = 2, 2 * SLICE // per_sm
+    else:
+        per_sm, rows, size = 2, 1, SLICE
+        if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
+            per_sm, rows, size = 3, 4, SLICE // 4
+        warps = 4 if row <= 128 * SLICE else 8
+    return (rows, size // itemsize), {"per_sm": per_sm, "warps": warps}
 
 
 # %%
@@ -982,9 +1005,10 @@ def forward_sweeps(M, N, size, eps):
 
 
 def forward_shared(M, N, size, eps):
-    _, grid, shape, tiles = cut(M, N, 2, SLICE // size, 2)
-    given = {"M": M, "eps": eps, "N": N, "LATER": True, **tiles}
-    launch = together(_layer_norm_fwd_shared, grid, 2, 8, **given)
+    tile, how = plan_shared(N, size, True)
+    _, grid, shape, tiles = cut(M, N, *tile, how["per_sm"])
+    given = {"M": M, "eps": eps, "N": N, **tiles, **how}
+    launch = together(_layer_norm_fwd_shared, grid, **given)
 
     def run(x, w, b, *results):
         w = x.new_ones(N) if w is None else w
@@ -1022,7 +1046,7 @@ def backward_sweeps(M, N, size):
     slices, rows, given = triton.cdiv(N, cols), 2, {"M": M, "N": N}
     P = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
     means = launcher(
-        _layer_norm_bwd_means, M, BLOCK=block, num_warps=8, **given
+        _layer_norm_bwd_means, M, BLOCK=block, num_warps=16, **given
     )
     given |= {"ROWS": rows, "COLS": cols, "num_warps": 8}
     finish = launcher(_layer_norm_bwd_slices, slices * P, **given)
@@ -1042,12 +1066,10 @@ def backward_sweeps(M, N, size):
 
 
 def backward_shared(M, N, size):
-    part = triton.next_power_of_2(triton.cdiv(N * size, NUM_SMS))
-    part = max(part, SLICE // 2)  # bytes of a slice
-    rows, per_sm = 2 if part <= SLICE else 1, max(SLICE // part, 1)
-    P, grid, shape, tiles = cut(M, N, rows, part // size, per_sm)
-    warps, given = min(max(part // 1024, 1), 8), {"M": M, "N": N, **tiles}
-    launch = together(_layer_norm_bwd_shared, grid, per_sm, warps, **given)
+    tile, how = plan_shared(N, size, False)
+    P, grid, shape, tiles = cut(M, N, *tile, how["per_sm"])
+    given = {"M": M, "N": N, **tiles, **how}
+    launch = together(_layer_norm_bwd_shared, grid, **given)
 
     def run(dy, x, w, mean, rstd, dx, sums):
         w = x.new_ones(N) if w is None else w
