@@ -20,11 +20,11 @@ SMALL = [
         "        args",
         "block = 16\n        args",
     ),
-    ("return (8, 128, 8), (32, 32, 8), 1", "return (2, 16, 4), (4, 16, 4), 1"),
     (
-        "return example(M, N)[0], (32, 64, 4), parts",
-        "return example(M, N)[0], (4, 16, 4), 3",
+        "EXAMPLE = lambda *_: ((8, 128, 8), (32, 32, 8), 1)",
+        "EXAMPLE = lambda *_: ((2, 16, 4), (4, 16, 4), 1)",
     ),
+    ("EXAMPLE()[0], tile, parts", "EXAMPLE()[0], (4, 16, 4), 3"),
 ]
 page, small = load(NAME), load(NAME, SMALL)
 
@@ -100,14 +100,14 @@ def _tensor(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("error", "names", "arguments"),
     [
-        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), 8)),
-        (TypeError, "weight", (_tensor(2, 8), 8, _tensor(8).int())),
-        (TypeError, "bias", (_tensor(2, 8), 8, None, _tensor(8).bool())),
-        (ValueError, "x.*7", (_tensor(2, 8), 7)),
-        (ValueError, "normalized_shape.*0", (_tensor(2, 0), 0)),
-        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(7))),
-        (ValueError, "bias", (_tensor(2, 8), 8, None, _tensor(2, 4))),
-        (ValueError, "weight", (_tensor(2, 8), 8, _tensor(8).to("meta"))),
+        (TypeError, "x", (_tensor(2, 8, dtype=torch.int32), (8,))),
+        (TypeError, "weight", (_tensor(2, 8), (8,), _tensor(8).int())),
+        (TypeError, "bias", (_tensor(2, 8), (8,), None, _tensor(8).bool())),
+        (ValueError, "x.*7", (_tensor(2, 8), (7,))),
+        (ValueError, "normalized_shape.*0", (_tensor(2, 0), (0,))),
+        (ValueError, "weight", (_tensor(2, 8), (8,), _tensor(7))),
+        (ValueError, "bias", (_tensor(2, 8), (8,), None, _tensor(2, 4))),
+        (ValueError, "weight", (_tensor(2, 8), (8,), _tensor(8).to("meta"))),
     ],
 )
 def test_mistakes_are_named(error, names, arguments):
@@ -163,7 +163,7 @@ def test_what_is_not_wanted_is_not_launched(wanted, kernels, launched):
     named = {"x": x, "w": w, "b": b}
     for name in wanted:
         named[name].requires_grad_()
-    small.layer_norm(x, 8, w, b).sum().backward()
+    small.layer_norm(x, (8,), w, b).sum().backward()
     assert [name for name, _ in launched] == kernels
     for name, t in named.items():
         assert (t.grad is not None) == (name in wanted)
@@ -193,12 +193,13 @@ def _nothing(*args, **options):
 def test_a_row_as_wide_as_a_tile():
     for N in 1, 512, 1024, 4096, 16384:
         (rows, cols, warps), _, parts = page.wide_tiles(4096, N)
-        assert cols >= N and rows * cols >= 1024 and 4 <= warps <= 16
-        assert parts == (8 if N == 16384 else 16)
-    assert page.wide_tiles(4096, 16385)[0] == (1, 4096, 4)
+        assert cols >= N and rows * cols >= 1024 and 4 <= warps <= 32
+        # Some 256 columns for each multiprocessor, each part 64 rows at least.
+        assert parts == min(64, 256 * page.NUM_SMS // N)
+    assert page.wide_tiles(4096, 16385)[0] == (1, 16384, 32)
     # Tall and narrow matrices have many parts, few rows have one.
-    assert page.split(2**21, 32)[2] == 2048
-    assert page.split(255, 8192)[2] == 1
+    assert page.split(2**21, 32)[2] == 8 * page.NUM_SMS
+    assert page.split(32, 1024)[2] == page.split(4096, 40000)[2] == 1
 
 
 def documented(x, w, dy, mean, rstd, over, count):
@@ -312,18 +313,16 @@ def test_mutants_fail(name):
 def test_script_runs_alone(output):
     if not page.ON_GPU:
         assert output.count("Timing needs a GPU") == 4
-    assert "autograd: rows of dx sum to 0.00, 0.00, 0.00\n" in output
-    assert "documented: rows of dx sum to 1.11, 0.65, 3.62\n" in output
+    assert "autograd: rows of dx sum to [0. 0. 0.]\n" in output
+    assert "documented: rows of dx sum to [1.11 0.65 3.62]\n" in output
     assert output.count("errors below") == 4
 
 
 def test_exercise(output):
-    *_, stub, solution = (
-        [float(word.strip(",")) for word in line.split(": ")[1].split()]
+    stub, solution = (
+        float(line.split(": ")[1])
         for line in output.splitlines()
-        if line.startswith("errors of c1")
+        if line.startswith("error of c1")
     )
-    assert stub[0] > 1e-2
-    assert solution[0] < 1e-9 and solution[1] < 1e-6
-    assert solution[2] > 100 * solution[1]  # as the text says
+    assert stub > 1e-2 and solution < 1e-9
     assert not page.exercise_1(lambda ds, db, m, r, N: (ds * r / N, db / N))

@@ -27,8 +27,8 @@ def run(case, design="triton"):
 @EVERY
 @pytest.mark.parametrize("N", [1000, 1023, 4096, 4608, 16384])
 def test_full_size(design, N):
-    run(Case((4096,), (N,), torch.float16), design)
-    run(Case((1151,), (N,), torch.bfloat16), design)
+    run(Case((1151,), (N,), torch.float16), design)
+    run(Case((300,), (N,), torch.bfloat16), design)
     run(Case((300,), (N,), torch.float32), design)
 
 
@@ -160,8 +160,7 @@ from tutorial import load
 page = load("layer-norm/09-two-passes")
 for design in page.DESIGNS:
     f = functools.partial(page.layer_norm, design=design)
-    for dtype in torch.float16, torch.float32:
-        page.check(f, 700, 1001, dtype)
+    page.check(f, 700, 1001, torch.float16)
 page.check(page.layer_norm, 33, 20001, torch.float16)
 torch.cuda.synchronize()
 print("done")
