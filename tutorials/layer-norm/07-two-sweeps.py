@@ -216,8 +216,8 @@ def _layer_norm_fwd_sweeps(
 
 
 # %%
-# In wider rows a tile is larger, for up to 1024 threads: fewer rows compete then
-# for the first-level cache.
+# In wider rows a tile is larger, for up to 1024 threads: fewer rows compete
+# for the first-level cache then.
 # Elements of odd rows are loaded singly, many for a thread.
 
 
