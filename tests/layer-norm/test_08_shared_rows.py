@@ -28,7 +28,7 @@ def run(case, module=small):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_shapes(dtype):
-    for shape in (1, 8), (5, 40), (2, 192):
+    for shape in (1, 8), (5, 40), (2, 96):
         run(Case(shape[:1], shape[1:], dtype))
 
 
@@ -57,7 +57,7 @@ ANY = any_layer_norm(
 )
 
 
-@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=3, deadline=None, derandomize=True)
 @hypothesis.given(ANY)
 def test_any_case(case):
     run(case)

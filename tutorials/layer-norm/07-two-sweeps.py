@@ -216,18 +216,18 @@ def _layer_norm_fwd_sweeps(
 
 
 # %%
-# In wider rows a tile is larger, with up to 1024 threads, or 32 *warps*: then
-# fewer rows compete for the first-level cache.
-# Rows that begin anywhere are loaded by single elements, many for a thread.
+# In wider rows a tile is larger, for up to 1024 threads: fewer rows compete
+# for the first-level cache then.
+# Elements of odd rows are loaded singly, many for a thread.
 
 
 def plan(N, itemsize):
     """Lanes of a tile and warps of a program."""
-    row = N * itemsize
+    row, warp = N * itemsize, 64 if torch.version.hip else 32  # threads
     size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
-    size, most = (8192, 8) if row % 16 else (size, 32)
+    size, most = (8192, 256) if row % 16 else (size, 1024)
     block = min(size // itemsize, triton.next_power_of_2(N))
-    return block, min(max(block * itemsize // 512, 1), most)
+    return block, max(min(block * itemsize // 16, most) // warp, 1)
 
 
 def forward(x, w, b, eps, caches=True):
