@@ -82,7 +82,7 @@ def test_passports_are_complete(name):
 def test_solutions_are_folded(name):
     solutions = built.soup(name).select("details.bp-solution")
     titles = [s.summary.get_text().strip() for s in solutions]
-    assert "Solution 1" in titles
+    assert any(re.match(r"Solution 1\b", title) for title in titles)
     for solution in solutions:
         assert "open" not in solution.attrs
         assert solution.select("div.highlight-Python pre")
@@ -100,7 +100,7 @@ def test_kernels_have_their_xray(name):
         assert tuple(tabs) == limits.SHOWN
         for tab in panel.select(".sd-tab-content"):
             assert len(tab.select("tbody tr")) == 13
-            assert len(tab.select("pre.bp-way")) >= 2
+            assert tab.select("pre.bp-way")  # lines that do something
             levels = {dt.get_text() for dt in tab.select("dt")}
             assert levels >= {"Triton IR", "GPU IR"}
             assert len(tab.select("a.download")) == len(levels)
