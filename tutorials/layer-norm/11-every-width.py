@@ -529,9 +529,10 @@ def plan_bwd_shifted(N, itemsize, step):
     return plan | {"STAGES": stages, "STEP": step, "num_warps": warps}
 
 
-def programs_for(M, plan):
+def programs_for(M, N, itemsize, plan):
     step, tiles = plan["STEP"], triton.cdiv(M, plan["ROWS"] * plan["STEP"])
-    fit = max(NUM_SMS * 8 // plan["num_warps"] // step, 1)
+    warps = 12 if N * itemsize <= 3072 else 8  # on a multiprocessor
+    fit = max(NUM_SMS * warps // plan["num_warps"] // step, 1)
     return step * (tiles if plan["STAGES"] == 1 else min(fit, tiles))
 
 
@@ -599,11 +600,11 @@ def _layer_norm_fwd_sweeps(
 
 def plan_sweeps(N, itemsize):
     """Lanes of a tile and warps of a program."""
-    row = N * itemsize
+    row, warp = N * itemsize, 64 if torch.version.hip else 32  # threads
     size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
-    size, most = (8192, 8) if row % 16 else (size, 32)
+    size, most = (8192, 256) if row % 16 else (size, 1024)
     block = min(size // itemsize, triton.next_power_of_2(N))
-    return block, min(max(block * itemsize // 512, 1), most)
+    return block, max(min(block * itemsize // 16, most) // warp, 1)
 
 
 # %%
@@ -993,7 +994,7 @@ def forward_shifted(M, N, size, eps):
     for step in 1, 16 // size:  # the first is for the second's unaligned
         plan = plan_fwd_shifted(N, size, step)
         launch = launcher(
-            kernel, programs_for(M, plan), launch, **given, **plan
+            kernel, programs_for(M, N, size, plan), launch, **given, **plan
         )
     return launch
 
@@ -1031,7 +1032,7 @@ def backward_chunks(M, N, size):
 
 
 def backward_shifted(M, N, size):
-    P = programs_for(M, plan_bwd_shifted(N, size, 16 // size))
+    P = programs_for(M, N, size, plan_bwd_shifted(N, size, 16 // size))
     given = {"M": M, "stride": N, "N": N, "EARLY": EARLY}
     kernel, launch = _layer_norm_bwd_shifted, None
     for step in 1, 16 // size:
