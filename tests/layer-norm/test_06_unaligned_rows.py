@@ -225,7 +225,7 @@ MUTANTS = {
     "sums of the last tile": ("new_dbs += (dbs[c] + db,)",
                               "new_dbs += (db,)"),
     "programs of other shifts": (
-        "fit = max(NUM_SMS * 8 // plan[\"num_warps\"] // step, 1)\n"
+        "fit = max(NUM_SMS * warps // plan[\"num_warps\"] // step, 1)\n"
         "    return step *",
         "fit = 3\n    return 1 *",
     ),

@@ -240,7 +240,7 @@ def _layer_norm_fwd_streaming(
 
 # %%
 # It asks for ``x`` three times and writes ``y``: four matrices, not two.
-# Is it half as fast?
+# What does that cost?
 
 
 def in_sweeps(x, w, b, eps):
@@ -259,7 +259,7 @@ sweeps = lambda x, _, w, b: in_sweeps(x, w, b, 1e-5)
 report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
 
 # %%
-# No: the two lines nearly meet.
+# Little: the two lines nearly meet.
 # A cache, L2, keeps what was read last until the next sweep asks for it.
 # No clock shows that, but NVIDIA's profiler ``ncu`` counts the bytes that come
 # from memory (DRAM), here in units of ``x``:

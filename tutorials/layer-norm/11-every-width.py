@@ -62,14 +62,14 @@ import time
 
 
 def pick(row, most):
-    """Kernels of both passes for rows of so many bytes, of which programs
-    may share ``most`` (0: they may not)."""
+    """Kernels of both passes; programs may share ``most`` bytes of a row."""
     whole, forward, backward = "chunks", 49152, 20480
     if row % 16 > 0:
         whole, forward, backward = "shifted", 32768, 20464
     wide = "shared" if row <= most else "sweeps"
-    limits = forward, backward
-    return tuple(whole if row <= limit else wide for limit in limits)
+    again = "sweeps" if row <= 98304 and row % 16 == 0 else wide  # in L2
+    first = whole if row <= forward else again
+    return first, whole if row <= backward else wide
 
 
 # %%
