@@ -558,7 +558,7 @@ report(benchmark("own", 1024, torch.float32, POWERS[:5], DESIGNS))
 # Rows that one program cannot hold, beside the same figure of `Programs that
 # share a row <08-shared-rows.html>`_, whose programs wait for each other:
 
-report(benchmark("wide", 1024, HALF, POWERS[8:], ["triton"]))
+report(benchmark("wide", 1024, HALF, POWERS[8:11], ["triton"]))
 
 # %%
 # Two kernels take any width, no program waits for another, and where only

@@ -63,13 +63,12 @@ import time
 
 def pick(row, most):
     """Kernels of both passes; programs may share ``most`` bytes of a row."""
-    whole, forward, backward = "chunks", 49152, 20480
-    if row % 16 > 0:
-        whole, forward, backward = "shifted", 32768, 20464
     wide = "shared" if row <= most else "sweeps"
-    again = "sweeps" if row <= 98304 and row % 16 == 0 else wide  # in L2
-    first = whole if row <= forward else again
-    return first, whole if row <= backward else wide
+    if row % 16 > 0:
+        first = "shifted" if row <= 32768 else wide
+        return first, "shifted" if row <= 20464 else wide
+    first = "chunks" if row <= 16384 else "sweeps" if row <= 98304 else wide
+    return first, "chunks" if row <= 20480 else wide
 
 
 # %%
@@ -983,7 +982,8 @@ def empty_words(shape, device):
 
 
 def forward_chunks(M, N, size, eps):
-    plan = plan_fwd_chunks(N, size)
+    plan = plan_fwd_chunks(N, size, least=2 if N * size <= 3072 else 4)
+    plan["ROWS"] *= 2 if N * size <= 2048 else 1
     grid, given = triton.cdiv(M, plan["ROWS"]), {"M": M, "eps": eps, "N": N}
     return launcher(_layer_norm_fwd_chunks, grid, **given, **plan)
 
@@ -1648,7 +1648,7 @@ def at_limits(mode, widths):
     return on_device("limits-", mode, widths, rungs=rungs)
 
 
-report(at_limits("forward", [16384, 24576, 32768, 49152, 65536]))
+report(at_limits("forward", [4096, 8192, 8704, 12288, 16384, 32768, 65536]))
 report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
 
 # %%

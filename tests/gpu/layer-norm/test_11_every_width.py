@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 NAME = "layer-norm/11-every-width"
 page = load(NAME)
 # Bytes of a row.
-LIMITS = (20464, 20480, 32768, 49152, 2 * page.NUM_SMS * page.SLICE)
+LIMITS = (16384, 20464, 20480, 32768, 98304, 2 * page.NUM_SMS * page.SLICE)
 
 
 def run(case, function=page.layer_norm):
@@ -207,10 +207,13 @@ def test_libraries_are_called_rightly(key):
 
 # No shifted rows: their last group may reach beyond the matrix, inside memory.
 SANITIZED = """
+import sys
 import torch
 from tutorial import load
 page = load("layer-norm/11-every-width")
-for N in 1024, 4608, 20000, 65536:
+widths = 1024, 4608, 20000, 65536
+# Under racecheck programs are so slow that one stops waiting, and traps.
+for N in widths[:-1] if sys.argv[1] == "racecheck" else widths:
     for _ in range(2):
         page.check(page.layer_norm, 70, N, torch.float16)
 torch.cuda.synchronize()
