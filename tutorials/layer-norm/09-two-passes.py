@@ -555,14 +555,10 @@ traffic.run(show_plots=ON_GPU)
 report(benchmark("own", 1024, torch.float32, POWERS[:5], DESIGNS))
 
 # %%
-# Rows that one program cannot hold, beside the same figure of `Programs that
-# share a row <08-shared-rows.html>`_, whose programs wait for each other:
-
-report(benchmark("wide", 1024, HALF, POWERS[8:11], ["triton"]))
-
-# %%
-# Two kernels take any width, no program waits for another, and where only
-# ``dx``, or only ``dw`` and ``db``, are wanted, one is enough.
+# Two kernels take any width, also rows that one program cannot hold, and no
+# program waits for another, as in `Programs that share a row
+# <08-shared-rows.html>`_.
+# Where only ``dx``, or only ``dw`` and ``db``, are wanted, one is enough.
 #
 # Exercise 1: the sums of the example
 # -----------------------------------
