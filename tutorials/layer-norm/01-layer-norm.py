@@ -259,7 +259,7 @@ sweeps = lambda x, _, w, b: in_sweeps(x, w, b, 1e-5)
 report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
 
 # %%
-# Little: the two lines nearly meet.
+# Little: its line nearly meets that of the kernel above, here named Triton.
 # A cache, L2, keeps what was read last until the next sweep asks for it.
 # No clock shows that, but NVIDIA's profiler ``ncu`` counts the bytes that come
 # from memory (DRAM), here in units of ``x``:
@@ -292,8 +292,8 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# While the rows of all running programs fit in L2, three sweeps read little
-# more than one; wider rows come from memory again.
+# Up to 65536 columns three sweeps read little more than one; at 131072 the
+# running programs' rows no longer fit in L2, and each sweep goes to memory.
 #
 # Backward: the formulas
 # ----------------------
@@ -549,7 +549,7 @@ layer_norm(x, 4).sum().backward()  # the sum of a row is always 0
 assert x.grad.abs().max() < 1e-9
 
 # %%
-# To the three matrices come the buffers, written and read, 8 bytes a column.
+# To the three matrices come buffers of 8 bytes a column, written and read.
 
 report(benchmark("backward", "backward", triton=layer_norm))
 
@@ -558,8 +558,9 @@ report(benchmark("backward", "backward", triton=layer_norm))
 # (`Who adds up the rows? <02-summing-rows.html>`_).
 # Ours reads them once and is still far from the copy: a program waits for its
 # row with nothing on its way (`Loads in flight <04-loads-in-flight.html>`_).
-# Above 4096 columns a tile doubles and fewer programs fit on a multiprocessor,
-# so the speed falls (`Chunks instead of padding <05-chunks.html>`_).
+# The line falls where fewer programs run on a multiprocessor, above 4096
+# columns and at 8192, and at 15872, where even one has too few registers
+# (`Chunks instead of padding <05-chunks.html>`_).
 #
 # Exercise 1: find the error
 # --------------------------
