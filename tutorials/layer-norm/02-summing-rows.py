@@ -49,7 +49,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The unit is a matrix of ``M`` rows in 16 bits, ``2 * M`` bytes a column.
 # A row of sums holds ``dw`` and ``db`` in float32, 8 bytes a column.
 
-print("M = N = 4096          matrices  rows of sums  units")
+print("M = N = 4096         matrices  sums  units")
 for name, matrices, sums in (
     ("columns", 3 + 2, 0),
     ("split, 8 parts", 3 + 2, 8 + 8),
@@ -58,7 +58,7 @@ for name, matrices, sums in (
     ("atomics for each row", 3, 4096 + 1),
 ):
     units = matrices + sums * 8 / (2 * 4096)
-    print(f"{name:22}{matrices:8}{sums:14}{units:7.2f}")
+    print(f"{name:21}{matrices:9}{sums:6}{units:7.2f}")
 
 # %%
 # Three matrices are the least: ``x`` and ``dy`` are read, ``dx`` is written.
@@ -385,13 +385,16 @@ add = lambda dy, x, *_: torch.add(x, dy)
 report(speeds("designs", 3, **DESIGNS, copy=add))
 
 # %%
-# Split columns come near only at narrow matrices, which stay in the L2 cache,
-# so that the second read is cheap.
-# Buffers and atomics are about as fast, for both add once a program; an atomic
-# addition for each row is the slowest.
+# Buffers are faster than columns, split or not, at every width.
+# What a second read of ``x`` and ``dy`` costs depends on L2, the cache of all
+# programs: small matrices may still be in it, large ones are not.
+# Atomics once a program move less than buffers, but need zeros first, and
+# additions to one place queue up: slower at narrow rows, about as fast from
+# 6144 columns on.
+# An atomic addition for each row is the slowest.
 #
 # NVIDIA's profiler ``ncu`` counts the bytes that kernels read from memory
-# (DRAM), with caches that are empty when a kernel starts.
+# (DRAM), here with empty caches for each kernel, so that second reads count.
 # Here they are divided by what the table says of reading:
 
 
