@@ -193,8 +193,8 @@ if table.notna().all(axis=None):
     assert not table.iloc[:, 0].any()  # with all its parts it is right
 
 # %%
-# The missing barrier shows at narrow rows and may hide at wide ones, where it
-# is needed all the same: a test that passes proves nothing.
+# A missing barrier or release shows at narrow rows and may hide at wide ones,
+# where it is needed all the same: a test that passes proves nothing.
 # Nor do the usual tools see the missing barrier: ``racecheck`` of
 # compute-sanitizer watches shared memory, but the sums are in global memory,
 # and Triton's interpreter runs one program after the other.
@@ -493,8 +493,9 @@ def backward_speed(M, N, dtype, mode, provider):
 report(backward_speed)
 
 # %%
-# Below 1, the ratio to own buffers says that the lock loses; a lock for each
-# row is far behind.
+# At 15872 columns two at a lock are faster than a buffer each; at all other
+# widths of the figure a buffer each is faster, though hardly at 6144.
+# A lock for each row is far behind both.
 # NVIDIA's profiler ``ncu`` counts what passes through L2, the cache that all
 # programs share, here over the bytes of three matrices:
 
@@ -529,9 +530,11 @@ traffic.run(show_plots=ON_GPU)
 
 # %%
 # Above the addition are the sums, and ``w``, which is loaded for each row.
-# Two at a lock move what a buffer each does, and one may wait.
-# So a lock pays where memory does not suffice for a buffer each; for layer
-# normalization it does.
+# Up to 8192 columns two at a lock move about what a buffer each does, and one
+# may wait; at 15872 a thread has too few registers, and the compiler *spills*
+# some into memory: both plans move more, a buffer each the most.
+# So use a lock where memory has no room for a buffer each; for layer
+# normalization it has, and only one width of the figure is faster with a lock.
 # It has another price, which no clock shows: programs come to it in any
 # order, so the last bits of ``dw`` and ``db`` may differ from run to run.
 #
