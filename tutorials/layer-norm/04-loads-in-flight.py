@@ -130,10 +130,10 @@ if knee:  # it was measured
     print(f"90 % of {speeds.max():.0f} GB/s: with {knee} KB in flight")
 
 # %%
-# On the left each step takes one latency, whatever it asks for.
-# On the right memory is busy, and what else is asked for waits in a queue.
-# Between them is the *knee*: so much each multiprocessor needs in flight, all
-# the time.
+# On the left a step takes little more than one latency, whatever it asks for:
+# more bytes in flight, more bytes a second.
+# From the *knee* on memory is busy: so much each multiprocessor needs in
+# flight, all the time; more waits in a queue, and 64 KB are even slower.
 #
 # One row at a time
 # -----------------
@@ -317,10 +317,10 @@ plt.show()
 
 # %%
 # One change: the stages.
-# A row on its way needs no program of its own now: programs for one row or
-# 4096 lanes will do.
+# A row on its way needs no program of its own now: one on a multiprocessor
+# will do, or up to three of narrow rows.
 # A row of more than 8192 columns and its sums take all registers, and copies
-# ahead would need more: there one stage is best.
+# ahead would need more: there we stay with one stage.
 
 
 def best_plan(N, itemsize=2):
@@ -334,10 +334,10 @@ def best_plan(N, itemsize=2):
 by_stages = turn("stages", [1, 2, 3, 4, 5], best_plan)
 
 # %%
-# With two there is a place for one row, asked for when the one before is done.
-# From three on there is always a row on its way.
-# ``w`` is copied as well, a third of what a stage holds, for the compiler
-# copies every load of the loop.
+# With two there is a place for one row, asked for when the one before is done,
+# which is slower than one stage; from three on there is always a row on its
+# way, and at 8192 columns more than three bring nothing.
+# The compiler copies all loads of the loop, so a third of a stage holds ``w``.
 #
 # The *occupancy* is the share of the warps for which a multiprocessor has
 # room that it does run; ``ncu``, a profiler, counts it:
@@ -375,8 +375,8 @@ def occupancy(M, N, dtype, counter, provider):
 occupancy.run(show_plots=ON_GPU)
 
 # %%
-# With stages fewer warps run, and the speed is higher: bytes in flight count,
-# and warps are one way to have them.
+# With stages (Triton) fewer warps run, and the speed is higher, as the list
+# below shows: bytes in flight count, and warps are one way to have them.
 #
 # Counted and measured
 # --------------------
@@ -389,12 +389,12 @@ for column, N in enumerate(WIDTHS):
         said = f"N = {N}, programs {per_sm}, stages {stages}: {flying:3.0f} KB"
         if knee:
             row = by_programs.loc[per_sm] if stages == 1 else by_stages.loc[5]
-            said += f", {flying / knee:4.0%} of the knee"
+            said += f", {100 * flying / knee:3.0f} % of the knee"
             said += f", {row.iloc[column]:3.0f} % of the copy"
         print(said)
 
 # %%
-# These are bytes while a program waits; while it works, they are a row less.
+# A knee is not enough, for while a program works, a row less is in flight.
 # And loads are not all: a second launch reads the sums, and in the last round
 # some programs have no row.
 #
@@ -546,7 +546,7 @@ def backward_speed(M, N, dtype, mode, provider):
 report(backward_speed)
 
 # %%
-# Above 8192 columns all three plans are nearly one.
+# Up to 8192 columns stages are the fastest; above, all three plans are one.
 # Just above a power of two nearly half of the lanes have nothing to do, which
 # `Chunks instead of padding <05-chunks.html>`_ mends.
 #
