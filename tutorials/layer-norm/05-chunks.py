@@ -81,8 +81,7 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 
 # %%
-# ``tl.static_range`` unrolls a loop, so the tuple can grow: the row is read
-# once, and stays in registers.
+# ``tl.static_range`` unrolls a loop: the tuple grows, and stays in registers.
 # ``w`` and ``b`` are like matrices whose rows are 0 apart; *eviction policies*
 # tell the caches what to keep (``evict_last``), and what not (``HINT``).
 
@@ -201,7 +200,7 @@ def lanes(M, N, dtype, provider):
 report(lanes)
 
 # %%
-# Idle lanes move no bytes, but they take registers and instructions.
+# Nothing that shows: they move no bytes, but take registers and instructions.
 # The forward pass has some to spare; the backward pass will not.
 #
 # A formula instead of a table
@@ -302,7 +301,7 @@ WIDTHS = [512 * i for i in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
 report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 
 # %%
-# From a few thousand columns on this is nearly a copy, powers of two or not.
+# Near the copy, powers of two or not; torch.compile is faster up to 1024 only.
 #
 # Backward: registers
 # -------------------
@@ -356,8 +355,7 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 
 
 # %%
-# A program takes every so many tiles; ``STAGES`` of them are `in flight
-# <04-loads-in-flight.html>`_.
+# A program loops over tiles, some `in flight <04-loads-in-flight.html>`_.
 # ``disable_licm`` keeps the compiler from converting ``w`` to float32 before
 # the loop, for twice the registers.
 
@@ -537,12 +535,11 @@ ours, tile = map(trained_by, (plan_backward, padded(plan_backward)))
 report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
-# Up to 4096 columns chunks and tile have the same lanes.
-# Beyond 8192 the tile spills, and falls far behind; chunks spill two registers
-# at most.
+# Up to 2048 columns both are one kernel; then chunks are somewhat faster, but
+# not at 4096 and 8192, where the tile has no idle lane.
+# Above 8192 the tile spills and is far behind; chunks spill hardly a register.
 #
-# What do the formulas cost? Half and twice as many warps, at widths that were
-# not used to choose the numbers; a ratio below 1 is a loss:
+# What do the formulas lose to other warps, at widths not used to choose them?
 
 OTHERS = [1280, 2816, 3328, 5888, 9984]
 forward_of = lambda *more: by(lambda *size: plan_forward(*size, *more))
@@ -555,6 +552,9 @@ for mode, rule, half, twice in (
     report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
 
 # %%
+# Forward the rule loses at 1280 columns, where half the warps have fewer idle
+# lanes, and by little at 2816, 3328 and 5888; backward it never loses.
+#
 # Exercise 1: no idle lanes
 # -------------------------
 #
