@@ -551,7 +551,7 @@ traffic.run(show_plots=ON_GPU)
 # %%
 # Forward, nearly all of the second sweep comes from a cache, until the rows in
 # work outgrow it: help saves most there. Backward, none of it.
-# An ``N`` that is no multiple of 8 is slow: `page 06 <06-unaligned-rows.html>`_.
+# Rows that begin anywhere are slow: `page 06 <06-unaligned-rows.html>`_.
 #
 # Exercise 1: a shift instead
 # ---------------------------
