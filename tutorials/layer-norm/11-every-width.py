@@ -1358,8 +1358,8 @@ def check(function, M, N, dtype):
 # <https://github.com/Dao-AILab/quack>`_, `Apex
 # <https://github.com/NVIDIA/apex>`_ and the Triton kernel of `flash-attn
 # <https://github.com/Dao-AILab/flash-attention>`_.
-# Some refuse widths, and one may be broken at some: widths at which the ratio of
-# our speed to its own is above three times its median are named, and left out
+# Some refuse widths, and one may be broken at some: where the ratio of our speed
+# to its own is above three times its median, the width is named, and left out
 # of a second mean.
 # A line that is not in a figure could not be imported where it was recorded.
 # The copy moves the same bytes once, and does nothing else: more than that is
