@@ -1358,9 +1358,8 @@ def check(function, M, N, dtype):
 # <https://github.com/Dao-AILab/quack>`_, `Apex
 # <https://github.com/NVIDIA/apex>`_ and the Triton kernel of `flash-attn
 # <https://github.com/Dao-AILab/flash-attention>`_.
-# Some refuse widths, and one may be broken at some: where the ratio of our speed
-# to its own is above three times its median, the width is named, and left out
-# of a second mean.
+# Some refuse widths, and one may be broken at some: where it is behind us far
+# more than at its median, the width is named, and left out of a second mean.
 # A line that is not in a figure could not be imported where it was recorded.
 # The copy moves the same bytes once, and does nothing else: more than that is
 # hardly possible.
@@ -1601,7 +1600,7 @@ def judge(benchmark, times=False):
               f"{ratio.max():.2f} at {ratio.idxmax():.0f}")  # fmt: skip
         if line.isna().any():
             print(f"  no points at {[*map(int, line.index[line.isna()])]}")
-        broken = ratio.index[ratio > 3 * ratio.median()]
+        broken = ratio.index[ratio > 3 * max(ratio.median(), 1)]
         left = ratio.drop(broken)
         if len(broken) and len(left):
             print(f"  far below itself at {[*map(int, broken)]}; mean "
