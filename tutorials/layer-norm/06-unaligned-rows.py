@@ -100,8 +100,7 @@ def requests(M, N, dtype, counter, provider):
 requests.run(show_plots=ON_GPU)
 
 # %%
-# An odd width asks eight times as often for the same bytes; in groups, every
-# width is like a multiple of 8.
+# An odd width asks eight times as often; in groups all widths ask the same.
 #
 # Layer norm in such lanes
 # ------------------------
@@ -365,8 +364,9 @@ WIDTHS = [1151, 2047, 4095, 4096, 4097, 4098, 4100, 7777, 10231, 12345, 16381]
 report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 
 # %%
-# At 4096 columns both lines have the same lanes; one more column costs the
-# shifted ones little, and the others dearly.
+# At 4096 columns both lines are the same kernel; one more column costs the
+# line from column 0 dearly. The shifted one even gains, as its plan loads rows
+# ahead (``STAGES``): asynchronous copies have 4 bytes or more, never 2.
 #
 # Backward
 # --------

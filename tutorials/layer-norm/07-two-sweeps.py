@@ -354,8 +354,8 @@ report(benchmark("forward", triton=keep, plain=plain))
 
 # %%
 # "No help" is the kernel with ``CACHES`` off.
-# The wider a row, the less of it a cache still holds when the second sweep
-# comes: our lines fall towards the roof, without help below it.
+# The wider a row, the larger the cache that still holds it, and the slower: in
+# wide rows both lines fall towards the roof, that without help further.
 # The way out is `Programs that share a row <08-shared-rows.html>`_.
 #
 # Backward: the means first
@@ -515,7 +515,7 @@ torch.testing.assert_close(layer_norm(x, N), F.layer_norm(x, (N,)))
 report(benchmark("backward", triton=layer_norm))
 
 # %%
-# PyTorch reads twice as well and has the same roof.
+# PyTorch reads both at least twice as well: its roof is no higher.
 # How much of all that is read comes from memory, as ``ncu`` counts it, the
 # profiler: 1 if caches have all that is read a second time, 2 if nothing.
 
@@ -549,9 +549,9 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Forward, caches serve a part of the second sweep, and less in wider rows.
-# Where ``N`` is no multiple of 8 all loads are narrow: right, but slow, as
-# `Rows that begin anywhere <06-unaligned-rows.html>`_ explains.
+# Forward, nearly all of the second sweep comes from a cache, until the rows in
+# work outgrow it: help saves most there. Backward, none of it.
+# Rows that begin anywhere are slow: `page 06 <06-unaligned-rows.html>`_.
 #
 # Exercise 1: a shift instead
 # ---------------------------

@@ -178,9 +178,9 @@ def exchange(turns, programs, provider):
 exchange.run(show_plots=ON_GPU)
 
 # %%
-# Words go to the second-level cache and back; in that time a multiprocessor of
-# an H200 could copy its slice of a row.
-# A turn later they are there already.
+# At once, words go to the second-level cache and back, and all wait for the
+# last: in about that time a multiprocessor could copy its slice of a row.
+# A turn later they are there already; what is left is to load them.
 #
 # Rows in slices
 # --------------
@@ -381,10 +381,9 @@ def _layer_norm_bwd_shared(
 
 # %%
 # Forward a slice has 16 KB of a row: fewer slices have fewer words to await.
-# In rows of more than 256 KB it has 8 KB, and two programs are on a
-# multiprocessor: while one waits, the other works.
-# Backward the sums for ``dw`` and ``db`` take registers: a slice has 8 KB, of
-# one row; that of a narrower row 2 KB, of four.
+# In rows above 256 KB it has 8 KB: of two programs on a multiprocessor one
+# works while the other waits. Backward, ``dw`` and ``db`` take registers: a
+# slice has 8 KB, of one row; that of a narrower row 2 KB, of four.
 
 
 def plan_shared(N, itemsize, forward):
@@ -558,11 +557,12 @@ for dtype in torch.float16, torch.float32:
 report(benchmark("forward"))
 
 # %%
-
 report(benchmark("backward"))
 
 # %%
-# Each matrix is read once; PyTorch reads ``x`` and ``dy`` twice.
+# Each matrix is read once; PyTorch reads ``x`` and ``dy`` at least twice.
+# At 393216 and 786432 columns, 96 and 192 slices would leave programs over;
+# more and narrower ones leave a quarter of the lanes idle, and our lines dip.
 # Words are added in the order of slices, not of arrival: the same bits always.
 #
 # Exercise 1: a softmax

@@ -169,7 +169,7 @@ breakdown.run(show_plots=ON_GPU)
 # %%
 # All of it is the same for narrow and wide rows.
 # One launch through Triton costs about as much as PyTorch's whole forward
-# pass; an autograd function in Python costs a good part of that again.
+# pass, which is C++; an autograd function in Python a good part of that again.
 #
 # Backward, a program takes several rows and sums a part of ``dw`` and ``db``.
 
@@ -437,9 +437,9 @@ CLOCKS = dict.fromkeys(["in a row", "do_bench", "CUDA graph"], F.layer_norm)
 compare("clocks", "in a row", CLOCKS)
 
 # %%
-# The time of the graph grows with the rows.
-# In a row narrow rows take longer than that: they wait for the host, and
-# ``do_bench`` says less than the user waits.
+# The time of the graph grows with the width. Narrow rows wait for the host: in
+# a row they take longer than that, and ``do_bench`` says less than the user
+# waits, by as much as the host did while L2 was overwritten.
 #
 # Three changes
 # -------------
@@ -551,8 +551,8 @@ compare("ladder", "PyTorch", LADDER)
 
 # %%
 # Each of the first four lines has one change more than the one before it.
-# What the fourth takes above "empty" are launches, allocations and the search
-# for the plan; the rest is that of any autograd function in Python.
+# Above "empty" the fourth has launches, allocations and the search for a plan.
+# In narrow rows PyTorch, in C++, stays ahead; in wide ones kernels decide.
 #
 # ``torch.compile`` is no remedy for one operator: each call checks what was
 # assumed of its arguments, and is an autograd function in Python, too.
