@@ -323,7 +323,7 @@ FAULTS = {
     ),
     "no loads ahead": (
         AHEAD,
-        "stages = 1 + min(room // (3 * block * itemsize), 3)",
+        "stages = 1 + min(room // (3 * block * itemsize), 4)",
         "stages = 1",
         "loads ahead, by asynchronous copies: limit True, now False",
     ),

@@ -418,7 +418,7 @@ READ = {
     },
     "layer-norm/02-summing-rows": {
         "_layer_norm_bwd_columns": "all",
-        "_layer_norm_bwd": "-designs -bits",
+        "_layer_norm_bwd": "-designs -bits -dram",
         "_add_to_few": "none",
     },
     "layer-norm/03-lock": {
@@ -427,37 +427,38 @@ READ = {
         "_one_launch": "none",  # the stub of an exercise
     },
     "layer-norm/04-loads-in-flight": {
-        "_follow": "-latency",
-        "_layer_norm_bwd": "all but -latency",
+        "_read": "-knee",
+        "_layer_norm_bwd": "all",  # the knee too: more than a reader says
         "_layer_norm_fwd": "-loads-backward",  # the others call no function
-        "_bias_sums": "none",
+        "_read_two": "none",
     },
     "layer-norm/05-chunks": {
         "_load_chunks": "all",
-        "_layer_norm_bwd_chunks": "all but -chunks-forward",
+        "_layer_norm_bwd_chunks": "all but -chunks-forward -lanes",
         "_row_sums": "none",
     },
     "layer-norm/06-unaligned-rows": {
-        "_load_lanes": "all",
+        "_sum_of_row": "-requests",
+        "_load_lanes": "all but -requests",
         "_gradients": "-backward",
-        "_double": "none",
+        "distance": "none",  # the stub of an exercise
     },
     "layer-norm/07-two-sweeps": {
         "_welford": "all",
         "_rstd_by_squares": "-variance",
-        "_layer_norm_bwd_means": "-backward",
+        "_layer_norm_bwd_means": "-backward -traffic",
         "_rstd_shifted": "none",
     },
     "layer-norm/08-shared-rows": {
         "_publish": "all",
-        "_layer_norm_bwd_shared": "-backward",
-        "_shared_softmax": "none",
+        "_layer_norm_bwd_shared": "all but -exchange",
+        "add": "none",  # the stub of an exercise
     },
     "layer-norm/09-two-passes": {
-        "_layer_norm_bwd_columns": "all",
+        "_layer_norm_bwd_columns": "all but -dx",
     },
     "layer-norm/10-host-time": {
-        "_layer_norm_bwd": "all",
+        "_layer_norm_bwd": "-ladder",
     },
     "layer-norm/11-every-width": {
         "_welford": "all",

@@ -418,8 +418,11 @@ def test_committed_recordings_are_whole_and_fresh(path):
     loaded = recording.load(gpu, "/".join(parts))
     speeds = [b for b in loaded["benchmarks"].values() if b["unit"] == "GB/s"]
     providers = [{row["provider"] for row in b["rows"]} for b in speeds]
-    assert all("copy" in names for names in providers)  # the ceiling
-    assert any("triton" in names for names in providers)
+    # A peer is drawn beside the ceiling, and somewhere our own.
+    assert all("copy" in names for names in providers if "torch" in names)
+    assert not speeds or any(
+        {"triton", "copy"} <= names for names in providers
+    )
     for benchmark in speeds:
         for row in benchmark["rows"]:
             # A peer may refuse a size; we and the ceiling may not.

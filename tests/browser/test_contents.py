@@ -58,7 +58,8 @@ def test_passports_are_complete(name):
             dd.get_text(" ").strip() for dd in passport.select("dd")
         )
         assert re.fullmatch(
-            r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+",
+            r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+"
+            r"(, Nsight Compute [\d.]+)?",
             versions,
         ), versions
         # the pass, or a size, or what else the benchmark was given

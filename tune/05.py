@@ -1,6 +1,6 @@
 """Second round for layer-norm/05-chunks: what the first one did not try.
 
-python drafts/tune/05.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/05.py [root of the checkout]; table on stdout, CSV in $OUT.
 Forward: rows of a tile and warps apart. Backward: programs a multiprocessor,
 five stages, warps and rows apart, rows beyond 10240 columns.
 """

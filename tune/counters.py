@@ -6,7 +6,7 @@
         --metrics dram__bytes_read.sum,dram__bytes_write.sum,\
 lts__t_sector_hit_rate.pct,sm__warps_active.avg.pct_of_peak_sustained_active,\
 gpu__time_duration.sum \
-        python3 drafts/tune/counters.py; done
+        python3 tune/counters.py; done
 
 Questions: does the range of a name with spaces match; how much of what is
 written stays in L2 at the end (50 MB on an H200), so that DRAM never sees it;
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(os.environ.get("ROOT", Path(__file__).parents[2]))
+ROOT = Path(os.environ.get("ROOT", Path(__file__).parents[1]))
 sys.path[:0] = [str(ROOT / "docs/_ext")]
 
 import tutorial

@@ -1,6 +1,6 @@
 """Write the functions that page 11 has from other pages anew.
 
-    python drafts/gather.py
+    python tests/gather.py
 
 tests/test_11_every_width.py holds them to be the same.
 """

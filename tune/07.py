@@ -1,6 +1,6 @@
 """Tune the plans of layer-norm/07-two-sweeps.
 
-python drafts/tune/07.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/07.py [root of the checkout]; table on stdout, CSV in $OUT.
 """
 import csv, os, sys, time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,6 @@
 """Second round for layer-norm/06-unaligned-rows: what the first one did not try.
 
-python drafts/tune/06.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/06.py [root of the checkout]; table on stdout, CSV in $OUT.
 Backward: programs a multiprocessor, two warps, five stages; 16 warps, for rows
 beyond 10232 columns. Forward: a few near the edges of the rule.
 """

@@ -1,6 +1,6 @@
 """Second round for layer-norm/04-loads-in-flight: what the first lacks.
 
-python drafts/tune/04.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/04.py [root of the checkout]; table on stdout, CSV in $OUT.
 The knee; the plans of the page at all its widths against 4 and 8 warps at
 widths between powers of two; about 35 s.
 """

@@ -1,6 +1,6 @@
 """Second round for pages 01 to 03 on a GPU, < 45 s. From the repository root:
 
-OUT=... python drafts/tune/02.py
+OUT=... python tune/02.py
 """
 
 import csv

@@ -1,6 +1,6 @@
 """Second tuning round of layer-norm/08-shared-rows: other forms of its kernels.
 
-python drafts/tune/08.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/08.py [root of the checkout]; table on stdout, CSV in $OUT.
 """
 import csv, multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor

@@ -1,6 +1,6 @@
 """Second round for layer-norm/09-two-passes: what the first lacks.
 
-python drafts/tune/09.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/09.py [root of the checkout]; table on stdout, CSV in $OUT.
 The dx kernel by itself; all designs as they are; parts at 4608 and 512 columns;
 about 30 s.
 """

@@ -1,6 +1,6 @@
 """What ncu counts for pages 01 to 03, about 60 s. From the repository root:
 
-python drafts/tune/ncu-01-03.py
+python tune/ncu-01-03.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """layer-norm/10-host-time: parts of a call, clocks and the ladder; 25 s.
 
-python drafts/tune/10.py [root of the checkout]; table on stdout, CSV in $OUT.
+python tune/10.py [root of the checkout]; table on stdout, CSV in $OUT.
 """
 import csv, os, sys, time
 from pathlib import Path
