@@ -43,8 +43,8 @@ def test_shapes(dtype):
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "dy", "parameters"])
 def test_layouts(which, layout):
-    for lead, shape in ((5,), (33,)), ((2, 3), (4, 7)):
-        run(Case(lead, shape, torch.float16, **{which: layout}))
+    """Two dimensions of rows and two of columns, of which 15 are odd."""
+    run(Case((2, 3), (3, 5), torch.float16, **{which: layout}))
 
 
 @pytest.mark.parametrize("first", [0, 3, 8])
