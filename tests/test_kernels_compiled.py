@@ -287,7 +287,7 @@ def test_sentences_are_true(everywhere, stem):
 
 # What is found ---------------------------------------------------------------
 
-LOCK, AHEAD = "layer-norm/03-lock", "layer-norm/04-loads-in-flight"
+LOCK, AHEAD = "layer-norm/03-lock", "layer-norm/05-chunks"
 # What is replaced, and what is said of it.
 FAULTS = {
     "spill": (
@@ -323,8 +323,8 @@ FAULTS = {
     ),
     "no loads ahead": (
         AHEAD,
-        "stages = 1 + min(room // (3 * block * itemsize), 4)",
-        "stages = 1",
+        '{"STAGES": 1 + min(98304 // tile, 3)}',
+        '{"STAGES": 1}',
         "loads ahead, by asynchronous copies: limit True, now False",
     ),
 }

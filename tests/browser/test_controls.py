@@ -24,15 +24,14 @@ def prose(name):
 
 
 def own_word(name):
-    """The most frequent word that no other page has."""
-    own = prose(name)
+    """The most frequent word of those that the fewest other pages have."""
+    own, shared = prose(name), Counter()
     for other in built.PAGES:
         if other != name:
-            for word in prose(other):
-                # Not a form of it either: the search looks for stems.
-                for mine in [m for m in own if m[:6] == word[:6]]:
-                    del own[mine]
-    return max(own, key=lambda word: (own[word], word))
+            # Nor a form of it: the search looks for stems.
+            stems = {word[:6] for word in prose(other)}
+            shared.update(word for word in own if word[:6] in stems)
+    return min(own, key=lambda word: (shared[word], -own[word], word))
 
 
 def search(page, word):

@@ -4,6 +4,10 @@ import pytest
 from browser import built
 from playwright.sync_api import expect
 
+UNFOLD = """panel => {
+  for (let e = panel.parentElement; e; e = e.parentElement)
+    if (e.tagName === "DETAILS") e.open = true;
+}"""
 each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
 
 
@@ -12,6 +16,8 @@ def test_a_panel_is_opened_and_its_target_chosen_by_keyboard(page, name):
     page.goto(name)
     panels = page.locator("details.bp-xray")
     first, last = panels.first, panels.last
+    for panel in first, last:  # where a cell is folded, so is its panel
+        panel.evaluate(UNFOLD)
     first.locator("summary").focus()
     page.keyboard.press("Enter")
     shown = first.locator(".sd-tab-content:visible")
