@@ -18,8 +18,8 @@ RENAMED = {
     "plan_bwd_shifted": "plan_backward",
     "plan_sweeps": "plan",
 }
-# The first page that a cell names; what else is there is the same on both.
-CELL = re.compile(r"^# Scaffold: .* from pages? (\d\d)", re.MULTILINE)
+# The pages that a cell names; what it holds is the same on all of them.
+CELL = re.compile(r"\n# Scaffold: .* from pages? ([^.]*)\.")
 
 
 def functions(text):
@@ -39,28 +39,27 @@ def functions(text):
 
 
 def gathered(text):
-    """{name: number of its page} of what page 11 has from others."""
-    return {
-        name: found[1]
-        for cell in re.split(r"^# %%.*\n", text, flags=re.MULTILINE)
-        if (found := CELL.search(cell))
-        for name in functions(cell)
-    }
+    """(name, number of a page) of all that page 11 has from others."""
+    for cell in re.split(r"^# %%.*\n", text, flags=re.MULTILINE):
+        if said := CELL.match(cell):
+            for name in functions(cell):
+                for number in re.findall(r"\d\d", said[1]):
+                    yield name, number
 
 
 def original(name, number):
-    """A function as its page has it, under the name on page 11."""
+    """A function as its page has it, under the name on page 11, or None."""
     (page,) = PAGES.glob(f"{number}-*.py")
     own = RENAMED.get(name, name)
-    text = functions(page.read_text(encoding="utf-8"))[own]
-    return text.replace(f"def {own}(", f"def {name}(", 1)
+    text = functions(page.read_text(encoding="utf-8")).get(own)
+    return text and text.replace(f"def {own}(", f"def {name}(", 1)
 
 
 def main():
     path = PAGES / "11-every-width.py"
     text = path.read_text(encoding="utf-8")
     here = functions(text)
-    for name, number in gathered(text).items():
+    for name, number in list(gathered(text)):
         text = text.replace(here[name], original(name, number))
     path.write_text(text, encoding="utf-8")
 

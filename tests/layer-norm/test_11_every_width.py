@@ -1,6 +1,5 @@
 """Every width behind one function: in Triton's interpreter, or on a GPU."""
 
-import ast
 import functools
 import re
 
@@ -9,11 +8,12 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
+from gather import functions, gathered, original
 
 import layer_norm_cases as cases
 from any_case import any_layer_norm
 from layer_norm_cases import Case
-from tutorial import load, script_of, source
+from tutorial import load, source
 
 NAME = "layer-norm/11-every-width"
 # Tiles so narrow that small rows have several, and few programs in the last
@@ -50,45 +50,16 @@ def no_plans():
 
 # The kernels are those of their pages ----------------------------------------
 
-# Where a function has another name on its page.
-RENAMED = {
-    "plan_fwd_chunks": "plan_forward",
-    "plan_bwd_chunks": "plan_backward",
-    "plan_fwd_shifted": "plan_forward",
-    "plan_bwd_shifted": "plan_backward",
-    "plan_sweeps": "plan",
-}
 TEXT = source(NAME)
-
-
-def functions(text):
-    """{name: its text without "def", decorators before it}."""
-    found, lines = {}, text.splitlines(keepends=True)
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef):
-            first = [d.lineno for d in node.decorator_list] or [node.lineno]
-            body = "".join(lines[first[0] - 1 : node.end_lineno])
-            found[node.name] = body.replace(f"def {node.name}(", "def (", 1)
-    return found
-
-
-def gathered(text):
-    """(name, number of a page) of all that page 11 has from others."""
-    for cell in re.split(r"^# %%.*\n", text, flags=re.MULTILINE):
-        if said := re.match(r"\n# Scaffold: .* from pages? ([^.]*)\.", cell):
-            for name in functions(cell):
-                for number in re.findall(r"\d\d", said[1]):
-                    yield name, number
 
 
 def strangers(text):
     """What is not to the byte what its page has."""
-    here, folder = functions(text), script_of(NAME).parent
-    pages = {p.name[:2]: functions(p.read_text()) for p in folder.glob("*.py")}
+    here = functions(text)
     return [
         name
         for name, number in gathered(text)
-        if pages[number].get(RENAMED.get(name, name)) != here[name]
+        if original(name, number) != here[name]
     ]
 
 
