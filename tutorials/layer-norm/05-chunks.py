@@ -207,27 +207,30 @@ report(lanes)
 # ----------------------------
 #
 # A thread loads 16 bytes of a row of a chunk at once, a warp 512 bytes.
-# Our rule: a warp holds ``most`` bytes of a row, 4096, which are 64 columns of
-# 16 bits a thread; programs have at ``least`` four warps, and where these take
-# more than a row, a chunk has several.
+# Our rule: a warp holds at most 4096 bytes of a row, which are 64 columns of
+# 16 bits a thread; programs have at least four warps, narrow rows two.
+# Where these take more than a row, a chunk has several; the narrowest rows
+# come in pairs, for two loads of a thread.
 # Two programs of 16 warps fit on a multiprocessor if a thread takes no more
 # than 64 of its 65536 registers; up to 24576 columns these are enough.
 
 CUDA = ON_GPU and torch.version.hip is None
 
 
-def tile_of(N, itemsize, warps):
+def tile_of(N, itemsize, warps, times=1):
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
-    rows = 512 // itemsize * warps // chunk
+    rows = 512 // itemsize * warps // chunk * times
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
-def plan_forward(N, itemsize, most=4096, least=4):
-    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
-    plan = tile_of(N, itemsize, max(warps, least))
-    if CUDA and warps == 16 and N * itemsize <= 49152:
+def plan_forward(N, itemsize, times=1):
+    row = N * itemsize
+    warps = triton.next_power_of_2(triton.cdiv(row, 4096))
+    warps = int(times * max(warps, 2 if row <= 3072 else 4))
+    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
+    if CUDA and warps == 16 and row <= 49152:
         plan["maxnreg"] = 64
-    return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
+    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
 # %%
@@ -542,10 +545,10 @@ report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 # What do the formulas lose to other warps, at widths not used to choose them?
 
 OTHERS = [1280, 2816, 3328, 5888, 9984]
-forward_of = lambda *more: by(lambda *size: plan_forward(*size, *more))
+forward_of = lambda n: by(lambda *size: plan_forward(*size, n))
 backward_of = lambda n: trained_by(lambda *size: plan_backward(*size, n))
 for mode, rule, half, twice in (
-    ("forward", forward_of(), forward_of(8192, 2), forward_of(2048, 8)),
+    ("forward", forward_of(1), forward_of(0.5), forward_of(2)),
     ("backward", backward_of(8), backward_of(4), backward_of(16)),
 ):
     rungs = {"triton": rule, "half the warps": half, "twice the warps": twice}
