@@ -132,7 +132,8 @@ def _only_inside(x, c, shift, N, STEP):
 
 # %%
 # A row is a tuple of chunks; only the first and the last one need a mask.
-# The last group may end beyond the matrix: memcheck objects, nothing uses it.
+# The last group may end beyond the matrix, out of bounds: memcheck objects.
+# It rests on memory that PyTorch gives out in multiples of 512 bytes.
 
 
 @triton.jit
@@ -367,6 +368,8 @@ report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 # At 4096 columns both lines are the same kernel; one more column costs the
 # line from column 0 dearly. The shifted one even gains, as its plan loads rows
 # ahead (``STAGES``): asynchronous copies have 4 bytes or more, never 2.
+# The kernel of `page 05 <05-chunks.html>`_ is faster at 4096 than these are
+# there or next to it.
 #
 # Backward
 # --------
@@ -529,9 +532,6 @@ class LayerNorm(torch.autograd.Function):
             dw, db = grads = x.new_empty(2, N, dtype=ctx.grads_dtype)
         backward(dy, x, w, mean, rstd, dx, grads, lane_step(N, x, dy))
         return dx, dw if for_w else None, db if for_b else None, None
-
-
-# %%
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):

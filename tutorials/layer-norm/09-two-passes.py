@@ -311,6 +311,7 @@ for topic, example_53, here in (
 #
 # The rival is the kernel of `Loads in flight <04-loads-in-flight.html>`_, with
 # its plan; it has both sums of all columns in registers, of 16384 at most.
+# Its sums are added up by the kernel above, 64 at a time: slower than there.
 
 
 @triton.jit
@@ -386,8 +387,6 @@ def _layer_norm_fwd(
     tl.store(mean_ptr + row, mean)  # last: no load is saved across a store
     tl.store(rstd_ptr + row, rstd)
 
-
-# %%
 
 DESIGNS = {
     "triton": lambda *given: two_kernels(wide_tiles, *given),
@@ -521,9 +520,10 @@ report(benchmark("backward", 4096, HALF, WIDTHS, DESIGNS))
 
 # %%
 # The ratio to "one kernel" is the price of the second; above 8192 columns the
-# rival has no registers for loads ahead.
-# Just above, nearly half the lanes of a row are idle, and torch.compile is
-# faster than the two kernels.
+# rival has no registers for loads ahead. `Chunks <05-chunks.html>`_ have them;
+# `shared rows <08-shared-rows.html>`_, too: beside these the price stays high.
+# Just above 8192, nearly half the lanes of a row are idle, and torch.compile
+# is faster than the two kernels.
 # By hand, two kernels read four matrices, one kernel two; ``ncu``, a profiler,
 # counts what comes from DRAM, with empty caches before each kernel:
 
