@@ -309,8 +309,7 @@ report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 # The backward kernel keeps two sums in float32 for each lane, ``dw`` and
 # ``db``, beside ``x``, ``dy`` and ``w``: 3.5 registers in 16 bits.
 # A multiprocessor has 65536: 6.4 a lane for five chunks of 2048, but 4 for a
-# tile of 16384, too few for loads ahead as well: the compiler *spills*
-# registers into memory.
+# tile of 16384: with loads ahead registers are *spilled* into memory.
 #
 # One reduction adds up both sums of a row, so warps wait half as often.
 
@@ -487,6 +486,9 @@ class LayerNorm(torch.autograd.Function):
         return dx, dw if for_w else None, db if for_b else None, None, None
 
 
+# %%
+
+
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """Normalize x over its last dimensions; weight and bias may be None."""
     one = isinstance(normalized_shape, int)
@@ -533,10 +535,9 @@ report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
 # Up to 2048 columns both are one kernel; then chunks are somewhat faster, but
-# not at 4096 and 8192, where the tile has no idle lane.
-# Above 8192 chunks spill hardly a register, but the tile so many that its line
-# ends at the bottom. The loads ahead are why: the tile of `page 04
-# <04-loads-in-flight.html>`_ has none there, spills none, and loses far less.
+# not at 4096 and 8192, where the tile has no idle lane. Above, it loads ahead
+# and spills; that of `page 04 <04-loads-in-flight.html>`_ does neither there,
+# and loses less. Chunks do load ahead, and spill hardly a register.
 #
 # What do the formulas lose to other warps, at widths not used to choose them?
 
