@@ -193,9 +193,13 @@ class Project:
         return (self.root / "html/tutorials" / f"{name}.html").read_text()
 
     def executed(self, output):
-        """How many tutorials a build executed."""
+        """How many tutorials a build executed that came to its end."""
         found = re.search(r"successfully executed (\d+) out of", output)
         return int(found[1]) if found else 0
+
+    def began(self, output):
+        """Whether a build began with a tutorial, wherever it stopped."""
+        return "generating gallery for" in output
 
 
 ENVIRONMENT = {

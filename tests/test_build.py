@@ -161,7 +161,7 @@ def stops(project, *parts):
 def test_changed_code_stops_the_build(project):
     project.edit("2 * tl.load", "tl.load(x_ptr + cols) + tl.load")
     output = stops(project, "tutorials/01-double.py", "stale", MEND)
-    assert project.executed(output) == 0  # before anything ran
+    assert not project.began(output)
 
 
 def test_a_missing_recording_stops_the_build(project):
@@ -179,7 +179,7 @@ def test_an_edited_number_stops_the_build(project):
     path = project.recording()
     path.write_text(path.read_text().replace("1000.25", "1000.5"))
     output = stops(project, "tutorials/01-double.py", "digest", MEND)
-    assert project.executed(output) == 0
+    assert not project.began(output)
 
 
 def test_what_the_script_asks_otherwise_stops_the_build(project):
@@ -192,7 +192,8 @@ def test_what_the_script_asks_otherwise_stops_the_build(project):
     ]
     data["benchmarks"]["double"] = recording.sealed(benchmark)
     path.write_text(json.dumps(data))
-    stops(project, "tutorials/01-double.py", "providers", "'copy'", MEND)
+    at = "tutorials/01-double.py", "providers", "'copy'", MEND
+    assert project.began(stops(project, *at))
 
 
 FIGURE = """

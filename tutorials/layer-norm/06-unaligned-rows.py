@@ -131,8 +131,8 @@ def _only_inside(x, c, shift, N, STEP):
 
 
 # %%
-# A row is a tuple of chunks; only the first and the last one need a mask.
-# The last group may end beyond the matrix: memcheck objects, nothing uses it.
+# A row is a tuple of chunks; the first and the last need masks. The last group
+# may end out of bounds (memcheck objects): PyTorch allocates by 512 bytes.
 
 
 @triton.jit
@@ -364,9 +364,9 @@ WIDTHS = [1151, 2047, 4095, 4096, 4097, 4098, 4100, 7777, 10231, 12345, 16381]
 report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 
 # %%
-# At 4096 columns both lines are the same kernel; one more column costs the
-# line from column 0 dearly. The shifted one even gains, as its plan loads rows
-# ahead (``STAGES``): asynchronous copies have 4 bytes or more, never 2.
+# At 4096 columns both lines are one kernel, slower than `that of page 05
+# <05-chunks.html>`_. One more column costs the line from column 0 dearly; the
+# shifted one gains, by loads ahead: asynchronous copies have 4 bytes or more.
 #
 # Backward
 # --------

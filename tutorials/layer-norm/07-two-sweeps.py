@@ -549,8 +549,8 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Forward, nearly all of the second sweep comes from a cache, until the rows in
-# work outgrow it: help saves most there. Backward, none of it.
+# Forward, nearly all of the second sweep comes from a cache, until the rows of
+# all running programs outgrow it: help saves most there. Backward, none of it.
 # Rows that begin anywhere are slow: `page 06 <06-unaligned-rows.html>`_.
 #
 # Exercise 1: a shift instead

@@ -6,7 +6,7 @@ How do you normalize a row of a million columns without reading it twice?
 Let many programs hold it together, each one a slice in registers, and tell
 each other their sums while they work.
 
-`Two sweeps <07-two-sweeps.html>`_ fetch wide rows from memory twice.
+`Two sweeps <07-two-sweeps.html>`_ fetch rows that no cache holds twice.
 Programs that *wait for each other* need not, if waiting costs no time.
 """
 

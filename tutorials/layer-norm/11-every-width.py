@@ -1361,8 +1361,8 @@ def check(function, M, N, dtype):
 # Some refuse widths, and one may be broken at some: where it is behind us far
 # more than at its median, the width is named, and left out of a second mean.
 # A line that is not in a figure could not be imported where it was recorded.
-# The copy moves the same bytes once, and does nothing else: more than that is
-# hardly possible.
+# The copy moves the same bytes once, and does nothing else: where a line is
+# above it, by so much the clock errs.
 
 # %%
 
@@ -1658,8 +1658,8 @@ def at_limits(mode, widths):
 report(at_limits("forward", [4096, 8192, 8704, 12288, 16384, 32768, 65536]))
 
 # %%
-# The limit of chunks is too low: at 8704 columns, and on to 11264, they are
-# faster than the two sweeps that the rule picks.
+# The limit of chunks is too low: at 8704 columns they are faster than the two
+# sweeps that the rule picks, and on `page 05 <05-chunks.html>`_ at 10240, too.
 # A sweep goes in tiles of 4096 columns here, and the third is mostly empty at
 # first: 8704 columns take nearly as long as 12288, which fill it.
 # From 12288 columns on two sweeps win against chunks; at 8192 both are close.
