@@ -91,7 +91,7 @@ SETTINGS = {
         len(NAMES),
     ),
     "cards.py": (
-        replace("docs/_ext/page/cards.py", "the speed of P", "as fast as P"),
+        replace("docs/_ext/page/cards.py", "× PyTorch", "× torch"),
         len(NAMES),
     ),
 }

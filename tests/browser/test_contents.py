@@ -1,5 +1,6 @@
 """What stands on the pages: figures, passports, solutions, head matter."""
 
+import json
 import os
 import re
 import xml.etree.ElementTree as ET
@@ -9,6 +10,7 @@ import pytest
 from browser import built
 
 from compiled import limits
+from measurements import recording
 
 each_page = pytest.mark.parametrize("name", built.PAGES)
 each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
@@ -46,29 +48,45 @@ def test_passports_are_complete(name):
     assert passports == soup.select("div.measured div.passport")
     for passport in passports:
         text = " ".join(passport.p.get_text(" ").split())
-        kind = r"(Recorded\.|Measured on this machine, by this build\.)"
+        kind = r"(Recorded|Measured on this machine, by this build,)"
+        # a benchmark's arguments, the GPU, and when it was measured
         pattern = (
-            rf"{kind} \S.*, 20\d\d-\d\d-\d\d\. "
+            rf"\S.*, \S.*\. {kind} 20\d\d-\d\d-\d\d\. "
             r"(\d+ GPU checks passed before recording|GPU checks: not run)"
         )
         assert re.match(pattern, text), text
         names = [dt.get_text(" ").strip(" :") for dt in passport.select("dt")]
-        assert names == ["Versions", "Measured", "Method", "Data"]
-        versions, measured, method, _ = (
-            dd.get_text(" ").strip() for dd in passport.select("dd")
+        fields = dict(
+            zip(
+                names,
+                (dd.get_text(" ").strip() for dd in passport.select("dd")),
+                strict=True,
+            )
         )
+        counted = "Nsight Compute" in fields["Versions"]
+        assert fields.keys() - {"Not counted"} == {
+            *("Versions", "Method", "Data"),
+            *(["Counted"] if counted else []),
+        }
+        versions, method = fields["Versions"], fields["Method"]
         assert re.fullmatch(
             r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+"
             r"(, Nsight Compute [\d.]+)?",
             versions,
         ), versions
-        # the pass, or a size, or what else the benchmark was given
-        assert re.search(r"(forward|backward) pass|\w+ = \w+", measured)
         assert len(method.split()) > 3, method
-        files = [
-            a["href"].rpartition(".")[2] for a in passport.select("a.download")
-        ]
-        assert files == ["csv", "json"]
+        csv, data = passport.select("a.download")
+        benchmark, gpu = csv["href"].split("/")[-1].split(".")[1:3]
+        file = (built.SITE / name).parent / data["href"]
+        recorded = json.loads(file.read_text())["benchmarks"][benchmark]
+        assert recording.slug(recorded["environment"]["gpu"]) == gpu
+        said = passport.strong.get_text()
+        assert recorded["environment"]["gpu"] in said
+        for key, value in recorded["args"].items():
+            at = fields["Counted"] if key == "counter" else said.lower()
+            assert str(value).lower() in at.split(", ") or (
+                re.search(rf"\b(?i:{key}) = {value}\b|^{value} pass", at)
+            ), f"{key} = {value}"
         rows = passport.select("details table tbody tr")
         assert len(rows) >= 2
         columns = len(passport.select("thead th"))

@@ -185,7 +185,7 @@ def walk(page, wanted):
     [
         (
             "index.html",
-            {"card": ".bp-card a"},
+            {"line": ".bp-step a"},
         ),
         (
             "tutorials/index.html",
