@@ -100,6 +100,13 @@ def test_the_figure_has_its_passport(built):
         assert part in page, part
 
 
+def test_without_a_repository_nothing_leads_to_one(built):
+    for page in (built.root / "html").rglob("*.html"):
+        text = page.read_text()
+        assert "bp-feedback" not in text
+        assert "github.com/edit" not in text
+
+
 def test_the_raw_numbers_can_be_downloaded(built):
     page = built.page("02-double")
     files = {

@@ -198,7 +198,7 @@ def walk(page, wanted):
                     "copy": "button.copybtn",
                     "numbers": ".bp-numbers summary",
                     "solution": ".bp-solution summary",
-                    "side bar download": ".bp-downloads a[download]",
+                    "download": ".bp-downloads a[download]",
                     "CSV and JSON": ".passport a.download",
                     "next or previous": ".prev-next-area a",
                 },

@@ -15,10 +15,10 @@ from sphinx.errors import ExtensionError
 from sphinx.util import logging, rst
 
 import style
+import tutorial
 from measurements import live, recording
 from measurements.replay import Measured, Missing
 from page import headlines
-from tutorial import file_name
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _drawn_from(figure, known):
 def _images(session, figure, alt, gallery_conf):
     """Save both forms of a figure; the page shows the one of its theme."""
     session.pictures += 1
-    name = f"{file_name(session.name)}_{session.pictures:03}"
+    name = f"{tutorial.file_name(session.name)}_{session.pictures:03}"
     folder = _folder(gallery_conf["src_dir"], "images")
     parts = []
     for text, ending, theme in zip(
@@ -123,19 +123,31 @@ def _keep_for_card(session, measured, gallery_conf):
     if rank <= session.card or _nothing_drawn(measured):
         return
     session.card = rank
-    light, dark, said = card_pictures(gallery_conf["src_dir"], session.name)
+    srcdir, name = gallery_conf["src_dir"], session.name
+    light, dark, said = card_pictures(srcdir, name)
     for text, path in zip(
         style.svg(measured.figure), (light, dark), strict=True
     ):
         path.write_text(text, encoding="utf-8")
     said.write_text(caption(measured), encoding="utf-8")
+    picture, said = social_picture(srcdir, name)
+    title = tutorial.title(name)
+    picture.write_bytes(
+        style.social(measured.figure, title, caption(measured))
+    )
+    said.write_text(f"{title}. {shown(measured)}", encoding="utf-8")
 
 
-def card_pictures(srcdir, tutorial):
+def card_pictures(srcdir, name):
     """The light and the dark picture of a tutorial's card, its caption."""
-    folder = _folder(srcdir, "images")
-    name = f"card_{file_name(tutorial)}"
-    return [folder / f"{name}{end}" for end in (".svg", "_dark.svg", ".txt")]
+    path = _folder(srcdir, "images") / f"card_{tutorial.file_name(name)}"
+    return [Path(f"{path}{end}") for end in (".svg", "_dark.svg", ".txt")]
+
+
+def social_picture(srcdir, name):
+    """The picture of a tutorial where it is shared, and what it shows."""
+    path = _folder(srcdir, "images") / f"social_{tutorial.file_name(name)}"
+    return Path(f"{path}.png"), Path(f"{path}.txt")
 
 
 def _folder(srcdir, name):
@@ -217,14 +229,14 @@ def _indent(text, width=3):
     )
 
 
-def passport(tutorial, measured, gallery_conf):
+def passport(name, measured, gallery_conf):
     """Where the numbers of a figure come from, and the numbers."""
     folder = _folder(gallery_conf["src_dir"], "raw")
     # Page, benchmark and GPU in the name: no two downloads share it.
-    file = f"{file_name(tutorial)}.{measured.name}.{measured.gpu}.csv"
+    file = f"{tutorial.file_name(name)}.{measured.name}.{measured.gpu}.csv"
     (folder / file).write_text(_csv(measured), encoding="utf-8")
     store = live.STORE if measured.live else recording.STORE
-    raw = recording.path_of(measured.gpu, tutorial, store)
+    raw = recording.path_of(measured.gpu, name, store)
     raw = raw.relative_to(gallery_conf["src_dir"]).as_posix()
     env = measured.environment
     origin = (
@@ -339,6 +351,10 @@ def number(value):
 
 
 def alt_text(measured):
+    return f"{shown(measured)} The table below has every number."
+
+
+def shown(measured):
     """What the figure shows, in words made from its numbers."""
     table = _by_x(measured)
     xs = list(table)
@@ -359,5 +375,5 @@ def alt_text(measured):
         f"Line plot of {measured.unit} against "
         f"{', '.join(measured.x_names)} from {first} to {last}"
         + (f" ({args})" if args else "")
-        + f": {'; '.join(lines)}. The table below has every number."
+        + f": {'; '.join(lines)}."
     )

@@ -36,9 +36,12 @@ class FirstUse(SphinxPostTransform):
         ]
         seen = set()
         for link in sorted(uses, key=is_folded):
-            if link["refuri"] in seen:
+            a_value = "sphx-glr-backref-instance" in link["classes"]
+            if a_value or link["refuri"] in seen:
                 link.replace_self(link.children)
+                continue
             seen.add(link["refuri"])
+            link["classes"] = ["bp-reference"]
 
 
 def link_prose(literal, known):
