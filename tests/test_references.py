@@ -5,18 +5,23 @@ import re
 
 import pytest
 import triton
-import triton.language as tl
 from browser import built
+from docutils import nodes
+from docutils.utils import new_document
 from project import ROOT
 from sphinx.util.inventory import InventoryFile
 
+from page import references
+
 HOME = "https://triton-lang.org/main/"
 FILE = ROOT / "docs/inventories/triton.inv"
+INVENTORY = InventoryFile.loads(FILE.read_bytes(), uri=HOME).data
 KNOWN = {
     name: item.uri
-    for kind in InventoryFile.loads(FILE.read_bytes(), uri=HOME).data.values()
+    for kind in INVENTORY.values()
     for name, item in kind.items()
 }
+LOAD, SUM = (KNOWN[f"triton.language.{name}"] for name in ("load", "sum"))
 
 
 def test_what_is_known_is_in_triton():
@@ -25,50 +30,59 @@ def test_what_is_known_is_in_triton():
         assert callable(found), name
 
 
-def test_most_that_the_tutorials_use_is_known():
-    """Types are written as tl.int64: they have no page of their own."""
-    used = set()
-    for script in (ROOT / "tutorials").rglob("[0-9][0-9]-*.py"):
-        used |= set(re.findall(r"\btl\.(\w+)\(", script.read_text()))
-    missing = {n for n in used if f"triton.language.{n}" not in KNOWN}
-    # Triton documents neither.
-    assert missing <= {"constexpr", "philox"}
-    assert all(hasattr(tl, name) for name in used)
-
-
-def links(part):
-    return [a for a in part.select("a[href]") if a["href"].startswith(HOME)]
-
-
 @pytest.mark.parametrize("name", built.TUTORIALS)
 def test_each_function_is_linked_once(name):
-    article = built.soup(name).article
-    found = [a["href"] for a in links(article) if a["href"] in KNOWN.values()]
-    assert len(set(found)) == len(found)
-    source = (ROOT / name).with_suffix(".py").read_text()
-    for function in set(re.findall(r"\btl\.(\w+)\(", source)):
-        uri = KNOWN.get(f"triton.language.{function}")
-        assert uri is None or uri in found, function
+    page = (built.SITE / name).read_text(encoding="utf-8")
+    links = re.findall(r'class="bp-reference[^>]* href="([^"]+)"', page)
+    assert len(set(links)) == len(links)
+    source = (ROOT / name).with_suffix(".py").read_text(encoding="utf-8")
+    used = {
+        f"triton.language.{function}"
+        for function in re.findall(r"\btl\.(\w+)\(", source)
+    }
+    assert {KNOWN[function] for function in used & KNOWN.keys()} <= set(links)
+    # Triton documents neither.
+    undocumented = {"triton.language.constexpr", "triton.language.philox"}
+    assert used - KNOWN.keys() <= undocumented
 
 
-@pytest.mark.parametrize("name", built.TUTORIALS)
-def test_it_is_the_first_that_is_not_folded(name):
-    article = built.soup(name).article
-    for link in links(article):
-        # Decorators are not linked: Pygments takes them for one word.
-        if "triton.language" not in link["href"].rpartition("#")[2]:
-            continue
-        words = re.compile(rf"\b{re.escape(link.get_text())}\b")
-        texts = [
-            node
-            for node in article.find_all(["pre", "code"])
-            if words.search(node.get_text())
-            and not node.find_parent("details")
-            and not node.find_parent("summary")
-        ]
-        if texts and not link.find_parent("details"):
-            first = texts[0]
-            assert first is link.find_parent("pre") or first in (
-                *link.find_all("code"),
-                link.find_parent("code"),
-            )
+def in_code(uri, *classes):
+    return nodes.reference("", uri[-4:], refuri=uri, classes=list(classes))
+
+
+def linked(*parts):
+    """Where the links of a page that is made of these parts are left."""
+    document = new_document("page")
+    document += parts
+    references.link_first_uses(document, KNOWN)
+    return [
+        (link.parent.tagname, link["refuri"])
+        for link in document.findall(nodes.reference)
+    ]
+
+
+def folded(*inside):
+    return nodes.container("", *inside, container_classes=["bp-folded"])
+
+
+def test_prose_is_linked_before_code():
+    prose = nodes.paragraph("", "", nodes.literal("", "tl.load"))
+    code = nodes.literal_block("", "", in_code(LOAD), in_code(SUM))
+    assert linked(prose, code) == [
+        ("paragraph", LOAD),
+        ("literal_block", SUM),
+    ]
+
+
+def test_what_is_folded_comes_last():
+    code = nodes.literal_block("", "", in_code(LOAD), in_code(SUM))
+    prose = nodes.paragraph("", "", nodes.literal("", "tl.sum"))
+    assert linked(folded(code), prose) == [
+        ("literal_block", LOAD),
+        ("paragraph", SUM),
+    ]
+
+
+def test_a_value_is_not_its_class():
+    its = in_code(LOAD, "sphx-glr-backref-instance")
+    assert linked(nodes.literal_block("", "", its)) == []

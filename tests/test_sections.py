@@ -74,8 +74,9 @@ def test_no_two_pages_share_a_picture(project, read):
         images = read(f"tutorials/{name}").select("img.bp-figure")
         assert len(images) == 2  # light and dark
         pictures += [here.joinpath(i["src"]).resolve() for i in images]
-    cards = read("index").select("img.bp-card-picture")
-    pictures += [(project.root / "html" / i["src"]).resolve() for i in cards]
+    here = project.root / "html/tutorials"
+    cards = read("tutorials/index").select("img.bp-card-picture")
+    pictures += [here.joinpath(i["src"]).resolve() for i in cards]
     assert len(pictures) == 4 * len(NAMES)
     assert len(set(pictures)) == len(pictures)
     assert all(path.is_file() for path in pictures)

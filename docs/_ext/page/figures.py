@@ -120,7 +120,7 @@ def _keep_for_card(session, measured, gallery_conf):
     compares = headlines.compares(measured.unit, measured.rows)
     backward = "backward" in str(measured.args.get("mode"))
     rank = 1 + 2 * compares + backward
-    if rank <= session.card or _nothing_drawn(measured):
+    if rank <= session.card or measured.reason or _nothing_drawn(measured):
         return
     session.card = rank
     srcdir, name = gallery_conf["src_dir"], session.name

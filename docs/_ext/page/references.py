@@ -27,21 +27,25 @@ class FirstUse(SphinxPostTransform):
             for kind in InventoryAdapter(self.env).main_inventory.values()
             for name, item in kind.items()
         }
-        for literal in list(self.document.findall(nodes.literal)):
-            link_prose(literal, known)
-        uses = [
-            link
-            for link in self.document.findall(nodes.reference)
-            if link.get("refuri") in known.values()
-        ]
-        seen = set()
-        for link in sorted(uses, key=is_folded):
-            a_value = "sphx-glr-backref-instance" in link["classes"]
-            if a_value or link["refuri"] in seen:
-                link.replace_self(link.children)
-                continue
-            seen.add(link["refuri"])
-            link["classes"] = ["bp-reference"]
+        link_first_uses(self.document, known)
+
+
+def link_first_uses(document, known):
+    for literal in list(document.findall(nodes.literal)):
+        link_prose(literal, known)
+    uses = [
+        link
+        for link in document.findall(nodes.reference)
+        if link.get("refuri") in known.values()
+    ]
+    seen = set()
+    for link in sorted(uses, key=is_folded):
+        a_value = "sphx-glr-backref-instance" in link["classes"]
+        if a_value or link["refuri"] in seen:
+            link.replace_self(link.children)
+            continue
+        seen.add(link["refuri"])
+        link["classes"] = ["bp-reference"]
 
 
 def link_prose(literal, known):
