@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
+from page import downloads  # noqa: E402
+
 # The site ------------------------------------------------------------------
 project = "Both Passes"
 author = "The Both Passes authors"
@@ -20,6 +22,7 @@ html_baseurl = os.environ.get("SITE_URL", "http://localhost:8000/")
 repository = os.environ.get("GITHUB_REPOSITORY", "")
 
 extensions = [
+    "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
@@ -31,7 +34,10 @@ extensions = [
     "gallery",
     "incremental",
     "page.cards",
+    "page.downloads",
+    "page.head",
     "page.moving",
+    "page.references",
     "page.solutions",
     "page.xray",
 ]
@@ -71,7 +77,8 @@ sphinx_gallery_conf = {
     "notebook_images": True,
     "first_notebook_cell": (
         "# Needs torch, triton, matplotlib and pandas, and a GPU for the\n"
-        "# timings. In Colab: Runtime > Change runtime type > GPU."
+        "# timings. In Colab: Runtime > Change runtime type > GPU.\n"
+        + downloads.CHECK
     ),
 }
 
@@ -86,6 +93,15 @@ moving_pictures = {
 }
 # Pages that show the cells that others fold.
 scaffold_shown = ["tutorials/layer-norm/01-layer-norm"]
+
+# What Triton documents, so that its functions link there. From its pages of
+# reference, by hand: building needs no network.
+intersphinx_mapping = {
+    "triton": (
+        "https://triton-lang.org/main/",
+        str(ROOT / "docs" / "inventories" / "triton.inv"),
+    )
+}
 
 # HTML ----------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
@@ -118,11 +134,12 @@ html_theme_options = {
     "show_prev_next": True,
     "show_nav_level": 2,
     "secondary_sidebar_items": {
-        "tutorials/**[0-9][0-9]-*": ["page-toc", "downloads"],
+        "tutorials/**[0-9][0-9]-*": ["page-toc"],
         "tutorials/**index": [],
         "index": [],
         "[!ti]*": ["page-toc"],
     },
+    "article_footer_items": ["feedback"] if repository else [],
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version", "theme-version"],
     "pygments_light_style": "a11y-high-contrast-light",
@@ -137,6 +154,7 @@ html_sidebars = {
 }
 html_context = {
     "default_mode": "auto",  # light or dark as the reader's system is
+    "repository": repository,
     # The publishing workflow puts the notebooks on a branch of this name.
     "notebooks": f"{repository}/blob/notebooks" if repository else "",
 }
@@ -153,6 +171,9 @@ sitemap_excludes = ["search.html", "genindex.html", "404.html"]
 ogp_site_url = html_baseurl
 ogp_image = html_baseurl + "_static/social.png"
 ogp_image_alt = f"{project}: {tagline}"
+ogp_custom_meta_tags = [
+    '<meta name="twitter:card" content="summary_large_image" />',
+]
 ogp_social_cards = {"enable": False}
 # A 404 page is shown at any depth, so its links start at the site's root.
 notfound_urls_prefix = urlsplit(html_baseurl).path

@@ -122,9 +122,14 @@ class Project:
         vendor = self.root / "docs/_static/vendor/mathjax"
         vendor.mkdir(parents=True)
         (vendor / "tex-svg.js").write_text("")
+        # Without the site's own tutorials, and what leads to them.
+        link = re.compile(
+            r":(?:doc|download):`([^`<]*?)\s+<tutorials/\S+/[^`]*`"
+        )
+        for page in (self.root / "docs").glob("*.rst"):
+            page.write_text(link.sub(r"\1", page.read_text()))
         shutil.copy(ROOT / "conf.py", self.root)
         (self.root / "tutorials").mkdir()
-        # Without the site's own tutorials.
         index = (ROOT / "tutorials/index.rst").read_text()
         entries = re.compile(r"^   \S+/index\n|^   \[0-9\].*\n", re.MULTILINE)
         (self.root / "tutorials/index.rst").write_text(entries.sub("", index))

@@ -78,7 +78,7 @@ ONE_FILE = {
         1,
     ),
     "a template": (
-        replace("docs/_templates/downloads.html", "Script", "Python"),
+        replace("docs/_templates/downloads.html", '_("Script")', '_("P")'),
         0,
     ),
     "a style sheet": (replace("docs/_static/site.css", "0.82rem", "1rem"), 0),
@@ -91,7 +91,7 @@ SETTINGS = {
         len(NAMES),
     ),
     "cards.py": (
-        replace("docs/_ext/page/cards.py", "the speed of P", "as fast as P"),
+        replace("docs/_ext/page/cards.py", "× PyTorch", "× torch"),
         len(NAMES),
     ),
 }

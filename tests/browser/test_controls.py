@@ -185,7 +185,7 @@ def walk(page, wanted):
     [
         (
             "index.html",
-            {"card": ".bp-card a"},
+            {"line": ".bp-step a"},
         ),
         (
             "tutorials/index.html",
@@ -198,7 +198,7 @@ def walk(page, wanted):
                     "copy": "button.copybtn",
                     "numbers": ".bp-numbers summary",
                     "solution": ".bp-solution summary",
-                    "side bar download": ".bp-downloads a[download]",
+                    "download": ".bp-downloads a[download]",
                     "CSV and JSON": ".passport a.download",
                     "next or previous": ".prev-next-area a",
                 },

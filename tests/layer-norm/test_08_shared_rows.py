@@ -214,7 +214,7 @@ def test_empty_is_no_number_and_stands_in_the_ptx():
 
 
 def test_exercise(output):
-    found = re.findall(r"^([\d.]+); exact: ([\d.]+)$", output, re.M)
+    found = re.findall(r"^found=([\d.]+); exact: ([\d.]+)$", output, re.M)
     assert len(found) == 2
     assert found[0][0] != found[0][1] and found[1][0] == found[1][1]
 

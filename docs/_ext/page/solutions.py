@@ -130,8 +130,15 @@ def hidden_in_notebooks():
     def jupyter_notebook(*args):
         notebook = original(*args)
         for cell in notebook["cells"]:
-            if cell["cell_type"] == "code" and marked("".join(cell["source"])):
-                cell["metadata"]["jupyter"] = {"source_hidden": True}
+            source = "".join(cell["source"]).lstrip()
+            found = cell["cell_type"] == "code" and marked(source)
+            if not found:
+                continue
+            # JupyterLab hides the code by the one, Colab by the others.
+            cell["metadata"]["jupyter"] = {"source_hidden": True}
+            cell["metadata"]["cellView"] = "form"
+            rest = source.partition("\n")[2]
+            cell["source"] = [f"# @title {found[1]}\n{rest}"]
         return notebook
 
     with mock.patch.object(gen_rst, "jupyter_notebook", jupyter_notebook):
