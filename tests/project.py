@@ -116,12 +116,9 @@ class Project:
             ROOT / "docs",
             self.root / "docs",
             ignore=shutil.ignore_patterns(
-                "_build", "tutorials", "nvidia-*", "vendor", "__pycache__"
+                "_build", "tutorials", "nvidia-*", "__pycache__"
             ),
         )
-        vendor = self.root / "docs/_static/vendor/mathjax"
-        vendor.mkdir(parents=True)
-        (vendor / "tex-svg.js").write_text("")
         shutil.copy(ROOT / "conf.py", self.root)
         (self.root / "tutorials").mkdir()
         # Without the site's own tutorials.
