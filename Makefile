@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
+PAGES ?=
 ALL ?=
 TRITON ?= 3.6.0 3.9.0
 WORKERS ?= 2
@@ -19,7 +20,7 @@ INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 SPHINX = $(PY) -m sphinx -n -W --keep-going -c . -d docs/_build/doctrees docs
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build \
+.PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build lighthouse \
 	lint lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
@@ -74,6 +75,9 @@ linkcheck: site-tools  ## check links to other sites (needs the network)
 bench-build: site-tools  ## measure the build's budgets
 	@$(PY) tests/bench_build.py
 
+lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
+	@PYTHONPATH=tests $(PY) tests/bench_lighthouse.py $(PAGES)
+
 lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
@@ -111,9 +115,9 @@ run-tools: check-python
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
 	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, \
-	elftools, joblib' 2>/dev/null || { \
+	elftools, joblib, tinycss2, fontTools' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|elftools|joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib|tinycss2|fonttools' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp

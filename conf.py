@@ -23,7 +23,6 @@ repository = os.environ.get("GITHUB_REPOSITORY", "")
 
 extensions = [
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -35,8 +34,11 @@ extensions = [
     "incremental",
     "page.cards",
     "page.downloads",
+    "page.formulas",
     "page.head",
+    "page.light",
     "page.moving",
+    "page.pictures",
     "page.references",
     "page.solutions",
     "page.xray",
@@ -110,15 +112,12 @@ html_static_path = ["docs/_static"]
 # .nojekyll, for GitHub Pages; and addresses of pages that have moved.
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
+html_js_files = [("drawers.js", {"defer": "defer"})]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
+html_scaled_image_link = False
 html_show_sourcelink = False
 html_theme_options = {
-    "logo": {
-        "text": project,
-        "image_light": "docs/_static/logo.svg",
-        "image_dark": "docs/_static/logo.svg",
-    },
     "icon_links": [
         {
             "name": "Repository",
@@ -133,11 +132,13 @@ html_theme_options = {
     "back_to_top_button": False,
     "show_prev_next": True,
     "show_nav_level": 2,
+    # On a narrow screen the side bars are drawers.
+    "primary_sidebar_end": ["close-drawer"],
     "secondary_sidebar_items": {
-        "tutorials/**[0-9][0-9]-*": ["page-toc"],
+        "tutorials/**[0-9][0-9]-*": ["close-drawer", "page-toc"],
         "tutorials/**index": [],
         "index": [],
-        "[!ti]*": ["page-toc"],
+        "[!ti]*": ["close-drawer", "page-toc"],
     },
     "article_footer_items": ["feedback"] if repository else [],
     "footer_start": ["copyright"],
@@ -158,9 +159,6 @@ html_context = {
     # The publishing workflow puts the notebooks on a branch of this name.
     "notebooks": f"{repository}/blob/notebooks" if repository else "",
 }
-
-# Formulas are drawn by a copy of MathJax that is part of the site.
-mathjax_path = "vendor/mathjax/tex-svg.js"
 
 # Copy what can be run: no prompts, no output.
 copybutton_exclude = ".linenos, .gp, .go"

@@ -116,12 +116,9 @@ class Project:
             ROOT / "docs",
             self.root / "docs",
             ignore=shutil.ignore_patterns(
-                "_build", "tutorials", "nvidia-*", "vendor", "__pycache__"
+                "_build", "tutorials", "nvidia-*", "__pycache__"
             ),
         )
-        vendor = self.root / "docs/_static/vendor/mathjax"
-        vendor.mkdir(parents=True)
-        (vendor / "tex-svg.js").write_text("")
         # Without the site's own tutorials, and what leads to them.
         link = re.compile(
             r":(?:doc|download):`([^`<]*?)\s+<tutorials/\S+/[^`]*`"
