@@ -111,9 +111,9 @@ run-tools: check-python
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
 	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, \
-	elftools, joblib' 2>/dev/null || { \
+	elftools, joblib, pagefind' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|elftools|joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib|pagefind' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp

@@ -32,6 +32,7 @@ extensions = [
     "incremental",
     "page.cards",
     "page.moving",
+    "page.search",
     "page.solutions",
     "page.xray",
 ]
@@ -94,6 +95,7 @@ html_static_path = ["docs/_static"]
 # .nojekyll, for GitHub Pages; and addresses of pages that have moved.
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
+html_js_files = [("search.js", {"defer": "defer"})]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
 html_show_sourcelink = False
@@ -141,6 +143,18 @@ html_context = {
     "notebooks": f"{repository}/blob/notebooks" if repository else "",
 }
 
+# What a reader may type for what a section says: see docs/_ext/page/search.py.
+search_spellings = [
+    ["bf16", "bfloat16"],
+    ["colab", "notebook"],
+    ["fp16", "float16"],
+    ["fp32", "float32"],
+    ["fp64", "float64"],
+    ["layernorm", "layer norm"],
+    ["rmsnorm", "RMS norm"],
+    ["deterministic", "reproducible", "same bits"],
+]
+
 # Formulas are drawn by a copy of MathJax that is part of the site.
 mathjax_path = "vendor/mathjax/tex-svg.js"
 
@@ -149,7 +163,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
 
 sitemap_url_scheme = "{link}"
-sitemap_excludes = ["search.html", "genindex.html", "404.html"]
+sitemap_excludes = ["genindex.html", "404.html"]
 ogp_site_url = html_baseurl
 ogp_image = html_baseurl + "_static/social.png"
 ogp_image_alt = f"{project}: {tagline}"
