@@ -40,6 +40,7 @@ extensions = [
     "page.moving",
     "page.pictures",
     "page.references",
+    "page.search",
     "page.solutions",
     "page.xray",
 ]
@@ -112,7 +113,9 @@ html_static_path = ["docs/_static"]
 # .nojekyll, for GitHub Pages; and addresses of pages that have moved.
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
-html_js_files = [("drawers.js", {"defer": "defer"})]
+html_js_files = [
+    (f"{name}.js", {"defer": "defer"}) for name in ("drawers", "search")
+]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
 html_scaled_image_link = False
@@ -160,12 +163,24 @@ html_context = {
     "notebooks": f"{repository}/blob/notebooks" if repository else "",
 }
 
+# What a reader may type for what a section says: see docs/_ext/page/search.py.
+search_spellings = [
+    ["bf16", "bfloat16"],
+    ["colab", "notebook"],
+    ["fp16", "float16"],
+    ["fp32", "float32"],
+    ["fp64", "float64"],
+    ["layernorm", "layer norm"],
+    ["rmsnorm", "RMS norm"],
+    ["deterministic", "reproducible", "same bits"],
+]
+
 # Copy what can be run: no prompts, no output.
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
 
 sitemap_url_scheme = "{link}"
-sitemap_excludes = ["search.html", "genindex.html", "404.html"]
+sitemap_excludes = ["genindex.html", "404.html"]
 ogp_site_url = html_baseurl
 ogp_image = html_baseurl + "_static/social.png"
 ogp_image_alt = f"{project}: {tagline}"

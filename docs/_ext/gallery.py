@@ -48,8 +48,7 @@ def begin(gallery_conf, script_vars):
         changes.enter_context(replay.replaced(replay.Runner(session)))
         changes.enter_context(replay.watching(session))
         changes.enter_context(solutions.hidden_in_notebooks())
-        if session.live:
-            changes.callback(report, session.name, time.monotonic())
+        changes.callback(report, session.name, time.monotonic())
         gallery_conf["restore"] = changes.pop_all().close
     return []
 

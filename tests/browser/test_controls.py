@@ -1,78 +1,19 @@
 """What a reader does with mouse and keyboard."""
 
 import re
-from collections import Counter
 
 import pytest
 from browser import built
 from playwright.sync_api import expect
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
 on_first = pytest.mark.parametrize("name", built.TUTORIALS[:1])
 PHONE = {"viewport": {"width": 390, "height": 844}}
-
-
-def prose(name):
-    """The words of a page's paragraphs."""
-    text = " ".join(
-        tag.get_text(" ")
-        for tag in built.soup(name).select("article > section p")
-        if not tag.select(".math, code")
-    )
-    return Counter(re.findall(r"\b[a-z]{7,}\b", text))
-
-
-def own_word(name):
-    """The most frequent word of those that the fewest other pages have."""
-    own, shared = prose(name), Counter()
-    for other in built.PAGES:
-        if other != name:
-            # Nor a form of it: the search looks for stems.
-            stems = {word[:6] for word in prose(other)}
-            shared.update(word for word in own if word[:6] in stems)
-    return min(own, key=lambda word: (shared[word], -own[word], word))
-
-
-def search(page, word):
-    page.keyboard.press("Control+k")
-    field = page.locator("#pst-search-dialog input")
-    expect(field).to_be_focused()
-    page.keyboard.type(word)
-    page.keyboard.press("Enter")
-    page.wait_for_url("**/search.html?q=*")
-
-
-@each_tutorial
-def test_search_finds_a_word_of_a_tutorial(page, name):
-    page.goto("index.html")
-    search(page, own_word(name))
-    result = page.locator(f"ul.search a[href*='{name}']").first
-    expect(result).to_be_visible()
-    result.click()
-    expect(page.locator("h1")).to_have_text(
-        re.compile(re.escape(built.soup(name).h1.find(string=True)))
-    )
-
-
-def test_search_for_layer_normalization(page):
-    page.goto("index.html")
-    search(page, "layer normalization")
-    result = page.locator("ul.search a[href*='/01-layer-norm.html']")
-    expect(result.first).to_be_visible()
 
 
 def test_an_old_address_leads_on(page):
     page.goto("tutorials/01-layer-norm.html")
     page.wait_for_url("**/tutorials/layer-norm/01-layer-norm.html")
-
-
-def test_search_without_result_says_so(page):
-    page.goto("index.html")
-    search(page, "qzxqzx")
-    expect(page.locator("#search-results")).to_contain_text(
-        re.compile("did not match any documents")
-    )
 
 
 @on_first
