@@ -85,7 +85,7 @@ ONE_FILE = {
     "a page": (replace("docs/index.rst", "The tutorials", "Tutorials"), 0),
 }
 SETTINGS = {
-    "conf.py": (replace("conf.py", "Both Passes", "Two Passes"), 0),
+    "conf.py": (replace("conf.py", "backward, measured", "back, measured"), 0),
     "conf.py, the gallery": (
         replace("conf.py", "# Needs torch", "# Nee"),
         len(NAMES),

@@ -42,7 +42,8 @@ def link_first_uses(document, known):
     for link in sorted(uses, key=is_folded):
         a_value = "sphx-glr-backref-instance" in link["classes"]
         if a_value or link["refuri"] in seen:
-            link.replace_self(link.children)
+            at = link.parent.index(link)
+            link.parent[at : at + 1] = link.children
             continue
         seen.add(link["refuri"])
         link["classes"] = ["bp-reference"]
