@@ -95,7 +95,9 @@ html_static_path = ["docs/_static"]
 # .nojekyll, for GitHub Pages; and addresses of pages that have moved.
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
-html_js_files = [("search.js", {"defer": "defer"})]
+html_js_files = [
+    (name, {"defer": "defer"}) for name in ("search.js", "stops.js")
+]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
 html_show_sourcelink = False

@@ -235,10 +235,10 @@ def passport(tutorial, measured, gallery_conf):
         * bool(measured.reason)
         + (f"   :Measured: {circumstances(measured)}\n" * bool(measured.args))
         + f"   :Method: {measured.method}\n"
-        f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"
-        f"      :download:`JSON </{raw}>`\n\n"
-        f"   .. dropdown:: The numbers ({measured.unit})\n"
+        f"\n   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
+        f"      :Data: :download:`CSV </tutorials/raw/{file}>`\n"
+        f"         :download:`JSON </{raw}>`\n\n"
         "      .. csv-table::\n"
         f"         :header: {','.join(_quoted(cell) for cell in header)}\n"
         "         :class: bp-table\n\n"
