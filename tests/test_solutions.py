@@ -101,6 +101,31 @@ def test_the_page_that_explains_the_scaffold_shows_it(shown):
     assert (tree[0] is block) == bool(shown)
 
 
+def test_scaffolds_that_follow_each_other_are_under_one_line():
+    cells = [
+        part
+        for name in "abcd"
+        for part in (
+            nodes.comment(text="GENERATED FROM PYTHON SOURCE LINES"),
+            nodes.literal_block(text=f"# Scaffold: {name}", language="Python"),
+        )
+    ]
+    words = nodes.paragraph(text="Words of the page.")
+    cells[6:6] = [nodes.comment(text="GENERATED"), words]
+    tree = nodes.section("", *cells)
+    app = SimpleNamespace(
+        env=SimpleNamespace(docname="tutorials/a"),
+        config=SimpleNamespace(scaffold_shown=[]),
+    )
+    solutions.fold(app, tree)
+    shown = [child for child in tree if not isinstance(child, nodes.comment)]
+    group, between, alone = shown
+    assert group[0].astext() == "3 cells of scaffold"
+    assert [cell[0].astext() for cell in group[1:]] == ["a", "b", "c"]
+    assert between is words
+    assert alone[0].astext() == "d"
+
+
 def test_a_drawing_is_shown_and_its_code_folded_under_it(page):
     picture = page.select_one('img[alt="a straight line, drawn"]')
     below = picture.find_next("details")

@@ -6,9 +6,8 @@ import re
 import threading
 from pathlib import Path
 
-from bs4 import BeautifulSoup
-
 import serve
+from bs4 import BeautifulSoup
 
 HERE = Path(__file__).resolve().parents[2]
 SITE = Path(os.environ.get("SITE_DIR", HERE / "docs/_build/html")).resolve()

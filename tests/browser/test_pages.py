@@ -20,6 +20,16 @@ CODE = """(() => {
   return [all.filter(e => e.scrollWidth > e.clientWidth).length, all.length,
           Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))];
 })()"""
+# How often a reader presses Tab to come to the next page, with all folded.
+STOPS = """() => {
+  const next = document.querySelector('a.right-next, a.left-prev');
+  return [...document.querySelectorAll('a[href], button, input, summary, ' +
+    '[tabindex]')].filter(e => e.tabIndex >= 0 && !e.disabled
+      && e.checkVisibility({visibilityProperty: true})
+      && next?.compareDocumentPosition(e) & Node.DOCUMENT_POSITION_PRECEDING
+    ).length;
+}"""
+MOST_STOPS = 60
 WIDER = "document.documentElement.scrollWidth - window.innerWidth"
 # What is folded is a part of the page.
 UNFOLD = """document.querySelectorAll('article details')
@@ -123,6 +133,8 @@ def faults(page, name, patience=60_000):
     if response.status != 200:
         found.append(f"HTTP status {response.status}")
     found.extend(sideways(page, "folded"))
+    if (stops := page.evaluate(STOPS)) > MOST_STOPS:
+        found.append(f"{stops} stops of the Tab key before the next page")
     page.evaluate(UNFOLD)
     found.extend(sideways(page, "unfolded"))
     page.evaluate(PRUNE)
@@ -150,13 +162,15 @@ def test_page_as_it_is_loaded(page, view, name):
     assert not found, "\n".join(found)
 
 
+LINKS = '<a href="#">here</a>' * 60
 BAD = f"""<!doctype html><html lang="en" data-theme="dark"><title>Bad</title>
 <main><h1>Bad</h1><p style="color: #999; width: 3000px">pale</p>
 <pre><span style="color: #aaa">pale</span></pre>
 <article class="highlight"><div class="highlight"><pre style="font-size: 12px">
 {"wide " * 40}</pre></div></article>
 <img alt="" src="http://other.invalid/x.png"></main>
-<img alt="" src="no-such-picture.png">
+<img alt="" src="no-such-picture.png">{LINKS}
+<button>one more</button><a class="right-next" href="#">Next</a>
 <script>throw new Error("broken")</script>"""
 
 
@@ -172,6 +186,7 @@ def test_faults_are_found(page):
         "console: ",
         "on a phone 1 of 1 code blocks scroll sideways",
         "on a phone code has 12 px",
+        "61 stops of the Tab key",
         "the theme is 'dark'",
         "folded, 390 px wide, it scrolls",
         "unfolded, 1280 px wide, it scrolls",

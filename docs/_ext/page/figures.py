@@ -273,10 +273,10 @@ def passport(name, measured, gallery_conf):
             if counter
         )
         + f"   :Method: {measured.method}\n"
-        f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"
-        f"      :download:`JSON </{raw}>`\n\n"
-        f"   .. dropdown:: The numbers ({measured.unit})\n"
+        f"\n   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
+        f"      :Data: :download:`CSV </tutorials/raw/{file}>`\n"
+        f"         :download:`JSON </{raw}>`\n\n"
         "      .. csv-table::\n"
         f"         :header: {','.join(_quoted(cell) for cell in header)}\n"
         "         :class: bp-table\n\n"

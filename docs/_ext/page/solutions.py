@@ -7,7 +7,8 @@ A cell is folded when its first line is one of these comments:
 - ``# Drawing: who adds which rows``: only its code is folded, under its
   picture.
 
-What the cell of a solution or a scaffold printed and drew is folded with it.
+What the cell of a solution or a scaffold printed and drew is folded with it,
+and scaffolds that follow each other are under one line.
 A paragraph that begins with ``**Hint.**`` is folded too. The page that
 explains the scaffold, named in ``conf.py``, shows it.
 
@@ -64,6 +65,29 @@ def fold(app, doctree):
         fold_hint(paragraph)
         if MARKER.match(f"# {paragraph.astext()}"):
             warn(docname, paragraph.astext())
+    for section in list(doctree.findall(nodes.section)):
+        gather(section)
+
+
+def gather(section):
+    """Put scaffolds that follow each other under one line, when none of the
+    page's own words stands between them."""
+    run = []
+    for child in [*section.children, None]:
+        if isinstance(child, nodes.comment | nodes.target):
+            continue
+        if child is not None and "bp-scaffold" in child.get(
+            "container_classes", ()
+        ):
+            run.append(child)
+            continue
+        if len(run) > 1:
+            at = section.index(run[0])
+            for cell in run:
+                section.remove(cell)
+            title = f"{len(run)} cells of scaffold"
+            section.insert(at, folded("scaffold", title, run))
+        run = []
 
 
 def fold_cell(block, kind, title):
