@@ -96,7 +96,7 @@ html_static_path = ["docs/_static"]
 # .nojekyll, for GitHub Pages; and addresses of pages that have moved.
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
-html_js_files = [("drawers.js", {"defer": "defer"})]
+html_js_files = [("folds.js", {"defer": "defer"})]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
 html_scaled_image_link = False
