@@ -114,8 +114,7 @@ html_static_path = ["docs/_static"]
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
 html_js_files = [
-    (f"{name}.js", {"defer": "defer"})
-    for name in ("drawers", "search", "stops")
+    (f"{name}.js", {"defer": "defer"}) for name in ("folds", "search", "stops")
 ]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False

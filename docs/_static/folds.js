@@ -3,3 +3,11 @@ document.addEventListener("click", (event) => {
   const drawer = event.target.closest("dialog[open]");
   if (drawer && event.target.closest(".bp-close, a")) drawer.close();
 });
+
+// The theme looks what scrolls, and so needs a tab stop, when the window
+// changes; what is unfolded may scroll too.
+document.addEventListener(
+  "toggle",
+  () => dispatchEvent(new Event("resize")),
+  true,
+);
