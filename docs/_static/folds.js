@@ -4,10 +4,14 @@ document.addEventListener("click", (event) => {
   if (drawer && event.target.closest(".bp-close, a")) drawer.close();
 });
 
-// The theme looks what scrolls, and so needs a tab stop, when the window
-// changes; what is unfolded may scroll too.
-document.addEventListener(
-  "toggle",
-  () => dispatchEvent(new Event("resize")),
-  true,
-);
+// What scrolls sideways needs a tab stop. The theme looks when the window
+// changes; what is unfolded gets its size later.
+const sizes = new ResizeObserver((changed) => {
+  for (const { target, contentRect } of changed)
+    if (contentRect.width)
+      target.tabIndex = target.scrollWidth > target.clientWidth ? 0 : -1;
+});
+for (const each of document.querySelectorAll(
+  "article pre, .pst-scrollable-table-container",
+))
+  sizes.observe(each);

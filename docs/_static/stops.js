@@ -36,29 +36,34 @@
   });
 })();
 
-/* Copy buttons take one stop of the Tab key together; from there the arrow
-   keys lead on. A page has dozens of cells, and one end. */
+/* Copy buttons take one stop of the Tab key together, and links in code
+   another; from there the arrow keys lead on. A page has dozens, and one
+   end. */
 
 addEventListener("load", () => {
-  const selector = ".bd-article button.copybtn";
-  const shown = () =>
-    [...document.querySelectorAll(selector)].filter((button) =>
-      button.checkVisibility(),
-    );
-  const stop = (one) => {
-    for (const button of document.querySelectorAll(selector))
-      button.tabIndex = button === one ? 0 : -1;
-  };
-  stop(shown()[0]);
-  document.addEventListener("focusin", ({ target }) => {
-    if (target.matches(selector)) stop(target);
-  });
-  document.addEventListener("keydown", (event) => {
-    if (!event.target.matches(selector)) return;
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const buttons = shown();
-    buttons[buttons.indexOf(event.target) + step]?.focus();
-  });
+  for (const kind of ["button.copybtn", ".highlight a.bp-reference"])
+    oneStop(`.bd-article ${kind}`);
+
+  function oneStop(selector) {
+    const shown = () =>
+      [...document.querySelectorAll(selector)].filter((each) =>
+        each.checkVisibility(),
+      );
+    const stop = (one) => {
+      for (const each of document.querySelectorAll(selector))
+        each.tabIndex = each === one ? 0 : -1;
+    };
+    stop(shown()[0]);
+    document.addEventListener("focusin", ({ target }) => {
+      if (target.matches(selector)) stop(target);
+    });
+    document.addEventListener("keydown", (event) => {
+      if (!event.target.matches(selector)) return;
+      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const all = shown();
+      all[all.indexOf(event.target) + step]?.focus();
+    });
+  }
 });

@@ -19,7 +19,9 @@ def source(page, link):
     name = PurePosixPath(link["href"]).name
     ending = PurePosixPath(name).suffix
     if ending == ".py":
-        return built.ROOT / folder / name
+        own = built.ROOT / folder / name
+        # The front page offers one of a section.
+        return own if own.exists() else offered(link)
     if ending in (".ipynb", ".zip"):
         return DOCS / folder / name
     if ending in (".ttir", ".ttgir", ".ptx", ".sass", ".amdgcn"):
@@ -32,6 +34,12 @@ def source(page, link):
         section = folder.relative_to("tutorials")
         return DOCS / "measurements" / gpu / section / name
     raise AssertionError(f"a download of an unknown kind: {name}")
+
+
+def offered(link):
+    """The script of the page that stands in the same sentence."""
+    (page,) = link.find_parent("p").select("a.reference[href$='.html']")
+    return built.ROOT / page["href"].replace(".html", ".py")
 
 
 def downloads(name):

@@ -15,6 +15,7 @@ MADE = {"bs-tooltip-auto"}
 # Scripts without classes: words of the pages, or of a language.
 DATA = ("searchindex.js", "language_data.js", "english-stemmer.js")
 NAMES = re.compile(r'\b(?:class|id)="([^"]+)"')
+BEGUN = re.compile(r"(\w+-[\w-]*)\$\{")  # in a script: the rest is a number
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 IMPORT = re.compile(r'@import "([^"]+)";')
 # Two thirds of the theme's rules: a letter of the icon font.
@@ -27,14 +28,30 @@ THEMES = {
 }
 
 
+class Words(set):
+    """Names that are there, and how others begin."""
+
+    def __init__(self):
+        super().__init__(MADE)
+        self.begun = ()
+
+    def has(self, names):
+        return all(
+            name in self or name.startswith(self.begun) for name in names
+        )
+
+
 def words(static, texts):
     """What may be the class or the id of an element."""
-    known = set(MADE)
+    known, begun = Words(), set()
     for text in texts:
         known.update(*map(str.split, NAMES.findall(text)))
     for path in static.rglob("*.js"):
         if path.name not in DATA:
-            known.update(re.findall(r"[\w-]+", path.read_text("utf-8")))
+            text = path.read_text("utf-8")
+            known.update(re.findall(r"[\w-]+", text))
+            begun.update(BEGUN.findall(text))
+    known.begun = tuple(begun)
     return known
 
 
@@ -75,7 +92,7 @@ def style(rule, known):
     selectors = [
         tinycss2.serialize(selector).strip()
         for selector in split(rule.prelude)
-        if needs(selector) <= known
+        if known.has(needs(selector))
     ]
     body = "{" + tinycss2.serialize(rule.content).strip() + "}\n"
     text = selectors and ",".join(selectors) + body
