@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
+PAGES ?=
 ALL ?=
 TRITON ?= 3.6.0 3.9.0
 WORKERS ?= 2
@@ -16,10 +17,10 @@ WORKERS ?= 2
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SITE := docs/_build/html
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
-SPHINX = $(PY) -m sphinx -n -W --keep-going -c . -d docs/_build/doctrees docs
+SPHINX = $(PY) -m sphinx -q -n -W --keep-going -c . -d docs/_build/doctrees docs
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build \
+.PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build lighthouse screenshot \
 	lint lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
@@ -36,9 +37,8 @@ preview: site-tools  ## build with stale or missing recordings marked; never pub
 	@echo "A preview is in $(SITE): open $(SITE)/index.html, or run make serve."
 
 serve: check-python  ## show the built site at http://localhost:8000
-	@test -d $(SITE) || { echo "make serve: run make html first." >&2; exit 1; }
-	@echo "The site is at http://localhost:$(PORT); stop with Ctrl+C."
-	@$(PYTHON) -m http.server --bind localhost --directory $(SITE) $(PORT)
+	@test -f $(SITE)/index.html || { echo "make serve: run make html first." >&2; exit 1; }
+	@$(PYTHON) docs/_ext/serve.py $(SITE) $(PORT)
 
 test: proof  ## everything that proves the project, without a GPU
 test-all: OPTIONS := -m "" --hypothesis-profile=random
@@ -53,7 +53,7 @@ proof: test-tools
 		$(wildcard .github/workflows/*.yml)
 	@echo "Building the site from clean"
 	@rm -rf docs/_build docs/tutorials
-	@FIGURES=recorded $(SPHINX) -q $(SITE)
+	@FIGURES=recorded $(SPHINX) $(SITE)
 # One more than cores: a worker often waits, for a browser or what it started.
 	@$(PY) -m pytest -q -rs -n $$(($(WORKERS) + 1)) --dist worksteal $(OPTIONS) \
 		--ignore tests/gpu tests
@@ -69,10 +69,16 @@ record: run-tools  ## measure on a GPU what is stale: TUTORIALS="layer-norm/01" 
 		$(PY) -m measurements.record $(if $(ALL),--all) $(TUTORIALS)
 
 linkcheck: site-tools  ## check links to other sites (needs the network)
-	@$(SPHINX) -b linkcheck docs/_build/linkcheck
+	@$(SPHINX) -b linkcheck docs/_build/linkcheck && echo "No link is broken."
+
+screenshot: test-tools  ## take the picture of the README anew, of the built site
+	@$(PY) tests/screenshot.py
 
 bench-build: site-tools  ## measure the build's budgets
 	@$(PY) tests/bench_build.py
+
+lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
+	@PYTHONPATH=tests $(PY) tests/bench_lighthouse.py $(PAGES)
 
 lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .
@@ -111,9 +117,9 @@ run-tools: check-python
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
 	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, \
-	elftools, joblib' 2>/dev/null || { \
+	elftools, joblib, tinycss2, fontTools, pagefind' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|elftools|joblib' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib|tinycss2|fonttools|pagefind' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp
@@ -122,16 +128,22 @@ test-tools: $(VENV)/site.stamp $(VENV)/test.stamp
 run-tools: $(VENV)/test.stamp
 endif
 
-NOT_INSTALLED = { echo "make: pip could not install $<; its reason is above. \
-	If it finds no version of a package, it may not reach the network." >&2; \
+# What pip says when no index answers takes a screen: one sentence does.
+PIP_LOG = $(VENV)/pip.log
+INSTALLED = $(INSTALL) -r $< -c constraints.txt 2>$(PIP_LOG) || { \
+	if grep -q 'connection broken by' $(PIP_LOG); then \
+	echo "make: no network: pip reaches no package index, from which it \
+	installs $<. Connect, and run make again." >&2; \
+	else cat $(PIP_LOG) >&2; \
+	echo "make: pip could not install $<; its reason is above." >&2; fi; \
 	exit 1; }
 
 $(VENV)/site.stamp: requirements.txt constraints.txt | check-python
 	@test -x $(PY) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing requirements.txt (torch is large: this takes minutes)"
-	@$(INSTALL) -r $< -c constraints.txt || $(NOT_INSTALLED)
+	@$(INSTALLED)
 	@touch $@
 
 $(VENV)/test.stamp: tests/requirements.txt $(VENV)/site.stamp
-	@$(INSTALL) -r $< -c constraints.txt || $(NOT_INSTALLED)
+	@$(INSTALLED)
 	@touch $@

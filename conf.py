@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
+from page import downloads  # noqa: E402
+
 # The site ------------------------------------------------------------------
 project = "Both Passes"
 author = "The Both Passes authors"
@@ -20,7 +22,7 @@ html_baseurl = os.environ.get("SITE_URL", "http://localhost:8000/")
 repository = os.environ.get("GITHUB_REPOSITORY", "")
 
 extensions = [
-    "sphinx.ext.mathjax",
+    "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -31,7 +33,14 @@ extensions = [
     "gallery",
     "incremental",
     "page.cards",
+    "page.downloads",
+    "page.formulas",
+    "page.head",
+    "page.light",
     "page.moving",
+    "page.pictures",
+    "page.references",
+    "page.search",
     "page.solutions",
     "page.xray",
 ]
@@ -71,7 +80,8 @@ sphinx_gallery_conf = {
     "notebook_images": True,
     "first_notebook_cell": (
         "# Needs torch, triton, matplotlib and pandas, and a GPU for the\n"
-        "# timings. In Colab: Runtime > Change runtime type > GPU."
+        "# timings. In Colab: Runtime > Change runtime type > GPU.\n"
+        + downloads.CHECK
     ),
 }
 
@@ -87,6 +97,15 @@ moving_pictures = {
 # Pages that show the cells that others fold.
 scaffold_shown = ["tutorials/layer-norm/01-layer-norm"]
 
+# What Triton documents, so that its functions link there. From its pages of
+# reference, by hand: building needs no network.
+intersphinx_mapping = {
+    "triton": (
+        "https://triton-lang.org/main/",
+        str(ROOT / "docs" / "inventories" / "triton.inv"),
+    )
+}
+
 # HTML ----------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
 html_title = project
@@ -94,15 +113,14 @@ html_static_path = ["docs/_static"]
 # .nojekyll, for GitHub Pages; and addresses of pages that have moved.
 html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
+html_js_files = [
+    (f"{name}.js", {"defer": "defer"}) for name in ("folds", "search", "stops")
+]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
+html_scaled_image_link = False
 html_show_sourcelink = False
 html_theme_options = {
-    "logo": {
-        "text": project,
-        "image_light": "docs/_static/logo.svg",
-        "image_dark": "docs/_static/logo.svg",
-    },
     "icon_links": [
         {
             "name": "Repository",
@@ -117,12 +135,15 @@ html_theme_options = {
     "back_to_top_button": False,
     "show_prev_next": True,
     "show_nav_level": 2,
+    # On a narrow screen the side bars are drawers.
+    "primary_sidebar_end": ["close-drawer"],
     "secondary_sidebar_items": {
-        "tutorials/**[0-9][0-9]-*": ["page-toc", "downloads"],
+        "tutorials/**[0-9][0-9]-*": ["close-drawer", "page-toc"],
         "tutorials/**index": [],
         "index": [],
-        "[!ti]*": ["page-toc"],
+        "[!ti]*": ["close-drawer", "page-toc"],
     },
+    "article_footer_items": ["feedback"] if repository else [],
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version", "theme-version"],
     "pygments_light_style": "a11y-high-contrast-light",
@@ -137,22 +158,35 @@ html_sidebars = {
 }
 html_context = {
     "default_mode": "auto",  # light or dark as the reader's system is
+    "repository": repository,
     # The publishing workflow puts the notebooks on a branch of this name.
     "notebooks": f"{repository}/blob/notebooks" if repository else "",
 }
 
-# Formulas are drawn by a copy of MathJax that is part of the site.
-mathjax_path = "vendor/mathjax/tex-svg.js"
+# What a reader may type for what a section says: see docs/_ext/page/search.py.
+search_spellings = [
+    ["bf16", "bfloat16"],
+    ["colab", "notebook"],
+    ["fp16", "float16"],
+    ["fp32", "float32"],
+    ["fp64", "float64"],
+    ["layernorm", "layer norm"],
+    ["rmsnorm", "RMS norm"],
+    ["deterministic", "reproducible", "same bits"],
+]
 
 # Copy what can be run: no prompts, no output.
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
 
 sitemap_url_scheme = "{link}"
-sitemap_excludes = ["search.html", "genindex.html", "404.html"]
+sitemap_excludes = ["genindex.html", "404.html"]
 ogp_site_url = html_baseurl
 ogp_image = html_baseurl + "_static/social.png"
 ogp_image_alt = f"{project}: {tagline}"
+ogp_custom_meta_tags = [
+    '<meta name="twitter:card" content="summary_large_image" />',
+]
 ogp_social_cards = {"enable": False}
 # A 404 page is shown at any depth, so its links start at the site's root.
 notfound_urls_prefix = urlsplit(html_baseurl).path

@@ -1,8 +1,18 @@
 """Strategies of hypothesis for the cases that every norm must pass."""
 
+import hypothesis
 from hypothesis import strategies as st
 
 from layer_norm_cases import DTYPES, LAYOUTS, Case, wrong_in_interpreter
+
+TRIED = hypothesis.settings.get_profile("same").max_examples
+
+
+def examples(count):
+    """So many where make test tries TRIED; in test-all as many times more."""
+    most = hypothesis.settings().max_examples
+    return hypothesis.settings(max_examples=count * most // TRIED)
+
 
 layouts = st.sampled_from(list(LAYOUTS))
 own_layouts = layouts.filter(lambda name: name != "one number")

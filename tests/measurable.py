@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -211,6 +212,8 @@ class Measurable(Project):
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            # Where the tests run in the background Ctrl+C may be ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def make_record(self, *arguments, gpus=1):

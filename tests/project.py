@@ -116,15 +116,17 @@ class Project:
             ROOT / "docs",
             self.root / "docs",
             ignore=shutil.ignore_patterns(
-                "_build", "tutorials", "nvidia-*", "vendor", "__pycache__"
+                "_build", "tutorials", "nvidia-*", "__pycache__"
             ),
         )
-        vendor = self.root / "docs/_static/vendor/mathjax"
-        vendor.mkdir(parents=True)
-        (vendor / "tex-svg.js").write_text("")
+        # Without the site's own tutorials, and what leads to them.
+        link = re.compile(
+            r":(?:doc|download):`([^`<]*?)\s+<tutorials/\S+/[^`]*`"
+        )
+        for page in (self.root / "docs").glob("*.rst"):
+            page.write_text(link.sub(r"\1", page.read_text()))
         shutil.copy(ROOT / "conf.py", self.root)
         (self.root / "tutorials").mkdir()
-        # Without the site's own tutorials.
         index = (ROOT / "tutorials/index.rst").read_text()
         entries = re.compile(r"^   \S+/index\n|^   \[0-9\].*\n", re.MULTILINE)
         (self.root / "tutorials/index.rst").write_text(entries.sub("", index))
@@ -193,9 +195,13 @@ class Project:
         return (self.root / "html/tutorials" / f"{name}.html").read_text()
 
     def executed(self, output):
-        """How many tutorials a build executed."""
+        """How many tutorials a build executed that came to its end."""
         found = re.search(r"successfully executed (\d+) out of", output)
         return int(found[1]) if found else 0
+
+    def began(self, output):
+        """Whether a build began with a tutorial, wherever it stopped."""
+        return "generating gallery for" in output
 
 
 ENVIRONMENT = {

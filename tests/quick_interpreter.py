@@ -1,9 +1,11 @@
 """Triton's interpreter, with the same numbers in a fifth of the time.
 
-Most of its time goes where nothing is computed: a table of types is made for
-every tensor, triton.language is searched at every call of a device function,
-every sum of integers is checked for an overflow that only debugging reports,
-and a reduction by a function of a kernel goes element by element.
+Most of its time goes where nothing is computed: tables of types, shapes and
+types of blocks are made anew for every tensor, shapes that are alike are
+compared number by number, triton.language is searched at every call of a
+device function, every sum of integers is checked for an overflow that only
+debugging reports, and a reduction by a function of a kernel goes element by
+element.
 test_quick_interpreter.py compares the bits. Readers never meet this module:
 pages and downloads run in the interpreter as it is.
 """
@@ -25,11 +27,23 @@ SLOW = {
         (interpreter, "_patch_lang"),
         (interpreter.ReduceOps, "generic_reduce"),
         (_semantic, "binary_op_sanitize_overflow_impl"),
+        (_semantic, "broadcast_impl_value"),
+        (tl.block_type, "__init__"),
+        (tl.tensor, "__init__"),
     )
 }
-_slow_np_dtype, _slow_patch_lang, _slow_reduce, _slow_overflow = SLOW.values()
+(
+    _slow_np_dtype,
+    _slow_patch_lang,
+    _slow_reduce,
+    _slow_overflow,
+    _slow_broadcast,
+    _slow_block,
+    _slow_tensor,
+) = SLOW.values()
 
 _dtypes = {}  # by the name of a type of elements
+_blocks = {}  # what a type of blocks knows, by type of element and shape
 _patched = set()  # languages(...) of the launch that is running
 
 
@@ -72,6 +86,41 @@ def overflow(lhs, rhs, operation):
     """The result is for device_assert, which does nothing but in debugging."""
     if _semantic.builder.options.debug:
         _slow_overflow(lhs, rhs, operation)
+
+
+def broadcast(lhs, rhs):
+    """Blocks of one shape stay as they are."""
+    if lhs.type.is_block() and rhs.type.is_block():
+        shapes = [t.type.get_block_shapes().values for t in (lhs, rhs)]
+        if shapes[0] == shapes[1]:
+            return lhs, rhs
+    return _slow_broadcast(lhs, rhs)
+
+
+def block(self, element_ty, shape):
+    """Nobody changes a type: all of a shape share what they know."""
+    key = (
+        *(element_ty.name, getattr(element_ty, "address_space", None)),
+        *(getattr(size, "value", size) for size in shape),
+    )
+    if key not in _blocks:
+        _slow_block(self, element_ty, shape)
+        _blocks[key] = self.__dict__
+    self.__dict__ = _blocks[key]
+
+
+def tensor(self, handle, type):
+    """All tensors of a type have its shape."""
+    if "of_tensors" not in type.__dict__:
+        _slow_tensor(self, handle, type)
+        type.__dict__["of_tensors"] = {
+            name: getattr(self, name) for name in ("shape", "numel", "dtype")
+        }
+    self.__dict__ = {
+        **type.__dict__["of_tensors"],
+        "handle": handle,
+        "type": type,
+    }
 
 
 class Branch(Exception):
@@ -120,5 +169,12 @@ def generic_reduce(self, input):
 
 
 QUICK = dict(
-    zip(SLOW, (np_dtype, patch_lang, generic_reduce, overflow), strict=True)
+    zip(
+        SLOW,
+        (
+            *(np_dtype, patch_lang, generic_reduce, overflow),
+            *(broadcast, block, tensor),
+        ),
+        strict=True,
+    )
 )

@@ -1,6 +1,11 @@
-"""Every download runs by itself: an empty folder, four packages, no GPU."""
+"""Every download runs by itself: an empty folder, four packages, no GPU.
+
+It is the script of the repository behind a head, which says what is missing.
+"""
 
 import re
+import subprocess
+import sys
 import zipfile
 
 import nbformat
@@ -11,6 +16,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
 from alone import HIDDEN, NO_GPU, run_script
+from page import solutions
 
 SITE = ROOT / "docs" / "_build" / "html"
 GENERATED = ROOT / "docs" / "tutorials"
@@ -34,34 +40,90 @@ def download(name):
     return page.parent / found
 
 
+def head(stem):
+    """What stands before the source, which follows byte for byte."""
+    text = download(f"{stem}.py").read_text(encoding="utf-8")
+    source = tutorial.source(stem)
+    assert text.endswith(source)
+    return text.removesuffix(source)
+
+
 @pytest.mark.parametrize("stem", NAMES)
 def test_the_zip_runs(stem, alone):
-    """It holds the source, byte for byte, and that is what runs."""
-    source = (ROOT / "tutorials" / f"{stem}.py").read_bytes()
+    """It holds the page's downloads; what runs is the source in them."""
+    script = download(f"{stem}.py").read_bytes()
     with zipfile.ZipFile(download(f"{stem}.zip")) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     name = stem.split("/")[-1]
     assert files == {
-        f"{name}.py": source,
+        f"{name}.py": script,
         f"{name}.ipynb": download(f"{stem}.ipynb").read_bytes(),
     }
-    assert download(f"{stem}.py").read_bytes() == source
+    assert head(stem)
     assert LINE in alone(stem)
+
+
+@pytest.mark.parametrize("stem", NAMES)
+def test_the_head_says_what_it_is_and_needs(stem):
+    comments = [li for li in head(stem).splitlines() if li.startswith("#")]
+    title, *address, needs, tried, terms = comments
+    assert title == f"# {tutorial.title(stem)}: a tutorial of Both Passes"
+    assert all(stem in line for line in address)
+    assert needs == "# Needs: pip install torch triton matplotlib pandas"
+    for name in ("Python", "torch", "triton", "matplotlib", "pandas"):
+        assert re.search(rf"\b{name} \d+\.\d+", tried), tried
+    assert terms.startswith("# MIT license")
+
+
+@pytest.mark.parametrize("lacks", ["pandas", "triton", None])
+def test_a_missing_package_is_one_line(tmp_path, lacks):
+    """One head stands for all: only their comments differ."""
+    code = {head(stem).partition("\n\n")[2] for stem in NAMES}
+    assert len(code) == 1
+    (tmp_path / "script.py").write_text(f"{code.pop()}print('runs')\n")
+    hide = (
+        "import importlib.util, runpy; find = importlib.util.find_spec; "
+        f"importlib.util.find_spec = lambda n: n != {lacks!r} and find(n) "
+        "or None; runpy.run_path('script.py')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hide],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    if lacks is None:
+        assert (done.returncode, done.stdout) == (0, "runs\n")
+        return
+    assert done.returncode != 0
+    assert (done.stdout, done.stderr) == (
+        "",
+        f"{lacks} is missing: pip install torch triton matplotlib pandas\n",
+    )
 
 
 def cells(notebook):
     return [c.source for c in notebook.cells if c.cell_type == "code"]
 
 
+def titled(cell):
+    """A folded cell has its title in the notebook, for Colab."""
+    found = solutions.marked(cell)
+    rest = cell.partition("\n")[2]
+    return f"# @title {found[1]}\n{rest}" if found else cell
+
+
 @pytest.mark.parametrize("stem", NAMES)
 def test_the_notebook_is_the_script(stem):
     """Cell by cell; and a script does not ask where it runs."""
-    script = download(f"{stem}.py")
+    script = ROOT / "tutorials" / f"{stem}.py"
     blocks = split_code_and_text_blocks(script)[1]
-    code = [b.content.strip() for b in blocks if b.type == "code"]
+    code = [titled(b.content.strip()) for b in blocks if b.type == "code"]
     notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
     first, *others = (cell.strip() for cell in cells(notebook))
-    assert all(line.startswith("#") for line in first.splitlines())
+    comment, code_ = first.split("\n\n", 1)
+    assert all(line.startswith("#") for line in comment.splitlines())
+    assert head(stem).strip().endswith(code_)
     assert others == [cell for cell in code if cell]
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)

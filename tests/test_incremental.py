@@ -78,20 +78,20 @@ ONE_FILE = {
         1,
     ),
     "a template": (
-        replace("docs/_templates/downloads.html", "Script", "Python"),
+        replace("docs/_templates/downloads.html", '_("Script")', '_("P")'),
         0,
     ),
     "a style sheet": (replace("docs/_static/site.css", "0.82rem", "1rem"), 0),
     "a page": (replace("docs/index.rst", "The tutorials", "Tutorials"), 0),
 }
 SETTINGS = {
-    "conf.py": (replace("conf.py", "Both Passes", "Two Passes"), 0),
+    "conf.py": (replace("conf.py", "backward, measured", "back, measured"), 0),
     "conf.py, the gallery": (
         replace("conf.py", "# Needs torch", "# Nee"),
         len(NAMES),
     ),
     "cards.py": (
-        replace("docs/_ext/page/cards.py", "the speed of P", "as fast as P"),
+        replace("docs/_ext/page/cards.py", "× PyTorch", "× torch"),
         len(NAMES),
     ),
 }

@@ -17,7 +17,16 @@ import triton
 from measurable import GPU, Measurable, wait_for
 
 import tutorial
-from measurements import checks, measure, one_tutorial, part, recording, todo
+from measurements import (
+    checks,
+    gpus,
+    measure,
+    one_tutorial,
+    part,
+    record,
+    recording,
+    todo,
+)
 from measurements.reach import Script
 
 NAMES = ("01-double", "02-double")
@@ -207,50 +216,43 @@ def test_a_failure_loses_nothing_else(project, failing):
         assert f"make record: {part_of_it}" in said
 
 
-@pytest.fixture(scope="module")
-def unwritable(project, failing):
-    """A folder that takes nothing more, in the middle of a run."""
-    folder = project.root / "docs/measurements" / GPU
-    kept = folder.with_name("kept")
-    sign = project.sign("wait", "01")
-    sign.touch()
-    project.forget()
-    child = project.start_record("--all", "01")
-    try:
-        wait_for(
-            child, lambda: any("triple" in p for p, *_ in project.points())
-        )
+def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
+    project, failing, monkeypatch, capsys
+):
+    """Before anything is measured; or in the middle of a run."""
+    store = project.root / "docs/measurements"
+    benchmark = recorded(project)["double"]
+    monkeypatch.setattr(tutorial, "TUTORIALS", project.root / "tutorials")
+    monkeypatch.setattr(recording, "STORE", store)
+    monkeypatch.setattr(gpus, "there", lambda: True)
+    monkeypatch.setattr(
+        recording, "environment", lambda _: benchmark["environment"]
+    )
+    monkeypatch.setattr(record, "checked", lambda jobs, again: (jobs, []))
+    folder, kept = store / GPU, store / "kept"
+
+    def measured(jobs, keep):
+        """The folder takes nothing more."""
         folder.rename(kept)
         folder.symlink_to("/proc")
-        sign.unlink()
-        said = child.communicate()[0]
-    finally:
-        child.kill()
-    result = child.returncode, said, project.make_record()
+        given = {k: benchmark[k] for k in benchmark.keys() - {"digest"}}
+        keep(jobs[0], "double", given)
+
+    monkeypatch.setattr(record, "measure", measured)
+    with pytest.raises(SystemExit, match=r"01-double\.json cannot be written"):
+        record.main(["--all", "01"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"cannot be written.*nothing was"):
+        record.main(["--all", "01"])
+    assert not capsys.readouterr().out
     folder.unlink()
     kept.rename(folder)
-    return result
-
-
-def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
-    project, unwritable
-):
-    status, said, (again, refused) = unwritable
-    assert status == again == 1
-    assert "01-double.json cannot be written" in said.splitlines()[-1]
-    assert "Traceback" not in said
-    # The next time this is known before anything is measured.
-    assert len(refused.splitlines()) == 1
-    assert "cannot be written" in refused and "nothing was measured" in refused
-
-
-def test_what_was_there_stays_whole(project, unwritable):
     assert list(recorded(project)) == ["double"]
     assert list(recorded(project, NAMES[1])) == ["double", "triple"]
 
 
 @pytest.fixture(scope="module")
-def whole(project, unwritable):
+def whole(project, failing):
     """At last nothing goes wrong; and once more, with nothing to do."""
     project.forget()
     first = project.make_record()
@@ -458,7 +460,7 @@ def test_a_live_build_that_fails_says_what_it_keeps(live, tmp_path):
     assert done.stdout.strip().splitlines()[-1] == (
         "the next build measures what is left"
     )
-    assert project.executed(done.stdout) == 0
+    assert not project.began(done.stdout)
     store = project.root / "docs/_build/measurements"
     assert list(recording.read(GPU, "01-double", store)["benchmarks"]) == [
         "double"

@@ -101,6 +101,31 @@ def test_the_page_that_explains_the_scaffold_shows_it(shown):
     assert (tree[0] is block) == bool(shown)
 
 
+def test_scaffolds_that_follow_each_other_are_under_one_line():
+    cells = [
+        part
+        for name in "abcd"
+        for part in (
+            nodes.comment(text="GENERATED FROM PYTHON SOURCE LINES"),
+            nodes.literal_block(text=f"# Scaffold: {name}", language="Python"),
+        )
+    ]
+    words = nodes.paragraph(text="Words of the page.")
+    cells[6:6] = [nodes.comment(text="GENERATED"), words]
+    tree = nodes.section("", *cells)
+    app = SimpleNamespace(
+        env=SimpleNamespace(docname="tutorials/a"),
+        config=SimpleNamespace(scaffold_shown=[]),
+    )
+    solutions.fold(app, tree)
+    shown = [child for child in tree if not isinstance(child, nodes.comment)]
+    group, between, alone = shown
+    assert group[0].astext() == "3 cells of scaffold"
+    assert [cell[0].astext() for cell in group[1:]] == ["a", "b", "c"]
+    assert between is words
+    assert alone[0].astext() == "d"
+
+
 def test_a_drawing_is_shown_and_its_code_folded_under_it(page):
     picture = page.select_one('img[alt="a straight line, drawn"]')
     below = picture.find_next("details")
@@ -134,22 +159,29 @@ def test_a_hint_is_folded_and_nothing_else(page):
 
 def test_the_script_holds_it_as_it_is(project):
     script = project.root / "docs/tutorials/01-double.py"
-    assert script.read_text() == project.script().read_text()
+    assert script.read_text().endswith(project.script().read_text())
 
 
 def test_the_notebook_hides_the_code_of_these_cells_only(project):
     notebook = project.root / "docs/tutorials/01-double.ipynb"
     cells = json.loads(notebook.read_text())["cells"]
-    hidden = [
-        "".join(cell["source"]).split("\n")[0]
-        for cell in cells
-        if cell["metadata"].get("jupyter", {}).get("source_hidden")
-    ]
-    assert hidden == [
-        "# Scaffold: The words `a` and `b`, as every page needs them.",
-        "# Drawing: a straight line",
-        "# Solution 1",
-    ]
+    for key, hides in (
+        ("jupyter", {"source_hidden": True}),
+        (
+            "cellView",
+            "form",
+        ),
+    ):
+        hidden = [
+            "".join(cell["source"]).split("\n")[0]
+            for cell in cells
+            if cell["metadata"].get(key) == hides
+        ]
+        assert hidden == [
+            "# @title The words `a` and `b`, as every page needs them",
+            "# @title Code of the drawing: a straight line",
+            "# @title Solution 1",
+        ]
     prose = ["".join(c["source"]) for c in cells if c["cell_type"][0] == "m"]
     assert any("**Hint 1.** Begin with ``tl.sum``," in text for text in prose)
 

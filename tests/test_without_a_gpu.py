@@ -22,5 +22,5 @@ def test_the_recorded_figures_are_shown(tmp_path, machine):
     done = project.build("auto", **env)
     assert done.returncode == 0, done.stdout[-3000:]
     page = project.page()
-    assert "Recorded." in page
+    assert "Recorded 2026-01-02." in page
     assert "Measured on this machine" not in page

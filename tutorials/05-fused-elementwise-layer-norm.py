@@ -1,6 +1,6 @@
 r"""
-Nothing Between Two Kernels
-===========================
+Layer norm, fused with what comes before it
+===========================================
 
 Fuse a residual addition, dropout or an activation with the layer norm that
 follows, forward and backward, so that nothing is written in between.

@@ -1,5 +1,5 @@
 r"""
-RMS Normalization
+RMS normalization
 =================
 
 Write the normalization of modern language models in Triton, with the residual

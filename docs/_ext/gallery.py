@@ -21,7 +21,7 @@ import style
 import tutorial
 from measurements import gpus, live, recording, replay
 from measurements.progress import clock, say
-from page import figures, solutions
+from page import figures, outputs, solutions
 
 MODES = ("auto", "recorded", "live", "preview")
 
@@ -48,8 +48,14 @@ def begin(gallery_conf, script_vars):
         changes.enter_context(replay.replaced(replay.Runner(session)))
         changes.enter_context(replay.watching(session))
         changes.enter_context(solutions.hidden_in_notebooks())
-        if session.live:
-            changes.callback(report, session.name, time.monotonic())
+        target = Path(script_vars["target_file"])
+        inputs = target.with_suffix(".inputs").read_text()
+        runs, keep = changes.enter_context(
+            outputs.kept(script, target, inputs)
+        )
+        changes.callback(
+            finish, session.name, script_vars, runs, keep, time.monotonic()
+        )
         gallery_conf["restore"] = changes.pop_all().close
     return []
 
@@ -61,8 +67,12 @@ def reset(gallery_conf, fname, when):
         restore()
 
 
-def report(name, started):
-    say(f"{name}: its cells ran in {clock(time.monotonic() - started)}")
+def finish(name, script_vars, runs, keep, started):
+    """Say what was done; keep what the cells gave if none has failed."""
+    if script_vars.get("passing"):
+        keep()
+    spent = clock(time.monotonic() - started)
+    say(f"{name}: " + (f"its cells ran in {spent}" if runs else "new prose"))
 
 
 def open_session(name, mode, gpu):

@@ -27,6 +27,7 @@ PACKAGES = (
     *("torch", "triton", "numpy", "pandas", "matplotlib"),
     *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
     *("pydata-sphinx-theme", "sphinx-copybutton", "sphinxext-opengraph"),
+    *("fonttools", "tinycss2"),
 )
 # Folders of docs that hold nothing that the site is made from.
 GENERATED = {"_build", "__pycache__"}

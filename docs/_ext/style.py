@@ -138,6 +138,25 @@ def _as_points(axes, lines, names):
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
 
 
+def social(figure, title, caption):
+    """A figure under its title as a PNG of 1200 by 630, for shared links."""
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    size = figure.get_size_inches()
+    figure.set_size_inches(8, 3.5)
+    plot = io.BytesIO()
+    figure.savefig(plot, format="png", dpi=150, transparent=False)
+    figure.set_size_inches(size)
+    card = Figure((8, 4.2), dpi=150, facecolor="white")
+    card.figimage(imread(io.BytesIO(plot.getvalue())))
+    card.text(0.02, 0.92, title, size=17, weight="bold")
+    card.text(0.02, 0.86, caption, size=11)
+    picture = io.BytesIO()
+    card.savefig(picture, format="png", transparent=False)
+    return picture.getvalue()
+
+
 def svg(figure):
     """A figure as two SVG texts: its light and its dark form."""
     buffer = io.StringIO()

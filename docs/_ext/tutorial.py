@@ -70,6 +70,11 @@ def source(name):
     return script_of(name).read_text(encoding="utf-8")
 
 
+def title(name):
+    """The title of a tutorial, in its first lines."""
+    return re.match(r'r?"""\n(.+)\n=+\n', source(name))[1]
+
+
 def load(name, replace=(), interpret=True, text=None):
     """Module with the definitions of a tutorial.
 

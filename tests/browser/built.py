@@ -1,13 +1,12 @@
 """The built site: where it is, its pages, and a server that shows it."""
 
 import functools
-import http.server
 import os
 import re
 import threading
 from pathlib import Path
-from urllib.parse import urlsplit
 
+import serve
 from bs4 import BeautifulSoup
 
 HERE = Path(__file__).resolve().parents[2]
@@ -38,34 +37,11 @@ def soup(page):
 
 
 def prefix():
-    """The folder of the host where the site is to be published."""
-    canonical = soup("index.html").find("link", rel="canonical")["href"]
-    return urlsplit(canonical).path.rpartition("/")[0] + "/"
+    return serve.prefix(SITE)
 
 
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves the site as GitHub Pages does: in its folder, 404 page too."""
-
-    def translate_path(self, path):
-        return super().translate_path("/" + path.removeprefix(prefix()))
-
-    def send_error(self, code, message=None, explain=None):
-        if code != 404:
-            return super().send_error(code, message, explain)
-        body = (SITE / "404.html").read_bytes()
-        self.send_response(404)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-def serve():
+def served():
     """Serve the site on a free local port."""
-    handler = functools.partial(Handler, directory=str(SITE))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = serve.server(SITE)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

@@ -1,14 +1,18 @@
 """What stands on the pages: figures, passports, solutions, head matter."""
 
+import json
 import os
 import re
 import xml.etree.ElementTree as ET
+from urllib.parse import urlsplit
 
 import jinja2
 import pytest
 from browser import built
 
+import tutorial
 from compiled import limits
+from measurements import recording
 
 each_page = pytest.mark.parametrize("name", built.PAGES)
 each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
@@ -46,29 +50,46 @@ def test_passports_are_complete(name):
     assert passports == soup.select("div.measured div.passport")
     for passport in passports:
         text = " ".join(passport.p.get_text(" ").split())
-        kind = r"(Recorded\.|Measured on this machine, by this build\.)"
+        kind = r"(Recorded|Measured on this machine, by this build,)"
+        # a benchmark's arguments, the GPU, and when it was measured
         pattern = (
-            rf"{kind} \S.*, 20\d\d-\d\d-\d\d\. "
+            rf"\S.*, \S.*\. {kind} 20\d\d-\d\d-\d\d\. "
             r"(\d+ GPU checks passed before recording|GPU checks: not run)"
         )
         assert re.match(pattern, text), text
         names = [dt.get_text(" ").strip(" :") for dt in passport.select("dt")]
-        assert names == ["Versions", "Measured", "Method", "Data"]
-        versions, measured, method, _ = (
-            dd.get_text(" ").strip() for dd in passport.select("dd")
+        fields = dict(
+            zip(
+                names,
+                (dd.get_text(" ").strip() for dd in passport.select("dd")),
+                strict=True,
+            )
         )
+        counted = "Nsight Compute" in fields["Versions"]
+        assert fields.keys() - {"Not counted"} == {
+            *("Versions", "Method", "Data"),
+            *(["Counted"] if counted else []),
+        }
+        versions, method = fields["Versions"], fields["Method"]
         assert re.fullmatch(
             r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+"
             r"(, Nsight Compute [\d.]+)?",
             versions,
         ), versions
-        # the pass, or a size, or what else the benchmark was given
-        assert re.search(r"(forward|backward) pass|\w+ = \w+", measured)
         assert len(method.split()) > 3, method
-        files = [
-            a["href"].rpartition(".")[2] for a in passport.select("a.download")
-        ]
-        assert files == ["csv", "json"]
+        csv, data = passport.select("a.download")
+        benchmark, gpu = csv["href"].split("/")[-1].split(".")[1:3]
+        file = (built.SITE / name).parent / data["href"]
+        recorded = json.loads(file.read_text())["benchmarks"][benchmark]
+        assert recording.slug(recorded["environment"]["gpu"]) == gpu
+        said = passport.strong.get_text()
+        assert recorded["environment"]["gpu"] in said
+        for key, value in recorded["args"].items():
+            at = fields["Counted"] if key == "counter" else said.lower()
+            value = str(value).lower()
+            pattern = rf"\b(?i:{key}) = {value}\b|^{value} pass\b"
+            there = value in at.split(", ") or re.search(pattern, at)
+            assert there, f"{key} = {value}"
         rows = passport.select("details table tbody tr")
         assert len(rows) >= 2
         columns = len(passport.select("thead th"))
@@ -127,25 +148,65 @@ def test_title_and_icon(name):
     assert (folder / icon).is_file()
 
 
+def test_titles_say_the_subject():
+    """No two are the same, and none says one thing twice."""
+    titles = {name: built.soup(name).title.get_text() for name in built.PAGES}
+    assert len(set(titles.values())) == len(titles)
+    for name, title in titles.items():
+        parts = [part.strip() for part in re.split(" [-—] ", title)]
+        assert len(set(parts)) == len(parts) > 1, title
+        assert parts[0 if name == "index.html" else -1] == "Both Passes"
+    for name in built.TUTORIALS:
+        section = (built.SITE / name).with_name("index.html")
+        if name.count("/") > 1:
+            subject = built.soup(section.relative_to(built.SITE).as_posix())
+            assert subject.h1.find(string=True) in titles[name]
+
+
+PROPER = {"Triton", "PyTorch", "GPU", "GPUs", "RMS", "Composable", "Kernel"}
+
+
+@each_page
+def test_titles_are_sentences(name):
+    """No word but the first has a capital letter, names aside."""
+    title = built.soup(name).h1.find(string=True)
+    words = re.findall(r"[A-Za-z]\w*", title)[1:]
+    if name == "index.html":
+        return
+    capital = {word for word in words if word[0].isupper()}
+    assert not capital - PROPER, title
+
+
 @pytest.mark.parametrize("name", ["index.html", *built.TUTORIALS])
 def test_what_a_shared_link_shows(name):
     soup = built.soup(name)
     for tag in ("description", "og:description"):
-        assert len(meta(soup, tag)) > 40, tag
+        assert 40 < len(meta(soup, tag)) <= 300, tag
+        assert meta(soup, tag)[-1] in ".?!", tag
+    assert meta(soup, "description") == meta(soup, "og:description")
+    if name in built.TUTORIALS:  # its first sentence
+        said = meta(soup, "description").split(" ")[:8]
+        first = tutorial.source(built.stem(name)).split("\n\n")[1].split()
+        assert said == [word.strip("`*") for word in first[:8]]
     for tag in ("og:title", "og:type", "og:site_name", "og:image:alt"):
         assert meta(soup, tag), tag
-    assert meta(soup, "og:url").endswith("/" + name)
-    assert meta(soup, "og:image").endswith("/_static/social.png")
+    canonical = soup.find("link", rel="canonical")["href"]
+    assert meta(soup, "og:url") == canonical
+    assert canonical.endswith("/" + name.removesuffix("index.html"))
 
 
-def test_social_image():
-    image = built.SITE / "_static/social.png"
-    assert image.is_file()
-    start = image.read_bytes()[:24]
-    assert start.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(start[i : i + 4]) for i in (16, 20))
-    assert width >= 1200
-    assert 1.8 <= width / height <= 2.1
+def test_each_tutorial_has_a_picture_of_its_own():
+    pictures = {}
+    for name in ["index.html", *built.TUTORIALS]:
+        address = urlsplit(meta(built.soup(name), "og:image")).path
+        picture = built.SITE / address.removeprefix(built.prefix())
+        data = picture.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(data[i : i + 4]) for i in (16, 20))
+        assert width >= 1200
+        assert 1.8 <= width / height <= 2.1
+        pictures[name] = data
+    assert len(set(pictures.values())) == len(pictures)
 
 
 def test_sitemap():

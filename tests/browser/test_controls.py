@@ -1,78 +1,20 @@
 """What a reader does with mouse and keyboard."""
 
 import re
-from collections import Counter
 
 import pytest
 from browser import built
 from playwright.sync_api import expect
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
-on_first = pytest.mark.parametrize("name", built.TUTORIALS[:1])
+FIRST = "tutorials/layer-norm/01-layer-norm.html"
+on_first = pytest.mark.parametrize("name", [FIRST])
 PHONE = {"viewport": {"width": 390, "height": 844}}
-
-
-def prose(name):
-    """The words of a page's paragraphs."""
-    text = " ".join(
-        tag.get_text(" ")
-        for tag in built.soup(name).select("article > section p")
-        if not tag.select(".math, code")
-    )
-    return Counter(re.findall(r"\b[a-z]{7,}\b", text))
-
-
-def own_word(name):
-    """The most frequent word of those that the fewest other pages have."""
-    own, shared = prose(name), Counter()
-    for other in built.PAGES:
-        if other != name:
-            # Nor a form of it: the search looks for stems.
-            stems = {word[:6] for word in prose(other)}
-            shared.update(word for word in own if word[:6] in stems)
-    return min(own, key=lambda word: (shared[word], -own[word], word))
-
-
-def search(page, word):
-    page.keyboard.press("Control+k")
-    field = page.locator("#pst-search-dialog input")
-    expect(field).to_be_focused()
-    page.keyboard.type(word)
-    page.keyboard.press("Enter")
-    page.wait_for_url("**/search.html?q=*")
-
-
-@each_tutorial
-def test_search_finds_a_word_of_a_tutorial(page, name):
-    page.goto("index.html")
-    search(page, own_word(name))
-    result = page.locator(f"ul.search a[href*='{name}']").first
-    expect(result).to_be_visible()
-    result.click()
-    expect(page.locator("h1")).to_have_text(
-        re.compile(re.escape(built.soup(name).h1.find(string=True)))
-    )
-
-
-def test_search_for_layer_normalization(page):
-    page.goto("index.html")
-    search(page, "layer normalization")
-    result = page.locator("ul.search a[href*='/01-layer-norm.html']")
-    expect(result.first).to_be_visible()
 
 
 def test_an_old_address_leads_on(page):
     page.goto("tutorials/01-layer-norm.html")
     page.wait_for_url("**/tutorials/layer-norm/01-layer-norm.html")
-
-
-def test_search_without_result_says_so(page):
-    page.goto("index.html")
-    search(page, "qzxqzx")
-    expect(page.locator("#search-results")).to_contain_text(
-        re.compile("did not match any documents")
-    )
 
 
 @on_first
@@ -105,12 +47,24 @@ def test_theme_follows_the_system(page, view, name):
     expect(figure.locator("img.only-light")).to_be_hidden()
 
 
-# A click of the mouse on each button of a long page takes a minute or more.
+# The first button is clicked with the mouse, which takes seconds; the others
+# by a script.
+COPY = """async (buttons) => {
+  const copied = [];
+  for (const button of buttons) {
+    await navigator.clipboard.writeText('');
+    button.click();
+    copied.push((await navigator.clipboard.readText()).trim());
+  }
+  return copied;
+}"""
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if number else ())
-        for number, name in enumerate(built.TUTORIALS)
+        pytest.param(name, marks=() if name == FIRST else pytest.mark.long)
+        for name in built.TUTORIALS
     ],
 )
 @pytest.mark.parametrize(
@@ -127,11 +81,11 @@ def test_copy_buttons(page, view, name):
         if block.type == "code" and block.content.strip()
     ]
     page.locator("button.copybtn").first.wait_for(state="attached")
-    copied = []
-    for button in page.locator(".highlight-Python button.copybtn").all():
-        page.evaluate("navigator.clipboard.writeText('')")
-        button.click()
-        copied.append(page.evaluate("navigator.clipboard.readText()").strip())
+    buttons = page.locator(".highlight-Python button.copybtn")
+    buttons.first.click()
+    text = page.evaluate("navigator.clipboard.readText()")
+    assert text.strip() == cells[0]
+    copied = buttons.evaluate_all(COPY)
     assert copied == cells
 
 
@@ -185,7 +139,7 @@ def walk(page, wanted):
     [
         (
             "index.html",
-            {"card": ".bp-card a"},
+            {"line": ".bp-step a"},
         ),
         (
             "tutorials/index.html",
@@ -195,15 +149,14 @@ def walk(page, wanted):
             (
                 name,
                 {
-                    "copy": "button.copybtn",
+                    "copy": "button.copybtn[tabindex='0']",
                     "numbers": ".bp-numbers summary",
                     "solution": ".bp-solution summary",
-                    "side bar download": ".bp-downloads a[download]",
-                    "CSV and JSON": ".passport a.download",
+                    "download": ".bp-downloads a[download]",
                     "next or previous": ".prev-next-area a",
                 },
             )
-            for name in built.TUTORIALS[:1]
+            for name in [FIRST]
         ),
     ],
 )
@@ -247,6 +200,37 @@ def test_solution_opens_with_a_click(page, name):
     expect(code).to_be_hidden()
     solution.locator("summary").click()
     expect(code).to_be_visible()
+
+
+@on_first
+def test_arrows_lead_from_a_copy_button_to_the_next(page, name):
+    page.goto(name)
+    buttons = page.locator("article button.copybtn:visible")
+    page.locator("button.copybtn[tabindex='0']").focus()
+    expect(buttons.nth(0)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(buttons.nth(1)).to_be_focused()
+    expect(page.locator("button.copybtn[tabindex='0']")).to_have_count(1)
+    page.keyboard.press("ArrowUp")
+    expect(buttons.nth(0)).to_be_focused()
+
+
+@on_first
+def test_the_contents_follow_a_dragged_scrollbar(page, name):
+    """It passes by no heading, which is what the theme looks at."""
+    page.goto(name)
+    active = page.locator("#pst-page-toc-nav a.active")
+    headings = page.locator("article section section > h2")
+    jump = "([from, to]) => scrollTo(0, (from + to) / 2)"
+    tops = headings.evaluate_all(
+        "all => all.map(h => h.getBoundingClientRect().top + scrollY)"
+    )
+    for at in (3, 1):
+        page.evaluate(jump, tops[at : at + 2])
+        words = headings.nth(at).evaluate("h => h.firstChild.data")
+        expect(active).to_have_text(words)
+    page.evaluate("scrollTo(0, 0)")
+    expect(active).to_have_count(0)
 
 
 def test_skip_link_leads_to_the_text(page):

@@ -13,14 +13,29 @@ VIEWS = {
     "dark": {"color_scheme": "dark"},
     "phone": {"color_scheme": "light", "viewport": PHONE},
 }
-UNDRAWN = """[...document.querySelectorAll('.math')]
-    .filter(e => !e.querySelector('mjx-container')).length"""
+# Blocks of code that are wider than their place, of how many; and the size of
+# the smallest letters.
+CODE = """(() => {
+  const all = [...document.querySelectorAll('article .highlight pre')];
+  return [all.filter(e => e.scrollWidth > e.clientWidth).length, all.length,
+          Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))];
+})()"""
+# How often a reader presses Tab to come to the next page, with all folded.
+STOPS = """() => {
+  const next = document.querySelector('a.right-next, a.left-prev');
+  return [...document.querySelectorAll('a[href], button, input, summary, ' +
+    '[tabindex]')].filter(e => e.tabIndex >= 0 && !e.disabled
+      && e.checkVisibility({visibilityProperty: true})
+      && next?.compareDocumentPosition(e) & Node.DOCUMENT_POSITION_PRECEDING
+    ).length;
+}"""
+MOST_STOPS = 60
 WIDER = "document.documentElement.scrollWidth - window.innerWidth"
 # What is folded is a part of the page.
 UNFOLD = """document.querySelectorAll('article details')
     .forEach(d => d.open = true)"""
-# A word of code in a color that stood in such a block before, and what another
-# formula is drawn with, say nothing new, and axe takes seconds for them.
+# A word of code in a color that stood in such a block before says nothing new,
+# and axe takes seconds for them.
 PRUNE = """{
   const seen = new Set();
   for (const span of document.querySelectorAll('pre span:not([id])')) {
@@ -32,8 +47,6 @@ PRUNE = """{
     if (seen.has(kind)) span.replaceWith(span.textContent);
     seen.add(kind);
   }
-  const drawn = [...document.querySelectorAll('mjx-container > svg')];
-  drawn.slice(1).forEach(svg => svg.replaceChildren());
 }"""
 # Only what fails: describing what passes takes most of the time.
 AXE = "axe.run(document, {resultTypes: ['violations']})"
@@ -73,16 +86,6 @@ class Watch:
             self.note(f"HTTP {response.status}: {response.url}")
 
 
-def undrawn_formulas(page, patience):
-    """Wait for the formulas; how many are not drawn."""
-    try:
-        page.wait_for_function(f"{UNDRAWN} === 0", timeout=patience)
-    except TooLate:
-        return page.evaluate(UNDRAWN)
-    page.evaluate("window.MathJax?.startup?.promise?.then(() => true)")
-    return 0
-
-
 def violations(page, axe=AXE):
     page.evaluate(tools.npm_file(tools.AXE).read_text(encoding="utf-8"))
     for found in page.evaluate(axe)["violations"]:
@@ -109,7 +112,17 @@ def sideways(page, state):
         if (pixels := page.evaluate(WIDER)) > 0:
             width = view["width"]
             yield f"{state}, {width} px wide, it scrolls {pixels} px sideways"
+        if view == PHONE:
+            yield from small_code(*page.evaluate(CODE))
     page.set_viewport_size(DESK)
+
+
+def small_code(wide, blocks, size):
+    """What makes code hard to read on a phone."""
+    if wide >= max(blocks, 1) / 5:
+        yield f"on a phone {wide} of {blocks} code blocks scroll sideways"
+    if blocks and size < 13:
+        yield f"on a phone code has {size} px"
 
 
 def faults(page, name, patience=60_000):
@@ -119,9 +132,9 @@ def faults(page, name, patience=60_000):
     found = watch.faults
     if response.status != 200:
         found.append(f"HTTP status {response.status}")
-    if undrawn := undrawn_formulas(page, patience):
-        found.append(f"{undrawn} formulas are not drawn")
     found.extend(sideways(page, "folded"))
+    if (stops := page.evaluate(STOPS)) > MOST_STOPS:
+        found.append(f"{stops} stops of the Tab key before the next page")
     page.evaluate(UNFOLD)
     found.extend(sideways(page, "unfolded"))
     page.evaluate(PRUNE)
@@ -144,17 +157,20 @@ def test_page_as_it_is_loaded(page, view, name):
     """By a reader who has this view, and unfolds nothing."""
     watch = Watch(page)
     page.goto(name)
-    assert undrawn_formulas(page, 60_000) == 0
     assert page.evaluate(WIDER) <= 0
     found = [*watch.faults, *violations(page)]
     assert not found, "\n".join(found)
 
 
-BAD = """<!doctype html><html lang="en" data-theme="dark"><title>Bad</title>
+LINKS = '<a href="#">here</a>' * 60
+BAD = f"""<!doctype html><html lang="en" data-theme="dark"><title>Bad</title>
 <main><h1>Bad</h1><p style="color: #999; width: 3000px">pale</p>
 <pre><span style="color: #aaa">pale</span></pre>
-<p class="math">x^2</p><img alt="" src="http://other.invalid/x.png"></main>
-<img alt="" src="no-such-picture.png">
+<article class="highlight"><div class="highlight"><pre style="font-size: 12px">
+{"wide " * 40}</pre></div></article>
+<img alt="" src="http://other.invalid/x.png"></main>
+<img alt="" src="no-such-picture.png">{LINKS}
+<button>one more</button><a class="right-next" href="#">Next</a>
 <script>throw new Error("broken")</script>"""
 
 
@@ -168,7 +184,9 @@ def test_faults_are_found(page):
         "asks another host: http://other.invalid/x.png",
         "HTTP 404: ",
         "console: ",
-        "1 formulas are not drawn",
+        "on a phone 1 of 1 code blocks scroll sideways",
+        "on a phone code has 12 px",
+        "61 stops of the Tab key",
         "the theme is 'dark'",
         "folded, 390 px wide, it scrolls",
         "unfolded, 1280 px wide, it scrolls",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
-from any_case import any_layer_norm
+from any_case import any_layer_norm, examples
 from compiled.aot import Call
 from layer_norm_cases import Case
 from tutorial import load, source
@@ -79,7 +79,7 @@ def test_as_many_programs_as_on_the_page():
         run(Case((5,), (130,), dtype), load(NAME))
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
-from any_case import any_layer_norm
+from any_case import any_layer_norm, examples
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -93,7 +93,7 @@ def test_only_some_gradients(number):
     run(Case((2,), (33,), weight=number < 4, bias=number % 4 < 2))
 
 
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)

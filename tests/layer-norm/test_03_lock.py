@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layer_norm_cases as cases
-from any_case import any_layer_norm
+from any_case import any_layer_norm, examples
 from compiled.aot import COMPILER_ADDS_BARRIER, Call
 from compiled.limits import Facts
 from layer_norm_cases import Case
@@ -56,7 +56,7 @@ def test_only_some_gradients():
         run(Case((2,), (9,), weight=number < 4, bias=number % 4 < 2))
 
 
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)

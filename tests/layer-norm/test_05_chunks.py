@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
+from any_case import examples
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -64,7 +65,7 @@ def test_weight_and_bias_of_two_types():
     torch.testing.assert_close(db, dy.double().sum(0), rtol=1e-6, atol=1e-6)
 
 
-@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @hypothesis.given(
     M=st.integers(0, 20),
     eighths=st.integers(1, 12),

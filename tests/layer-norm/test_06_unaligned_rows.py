@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
+from any_case import examples
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -99,9 +100,7 @@ def test_weight_and_bias_of_two_types():
 
 
 @hypothesis.settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
+    examples(8),
     phases=[hypothesis.Phase.generate],  # others trace, which is slow
 )
 @hypothesis.given(

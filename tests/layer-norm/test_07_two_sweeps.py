@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import layer_norm_cases as cases
-from any_case import any_layer_norm
+from any_case import any_layer_norm, examples
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -53,7 +53,7 @@ def test_only_some_gradients():
         run(Case((3,), (9,), weight=weight, bias=bias, wanted=tuple(wanted)))
 
 
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import layer_norm_cases as cases
-from any_case import any_layer_norm
+from any_case import any_layer_norm, examples
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -68,7 +68,7 @@ def test_only_some_gradients():
         run(Case((3,), (9,), weight=weight, bias=bias, wanted=tuple(wanted)))
 
 
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gather import functions, gathered, original
 
 import layer_norm_cases as cases
-from any_case import any_layer_norm
+from any_case import any_layer_norm, examples
 from layer_norm_cases import Case
 from tutorial import load, source
 
@@ -233,7 +233,7 @@ def test_dimensions(lead):
         run(Case(lead, shape))
 
 
-@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@examples(8)
 @hypothesis.given(any_layer_norm())
 def test_any_case(case):
     run(case)

@@ -259,7 +259,7 @@ def check(function, M, N, dtype):
     for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
         error = ((got - want).norm() / want.norm()).item()
         assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
-    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e} in y, dx, dw, db")
 
 
 # %%
@@ -312,8 +312,7 @@ report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 # The backward kernel keeps two sums in float32 for each lane, ``dw`` and
 # ``db``, beside ``x``, ``dy`` and ``w``: 3.5 registers in 16 bits.
 # A multiprocessor has 65536: 6.4 a lane for five chunks of 2048, but 4 for a
-# tile of 16384, where some more are needed: the compiler *spills* registers
-# into memory.
+# tile of 16384: with loads ahead registers are *spilled* into memory.
 #
 # One reduction adds up both sums of a row, so warps wait half as often.
 
@@ -539,8 +538,9 @@ report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
 # Up to 2048 columns both are one kernel; then chunks are somewhat faster, but
-# not at 4096 and 8192, where the tile has no idle lane.
-# Above 8192 the tile spills and is far behind; chunks spill hardly a register.
+# not at 4096 and 8192, where the tile has no idle lane. Above, it loads ahead
+# and spills; that of `page 04 <04-loads-in-flight.html>`_ does neither there,
+# and loses less. Chunks do load ahead, and spill hardly a register.
 #
 # What do the formulas lose to other warps, at widths not used to choose them?
 

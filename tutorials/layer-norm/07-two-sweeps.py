@@ -275,7 +275,7 @@ def check(function, M, N, dtype):
     for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
         error = ((got - want).norm() / want.norm()).item()
         assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
-    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e} in y, dx, dw, db")
 
 
 # %%
@@ -549,8 +549,8 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Forward, nearly all of the second sweep comes from a cache, until the rows in
-# work outgrow it: help saves most there. Backward, none of it.
+# Forward, nearly all of the second sweep comes from a cache, until the rows of
+# all running programs outgrow it: help saves most there. Backward, none of it.
 # Rows that begin anywhere are slow: `page 06 <06-unaligned-rows.html>`_.
 #
 # Exercise 1: a shift instead

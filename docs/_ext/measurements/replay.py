@@ -59,7 +59,7 @@ class Session:
     reason: str = ""  # why there are no recordings, in a preview
     results: dict = field(default_factory=dict)  # plot name -> [Measured]
     pictures: int = 0  # how many figures were saved
-    has_card: bool = False  # whether a figure was kept for the card
+    card: int = 0  # how good the figure is that was kept for the card
     timed_outside: bool = False  # do_bench called by no benchmark
     inside: bool = False
 

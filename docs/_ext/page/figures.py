@@ -1,7 +1,8 @@
 """From a figure of a tutorial to what the page shows.
 
 A measured figure gets its passport, a table of its numbers, and links to them
-as CSV and JSON. Its alt text is made from the numbers. Any other figure is a
+as CSV and JSON. Its alt text is made from the numbers. Where all of them are
+0, a sentence stands in place of an empty chart. Any other figure is a
 drawing: its alt text is the figure's own name, ``plt.figure("...")``.
 """
 
@@ -14,9 +15,10 @@ from sphinx.errors import ExtensionError
 from sphinx.util import logging, rst
 
 import style
+import tutorial
 from measurements import live, recording
 from measurements.replay import Measured, Missing
-from tutorial import file_name
+from page import headlines
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ def _drawn_from(figure, known):
 def _images(session, figure, alt, gallery_conf):
     """Save both forms of a figure; the page shows the one of its theme."""
     session.pictures += 1
-    name = f"{file_name(session.name)}_{session.pictures:03}"
+    name = f"{tutorial.file_name(session.name)}_{session.pictures:03}"
     folder = _folder(gallery_conf["src_dir"], "images")
     parts = []
     for text, ending, theme in zip(
@@ -113,25 +115,39 @@ def _images(session, figure, alt, gallery_conf):
 
 
 def _keep_for_card(session, measured, gallery_conf):
-    """The first speed of a backward pass is the picture of the card."""
-    if measured.unit != "GB/s" or measured.args.get("mode") != "backward":
+    """The picture of a page's card: a backward pass beside PyTorch's, or else
+    the first figure that was measured."""
+    compares = headlines.compares(measured.unit, measured.rows)
+    backward = "backward" in str(measured.args.get("mode"))
+    rank = 1 + 2 * compares + backward
+    if rank <= session.card or measured.reason or _nothing_drawn(measured):
         return
-    if session.has_card:
-        return
-    session.has_card = True
+    session.card = rank
+    srcdir, name = gallery_conf["src_dir"], session.name
+    light, dark, said = card_pictures(srcdir, name)
     for text, path in zip(
-        style.svg(measured.figure),
-        card_pictures(gallery_conf["src_dir"], session.name),
-        strict=True,
+        style.svg(measured.figure), (light, dark), strict=True
     ):
         path.write_text(text, encoding="utf-8")
+    said.write_text(caption(measured), encoding="utf-8")
+    picture, said = social_picture(srcdir, name)
+    title = tutorial.title(name)
+    picture.write_bytes(
+        style.social(measured.figure, title, caption(measured))
+    )
+    said.write_text(f"{title}. {shown(measured)}", encoding="utf-8")
 
 
-def card_pictures(srcdir, tutorial):
-    """The light and the dark picture of a tutorial's card."""
-    folder = _folder(srcdir, "images")
-    name = f"card_{file_name(tutorial)}"
-    return folder / f"{name}.svg", folder / f"{name}_dark.svg"
+def card_pictures(srcdir, name):
+    """The light and the dark picture of a tutorial's card, its caption."""
+    path = _folder(srcdir, "images") / f"card_{tutorial.file_name(name)}"
+    return [Path(f"{path}{end}") for end in (".svg", "_dark.svg", ".txt")]
+
+
+def social_picture(srcdir, name):
+    """The picture of a tutorial where it is shared, and what it shows."""
+    path = _folder(srcdir, "images") / f"social_{tutorial.file_name(name)}"
+    return Path(f"{path}.png"), Path(f"{path}.txt")
 
 
 def _folder(srcdir, name):
@@ -159,19 +175,36 @@ def _not_counted(measured):
     )
 
 
+def _nothing_drawn(measured):
+    """Whether a figure would be empty: no number, or all of them 0."""
+    return not any(row["median"] for row in measured.rows)
+
+
+def _all_zero(measured):
+    """In place of a figure in which all lines lie on the axis."""
+    names = ", ".join(measured.names.values())
+    return (
+        "\n.. admonition:: All numbers are 0\n"
+        "   :class: note\n\n"
+        f"   {rst.escape(measured.unit)}: 0 at every size, of all: "
+        f"{rst.escape(names)}.\n\n"
+    )
+
+
+def _shown(session, measured, figure, gallery_conf):
+    """The figure, or a sentence that says why there is none."""
+    if measured.reason:
+        return _not_counted(measured)
+    if _nothing_drawn(measured):
+        return _all_zero(measured)
+    figure = figure or measured.figure
+    return _images(session, figure, alt_text(measured), gallery_conf)
+
+
 def _measured(session, results, gallery_conf, figure=None):
     """A measured figure with its passport; a tab for each GPU."""
     bodies = [
-        (
-            _not_counted(measured)
-            if measured.reason
-            else _images(
-                session,
-                figure or measured.figure,
-                alt_text(measured),
-                gallery_conf,
-            )
-        )
+        _shown(session, measured, figure, gallery_conf)
         + passport(session.name, measured, gallery_conf)
         for measured in results
     ]
@@ -196,20 +229,20 @@ def _indent(text, width=3):
     )
 
 
-def passport(tutorial, measured, gallery_conf):
+def passport(name, measured, gallery_conf):
     """Where the numbers of a figure come from, and the numbers."""
     folder = _folder(gallery_conf["src_dir"], "raw")
     # Page, benchmark and GPU in the name: no two downloads share it.
-    file = f"{file_name(tutorial)}.{measured.name}.{measured.gpu}.csv"
+    file = f"{tutorial.file_name(name)}.{measured.name}.{measured.gpu}.csv"
     (folder / file).write_text(_csv(measured), encoding="utf-8")
     store = live.STORE if measured.live else recording.STORE
-    raw = recording.path_of(measured.gpu, tutorial, store)
+    raw = recording.path_of(measured.gpu, name, store)
     raw = raw.relative_to(gallery_conf["src_dir"]).as_posix()
     env = measured.environment
     origin = (
-        "Measured on this machine, by this build."
+        "Measured on this machine, by this build,"
         if measured.live
-        else "Recorded."
+        else "Recorded"
     )
     checks = env["checks_passed"]
     checks = (
@@ -229,16 +262,21 @@ def passport(tutorial, measured, gallery_conf):
     )
     return (
         ".. container:: passport\n\n"
-        f"   **{origin}** {env['gpu']}, {env['date']}. {checks}\n\n"
+        f"   **{rst.escape(caption(measured))}.** "
+        f"{origin} {env['date']}. {checks}\n\n"
         f"   :Versions: {versions}\n"
         + f"   :Not counted: {rst.escape(measured.reason)}\n"
         * bool(measured.reason)
-        + (f"   :Measured: {circumstances(measured)}\n" * bool(measured.args))
+        + "".join(
+            f"   :Counted: {rst.escape(counter)}\n"
+            for counter in [measured.args.get("counter")]
+            if counter
+        )
         + f"   :Method: {measured.method}\n"
-        f"   :Data: :download:`CSV </tutorials/raw/{file}>`\n"
-        f"      :download:`JSON </{raw}>`\n\n"
-        f"   .. dropdown:: The numbers ({measured.unit})\n"
+        f"\n   .. dropdown:: The numbers ({measured.unit})\n"
         "      :class-container: bp-numbers\n\n"
+        f"      :Data: :download:`CSV </tutorials/raw/{file}>`\n"
+        f"         :download:`JSON </{raw}>`\n\n"
         "      .. csv-table::\n"
         f"         :header: {','.join(_quoted(cell) for cell in header)}\n"
         "         :class: bp-table\n\n"
@@ -257,14 +295,23 @@ def _quoted(cell):
     return '"' + str(cell).replace('"', '""') + '"'
 
 
+def caption(measured):
+    """What a figure shows of what: pass, sizes, type, and GPU."""
+    words = circumstances(measured), measured.environment["gpu"]
+    return ", ".join(filter(None, words))
+
+
 def circumstances(measured):
     """Pass, sizes and types of a benchmark, in words."""
     args = dict(measured.args)
     mode = args.pop("mode", None)
-    words = [f"{mode} pass"] if mode in ("forward", "backward") else []
-    if mode and not words:
-        args["mode"] = mode
-    return ", ".join([*words, *(f"{k} = {v}" for k, v in args.items())])
+    args.pop("counter", None)  # how it was counted, not what
+    words = []
+    if mode in headlines.PASSES:
+        words = [f"{mode.capitalize()} pass"]
+    elif mode:
+        args = {"mode": mode} | args
+    return ", ".join([*words, *headlines.said(args)])
 
 
 def _csv(measured):
@@ -304,6 +351,10 @@ def number(value):
 
 
 def alt_text(measured):
+    return f"{shown(measured)} The table below has every number."
+
+
+def shown(measured):
     """What the figure shows, in words made from its numbers."""
     table = _by_x(measured)
     xs = list(table)
@@ -324,5 +375,5 @@ def alt_text(measured):
         f"Line plot of {measured.unit} against "
         f"{', '.join(measured.x_names)} from {first} to {last}"
         + (f" ({args})" if args else "")
-        + f": {'; '.join(lines)}. The table below has every number."
+        + f": {'; '.join(lines)}."
     )

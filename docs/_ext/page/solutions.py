@@ -7,7 +7,8 @@ A cell is folded when its first line is one of these comments:
 - ``# Drawing: who adds which rows``: only its code is folded, under its
   picture.
 
-What the cell of a solution or a scaffold printed and drew is folded with it.
+What the cell of a solution or a scaffold printed and drew is folded with it,
+and scaffolds that follow each other are under one line.
 A paragraph that begins with ``**Hint.**`` is folded too. The page that
 explains the scaffold, named in ``conf.py``, shows it.
 
@@ -64,6 +65,29 @@ def fold(app, doctree):
         fold_hint(paragraph)
         if MARKER.match(f"# {paragraph.astext()}"):
             warn(docname, paragraph.astext())
+    for section in list(doctree.findall(nodes.section)):
+        gather(section)
+
+
+def gather(section):
+    """Put scaffolds that follow each other under one line, when none of the
+    page's own words stands between them."""
+    run = []
+    for child in [*section.children, None]:
+        if isinstance(child, nodes.comment | nodes.target):
+            continue
+        if child is not None and "bp-scaffold" in child.get(
+            "container_classes", ()
+        ):
+            run.append(child)
+            continue
+        if len(run) > 1:
+            at = section.index(run[0])
+            for cell in run:
+                section.remove(cell)
+            title = f"{len(run)} cells of scaffold"
+            section.insert(at, folded("scaffold", title, run))
+        run = []
 
 
 def fold_cell(block, kind, title):
@@ -130,8 +154,15 @@ def hidden_in_notebooks():
     def jupyter_notebook(*args):
         notebook = original(*args)
         for cell in notebook["cells"]:
-            if cell["cell_type"] == "code" and marked("".join(cell["source"])):
-                cell["metadata"]["jupyter"] = {"source_hidden": True}
+            source = "".join(cell["source"]).lstrip()
+            found = cell["cell_type"] == "code" and marked(source)
+            if not found:
+                continue
+            # JupyterLab hides the code by the one, Colab by the others.
+            cell["metadata"]["jupyter"] = {"source_hidden": True}
+            cell["metadata"]["cellView"] = "form"
+            rest = source.partition("\n")[2]
+            cell["source"] = [f"# @title {found[1]}\n{rest}"]
         return notebook
 
     with mock.patch.object(gen_rst, "jupyter_notebook", jupyter_notebook):

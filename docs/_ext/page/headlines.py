@@ -1,0 +1,111 @@
+"""What a recording says of a page in a line: its speed over PyTorch's.
+
+At one size: the one in the middle of those that all its figures have, so that
+nobody chooses it. Everything is computed from the recording.
+"""
+
+from dataclasses import dataclass
+
+from measurements import recording
+
+# How many times as fast, from numbers of these units.
+FASTER = {
+    "GB/s": lambda ours, theirs: ours / theirs,
+    "µs": lambda ours, theirs: theirs / ours,
+}
+PASSES = ("forward", "backward", "forward and backward")
+OURS, THEIRS = "triton", "torch"
+
+
+@dataclass
+class Headline:
+    where: str  # sizes, types and GPU
+    date: str
+    speeds: dict  # {pass: our speed over PyTorch's}
+
+
+def compares(unit, rows):
+    """Whether a benchmark compares the speed of a page with PyTorch's."""
+    providers = {row["provider"] for row in rows}
+    return unit in FASTER and {OURS, THEIRS} <= providers
+
+
+def of(data):
+    """The headline of a recording, or None."""
+    found = _passes(data)
+    if not found:
+        return None
+    sizes = _sizes(found)
+    if not sizes:
+        return None
+    size = sizes[len(sizes) // 2]
+    first = next(iter(found.values()))
+    gpu, date = (first["environment"][key] for key in ("gpu", "date"))
+    names = zip(first["x_names"], size, strict=True)
+    words = (f"{name} = {value}" for name, value in names)
+    return Headline(
+        ", ".join([*words, *said(_rest(first)), gpu]),
+        date,
+        {mode: _faster(each, size) for mode, each in found.items()},
+    )
+
+
+def said(args):
+    """The arguments of a benchmark in words, e.g. M = 4096, float16."""
+    for name, value in args.items():
+        yield str(value) if name == "dtype" else f"{name} = {value}"
+
+
+def _passes(data):
+    """{pass: the first benchmark that compares it with PyTorch}.
+
+    What follows the first differs from it in nothing but the pass.
+    """
+    found = {}
+    for benchmark in data["benchmarks"].values():
+        mode = benchmark["args"].get("mode")
+        if (
+            mode in PASSES
+            and compares(benchmark["unit"], benchmark["rows"])
+            and all(_alike(benchmark, other) for other in found.values())
+        ):
+            found.setdefault(mode, benchmark)
+    return {mode: found[mode] for mode in PASSES if mode in found}
+
+
+def _alike(one, other):
+    keys = "unit", "x_names"
+    return all(one[key] == other[key] for key in keys) and (
+        _rest(one) == _rest(other)
+    )
+
+
+def _rest(benchmark):
+    args = benchmark["args"].items()
+    return {name: value for name, value in args if name != "mode"}
+
+
+def _medians(benchmark, provider):
+    """{x: median} of what a provider could do."""
+    return {
+        recording.x_of(row, benchmark["x_names"]): row["median"]
+        for row in benchmark["rows"]
+        if row["provider"] == provider and row["median"]
+    }
+
+
+def _sizes(found):
+    """The sizes that all benchmarks have of ours and of PyTorch."""
+    tables = [
+        _medians(benchmark, provider)
+        for benchmark in found.values()
+        for provider in (OURS, THEIRS)
+    ]
+    return [x for x in tables[0] if all(x in table for table in tables)]
+
+
+def _faster(benchmark, size):
+    faster = FASTER[benchmark["unit"]]
+    return faster(
+        *(_medians(benchmark, each)[size] for each in (OURS, THEIRS))
+    )

@@ -1,0 +1,161 @@
+"""Search: an index of the sections of all pages, made by Pagefind.
+
+What a reader looks for is a section, so each is a document of its own: its
+title, its prose, its code. What surrounds the tutorials' own words is left
+out. Where a section spells a word in one way, readers may ask for the others
+that ``conf.py`` names.
+"""
+
+import html
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from docutils import nodes
+
+# What stands on a page and is no answer: classes of nodes, and nodes.
+LEFT_OUT = {
+    *("bp-xray", "bp-scaffold", "bp-drawing", "bp-numbers", "passport"),
+    *("bp-cards", "sphx-glr-script-out", "sphx-glr-footer"),
+    "sphx-glr-download-link-note",
+}
+SILENT = (
+    *(nodes.Invisible, nodes.image, nodes.math, nodes.math_block, nodes.raw),
+    *(nodes.section, nodes.title),
+)
+# A word of prose counts as one; in a title Pagefind counts it more often.
+CODE = 0.2
+
+
+class Index:
+    """The index of a build: it is made if the pages were written."""
+
+    def __init__(self):
+        self.records = {}  # of each page
+
+    def start(self, app):
+        app.builder.search = False  # Sphinx's own
+
+    def add(self, app, pagename, templatename, context, doctree):
+        """Note the sections of a page that is written."""
+        context["script_files"][:] = [
+            file
+            for file in context["script_files"]
+            if "sphinx_highlight.js" not in str(file.filename)
+        ]
+        if doctree is not None and pagename != "404":
+            spellings = app.config.search_spellings
+            self.records[pagename] = dict(
+                document(section, doctree, app.config.language, spellings)
+                for section in doctree.findall(nodes.section)
+                if not leads_on(section)
+            )
+
+    def write(self, app, exception):
+        if exception or not self.records:
+            return
+        written(self.records, app.outdir / "pagefind")
+        for name in ("searchtools.js", "sphinx_highlight.js"):
+            (app.outdir / "_static" / name).unlink(missing_ok=True)
+
+
+def written(pages, folder):
+    """Let Pagefind write the index of {page: {anchor: document}}.
+
+    It reads a folder of files: ``page/anchor.html`` for a section, which
+    search.js turns into an address, and ``page/index.html`` for its top.
+    """
+    with tempfile.TemporaryDirectory() as site:
+        for page, records in pages.items():
+            for anchor, content in records.items():
+                file = Path(site, page, f"{anchor}.html")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(content, encoding="utf-8")
+        command = [sys.executable, "-m", "pagefind", "--quiet"]
+        files = ["--site", site, "--output-path", folder]
+        subprocess.run([*command, *files], check=True)
+
+
+def leads_on(section):
+    """Whether a part of a page is a list of cards, which lead to others."""
+    return isinstance(section.parent, nodes.section) and any(
+        "bp-cards" in child.get("classes", ()) for child in section.children
+    )
+
+
+def document(section, doctree, language, spellings):
+    """Where a section is, and what Pagefind is to know of it."""
+    top = doctree.next_node(nodes.section)
+    title, page = (
+        words(each.next_node(nodes.title)) for each in (section, top)
+    )
+    blocks = list(said(section))
+    text = " ".join([title, *(text for _, text in blocks)])
+    meta = {
+        "title": title,
+        "titled": "; ".join(others(title, spellings)),
+        "also": "; ".join(others(text, spellings)),
+        "page": "" if section is top else page,
+    }
+    head = "".join(
+        f'<meta data-pagefind-meta="{key}[content]" '
+        f'content="{html.escape(value)}">'
+        for key, value in meta.items()
+        if value
+    )
+    body = "\n".join(f"{tag}{html.escape(text)}" for tag, text in blocks)
+    return (
+        "index" if section is top else section["ids"][0],
+        f'<html lang="{language}"><head>{head}</head>'
+        f"<body><h1>{html.escape(title)}</h1>{body}</body></html>",
+    )
+
+
+def said(node):
+    """The blocks of a section: the tag that begins each, and its text."""
+    for child in node.children:
+        classes = {
+            *child.get("classes", ()),
+            *child.get("container_classes", ()),
+        }
+        if isinstance(child, SILENT) or classes & LEFT_OUT:
+            continue
+        if isinstance(child, nodes.literal_block):
+            yield f'<pre data-pagefind-weight="{CODE}">', child.astext()
+        elif isinstance(child, nodes.TextElement):
+            yield "<p>", words(child)
+        else:
+            yield from said(child)
+
+
+def words(node):
+    """The text of a paragraph, without its formulas."""
+    if isinstance(node, nodes.Text):
+        return node.astext()
+    return "".join(
+        words(child)
+        for child in node.children
+        if not isinstance(child, SILENT)
+    )
+
+
+def others(text, spellings):
+    """Other spellings of what a text says: ``bf16 = bfloat16``."""
+    for group in spellings:
+        for spelling in group:
+            if re.search(rf"\b{re.escape(spelling)}", text, re.IGNORECASE):
+                for other in group:
+                    if other != spelling:
+                        yield f"{other} = {spelling}"
+
+
+def setup(app):
+    app.add_config_value("search_spellings", [], "env", [list])
+    index = Index()
+    app.connect("builder-inited", index.start)
+    app.connect("html-page-context", index.add)
+    app.connect("build-finished", index.write)
+    # The sections are collected where the pages are written.
+    return {"parallel_read_safe": True, "parallel_write_safe": False}

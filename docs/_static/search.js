@@ -1,0 +1,198 @@
+/* The search: Pagefind behind the theme's button and Ctrl+K, and the words
+   that were looked for, marked where a result leads. Pagefind is loaded when
+   a reader opens the dialog. */
+
+(() => {
+  const here = document.currentScript.src;
+  const at = (path) => new URL(path, here).href;
+  const MOST = 20; // sections shown
+  const FOUND = "found"; // in the address of a result: what to mark
+  // How much a word counts in the title of a section, spelled so or in another
+  // way, and in the title of its page.
+  const metaWeights = { title: 5, titled: 5, page: 0.5 };
+
+  const dialog = document.getElementById("pst-search-dialog");
+  const field = dialog.querySelector("input");
+  const list = document.getElementById("bp-found");
+  const count = document.getElementById("bp-found-count");
+
+  function style() {
+    if (document.getElementById("bp-search-style")) return;
+    const href = at("search.css");
+    const link = { id: "bp-search-style", rel: "stylesheet", href };
+    document.head.append(Object.assign(document.createElement("link"), link));
+  }
+
+  let loaded;
+  const pagefind = () => (loaded ??= load());
+  async function load() {
+    const api = await import(at("../pagefind/pagefind.js"));
+    await api.options({ excerptLength: 24, ranking: { metaWeights } });
+    await api.init();
+    return api;
+  }
+
+  function say(kind, words = "") {
+    count.textContent = kind && count.dataset[kind].replace("%s", words);
+  }
+
+  async function search() {
+    const asked = field.value.trim();
+    try {
+      const api = await pagefind();
+      // The index has letters and digits only. Of a question Pagefind drops
+      // what Unicode calls punctuation: * but not ^.
+      const words = asked.replace(/\p{S}/gu, "*");
+      const { results } = (await api.debouncedSearch(words, {}, 120)) ?? {};
+      if (!results || asked !== field.value.trim()) return; // asked on
+      const first = results.slice(0, MOST).map((result) => result.data());
+      const found = (await Promise.all(first)).filter(has(asked));
+      if (asked !== field.value.trim()) return;
+      list.replaceChildren(...found.map((result) => shown(result, asked)));
+      const all = found.length < first.length ? found.length : results.length;
+      if (!asked) say("");
+      else if (!all) say("none", asked);
+      else say(all === 1 ? "one" : "many", all);
+    } catch (error) {
+      say(location.protocol === "file:" ? "file" : "broken");
+      throw error;
+    }
+  }
+
+  /** Pagefind takes the beginning of a word, however short, for one that no
+      page has. Four letters say that it may be meant. */
+  function has(asked) {
+    const all = wordsOf(asked).map((word) => pattern(word, 4));
+    return ({ content, meta }) => {
+      const text = [content, ...Object.values(meta)].join(" ");
+      return all.every((each) => text.search(each) >= 0);
+    };
+  }
+
+  function wordsOf(asked) {
+    return asked.split(/\s+/).filter((word) => letters(word).length);
+  }
+
+  function letters(word) {
+    return word.match(/[\p{L}\p{N}]/gu) ?? [];
+  }
+
+  /** Some letters at the beginning of a word, with any signs between them. */
+  function pattern(word, most) {
+    const between = "[^\\p{L}\\p{N}\\s]*";
+    const wanted = letters(word).slice(0, most).join(between);
+    return RegExp(`(?<![\\p{Script=Latin}\\p{N}])${wanted}`, "giu");
+  }
+
+  /** A section that was found, as an item of the list. */
+  function shown({ url, meta, excerpt }, asked) {
+    const words = wordsOf(asked);
+    // The section may spell a word in another way: bf16 = bfloat16.
+    for (const pair of meta.also?.split("; ") ?? []) {
+      const [other, written] = pair.split(" = ");
+      if (asked.search(pattern(other)) >= 0) words.push(written);
+    }
+    // The index knows a section as page/anchor.html: see search.py.
+    const target = url
+      .replace(/\/([^/]+)\.html$/, ".html#$1")
+      .replace(/\/$/, ".html");
+    const address = new URL(target, location.href);
+    for (const word of new Set(words)) address.searchParams.append(FOUND, word);
+    const link = document.createElement("a");
+    link.href = address.href;
+    for (const kind of ["title", "page", "words"]) {
+      const line = document.createElement("span");
+      line.className = `bp-${kind}`;
+      if (kind === "words") line.innerHTML = excerpt; // Pagefind escaped it
+      else line.textContent = meta[kind] ?? "";
+      link.append(line);
+    }
+    const item = document.createElement("li");
+    item.append(link);
+    return item;
+  }
+
+  /** Mark words in the section that the address leads to, and show one. */
+  function mark(words) {
+    const id = decodeURIComponent(location.hash.slice(1));
+    const section = id
+      ? document.getElementById(id)
+      : document.querySelector("article section");
+    if (!section || !CSS.highlights) return;
+    const texts = textsOf(section);
+    const found = words.flatMap((word) => rangesOf(word, texts));
+    if (!found.length) return;
+    style();
+    CSS.highlights.set(FOUND, new Highlight(...found));
+    const folded = (range) =>
+      range.startContainer.parentElement.closest("details:not([open])");
+    const first = found.find((range) => !folded(range)) ?? found[0];
+    for (let details; (details = folded(first)); ) details.open = true;
+    const { top, bottom } = first.getBoundingClientRect();
+    if (top < 0 || bottom > innerHeight)
+      scrollBy({ top: top - innerHeight / 3, behavior: "instant" });
+  }
+
+  /** What a section itself says: its pieces of text. */
+  function textsOf(section) {
+    const skipped = ".bp-xray, .bp-scaffold, .bp-drawing, .passport, .headerlink";
+    const walker = document.createTreeWalker(section, NodeFilter.SHOW_TEXT);
+    const texts = [];
+    while (walker.nextNode()) {
+      const { parentElement } = walker.currentNode;
+      const own = parentElement.closest("section") === section;
+      if (own && !parentElement.closest(skipped)) texts.push(walker.currentNode);
+    }
+    return texts;
+  }
+
+  /** Where a word stands, or else as much of its beginning as does. */
+  function rangesOf(word, texts) {
+    const text = texts.map(({ data }) => data).join("");
+    const all = letters(word).length;
+    for (let some = all; some > 0 && some >= all / 2; some--) {
+      const found = [...text.matchAll(pattern(word, some))];
+      if (found.length) return found.map((match) => rangeOf(match, texts));
+    }
+    return [];
+  }
+
+  function rangeOf({ index, 0: { length } }, texts) {
+    const range = new Range();
+    let end = 0;
+    for (const node of texts) {
+      const start = end;
+      end += node.length;
+      if (index >= start && index < end) range.setStart(node, index - start);
+      if (index + length <= end) {
+        range.setEnd(node, index + length - start);
+        return range;
+      }
+    }
+  }
+
+  // Up and down lead through the field and the list, Enter to the first.
+  dialog.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const stops = [field, ...list.querySelectorAll("a")];
+    stops[stops.indexOf(document.activeElement) + step]?.focus();
+  });
+  field.form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    list.querySelector("a")?.click();
+  });
+  field.addEventListener("focus", () => {
+    style();
+    if (location.protocol === "file:") say("file");
+    else pagefind();
+  });
+  field.addEventListener("input", search);
+  dialog
+    .querySelector(".bp-search-close")
+    .addEventListener("click", () => dialog.close());
+
+  const words = new URLSearchParams(location.search).getAll(FOUND);
+  if (words.length) mark(words);
+})();

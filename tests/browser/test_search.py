@@ -1,0 +1,207 @@
+"""The search leads to the section that answers, by the way a reader takes."""
+
+import html
+import re
+from urllib.parse import urlsplit
+
+import pytest
+from browser import built
+from playwright.sync_api import expect
+
+PHONE = {"viewport": {"width": 390, "height": 844}}
+# What a reader types, and a pattern of the addresses that answer.
+QUESTIONS = {
+    # asked in a review of the site
+    "race": r"03-lock.html#the-race",
+    "atomic": r"02-summing-rows.html#atomic-additions",
+    "spill": r"05-chunks.html#backward-registers",
+    "welford": r"07-two-sweeps.html#one-change-welford",
+    "2**31": r"(10-host-time|02-summing-rows).html#",
+    "occupancy": r"04-loads-in-flight.html#",
+    "colab": r"tutorials/index.html$",
+    "rmsnorm": r"rms-norm[^#]*$",
+    "bf16": r"rms-norm.*#(a-weight|what-the-figures)",
+    "lock": r"03-lock.html#the-lock",
+    "variance": r"07-two-sweeps.html#both-sums-in-one-sweep",
+    "dropout": r"#dropout-without-a-mask",
+    "interpreter": r"how-figures-are-made.html#recorded-or-live",
+    "layer normalization": r"01-layer-norm.html$",
+    "cuda graph": r"10-host-time.html#three-clocks-one-call",
+    # spelled otherwise than on the page, or with more than letters
+    "2^31": r"(10-host-time|02-summing-rows).html#",
+    "layernorm": r"01-layer-norm.html$",
+    "rms norm": r"rms-norm[^#]*$",
+    "bfloat16": r"rms-norm.*#a-weight",
+    "deterministic": r"02-summing-rows.html#the-same-bits",
+    "same bits": r"02-summing-rows.html#the-same-bits",
+    "races": r"03-lock.html#the-race",
+    "tl.atomic_cas": r"03-lock.html#the-lock",
+    "atomic_xchg": r"03-lock.html#the-lock",
+    "num_stages": r"04-loads-in-flight.html#third-knob-stages",
+    "torch.compile": r"11-every-width.html#the-function",
+    # as one who knows PyTorch asks
+    "softmax": r"08-shared-rows.html#exercise-1-a-softmax",
+    "padding": r"05-chunks.html$",
+    "16 bytes": r"06-unaligned-rows.html$",
+    "million columns": r"08-shared-rows.html$",
+    "launch": r"10-host-time.html#three-changes",
+    "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
+}
+
+
+def ask(page, words):
+    """Type words into the open dialog: where the sections found are."""
+    said = page.locator("#bp-found-count")
+    said.evaluate("element => element.textContent = ''")
+    page.locator("#pst-search-dialog input").fill(words)
+    expect(said).not_to_be_empty()
+    links = page.locator("#bp-found a")
+    found = links.evaluate_all("links => links.map(link => link.href)")
+    return [
+        parts.path.removeprefix(built.prefix())
+        + f"#{parts.fragment}" * bool(parts.fragment)
+        for parts in map(urlsplit, found)
+    ]
+
+
+@pytest.fixture
+def opened(page, view):
+    """The front page, with the dialog open."""
+    page.goto("index.html")
+    page.keyboard.press("Control+k")
+    expect(page.locator("#pst-search-dialog input")).to_be_focused()
+    return page
+
+
+def test_questions_are_answered(opened):
+    """The right section is among the first three."""
+    found = {words: ask(opened, words)[:3] for words in QUESTIONS}
+    wrong = {
+        words: found[words]
+        for words, wanted in QUESTIONS.items()
+        if not any(re.search(wanted, address) for address in found[words])
+    }
+    assert not wrong, "\n".join(f"{w}: {wrong[w]}" for w in wrong)
+
+
+def title(name):
+    """The title of a page; its soup would take a second to make."""
+    text = (built.SITE / name).read_text(encoding="utf-8")
+    return html.unescape(re.search(r"<h1>(.*?)<a", text)[1])
+
+
+def test_every_tutorial_is_found_by_its_title(opened):
+    titles = {name: title(name) for name in built.TUTORIALS}
+    found = {name: ask(opened, words)[:3] for name, words in titles.items()}
+    assert not {
+        titles[name]: addresses
+        for name, addresses in found.items()
+        if name not in addresses
+    }
+
+
+@pytest.mark.parametrize("words", ["qzxqzx", "cluster", "catastrophic"])
+def test_what_no_page_has_is_said(opened, words):
+    """Pagefind would answer with sections that have "cols" or "c"."""
+    assert ask(opened, words) == []
+    said = opened.locator("#bp-found-count")
+    expect(said).to_have_text(f"No section has this: {words}")
+    assert said.get_attribute("role") == "status"  # is read out
+
+
+def test_a_click_lands_on_the_marked_word(opened):
+    ask(opened, "races")  # the page says "race"
+    opened.locator("#bp-found a[href$='#the-race']").click()
+    opened.wait_for_url("**/03-lock.html?found=races#the-race")
+    marked = "[...CSS.highlights.get('found')]"
+    assert opened.evaluate(f"{marked}.map(String)[0].toLowerCase()") == "race"
+    box = f"{marked}[0].getBoundingClientRect()"
+    assert opened.evaluate(f"{box}.top >= 0 && {box}.bottom <= innerHeight")
+    inside = f"{marked}.every(range => range.startContainer.parentElement"
+    assert opened.evaluate(f"{inside}.closest('section').id === 'the-race')")
+
+
+LOOK = "CSS.highlights.get('found')?.values().next().value"
+
+
+def test_another_spelling_is_marked(page):
+    """Which the code spreads over pieces of several colors."""
+    page.goto("tutorials/layer-norm/02-summing-rows.html")
+    page.keyboard.press("Control+k")
+    ask(page, "2^31")
+    link = page.locator("#bp-found a[href*='02-summing-rows']").first
+    link.click()
+    page.wait_for_url("**found=2**")
+    assert page.evaluate(f"String({LOOK})") == "2**31"
+
+
+def test_what_is_folded_opens_for_a_word_that_stands_nowhere_else(page):
+    name = next(n for n in built.TUTORIALS if n.endswith("01-layer-norm.html"))
+    solution = built.soup(name).select_one("details.bp-solution")
+    section = solution.find_parent("section")
+    code = set(re.findall(r"[a-z]{4,}", solution.pre.get_text()))
+    solution.extract()
+    seen = section.get_text().lower()
+    section.append(solution)  # the soup is kept
+    word = min(word for word in code if word not in seen)
+    page.goto(f"{name}?found={word}#{section['id']}")
+    assert page.evaluate(f"String({LOOK}).toLowerCase()") == word
+    expect(page.locator("details.bp-solution").first).to_have_attribute(
+        "open", ""
+    )
+    # Where it is seen without, a reader who tries first is not disturbed.
+    page.goto(f"{name}?found=error#{section['id']}")
+    assert page.evaluate(f"String({LOOK}).toLowerCase()") == "error"
+    expect(page.locator("details.bp-solution[open]")).to_have_count(0)
+
+
+def test_keys_lead_through_the_list_and_back(opened):
+    ask(opened, "lock")
+    links = opened.locator("#bp-found a")
+    opened.keyboard.press("ArrowDown")
+    expect(links.nth(0)).to_be_focused()
+    opened.keyboard.press("ArrowDown")
+    expect(links.nth(1)).to_be_focused()
+    opened.keyboard.press("ArrowUp")
+    opened.keyboard.press("ArrowUp")
+    expect(opened.locator("#pst-search-dialog input")).to_be_focused()
+    opened.keyboard.press("Escape")
+    expect(opened.locator("#pst-search-dialog")).to_be_hidden()
+    opened.keyboard.press("Control+k")
+    first, *_ = ask(opened, "lock")
+    opened.keyboard.press("Enter")
+    opened.wait_for_url(f"**/{first.partition('#')[0]}?**")
+
+
+@pytest.mark.parametrize("view", [PHONE], ids=["phone"])
+def test_search_on_a_phone(page, view):
+    page.goto("index.html")
+    page.locator(".search-button__button:visible").click()
+    ask(page, "lock")
+    dialog = page.locator("#pst-search-dialog")
+    box = dialog.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390
+    assert box["y"] + box["height"] <= 844
+    sideways = "element => element.scrollWidth - element.clientWidth"
+    assert page.locator("#bp-found").evaluate(sideways) == 0
+    page.get_by_role("button", name="Close").click()
+    expect(dialog).to_be_hidden()
+
+
+def test_a_page_opened_as_a_file_says_what_to_do(page):
+    page.goto((built.SITE / "index.html").as_uri())
+    page.keyboard.press("Control+k")
+    said = page.locator("#bp-found-count")
+    expect(said).to_contain_text("make serve")
+
+
+def test_a_page_loads_nothing_of_the_search_before_it_is_asked(page):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto("index.html")
+    page.wait_for_load_state("networkidle")
+    names = [urlsplit(url).path.rpartition("/")[2] for url in asked]
+    assert "search.js" in names
+    unwanted = r"pagefind|search\.css|searchtools|searchindex|language_data"
+    assert [url for url in asked if re.search(unwanted, url)] == []
