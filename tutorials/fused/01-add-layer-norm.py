@@ -420,8 +420,7 @@ def _add_up_chunks(
 
 
 # %%
-# Warps and rows are those of page 05; of up to three tiles as many are on their
-# way as fit into shared memory.
+# As many tiles are on their way as fit into shared memory, three at most.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -545,9 +544,8 @@ def check(M, N, dtype, stream):
     print(f"{M} x {N}, x {dtype}, stream {stream}: right")
 
 
-M, N = (1151, 4608) if ON_GPU else (9, 200)
 for stream in torch.float16, torch.float32:
-    check(M, N, torch.float16, stream)
+    check(1151 if ON_GPU else 9, 200, torch.float16, stream)
 
 report(benchmark("backward", [*WIDTHS, 14336, 16384, 20480],
                  triton=add_layer_norm))  # fmt: skip
