@@ -42,11 +42,11 @@ def run(case, module=small, p=0.25):
 
 @pytest.mark.parametrize(("dtype", "stream"), cases.TYPES)
 def test_types_and_shapes(dtype, stream):
-    for M, N in (1, 8), (5, 75):
+    for M, N in (1, 8), (5, 45):
         run(Case((M,), (N,), dtype, stream))
 
 
-@pytest.mark.parametrize("p", [0, 0.0, 0.999, 1, 1.0])
+@pytest.mark.parametrize("p", [0, 0.999, 1])
 def test_any_share(p):
     run(Case(), p=p)
     run(Case(dtype=torch.float16, stream=torch.float32), p=p)
