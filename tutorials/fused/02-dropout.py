@@ -143,7 +143,7 @@ def report(benchmark):
 
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 2048, 4096, 8192, 16384], "provider",
-    ["triton", "each", "torch", "copy"],
+    ["triton", "each", "native", "copy"],
     ["Four share", "Each", "PyTorch", "Copy"], "dropout-only",
     {"M": 4096, "dtype": torch.float16}, ylabel="GB/s",
 ))  # fmt: skip
@@ -155,7 +155,7 @@ def dropout_only(M, N, dtype, provider):
     ways = {
         "triton": lambda: drop(x, 0.1, 1),
         "each": lambda: drop(x, 0.1, 1, four=False),
-        "torch": lambda: torch.native_dropout(x, 0.1, True),
+        "native": lambda: torch.native_dropout(x, 0.1, True),
         "copy": lambda: y.copy_(x),
     }
     return speed(2 * x.nbytes, ways[provider])
