@@ -42,8 +42,7 @@ def run(case, module=small, p=0.25):
 
 @pytest.mark.parametrize(("dtype", "stream"), cases.TYPES)
 def test_types_and_shapes(dtype, stream):
-    for M, N in (1, 8), (5, 45):
-        run(Case((M,), (N,), dtype, stream))
+    run(Case((5,), (45,), dtype, stream))
 
 
 @pytest.mark.parametrize("p", [0, 0.999, 1])
@@ -53,9 +52,9 @@ def test_any_share(p):
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-@pytest.mark.parametrize("which", ["x", "residual", "dy", "ds"])
+@pytest.mark.parametrize("which", ["x", "ds"])
 def test_layouts(which, layout):
-    run(Case((2, 3), (4, 6), torch.float16, **{which: layout}))
+    run(Case((2, 1), (4, 6), torch.float16, **{which: layout}))
 
 
 @pytest.mark.parametrize("lead", [(), (2, 1, 3), (0,)])
