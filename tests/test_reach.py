@@ -463,6 +463,23 @@ READ = {
     "layer-norm/11-every-width": {
         "_welford": "all",
     },
+    "fused/01-add-layer-norm": {
+        "_add_layer_norm_fwd": "all",
+        "_forget": "-backward",
+        "_sum_of_three": "none",  # the stub of an exercise
+    },
+    "fused/02-dropout": {
+        "_dropout": "all",
+        "_dropout_only": "-only",
+        "_add_up": "all but -only",
+        "kept": "none",  # a check
+    },
+    "fused/03-activation": {
+        "_activation_layer_norm_fwd": "all but -alone",
+        "_apply": "-alone",
+        "_gelu_tanh": "-backward",  # in a dict of functions
+        "_squared_relu": "none",  # the stub of an exercise
+    },
     "05-fused-elementwise-layer-norm": {
         "_gelu_tanh": "all",  # in a dict of functions
         "_fused_layer_norm_bwd": "all but one-pass-or-two",

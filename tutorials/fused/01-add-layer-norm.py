@@ -1,0 +1,600 @@
+r"""
+Add, then normalize
+===================
+
+Must the residual addition before a layer norm be a kernel of its own?
+No: one kernel adds, normalizes and returns both results, and what lies
+between the two is never read again.
+
+A transformer adds what each block computes to a *residual stream*,
+:math:`s = x + residual`, and the next block reads the stream through a layer
+norm, :math:`y = \mathrm{norm}(s) \cdot w + b`. Both results are needed.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+# Count first, in *units*, the bytes of one matrix.
+#
+# * Forward, the addition reads two and writes one, and the layer norm reads
+#   one and writes one: 5. One kernel reads two and writes two: 4.
+# * Backward, the layer norm reads ``s`` and ``dy`` and writes a gradient; an
+#   addition reads it and ``ds``, the gradient of the stream, and writes their
+#   sum: 6. One kernel reads three and writes one: 4.
+#
+# Forward: a row in one tile
+# --------------------------
+#
+# The sum is rounded to the type of the stream before its mean is taken, so
+# ``y`` belongs to the ``s`` that is returned.
+
+
+@triton.jit
+def _add_layer_norm_fwd(
+    x_ptr, r_ptr, w_ptr, b_ptr,  # r: the residual; r, w and b may be None
+    y_ptr, s_ptr, mean_ptr, rstd_ptr,  # no s without r
+    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    at = row.to(tl.int64) * N + cols  # M * N may pass 2**31
+    s = tl.load(x_ptr + at, mask=mask, other=0)
+    if r_ptr is not None:
+        r = tl.load(r_ptr + at, mask=mask, other=0)
+        s = (s.to(acc) + r.to(acc)).to(r.dtype)
+        tl.store(s_ptr + at, s, mask=mask)
+    mean = tl.sum(s.to(acc)) / N
+    d = tl.where(mask, s.to(acc) - mean, 0)
+    rstd = 1 / tl.sqrt(tl.sum(d * d) / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    y = (s.to(acc) - mean) * rstd
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last")
+        y *= w.to(acc)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last")
+        y += b.to(acc)
+    tl.store(y_ptr + at, y, mask=mask)
+
+
+# %%
+# The rule: a warp holds 2 KB of a tile, which are 32 columns of 16 bits a
+# thread, and programs have 2 to 16 warps.
+# Two programs of 16 share a multiprocessor if a thread has 64 registers.
+
+CUDA = ON_GPU and torch.version.hip is None
+PTX = tl.constexpr(CUDA)
+
+
+def plan_forward(N, itemsize, most=2048):
+    block = triton.next_power_of_2(N)
+    warps = min(max(block * itemsize // most, 2), 16)
+    held = {"maxnreg": 64} if CUDA and warps == 16 else {}
+    return {"BLOCK": block, "num_warps": warps} | held
+
+
+def forward(x, r, w, b, eps, rule=plan_forward):
+    """y, s, mean and rstd of contiguous matrices; no s without r."""
+    M, N = x.shape
+    wide = torch.promote_types(x.dtype, x.dtype if r is None else r.dtype)
+    acc = torch.promote_types(wide, torch.float32)
+    s = None if r is None else torch.empty_like(r)
+    y, plan = torch.empty_like(x), rule(N, wide.itemsize)
+    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
+    _add_layer_norm_fwd[(M,)](x, r, w, b, y, s, mean, rstd, eps, N, **plan)
+    return y, s, mean, rstd
+
+
+x, r = torch.randn(2, 3, 40, device=DEVICE)
+y, s, *_ = forward(x, r, None, None, 1e-5)
+print("y is right:", torch.allclose(y, F.layer_norm(x + r, (40,)), atol=1e-5))
+WAYS = {
+    "triton": lambda x, r, _, w, b: forward(x, r, w, b, 1e-5),
+    "both": lambda x, r, _, w, b: forward(x + r, None, w, b, 1e-5),
+}
+
+# %%
+# Count, then measure: ``ncu``, NVIDIA's profiler, says what memory delivers,
+# here over the two units that one kernel must read.
+# By hand, two kernels read 1.5.
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], [1024, 2048, 4096, 8192, 12288], "provider", ["triton", "both"],
+    ["One kernel", "Two kernels"], "add-layer-norm-traffic",
+    {"M": 4096, "dtype": torch.float16, "counter": "dram__bytes_read.sum"},
+    ylabel="bytes of DRAM per byte counted",
+))  # fmt: skip
+def traffic(M, N, dtype, counter, provider):
+    """Bytes that DRAM delivers, over those of x and the residual."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    x, r = torch.randn(2, M, N, device=DEVICE).to(dtype)
+    run = lambda: WAYS[provider](x, r, (N,), None, None)
+    run()  # compiles
+    with torch.cuda.nvtx.range(f"counted {provider} {N} per {2 * x.nbytes}"):
+        run()
+    return 3 * [float("nan")]
+
+
+traffic.run(show_plots=ON_GPU)
+
+# %%
+# One kernel reads what was counted; of two, the second finds some of ``s`` in
+# the cache, the less the larger the matrix is.
+#
+# The forward pass of this page is also what example 45 of AMD's `Composable
+# Kernel <https://github.com/ROCm/composable_kernel>`_ shows, in C++.
+# It, too, reads all once, but returns ``y`` alone: three units, no stream.
+# A row of up to 1024 columns stays in the registers of 32 threads, and wider
+# ones in shared memory (LDS), in 16 bits, eight rows at a time.
+# It refuses 64 KB of that, so rows of 4096 columns: line 536 of
+# ``device_elementwise_normalization_impl.hpp``, at commit 8e22e1a.
+
+# %%
+
+# Scaffold: the clock, and what its figures say.
+
+
+def device_time(fn):
+    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    fn()  # compiles
+    graph = torch.cuda.CUDAGraph()  # replayed without Python
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        fn()
+    # do_bench overwrites the L2 cache before each replay.
+    return triton.testing.do_bench(
+        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
+    )
+
+
+def speed(moved, fn):
+    """GB/s of a function that must move so many bytes."""
+    ms, low, high = device_time(fn)
+    return [moved / t * 1e-6 for t in (ms, high, low)]
+
+
+def report(benchmark):
+    """Draw a benchmark; print our speed over that of the others."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
+    print(f"speed of {table.columns[0]} divided by that of")
+    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
+
+
+# %%
+# The rival, PyTorch, which will also take the rows that are too wide:
+
+
+def inputs(M, N, dtype):
+    """x, residual, w and b, then dy and ds."""
+    torch.manual_seed(0)
+    x, residual, dy, ds = torch.randn(4, M, N, device=DEVICE)
+    w, b = torch.rand(2, N, device=DEVICE)
+    given = [0.5 * x, 0.5 * residual - 2.3, w, b]
+    given = [t.to(dtype).requires_grad_() for t in given]
+    return *given, (0.1 * dy).to(dtype), (0.1 * ds).to(dtype)
+
+
+def chain(x, residual, shape, w=None, b=None, eps=1e-5):
+    s = (x + residual).to(residual.dtype)
+    w, b = (None if t is None else t.to(s.dtype) for t in (w, b))
+    return F.layer_norm(s, shape, w, b, eps).to(x.dtype), s
+
+
+# %%
+# The ceiling is a copy of two matrices; backward, ``addcmul``, which reads
+# three and writes one.
+
+
+def benchmark(mode, widths, **ours):
+    def measure(M, N, dtype, mode, provider):
+        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+        median, 20 % and 80 % quantiles."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        *given, dy, ds = inputs(M, N, dtype)
+        x, r, w, bias = given
+        if provider == "copy":
+            a, b = torch.stack((dy, ds)), torch.stack((dy, ds))
+            ways = [lambda: b.copy_(a), lambda: torch.mul(a, 1, out=b)]
+            if mode == "backward":
+                ways = [lambda: torch.addcmul(dy, ds, x.data, out=b[0])]
+            return max(speed(4 * dy.nbytes, way) for way in ways)
+        f = ours.get(provider, chain)
+        if provider == "torch.compile":
+            torch._dynamo.reset()  # nothing is left of other shapes
+            torch._functorch.config.donated_buffer = False  # runs many times
+            f = torch.compile(lambda *args: chain(*args), dynamic=False)
+        fn, grad = lambda: f(x, r, (N,), w, bias), torch.autograd.grad
+        if mode == "backward":
+            out = fn()
+            fn = lambda: grad(out, given, (dy, ds), retain_graph=True)
+        return speed(4 * dy.nbytes, fn)
+
+    names = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy",
+             "both": "Two kernels"}  # fmt: skip
+    lines = [*ours, "torch", "torch.compile", "copy"]
+    return triton.testing.perf_report(triton.testing.Benchmark(
+        ["N"], widths, "provider", lines,
+        [names.get(n, n) for n in lines], f"add-layer-norm-{mode}",
+        {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="GB/s",
+    ))(measure)  # fmt: skip
+
+
+WIDTHS = [512 * i for i in (2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24)]
+report(benchmark("forward", WIDTHS, **WAYS))
+
+# %%
+# Near the ceiling, powers of two or not: idle lanes move no bytes.
+# torch.compile fuses this pass as well.
+#
+# Backward: ``s`` has two readers
+# -------------------------------
+#
+# The rest is as on `page 05 <../layer-norm/05-chunks.html>`_: rows in chunks.
+
+# %%
+
+# Drawing: the way of the gradients.
+
+plt.figure("Two gradients of s are added, and go to both inputs", (7.5, 0.7))
+way = "dy → norm → + → dx = dresidual\n            ↑\n            ds"
+plt.text(0.2, 0, way, family="monospace")
+plt.axis("off")
+plt.show()
+
+# %%
+
+# Scaffold: rows in chunks, from page 05 of layer normalization.
+
+
+@triton.jit
+def _chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column of the lanes of a chunk, and which of them exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    mask = row < left
+    if (c + 1) * CHUNK > N:
+        mask = mask & (col < N)
+    return row, col, mask
+
+
+@triton.jit
+def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
+                 CHUNK: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+    """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
+    xs = ()
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
+        at = ptr + (row * stride + col)
+        xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
+    return xs
+
+
+# %%
+# A wide row does not fit into registers in float32 as well: the compiler must
+# forget what it has converted, for it does not know that ``zero`` is 0.
+
+
+@triton.jit
+def _add_two(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _forget(x, zero):
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r", [x, zero.to(tl.int16)],
+            dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    return x
+
+
+# %%
+# A tile of rows: its gradients, and new sums for ``dw`` and ``db``.
+# ``ds`` is loaded behind the means: until then it waits in shared memory.
+
+
+@triton.jit
+def _one_tile(
+    dy_ptr, ds_ptr, s_ptr, mean_ptr, rstd_ptr, dx_ptr, ws, dws, dbs,
+    first, M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    row, left = first + tl.arange(0, ROWS)[:, None], M - first
+    mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+    start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+    xs = _load_chunks(s_ptr + start, N, left, N, ROWS, CHUNK, "")
+    dys = _load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+    c1, c2 = tl.zeros((ROWS, CHUNK), acc), tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        wdy = dys[c].to(acc) * ws[c].to(acc)
+        c1 += wdy * (xs[c].to(acc) - mean)
+        c2 += wdy
+    c1, c2 = tl.reduce((c1, c2), 1, _add_two)
+    zero = (c1 != c1)[:, None]
+    c1, c2 = c1[:, None] * (rstd * rstd * rstd / N), c2[:, None] * (rstd / N)
+    new_dws, new_dbs = (), ()
+    for c in tl.static_range(len(xs)):
+        i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
+        at = start + (i * N + j)
+        x, dy, w = xs[c], dys[c], ws[c]
+        if len(xs) > 4:
+            x, dy, w = _forget(x, zero), _forget(dy, zero), _forget(w, zero)
+        d, dy = x.to(acc) - mean, dy.to(acc)
+        new_dws += (dws[c] + dy * rstd * d,)
+        new_dbs += (dbs[c] + dy,)
+        g = dy * rstd * w.to(acc) - (d * c1 + c2)
+        if ds_ptr is not None:
+            g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + at, g, mask=mask)
+    return new_dws, new_dbs
+
+
+# %%
+# A program goes over many tiles, and writes its sums into a buffer.
+
+
+@triton.jit
+def _add_layer_norm_bwd(
+    dy_ptr, ds_ptr, s_ptr, w_ptr, mean_ptr, rstd_ptr,  # ds may be None
+    dx_ptr, sums_ptr,  # (M, N); (programs, 2, N); or None: not wanted
+    M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    dws, dbs = (), ()
+    for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+    ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+    for first in tl.range(
+        tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS,
+        num_stages=STAGES, disable_licm=True,
+    ):  # fmt: skip
+        dws, dbs = _one_tile(
+            dy_ptr, ds_ptr, s_ptr, mean_ptr, rstd_ptr, dx_ptr, ws, dws, dbs,
+            first, M, N, ROWS, CHUNK,
+        )  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if sums_ptr is not None:
+        sums_ptr += tl.program_id(0) * 2 * N
+        for c in tl.static_range(len(dws)):
+            col = c * CHUNK + tl.arange(0, CHUNK)
+            tl.store(sums_ptr + col, tl.sum(dws[c], axis=0), mask=col < N)
+            tl.store(sums_ptr + N + col, tl.sum(dbs[c], axis=0), mask=col < N)
+
+
+# %%
+
+# Scaffold: adding up the buffers, from page 05.
+
+
+@triton.jit
+def _add_up_chunks(
+    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
+    programs, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = tl.arange(0, ROWS)[:, None]
+    mask = (rows < programs) & (cols < WIDTH)
+    sums = tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(sums, axis=0), mask=cols < WIDTH)
+
+
+# %%
+# As many tiles are on their way as fit into shared memory, three at most.
+
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
+EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def plan_backward(N, itemsize, warps=8, matrices=3):
+    warps = warps // 2 if N * itemsize <= 2048 else warps
+    chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
+    chunks = triton.cdiv(N, chunk)
+    rows = 512 // itemsize * warps // chunk * max(4 // chunks, 1)
+    plan = {"ROWS": min(rows, 8), "CHUNK": chunk, "num_warps": warps}
+    tile = matrices * plan["ROWS"] * chunks * chunk * itemsize
+    return plan | {"STAGES": 1 + min((SHARED - 8192) // tile, 3)}
+
+
+def backward(dy, ds, s, w, mean, rstd, dx, grads, rule=plan_backward):
+    """Fill dx and grads, which are dw and db; either may be None."""
+    (M, N), sums = s.shape, None
+    plan = rule(N, max(s.itemsize, dy.itemsize))
+    programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    if grads is not None:
+        sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=s.device)
+    _add_layer_norm_bwd[(programs,)](
+        dy, ds, s, w, mean, rstd, dx, sums, M, N, EARLY=EARLY, **plan
+    )
+    if grads is not None:
+        option = {"launch_pdl": True} if EARLY else {}
+        rows = triton.next_power_of_2(max(programs, 1))
+        _add_up_chunks[(triton.cdiv(2 * N, 16),)](
+            sums, grads, programs, 2 * N, rows, 16, EARLY, **option
+        )
+
+
+# %%
+# A result that nobody uses has None as its gradient.
+# Both inputs receive one gradient, which PyTorch rounds to their types.
+
+
+class AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, r, w, b, shape, eps):
+        ctx.set_materialize_grads(False)
+        ctx.shapes = x.shape, shape
+        types = {t.dtype for t in (w, b) if t is not None}
+        N = shape.numel()
+        x, r, w, b = (None if t is None else t.reshape(-1, N).contiguous()
+                      for t in (x, r, w, b))  # fmt: skip
+        y, s, mean, rstd = forward(x, r, w, b, eps)
+        ctx.save_for_backward(s, w, mean, rstd)
+        ctx.kind = types.pop() if len(types) == 1 else mean.dtype
+        return y.reshape(ctx.shapes[0]), s.reshape(ctx.shapes[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, ds):
+        s, w, mean, rstd = ctx.saved_tensors
+        for_x, for_r, for_w, for_b, *_ = ctx.needs_input_grad
+        dx = grads = None
+        if for_x or for_r:
+            dx = torch.empty_like(s).reshape(ctx.shapes[0])
+        if for_w or for_b:
+            grads = s.new_empty(2, *ctx.shapes[1], dtype=ctx.kind)
+        w = s.new_ones(s.shape[1]) if w is None else w
+        dy = torch.zeros_like(s) if dy is None else dy
+        dy, ds = (None if t is None else t.reshape(s.shape).contiguous()
+                  for t in (dy, ds))  # fmt: skip
+        backward(dy, ds, s, w, mean, rstd, dx, grads)
+        dw, db = (None, None) if grads is None else grads
+        found = zip((dx, dx, dw, db), ctx.needs_input_grad[:4], strict=True)
+        return *(t if wanted else None for t, wanted in found), None, None
+
+
+# %%
+# ``y`` has the type of ``x``, and ``s`` that of the residual, which may be
+# float32 beside an ``x`` of 16 bits.
+# Rows wider than 28 KB go as an addition and PyTorch's layer norm, which
+# streams rows of any width.
+
+
+def add_layer_norm(
+    x, residual, normalized_shape, weight=None, bias=None, eps=1e-5
+):
+    """(y, s): s = x + residual, and y is the layer norm of s."""
+    one = isinstance(normalized_shape, int)
+    shape = torch.Size([normalized_shape] if one else normalized_shape)
+    N, given = shape.numel(), (x, residual, weight, bias)
+    names = "x", "residual", "weight", "bias"
+    for name, t in zip(names, given, strict=True):
+        if t is None and name in ("weight", "bias"):
+            continue
+        if not t.is_floating_point() or t.itemsize == 1:
+            raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
+        if t.device != x.device or t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
+        right = t.shape[-len(shape) :] if name == "x" else t.shape
+        if N == 0 or right != (x.shape if name == "residual" else shape):
+            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+    if N * max(x.itemsize, residual.itemsize) > 28672:
+        return chain(x, residual, shape, weight, bias, eps)
+    return AddLayerNorm.apply(*given, shape, eps)
+
+
+# %%
+# The check compares with float64; ``y`` is the norm of a sum that was rounded.
+
+
+def check(M, N, dtype, stream):
+    x, r, w, b, dy, ds = inputs(M, N, dtype)
+    given, results = (x, r.detach().to(stream).requires_grad_(), w, b), []
+    exact = [t.detach().double().requires_grad_() for t in given]
+    for f, leaves in (add_layer_norm, given), (chain, exact):
+        ys = f(*leaves[:2], (N,), *leaves[2:])
+        back = dy.to(ys[0].dtype), ds.to(ys[1].dtype)
+        results.append((*ys, *torch.autograd.grad(ys, leaves, back)))
+    for got, want in zip(*results, strict=True):
+        limit = torch.finfo(got.dtype).eps * (8 if got.itemsize == 4 else 1)
+        assert (got - want).norm() <= limit * want.norm()
+    print(f"{M} x {N}, x {dtype}, stream {stream}: right")
+
+
+for stream in torch.float16, torch.float32:
+    check(1151 if ON_GPU else 9, 200, torch.float16, stream)
+
+report(benchmark("backward", [*WIDTHS, 14336, 16384, 20480],
+                 triton=add_layer_norm))  # fmt: skip
+
+# %%
+# Far ahead up to the limit; the last two widths are beyond: that is the price.
+# `Every width <../layer-norm/11-every-width.html>`_ has kernels for them.
+#
+# Exercise 1: a bias as well
+# --------------------------
+#
+# The linear layer before has a bias, which could be added here, too:
+# ``s = x + bias + residual``, rounded once.
+#
+# **Hint.** In which type do sums of 16-bit numbers lose nothing?
+
+
+@triton.jit
+def _sum_of_three(x_ptr, bias_ptr, r_ptr, s_ptr, N, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    at, mask = tl.program_id(0) * N + cols, cols < N
+    s = tl.load(x_ptr + at, mask=mask) + tl.load(r_ptr + at, mask=mask)
+    tl.store(s_ptr + at, s, mask=mask)  # to do
+
+
+def exercise_1(kernel):
+    x, r, _, bias, *_ = inputs(3, 40, torch.float16)
+    s = torch.empty_like(x)
+    kernel[(3,)](x, bias, r, s, 40, 64)
+    wrong = s != (x.double() + bias + r.double()).half()
+    print(wrong.sum().item(), "sums are wrong")
+    return not wrong.any()
+
+
+exercise_1(_sum_of_three)
+
+# %%
+
+# Solution 1
+
+
+@triton.jit
+def _sum_of_three_1(x_ptr, bias_ptr, r_ptr, s_ptr, N, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    at, mask = tl.program_id(0) * N + cols, cols < N
+    s = tl.load(x_ptr + at, mask=mask).to(tl.float32)
+    s += tl.load(bias_ptr + cols, mask=mask)
+    s += tl.load(r_ptr + at, mask=mask)
+    tl.store(s_ptr + at, s, mask=mask)
+
+
+assert exercise_1(_sum_of_three_1)
