@@ -44,6 +44,7 @@ class Case:
     used: str = "ys"  # results that a gradient arrives from
     eps: float = 1e-6
     offset: float = 0.0
+    casting: str | None = None  # None: rounded once, at the end
 
     def tensors(self, device):
         """x, residual, weight, dy and ds."""
@@ -80,6 +81,8 @@ def results(functions, case, x, residual, weight, dy, ds):
     options = {"eps": case.eps}
     if case.offset:  # not every page has it
         options["offset"] = case.offset
+    if case.casting:
+        options["casting"] = case.casting
     if residual is None:
         outputs = {"y": norm(x, case.shape, weight, **options)}
     else:
