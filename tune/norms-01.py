@@ -20,7 +20,7 @@ import triton
 
 M, START = 2 if DRY else 4096, time.time()
 WIDTHS = [64, 100] if DRY else [2048, 3072, 4096, 5120, 8192, 12288, 16384]
-WORK = [(f"ceiling {mode}", True, N) for mode in ("forward", "backward") for N in WIDTHS[::2]]
+WORK = [(f"ceiling {mode}", True, N) for mode in ("forward", "backward") for N in WIDTHS[::3]]
 WORK += itertools.product(("forward", "backward"), (True, False), WIDTHS)
 page = None
 
@@ -42,14 +42,11 @@ def plans(mode, fused, N):
             continue
         for per_sm, stages, hide in itertools.product((1, 2, 3, 4), (2, 3, 4), (False, True)):
             tile = -(-N // chunk) * chunk * 2 * (3 if fused else 2)
-            if hide and N < 8192 or per_sm * warps > 16 or not DRY and not 8 <= held <= 64:
+            if hide != (N > 12288) and N != 12288 or per_sm * warps > 16 or not DRY and not 8 <= held <= 64:
                 continue
-            if per_sm * (stages - 1) * tile <= page_shared() - 2048 * per_sm:
+            flight = per_sm * (stages - 1) * tile
+            if DRY or 30000 <= flight <= 232448 - 2048 * per_sm:
                 yield {"CHUNK": chunk, "num_warps": warps, "per_sm": per_sm, "STAGES": stages, "HIDE": hide}
-
-
-def page_shared():
-    return 65536 if DRY else 232448
 
 
 def calls(mode, fused, N):
