@@ -32,6 +32,7 @@ class Case:
     shape: tuple = (129,)  # normalized shape
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype | None = None  # None: as x
+    stream_dtype: torch.dtype | None = None  # of residual, s and ds; as x
     fused: bool = True  # with a residual
     x: str = "contiguous"  # a layout, as the next four
     residual: str = "contiguous"
@@ -43,6 +44,7 @@ class Case:
     used: str = "ys"  # results that a gradient arrives from
     eps: float = 1e-6
     offset: float = 0.0
+    casting: str | None = None  # None: rounded once, at the end
 
     def tensors(self, device):
         """x, residual, weight, dy and ds."""
@@ -56,14 +58,14 @@ class Case:
             return fill
 
         full = self.lead + self.shape
+        stream = self.stream_dtype or self.dtype
         numbers = filler(self.dtype, 1.0, 0.5)
-        gradient = filler(self.dtype, 0.1, 0.0)
         factor = filler(self.weight_dtype or self.dtype, 0.3, 0.5)
         x = LAYOUTS[self.x](full, numbers)
-        residual = LAYOUTS[self.residual](full, numbers)
+        residual = LAYOUTS[self.residual](full, filler(stream, 1.0, 0.5))
         weight = LAYOUTS[self.parameters](self.shape, factor)
-        dy = LAYOUTS[self.dy](full, gradient)
-        ds = LAYOUTS[self.ds](full, gradient)
+        dy = LAYOUTS[self.dy](full, filler(self.dtype, 0.1, 0.0))
+        ds = LAYOUTS[self.ds](full, filler(stream, 0.1, 0.0))
         residual = residual if self.fused else None
         return x, residual, weight if self.weight else None, dy, ds
 
@@ -76,7 +78,11 @@ def results(functions, case, x, residual, weight, dy, ds):
     ]
     norm, add_norm = functions
     x, residual, weight = leaves
-    options = {"eps": case.eps, "offset": case.offset}
+    options = {"eps": case.eps}
+    if case.offset:  # not every page has it
+        options["offset"] = case.offset
+    if case.casting:
+        options["casting"] = case.casting
     if residual is None:
         outputs = {"y": norm(x, case.shape, weight, **options)}
     else:
@@ -158,7 +164,7 @@ def check(case, found, device, tensors):
     x, residual, weight, *_ = tensors
     wide = torch.promote_types(case.dtype, torch.float32)
     noise = 16 * torch.finfo(wide).eps / 2
-    likes = x, x, x, residual, weight
+    likes = x, residual, x, residual, weight
     names = "y", "s", "dx", "dresidual", "dw"
     expected = exact(case, *tensors, found[1])
     for name, (value, size), got, like in zip(

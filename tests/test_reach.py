@@ -480,6 +480,18 @@ READ = {
         "_gelu_tanh": "-backward",  # in a dict of functions
         "_squared_relu": "none",  # the stub of an exercise
     },
+    "norms-and-losses/01-rms-norm": {
+        "_rms_norm_fwd": "all",
+        "_rms_norm_bwd": "all but -dram",
+        "_move": "all but -dram",
+        "gradient": "none",  # the stub of an exercise
+    },
+    "norms-and-losses/02-rms-norm-16-bits": {
+        "_rounded": "all",
+        "_rms_norm_bwd": "all but -casting",
+        "in_torch": "all",  # more than a reader says
+        "_add_norm": "none",
+    },
     "05-fused-elementwise-layer-norm": {
         "_gelu_tanh": "all",  # in a dict of functions
         "_fused_layer_norm_bwd": "all but one-pass-or-two",
