@@ -203,8 +203,8 @@ def backward(dy, x, w, mean, rstd, plan, dtype=None):
     _layer_norm_bwd[(programs,)](*args, num_warps=warps)
     if dtype:
         grads = torch.empty(2, N, dtype=dtype, device=x.device)
-        args = sums, grads, programs, 2 * N, 128, 16
-        _layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](*args)
+        grid, args = triton.cdiv(2 * N, 16), (programs, 2 * N, 256, 16)
+        _layer_norm_bwd_add_up[(grid,)](sums, grads, *args, num_warps=8)
     return dx, grads
 
 

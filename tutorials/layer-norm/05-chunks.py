@@ -525,8 +525,14 @@ for dtype in torch.float16, torch.float32:
 
 
 def padded(rule):
-    wide = triton.next_power_of_2
-    return lambda N, size: rule(wide(N), size) | {"CHUNK": wide(N)}
+    """One tile; above 8192 columns loads ahead would spill it."""
+
+    def plan(N, size):
+        wide = triton.next_power_of_2(N)
+        ahead = {"STAGES": 1} if wide > 8192 else {}
+        return rule(wide, size) | {"CHUNK": wide} | ahead
+
+    return plan
 
 
 def trained_by(rule):

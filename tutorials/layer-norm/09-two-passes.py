@@ -282,7 +282,9 @@ def add_up(sums, dtype):
     parts, _, N = sums.shape
     grads = torch.empty(2, N, dtype=dtype, device=sums.device)
     grid = (triton.cdiv(2 * N, 16),)
-    _layer_norm_bwd_add_up[grid](sums, grads, parts, 2 * N, 64, 16)
+    rows, warps = (256, 8) if parts > 64 else (64, 4)
+    args = sums, grads, parts, 2 * N, rows, 16
+    _layer_norm_bwd_add_up[grid](*args, num_warps=warps)
     return grads
 
 
