@@ -72,7 +72,7 @@ linkcheck: site-tools  ## check links to other sites (needs the network)
 	@$(SPHINX) -b linkcheck docs/_build/linkcheck && echo "No link is broken."
 
 screenshot: test-tools  ## take the picture of the README anew, of the built site
-	@$(PY) tests/screenshot.py
+	@PYTHONPATH=docs/_ext $(PY) tests/screenshot.py
 
 bench-build: site-tools  ## measure the build's budgets
 	@$(PY) tests/bench_build.py
