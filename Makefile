@@ -78,7 +78,7 @@ bench-build: site-tools  ## measure the build's budgets
 	@$(PY) tests/bench_build.py
 
 lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
-	@PYTHONPATH=tests $(PY) tests/bench_lighthouse.py $(PAGES)
+	@PYTHONPATH=tests:docs/_ext $(PY) tests/bench_lighthouse.py $(PAGES)
 
 lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .
