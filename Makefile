@@ -72,13 +72,13 @@ linkcheck: site-tools  ## check links to other sites (needs the network)
 	@$(SPHINX) -b linkcheck docs/_build/linkcheck && echo "No link is broken."
 
 screenshot: test-tools  ## take the picture of the README anew, of the built site
-	@$(PY) tests/screenshot.py
+	@PYTHONPATH=docs/_ext $(PY) tests/screenshot.py
 
 bench-build: site-tools  ## measure the build's budgets
 	@$(PY) tests/bench_build.py
 
 lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
-	@PYTHONPATH=tests $(PY) tests/bench_lighthouse.py $(PAGES)
+	@PYTHONPATH=tests:docs/_ext $(PY) tests/bench_lighthouse.py $(PAGES)
 
 lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .

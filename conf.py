@@ -118,6 +118,7 @@ html_js_files = [
 ]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
+html_use_index = False
 html_scaled_image_link = False
 html_show_sourcelink = False
 html_theme_options = {
@@ -180,7 +181,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
 
 sitemap_url_scheme = "{link}"
-sitemap_excludes = ["genindex.html", "404.html"]
+sitemap_excludes = ["404.html"]
 ogp_site_url = html_baseurl
 ogp_image = html_baseurl + "_static/social.png"
 ogp_image_alt = f"{project}: {tagline}"

@@ -16,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
+import serve
 from browser import built, tools
 
 LIGHTHOUSE = "lighthouse@13.5.0"
@@ -27,7 +28,7 @@ FULL = ("accessibility", "best-practices", "seo")
 LONGEST = {"largest-contentful-paint": 3000, "total-blocking-time": 300}
 
 
-class Zipping(built.Handler):
+class Zipping(serve.Handler):
     """Serves text as hosts do, zipped."""
 
     def send_head(self):
@@ -43,7 +44,7 @@ class Zipping(built.Handler):
         return io.BytesIO(body)
 
 
-def serve():
+def serve_zipped():
     handler = functools.partial(Zipping, directory=str(built.SITE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -82,7 +83,7 @@ def missed(page, row):
 
 
 def main(wanted):
-    base, failed = serve(), False
+    base, failed = serve_zipped(), False
     print("speed  paint s  blocked s  others  page")
     for page in ["index.html", *built.TUTORIALS]:
         if wanted and not any(part in page for part in wanted):

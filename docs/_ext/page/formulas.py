@@ -111,7 +111,8 @@ def write_font(app, exception):
     shown = set("".join(re.findall(r"<math.*?</math>", "".join(pages), re.S)))
     plain = set(map(plainly, shown))
     shown.update(letter for letter in ITALIC if plainly(letter) in plain)
-    font = TTFont(Path(app.srcdir, FONT))
+    # Without the time of the build: the same letters give the same file.
+    font = TTFont(Path(app.srcdir, FONT), recalcTimestamp=False)
     subsetter = subset.Subsetter(subset.Options(layout_features=["*"]))
     subsetter.populate(text="".join(shown))
     subsetter.subset(font)

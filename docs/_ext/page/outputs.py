@@ -36,7 +36,12 @@ def kept(script, target, inputs):
         made.append(execute(compiler, block, *args))
         return made[-1]
 
-    with mock.patch.object(gen_rst, "execute_code_block", execute_code_block):
+    changes = {"execute_code_block": execute_code_block}
+    if known is not None:  # what names in the code mean is kept as well
+        changes["_get_backreferences"] = lambda conf, *_: (
+            gen_rst._read_cached_backrefs(conf, Path(target))
+        )
+    with mock.patch.multiple(gen_rst, **changes):
         file.unlink(missing_ok=True)  # until all of it is known to be right
         yield (
             known is None,

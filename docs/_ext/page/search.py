@@ -54,11 +54,13 @@ class Index:
             )
 
     def write(self, app, exception):
-        if exception or not self.records:
+        if exception:
             return
-        written(self.records, app.outdir / "pagefind")
+        # Sphinx puts them there in every build.
         for name in ("searchtools.js", "sphinx_highlight.js"):
             (app.outdir / "_static" / name).unlink(missing_ok=True)
+        if self.records:
+            written(self.records, app.outdir / "pagefind")
 
 
 def written(pages, folder):
