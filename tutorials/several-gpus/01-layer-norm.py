@@ -1,0 +1,689 @@
+r"""
+Layer norm over several GPUs
+============================
+
+What must GPUs tell each other when they share a layer norm?
+Two numbers for each row where its columns are spread, and two numbers for
+each column where its rows are: everything else stays where it is.
+
+Models are trained with the columns of a layer spread over GPUs (*tensor
+parallel*), with its rows (*data* or *sequence parallel*), or with both.
+`Layer normalization <../layer-norm/01-layer-norm.html>`_ has the formulas.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+# Each GPU has a process of its own, a *rank*; without one, two share the CPU.
+# NCCL moves what lies on GPUs and gloo the rest, behind `torch.distributed
+# <https://docs.pytorch.org/docs/stable/distributed.html>`_.
+
+import datetime
+import sys
+
+import torch.distributed as dist
+
+TORCHRUN = dist.is_torchelastic_launched()
+WORLD = torch.cuda.device_count() or 2
+WORLD = int(os.environ["WORLD_SIZE"]) if TORCHRUN else WORLD
+
+
+def join(rank, place="env://"):
+    """Make this process a rank; who waits for a lost one stops, too."""
+    device, backend = None, "gloo"
+    if ON_GPU:
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+    given = backend, place, datetime.timedelta(seconds=60), WORLD, rank
+    dist.init_process_group(*given, device_id=device)
+
+
+if TORCHRUN:
+    join(int(os.environ["RANK"]))
+    if dist.get_rank():  # rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+# %%
+# Columns: a part of each row
+# ---------------------------
+#
+# Mean and variance are sums over a row, and a rank has a part of it. The mean
+# of squares minus the square of the mean loses all digits where the mean is
+# large; count, mean and *M2*, the squares around the mean, merge without loss:
+#
+# .. math:: d = \mu_b - \mu_a, \qquad \mu = \mu_a + d \, \frac{n_b}{n}, \qquad
+#    M_2 = M_{2,a} + M_{2,b} + d^2 \, \frac{n_a n_b}{n}
+
+
+@triton.jit
+def _load(ptr, row, N: tl.constexpr, BLOCK: tl.constexpr, acc: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    at = tl.cast(row, tl.int64) * N + cols  # M * N may pass 2**31
+    return tl.load(ptr + at, mask=cols < N, other=0).to(acc)
+
+
+@triton.jit
+def _mean_m2(x, N: tl.constexpr, BLOCK: tl.constexpr):
+    mean = tl.sum(x) / max(N, 1)  # a rank may have no columns
+    d = tl.where(tl.arange(0, BLOCK) < N, x - mean, 0)
+    return mean, tl.sum(d * d)
+
+
+@triton.jit
+def _part(x_ptr, part_ptr, M, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    x = _load(x_ptr, row, N, BLOCK, part_ptr.dtype.element_ty)
+    mean, m2 = _mean_m2(x, N, BLOCK)
+    tl.store(part_ptr + row, mean)
+    tl.store(part_ptr + M + row, m2)
+
+
+@triton.jit
+def _forward(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr,  # (2, M): mean and rstd
+    parts_ptr,  # (ranks, 2, M), of all ranks; None: here are whole rows
+    M, eps: tl.constexpr, N: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, acc = tl.program_id(0), stats_ptr.dtype.element_ty
+    x = _load(x_ptr, row, N, BLOCK, acc)
+    n, mean, m2 = 0, 0.0, 0.0
+    if parts_ptr is None:
+        n = N
+        mean, m2 = _mean_m2(x, N, BLOCK)
+    else:
+        for rank in tl.static_range(len(COUNTS)):
+            share = COUNTS[rank] / max(n + COUNTS[rank], 1)
+            at = parts_ptr + 2 * rank * M + row
+            d = tl.load(at) - mean
+            mean += d * share
+            m2 += tl.load(at + M) + d * d * n * share
+            n += COUNTS[rank]
+    rstd = 1 / tl.sqrt(m2 / n + eps)
+    tl.store(stats_ptr + row, mean)
+    tl.store(stats_ptr + M + row, rstd)
+    w, b = _load(w_ptr, 0, N, BLOCK, acc), _load(b_ptr, 0, N, BLOCK, acc)
+    at = tl.cast(row, tl.int64) * N + tl.arange(0, BLOCK)
+    y = (x - mean) * rstd * w + b
+    tl.store(y_ptr + at, y, mask=tl.arange(0, BLOCK) < N)
+
+
+# %%
+
+
+def lanes(N):
+    block = max(triton.next_power_of_2(N), 16)
+    return {"BLOCK": block, "num_warps": min(max(block // 1024, 4), 16)}
+
+
+def two_a_row(x):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty(2, len(x), dtype=acc, device=x.device)
+
+
+def part(x):
+    """(2, M): mean and M2 of the rows."""
+    (M, N), found = x.shape, two_a_row(x)
+    _part[(M,)](x, found, M, N, **lanes(N))
+    return found
+
+
+def forward(x, w, b, eps, parts=None, counts=None):
+    """y, and mean and rstd; with the parts of ranks, also their counts."""
+    (M, N), y, stats = x.shape, torch.empty_like(x), two_a_row(x)
+    given = M, eps, N, counts
+    _forward[(M,)](x, w, b, y, stats, parts, *given, **lanes(N))
+    return y, stats
+
+
+halves = torch.randn(2, 3, 4, device=DEVICE)  # of rows, still in one process
+parts = torch.stack([part(x) for x in halves])
+w, b, x = *torch.ones(2, 8).to(DEVICE), torch.cat([*halves], dim=1)
+y = [forward(x, w, b, 1e-5, parts, (4, 4))[0] for x in halves]
+torch.testing.assert_close(torch.cat(y, 1), forward(x, w, b, 1e-5)[0])
+
+# %%
+# Between its two kernels a rank will talk; then ``x`` is read again. ``ncu``, a
+# profiler, counts what comes from memory, here in units of ``x``:
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], [2**i for i in range(9, 15)], "provider", ["triton", "two"],
+    ["One kernel", "Two kernels"], "layer-norm-parts-dram", x_log=True,
+    ylabel="bytes of DRAM per byte counted",
+    args={"M": 4096, "dtype": torch.bfloat16, "mode": "forward",
+          "counter": "dram__bytes_read.sum"},
+))  # fmt: skip
+def traffic(M, N, dtype, mode, counter, provider):
+    """Bytes that DRAM delivers on one GPU, over the bytes of x."""
+    if ON_GPU:
+        x, two = torch.randn(M, N).to(DEVICE, dtype), provider == "two"
+        run = lambda: forward(x, x, x, 0, part(x)[None] if two else None, (N,))
+        run()  # compiles
+        with torch.cuda.nvtx.range(f"counted {provider} {N} per {x.nbytes}"):
+            run()
+    return 3 * [float("nan")]  # only ncu knows
+
+
+traffic.run(show_plots=ON_GPU)
+
+# %%
+# The second time ``x`` comes from a cache, L2, while it fits there. Beyond,
+# two kernels cost a second read, whatever ranks then say to each other.
+#
+# Ranks, also for a notebook
+# --------------------------
+#
+# ``torchrun`` starts the ranks of a script, and each runs this page. Otherwise
+# this cell starts them, with a file of all that the page defines so far: in a
+# notebook more with each cell. Then they make the calls that they are sent.
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import pickle
+import subprocess
+import tempfile
+
+
+def work():
+    """Be a rank that makes the calls it is sent."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed goes with the errors
+    join(int(os.environ["RANK"]), os.environ["PLACE"])
+    while call := sys.stdin.readline():
+        module, name, args = pickle.loads(bytes.fromhex(call))
+        importlib.invalidate_caches()
+        function = getattr(importlib.import_module(module), name)
+        pickle.dump(function(*args), results)
+        results.flush()
+
+
+class Ranks:
+    """Processes that all call what they are told to."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        env = {"PLACE": f"file://{self.folder.name}/ranks"}
+        env |= os.environ | {"PYTHONPATH": self.folder.name}
+        run = f"from {self.written()} import work; work()"
+        self.all = [
+            subprocess.Popen([sys.executable, "-c", run], stdin=-1, stdout=-1,
+                             env=env | {"RANK": str(rank)})
+            for rank in range(WORLD)
+        ]  # fmt: skip
+
+    def written(self):
+        """Write a module of imports, CONSTANTS and definitions; its name."""
+        shell = getattr(builtins, "get_ipython", None)  # of a notebook
+        cells, text = ["".join(inspect.findsource(join)[0])], ""
+        kinds = "Import", "ImportFrom", "FunctionDef", "ClassDef"
+        for cell in shell().user_ns["In"] if shell else cells:
+            for node in ast.parse(cell).body:
+                constant = ast.unparse(getattr(node, "targets", [])).isupper()
+                if constant or type(node).__name__ in kinds:
+                    text += ast.unparse(node) + "\n\n"
+        name = f"page_{hash(text) % 2**32}"
+        with open(f"{self.folder.name}/{name}.py", "w") as file:
+            file.write(text)
+        return name
+
+    def call(self, function, args):
+        call = pickle.dumps((self.written(), function.__name__, args)).hex()
+        for process in self.all:
+            os.write(process.stdin.fileno(), f"{call}\n".encode())
+        try:
+            return [pickle.load(process.stdout) for process in self.all]
+        except EOFError:
+            self.end()
+            raise RuntimeError("a rank has ended; above it says why") from None
+
+    def end(self):
+        for process in self.all:
+            process.kill()
+            process.communicate()
+
+
+# %%
+
+
+def everywhere(function, *args):
+    """What function(*args) gives on each rank; all call it at once."""
+    if not TORCHRUN:
+        return ranks.call(function, args)
+    found = [None] * WORLD
+    dist.all_gather_object(found, function(*args))
+    return found
+
+
+ranks = None if TORCHRUN else Ranks()
+
+# %%
+# Forward, a rank sends 8 bytes a row and merges the parts of all. All do it in
+# the same order, and so have the same bits.
+
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def forward_part(x, w, b, eps, counts, group):
+    """forward, with counts[i] columns of each row on rank i."""
+    mine = part(x)
+    parts = mine.new_empty(len(counts), *mine.shape)
+    GATHER(parts.view(-1), mine.view(-1), group)
+    return forward(x, w, b, eps, parts, counts)
+
+
+# %%
+# Backward, ``dx`` needs two sums over a row again,
+# :math:`c_1 = \sum \hat{x} \, w \, dy` and :math:`c_2 = \sum w \, dy`.
+
+
+@triton.jit
+def _row_sums(dy_ptr, x_ptr, w_ptr, stats_ptr, c_ptr,  # (2, M)
+              M, N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row, acc = tl.program_id(0), c_ptr.dtype.element_ty
+    wdy = _load(dy_ptr, row, N, BLOCK, acc) * _load(w_ptr, 0, N, BLOCK, acc)
+    d = _load(x_ptr, row, N, BLOCK, acc) - tl.load(stats_ptr + row)
+    tl.store(c_ptr + row, tl.sum(d * wdy) * tl.load(stats_ptr + M + row))
+    tl.store(c_ptr + M + row, tl.sum(wdy))
+
+
+# %%
+# With them a tile needs no whole row; one that has whole rows adds up itself,
+# and ``c_ptr`` is None. ``dw`` and ``db`` are sums over rows: all are here.
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, c_ptr, dx_ptr,
+    sums_ptr,  # (programs that share columns, 2, N), for dw and db
+    M, TOTAL, N: tl.constexpr,  # TOTAL: of all ranks
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    acc: tl.constexpr = sums_ptr.dtype.element_ty
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    dw, db = tl.zeros((ROWS, COLS), acc), tl.zeros((ROWS, COLS), acc)
+    step = tl.num_programs(1) * ROWS
+    for first in tl.range(tl.program_id(1) * ROWS, M, step, num_stages=3):
+        row = first + tl.arange(0, ROWS)[:, None]
+        at, mask = tl.cast(row, tl.int64) * N + col, (row < M) & (col < N)
+        x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+        wdy = tl.load(w_ptr + col, mask=col < N, other=0).to(acc) * dy
+        mean = tl.load(stats_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(stats_ptr + M + row, mask=row < M, other=0)
+        x_hat = (x - mean) * rstd
+        if c_ptr is None:
+            c1 = tl.sum(x_hat * wdy, axis=1, keep_dims=True)
+            c2 = tl.sum(wdy, axis=1, keep_dims=True)
+        else:
+            c1 = tl.load(c_ptr + row, mask=row < M, other=0)
+            c2 = tl.load(c_ptr + M + row, mask=row < M, other=0)
+        dx = (wdy - (x_hat * c1 + c2) / TOTAL) * rstd
+        tl.store(dx_ptr + at, dx, mask=mask)
+        dw, db = dw + dy * x_hat, db + dy
+    at = sums_ptr + tl.program_id(1) * 2 * N + col
+    tl.store(at, tl.sum(dw, axis=0, keep_dims=True), mask=col < N)
+    tl.store(at + N, tl.sum(db, axis=0, keep_dims=True), mask=col < N)
+
+
+# %%
+
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+
+
+def row_sums(dy, x, w, stats):
+    (M, N), c = x.shape, torch.empty_like(stats)
+    _row_sums[(M,)](dy, x, w, stats, c, M, N, **lanes(N))
+    return c
+
+
+def backward(dy, x, w, stats, total=None, c=None):
+    """dx, and (2, N): dw and db of these rows, in float32 or float64."""
+    (M, N), dx, block = x.shape, torch.empty_like(x), lanes(x.shape[1])["BLOCK"]
+    if c is None and N > 8192:  # too many for the registers of a program
+        c = row_sums(dy, x, w, stats)
+    tile, warps = ((1, block), 16) if c is None else ((8, min(block, 512)), 4)
+    across = max(triton.cdiv(N, tile[1]), 1)
+    programs = min(4 * NUM_SMS // across, triton.cdiv(M, tile[0]))
+    sums = stats.new_empty(max(programs, 1), 2, N)
+    given = dy, x, w, stats, c, dx, sums, M, total or N, N, *tile
+    _backward[(across, len(sums))](*given, num_warps=warps)
+    return dx, sums.sum(0)
+
+
+def backward_part(dy, x, w, stats, counts, group):
+    c = row_sums(dy, x, w, stats)
+    dist.all_reduce(c, group=group)
+    return backward(dy, x, w, stats, sum(counts), c)
+
+
+# %%
+# Columns, measured
+# -----------------
+#
+# The clock lets all ranks begin together; a figure shows the slowest.
+
+
+def clock(fn):
+    """µs of this rank: median, 20 % and 80 % quantiles."""
+    fn()  # compiles
+    graph, events = torch.cuda.CUDAGraph(), []  # replayed without Python
+    given = None, torch.cuda.current_stream(), "thread_local"
+    with torch.cuda.graph(graph, *given):
+        fn()
+    cache = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    for _ in range(60):
+        events.append([torch.cuda.Event(enable_timing=True) for _ in "ab"])
+        cache.zero_()  # nothing is left in L2
+        dist.all_reduce(cache[:8])  # all are here
+        events[-1][0].record()
+        graph.replay()
+        events[-1][1].record()
+    torch.cuda.synchronize()
+    times = torch.tensor([1e3 * a.elapsed_time(b) for a, b in events[10:]])
+    return times.quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()
+
+
+def timed(name, mode, time, sizes, lines):
+    """Draw a benchmark; its table, or None where there is no clock."""
+
+    def measure(M, N, dtype, mode, ranks, provider):
+        """Device time of a CUDA graph on the slowest rank. All begin together,
+        with an overwritten L2 cache; median, 20 % and 80 % quantiles."""
+        if not ON_GPU or WORLD < ranks:
+            return 3 * [float("nan")]
+        found = everywhere(time, M, N, dtype, mode, provider)
+        return max(filter(None, found), default=None)
+
+    mark = triton.testing.perf_report(triton.testing.Benchmark(
+        ["N"], sizes, "provider", list(lines), list(lines.values()), name,
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode, "ranks": 2},
+        x_log=True, y_log=True, ylabel="µs",
+    ))  # fmt: skip
+    table = mark(measure).run(show_plots=ON_GPU, return_df=True)
+    table.columns = ["N", *lines]
+    if not table["alone"].isna().all():
+        return table.set_index("N")
+    return print("Timing needs two GPUs; the page has recorded figures.")
+
+
+# %%
+# Others gather whole rows and keep their columns of ``y``; so does DTensor,
+# PyTorch's tensor that knows its layout over ranks.
+
+
+def gathered(t):
+    parts = t.new_empty(WORLD, *t.shape)
+    GATHER(parts.view(-1), t.view(-1))
+    return torch.cat(parts.unbind(), dim=-1)
+
+
+def as_dtensor(t):
+    from torch.distributed import tensor
+
+    mesh = tensor.DeviceMesh(DEVICE.type, range(WORLD))
+    place = tensor.Shard(1) if t.dim() == 2 else tensor.Replicate()
+    t = t if t.dim() == 2 else gathered(t)
+    return tensor.DTensor.from_local(t, mesh, [place])
+
+
+def time_columns(M, N, dtype, mode, way):
+    n, grad = N // WORLD, torch.autograd.grad
+    x, dy = torch.randn(2, M, n, device=DEVICE, dtype=dtype)
+    w, b = torch.rand(2, n, device=DEVICE, dtype=dtype)
+    ranks = (n,) * WORLD, None
+    there = lambda: forward_part(x, w, b, 1e-5, *ranks)
+    _, stats = there()
+    back = lambda: backward_part(dy, x, w, stats, *ranks)
+    if way == "alone":
+        there = lambda: forward(x, w, b, 1e-5)
+        back = lambda: backward(dy, x, w, stats)
+    if place := {"gathered": gathered, "dtensor": as_dtensor}.get(way):
+        X, W, B = (place(t).requires_grad_() for t in (x, w, b))
+        there = lambda: F.layer_norm(place(x), (N,), W, B)
+        y = F.layer_norm(X, (N,), W, B)
+        back = lambda: grad(y, (X, W, B), place(dy), retain_graph=True)
+    return clock(there if mode == "forward" else back)
+
+
+def columns(mode):
+    lines = {"triton": "Two numbers a row", "gathered": "Rows gathered",
+             "dtensor": "DTensor", "alone": "No other rank"}  # fmt: skip
+    given = time_columns, [2**i for i in range(11, 17)], lines
+    t = timed(f"layer-norm-columns-{mode}", mode, *given)
+    if t is not None:
+        print("Time over that of two numbers a row:")
+        print(t.div(t["triton"], axis=0).round(2).to_string())
+
+
+columns("forward")
+
+# %%
+# The exchange is 8 bytes a row and rank in place of the row, and costs hardly
+# more than its start: the distance to the line without other ranks.
+# Who gathers then does the work of all. Backward it is ``dy``:
+
+columns("backward")
+
+# %%
+# Rows: one sum for both gradients
+# --------------------------------
+
+# %%
+
+# Drawing: what two ranks tell each other.
+
+plt.figure("With its columns on two ranks a layer norm exchanges two numbers "
+           "a row, with its rows two numbers a column", (6, 2))  # fmt: skip
+for i, at in enumerate([(0, 0), (2.4, 0), (6, 0), (6, 1.2)]):
+    size = (2, 2) if i < 2 else (4, 0.8)
+    plt.gca().add_patch(plt.Rectangle(at, *size, fc=f"C{i % 2}", alpha=0.5))
+for end, start in ((1.6, 1), (2.8, 1)), ((8, 0.6), (8, 1.4)):
+    arrow = {"arrowstyle": "<->", "lw": 2}
+    plt.annotate("", end, start, arrowprops=arrow)
+plt.axis((-0.2, 10.2, -0.2, 2.2))
+plt.axis("off")
+plt.show()
+
+# %%
+# With whole rows a rank is alone until ``dw`` and ``db``, which sum over the
+# rows of all: in one all-reduce, as its start costs more than its bytes.
+# *Asynchronous*, it goes on beside the kernels that follow.
+
+
+def time_rows(M, N, dtype, mode, way):
+    x, dy = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
+    w, b = torch.rand(2, N, device=DEVICE, dtype=dtype)
+    a = torch.randn(4096, 2048, device=DEVICE, dtype=dtype)
+    _, stats = forward(x, w, b, 1e-5)
+
+    def step():
+        _, sums = backward(dy, x, w, stats)
+        buffers = {"alone": [], "then": [], "two": sums}.get(way, [sums])
+        aside = way == "beside"
+        tasks = [dist.all_reduce(t, async_op=aside) for t in buffers]
+        if way in ("then", "beside"):
+            a @ a[:2048]  # of the layer before, whose turn it is
+        if aside:
+            tasks[0].wait()
+
+    return clock(step)
+
+
+lines = {"alone": "No other rank", "one": "One all-reduce",
+         "two": "Two", "then": "None, then a matrix product",
+         "beside": "One beside this product"}  # fmt: skip
+given = time_rows, [2**i for i in range(10, 16)], lines
+t = timed("layer-norm-rows", "backward", *given)
+if t is not None:
+    for way, without in ("one", "alone"), ("two", "alone"), ("beside", "then"):
+        print(way, "adds (µs):", (t[way] - t[without]).round(1).to_dict())
+
+# %%
+# A function to train with
+# ------------------------
+#
+# ``functional.all_reduce`` gives a promise: what uses it first waits for it. A
+# weight in 16 bits is converted at once, and so waits.
+
+import torch.distributed._functional_collectives as functional
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps, counts, group):
+        given = (forward_part, counts, group) if counts else (forward,)
+        y, stats = given[0](x, w, b, eps, *given[1:])
+        ctx.save_for_backward(x, w, b, stats)
+        ctx.ranks = counts, group
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (x, w, b, stats), (counts, group) = ctx.saved_tensors, ctx.ranks
+        given = dy.contiguous(), x, w, stats
+        if counts:
+            dx, sums = backward_part(*given, counts, group)
+        else:
+            dx, sums = backward(*given)
+            if any(ctx.needs_input_grad[1:3]):
+                sums = functional.all_reduce(sums, "sum", group)
+        return dx, sums[0].to(w.dtype), sums[1].to(b.dtype), None, None, None
+
+
+# %%
+# Ranks that disagree would wait for each other, or add what is not alike. So
+# each says what it has before any kernel, and an error is one on all ranks.
+
+
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5,
+               group=None, shard="rows"):  # fmt: skip
+    """Normalize x, some "rows" or "columns" of a tensor on the group's ranks;
+    normalized_shape, weight and bias are of the columns that are here."""
+    one = isinstance(normalized_shape, int)
+    shape = torch.Size([normalized_shape] if one else normalized_shape)
+    M, N = x.shape[: x.dim() - len(shape)].numel(), shape.numel()
+    given = {"x": x, "weight": weight, "bias": bias}
+    has = {"rows": M, "columns": N, "shard": shard, "eps": eps}
+    fits = shard in has and len(shape) > 0 and N <= 32768
+    for name, t in given.items():
+        if t is not None:
+            needs = t.requires_grad and torch.is_grad_enabled()
+            has[name] = f"{t.dtype}{', with a gradient' * needs}"
+            end = t.shape[-len(shape) :] if t is x else t.shape
+            here = t.device.type == DEVICE.type and t.is_floating_point()
+            if not here or end != shape:
+                has["wrong"] = f"{name} {(*t.shape,)} on {t.device}"
+    group = group or dist.group.WORLD
+    found = [None] * group.size()
+    dist.all_gather_object(found, (fits, has), group)
+    for rank, (its, they) in enumerate(found):
+        alike = they | {shard: 0} == found[0][1] | {shard: 0}
+        if not its or not alike:
+            raise ValueError(f"rank {rank} has {they}, rank 0 {found[0][1]}")
+    w = x.new_ones(N) if weight is None else weight.contiguous().view(N)
+    b = x.new_zeros(N) if bias is None else bias.contiguous().view(N)
+    counts = tuple(they["columns"] for _, they in found)
+    rows = x.reshape(M, N).contiguous(), w, b, eps
+    y = LayerNorm.apply(*rows, counts if shard == "columns" else None, group)
+    return y.view(x.shape)
+
+
+# %%
+# On parts that are not of one size, all against PyTorch's in float64:
+
+
+def errors(shard, M, N, dtype, mean):
+    """Relative errors of y, dx, dw and db on this rank."""
+    torch.manual_seed(0)
+    given = torch.randn(2 * M + 2, N, device=DEVICE).split([M, 1, 1, M])
+    along = -1 if shard == "columns" else 0
+    results, call = [], functools.partial(layer_norm, shard=shard)
+
+    def mine(t):
+        if shard == "rows" and t.dim() == 1:
+            return t
+        return t.tensor_split(WORLD, along)[dist.get_rank()]
+
+    for f in F.layer_norm, call:
+        x, w, b, dy = (t.to(dtype) for t in given)
+        leaves = [(x + mean).to(dtype), w[0], b[0], dy]
+        cut = mine if f is call else torch.Tensor.double
+        x, w, b, dy = (cut(t).requires_grad_() for t in leaves)
+        y = f(x, w.shape, w, b)
+        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
+    pairs = zip(map(mine, results[0]), results[1], strict=True)
+    return [((b - a).norm() / a.norm()).item() for a, b in pairs]
+
+
+for shard in "rows", "columns":
+    for dtype, mean in (torch.float32, 0), (torch.float32, 1e4):
+        worst = max(map(max, everywhere(errors, shard, 7, 75, dtype, mean)))
+        assert worst < (1e-6 if mean == 0 else 2e-3), worst
+        print(f"{shard}, mean {mean:g}: errors below {worst:.0e}")
+
+# %%
+# Sum or mean?
+# ------------
+#
+# A weight is used in the rows of all ranks, so its gradient is the sum over
+# them. `DistributedDataParallel
+# <https://docs.pytorch.org/docs/stable/notes/ddp.html>`_, as FSDP, takes the
+# *mean* over ranks: it expects that the loss of each is a mean over its own
+# rows. Here it is, and the gradient for all rows is known. In ours over it:
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+def gradient(way, loss):
+    """dw, of this rank's loss, over dw of the mean over all rows."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, WORLD, 6, 8, device=DEVICE)
+    norm, mine = torch.nn.LayerNorm(8, device=DEVICE), dist.get_rank()
+    (norm(x) * dy).mean().backward()
+    expected, norm.weight.grad = norm.weight.grad, None
+    model = norm
+    if "DDP" in way:
+        model = DistributedDataParallel(norm)
+    if "ours" in way:
+        norm.forward = lambda x: layer_norm(x, 8, norm.weight, norm.bias)
+    mean(model(x[mine]), dy[mine]).backward()
+    return (norm.weight.grad / expected)[:3].tolist()
+
+
+def mean(y, dy):
+    return (y * dy).mean()
+
+
+for way in "none", "DDP", "ours", "ours in DDP":
+    print(way, everywhere(gradient, way, "mean")[0])
+
+if not TORCHRUN:
+    ranks.end()
