@@ -31,6 +31,11 @@ def measures(mode):
     return mode == "live" or (mode == "auto" and gpus.there())
 
 
+def measures_page(mode, name):
+    """The same for one page: some need more GPUs than there are."""
+    return measures(mode) and not gpus.lacking(tutorial.script_of(name))
+
+
 def begin(gallery_conf, script_vars):
     """Before a tutorial, whose arguments this is asked for: it has none.
 
@@ -77,7 +82,7 @@ def finish(name, script_vars, runs, keep, started):
 
 def open_session(name, mode, gpu):
     """The numbers that a tutorial's benchmarks will be given."""
-    session = replay.Session(name, measures(mode))
+    session = replay.Session(name, measures_page(mode, name))
     try:
         session.recordings = recordings(name, mode, gpu)
     except recording.RecordingError as error:
@@ -93,7 +98,7 @@ def recordings(name, mode, gpu):
 
     By this build, or else by all GPUs, the default one first.
     """
-    if measures(mode):
+    if measures_page(mode, name):
         mine = gpus.folder()
         return {mine: recording.load(mine, name, live.STORE)}
     others = [other for other in recording.gpus(name) if other != gpu]

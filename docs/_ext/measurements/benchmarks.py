@@ -20,6 +20,8 @@ from pathlib import Path
 from measurements.reach import FUNCTIONS, Script, last_name, names
 
 MAKERS = {"perf_report", "Benchmark"}
+# What args of a benchmark say to the mechanism, and its type.
+TOLD = {"counter": str, "ranks": int}
 # What the constants of a script are made with.
 SAFE = (
     *("abs", "bool", "dict", "enumerate", "float", "int", "isinstance", "len"),
@@ -50,9 +52,18 @@ def hashes_of(text):
 
 def counters(path):
     """{plot_name: what ncu counts for it} of the benchmarks it counts for."""
-    script = Script(Path(path).read_text(encoding="utf-8"))
-    made = _made(script).items()
-    return {name: counter for name, (_, counter) in made if counter}
+    return _told(path, "counter")
+
+
+def gpus(path):
+    """How many GPUs a script is measured with at a time."""
+    return max([1, *_told(path, "ranks").values()])
+
+
+def _told(path, key):
+    """{plot_name: what its args say under a key}, where they do."""
+    made = _made(Script(Path(path).read_text(encoding="utf-8"))).items()
+    return {name: args[key] for name, (_, args) in made if key in args}
 
 
 def made_by(script):
@@ -61,7 +72,7 @@ def made_by(script):
 
 
 def _made(script):
-    """{plot_name: (what makes it, its args["counter"] or None)}."""
+    """{plot_name: (what makes it, what its args say to the mechanism)}."""
     makers = _makers(script)
     constants = _needed(script, makers)
     space, found = _Namespace(), {}
@@ -85,15 +96,15 @@ def _made(script):
                 ) from None
             space.forget(its.bound)
         for benchmark in space.take():
-            name, counter = benchmark.plot_name, benchmark.counter
+            name, args = benchmark.plot_name, benchmark.told
             if name in found:
                 raise UnclearError(
                     f"line {node.lineno}: two benchmarks are called {name}"
                 )
             _require_clear(node, "plot_name", name)
-            if counter is not None:
-                _require_clear(node, "counter", counter)
-            found[name] = _root(node, makers), counter
+            for key, value in args.items():
+                _require_clear(node, key, value, TOLD[key])
+            found[name] = _root(node, makers), args
     for node in ast.walk(script.tree):
         if _is_maker(node, {"perf_report"}) and node.lineno not in space.lines:
             raise UnclearError(
@@ -104,8 +115,8 @@ def _made(script):
     return found
 
 
-def _require_clear(node, what, value):
-    if not isinstance(value, str) or Unknown.TEXT in value:
+def _require_clear(node, what, value, kind=str):
+    if not isinstance(value, kind) or Unknown.TEXT in str(value):
         raise UnclearError(
             f"line {node.lineno}: the text does not show the {what} of this "
             "benchmark; make it of constants"
@@ -223,7 +234,8 @@ class _Benchmark(Unknown):
         plot_name=None, args=None, *more, **kwargs,
     ):  # fmt: skip
         self.plot_name = plot_name
-        self.counter = args.get("counter") if isinstance(args, dict) else None
+        args = args if isinstance(args, dict) else {}
+        self.told = {key: args[key] for key in TOLD if key in args}
 
 
 class _Namespace(dict):

@@ -90,13 +90,19 @@ def run_all(jobs):
     """Deal the tutorials out to the GPUs; name -> what went wrong."""
     usable = gpus.usable()
     workers = len(os.sched_getaffinity(0)) // len(usable)
-    shares = [jobs[i :: len(usable)] for i in range(len(usable))]
+    alone = [job for job in jobs if job.gpus == 1]
+    shares = [alone[i :: len(usable)] for i in range(len(usable))]
     with gpus.children() as children:
         found = gpus.each(
             lambda share, gpu: run(share, gpu, workers, children),
             [share for share in shares if share],
             usable,
         )
+        found += [
+            run([job], gpus.shared(job), 1, children)
+            for job in jobs
+            if job.gpus > 1
+        ]
     return {name: why for part in found for name, why in part.items()}
 
 

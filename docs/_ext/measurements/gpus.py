@@ -9,7 +9,7 @@ from pathlib import Path
 
 import joblib
 
-from measurements import recording
+from measurements import benchmarks, recording
 
 
 def there():
@@ -39,6 +39,16 @@ def usable():
     keys = given.split(",") if given else map(str, range(count))
     pairs = zip(keys, names, strict=False)  # given may name absent ones
     return [key.strip() for key, name in pairs if name == names[0]]
+
+
+def lacking(script):
+    """How many more GPUs than are here a script is measured with."""
+    return max(benchmarks.gpus(script) - len(usable()), 0)
+
+
+def shared(job):
+    """The GPUs that a tutorial has together, as one name of them."""
+    return ",".join(usable()[: job.gpus])
 
 
 def each(work, items, gpus, at_a_time=1):

@@ -7,7 +7,8 @@ the GPU checks. What is there and fresh is not measured again.
 import tutorial
 from measurements import recording
 from measurements.measure import RefusedError, measure
-from measurements.todo import Kept, announce, jobs_for
+from measurements.progress import say
+from measurements.todo import Kept, announce, jobs_for, without_gpus
 
 STORE = tutorial.ROOT / "docs" / "_build" / "measurements"
 
@@ -18,6 +19,9 @@ def measure_what_is_stale():
     try:
         kept = Kept(STORE)
         jobs = jobs_for(tutorial.scripts(), kept, machine=kept.machine)
+        jobs, left_out = without_gpus(jobs)
+        for sentence in left_out:
+            say(f"{sentence}; its page shows what was recorded")
         if not jobs:
             return []
         kept.require_writable()

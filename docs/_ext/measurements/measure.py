@@ -3,7 +3,8 @@
 While something is timed, nothing else runs on its GPU. Compiling needs no
 such care, takes longer than timing, and is kept on disk: so all tutorials are
 run once in advance, each in parts, on all cores (``one_tutorial.Compiling``).
-What fails there is no failure; it is compiled when it is timed.
+What fails there is no failure; it is compiled when it is timed, and so is
+what several GPUs share, in processes that the tutorial starts.
 """
 
 import itertools
@@ -43,6 +44,7 @@ class Job:
     checks: object = "not run"  # how many GPU checks passed
     points: dict = field(default_factory=dict)  # benchmark -> how many
     counters: dict = field(default_factory=dict)  # benchmark -> metric of ncu
+    gpus: int = 1  # at a time
 
     @property
     def timed(self):
@@ -75,17 +77,24 @@ def measure(jobs, keep):
         gpus.children() as children,
         tempfile.TemporaryDirectory() as compiled,  # by torch.compile
     ):
-        compile_in_advance(jobs, usable, children, compiled)
-        say(f"compiled in {clock(time.monotonic() - start)}")
-        jobs = sorted(jobs, key=lambda job: -job.size)
+        alone = [job for job in jobs if job.gpus == 1]
+        if alone:
+            compile_in_advance(alone, usable, children, compiled)
+            say(f"compiled in {clock(time.monotonic() - start)}")
+        # Those that have several GPUs come last, one after the other.
+        jobs = sorted(jobs, key=lambda job: (job.gpus, -job.size))
         progress = Progress(jobs)
         # All start at once: each is ready when its turn comes.
         started = [Child(job, children, compiled) for job in jobs]
         problems = gpus.each(
             lambda child, gpu: measure_one(child, gpu, progress, keep),
-            started,
+            started[: len(alone)],
             usable,
         )
+        problems += [
+            measure_one(child, gpus.shared(child.job), progress, keep)
+            for child in started[len(alone) :]
+        ]
     say(f"measured in {clock(time.monotonic() - start)}")
     return [problem for part in problems for problem in part]
 

@@ -20,7 +20,7 @@ import types
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from measurements import part, recording, replay
+from measurements import links, part, recording, replay
 
 
 def prepare(script):
@@ -233,6 +233,8 @@ class Measuring(OneTutorial):
         with replay.measuring_with(mark, replay.keeping(fn, bench, rows)):
             table = original(mark, bench, "", False, print_data, **kwargs)
         measured["environment"] = recording.environment("not run")
+        if "ranks" in bench.args:
+            measured["environment"] |= links.environment()
         measured["rows"] = rows
         self.send(
             benchmark=bench.plot_name,

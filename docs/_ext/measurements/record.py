@@ -15,7 +15,7 @@ from measurements import gpus, recording
 from measurements.checks import checked
 from measurements.measure import RefusedError, measure
 from measurements.progress import say
-from measurements.todo import Kept, announce, jobs_for
+from measurements.todo import Kept, announce, jobs_for, without_gpus
 
 
 def main(arguments=None):
@@ -32,6 +32,11 @@ def main(arguments=None):
         if not jobs:
             say("make record: every recording is fresh (ALL=1 measures all)")
             return
+        jobs, left_out = without_gpus(jobs)
+        for sentence in left_out:
+            say(f"make record: {sentence}")
+        if not jobs:
+            sys.exit("make record: nothing was measured")
         kept.require_writable()
         announce(jobs)
         jobs, problems = checked(jobs, again=given.all)

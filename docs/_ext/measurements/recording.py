@@ -59,6 +59,8 @@ ENVIRONMENT = (
     *("gpu", "driver", "cuda", "torch", "triton", "python"),
     *("date", "checks_passed"),
 )
+# What it says as well if several GPUs are measured together.
+SEVERAL = ("gpus", "link", "nccl")
 VALUES = ("median", "low", "high")
 
 
@@ -215,6 +217,7 @@ def benchmark_problem(benchmark, gpu):
         return _differs("unit", repr(benchmark["unit"]), f"one of {units}")
     return (
         _counter_problem(benchmark)
+        or _ranks_problem(benchmark)
         or _rows_problem(benchmark)
         or _digest_problem(benchmark)
     )
@@ -234,6 +237,19 @@ def _counter_problem(benchmark):
     reason = benchmark["reason"]
     if not counted or not isinstance(reason, str) or not reason:
         return _differs("reason", repr(reason), "why ncu counted nothing")
+    return None
+
+
+def _ranks_problem(benchmark):
+    """What is missing of GPUs that a benchmark has together."""
+    if "ranks" not in benchmark["args"]:
+        return None
+    for key in SEVERAL:
+        if not benchmark["environment"].get(key):
+            return _differs(f"environment, {key}", "nothing", "what it was")
+    there, ranks = benchmark["environment"]["gpus"], benchmark["args"]["ranks"]
+    if len(there) < ranks:
+        return _differs("environment, gpus", there, f"{ranks} or more")
     return None
 
 

@@ -4,7 +4,7 @@ import tempfile
 from contextlib import suppress
 
 import tutorial
-from measurements import benchmarks, counters, recording
+from measurements import benchmarks, counters, gpus, recording
 from measurements.measure import Job, RefusedError
 from measurements.progress import say
 
@@ -22,6 +22,7 @@ def jobs_for(scripts, kept, every=False, machine=None):
         name = tutorial.name_of(script)
         job = Job(name, script, {}, recording.codes(name))
         job.counters = benchmarks.counters(script)
+        job.gpus = benchmarks.gpus(script)
         old, damage = kept.read(name)
         for plot, code in job.code.items():
             if every:
@@ -42,6 +43,18 @@ def jobs_for(scripts, kept, every=False, machine=None):
         if job.why:
             jobs.append(job)
     return jobs
+
+
+def without_gpus(jobs):
+    """The jobs that this machine has enough GPUs for; of the others a
+    sentence each."""
+    here = len(gpus.usable())
+    return [job for job in jobs if job.gpus <= here], [
+        f"tutorials/{job.name}.py is measured on {job.gpus} GPUs, and here "
+        f"{'is' if here == 1 else 'are'} {here}: it was left out"
+        for job in jobs
+        if job.gpus > here
+    ]
 
 
 def expected_points(name, plots, old):

@@ -265,6 +265,12 @@ def passport(name, measured, gallery_conf):
         f"   **{rst.escape(caption(measured))}.** "
         f"{origin} {env['date']}. {checks}\n\n"
         f"   :Versions: {versions}\n"
+        + "".join(
+            f"   :GPUs: {', '.join(env['gpus'])}; linked by {env['link']}; "
+            f"NCCL {rst.escape(env['nccl'])}\n"
+            for _ in [env]
+            if "gpus" in env
+        )
         + f"   :Not counted: {rst.escape(measured.reason)}\n"
         * bool(measured.reason)
         + "".join(
