@@ -1,0 +1,238 @@
+"""Layer norm over several ranks: gloo and Triton's interpreter."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sharded_norm_cases as cases
+from tutorial import load
+
+NAME = cases.NAME
+page = cases.loaded()
+
+
+def everything(page):
+    """What the ranks of one set try."""
+    found = {}
+    for shard in cases.SHARDS:
+        for how in cases.SPLITS:
+            found[shard, how] = cases.errors(page, shard, how, 5, 20)
+        for what, more in TYPES.items():
+            given = page, shard, "uneven", 5, 20
+            found[shard, what] = cases.errors(*given, **more)
+    return found
+
+
+TYPES = {
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "mean": {"mean": 1e4},
+}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def ranks(request):
+    found = cases.run(request.param, everything)
+    for said in found:
+        assert isinstance(said, dict), said
+    return found
+
+
+@pytest.mark.parametrize("how", cases.SPLITS)
+@pytest.mark.parametrize("shard", cases.SHARDS)
+def test_all_results(ranks, shard, how):
+    for found in ranks:
+        assert max(found[shard, how][0]) <= 1e-6
+
+
+@pytest.mark.parametrize("shard", cases.SHARDS)
+def test_types(ranks, shard):
+    for found in ranks:
+        assert max(found[shard, "float16"][0]) <= 2**-11
+        # The interpreter cuts bfloat16, and does not round it.
+        assert max(found[shard, "bfloat16"][0]) <= 2**-7
+
+
+@pytest.mark.parametrize("shard", cases.SHARDS)
+def test_a_mean_of_10000(ranks, shard):
+    """At most twice the error of PyTorch's on one rank, over all results."""
+    both = zip(*(found[shard, "mean"][:2] for found in ranks), strict=True)
+    ours, theirs = (torch.tensor(errors).square().mean() for errors in both)
+    assert ours <= 4 * theirs
+
+
+def test_the_same_bits_on_all_ranks(ranks):
+    for case in ranks[0]:
+        assert len({tuple(found[case][2]) for found in ranks}) == 1, case
+
+
+def arguments(page):
+    """Weights that are missing, gradients that nobody wants, dimensions."""
+    x, w, b, dy = cases.inputs(page, 4, 6)
+    for shard in cases.SHARDS:
+        for given in (None, None), (w, None), (None, b):
+            part = [
+                t if t is None else cases.cut(t, shard, "uneven")
+                for t in (x, *given, dy)
+            ]
+            leaf = part[0].clone().requires_grad_()
+            shape = leaf.shape[1:]
+            y = page.layer_norm(leaf, shape, *part[1:3], shard=shard)
+            (dx,) = torch.autograd.grad(y, leaf, part[3])
+            there = x.double().requires_grad_()
+            wide = [None if t is None else t.double() for t in given]
+            expected = torch.nn.functional.layer_norm(there, (6,), *wide)
+            (exact,) = torch.autograd.grad(expected, there, dy.double())
+            for found, value in (y, expected), (dx, exact):
+                value = cases.cut(value, shard, "uneven")
+                assert cases.relative(found, value) < 1e-6
+    x = torch.randn(2, 3, 2, 4).transpose(0, 1)
+    y = page.layer_norm(x, (2, 4))
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (2, 4)))
+    return True
+
+
+def promises(page):
+    """What uses a gradient waits for it; nobody must ask."""
+    x, w, b, dy = cases.inputs(page, 4, 6)
+    w, b = (torch.nn.Parameter(t) for t in (w, b))
+    page.layer_norm(x[dist.get_rank() :: 2], 6, w, b).backward(dy[:2])
+    kind = type(w.grad).__name__
+    torch.optim.SGD([w, b], lr=1.0).step()
+    return kind, w.detach().tolist()
+
+
+def subgroups(page):
+    """The first two of three ranks; the third has one of its own."""
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    group = alone if dist.get_rank() == 2 else pair
+    x, w, b, dy = cases.inputs(page, 4, 6)
+    given = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+    y = page.layer_norm(given[0], 6, *given[1:], group=group)
+    return torch.autograd.grad(y, given[2], dy)[0].tolist(), dy.sum(0).tolist()
+
+
+def some(page):
+    return arguments(page), promises(page), cases.bits(page, "rows", 6, 44, 9)
+
+
+def test_arguments_promises_and_bits():
+    for found in cases.run(2, some):
+        assert isinstance(found, tuple), found
+        right, (kind, stepped), different = found
+        assert right and different == 1
+        assert kind == "AsyncCollectiveTensor"
+        assert isinstance(stepped[0], float)
+
+
+def test_a_group_is_some_of_the_ranks():
+    for rank, (db, one) in enumerate(cases.run(3, subgroups)):
+        times = 1 if rank == 2 else 2
+        torch.testing.assert_close(torch.tensor(db), times * torch.tensor(one))
+
+
+WRONG = (
+    {"x": torch.Tensor.half},
+    {"weight": torch.Tensor.half},
+    {"weight": None},
+    {"bias": lambda t: t[:7]},
+    {"x": lambda t: t[:, :7]},
+    {"x": torch.Tensor.int},
+    {"x": lambda t: t.to("meta")},
+    {"bias": lambda t: t.requires_grad_()},
+    {"eps": 1e-3},
+    {"normalized_shape": (2, 4)},
+    {"normalized_shape": ()},
+    {"shard": "columns"},
+    {"shard": "row"},
+    {"all": "columns", "x": lambda t: t[:3]},
+    {"all": "columns", "weight": torch.Tensor.half},
+    {"all": "columns", "x": torch.Tensor.half},
+)
+
+
+def test_ranks_that_disagree():
+    """An error on each, that names the rank and what it has."""
+    start, found = time.monotonic(), cases.run(2, cases.disagree, *WRONG)
+    assert time.monotonic() - start < cases.LIMIT
+    for mine, theirs in zip(*found, strict=True):
+        assert mine == theirs
+        assert mine.startswith("ValueError: rank 1 has {")
+        assert ", rank 0 {" in mine
+
+
+MUTANTS = {
+    "no sum over ranks": (
+        'functional.all_reduce(sums, "sum", group)', "sums"
+    ),
+    "a mean in place of the sum": ('(sums, "sum", group)',
+                                   '(sums, "avg", group)'),
+    "parts count alike": ("share = COUNTS[rank] / max(n + COUNTS[rank], 1)",
+                          "share = 1 / (rank + 1)"),
+    "M2 without the distance": ("tl.load(at + M) + d * d * n * share",
+                                "tl.load(at + M)"),
+    "the columns of a rank": ("sum(counts or [N])", "N"),
+    "row sums of a rank": ("dist.all_reduce(c, group=group)", "pass"),
+    "one rank's part": ("gathered(part, group) if group else part",
+                        "torch.stack([part] * len(counts))"),
+    "one number short": ("tl.store(c_ptr + M + row, tl.sum(wdy))", "pass"),
+    "idle lanes": ("tl.where(tl.arange(0, BLOCK) < N, x - mean, 0)",
+                   "x - mean"),
+    "no call without rows": ("if not counts and any(",
+                             "if not counts and len(x) and any("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_fail(name, monkeypatch):
+    monkeypatch.setattr(cases, "LIMIT", 5)  # where one waits for another
+    found = cases.run(2, cases.judge, replace=(MUTANTS[name],))
+    assert any(said is not None for said in found)
+
+
+def test_no_mutant_passes():
+    assert cases.run(2, cases.judge) == [None, None]
+
+
+def test_a_rank_that_dies_ends_all(capfd):
+    """One has rows of another size; it says so, and nobody waits for it."""
+    one = "x + mean, w[0]"
+    bad = load(NAME, [(one, "x[:, dist.get_rank() :] + mean, w[0]")])
+    start, ranks = time.monotonic(), bad.Ranks()
+    with pytest.raises(RuntimeError, match="a rank has ended"):
+        ranks(bad.errors, "rows", 4, 8, 0)
+    for process in ranks.all:
+        assert process.wait(30)
+    assert time.monotonic() - start < 90
+    assert "[rank1]: Traceback" in capfd.readouterr().err
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs two GPUs") == 3
+    lines = output.splitlines()
+    assert sum("errors below" in line for line in lines) == 4
+
+
+def test_sum_or_mean(output):
+    found = {
+        line.partition(":")[0]: line.rpartition(": ")[2]
+        for line in output.splitlines()
+        if ": dw over" in line
+    }
+    assert found.pop("nobody adds") not in found.values()
+    assert found == {
+        "DDP": "[1.0, 1.0, 1.0]",
+        "ours": "[2.0, 2.0, 2.0]",
+        "ours in DDP": "[2.0, 2.0, 2.0]",
+    }
+
+
+def test_exercise(output):
+    stub, solution = (
+        line.rpartition(": ")[2]
+        for line in output.splitlines()
+        if line.startswith("dw over what it should be")
+    )
+    assert (stub, solution) == ("[2.0, 2.0, 2.0]", "[1.0, 1.0, 1.0]")

@@ -1,0 +1,175 @@
+"""Cases of a layer norm whose rows or columns are on several ranks, and the
+processes that run them: gloo without a GPU, NCCL with."""
+
+import functools
+import multiprocessing
+import os
+import tempfile
+import traceback
+from itertools import accumulate
+
+import torch
+import torch._dynamo  # collectives import it late: once is enough
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tutorial import load
+
+NAME = "several-gpus/01-layer-norm"
+LIMIT = 120  # seconds for all that a set of ranks does
+SHARDS = ("rows", "columns")
+SPLITS = ("even", "uneven", "empty")
+
+
+@functools.cache
+def loaded(replace=()):
+    return load(NAME, replace)
+
+
+def run(world, function, *args, replace=()):
+    """What function(page, *args) gives on each rank, or the text of what went
+    wrong there."""
+    start = "spawn" if torch.cuda.is_available() else "fork"
+    context = multiprocessing.get_context(start)
+    loaded(replace)  # before a fork: once for all ranks
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            given = rank, world, folder, replace, theirs, function, args
+            processes.append(context.Process(target=_be, args=given))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            return [
+                pipe.recv() if pipe.poll(LIMIT) else "nothing came"
+                for pipe in pipes
+            ]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _be(rank, world, folder, replace, pipe, function, args):
+    torch.set_num_threads(1)
+    try:
+        page = loaded(replace)
+        page.WORLD = world
+        page.join(rank, f"file://{folder}/ranks")
+        pipe.send(function(page, *args))
+    except Exception:
+        pipe.send(traceback.format_exc())
+    pipe.close()
+    os._exit(0)  # what ranks share has no order in which it goes
+
+
+def inputs(page, M, N, dtype=torch.float32, mean=0.0):
+    """x, w, b and dy, the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    x, dy = torch.randn(2, M, N, generator=generator)
+    w, b = torch.rand(2, N, generator=generator)
+    return [t.to(dtype).to(page.DEVICE) for t in (x + mean, w, b, dy)]
+
+
+def sizes(total, how):
+    """How much of the rows or columns each rank has."""
+    world = dist.get_world_size()
+    found = [total // world] * world
+    if how == "uneven":
+        found = [1 + 2 * rank for rank in range(world)]
+    if how == "empty" and world > 1:
+        found = [0] + [total // (world - 1)] * (world - 1)
+    found[-1] += total - sum(found)
+    return found
+
+
+def cut(t, shard, how):
+    """What this rank has of x, dy or a result like them; or, of fewer
+    dimensions, of a weight."""
+    if shard == "rows" and t.dim() == 1:
+        return t
+    dim = 0 if shard == "rows" else -1
+    parts = sizes(t.shape[dim], how)
+    rank = dist.get_rank()
+    start = list(accumulate(parts, initial=0))[rank]
+    return t.narrow(dim, start, parts[rank])
+
+
+def results(function, x, w, b, dy, **more):
+    """y, dx, dw and db."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+    y = function(leaves[0], leaves[1].shape, *leaves[1:], **more)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def relative(found, expected):
+    if not expected.numel():
+        return 0.0
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def errors(page, shard, how, M, N, dtype=torch.float32, mean=0.0):
+    """The relative errors of ours, and of PyTorch's on the whole; and the
+    bits of what must be alike on all ranks."""
+    given = inputs(page, M, N, dtype, mean)
+    exact = results(F.layer_norm, *(t.double() for t in given))
+    theirs = results(F.layer_norm, *given)
+    part = [cut(t, shard, how) for t in given]
+    ours = results(page.layer_norm, *part, shard=shard)
+    expected = [cut(t, shard, how) for t in exact]
+    assert [t.shape for t in ours] == [t.shape for t in expected]
+    assert all(t.dtype == dtype for t in ours)
+    alike = ours[2:]
+    if shard == "columns":
+        w, b = (t.contiguous() for t in part[1:3])
+        counts = tuple(sizes(N, how))
+        whole = part[0].contiguous(), w, b, 1e-5, counts, dist.group.WORLD
+        alike = page.forward(*whole)[1]
+    return (
+        [relative(*pair) for pair in zip(ours, expected, strict=True)],
+        [relative(*pair) for pair in zip(theirs, exact, strict=True)],
+        [t.float().cpu().numpy().tobytes() for t in alike],
+    )
+
+
+def judge(page, M=3, N=20):
+    """Both shards, uneven and with a rank that has nothing."""
+    for shard in SHARDS:
+        for how in "uneven", "empty":
+            found, _, _ = errors(page, shard, how, M, N)
+            assert max(found) < 1e-6, (shard, how, found)
+
+
+def bits(page, shard, M, N, times):
+    """How many different results there are in some runs."""
+    part = [cut(t, shard, "even") for t in inputs(page, M, N)]
+    seen = set()
+    for _ in range(times):
+        found = results(page.layer_norm, *part, shard=shard)
+        seen.add(b"".join(t.cpu().numpy().tobytes() for t in found))
+    return len(seen)
+
+
+def disagree(page, *changes):
+    """What each change of rank 1's arguments leads to on this rank."""
+    said = []
+    for change in changes:
+        x, w, b, _ = inputs(page, 4, 8)
+        given = {"x": x, "normalized_shape": 8, "weight": w, "bias": b}
+        given["shard"] = change.get("all", "rows")
+        if dist.get_rank() == 1:
+            given |= {
+                name: value(given[name]) if callable(value) else value
+                for name, value in change.items()
+                if name != "all"
+            }
+        try:
+            page.layer_norm(**given)
+            said.append("")
+        except (ValueError, TypeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    page.layer_norm(*inputs(page, 4, 8)[:1], 8)  # they can go on
+    return said
