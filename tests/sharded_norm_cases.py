@@ -173,3 +173,76 @@ def disagree(page, *changes):
             said.append(f"{type(error).__name__}: {error}")
     page.layer_norm(*inputs(page, 4, 8)[:1], 8)  # they can go on
     return said
+
+
+def graphs(page, shard, M, N):
+    """Whether a graph of both passes gives what an eager call gives, also
+    for new numbers."""
+    x, w, b, dy = (cut(t, shard, "even") for t in inputs(page, M, N))
+    x, w, b = (t.detach().clone().requires_grad_() for t in (x, w, b))
+
+    def step():
+        y = page.layer_norm(x, w.shape, w, b, shard=shard)
+        dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+        return y, dx, dw + 0, db + 0  # waits for what is promised
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(
+        graph,
+        stream=torch.cuda.current_stream(),
+        capture_error_mode="thread_local",
+    ):
+        found = step()
+    with torch.no_grad():
+        x.mul_(0.5).add_(1)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    return all(map(torch.equal, found, step()))
+
+
+def peers(page, M, N):
+    """y and dx of who gathers rows, beside ours."""
+    group = dist.group.WORLD
+    x, w, b, dy = (cut(t, "columns", "even") for t in inputs(page, M, N))
+    ours = results(page.layer_norm, x, w, b, dy, shard="columns")
+    found = {}
+    for name, place in ("rows", page.as_rows), ("dtensor", page.as_dtensor):
+        given = [place(t.contiguous()).requires_grad_() for t in (x, w, b)]
+        try:
+            y = F.layer_norm(given[0], (N,), *given[1:])
+            (dx,) = torch.autograd.grad(y, given[:1], place(dy.contiguous()))
+        except RuntimeError as error:
+            found[name] = str(error)
+            continue
+        whole = [
+            t.full_tensor() if hasattr(t, "full_tensor") else t
+            for t in (y.detach(), dx)
+        ]
+        found[name] = [
+            relative(a, cut(b, "columns", "even"))
+            for a, b in zip(ours[:2], whole, strict=True)
+        ]
+    dist.barrier(group)
+    return found
+
+
+def on_gpus(page):
+    """Everything that is asked of GPUs, for processes start slowly there."""
+    found = {"graphs": {}, "bits": {}, "errors": {}}
+    for shard in SHARDS:
+        for how in SPLITS:
+            key = shard, how, 2000, "float32"
+            found["errors"][key] = errors(page, shard, how, 515, 2000)
+        for N in 64, 4096, 16384, 32768:
+            for dtype in torch.bfloat16, torch.float16, torch.float32:
+                key = shard, "even", N, str(dtype).removeprefix("torch.")
+                given = page, shard, "even", 515, N, dtype
+                found["errors"][key] = errors(*given)
+        given = page, shard, "uneven", 515, 2000
+        found["errors"][shard, "mean"] = errors(*given, mean=1e4)
+        found["graphs"][shard] = graphs(page, shard, 512, 4096)
+        found["bits"][shard] = bits(page, shard, 512, 4096, 100)
+    found["peers"] = peers(page, 512, 4096)
+    return found
