@@ -392,10 +392,10 @@ def clock(fn):
     given = None, torch.cuda.current_stream(), "thread_local"
     with torch.cuda.graph(graph, *given):
         fn()
-    cache, event = torch.empty(2**30, device=DEVICE), torch.cuda.Event
+    cache, event = torch.empty(2**28, device=DEVICE), torch.cuda.Event
     pairs = [[event(enable_timing=True) for _ in "ab"] for _ in range(60)]
     for start, end in pairs:
-        cache[: 2**28].zero_()  # nothing is left in L2
+        cache.zero_()  # nothing is left in L2
         dist.all_reduce(cache[:1])  # all are here
         start.record()
         graph.replay()
@@ -437,18 +437,26 @@ def timed(name, mode, time, sizes, lines):
 # Others gather whole rows and keep their columns of ``y``; so does DTensor,
 # PyTorch's tensor that knows its layout over ranks.
 
+import functools
+
 
 def as_rows(t):
     return torch.cat(gathered(t, dist.group.WORLD).unbind(), dim=-1)
 
 
-def as_dtensor(t):
-    from torch.distributed import tensor
+@functools.cache
+def mesh():
+    from torch.distributed.tensor import DeviceMesh
 
-    mesh = tensor.DeviceMesh(DEVICE.type, range(WORLD))
-    place = tensor.Shard(1) if t.dim() == 2 else tensor.Replicate()
-    t = t if t.dim() == 2 else as_rows(t)
-    return tensor.DTensor.from_local(t, mesh, [place])
+    return DeviceMesh(DEVICE.type, range(WORLD))
+
+
+def as_dtensor(t):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if t.dim() == 2:
+        return DTensor.from_local(t, mesh(), [Shard(1)])
+    return DTensor.from_local(as_rows(t), mesh(), [Replicate()])
 
 
 def time_columns(M, N, dtype, mode, way):
