@@ -257,10 +257,11 @@ class Ranks:
         cells, text = ["".join(inspect.findsource(join)[0])], ""
         kinds = "Import", "ImportFrom", "FunctionDef", "ClassDef"
         for cell in shell().user_ns["In"] if shell else cells:
-            for node in ast.parse(cell).body:
-                constant = ast.unparse(getattr(node, "targets", [])).isupper()
-                if constant or type(node).__name__ in kinds:
-                    text += ast.unparse(node) + "\n\n"
+            with contextlib.suppress(SyntaxError):  # of a cell that failed
+                for node in ast.parse(cell).body:
+                    targets = ast.unparse(getattr(node, "targets", []))
+                    if type(node).__name__ in kinds or targets.isupper():
+                        text += ast.unparse(node) + "\n\n"
         name = f"page_{hash(text) % 2**32}"
         with open(f"{self.folder.name}/{name}.py", "w") as file:
             file.write(text)
