@@ -202,8 +202,8 @@ traffic.run(show_plots=ON_GPU)
 # --------------------------
 #
 # ``torchrun`` starts the ranks of a script, and each runs this page. Otherwise
-# this cell starts them, with a file of all that the page defines so far: in a
-# notebook more with each cell. Then they make the calls that they are sent.
+# the page starts them, with a file of all that it has defined so far, which in
+# a notebook grows. ``everywhere`` lets all of them call a function.
 
 # %%
 
@@ -242,8 +242,9 @@ class Ranks:
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
-        env = {"PLACE": f"file://{self.folder.name}/ranks"}
-        env |= os.environ | {"PYTHONPATH": self.folder.name}
+        env = os.environ | {"PLACE": f"file://{self.folder.name}/ranks"}
+        paths = self.folder.name, env.get("PYTHONPATH")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         run = f"from {self.written()} import work; work()"
         self.all = [
             subprocess.Popen([sys.executable, "-c", run], stdin=-1, stdout=-1,
@@ -580,6 +581,7 @@ class LayerNorm(torch.autograd.Function):
 # %%
 # Ranks that disagree would wait for each other, or add what is not alike. So
 # each says what it has before any kernel, and an error is one on all ranks.
+# A rank without rows calls as well, for the others wait for it.
 
 
 TYPES = torch.float16, torch.bfloat16, torch.float32
