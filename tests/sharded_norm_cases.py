@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch._dynamo  # collectives import it late: once is enough
@@ -77,8 +77,9 @@ def sizes(total, how):
     """How much of the rows or columns each rank has."""
     world = dist.get_world_size()
     found = [total // world] * world
-    if how == "uneven":
-        found = [1 + 2 * rank for rank in range(world)]
+    if how == "uneven":  # later ranks have more
+        ends = [total * rank**2 // world**2 for rank in range(world + 1)]
+        found = [b - a for a, b in pairwise(ends)]
     if how == "empty" and world > 1:
         found = [0] + [total // (world - 1)] * (world - 1)
     found[-1] += total - sum(found)
@@ -135,7 +136,7 @@ def errors(page, shard, how, M, N, dtype=torch.float32, mean=0.0):
     )
 
 
-def judge(page, M=3, N=20):
+def judge(page, M=5, N=20):
     """Both shards, uneven and with a rank that has nothing."""
     for shard in SHARDS:
         for how in "uneven", "empty":

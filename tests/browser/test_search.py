@@ -11,6 +11,8 @@ from playwright.sync_api import expect
 PHONE = {"viewport": {"width": 390, "height": 844}}
 # What a reader types, and a pattern of the addresses that answer.
 QUESTIONS = {
+    "tensor parallel": r"several-gpus/01-layer-norm",
+    "torchrun": r"several-gpus/01-layer-norm.*#ranks",
     # asked in a review of the site
     "race": r"03-lock.html#the-race",
     "atomic": r"02-summing-rows.html#atomic-additions",

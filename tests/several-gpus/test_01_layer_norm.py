@@ -1,5 +1,9 @@
 """Layer norm over several ranks: gloo and Triton's interpreter."""
 
+import os
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import sharded_norm_cases as cases
+import tutorial
+from alone import NO_GPU
 from tutorial import load
 
 NAME = cases.NAME
@@ -207,6 +213,27 @@ def test_a_rank_that_dies_ends_all(capfd):
         assert process.wait(30)
     assert time.monotonic() - start < 90
     assert "[rank1]: Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [4, 8])
+def test_more_ranks(world):
+    assert cases.run(world, cases.judge) == world * [None]
+
+
+@pytest.mark.long
+def test_torchrun_says_the_same(tmp_path, output):
+    script = shutil.copy(tutorial.script_of(NAME), tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | NO_GPU,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == output
 
 
 def test_script_runs_alone(output):
