@@ -92,7 +92,7 @@ PTX = tl.constexpr(CUDA)
 
 def plan_forward(N, itemsize, most=2048):
     block = triton.next_power_of_2(N)
-    warps = min(max(block * itemsize // most, 2), 16)
+    warps = min(max(block * itemsize // most, 1), 16)
     held = {"maxnreg": 64} if CUDA and warps == 16 else {}
     return {"BLOCK": block, "num_warps": warps} | held
 
@@ -428,21 +428,22 @@ SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
 EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def plan_backward(N, itemsize, warps=8, matrices=3):
-    warps = warps // 2 if N * itemsize <= 2048 else warps
+def plan_backward(N, itemsize):
+    row = N * itemsize
+    warps, per_sm = 4 if row <= 8192 else 8, 2 if row <= 4096 else 1
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
-    chunks = triton.cdiv(N, chunk)
-    rows = 512 // itemsize * warps // chunk * max(4 // chunks, 1)
-    plan = {"ROWS": min(rows, 8), "CHUNK": chunk, "num_warps": warps}
-    tile = matrices * plan["ROWS"] * chunks * chunk * itemsize
-    return plan | {"STAGES": 1 + min((SHARED - 8192) // tile, 3)}
+    rows = min(1024 // itemsize * warps // chunk, 8) if row <= 2048 else 1
+    tile = 3 * rows * triton.cdiv(N, chunk) * chunk * itemsize
+    ahead = min((SHARED // per_sm - 8192) // tile, 3 if row <= 8192 else 2)
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps,
+            "per_sm": per_sm, "STAGES": 1 + ahead}  # fmt: skip
 
 
 def backward(dy, ds, s, w, mean, rstd, dx, grads, rule=plan_backward):
     """Fill dx and grads, which are dw and db; either may be None."""
     (M, N), sums = s.shape, None
-    plan = rule(N, max(s.itemsize, dy.itemsize))
-    programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    plan = dict(rule(N, max(s.itemsize, dy.itemsize)))
+    programs = min(NUM_SMS * plan.pop("per_sm"), -(-M // plan["ROWS"]))
     if grads is not None:
         sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=s.device)
     _add_layer_norm_bwd[(programs,)](
@@ -498,8 +499,7 @@ class AddLayerNorm(torch.autograd.Function):
 # %%
 # ``y`` has the type of ``x``, and ``s`` that of the residual, which may be
 # float32 beside an ``x`` of 16 bits.
-# Rows wider than 28 KB go as an addition and PyTorch's layer norm, which
-# streams rows of any width.
+# Rows wider than 28 KB go as an addition and PyTorch's layer norm.
 
 
 def add_layer_norm(

@@ -92,9 +92,9 @@ def _dropout_only(
 
 def drop(x, p, seed, four=True):
     """Dropout of a contiguous matrix."""
-    (M, N), y, block = x.shape, torch.empty_like(x), 2048
+    (M, N), y, block = x.shape, torch.empty_like(x), 4096
     args = x, y, seed, N, block, round(p * 2**32), four
-    _dropout_only[(M, triton.cdiv(N, block))](*args)
+    _dropout_only[(M, triton.cdiv(N, block))](*args, num_warps=8)
     return y
 
 
@@ -209,7 +209,7 @@ CUDA = ON_GPU and torch.version.hip is None
 
 def plan_forward(N, itemsize, most=2048):
     block = max(triton.next_power_of_2(N), 16)
-    warps = min(max(block * itemsize // most, 2), 16)
+    warps = min(max(block * itemsize // most, 1), 16)
     held = {"maxnreg": 64} if CUDA and warps == 16 else {}
     return {"BLOCK": block, "num_warps": warps} | held
 
@@ -364,29 +364,29 @@ NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
 
 
-def plan_backward(N, itemsize, warps=8, matrices=3):
-    warps = warps // 2 if N * itemsize <= 2048 else warps
-    block = max(triton.next_power_of_2(N), 16)
-    chunk = min(512 // itemsize * warps, block)
-    chunks = triton.cdiv(N, chunk)
-    rows = 512 // itemsize * warps // chunk * max(4 // chunks, 1)
-    plan = {"ROWS": min(rows, 8), "CHUNK": chunk, "num_warps": warps}
-    tile = matrices * plan["ROWS"] * chunks * chunk * itemsize
-    return plan | {"STAGES": 1 + min((SHARED - 8192) // tile, 3)}
+def plan_backward(N, itemsize):
+    row = N * itemsize
+    warps, per_sm = 4 if row <= 8192 else 8, 2 if row <= 4096 else 1
+    chunk = min(512 // itemsize * warps, max(triton.next_power_of_2(N), 16))
+    rows = min(1024 // itemsize * warps // chunk, 8) if row <= 2048 else 1
+    tile = 3 * rows * triton.cdiv(N, chunk) * chunk * itemsize
+    ahead = min((SHARED // per_sm - 8192) // tile, 3 if row <= 8192 else 2)
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps,
+            "per_sm": per_sm, "STAGES": 1 + ahead}  # fmt: skip
 
 
 def backward(dy, ds, s, w, mean, rstd, dr, dx, p, seed, rule=plan_backward):
     """dw and db; fills dr, and dx unless it is None."""
-    (M, N), plan = s.shape, rule(s.shape[1], max(s.itemsize, dy.itemsize))
-    programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    M, N = s.shape
+    plan = dict(rule(N, max(s.itemsize, dy.itemsize)))
+    programs = min(NUM_SMS * plan.pop("per_sm"), -(-M // plan["ROWS"]))
     sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=s.device)
     grads = torch.empty(2, N, dtype=w.dtype, device=s.device)
     _dropout_add_layer_norm_bwd[(programs,)](
         dy, ds, s, w, mean, rstd, dr, dx, sums, seed, M, N,
         DROP=round(p * 2**32), **plan,
     )  # fmt: skip
-    rows = triton.next_power_of_2(max(programs, 1))
-    args = sums, grads, programs, 2 * N, rows
+    args = sums, grads, programs, 2 * N, triton.next_power_of_2(programs + 1)
     _add_up[(triton.cdiv(2 * N, 16),)](*args)
     return grads
 
