@@ -328,8 +328,9 @@ def plan_fwd_chunks(N, itemsize, times=1):
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
-def plan_bwd_chunks(N, itemsize, warps=8):
-    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
+def plan_bwd_chunks(N, itemsize, times=1):
+    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
