@@ -460,7 +460,6 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
 
 
 # %%
-# A function to train with:
 
 
 class LayerNorm(torch.autograd.Function):
