@@ -16,8 +16,10 @@ NAME = "fused/02-dropout"
 # the last kernel.
 SMALL = (
     ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
-    ("rows = min(1024 // itemsize * warps // chunk, 8)",
-     "rows = min(8 * warps // chunk, 8)"),
+    (
+        "rows = min(1024 // itemsize * warps // chunk, 8)",
+        "rows = min(8 * warps // chunk, 8)",
+    ),
     ("* 16 + tl.arange(0, 16)", "* 256 + tl.arange(0, 256)"),
     ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
 )

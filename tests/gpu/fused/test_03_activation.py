@@ -112,8 +112,10 @@ def test_layouts(layout):
             norm = page.activation_layer_norm(leaf, (40, 25))
         (dx,) = torch.autograd.grad(norm, leaf, dy.to(kind))
         found.append((norm, dx))
+    # Where x is one number, rstd is 316, and rounding is all that is left.
+    rest = 2**-23 * 1e5**0.5 * dy.double().norm() * (layout == "one number")
     for got, want in zip(*found, strict=True):
-        assert (got - want).norm() <= 2**-10 * want.norm() + 1e-3
+        assert (got - want).norm() <= 2**-10 * want.norm() + rest + 1e-3
 
 
 def test_more_than_2_31_elements():
