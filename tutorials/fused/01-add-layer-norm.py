@@ -144,8 +144,8 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# One kernel reads what was counted; of two, the second finds some of ``s`` in
-# the cache, the less the larger the matrix is.
+# Both read what was counted, with caches that ``ncu`` empties before each
+# kernel.
 #
 # The forward pass of this page is also what example 45 of AMD's `Composable
 # Kernel <https://github.com/ROCm/composable_kernel>`_ shows, in C++.
@@ -255,8 +255,8 @@ WIDTHS = [512 * i for i in (2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24)]
 report(benchmark("forward", WIDTHS, **WAYS))
 
 # %%
-# Near the ceiling, powers of two or not: idle lanes move no bytes.
-# torch.compile fuses this pass as well.
+# Near the copy, powers of two or not: idle lanes move no bytes.
+# torch.compile fuses this pass, too, and is close at powers of two.
 #
 # Backward: ``s`` has two readers
 # -------------------------------
@@ -551,8 +551,8 @@ report(benchmark("backward", [*WIDTHS, 14336, 16384, 20480],
                  triton=add_layer_norm))  # fmt: skip
 
 # %%
-# Far ahead up to the limit; the last two widths are beyond: that is the price.
-# `Every width <../layer-norm/11-every-width.html>`_ has kernels for them.
+# Far ahead up to the limit; beyond, torch.compile is ahead: that is the price.
+# `Every width <../layer-norm/11-every-width.html>`_ has kernels for such rows.
 #
 # Exercise 1: a bias as well
 # --------------------------

@@ -91,10 +91,10 @@ def _dropout_only(
 
 
 def drop(x, p, seed, four=True):
-    """Dropout of a contiguous matrix."""
-    (M, N), y, block = x.shape, torch.empty_like(x), 4096
+    (M, N), y = x.shape, torch.empty_like(x)
+    block = min(max(triton.next_power_of_2(N), 512), 4096)
     args = x, y, seed, N, block, round(p * 2**32), four
-    _dropout_only[(M, triton.cdiv(N, block))](*args, num_warps=8)
+    _dropout_only[(M, triton.cdiv(N, block))](*args, num_warps=block // 512)
     return y
 
 

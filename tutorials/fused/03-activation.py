@@ -216,15 +216,15 @@ def tile_of(N, itemsize, warps):
 
 def plan_forward(N, itemsize):
     row = N * itemsize
-    plan = tile_of(N, itemsize, 2 if row <= 2048 else 4 if row <= 10240 else 8)
-    return plan | ({"maxnreg": 64} if CUDA and row > 12288 else {})
+    return tile_of(N, itemsize, 2 if row <= 2048 else 4 if row <= 10240 else 8)
 
 
 def plan_plain(N, itemsize):
-    """The same, but where ``_silu_plain`` is faster in narrower chunks."""
-    if CUDA and 12288 < N * itemsize <= 14336:
-        return tile_of(N, itemsize, 4) | {"maxnreg": 80}
-    return plan_forward(N, itemsize)
+    """The same where rows are narrow; what this function wants if wide."""
+    if not CUDA or N * itemsize <= 12288:
+        return plan_forward(N, itemsize)
+    warps, most = (4, 80) if N * itemsize <= 14336 else (8, 64)
+    return tile_of(N, itemsize, warps) | {"maxnreg": most}
 
 
 def forward(x, w, b, eps, function, rule=plan_forward):

@@ -303,7 +303,7 @@ WIDTHS = [512 * i for i in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
 report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 
 # %%
-# Near the copy, powers of two or not; torch.compile is faster up to 1024 only.
+# Near the copy, powers of two or not; torch.compile is faster at 512 only.
 #
 # Backward: registers
 # -------------------
@@ -538,9 +538,9 @@ ours, tile = map(trained_by, (plan_backward, padded(plan_backward)))
 report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
-# Up to 2048 columns both are one kernel; then chunks are somewhat faster, but
-# not at 4096 and 8192, where the tile has no idle lane.
-# Above, the tile has no registers for loads ahead; chunks have them.
+# Up to 2048 columns both are one kernel; then chunks are as fast or faster,
+# most where many lanes of the tile are idle.
+# Above 8192 the tile has no registers for loads ahead; chunks have them.
 #
 # What do the formulas lose to other warps, at widths not used to choose them?
 
@@ -553,7 +553,7 @@ for mode, of in ("forward", forward_of), ("backward", backward_of):
     report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
 
 # %%
-# Another number of warps is hardly ever faster than that of the rule.
+# Another number of warps is hardly faster anywhere, and often far slower.
 #
 # Exercise 1: no idle lanes
 # -------------------------

@@ -108,7 +108,7 @@ def _rms_norm_fwd(
 def plan_forward(N, sizes, most=4096, least=4):
     warps = max(triton.next_power_of_2(-(-N * sum(sizes) // most)), least)
     chunk = min(512 // min(sizes) * warps, triton.next_power_of_2(N))
-    hint = "evict_first" if N * min(sizes) <= 6144 else ""
+    hint = "evict_first" if N * min(sizes) <= 4096 else ""
     return {"CHUNK": chunk, "HINT": hint, "num_warps": warps}
 
 
@@ -161,7 +161,7 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Two steps read ``s`` again; what a cache still has of it comes from there.
+# It does, with caches that ``ncu`` empties before each kernel.
 #
 # A row of two numbers is a point in a plane, and its norm lies on a circle:
 
@@ -561,7 +561,7 @@ report(speeds("forward"))
 report(speeds("backward"))
 
 # %%
-# The others are behind, most of all where rows are narrow.
+# The others are behind at every width, Liger most where rows are narrow.
 #
 # Exercise 1: tangent to the circle
 # ---------------------------------

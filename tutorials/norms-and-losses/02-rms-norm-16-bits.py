@@ -554,7 +554,7 @@ def block_time(M, N, dtype, provider):
 block_time.run(show_plots=ON_GPU)
 
 # %%
-# Most of the time is in the matrix products.
+# Matrix products grow faster with the width than norms: the gain shrinks.
 #
 # Exercise 1: not rounded
 # -----------------------
