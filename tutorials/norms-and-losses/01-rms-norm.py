@@ -395,7 +395,6 @@ def checked(x, residual, normalized_shape, weight, eps):
 
 
 # %%
-# All results against PyTorch's in float64:
 
 
 def inputs(M, N, dtype):
@@ -554,7 +553,8 @@ report(speeds("forward"))
 
 # %%
 # Two steps take longer by about what was counted, five matrices to four.
-# torch.compile, Liger and quack fuse, too, and are close.
+# torch.compile, `Liger <https://github.com/linkedin/Liger-Kernel>`_ and `quack
+# <https://github.com/Dao-AILab/quack>`_ fuse, too, and are close.
 # Backward, in two steps, autograd adds ``ds`` to what the normalization has
 # written: six matrices, against four.
 

@@ -170,12 +170,14 @@ print(table.to_string(index=False, float_format="{:.1e}".format))
 # With ``none`` even ``1 / rms`` is rounded, so all of a row is wrong by the
 # same factor; and in float16 the square of 256 is infinite.
 #
-# Who rounds where, in the code of Hugging Face's transformers and of Liger:
+# Who rounds where, in the code of Hugging Face's transformers and of `Liger
+# <https://github.com/linkedin/Liger-Kernel>`_:
 #
 # - Llama, Mistral, Qwen 2 and 3: ``llama``, and a weight that starts at 1.
 # - Gemma, Gemma 2 and 3, Qwen3-Next: ``gemma``, and a factor ``1 + w``, where
 #   ``w`` starts at 0: ``offset = 1``.
-# - PyTorch's ``F.rms_norm`` and quack: ``gemma``, without offset.
+# - PyTorch's ``F.rms_norm`` and `quack <https://github.com/Dao-AILab/quack>`_:
+#   ``gemma``, without offset.
 #
 # Why ``1 + w``? Just below 1 the numbers of bfloat16 are 1/256 apart, and a
 # smaller step of an optimizer rounds to nothing; near 0 they are close, if the
@@ -333,7 +335,6 @@ def add_rms_norm(x, residual, *args, **more):
 
 
 # %%
-# Every casting against PyTorch in float64, with a stream of 16 bits and of 32:
 
 
 def inputs(M, N, dtype, stream=None):
@@ -382,9 +383,8 @@ print(f"bfloat16 {error(half, exact):.0e}, float32 {error(single, exact):.0e}")
 #
 # quack has another remedy, for a stream in 16 bits: it stores the sum rounded,
 # and normalizes it as it was before. A trade: ``y`` is nearer to the exact
-# result, but not the norm of the ``s`` that is returned and that the backward
-# pass reads, and a model gives other bits where the two steps are not one
-# kernel. Liger and this page round first; the exercise does not.
+# result, but not the norm of the ``s`` that the backward pass reads, and two
+# kernels in its place give other bits. Liger and this page round first.
 
 # %%
 
