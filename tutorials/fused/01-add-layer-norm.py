@@ -83,7 +83,7 @@ def _add_layer_norm_fwd(
 
 # %%
 # The rule: a warp holds 2 KB of a tile, which are 32 columns of 16 bits a
-# thread, and programs have 2 to 16 warps.
+# thread, and programs have 1 to 16 warps.
 # Two programs of 16 share a multiprocessor if a thread has 64 registers.
 
 CUDA = ON_GPU and torch.version.hip is None
@@ -261,7 +261,7 @@ report(benchmark("forward", WIDTHS, **WAYS))
 # Backward: ``s`` has two readers
 # -------------------------------
 #
-# The rest is as on `page 05 <../layer-norm/05-chunks.html>`_: rows in chunks.
+# The rest is as before: rows in `chunks <../layer-norm/05-chunks.html>`_.
 
 # %%
 
@@ -420,7 +420,7 @@ def _add_up_chunks(
 
 
 # %%
-# As many tiles are on their way as fit into shared memory, three at most.
+# As many tiles as fit, three at most, are on their way in shared memory.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
