@@ -288,14 +288,14 @@ plain = by(_silu_plain, plan_plain)
 report(benchmark("plain", "forward", plain=plain))
 
 # %%
-# A row that waits for its sums loads nothing: now the function shows.
+# While it waits for its sums, a row loads nothing: now the function shows.
 #
 # One change: a shorter sigmoid
 # -----------------------------
 #
 # NVIDIA GPUs have an instruction for :math:`2^x` and one for :math:`1/x`.
-# ``tl.sigmoid`` adds others around them, for numbers that float32 barely
-# holds; without these, four are enough.
+# ``tl.sigmoid`` adds others around them, for numbers at both ends of the range
+# of float32; without these, four are enough.
 
 
 @triton.jit
@@ -326,7 +326,8 @@ def _silu(x):
 report(benchmark("forward", "forward", triton=by(_silu), plain=plain))
 
 # %%
-# GELU is exact or with ``tanh``: :math:`1 + \tanh u = 2 \sigma(2 u)`.
+# GELU is exact, with ``erf``, or approximate, with ``tanh``, really a sigmoid:
+# :math:`1 + \tanh u = 2 \sigma(2 u)`. Above 7.5 it is ``x``, below -7.5 zero.
 
 
 @triton.jit
@@ -575,8 +576,7 @@ def _squared_relu(x):
 
 
 def exercise_1(function):
-    *given, dy = inputs(5, 24, torch.float32)
-    x, w, b = given
+    x, w, b, dy = inputs(5, 24, torch.float32)
     y = activation_layer_norm(x, 24, w, b, function)
     want = F.layer_norm(F.relu(x) ** 2, (24,), w, b)
     got, want = (torch.autograd.grad(f, x, dy)[0] for f in (y, want))

@@ -102,7 +102,7 @@ def _rms_norm_fwd(
 
 # %%
 # A thread loads 16 bytes of a chunk at once; a warp holds up to 4096 bytes, of
-# ``x`` and the residual together (``sizes``); programs have four or more.
+# ``x`` and the residual together (``sizes``); programs have 4 warps or more.
 
 
 def plan_forward(N, sizes, most=4096, least=4):
@@ -132,8 +132,8 @@ right = torch.allclose(y, F.rms_norm(s, (10,), w, 1e-6), atol=1e-5)
 print("chunks of 4:", right and torch.equal(s, x + residual))
 
 # %%
-# Does the count hold? ``ncu``, a profiler, says what memory delivers; 1 is
-# what we counted, two matrices for one kernel and three for two steps.
+# Does the count hold, of what is read? ``ncu``, a profiler, says what memory
+# delivers; 1 is what we counted: two matrices, or three for two steps.
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -163,7 +163,7 @@ traffic.run(show_plots=ON_GPU)
 # %%
 # It does, with caches that ``ncu`` empties before each kernel.
 #
-# A row of two numbers is a point in a plane, and its norm lies on a circle:
+# A row of two numbers is a point in a plane; its RMS norm lies on a circle:
 
 # %%
 
@@ -213,8 +213,8 @@ assert torch.allclose(dw, (s_hat * dy).sum(0))
 # But the compiler undoes it: ``s`` and ``dy`` are converted to float32 for the
 # sum over the row, and again for ``dx``. It converts once and keeps the
 # result, two registers for what fitted into one, until some go to memory.
-# So the second use goes through an exclusive or with an argument that is 0:
-# it changes no bit, but that the compiler does not know.
+# So, in rows of more than 24 KB, the second use goes through an exclusive or
+# with an argument that is 0: it changes no bit, but the compiler cannot know.
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def backward(dy, ds, s, w, rstd, plan=None):
 # A function to train with
 # ------------------------
 #
-# ``s`` is kept for the backward pass; a result anyway, it takes no memory.
+# ``s``, kept for the backward pass, is a result anyway: no memory is added.
 
 
 class Norm(torch.autograd.Function):
@@ -352,7 +352,7 @@ class Norm(torch.autograd.Function):
 
 # %%
 # ``s`` has the type of the residual, which may be float32 beside 16 bits. A
-# missing weight is ones, and ``eps`` PyTorch's: that of the sum over the row.
+# missing weight is ones, and ``eps`` as in PyTorch: for 16 bits, of float32.
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
@@ -554,9 +554,9 @@ report(speeds("forward"))
 # %%
 # Two steps take longer by about what was counted, five matrices to four.
 # torch.compile, `Liger <https://github.com/linkedin/Liger-Kernel>`_ and `quack
-# <https://github.com/Dao-AILab/quack>`_ fuse, too, and are close.
-# Backward, in two steps, autograd adds ``ds`` to what the normalization has
-# written: six matrices, against four.
+# <https://github.com/Dao-AILab/quack>`_ fuse, too, and are close; Liger rounds
+# once more, as Llama. Backward, in two steps, autograd adds ``ds`` to what the
+# normalization has written: six matrices, against four.
 
 report(speeds("backward"))
 
