@@ -210,8 +210,8 @@ report(lanes)
 # Our rule: a warp holds at most 4096 bytes of a row, which are 64 columns of
 # 16 bits a thread; programs have at least four warps, narrow rows two.
 # Several narrow rows share a program; the narrowest come in pairs.
-# Two programs of 16 warps fit on a multiprocessor if a thread takes no more
-# than 64 of its 65536 registers; up to 24576 columns these are enough.
+# Two programs of 16 warps, or four of 8, fit on a multiprocessor if a thread
+# takes no more than 64 of its 65536 registers; of 80, three of 8 warps fit.
 
 CUDA = ON_GPU and torch.version.hip is None
 
@@ -227,8 +227,8 @@ def plan_forward(N, itemsize, times=1):
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and warps == 16 and row <= 49152:
-        plan["maxnreg"] = 64
+    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
+        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 

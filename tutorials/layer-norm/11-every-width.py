@@ -323,8 +323,8 @@ def plan_fwd_chunks(N, itemsize, times=1):
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and warps == 16 and row <= 49152:
-        plan["maxnreg"] = 64
+    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
+        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
