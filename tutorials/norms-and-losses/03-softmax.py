@@ -8,10 +8,6 @@ maximum and the sum together; the backward pass needs only the result.
 
 .. math:: y_j = \frac{e^{x_j - m}}{s}, \qquad m = \max_j x_j, \qquad
    s = \sum_j e^{x_j - m}
-
-Each exponent is 0 or less, so that no power overflows.
-Read as written this takes three *sweeps*, reads of the row: for the maximum,
-for the sum and for the result.
 """
 
 # %%
@@ -38,36 +34,31 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# Two sweeps
-# ----------
+# One sweep for maximum and sum
+# -----------------------------
 #
-# The pair of maximum and sum of two parts of a row gives that of both: the
-# sum of the part with the smaller maximum shrinks.
+# Without the maximum, powers overflow. But need the sum wait for it? The pairs
+# of two parts of a row give that of both, in any order: a sum shrinks.
 
 
 def pair(x):
-    m = x.max(1, keepdim=True).values
-    return m, (x - m).exp().sum(1, keepdim=True)
+    return x.max(), (x - x.max()).exp().sum()
 
 
-def merge(m1, s1, m2, s2):
-    m = torch.maximum(m1, m2)
-    return m, s1 * (m1 - m).exp() + s2 * (m2 - m).exp()
-
-
-x = torch.randn(3, 8, dtype=torch.float64)
-m, s = merge(*pair(x[:, :5]), *pair(x[:, 5:]))
-assert torch.allclose((x - m).exp() / s, F.softmax(x, 1))
+x = torch.randn(8, dtype=torch.float64)
+(m1, s1), (m2, s2) = pair(x[:5]), pair(x[5:])
+m = torch.maximum(m1, m2)
+s = s1 * (m1 - m).exp() + s2 * (m2 - m).exp()
+assert torch.allclose((x - m).exp() / s, F.softmax(x, 0))
 
 # %%
-# So one sweep is enough for both, tile by tile, in any order.
-# A tile has ``PAIRS`` rows of ``EACH`` *lanes*; each row has its own pair, and
-# ``tl.reduce`` merges them at the end. The second sweep goes back from the
-# end of the row, of which caches still have most.
+# So two sweeps are enough, tile by tile; the second begins at the end of the
+# row, which caches still have. A tile has ``PAIRS`` times ``EACH`` *lanes*,
+# places for one element; ``EACH`` of them share a pair.
 #
-# In lanes beyond the row ``x`` is :math:`-\infty`, and its power 0, as for
-# what is masked by hand: but :math:`-\infty - (-\infty)` is NaN, so a maximum
-# begins at the lowest finite number.
+# Lanes beyond the row load :math:`-\infty`, whose power is 0, and models mask
+# with it. But :math:`-\infty - (-\infty)` is NaN: so a maximum begins at the
+# lowest finite number, and a pair that has seen no other adds 0.
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -75,19 +66,13 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def _exp(x):
-    return tl.exp2(x * LOG2E)  # GPUs compute powers of 2
-
-
-@triton.jit
-def _merge(m1, s1, m2, s2):
-    m = tl.maximum(m1, m2)
-    return m, s1 * _exp(m1 - m) + s2 * _exp(m2 - m)
+    return tl.exp2(x * LOG2E)  # a GPU has an instruction for powers of 2
 
 
 @triton.jit
 def _softmax_fwd_streaming(
     x_ptr, y_ptr, N: tl.constexpr, PAIRS: tl.constexpr, EACH: tl.constexpr,
-    LOG: tl.constexpr,  # of softmax
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
 ):  # fmt: skip
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
@@ -103,65 +88,178 @@ def _softmax_fwd_streaming(
         new = tl.maximum(m, tl.max(x, 1))
         s = s * _exp(m - new) + tl.sum(_exp(x - new[:, None]), 1)
         m = new
-    m, s = tl.reduce((m, s), 0, _merge)
+    top = tl.max(m, 0)
+    s = tl.sum(s * _exp(m - top), 0)
     scale, log = 1 / s, tl.log(s)
     for start in range(0, N, TILE):
         col = (N - 1) // TILE * TILE - start + lane
         x = tl.load(x_ptr + col, mask=col < N, other=float("-inf"),
                     eviction_policy="evict_first").to(acc)  # fmt: skip
-        y = x - m - log if LOG else _exp(x - m) * scale
+        y = x - top - log if LOG else _exp(x - top) * scale
         tl.store(y_ptr + col, y, mask=col < N)
+
+
+# %%
+# Whose is a pair? A program can have one; then its threads wait for each
+# other at each tile, until they know the maximum. If each lane has one, nobody
+# waits, but pairs take registers, and one power more for each element.
+# Between them, a thread has one for the 16 bytes that it loads at once:
+
+# %%
+
+# Drawing: lanes of a tile, colored by their pairs.
+
+plt.figure("16 lanes: a pair each, a pair for 4 of them, one pair", (7.5, 1.5))
+for level, each in enumerate((1, 4, 16)):
+    for lane in range(16):
+        color = f"C{lane // each % 10}"
+        plt.barh(level, 1, 0.7, lane, color=color, alpha=0.6, ec="k")
+plt.yticks(range(3), ("lane", "thread", "program"))
+plt.show()
+
+# %%
+
+CUDA = ON_GPU and torch.version.hip is None
+
+
+def plan_sweeps(itemsize):
+    plan = {"PAIRS": 1024, "EACH": 16 // itemsize, "num_warps": 32}
+    # Two programs on a multiprocessor.
+    return plan | ({"maxnreg": 32} if CUDA and itemsize < 8 else {})
+
+
+def in_sweeps(x, plan, log=False, dtype=None):
+    """Softmax, or its log, over the last dimension of a contiguous x."""
+    y = torch.empty_like(x, dtype=dtype)
+    M, N = x[..., :1].numel(), x.shape[-1]
+    _softmax_fwd_streaming[(M,)](x, y, N, LOG=log, **plan)
+    return y
+
+
+TILES = {
+    "triton": plan_sweeps(2),
+    "program": {"PAIRS": 1, "EACH": 8192, "num_warps": 16},
+    "lane": {"PAIRS": 4096, "EACH": 1, "num_warps": 16},
+}
+x = torch.randn(2, 1000, device=DEVICE)
+for plan in TILES.values():
+    torch.testing.assert_close(in_sweeps(x, plan), F.softmax(x, 1))
+
+# %%
+
+# Scaffold: the clock, and what its figures say.
+
+
+def device_time(fn):
+    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    fn()  # compiles
+    graph = torch.cuda.CUDAGraph()  # replayed without Python
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        fn()
+    # do_bench overwrites the L2 cache before each replay.
+    return triton.testing.do_bench(
+        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
+    )
+
+
+def speed(moved, fn):
+    """GB/s of a function that must move so many bytes."""
+    ms, low, high = device_time(fn)
+    return [moved / t * 1e-6 for t in (ms, high, low)]
+
+
+def report(benchmark):
+    """Draw a benchmark; print our speed over that of the others."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
+    print(f"speed of {table.columns[0]} divided by that of")
+    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
 
 
 # %%
 
 
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], [2**i for i in range(12, 17)], "provider", [*TILES, "copy"],
+    ["A pair a thread", "A pair a program", "A pair a lane", "Copy"],
+    "softmax-pairs", x_log=True, ylabel="GB/s",
+    args={"M": 4096, "dtype": torch.bfloat16},
+))  # fmt: skip
+def pairs(M, N, dtype, provider):
+    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+    median, 20 % and 80 % quantiles."""
+    x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)
+    y, plan = torch.empty_like(x), TILES.get(provider)
+    run = lambda: in_sweeps(x, plan) if plan else torch.mul(x, 1, out=y)
+    return speed(2 * x.nbytes, run)
+
+
+report(pairs)
+
+# %%
+# A pair for each thread is ahead at every width, and near the copy where rows
+# are wide: two rows on each multiprocessor are less than the L2 cache has, so
+# the second sweep does not come from memory (counted, for layer normalization,
+# `here <../layer-norm/07-two-sweeps.html>`_).
+#
+# One sweep: rows in registers
+# ----------------------------
+#
+# Narrower rows stay in registers, in `chunks <../layer-norm/05-chunks.html>`_,
+# and their maximum is known before the first power: there is one for each
+# element, and none is computed again for ``y``.
+#
+# Rows of 4097 columns begin `anywhere <../layer-norm/06-unaligned-rows.html>`_,
+# and are loaded in whole groups of ``STEP`` lanes, 16 bytes, less what is of
+# other rows. ``STEP`` is 1 where all rows begin with a group.
+
+
 @triton.jit
-def _chunk(c, row, M, N: tl.constexpr, CHUNK: tl.constexpr,
+def _chunk(ptr, c, row, M, N: tl.constexpr, CHUNK: tl.constexpr,
            STEP: tl.constexpr):  # fmt: skip
-    """Where the groups of rows start; lanes of a chunk; masks: groups with
-    columns of the row, groups with nothing else, and all its columns."""
-    first = tl.cast(row, tl.int64) * N  # M * N may pass 2**31
+    """Pointers to the lanes of a chunk, and masks: groups with columns of the
+    row, groups with nothing else, columns."""
+    first = tl.cast(row, tl.int64) * N
     start = first // STEP * STEP
-    begin = (first - start).to(tl.int32)
-    end = tl.where(row < M, begin + N, 0)
     lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
-    group = lane // STEP * STEP
+    if row.shape[0] == 1 and (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
+        every = tl.full((1, CHUNK), 1, tl.int1)  # no lane is idle
+        return ptr + start + lane, every, every, every
+    begin, group = (first - start).to(tl.int32), lane // STEP * STEP
+    end = tl.where(row < M, begin + N, 0)
     inside = (lane >= begin) & (lane < end)
     whole = (group >= begin) & (group + STEP <= end)
     if STEP == 1:
         whole = lane < end
-    return start, lane, group < end, whole, inside
+    return ptr + start + lane, group < end, whole, inside
 
 
 @triton.jit
 def _load_row(ptr, row, M, N: tl.constexpr, CHUNK: tl.constexpr,
               STEP: tl.constexpr, OTHER: tl.constexpr):  # fmt: skip
-    """Chunks of a row; OTHER in lanes that hold no column of it."""
+    """A row in chunks, and OTHER in idle lanes."""
     xs = ()
     for c in tl.static_range((N + STEP - 2 + CHUNK) // CHUNK):
-        start, lane, some, _, inside = _chunk(c, row, M, N, CHUNK, STEP)
-        if row.shape[0] == 1 and (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
-            x = tl.load(ptr + start + lane)  # all lanes hold columns
-        else:
-            x = tl.load(ptr + start + lane, mask=some, other=OTHER)
-            if STEP > 1:
-                none = tl.full((), OTHER, tl.float32).to(x.dtype)
-                x = tl.where(inside, x, none)
-        xs += (x,)
+        at, some, _, inside = _chunk(ptr, c, row, M, N, CHUNK, STEP)
+        none = tl.full((), OTHER, tl.float32).to(ptr.dtype.element_ty)
+        xs += (tl.where(inside, tl.load(at, mask=some), none),)
     return xs
 
 
 @triton.jit
 def _store_chunk(ptr, x, c, row, M, N: tl.constexpr, STEP: tl.constexpr):
-    CHUNK: tl.constexpr = x.shape[1]
-    start, lane, _, whole, inside = _chunk(c, row, M, N, CHUNK, STEP)
-    if row.shape[0] == 1 and (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
-        tl.store(ptr + start + lane, x)
-    else:
-        tl.store(ptr + start + lane, x, mask=whole)
-        if STEP > 1:
-            tl.store(ptr + start + lane, x, mask=inside & (whole == 0))
+    at, _, whole, inside = _chunk(ptr, c, row, M, N, x.shape[1], STEP)
+    tl.store(at, x, mask=whole)
+    if STEP > 1:
+        tl.store(at, x, mask=inside & (whole == 0))
+
+
+# %%
 
 
 @triton.jit
@@ -188,65 +286,16 @@ def _softmax_fwd(
         _store_chunk(y_ptr, y, c, row, M, N, STEP)
 
 
-@triton.jit
-def _softmax_bwd(
-    y_ptr, dy_ptr, dx_ptr, M, N: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, STEP: tl.constexpr, LOG: tl.constexpr,
-):  # fmt: skip
-    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
-    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    ys = _load_row(y_ptr, row, M, N, CHUNK, STEP, 0.0)
-    dys = _load_row(dy_ptr, row, M, N, CHUNK, STEP, 0.0)
-    total = tl.zeros((ROWS, CHUNK), acc)
-    for c in tl.static_range(len(ys)):
-        dy = dys[c].to(acc)
-        total += dy if LOG else ys[c].to(acc) * dy
-    total = tl.sum(total, 1)[:, None]
-    for c in tl.static_range(len(ys)):
-        y, dy = ys[c].to(acc), dys[c].to(acc)
-        dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        _store_chunk(dx_ptr, dx, c, row, M, N, STEP)
-
-
-@triton.jit
-def _softmax_bwd_streaming(
-    y_ptr, dy_ptr, dx_ptr, N: tl.constexpr, BLOCK: tl.constexpr,
-    LOG: tl.constexpr,
-):  # fmt: skip
-    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
-    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    y_ptr += row * N
-    dy_ptr += row * N
-    total = tl.zeros((BLOCK,), acc)
-    for start in range(0, N, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        dy = tl.load(dy_ptr + col, mask=col < N, other=0,
-                     eviction_policy="evict_last").to(acc)  # fmt: skip
-        if not LOG:
-            dy *= tl.load(y_ptr + col, mask=col < N, other=0,
-                          eviction_policy="evict_last").to(acc)  # fmt: skip
-        total += dy
-    total = tl.sum(total)
-    for start in range(0, N, BLOCK):
-        col = (N - 1) // BLOCK * BLOCK - start + tl.arange(0, BLOCK)
-        y = tl.load(y_ptr + col, mask=col < N, other=0,
-                    eviction_policy="evict_first").to(acc)  # fmt: skip
-        dy = tl.load(dy_ptr + col, mask=col < N, other=0,
-                     eviction_policy="evict_first").to(acc)  # fmt: skip
-        dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        tl.store(dx_ptr + row * N + col, dx, mask=col < N)
-
-
 # %%
-
-CUDA = ON_GPU and torch.version.hip is None
+# The rule: a warp has at most 4096 bytes of a row, 64 columns of 16 bits a
+# thread, and loads 512 at once; the narrowest rows share a program.
+# 8 warps get 80 registers a thread, so that three programs fit on a
+# multiprocessor. Above 32 KB a row there are two sweeps.
 
 
 def step_of(N, *matrices):
-    """Lanes of a group of 16 bytes; 1 where rows begin with a group."""
-    step = 16 // matrices[-1].itemsize
+    """Lanes of a group; 1 where all rows begin with one, or none does."""
+    step = 16 // max(t.itemsize for t in matrices)
     if N % step == 0 or torch.compiler.is_compiling():
         return 1
     return 1 if any(t.data_ptr() % 16 for t in matrices) else step
@@ -262,41 +311,308 @@ def tile_of(N, itemsize, step):
     return {"ROWS": rows, "CHUNK": chunk, "STEP": step, "num_warps": warps}
 
 
-def plan_forward(N, itemsize, step):
+def plan_forward(N, itemsize, step=1):
     if N * itemsize > 32768:
-        plan = {"PAIRS": 1024, "EACH": 16 // itemsize, "num_warps": 32}
-        return plan | ({"maxnreg": 32} if CUDA and itemsize < 8 else {})
+        return plan_sweeps(itemsize)
     plan = tile_of(N, itemsize, step)
     return plan | ({"maxnreg": 80} if CUDA and plan["num_warps"] == 8 else {})
 
 
-def plan_backward(N, itemsize, step):
-    if N * itemsize > 65536:
-        return {"BLOCK": 8192 // itemsize, "num_warps": 16}
-    plan = tile_of(N, itemsize, step)
-    return plan | ({"maxnreg": 128} if CUDA and plan["num_warps"] == 8 else {})
-
-
 def forward(x, log=False, dtype=None, plan=None):
-    """Softmax, or its log, over the last dimension of a contiguous x."""
-    N, y = x.shape[-1], torch.empty_like(x, dtype=dtype)
-    M = x.numel() // max(N, 1)
+    y = torch.empty_like(x, dtype=dtype)
+    M, N = x[..., :1].numel(), x.shape[-1]
     plan = plan or plan_forward(N, y.itemsize, step_of(N, x, y))
     if "PAIRS" in plan:
-        _softmax_fwd_streaming[(M,)](x, y, N, LOG=log, **plan)
-    else:
-        grid = (triton.cdiv(M, plan["ROWS"]),)
-        _softmax_fwd[grid](x, y, M, N, LOG=log, **plan)
+        return in_sweeps(x, plan, log, dtype)
+    grid = (triton.cdiv(M, plan["ROWS"]),)
+    _softmax_fwd[grid](x, y, M, N, LOG=log, **plan)
     return y
 
 
+# %%
+
+
+def inputs(M, N, dtype):
+    """x and dy."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, M, N, device=DEVICE).to(dtype)
+    return x.requires_grad_(), dy
+
+
+def speeds(mode, widths, **ours):
+    names = {"triton": "Triton", "sweeps": "Two sweeps", "torch": "PyTorch"}
+    lines = [*ours, "torch", "torch.compile", "copy"]
+
+    def measure(M, N, dtype, mode, provider):
+        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+        median, 20 % and 80 % quantiles."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        x, dy = inputs(M, N, dtype)
+        f, out = ours.get(provider, F.softmax), torch.empty_like(dy)
+        if provider == "torch.compile":
+            torch._dynamo.reset()  # nothing is left of other shapes
+            torch._functorch.config.donated_buffer = False  # runs many times
+            f = torch.compile(lambda *args: F.softmax(*args), dynamic=False)
+        run, moved = lambda: f(x, 1), 2
+        if provider == "copy":
+            run = lambda: torch.mul(dy, 1, out=out)
+        if mode == "backward":
+            y, moved, grad = run(), 3, torch.autograd.grad
+            run = lambda: grad(y, x, dy, retain_graph=True)
+            if provider == "copy":  # an addition moves three matrices
+                run = lambda: torch.add(x.detach(), dy, out=out)
+        return speed(moved * dy.nbytes, run)
+
+    return triton.testing.perf_report(triton.testing.Benchmark(
+        ["N"], widths, "provider", lines,
+        [names.get(line, line.capitalize()) for line in lines],
+        f"softmax-{mode}", x_log=True, ylabel="GB/s",
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode},
+    ))(measure)  # fmt: skip
+
+
+WIDTHS = [128, 256, 512, 1024, 2048, 4096, 4097, 8192, 16384, 24576, 32768]
+WIDTHS += [49152, 65536]
+rule = lambda x, _: forward(x)
+sweeps = lambda x, _: forward(x, plan=plan_sweeps(2))
+report(speeds("forward", WIDTHS, triton=rule, sweeps=sweeps))
+
+# %%
+# In registers narrow rows gain most, where a program of two sweeps has more
+# threads than work; above 16384 columns both lines are one kernel.
+# PyTorch and torch.compile read a row more than once, and 4097 columns cost
+# them much more than 4096.
+#
+# Backward: from y alone
+# ----------------------
+#
+# ``x`` moves its own ``y`` by :math:`y \, dx`, and all by the sum, which takes
+# its share from each:
+#
+# .. math:: dx_j = y_j \, (dy_j - c), \qquad c = \sum_k y_k \, dy_k
+#
+# ``x`` and its maximum are not needed: ``y``, a result anyway, is all that is
+# saved. ``log_softmax`` saves its result, too, for :math:`e^{l_j} = y_j`:
+#
+# .. math:: dx_j = dl_j - e^{l_j} \, c, \qquad c = \sum_k dl_k
+
+x, dy = torch.randn(2, 3, 8, dtype=torch.float64)
+y, log = F.softmax(x.requires_grad_(), 1), F.log_softmax(x, 1)
+for result, dx in (
+    (y, y * (dy - (y * dy).sum(1, keepdim=True))),
+    (log, dy - log.exp() * dy.sum(1, keepdim=True)),
+):
+    assert torch.allclose(dx, *torch.autograd.grad(result, x, dy))
+
+# %%
+# A program has its row of ``y`` and of ``dy`` in registers.
+# Both are converted to float32 for the sum, and again for ``dx``. The compiler
+# would convert them once and keep twice the registers, so the second use goes
+# through `an exclusive or with 0 <01-rms-norm.html>`_.
+
+
+@triton.jit
+def _hidden(x, zero):
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True) ^ tl.cast(zero, tl.int16)
+        x = bits.to(x.dtype, bitcast=True)
+    return x
+
+
+@triton.jit
+def _softmax_bwd(
+    y_ptr, dy_ptr, dx_ptr, zero, M, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    ys = _load_row(y_ptr, row, M, N, CHUNK, STEP, 0.0)
+    dys = _load_row(dy_ptr, row, M, N, CHUNK, STEP, 0.0)
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(ys)):
+        dy = dys[c].to(acc)
+        total += dy if LOG else ys[c].to(acc) * dy
+    total = tl.sum(total, 1)[:, None]
+    for c in tl.static_range(len(ys)):
+        y = _hidden(ys[c], zero).to(acc)
+        dy = _hidden(dys[c], zero).to(acc)
+        dx = dy - _exp(y) * total if LOG else y * (dy - total)
+        _store_chunk(dx_ptr, dx, c, row, M, N, STEP)
+
+
+# %%
+# Rows of more than 64 KB take two sweeps, of two matrices each.
+
+
+@triton.jit
+def _softmax_bwd_streaming(
+    y_ptr, dy_ptr, dx_ptr, N: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr,
+):  # fmt: skip
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    y_ptr += row * N
+    dy_ptr += row * N
+    dx_ptr += row * N
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        col = start + lane
+        dy = tl.load(dy_ptr + col, mask=col < N, other=0).to(acc)
+        if not LOG:
+            dy *= tl.load(y_ptr + col, mask=col < N, other=0).to(acc)
+        total += dy
+    total = tl.sum(total)
+    for start in range(0, N, BLOCK):
+        col = start + lane
+        y = tl.load(y_ptr + col, mask=col < N, other=0).to(acc)
+        dy = tl.load(dy_ptr + col, mask=col < N, other=0).to(acc)
+        dx = dy - _exp(y) * total if LOG else y * (dy - total)
+        tl.store(dx_ptr + col, dx, mask=col < N)
+
+
+def plan_backward(N, itemsize, step=1):
+    if N * itemsize > 65536:
+        return {"BLOCK": 8192 // itemsize, "num_warps": 16}
+    return tile_of(N, itemsize, step)
+
+
 def backward(y, dy, log=False, dtype=None, plan=None):
-    N, dx = y.shape[-1], torch.empty_like(y, dtype=dtype)
-    M = y.numel() // max(N, 1)
-    plan = plan or plan_backward(N, y.itemsize, step_of(N, dx, dy, y))
+    """dx of a type, for contiguous y and dy."""
+    dx = torch.empty_like(y, dtype=dtype)
+    M, N = y[..., :1].numel(), y.shape[-1]
+    plan = plan or plan_backward(N, y.itemsize, step_of(N, y, dy, dx))
     if "BLOCK" in plan:
         _softmax_bwd_streaming[(M,)](y, dy, dx, N, LOG=log, **plan)
     else:
         grid = (triton.cdiv(M, plan["ROWS"]),)
-        _softmax_bwd[grid](y, dy, dx, M, N, LOG=log, **plan)
+        _softmax_bwd[grid](y, dy, dx, 0, M, N, LOG=log, **plan)
     return dx
+
+
+# %%
+# Two functions to call
+# ---------------------
+#
+# A kernel reads 16 bits and writes float32, if ``dtype`` says so, without a
+# step in between. Another dimension than the last costs a copy.
+
+
+class Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log, dtype):
+        y = forward(x, log, dtype)
+        ctx.save_for_backward(y)
+        ctx.log, ctx.dtype = log, x.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        dx = backward(y, dy.contiguous(), ctx.log, ctx.dtype)
+        return dx, None, None
+
+
+def softmax(input, dim=-1, dtype=None):
+    """Powers of e, over their sum along a dimension."""
+    return along(input, dim, dtype, log=False)
+
+
+def log_softmax(input, dim=-1, dtype=None):
+    """The logarithm of softmax."""
+    return along(input, dim, dtype, log=True)
+
+
+def along(input, dim, dtype, log):
+    dtype = dtype or input.dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise TypeError(f"{dtype}: input or dtype is a float of 16 to 64 bits")
+    if input.device.type != DEVICE.type:
+        raise ValueError(f"input is on {input.device}: it goes on {DEVICE}")
+    x = torch.atleast_1d(input)
+    if not x.is_floating_point() or not 2 <= x.itemsize < dtype.itemsize:
+        x = x.to(dtype)
+    x = x.movedim(dim, -1).contiguous()
+    return Softmax.apply(x, log, dtype).movedim(-1, dim).reshape(input.shape)
+
+
+# %%
+# Both against PyTorch in float64:
+
+
+def check(M, N, dtype):
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
+    x, dy = inputs(M, N, dtype)
+    exact, grad = x.detach().double().requires_grad_(), torch.autograd.grad
+    for ours, theirs in (softmax, F.softmax), (log_softmax, F.log_softmax):
+        y, want = ours(x, 1), theirs(exact, 1)
+        found = y, *grad(y, x, dy)
+        right = want, *grad(want, exact, dy.double())
+        for a, b in zip(found, right, strict=True):
+            error = ((a - b).norm() / b.norm()).item()
+            assert error <= limit, f"{error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
+    for dtype in torch.float16, torch.float32:
+        check(37 if ON_GPU else 2, N, dtype)
+
+# %%
+# What is masked gets 0; where a whole row is, 0 divided by 0 is NaN, here as
+# in PyTorch. Who needs zeros there says so, with ``nan_to_num``.
+
+x = torch.tensor([[0.0, 1.0, -torch.inf], 3 * [-torch.inf]], device=DEVICE)
+print(softmax(x), F.softmax(x, 1), sep="\n")
+
+# %%
+# The backward pass, measured:
+
+report(speeds("backward", WIDTHS, triton=softmax))
+
+# %%
+# torch.compile is as fast to 16384 columns, and at 32768, if rows begin with
+# a group: its kernel reads once there, too. Elsewhere ours is ahead.
+# Above 32768 columns the second sweep shows: two matrices need twice the
+# cache.
+#
+# Exercise 1: a constant in dy
+# ----------------------------
+#
+# A constant, added to ``dy``, changes no ``dx``: it moves all of ``x``, and
+# softmax does not see that. In 16 bits it does, because the rounded ``y`` of a
+# row do not add up to 1, and the larger the constant, the more.
+# Change the formula so that no constant matters.
+#
+# **Hint.** What is :math:`c`, if all ``dy`` are the same?
+
+
+def gradient(y, dy):
+    return y * (dy - (y * dy).sum(1, keepdim=True))  # to do
+
+
+def exercise_1(function):
+    x, dy = torch.randn(2, 3, 50)
+    y = F.softmax(x, 1).bfloat16().double()
+    change = function(y, dy + 100.0) - function(y, dy + 0.0)
+    error = (change.norm() / function(y, dy + 0.0).norm()).item()
+    print(f"change of dx: {error:.0e}")
+    return error < 1e-4
+
+
+exercise_1(gradient)
+
+# %%
+
+# Solution 1
+
+
+def gradient_1(y, dy):
+    c = (y * dy).sum(1, keepdim=True) / y.sum(1, keepdim=True)
+    return y * (dy - c)
+
+
+assert exercise_1(gradient_1)
