@@ -103,7 +103,9 @@ def _softmax_fwd_streaming(
 # Whose is a pair? A program can have one; then its threads wait for each
 # other at each tile, until they know the maximum. If each lane has one, nobody
 # waits, but pairs take registers, and one power more for each element.
-# Between them, a thread has one for the 16 bytes that it loads at once:
+# Between them, a thread has one for the 16 bytes that it loads at once.
+# Each below has its best number of warps: 32, with 32 registers a thread, so
+# that two rows fit on a multiprocessor, or 16.
 
 # %%
 
@@ -112,8 +114,7 @@ def _softmax_fwd_streaming(
 plt.figure("16 lanes: a pair each, a pair for 4 of them, one pair", (7.5, 1.5))
 for level, each in enumerate((1, 4, 16)):
     for lane in range(16):
-        color = f"C{lane // each % 10}"
-        plt.barh(level, 1, 0.7, lane, color=color, alpha=0.6, ec="k")
+        plt.barh(level, 1, 0.7, lane, color=f"C{lane // each % 10}", ec="k")
 plt.yticks(range(3), ("lane", "thread", "program"))
 plt.show()
 
@@ -122,14 +123,13 @@ plt.show()
 CUDA = ON_GPU and torch.version.hip is None
 
 
-def plan_sweeps(itemsize):
-    plan = {"PAIRS": 1024, "EACH": 16 // itemsize, "num_warps": 32}
-    # Two programs on a multiprocessor.
+def plan_sweeps(N, itemsize):
+    warps = min(max(triton.next_power_of_2(N * itemsize // 2048), 2), 32)
+    plan = {"PAIRS": 32 * warps, "EACH": 16 // itemsize, "num_warps": warps}
     return plan | ({"maxnreg": 32} if CUDA and itemsize < 8 else {})
 
 
 def in_sweeps(x, plan, log=False, dtype=None):
-    """Softmax, or its log, over the last dimension of a contiguous x."""
     y = torch.empty_like(x, dtype=dtype)
     M, N = x[..., :1].numel(), x.shape[-1]
     _softmax_fwd_streaming[(M,)](x, y, N, LOG=log, **plan)
@@ -137,7 +137,7 @@ def in_sweeps(x, plan, log=False, dtype=None):
 
 
 TILES = {
-    "triton": plan_sweeps(2),
+    "triton": plan_sweeps(65536, 2),
     "program": {"PAIRS": 1, "EACH": 8192, "num_warps": 16},
     "lane": {"PAIRS": 4096, "EACH": 1, "num_warps": 16},
 }
@@ -185,10 +185,9 @@ def report(benchmark):
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
-    ["N"], [2**i for i in range(12, 17)], "provider", [*TILES, "copy"],
+    ["N"], [8192 * i for i in range(2, 9)], "provider", [*TILES, "copy"],
     ["A pair a thread", "A pair a program", "A pair a lane", "Copy"],
-    "softmax-pairs", x_log=True, ylabel="GB/s",
-    args={"M": 4096, "dtype": torch.bfloat16},
+    "softmax-pairs", {"M": 4096, "dtype": torch.bfloat16}, ylabel="GB/s",
 ))  # fmt: skip
 def pairs(M, N, dtype, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
@@ -202,10 +201,10 @@ def pairs(M, N, dtype, provider):
 report(pairs)
 
 # %%
-# A pair for each thread is ahead at every width, and near the copy where rows
-# are wide: two rows on each multiprocessor are less than the L2 cache has, so
-# the second sweep does not come from memory (counted, for layer normalization,
-# `here <../layer-norm/07-two-sweeps.html>`_).
+# A pair for each thread is ahead at every width, and near the copy: two rows
+# on each multiprocessor are less than the L2 cache has, so the second sweep
+# does not come from memory, as `counted <../layer-norm/07-two-sweeps.html>`_
+# for layer normalization.
 #
 # One sweep: rows in registers
 # ----------------------------
@@ -214,9 +213,10 @@ report(pairs)
 # and their maximum is known before the first power: there is one for each
 # element, and none is computed again for ``y``.
 #
-# Rows of 4097 columns begin `anywhere <../layer-norm/06-unaligned-rows.html>`_,
-# and are loaded in whole groups of ``STEP`` lanes, 16 bytes, less what is of
-# other rows. ``STEP`` is 1 where all rows begin with a group.
+# Rows of 4097 columns
+# `begin anywhere <../layer-norm/06-unaligned-rows.html>`_: they are loaded in
+# groups of ``STEP`` lanes, 16 bytes, less what is of other rows. ``STEP`` is 1
+# where all rows begin with a group.
 
 
 @triton.jit
@@ -287,18 +287,17 @@ def _softmax_fwd(
 
 
 # %%
-# The rule: a warp has at most 4096 bytes of a row, 64 columns of 16 bits a
-# thread, and loads 512 at once; the narrowest rows share a program.
-# 8 warps get 80 registers a thread, so that three programs fit on a
-# multiprocessor. Above 32 KB a row there are two sweeps.
+# The rule: a warp loads 512 bytes of a row at once, up to 4096, 64 columns of
+# 16 bits a thread; the narrowest rows share a program. 8 warps have 80
+# registers a thread, for three programs on a multiprocessor. Rows above 32 KB
+# take two sweeps.
 
 
 def step_of(N, *matrices):
     """Lanes of a group; 1 where all rows begin with one, or none does."""
     step = 16 // max(t.itemsize for t in matrices)
-    if N % step == 0 or torch.compiler.is_compiling():
-        return 1
-    return 1 if any(t.data_ptr() % 16 for t in matrices) else step
+    one = N % step == 0 or torch.compiler.is_compiling()
+    return 1 if one or any(t.data_ptr() % 16 for t in matrices) else step
 
 
 def tile_of(N, itemsize, step):
@@ -313,7 +312,7 @@ def tile_of(N, itemsize, step):
 
 def plan_forward(N, itemsize, step=1):
     if N * itemsize > 32768:
-        return plan_sweeps(itemsize)
+        return plan_sweeps(N, itemsize)
     plan = tile_of(N, itemsize, step)
     return plan | ({"maxnreg": 80} if CUDA and plan["num_warps"] == 8 else {})
 
@@ -333,14 +332,12 @@ def forward(x, log=False, dtype=None, plan=None):
 
 
 def inputs(M, N, dtype):
-    """x and dy."""
     torch.manual_seed(0)
     x, dy = torch.randn(2, M, N, device=DEVICE).to(dtype)
     return x.requires_grad_(), dy
 
 
-def speeds(mode, widths, **ours):
-    names = {"triton": "Triton", "sweeps": "Two sweeps", "torch": "PyTorch"}
+def speeds(mode, **ours):
     lines = [*ours, "torch", "torch.compile", "copy"]
 
     def measure(M, N, dtype, mode, provider):
@@ -354,56 +351,51 @@ def speeds(mode, widths, **ours):
             torch._dynamo.reset()  # nothing is left of other shapes
             torch._functorch.config.donated_buffer = False  # runs many times
             f = torch.compile(lambda *args: F.softmax(*args), dynamic=False)
-        run, moved = lambda: f(x, 1), 2
-        if provider == "copy":
-            run = lambda: torch.mul(dy, 1, out=out)
-        if mode == "backward":
-            y, moved, grad = run(), 3, torch.autograd.grad
-            run = lambda: grad(y, x, dy, retain_graph=True)
-            if provider == "copy":  # an addition moves three matrices
-                run = lambda: torch.add(x.detach(), dy, out=out)
-        return speed(moved * dy.nbytes, run)
+        forward = lambda: f(x, 1)
+        y, grad = forward(), torch.autograd.grad
+        backward = lambda: grad(y, x, dy, retain_graph=True)
+        if provider == "copy":  # of two matrices; an addition moves three
+            forward = lambda: torch.mul(dy, 1, out=out)
+            backward = lambda: torch.add(x.detach(), dy, out=out)
+        moved, fn = (2, forward) if mode == "forward" else (3, backward)
+        return speed(moved * dy.nbytes, fn)
 
     return triton.testing.perf_report(triton.testing.Benchmark(
-        ["N"], widths, "provider", lines,
-        [names.get(line, line.capitalize()) for line in lines],
+        ["N"], WIDTHS, "provider", lines,
+        ["PyTorch" if n == "torch" else n.capitalize() for n in lines],
         f"softmax-{mode}", x_log=True, ylabel="GB/s",
         args={"M": 4096, "dtype": torch.bfloat16, "mode": mode},
     ))(measure)  # fmt: skip
 
 
-WIDTHS = [128, 256, 512, 1024, 2048, 4096, 4097, 8192, 16384, 24576, 32768]
-WIDTHS += [49152, 65536]
-rule = lambda x, _: forward(x)
-sweeps = lambda x, _: forward(x, plan=plan_sweeps(2))
-report(speeds("forward", WIDTHS, triton=rule, sweeps=sweeps))
+WIDTHS = [128, 256, 1024, 2048, 4096, 4097, *range(8192, 65537, 8192)]
+sweeps = lambda x, _: in_sweeps(x, plan_sweeps(x.shape[1], 2))
+report(speeds("forward", triton=lambda x, _: forward(x), sweeps=sweeps))
 
 # %%
-# In registers narrow rows gain most, where a program of two sweeps has more
-# threads than work; above 16384 columns both lines are one kernel.
-# PyTorch and torch.compile read a row more than once, and 4097 columns cost
-# them much more than 4096.
+# One sweep is ahead of two where rows are narrow; above 16384 columns both
+# lines are one kernel. PyTorch and torch.compile are far behind, and 4097
+# columns cost them much more than 4096.
 #
 # Backward: from y alone
 # ----------------------
 #
-# ``x`` moves its own ``y`` by :math:`y \, dx`, and all by the sum, which takes
-# its share from each:
+# ``x`` moves its own ``y``, and all by the sum:
 #
 # .. math:: dx_j = y_j \, (dy_j - c), \qquad c = \sum_k y_k \, dy_k
 #
-# ``x`` and its maximum are not needed: ``y``, a result anyway, is all that is
-# saved. ``log_softmax`` saves its result, too, for :math:`e^{l_j} = y_j`:
+# Only ``y`` is saved, a result anyway. ``log_softmax`` saves its own, too, from
+# which the powers give ``y``:
 #
-# .. math:: dx_j = dl_j - e^{l_j} \, c, \qquad c = \sum_k dl_k
+# .. math:: dx_j = dl_j - y_j \, c, \qquad y_j = e^{l_j}, \qquad
+#    c = \sum_k dl_k
 
 x, dy = torch.randn(2, 3, 8, dtype=torch.float64)
 y, log = F.softmax(x.requires_grad_(), 1), F.log_softmax(x, 1)
-for result, dx in (
-    (y, y * (dy - (y * dy).sum(1, keepdim=True))),
-    (log, dy - log.exp() * dy.sum(1, keepdim=True)),
-):
-    assert torch.allclose(dx, *torch.autograd.grad(result, x, dy))
+dx = y * (dy - (y * dy).sum(1, keepdim=True))
+assert torch.allclose(dx, *torch.autograd.grad(y, x, dy))
+dx = dy - log.exp() * dy.sum(1, keepdim=True)
+assert torch.allclose(dx, *torch.autograd.grad(log, x, dy))
 
 # %%
 # A program has its row of ``y`` and of ``dy`` in registers.
@@ -454,23 +446,20 @@ def _softmax_bwd_streaming(
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    y_ptr += row * N
-    dy_ptr += row * N
-    dx_ptr += row * N
     total = tl.zeros((BLOCK,), acc)
     for start in range(0, N, BLOCK):
-        col = start + lane
-        dy = tl.load(dy_ptr + col, mask=col < N, other=0).to(acc)
+        at, mask = row * N + start + lane, start + lane < N
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
         if not LOG:
-            dy *= tl.load(y_ptr + col, mask=col < N, other=0).to(acc)
+            dy *= tl.load(y_ptr + at, mask=mask, other=0).to(acc)
         total += dy
     total = tl.sum(total)
     for start in range(0, N, BLOCK):
-        col = start + lane
-        y = tl.load(y_ptr + col, mask=col < N, other=0).to(acc)
-        dy = tl.load(dy_ptr + col, mask=col < N, other=0).to(acc)
+        at, mask = row * N + start + lane, start + lane < N
+        y = tl.load(y_ptr + at, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
         dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        tl.store(dx_ptr + col, dx, mask=col < N)
+        tl.store(dx_ptr + at, dx, mask=mask)
 
 
 def plan_backward(N, itemsize, step=1):
@@ -480,7 +469,6 @@ def plan_backward(N, itemsize, step=1):
 
 
 def backward(y, dy, log=False, dtype=None, plan=None):
-    """dx of a type, for contiguous y and dy."""
     dx = torch.empty_like(y, dtype=dtype)
     M, N = y[..., :1].numel(), y.shape[-1]
     plan = plan or plan_backward(N, y.itemsize, step_of(N, y, dy, dx))
@@ -496,8 +484,8 @@ def backward(y, dy, log=False, dtype=None, plan=None):
 # Two functions to call
 # ---------------------
 #
-# A kernel reads 16 bits and writes float32, if ``dtype`` says so, without a
-# step in between. Another dimension than the last costs a copy.
+# With ``dtype`` a kernel reads 16 bits and writes float32, in the same step.
+# Another dimension than the last costs a copy.
 
 
 class Softmax(torch.autograd.Function):
@@ -512,8 +500,7 @@ class Softmax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        dx = backward(y, dy.contiguous(), ctx.log, ctx.dtype)
-        return dx, None, None
+        return backward(y, dy.contiguous(), ctx.log, ctx.dtype), None, None
 
 
 def softmax(input, dim=-1, dtype=None):
@@ -549,9 +536,8 @@ def check(M, N, dtype):
     exact, grad = x.detach().double().requires_grad_(), torch.autograd.grad
     for ours, theirs in (softmax, F.softmax), (log_softmax, F.log_softmax):
         y, want = ours(x, 1), theirs(exact, 1)
-        found = y, *grad(y, x, dy)
-        right = want, *grad(want, exact, dy.double())
-        for a, b in zip(found, right, strict=True):
+        dx, right = grad(y, x, dy), grad(want, exact, dy.double())
+        for a, b in (y, want), (*dx, *right):
             error = ((a - b).norm() / b.norm()).item()
             assert error <= limit, f"{error:.1e} is above {limit:.1e}"
     print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
@@ -562,30 +548,26 @@ for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
         check(37 if ON_GPU else 2, N, dtype)
 
 # %%
-# What is masked gets 0; where a whole row is, 0 divided by 0 is NaN, here as
-# in PyTorch. Who needs zeros there says so, with ``nan_to_num``.
+# What is masked gets 0, and NaN, 0 / 0, where a whole row is, as in PyTorch:
 
 x = torch.tensor([[0.0, 1.0, -torch.inf], 3 * [-torch.inf]], device=DEVICE)
 print(softmax(x), F.softmax(x, 1), sep="\n")
 
 # %%
-# The backward pass, measured:
 
-report(speeds("backward", WIDTHS, triton=softmax))
+report(speeds("backward", triton=softmax))
 
 # %%
 # torch.compile is as fast to 16384 columns, and at 32768, if rows begin with
-# a group: its kernel reads once there, too. Elsewhere ours is ahead.
-# Above 32768 columns the second sweep shows: two matrices need twice the
-# cache.
+# a group; elsewhere ours is ahead. Above 32768 columns there are two sweeps,
+# of two matrices: their rows do not stay in the cache.
 #
 # Exercise 1: a constant in dy
 # ----------------------------
 #
-# A constant, added to ``dy``, changes no ``dx``: it moves all of ``x``, and
-# softmax does not see that. In 16 bits it does, because the rounded ``y`` of a
-# row do not add up to 1, and the larger the constant, the more.
-# Change the formula so that no constant matters.
+# A constant added to all of ``dy`` changes no ``dx``. In 16 bits it does, for
+# the rounded ``y`` do not add up to 1. Change the formula, so that no constant
+# matters.
 #
 # **Hint.** What is :math:`c`, if all ``dy`` are the same?
 
