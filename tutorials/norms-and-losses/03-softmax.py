@@ -384,8 +384,8 @@ report(speeds("forward", triton=lambda x, _: forward(x), sweeps=sweeps))
 #
 # .. math:: dx_j = y_j \, (dy_j - c), \qquad c = \sum_k y_k \, dy_k
 #
-# Only ``y`` is saved, a result anyway. ``log_softmax`` saves its own, too, from
-# which the powers give ``y``:
+# Only ``y`` is saved, a result anyway; of ``log_softmax`` that is :math:`l`,
+# whose powers are ``y``:
 #
 # .. math:: dx_j = dl_j - y_j \, c, \qquad y_j = e^{l_j}, \qquad
 #    c = \sum_k dl_k
