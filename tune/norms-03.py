@@ -61,7 +61,7 @@ def kind(plan):
 
 def sweeps(N):
     for warps in (1, 2, 4, 8, 16, 32):
-        for regs in {0, 32}:
+        for regs in (0, 32):
             if 256 * warps < 4 * N:
                 yield {"PAIRS": 32 * warps, "EACH": 8, "num_warps": warps, "maxnreg": regs}
 
