@@ -305,7 +305,7 @@ def tile_of(N, itemsize, step):
     warps = max(triton.next_power_of_2(triton.cdiv(row, 4096)), 2)
     warps = 4 if row <= 512 else warps
     lanes = 512 // itemsize * warps
-    chunk = min(lanes, triton.next_power_of_2(N + step - 1))
+    chunk = min(lanes, triton.next_power_of_2(max(N + step - 1, 1)))
     rows = 2 * lanes // chunk if row <= 512 else 1
     return {"ROWS": rows, "CHUNK": chunk, "STEP": step, "num_warps": warps}
 
