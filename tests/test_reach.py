@@ -492,6 +492,14 @@ READ = {
         "in_torch": "all",  # more than a reader says
         "_add_norm": "none",
     },
+    "norms-and-losses/03-softmax": {
+        "_exp": "all",
+        "_softmax_fwd_streaming": "all",
+        "_softmax_fwd": "all but -pairs",
+        "_softmax_bwd": "-backward",
+        "pair": "none",  # in PyTorch
+        "gradient": "none",  # the stub of an exercise
+    },
     "05-fused-elementwise-layer-norm": {
         "_gelu_tanh": "all",  # in a dict of functions
         "_fused_layer_norm_bwd": "all but one-pass-or-two",
