@@ -268,8 +268,8 @@ MUTANTS = {
     "rows: single columns are not stored": (
         "mask=inside & (whole == 0)", "mask=inside & whole"
     ),
-    "rows: rows that are not there": ("tl.where(row < M, begin + N, 0)",
-                                      "begin + N"),
+    "rows that are not there, forward": ("M - 1)  # the", "M)  # the"),
+    "rows that are not there, backward": ("M - 1)\n    ys", "M)\n    ys"),
     "rows: dy instead of y dy": ("total += dy if LOG else",
                                  "total += dy if True else"),
     "the hidden number is not 0": ("dy, dx, 0, M, N", "dy, dx, 1, M, N"),
@@ -280,8 +280,8 @@ MUTANTS = {
     "sweeps: the sum of dy dropped": (
         "y * (dy - total)\n        tl.store", "y * dy\n        tl.store"
     ),
-    "sweeps: a sum does not shrink": ("s * _exp(m - new) +", "s +"),
-    "sweeps: pairs are added as they are": ("tl.sum(s * _exp(m - top), 0)",
+    "sweeps: a sum does not shrink": ("s * tl.exp(m - new) +", "s +"),
+    "sweeps: pairs are added as they are": ("tl.sum(s * tl.exp(m - top), 0)",
                                             "tl.sum(s, 0)"),
     "sweeps: the first maximum is -inf": (
         "tl.full((PAIRS,), LOWEST, acc)",
@@ -313,6 +313,9 @@ def _suite(edits):
         run(Case((3, 4, 5), dim=1, name=name), rows)
         run(Case((2, 32), torch.float16, dy="transposed", name=name), rows)
     run(Case((2, 40), torch.float16, out=torch.float32), rows)
+    part = torch.rand(4, 13, device=page.DEVICE)[:3]  # not NaN behind it
+    with cases.guarded_allocations():
+        rows.backward(part, part)
     x = 2048 + torch.rand(2, 40, device=page.DEVICE)
     y, expected = rows.softmax(x, 1, torch.float16), torch.softmax(x.half(), 1)
     assert torch.allclose(y, expected, atol=1e-4)
@@ -332,9 +335,7 @@ def test_script_runs_alone(output):
     assert "errors below" in output
     if not page.ON_GPU:
         assert output.count("Timing needs a GPU") == 3
-    ours, theirs = output[output.index("tensor(") :].split("tensor(")[1:3]
-    assert ours.split(")")[0] == theirs.split(")")[0]
-    assert "nan" in ours and "0.0000" in ours
+    assert "Warning" not in output
 
 
 def test_exercise(output):

@@ -52,13 +52,12 @@ s = s1 * (m1 - m).exp() + s2 * (m2 - m).exp()
 assert torch.allclose((x - m).exp() / s, F.softmax(x, 0))
 
 # %%
-# So two sweeps are enough, tile by tile; the second begins at the end of the
-# row, which caches still have. A tile has ``PAIRS`` times ``EACH`` *lanes*,
-# places for one element; ``EACH`` of them share a pair.
-#
-# Lanes beyond the row load :math:`-\infty`, whose power is 0, and models mask
-# with it. But :math:`-\infty - (-\infty)` is NaN: so a maximum begins at the
-# lowest finite number, and a pair that has seen no other adds 0.
+# So two sweeps are enough; the second begins at the end of the row, which is
+# still in caches. A tile has ``PAIRS`` times ``EACH`` *lanes*, places for one
+# element; ``EACH`` of them share a pair. Lanes beyond the row load
+# :math:`-\infty`, whose power is 0, and models mask with it. But
+# :math:`-\infty - (-\infty)` is NaN: so a maximum begins at the lowest finite
+# number, and a pair that has seen no other adds 0.
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -86,10 +85,10 @@ def _softmax_fwd_streaming(
         x = tl.load(x_ptr + col, mask=col < N, other=float("-inf"),
                     eviction_policy="evict_last").to(acc)  # fmt: skip
         new = tl.maximum(m, tl.max(x, 1))
-        s = s * _exp(m - new) + tl.sum(_exp(x - new[:, None]), 1)
+        s = s * tl.exp(m - new) + tl.sum(_exp(x - new[:, None]), 1)
         m = new
     top = tl.max(m, 0)
-    s = tl.sum(s * _exp(m - top), 0)
+    s = tl.sum(s * tl.exp(m - top), 0)
     scale, log = 1 / s, tl.log(s)
     for start in range(0, N, TILE):
         col = (N - 1) // TILE * TILE - start + lane
@@ -220,18 +219,18 @@ report(pairs)
 
 
 @triton.jit
-def _chunk(ptr, c, row, M, N: tl.constexpr, CHUNK: tl.constexpr,
+def _chunk(ptr, c, row, N: tl.constexpr, CHUNK: tl.constexpr,
            STEP: tl.constexpr):  # fmt: skip
     """Pointers to the lanes of a chunk, and masks: groups with columns of the
     row, groups with nothing else, columns."""
     first = tl.cast(row, tl.int64) * N
     start = first // STEP * STEP
     lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
-    if row.shape[0] == 1 and (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
-        every = tl.full((1, CHUNK), 1, tl.int1)  # no lane is idle
+    if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
+        every = tl.full((row.shape[0], CHUNK), 1, tl.int1)  # none is idle
         return ptr + start + lane, every, every, every
     begin, group = (first - start).to(tl.int32), lane // STEP * STEP
-    end = tl.where(row < M, begin + N, 0)
+    end = begin + N
     inside = (lane >= begin) & (lane < end)
     whole = (group >= begin) & (group + STEP <= end)
     if STEP == 1:
@@ -240,20 +239,20 @@ def _chunk(ptr, c, row, M, N: tl.constexpr, CHUNK: tl.constexpr,
 
 
 @triton.jit
-def _load_row(ptr, row, M, N: tl.constexpr, CHUNK: tl.constexpr,
+def _load_row(ptr, row, N: tl.constexpr, CHUNK: tl.constexpr,
               STEP: tl.constexpr, OTHER: tl.constexpr):  # fmt: skip
     """A row in chunks, and OTHER in idle lanes."""
     xs = ()
     for c in tl.static_range((N + STEP - 2 + CHUNK) // CHUNK):
-        at, some, _, inside = _chunk(ptr, c, row, M, N, CHUNK, STEP)
+        at, some, _, inside = _chunk(ptr, c, row, N, CHUNK, STEP)
         none = tl.full((), OTHER, tl.float32).to(ptr.dtype.element_ty)
         xs += (tl.where(inside, tl.load(at, mask=some), none),)
     return xs
 
 
 @triton.jit
-def _store_chunk(ptr, x, c, row, M, N: tl.constexpr, STEP: tl.constexpr):
-    at, _, whole, inside = _chunk(ptr, c, row, M, N, x.shape[1], STEP)
+def _store_chunk(ptr, x, c, row, N: tl.constexpr, STEP: tl.constexpr):
+    at, _, whole, inside = _chunk(ptr, c, row, N, x.shape[1], STEP)
     tl.store(at, x, mask=whole)
     if STEP > 1:
         tl.store(at, x, mask=inside & (whole == 0))
@@ -270,7 +269,8 @@ def _softmax_fwd(
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    xs = _load_row(x_ptr, row, M, N, CHUNK, STEP, float("-inf"))
+    row = tl.minimum(row, M - 1)  # the last one, again, beyond the end
+    xs = _load_row(x_ptr, row, N, CHUNK, STEP, float("-inf"))
     m = tl.full((ROWS, CHUNK), LOWEST, acc)
     for c in tl.static_range(len(xs)):
         m = tl.maximum(m, xs[c].to(acc))
@@ -283,7 +283,7 @@ def _softmax_fwd(
     for c in tl.static_range(len(xs)):
         d = xs[c].to(acc) - m
         y = d - log if LOG else _exp(d) * scale
-        _store_chunk(y_ptr, y, c, row, M, N, STEP)
+        _store_chunk(y_ptr, y, c, row, N, STEP)
 
 
 # %%
@@ -421,8 +421,9 @@ def _softmax_bwd(
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    ys = _load_row(y_ptr, row, M, N, CHUNK, STEP, 0.0)
-    dys = _load_row(dy_ptr, row, M, N, CHUNK, STEP, 0.0)
+    row = tl.minimum(row, M - 1)
+    ys = _load_row(y_ptr, row, N, CHUNK, STEP, 0.0)
+    dys = _load_row(dy_ptr, row, N, CHUNK, STEP, 0.0)
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(ys)):
         dy = dys[c].to(acc)
@@ -432,7 +433,7 @@ def _softmax_bwd(
         y = _hidden(ys[c], zero).to(acc)
         dy = _hidden(dys[c], zero).to(acc)
         dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        _store_chunk(dx_ptr, dx, c, row, M, N, STEP)
+        _store_chunk(dx_ptr, dx, c, row, N, STEP)
 
 
 # %%
@@ -549,12 +550,7 @@ for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
         check(37 if ON_GPU else 2, N, dtype)
 
 # %%
-# What is masked gets 0, and NaN, 0 / 0, where a whole row is, as in PyTorch:
-
-x = torch.tensor([[0.0, 1.0, -torch.inf], 3 * [-torch.inf]], device=DEVICE)
-print(softmax(x), F.softmax(x, 1), sep="\n")
-
-# %%
+# What is masked gets 0. Where a whole row is, 0 / 0 is NaN, as in PyTorch.
 
 report(speeds("backward", triton=softmax))
 
