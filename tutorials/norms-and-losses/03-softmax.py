@@ -189,8 +189,7 @@ def report(benchmark):
     "softmax-pairs", {"M": 4096, "dtype": torch.bfloat16}, ylabel="GB/s",
 ))  # fmt: skip
 def pairs(M, N, dtype, provider):
-    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
-    median, 20 % and 80 % quantiles."""
+    """Device time of a CUDA graph, L2 overwritten: median, 20 %, 80 %."""
     x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)
     y, plan = torch.empty_like(x), TILES.get(provider)
     run = lambda: in_sweeps(x, plan) if plan else torch.mul(x, 1, out=y)
