@@ -492,6 +492,14 @@ READ = {
         "in_torch": "all",  # more than a reader says
         "_add_norm": "none",
     },
+    "norms-and-losses/03-softmax": {
+        "_exp": "all",
+        "_softmax_fwd_streaming": "all",
+        "_softmax_fwd": "all but -pairs",
+        "_softmax_bwd": "-backward",
+        "pair": "none",  # in PyTorch
+        "gradient": "none",  # the stub of an exercise
+    },
 }
 
 

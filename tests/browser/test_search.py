@@ -40,7 +40,7 @@ QUESTIONS = {
     "num_stages": r"04-loads-in-flight.html#third-knob-stages",
     "torch.compile": r"11-every-width.html#the-function",
     # as one who knows PyTorch asks
-    "softmax": r"08-shared-rows.html#exercise-1-a-softmax",
+    "softmax": r"03-softmax.html$",
     "padding": r"05-chunks.html$",
     "16 bytes": r"06-unaligned-rows.html$",
     "million columns": r"08-shared-rows.html$",
