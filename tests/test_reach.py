@@ -492,16 +492,13 @@ READ = {
         "in_torch": "all",  # more than a reader says
         "_add_norm": "none",
     },
-    "05-fused-elementwise-layer-norm": {
-        "_gelu_tanh": "all",  # in a dict of functions
-        "_fused_layer_norm_bwd": "all but one-pass-or-two",
-        "_move": "all but one-pass-or-two fused-and-chain",
-        "_apply": "none",  # a check
-    },
-    "06-rms-norm": {
-        "_rms_norm_bwd_slices": "all",
-        "_move_four": "all but rms-norm-error",
-        "_stream": "none",
+    "norms-and-losses/03-softmax": {
+        "_exp": "all",
+        "_softmax_fwd_streaming": "all",
+        "_softmax_fwd": "all but -pairs",
+        "_softmax_bwd": "-backward",
+        "pair": "none",  # in PyTorch
+        "gradient": "none",  # the stub of an exercise
     },
 }
 

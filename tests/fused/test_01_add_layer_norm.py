@@ -15,13 +15,14 @@ NAME = "fused/01-add-layer-norm"
 # the second kernel.
 SMALL = (
     ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
-    ("rows = 512 // itemsize * warps // chunk", "rows = 4 * warps // chunk"),
+    ("rows = min(1024 // itemsize * warps // chunk, 8)",
+     "rows = min(8 * warps // chunk, 8)"),
     ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
     ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
 )  # fmt: skip
 page = load(NAME, SMALL[2:])
 small = load(NAME, SMALL)
-small.NUM_SMS = 2  # each program has several tiles
+small.NUM_SMS = 1  # each program has several tiles
 
 
 def run(case, module=small):
@@ -130,7 +131,7 @@ def test_formulas_answer_for_every_width(itemsize):
     for N in range(1, 28672 // itemsize + 1):
         plan = page.plan_forward(N, itemsize)
         assert N <= plan["BLOCK"] < 2 * N
-        assert plan["num_warps"] in (2, 4, 8, 16)
+        assert plan["num_warps"] in (1, 2, 4, 8, 16)
         assert plan["BLOCK"] * itemsize <= 2048 * plan["num_warps"]
         plan = page.plan_backward(N, itemsize)
         rows, chunk, warps = (
@@ -196,7 +197,7 @@ MUTANTS = {
 
 def _suite(module):
     """A few cases that together catch every mutant."""
-    module.NUM_SMS = 2
+    module.NUM_SMS = 1
     run(Case((40,), (24,)), module)
     run(Case((3,), (40,), torch.float16, torch.float32), module)
     run(Case((3,), (24,), dy="one number", ds="columns"), module)

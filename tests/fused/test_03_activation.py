@@ -26,7 +26,7 @@ SMALL = (
 )
 page = load(NAME, SMALL[2:])
 small = load(NAME, SMALL)
-small.NUM_SMS = 2  # each program has several tiles
+small.NUM_SMS = 1  # each program has several tiles
 
 
 @triton.jit
@@ -173,8 +173,8 @@ def test_formulas_answer_for_every_width(itemsize):
             width = -(-N // chunk) * chunk
             assert width - N < chunk
             if rule is page.plan_forward and N * itemsize > 512:
-                # 24 columns of 16 bits a thread
-                assert width * itemsize <= 1536 * warps
+                # 40 columns of 16 bits a thread
+                assert width * itemsize <= 2560 * warps
             assert 1 <= plan.get("STAGES", 1) <= 4
 
 
@@ -239,8 +239,9 @@ MUTANTS = {
     "sums of the last tile": ("(dbs[c] + dy,)", "(dy,)"),
     "one buffer for all": (
         "sums_ptr += tl.program_id(0) * 2 * N", "sums_ptr += 0"),
-    "the slope of a sigmoid": ("sigmoid * (1 + near * (1 - sigmoid))",
-                               "sigmoid * (1 - sigmoid)"),
+    "the slope of a sigmoid": (
+        "return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))\n\n\nreport(",
+        "return x * sigmoid, sigmoid * (1 - sigmoid)\n\n\nreport("),
     "dy with strides of its own": ("dy.reshape(x.shape).contiguous()",
                                    "dy.reshape(x.shape)"),
 }  # fmt: skip
@@ -248,8 +249,8 @@ MUTANTS = {
 
 def _suite(module):
     """A few cases that together catch every mutant."""
-    module.NUM_SMS = 2
-    compare(module, "silu", 9, 23, torch.float32)
+    module.NUM_SMS = 1
+    compare(module, "silu", 41, 23, torch.float32)
     compare(module, _sigmoid, 3, 23, torch.float32)
     run(Case((3,), (24,), dy="one number"), module)
 

@@ -12,11 +12,11 @@ from layer_norm_cases import Case
 from tutorial import load
 
 NAME = "layer-norm/05-chunks"
-# Chunks of 16 columns, so that narrow rows have several, and few programs in
-# the second kernel.
+# Chunks of 16 or 32 columns, so that narrow rows have several, and few
+# programs in the second kernel.
 SMALL = (
-    ("chunk = min(512 // itemsize * warps,", "chunk = min(4 * warps,"),
-    ("rows = 512 // itemsize * warps // chunk", "rows = 8 * warps // chunk"),
+    ("chunk = min(512 // itemsize * warps,", "chunk = min(8 * warps,"),
+    ("rows = 512 // itemsize * warps // chunk", "rows = 16 * warps // chunk"),
     ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
     ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
 )  # fmt: skip

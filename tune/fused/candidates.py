@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs/_ext"))
 import torch
 
-START, M, SECONDS = time.time(), 4096, 55
+START, M, SECONDS = time.time(), 4096, 100
 
 
 def cdiv(a, b):

@@ -3,12 +3,13 @@ Add, then normalize
 ===================
 
 Must the residual addition before a layer norm be a kernel of its own?
-No: one kernel adds, normalizes and returns both results, and what lies
-between the two is never read again.
+No: one kernel adds, normalizes and returns both results, and never reads the
+sum back.
 
 A transformer adds what each block computes to a *residual stream*,
-:math:`s = x + residual`, and the next block reads the stream through a layer
-norm, :math:`y = \mathrm{norm}(s) \cdot w + b`. Both results are needed.
+:math:`s = x + residual`, and the next block reads it through a layer norm,
+:math:`y = \mathrm{norm}(s) \cdot w + b`. Both results are needed.
+`Chunks instead of padding <../layer-norm/05-chunks.html>`_ comes first.
 """
 
 # %%
@@ -39,9 +40,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # * Forward, the addition reads two and writes one, and the layer norm reads
 #   one and writes one: 5. One kernel reads two and writes two: 4.
-# * Backward, the layer norm reads ``s`` and ``dy`` and writes a gradient; an
-#   addition reads it and ``ds``, the gradient of the stream, and writes their
-#   sum: 6. One kernel reads three and writes one: 4.
+# * Backward, the norm reads ``s`` and ``dy``, an addition its result and the
+#   stream's ``ds``; each writes one: 6. One kernel reads three, writes one: 4.
 #
 # Forward: a row in one tile
 # --------------------------
@@ -83,8 +83,8 @@ def _add_layer_norm_fwd(
 
 # %%
 # The rule: a warp holds 2 KB of a tile, which are 32 columns of 16 bits a
-# thread, and programs have 2 to 16 warps.
-# Two programs of 16 share a multiprocessor if a thread has 64 registers.
+# thread, and programs have 1 to 16 warps.
+# Two of 16 share the 65536 registers of a multiprocessor: 64 for each thread.
 
 CUDA = ON_GPU and torch.version.hip is None
 PTX = tl.constexpr(CUDA)
@@ -92,7 +92,7 @@ PTX = tl.constexpr(CUDA)
 
 def plan_forward(N, itemsize, most=2048):
     block = triton.next_power_of_2(N)
-    warps = min(max(block * itemsize // most, 2), 16)
+    warps = min(max(block * itemsize // most, 1), 16)
     held = {"maxnreg": 64} if CUDA and warps == 16 else {}
     return {"BLOCK": block, "num_warps": warps} | held
 
@@ -118,9 +118,9 @@ WAYS = {
 }
 
 # %%
-# Count, then measure: ``ncu``, NVIDIA's profiler, says what memory delivers,
-# here over the two units that one kernel must read.
-# By hand, two kernels read 1.5.
+# Count, then measure: ``ncu``, NVIDIA's profiler, counts the bytes that memory
+# delivers. In the figure 1 is what one kernel must read: two units. Two read
+# three, which is 1.5.
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -144,16 +144,17 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# One kernel reads what was counted; of two, the second finds some of ``s`` in
-# the cache, the less the larger the matrix is.
+# Both read what was counted, with caches that ``ncu`` empties before each
+# kernel. Writes are not in this figure.
 #
-# The forward pass of this page is also what example 45 of AMD's `Composable
-# Kernel <https://github.com/ROCm/composable_kernel>`_ shows, in C++.
+# Example 45 of AMD's `Composable Kernel
+# <https://github.com/ROCm/composable_kernel>`_ is such a forward pass in C++.
 # It, too, reads all once, but returns ``y`` alone: three units, no stream.
 # A row of up to 1024 columns stays in the registers of 32 threads, and wider
-# ones in shared memory (LDS), in 16 bits, eight rows at a time.
-# It refuses 64 KB of that, so rows of 4096 columns: line 536 of
-# ``device_elementwise_normalization_impl.hpp``, at commit 8e22e1a.
+# ones in shared memory (LDS), in 16 bits, eight rows at a time. 64 KB of that,
+# eight rows of 4096 columns, are refused: line 536 of
+# ``device_elementwise_normalization_impl.hpp``, at commit 8e22e1a. With fewer
+# rows at a time the same template takes wider ones.
 
 # %%
 
@@ -212,11 +213,10 @@ def chain(x, residual, shape, w=None, b=None, eps=1e-5):
 
 
 # %%
-# The ceiling is a copy of two matrices; backward, ``addcmul``, which reads
-# three and writes one.
+# The ceiling is a copy of two matrices, and backward ``addcmul`` of three.
 
 
-def benchmark(mode, widths, **ours):
+def benchmark(mode, widths, name=None, **ours):
     def measure(M, N, dtype, mode, provider):
         """Device time of a CUDA graph, replayed with an overwritten L2 cache;
         median, 20 % and 80 % quantiles."""
@@ -246,7 +246,7 @@ def benchmark(mode, widths, **ours):
     lines = [*ours, "torch", "torch.compile", "copy"]
     return triton.testing.perf_report(triton.testing.Benchmark(
         ["N"], widths, "provider", lines,
-        [names.get(n, n) for n in lines], f"add-layer-norm-{mode}",
+        [names.get(n, n) for n in lines], f"add-layer-norm-{name or mode}",
         {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="GB/s",
     ))(measure)  # fmt: skip
 
@@ -255,13 +255,14 @@ WIDTHS = [512 * i for i in (2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24)]
 report(benchmark("forward", WIDTHS, **WAYS))
 
 # %%
-# Near the ceiling, powers of two or not: idle lanes move no bytes.
-# torch.compile fuses this pass as well.
+# Near the copy, powers of two or not: idle lanes move no bytes. Two kernels
+# lose about what was counted, 5 to 4, and PyTorch's more.
+# torch.compile fuses this pass, too, and is close at powers of two.
 #
 # Backward: ``s`` has two readers
 # -------------------------------
 #
-# The rest is as on `page 05 <../layer-norm/05-chunks.html>`_: rows in chunks.
+# Only ``ds`` is new: rows are in `chunks <../layer-norm/05-chunks.html>`_.
 
 # %%
 
@@ -302,8 +303,9 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 
 # %%
-# A wide row does not fit into registers in float32 as well: the compiler must
-# forget what it has converted, for it does not know that ``zero`` is 0.
+# A wide row fits into registers in 16 bits, but not in float32 as well. The
+# compiler would convert it once and keep the result. An exclusive or with
+# ``zero``, 1 only for NaN, changes no bit, but makes it convert again.
 
 
 @triton.jit
@@ -322,8 +324,8 @@ def _forget(x, zero):
 
 
 # %%
-# A tile of rows: its gradients, and new sums for ``dw`` and ``db``.
-# ``ds`` is loaded behind the means: until then it waits in shared memory.
+# A tile of rows: its gradients, and new sums for ``dw`` and ``db``. Until the
+# means are there, ``ds`` waits in shared memory and takes no registers.
 
 
 @triton.jit
@@ -420,7 +422,7 @@ def _add_up_chunks(
 
 
 # %%
-# As many tiles are on their way as fit into shared memory, three at most.
+# As many tiles as fit, three at most, are on their way in shared memory.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -428,21 +430,22 @@ SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
 EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def plan_backward(N, itemsize, warps=8, matrices=3):
-    warps = warps // 2 if N * itemsize <= 2048 else warps
+def plan_backward(N, itemsize):
+    row = N * itemsize
+    warps, per_sm = 4 if row <= 8192 else 8, 2 if row <= 4096 else 1
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
-    chunks = triton.cdiv(N, chunk)
-    rows = 512 // itemsize * warps // chunk * max(4 // chunks, 1)
-    plan = {"ROWS": min(rows, 8), "CHUNK": chunk, "num_warps": warps}
-    tile = matrices * plan["ROWS"] * chunks * chunk * itemsize
-    return plan | {"STAGES": 1 + min((SHARED - 8192) // tile, 3)}
+    rows = min(1024 // itemsize * warps // chunk, 8) if row <= 2048 else 1
+    tile = 3 * rows * triton.cdiv(N, chunk) * chunk * itemsize
+    ahead = min((SHARED // per_sm - 8192) // tile, 3 if row <= 8192 else 2)
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps,
+            "per_sm": per_sm, "STAGES": 1 + ahead}  # fmt: skip
 
 
 def backward(dy, ds, s, w, mean, rstd, dx, grads, rule=plan_backward):
     """Fill dx and grads, which are dw and db; either may be None."""
     (M, N), sums = s.shape, None
-    plan = rule(N, max(s.itemsize, dy.itemsize))
-    programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    plan = dict(rule(N, max(s.itemsize, dy.itemsize)))
+    programs = min(NUM_SMS * plan.pop("per_sm"), -(-M // plan["ROWS"]))
     if grads is not None:
         sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=s.device)
     _add_layer_norm_bwd[(programs,)](
@@ -496,10 +499,8 @@ class AddLayerNorm(torch.autograd.Function):
 
 
 # %%
-# ``y`` has the type of ``x``, and ``s`` that of the residual, which may be
-# float32 beside an ``x`` of 16 bits.
-# Rows wider than 28 KB go as an addition and PyTorch's layer norm, which
-# streams rows of any width.
+# ``y`` has the type of ``x``, and ``s`` that of the residual, perhaps float32.
+# Rows wider than 28 KB go as an addition and PyTorch's layer norm.
 
 
 def add_layer_norm(
@@ -547,18 +548,18 @@ def check(M, N, dtype, stream):
 for stream in torch.float16, torch.float32:
     check(1151 if ON_GPU else 9, 200, torch.float16, stream)
 
-report(benchmark("backward", [*WIDTHS, 14336, 16384, 20480],
-                 triton=add_layer_norm))  # fmt: skip
+WIDE = [14336, 16384, 20480]
+report(benchmark("backward", [*WIDTHS, *WIDE], triton=add_layer_norm))
+report(benchmark("forward", WIDE, "wide", triton=add_layer_norm))
 
 # %%
-# Far ahead up to the limit; the last two widths are beyond: that is the price.
+# Far ahead up to 14336 columns. Wider rows pay: they have PyTorch's speed.
 # `Every width <../layer-norm/11-every-width.html>`_ has kernels for them.
 #
 # Exercise 1: a bias as well
 # --------------------------
 #
-# The linear layer before has a bias, which could be added here, too:
-# ``s = x + bias + residual``, rounded once.
+# Add the bias of a linear layer: ``s = x + bias + residual``, rounded once.
 #
 # **Hint.** In which type do sums of 16-bit numbers lose nothing?
 
@@ -573,8 +574,7 @@ def _sum_of_three(x_ptr, bias_ptr, r_ptr, s_ptr, N, BLOCK: tl.constexpr):
 
 def exercise_1(kernel):
     x, r, _, bias, *_ = inputs(3, 40, torch.float16)
-    s = torch.empty_like(x)
-    kernel[(3,)](x, bias, r, s, 40, 64)
+    kernel[(3,)](x, bias, r, s := torch.empty_like(x), 40, 64)
     wrong = s != (x.double() + bias + r.double()).half()
     print(wrong.sum().item(), "sums are wrong")
     return not wrong.any()

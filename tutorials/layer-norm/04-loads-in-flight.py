@@ -396,8 +396,7 @@ for column, N in enumerate(WIDTHS):
 # %%
 # A knee is not enough, for while a program works, a row less is in flight.
 # And loads are not all: in the last round some programs have no row, and then
-# a second launch reads the sums, fewer at a time than on `page 01
-# <01-layer-norm.html>`_: the sums of many programs take longer here.
+# a second launch reads the sums, more of them where programs are many.
 #
 # A function to train with
 # ------------------------

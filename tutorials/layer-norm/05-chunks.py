@@ -209,10 +209,9 @@ report(lanes)
 # A thread loads 16 bytes of a row of a chunk at once, a warp 512 bytes.
 # Our rule: a warp holds at most 4096 bytes of a row, which are 64 columns of
 # 16 bits a thread; programs have at least four warps, narrow rows two.
-# Where these take more than a row, a chunk has several; the narrowest rows
-# come in pairs, for two loads of a thread.
-# Two programs of 16 warps fit on a multiprocessor if a thread takes no more
-# than 64 of its 65536 registers; up to 24576 columns these are enough.
+# Several narrow rows share a program; the narrowest come in pairs.
+# Two programs of 16 warps, or four of 8, fit on a multiprocessor if a thread
+# takes no more than 64 of its 65536 registers; of 80, three of 8 warps fit.
 
 CUDA = ON_GPU and torch.version.hip is None
 
@@ -228,8 +227,8 @@ def plan_forward(N, itemsize, times=1):
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and warps == 16 and row <= 49152:
-        plan["maxnreg"] = 64
+    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
+        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
@@ -304,7 +303,7 @@ WIDTHS = [512 * i for i in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
 report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 
 # %%
-# Near the copy, powers of two or not; torch.compile is faster up to 1024 only.
+# Near the copy, powers of two or not; torch.compile is faster at 512 only.
 #
 # Backward: registers
 # -------------------
@@ -425,8 +424,7 @@ def _add_up_chunks(
 
 
 # %%
-# The rule: one program a multiprocessor, for few buffers, of 8 warps, or of 4
-# where these take a whole row at once.
+# The rule: one program a multiprocessor, for few buffers, of 8 warps, or of 4.
 # A thread holds up to 32 columns of 16 bits, in 1 to 8 rows, or 40 of a wide
 # row; tiles in flight fit into 96 KiB of shared memory.
 
@@ -435,8 +433,9 @@ NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def plan_backward(N, itemsize, warps=8):
-    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
+def plan_backward(N, itemsize, times=1):
+    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
@@ -461,7 +460,6 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
 
 
 # %%
-# A function to train with:
 
 
 class LayerNorm(torch.autograd.Function):
@@ -526,13 +524,10 @@ for dtype in torch.float16, torch.float32:
 
 def padded(rule):
     """One tile; above 8192 columns loads ahead would spill it."""
-
-    def plan(N, size):
-        wide = triton.next_power_of_2(N)
-        ahead = {"STAGES": 1} if wide > 8192 else {}
-        return rule(wide, size) | {"CHUNK": wide} | ahead
-
-    return plan
+    wide = triton.next_power_of_2
+    ahead = lambda n: {"STAGES": 1} if n > 8192 else {}
+    whole = lambda n, size: rule(n, size) | {"CHUNK": n} | ahead(n)
+    return lambda N, size: whole(wide(N), size)
 
 
 def trained_by(rule):
@@ -543,26 +538,22 @@ ours, tile = map(trained_by, (plan_backward, padded(plan_backward)))
 report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
-# Up to 2048 columns both are one kernel; then chunks are somewhat faster, but
-# not at 4096 and 8192, where the tile has no idle lane. Above, it loads ahead
-# and spills; that of `page 04 <04-loads-in-flight.html>`_ does neither there,
-# and loses less. Chunks do load ahead, and spill hardly a register.
+# Up to 2048 columns both are one kernel; then chunks are as fast or faster,
+# most where many lanes of the tile are idle.
+# Above 8192 the tile has no registers for loads ahead; chunks have them.
 #
 # What do the formulas lose to other warps, at widths not used to choose them?
 
 OTHERS = [1280, 2816, 3328, 5888, 9984]
+TIMES = {"triton": 1, "half the warps": 0.5, "twice the warps": 2}
 forward_of = lambda n: by(lambda *size: plan_forward(*size, n))
 backward_of = lambda n: trained_by(lambda *size: plan_backward(*size, n))
-for mode, rule, half, twice in (
-    ("forward", forward_of(1), forward_of(0.5), forward_of(2)),
-    ("backward", backward_of(8), backward_of(4), backward_of(16)),
-):
-    rungs = {"triton": rule, "half the warps": half, "twice the warps": twice}
+for mode, of in ("forward", forward_of), ("backward", backward_of):
+    rungs = {name: of(times) for name, times in TIMES.items()}
     report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
 
 # %%
-# Forward the rule loses at 1280 columns, where half the warps have fewer idle
-# lanes, and by little at 2816, 3328 and 5888; backward it never loses.
+# Another number of warps is hardly faster anywhere, and often far slower.
 #
 # Exercise 1: no idle lanes
 # -------------------------

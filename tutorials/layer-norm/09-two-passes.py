@@ -281,10 +281,10 @@ def two_kernels(plan, dy, x, w, mean, rstd, dtype, for_x=True, for_wb=True):
 def add_up(sums, dtype):
     parts, _, N = sums.shape
     grads = torch.empty(2, N, dtype=dtype, device=sums.device)
-    grid = (triton.cdiv(2 * N, 16),)
     rows, warps = (256, 8) if parts > 64 else (64, 4)
-    args = sums, grads, parts, 2 * N, rows, 16
-    _layer_norm_bwd_add_up[grid](*args, num_warps=warps)
+    _layer_norm_bwd_add_up[(triton.cdiv(2 * N, 16),)](
+        sums, grads, parts, 2 * N, rows, 16, num_warps=warps
+    )
     return grads
 
 
@@ -311,8 +311,8 @@ for topic, example_53, here in (
 # A *block* is a program; with random statistics no result is a gradient, and
 # the example's test would pass if both its sides had the same wrong formula.
 #
-# The rival has `kernel and plan of page 04 <04-loads-in-flight.html>`_; its
-# sums are added up more slowly here. Registers hold 16384 columns at most.
+# The rival has `kernels and plan of page 04 <04-loads-in-flight.html>`_;
+# registers hold 16384 columns at most.
 
 
 @triton.jit
@@ -529,15 +529,13 @@ report(benchmark("backward", 4096, HALF, WIDTHS, DESIGNS))
 # By hand, two kernels read four matrices, one kernel two; ``ncu``, a profiler,
 # counts what comes from DRAM, with empty caches before each kernel:
 
-TRAFFIC = triton.testing.Benchmark(
+
+@triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 4096, 8192], "provider", ["triton", "one kernel"],
     ["Triton", "one kernel"], "layer-norm-two-traffic",
     {"M": 4096, "dtype": HALF, "counter": "dram__bytes_read.sum"},
     ylabel="bytes of DRAM per byte counted",
-)  # fmt: skip
-
-
-@triton.testing.perf_report(TRAFFIC)
+))  # fmt: skip
 def traffic(M, N, dtype, counter, provider):
     """Bytes read from DRAM, over those of the matrices read by hand."""
     if not ON_GPU:

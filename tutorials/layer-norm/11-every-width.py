@@ -323,13 +323,14 @@ def plan_fwd_chunks(N, itemsize, times=1):
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and warps == 16 and row <= 49152:
-        plan["maxnreg"] = 64
+    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
+        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
-def plan_bwd_chunks(N, itemsize, warps=8):
-    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
+def plan_bwd_chunks(N, itemsize, times=1):
+    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize

@@ -102,13 +102,13 @@ def _rms_norm_fwd(
 
 # %%
 # A thread loads 16 bytes of a chunk at once; a warp holds up to 4096 bytes, of
-# ``x`` and the residual together (``sizes``); programs have four or more.
+# ``x`` and the residual together (``sizes``); programs have 4 warps or more.
 
 
 def plan_forward(N, sizes, most=4096, least=4):
     warps = max(triton.next_power_of_2(-(-N * sum(sizes) // most)), least)
     chunk = min(512 // min(sizes) * warps, triton.next_power_of_2(N))
-    hint = "evict_first" if N * min(sizes) <= 6144 else ""
+    hint = "evict_first" if N * min(sizes) <= 4096 else ""
     return {"CHUNK": chunk, "HINT": hint, "num_warps": warps}
 
 
@@ -132,8 +132,8 @@ right = torch.allclose(y, F.rms_norm(s, (10,), w, 1e-6), atol=1e-5)
 print("chunks of 4:", right and torch.equal(s, x + residual))
 
 # %%
-# Does the count hold? ``ncu``, a profiler, says what memory delivers; 1 is
-# what we counted, two matrices for one kernel and three for two steps.
+# Does the count hold? ``ncu``, a profiler, says what memory delivers: over the
+# two matrices that one kernel must read, 1; two steps read three, so 1.5.
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -144,14 +144,14 @@ print("chunks of 4:", right and torch.equal(s, x + residual))
           "counter": "dram__bytes_read.sum"},
 ))  # fmt: skip
 def traffic(M, N, dtype, counter, provider):
-    """Bytes that DRAM delivers, over those that are counted by hand."""
+    """Bytes that DRAM delivers, over those of x and the residual."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, residual = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
     w, size = torch.rand(N, device=DEVICE, dtype=dtype), 2 * x.nbytes
     run = lambda: forward(x, residual, w, 1e-6)
     if provider == "steps":
-        run, size = lambda: forward(x + residual, None, w, 1e-6), 3 * x.nbytes
+        run = lambda: forward(x + residual, None, w, 1e-6)
     run()  # compiles
     with torch.cuda.nvtx.range(f"counted {provider} {N} per {size}"):
         run()
@@ -161,9 +161,9 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Two steps read ``s`` again; what a cache still has of it comes from there.
+# It does, with caches that ``ncu`` empties before each kernel.
 #
-# A row of two numbers is a point in a plane, and its norm lies on a circle:
+# A row of two numbers is a point in a plane; its RMS norm lies on a circle:
 
 # %%
 
@@ -213,8 +213,8 @@ assert torch.allclose(dw, (s_hat * dy).sum(0))
 # But the compiler undoes it: ``s`` and ``dy`` are converted to float32 for the
 # sum over the row, and again for ``dx``. It converts once and keeps the
 # result, two registers for what fitted into one, until some go to memory.
-# So the second use goes through an exclusive or with an argument that is 0:
-# it changes no bit, but that the compiler does not know.
+# So, in rows of more than 24 KB, the second use goes through an exclusive or
+# with an argument that is 0: it changes no bit, but the compiler cannot know.
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def backward(dy, ds, s, w, rstd, plan=None):
 # A function to train with
 # ------------------------
 #
-# ``s`` is kept for the backward pass; a result anyway, it takes no memory.
+# ``s``, kept for the backward pass, is a result anyway: no memory is added.
 
 
 class Norm(torch.autograd.Function):
@@ -352,7 +352,7 @@ class Norm(torch.autograd.Function):
 
 # %%
 # ``s`` has the type of the residual, which may be float32 beside 16 bits. A
-# missing weight is ones, and ``eps`` PyTorch's: that of the sum over the row.
+# missing weight is ones, and ``eps`` as in PyTorch: for 16 bits, of float32.
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
@@ -395,7 +395,6 @@ def checked(x, residual, normalized_shape, weight, eps):
 
 
 # %%
-# All results against PyTorch's in float64:
 
 
 def inputs(M, N, dtype):
@@ -554,14 +553,15 @@ report(speeds("forward"))
 
 # %%
 # Two steps take longer by about what was counted, five matrices to four.
-# torch.compile, Liger and quack fuse, too, and are close.
-# Backward, in two steps, autograd adds ``ds`` to what the normalization has
-# written: six matrices, against four.
+# torch.compile, `Liger <https://github.com/linkedin/Liger-Kernel>`_ and `quack
+# <https://github.com/Dao-AILab/quack>`_ fuse, too, and are close; Liger rounds
+# once more, as Llama. Backward, in two steps, autograd adds ``ds`` to what the
+# normalization has written: six matrices, against four.
 
 report(speeds("backward"))
 
 # %%
-# The others are behind, most of all where rows are narrow.
+# The others are behind at every width, Liger most where rows are narrow.
 #
 # Exercise 1: tangent to the circle
 # ---------------------------------

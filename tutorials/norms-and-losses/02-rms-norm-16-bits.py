@@ -36,9 +36,10 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Three orders
 # ------------
 #
-# Libraries call it *casting*. ``gemma``: all in float32, and ``y`` is rounded
-# once. ``llama``: also :math:`\hat{x}` is rounded, before its product with
-# ``w``. ``none``: no step is cast to float32, each is rounded to 16 bits.
+# `Liger <https://github.com/linkedin/Liger-Kernel>`_ calls it *casting*.
+# ``gemma``: all in float32, and ``y`` is rounded once. ``llama``: also
+# :math:`\hat{x}` is rounded, before its product with ``w``. ``none``: no step
+# is cast to float32, each is rounded to 16 bits.
 
 CASTINGS = "gemma", "llama", "none"
 
@@ -59,7 +60,8 @@ def error(found, exact):
 # Forward
 # -------
 #
-# New is only ``_rounded``, which is not there where it is not asked for.
+# New are ``_rounded``, which is not there where it is not asked for, and
+# ``_factor``: some models add an *offset* to the weight.
 
 
 @triton.jit
@@ -139,7 +141,7 @@ def forward(x, residual, w, eps, casting, offset):
 
 
 # %%
-# The error at full size, of 16 bits, of the kernel and of PyTorch's functions:
+# The error in both types of 16 bits, of the kernel and of the same in PyTorch:
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -170,16 +172,17 @@ print(table.to_string(index=False, float_format="{:.1e}".format))
 # With ``none`` even ``1 / rms`` is rounded, so all of a row is wrong by the
 # same factor; and in float16 the square of 256 is infinite.
 #
-# Who rounds where, in the code of Hugging Face's transformers and of Liger:
+# Who rounds where, in Hugging Face's transformers and in Liger:
 #
 # - Llama, Mistral, Qwen 2 and 3: ``llama``, and a weight that starts at 1.
 # - Gemma, Gemma 2 and 3, Qwen3-Next: ``gemma``, and a factor ``1 + w``, where
 #   ``w`` starts at 0: ``offset = 1``.
-# - PyTorch's ``F.rms_norm`` and quack: ``gemma``, without offset.
+# - PyTorch's ``F.rms_norm`` and `quack <https://github.com/Dao-AILab/quack>`_:
+#   ``gemma``, without offset.
 #
 # Why ``1 + w``? Just below 1 the numbers of bfloat16 are 1/256 apart, and a
-# smaller step of an optimizer rounds to nothing; near 0 they are close, if the
-# sum is not rounded either. 100 steps of 0.001:
+# step of less than half of that is lost. Near 0 they are close, which helps if
+# ``1 + w`` is not rounded, as in ``gemma``. 100 steps of 0.001:
 
 factor, distance = torch.tensor([1.0, 0.0]).bfloat16()
 for _ in range(100):
@@ -204,10 +207,9 @@ plt.show()
 # Backward
 # --------
 #
-# A rounding counts as a slope of 1, so the formulas are those of the page
-# before, with ``offset + w`` in place of ``w``.
-# Where the stream is wider than ``x``, its gradient is, too: the kernel stores
-# it in both types.
+# A rounding counts as a slope of 1: the formulas are those of the page before,
+# with ``offset + w`` for ``w``. Where the stream is wider than ``x``, its
+# gradient is, too: the kernel stores it in both types.
 
 
 @triton.jit
@@ -333,7 +335,7 @@ def add_rms_norm(x, residual, *args, **more):
 
 
 # %%
-# Every casting against PyTorch in float64, with a stream of 16 bits and of 32:
+# The check counts errors in *half units*: one is the most of one rounding.
 
 
 def inputs(M, N, dtype, stream=None):
@@ -382,9 +384,8 @@ print(f"bfloat16 {error(half, exact):.0e}, float32 {error(single, exact):.0e}")
 #
 # quack has another remedy, for a stream in 16 bits: it stores the sum rounded,
 # and normalizes it as it was before. A trade: ``y`` is nearer to the exact
-# result, but not the norm of the ``s`` that is returned and that the backward
-# pass reads, and a model gives other bits where the two steps are not one
-# kernel. Liger and this page round first; the exercise does not.
+# result, but not the norm of the ``s`` that the backward pass reads, and two
+# kernels in its place give other bits. Liger and this page round first.
 
 # %%
 
@@ -470,18 +471,17 @@ def speeds(mode):
 
 
 report(speeds("forward"))
-
-# %%
-# Neither casting nor offset shows: memory sets the pace.
-
 report(speeds("backward"))
 
 # %%
+# Neither casting nor offset shows: memory sets the pace. Backward, the buffers
+# for ``dw``, and the kernel that adds them up, weigh most if rows are narrow.
+#
 # A Llama block
 # -------------
 #
-# The module is PyTorch's with another ``forward``, and loads its state.
-# The block leaves out positions, which no norm sees.
+# The module is PyTorch's with another ``forward``, and loads its state; beside
+# it, Hugging Face's steps. The block leaves out positions, which no norm sees.
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -554,7 +554,7 @@ def block_time(M, N, dtype, provider):
 block_time.run(show_plots=ON_GPU)
 
 # %%
-# Most of the time is in the matrix products.
+# At 4096 columns the gain is smaller: matrix products grow with their square.
 #
 # Exercise 1: not rounded
 # -----------------------

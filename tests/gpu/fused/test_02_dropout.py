@@ -36,7 +36,7 @@ STEPS = [1, 31, 512, 1000, 1024, 1025, 2048, 4096, 4104, 8191, 8192]
 def test_steps(N):
     run(Case((1151,), (N,), torch.float16))
     run(Case((301,), (N,), torch.bfloat16))
-    run(Case((301,), (N // 2 + 1,), torch.float32))
+    run(Case((301,), ((N + 1) // 2,), torch.float32))
 
 
 @pytest.mark.parametrize(("dtype", "stream"), cases.TYPES)

@@ -1,0 +1,595 @@
+r"""
+Softmax, both passes
+====================
+
+How often must softmax read a row?
+Once if the row fits into registers, and twice if not: one sweep finds the
+maximum and the sum together; the backward pass needs only the result.
+
+.. math:: y_j = \frac{e^{x_j - m}}{s}, \qquad m = \max_j x_j, \qquad
+   s = \sum_j e^{x_j - m}
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+# One sweep for maximum and sum
+# -----------------------------
+#
+# Without the maximum, powers overflow. But need the sum wait for it? The pairs
+# of two parts of a row give that of both, in any order: a sum shrinks.
+
+
+def pair(x):
+    return x.max(), (x - x.max()).exp().sum()
+
+
+x = torch.randn(8, dtype=torch.float64)
+(m1, s1), (m2, s2) = pair(x[:5]), pair(x[5:])
+m = torch.maximum(m1, m2)
+s = s1 * (m1 - m).exp() + s2 * (m2 - m).exp()
+assert torch.allclose((x - m).exp() / s, F.softmax(x, 0))
+
+# %%
+# So two sweeps are enough; the second begins at the end of the row, which is
+# still in caches. A tile has ``PAIRS`` times ``EACH`` *lanes*, places for one
+# element; ``EACH`` of them share a pair. Lanes beyond the row load
+# :math:`-\infty`, whose power is 0, and models mask with it. But
+# :math:`-\infty - (-\infty)` is NaN: so a maximum begins at the lowest finite
+# number, and a pair that has seen no other adds 0.
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2E)  # a GPU has an instruction for powers of 2
+
+
+@triton.jit
+def _softmax_fwd_streaming(
+    x_ptr, y_ptr, N: tl.constexpr, PAIRS: tl.constexpr, EACH: tl.constexpr,
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):  # fmt: skip
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    lane = tl.arange(0, PAIRS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    row, TILE = tl.program_id(0).to(tl.int64), PAIRS * EACH
+    x_ptr += row * N  # M * N may pass 2**31
+    y_ptr += row * N
+    m, s = tl.full((PAIRS,), LOWEST, acc), tl.zeros((PAIRS,), acc)
+    for start in range(0, N, TILE):
+        col = start + lane
+        x = tl.load(x_ptr + col, mask=col < N, other=float("-inf"),
+                    eviction_policy="evict_last").to(acc)  # fmt: skip
+        new = tl.maximum(m, tl.max(x, 1))
+        s = s * tl.exp(m - new) + tl.sum(_exp(x - new[:, None]), 1)
+        m = new
+    top = tl.max(m, 0)
+    s = tl.sum(s * tl.exp(m - top), 0)
+    scale, log = 1 / s, tl.log(s)
+    for start in range(0, N, TILE):
+        col = (N - 1) // TILE * TILE - start + lane
+        x = tl.load(x_ptr + col, mask=col < N, other=float("-inf"),
+                    eviction_policy="evict_first").to(acc)  # fmt: skip
+        y = x - top - log if LOG else _exp(x - top) * scale
+        tl.store(y_ptr + col, y, mask=col < N)
+
+
+# %%
+# Whose is a pair? A program can have one; then its threads wait for each
+# other at each tile, until they know the maximum. If each lane has one, nobody
+# waits, but pairs take registers, and one power more for each element.
+# Between them, a thread has one for the 16 bytes that it loads at once.
+# Each below has its best number of warps: 32, with 32 registers a thread, so
+# that two rows fit on a multiprocessor, or 16.
+
+# %%
+
+# Drawing: lanes of a tile, colored by their pairs.
+
+plt.figure("16 lanes: a pair each, a pair for 4 of them, one pair", (7.5, 1.5))
+for level, each in enumerate((1, 4, 16)):
+    for lane in range(16):
+        plt.barh(level, 1, 0.7, lane, color=f"C{lane // each % 10}", ec="k")
+plt.yticks(range(3), ("lane", "thread", "program"))
+plt.show()
+
+# %%
+
+CUDA = ON_GPU and torch.version.hip is None
+
+
+def plan_sweeps(N, itemsize):
+    warps = min(max(triton.next_power_of_2(N * itemsize // 2048), 2), 32)
+    plan = {"PAIRS": 32 * warps, "EACH": 16 // itemsize, "num_warps": warps}
+    return plan | ({"maxnreg": 32} if CUDA and itemsize < 8 else {})
+
+
+def in_sweeps(x, plan, log=False, dtype=None):
+    y = torch.empty_like(x, dtype=dtype)
+    M, N = x[..., :1].numel(), x.shape[-1]
+    _softmax_fwd_streaming[(M,)](x, y, N, LOG=log, **plan)
+    return y
+
+
+TILES = {
+    "triton": plan_sweeps(65536, 2),
+    "program": {"PAIRS": 1, "EACH": 8192, "num_warps": 16},
+    "lane": {"PAIRS": 4096, "EACH": 1, "num_warps": 16},
+}
+x = torch.randn(2, 1000, device=DEVICE)
+for plan in TILES.values():
+    torch.testing.assert_close(in_sweeps(x, plan), F.softmax(x, 1))
+
+# %%
+
+# Scaffold: the clock, and what its figures say.
+
+
+def device_time(fn):
+    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    fn()  # compiles
+    graph = torch.cuda.CUDAGraph()  # replayed without Python
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        fn()
+    # do_bench overwrites the L2 cache before each replay.
+    return triton.testing.do_bench(
+        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
+    )
+
+
+def speed(moved, fn):
+    """GB/s of a function that must move so many bytes."""
+    ms, low, high = device_time(fn)
+    return [moved / t * 1e-6 for t in (ms, high, low)]
+
+
+def report(benchmark):
+    """Draw a benchmark; print our speed over that of the others."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
+    table.columns = [name.split(" (")[0] for name in table.columns]
+    if table.isna().all(axis=None):
+        return print("Timing needs a GPU; the page shows recorded figures.")
+    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
+    print(f"speed of {table.columns[0]} divided by that of")
+    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
+
+
+# %%
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], [8192 * i for i in range(2, 9)], "provider", [*TILES, "copy"],
+    ["A pair a thread", "A pair a program", "A pair a lane", "Copy"],
+    "softmax-pairs", {"M": 4096, "dtype": torch.bfloat16}, ylabel="GB/s",
+))  # fmt: skip
+def pairs(M, N, dtype, provider):
+    """Device time of a CUDA graph, L2 overwritten: median, 20 %, 80 %."""
+    x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)
+    y, plan = torch.empty_like(x), TILES.get(provider)
+    run = lambda: in_sweeps(x, plan) if plan else torch.mul(x, 1, out=y)
+    return speed(2 * x.nbytes, run)
+
+
+report(pairs)
+
+# %%
+# A pair for each thread is ahead at every width, and near the copy: two rows
+# on each multiprocessor are less than the L2 cache has, so the second sweep
+# does not come from memory, as `counted <../layer-norm/07-two-sweeps.html>`_
+# for layer normalization.
+#
+# One sweep: rows in registers
+# ----------------------------
+#
+# Narrower rows stay in registers, in `chunks <../layer-norm/05-chunks.html>`_,
+# and their maximum is known before the first power: there is one for each
+# element, and none is computed again for ``y``.
+#
+# Rows of 4097 columns
+# `begin anywhere <../layer-norm/06-unaligned-rows.html>`_: they are loaded in
+# groups of ``STEP`` lanes, 16 bytes, less what is of other rows. ``STEP`` is 1
+# where all rows begin with a group.
+
+
+@triton.jit
+def _chunk(ptr, c, row, N: tl.constexpr, CHUNK: tl.constexpr,
+           STEP: tl.constexpr):  # fmt: skip
+    """Pointers to the lanes of a chunk, and masks: groups with columns of the
+    row, groups with nothing else, columns."""
+    first = tl.cast(row, tl.int64) * N
+    start = first // STEP * STEP
+    lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
+        every = tl.full((row.shape[0], CHUNK), 1, tl.int1)  # none is idle
+        return ptr + start + lane, every, every, every
+    begin, group = (first - start).to(tl.int32), lane // STEP * STEP
+    end = begin + N
+    inside = (lane >= begin) & (lane < end)
+    whole = (group >= begin) & (group + STEP <= end)
+    if STEP == 1:
+        whole = lane < end
+    return ptr + start + lane, group < end, whole, inside
+
+
+@triton.jit
+def _load_row(ptr, row, N: tl.constexpr, CHUNK: tl.constexpr,
+              STEP: tl.constexpr, OTHER: tl.constexpr):  # fmt: skip
+    """A row in chunks, and OTHER in idle lanes."""
+    xs = ()
+    for c in tl.static_range((N + STEP - 2 + CHUNK) // CHUNK):
+        at, some, _, inside = _chunk(ptr, c, row, N, CHUNK, STEP)
+        none = tl.full((), OTHER, tl.float32).to(ptr.dtype.element_ty)
+        xs += (tl.where(inside, tl.load(at, mask=some), none),)
+    return xs
+
+
+@triton.jit
+def _store_chunk(ptr, x, c, row, N: tl.constexpr, STEP: tl.constexpr):
+    at, _, whole, inside = _chunk(ptr, c, row, N, x.shape[1], STEP)
+    tl.store(at, x, mask=whole)
+    if STEP > 1:
+        tl.store(at, x, mask=inside & (whole == 0))
+
+
+# %%
+
+
+@triton.jit
+def _softmax_fwd(
+    x_ptr, y_ptr, M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.minimum(row, M - 1)  # the last one, again, beyond the end
+    xs = _load_row(x_ptr, row, N, CHUNK, STEP, float("-inf"))
+    m = tl.full((ROWS, CHUNK), LOWEST, acc)
+    for c in tl.static_range(len(xs)):
+        m = tl.maximum(m, xs[c].to(acc))
+    m = tl.max(m, 1)[:, None]
+    s = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        s += _exp(xs[c].to(acc) - m)
+    s = tl.sum(s, 1)[:, None]
+    scale, log = 1 / s, tl.log(s)
+    for c in tl.static_range(len(xs)):
+        d = xs[c].to(acc) - m
+        y = d - log if LOG else _exp(d) * scale
+        _store_chunk(y_ptr, y, c, row, N, STEP)
+
+
+# %%
+# The rule: a warp loads 512 bytes of a row at once, up to 4096, 64 columns of
+# 16 bits a thread; the narrowest rows share a program. 8 warps have 80
+# registers a thread, for three programs on a multiprocessor. Rows above 32 KB
+# take two sweeps.
+
+
+def step_of(N, *matrices):
+    """Lanes of a group; 1 where all rows begin with one, or none does."""
+    step = 16 // max(t.itemsize for t in matrices)
+    one = N % step == 0 or torch.compiler.is_compiling()
+    return 1 if one or any(t.data_ptr() % 16 for t in matrices) else step
+
+
+def tile_of(N, itemsize, step):
+    row = N * itemsize
+    warps = max(triton.next_power_of_2(triton.cdiv(row, 4096)), 2)
+    warps = 4 if row <= 512 else warps
+    lanes = 512 // itemsize * warps
+    chunk = min(lanes, triton.next_power_of_2(max(N + step - 1, 1)))
+    rows = 2 * lanes // chunk if row <= 512 else 1
+    return {"ROWS": rows, "CHUNK": chunk, "STEP": step, "num_warps": warps}
+
+
+def plan_forward(N, itemsize, step=1):
+    if N * itemsize > 32768:
+        return plan_sweeps(N, itemsize)
+    plan = tile_of(N, itemsize, step)
+    few = CUDA and step == 1 and plan["num_warps"] == 8
+    return plan | ({"maxnreg": 80} if few else {})
+
+
+def forward(x, log=False, dtype=None, plan=None):
+    y = torch.empty_like(x, dtype=dtype)
+    M, N = x[..., :1].numel(), x.shape[-1]
+    plan = plan or plan_forward(N, y.itemsize, step_of(N, x, y))
+    if "PAIRS" in plan:
+        return in_sweeps(x, plan, log, dtype)
+    grid = (triton.cdiv(M, plan["ROWS"]),)
+    _softmax_fwd[grid](x, y, M, N, LOG=log, **plan)
+    return y
+
+
+# %%
+
+
+def inputs(M, N, dtype):
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, M, N, device=DEVICE).to(dtype)
+    return x.requires_grad_(), dy
+
+
+def speeds(mode, **ours):
+    lines = [*ours, "torch", "torch.compile", "copy"]
+
+    def measure(M, N, dtype, mode, provider):
+        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+        median, 20 % and 80 % quantiles."""
+        if not ON_GPU:
+            return 3 * [float("nan")]  # the interpreter cannot be timed
+        x, dy = inputs(M, N, dtype)
+        f, out = ours.get(provider, F.softmax), torch.empty_like(dy)
+        if provider == "torch.compile":
+            torch._dynamo.reset()  # nothing is left of other shapes
+            torch._functorch.config.donated_buffer = False  # runs many times
+            f = torch.compile(lambda *args: F.softmax(*args), dynamic=False)
+        forward = lambda: f(x, 1)
+        y, grad = forward(), torch.autograd.grad
+        backward = lambda: grad(y, x, dy, retain_graph=True)
+        if provider == "copy":  # of two matrices; an addition moves three
+            forward = lambda: torch.mul(dy, 1, out=out)
+            backward = lambda: torch.add(x.detach(), dy, out=out)
+        moved, fn = (2, forward) if mode == "forward" else (3, backward)
+        return speed(moved * dy.nbytes, fn)
+
+    return triton.testing.perf_report(triton.testing.Benchmark(
+        ["N"], WIDTHS, "provider", lines,
+        ["PyTorch" if n == "torch" else n.capitalize() for n in lines],
+        f"softmax-{mode}", x_log=True, ylabel="GB/s",
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode},
+    ))(measure)  # fmt: skip
+
+
+WIDTHS = [128, 256, 1024, 2048, 4096, 4097, *range(8192, 65537, 8192)]
+sweeps = lambda x, _: in_sweeps(x, plan_sweeps(x.shape[1], 2))
+report(speeds("forward", triton=lambda x, _: forward(x), sweeps=sweeps))
+
+# %%
+# One sweep is ahead of two where rows are narrow; above 16384 columns both
+# lines are one kernel. PyTorch and torch.compile are far behind, and 4097
+# columns cost them much more than 4096.
+#
+# Backward: from y alone
+# ----------------------
+#
+# ``x`` moves its own ``y``, and all by the sum:
+#
+# .. math:: dx_j = y_j \, (dy_j - c), \qquad c = \sum_k y_k \, dy_k
+#
+# Only ``y`` is saved, a result anyway; of ``log_softmax`` that is :math:`l`,
+# whose powers are ``y``:
+#
+# .. math:: dx_j = dl_j - y_j \, c, \qquad y_j = e^{l_j}, \qquad
+#    c = \sum_k dl_k
+
+x, dy = torch.randn(2, 3, 8, dtype=torch.float64)
+y, log = F.softmax(x.requires_grad_(), 1), F.log_softmax(x, 1)
+dx = y * (dy - (y * dy).sum(1, keepdim=True))
+assert torch.allclose(dx, *torch.autograd.grad(y, x, dy))
+dx = dy - log.exp() * dy.sum(1, keepdim=True)
+assert torch.allclose(dx, *torch.autograd.grad(log, x, dy))
+
+# %%
+# A program has its row of ``y`` and of ``dy`` in registers.
+# Both are converted to float32 for the sum, and again for ``dx``. The compiler
+# would convert them once and keep twice the registers, so the second use goes
+# through `an exclusive or with 0 <01-rms-norm.html>`_.
+
+
+@triton.jit
+def _hidden(x, zero):
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True) ^ tl.cast(zero, tl.int16)
+        x = bits.to(x.dtype, bitcast=True)
+    return x
+
+
+@triton.jit
+def _softmax_bwd(
+    y_ptr, dy_ptr, dx_ptr, zero, M, N: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.minimum(row, M - 1)
+    ys = _load_row(y_ptr, row, N, CHUNK, STEP, 0.0)
+    dys = _load_row(dy_ptr, row, N, CHUNK, STEP, 0.0)
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(ys)):
+        dy = dys[c].to(acc)
+        total += dy if LOG else ys[c].to(acc) * dy
+    total = tl.sum(total, 1)[:, None]
+    for c in tl.static_range(len(ys)):
+        y = _hidden(ys[c], zero).to(acc)
+        dy = _hidden(dys[c], zero).to(acc)
+        dx = dy - _exp(y) * total if LOG else y * (dy - total)
+        _store_chunk(dx_ptr, dx, c, row, N, STEP)
+
+
+# %%
+# Rows of more than 64 KB take two sweeps, of two matrices each.
+
+
+@triton.jit
+def _softmax_bwd_streaming(
+    y_ptr, dy_ptr, dx_ptr, N: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr,
+):  # fmt: skip
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        at, mask = row * N + start + lane, start + lane < N
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+        if not LOG:
+            dy *= tl.load(y_ptr + at, mask=mask, other=0).to(acc)
+        total += dy
+    total = tl.sum(total)
+    for start in range(0, N, BLOCK):
+        at, mask = row * N + start + lane, start + lane < N
+        y = tl.load(y_ptr + at, mask=mask, other=0).to(acc)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+        dx = dy - _exp(y) * total if LOG else y * (dy - total)
+        tl.store(dx_ptr + at, dx, mask=mask)
+
+
+def plan_backward(N, itemsize, step=1):
+    if N * itemsize > 65536:
+        return {"BLOCK": 8192 // itemsize, "num_warps": 16}
+    return tile_of(N, itemsize, step)
+
+
+def backward(y, dy, log=False, dtype=None, plan=None):
+    dx = torch.empty_like(y, dtype=dtype)
+    M, N = y[..., :1].numel(), y.shape[-1]
+    plan = plan or plan_backward(N, y.itemsize, step_of(N, y, dy, dx))
+    if "BLOCK" in plan:
+        _softmax_bwd_streaming[(M,)](y, dy, dx, N, LOG=log, **plan)
+    else:
+        grid = (triton.cdiv(M, plan["ROWS"]),)
+        _softmax_bwd[grid](y, dy, dx, 0, M, N, LOG=log, **plan)
+    return dx
+
+
+# %%
+# Two functions to call
+# ---------------------
+#
+# With ``dtype`` a kernel reads 16 bits and writes float32, in the same step.
+# Another dimension than the last costs a copy.
+
+
+class Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log, dtype):
+        y = forward(x, log, dtype)
+        ctx.save_for_backward(y)
+        ctx.log, ctx.dtype = log, x.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        return backward(y, dy.contiguous(), ctx.log, ctx.dtype), None, None
+
+
+def softmax(input, dim=-1, dtype=None):
+    """Powers of e, over their sum along a dimension."""
+    return along(input, dim, dtype, log=False)
+
+
+def log_softmax(input, dim=-1, dtype=None):
+    """The logarithm of softmax."""
+    return along(input, dim, dtype, log=True)
+
+
+def along(input, dim, dtype, log):
+    dtype = dtype or input.dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise TypeError(f"{dtype}: input or dtype is a float of 16 to 64 bits")
+    if input.device.type != DEVICE.type:
+        raise ValueError(f"input is on {input.device}: it goes on {DEVICE}")
+    x = torch.atleast_1d(input)
+    if not x.is_floating_point() or not 2 <= x.itemsize < dtype.itemsize:
+        x = x.to(dtype)
+    x = x.movedim(dim, -1).contiguous()
+    return Softmax.apply(x, log, dtype).movedim(-1, dim).reshape(input.shape)
+
+
+# %%
+# Both against PyTorch in float64:
+
+
+def check(M, N, dtype):
+    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
+    x, dy = inputs(M, N, dtype)
+    exact, grad = x.detach().double().requires_grad_(), torch.autograd.grad
+    for ours, theirs in (softmax, F.softmax), (log_softmax, F.log_softmax):
+        y, want = ours(x, 1), theirs(exact, 1)
+        dx, right = grad(y, x, dy), grad(want, exact, dy.double())
+        for a, b in (y, want), (*dx, *right):
+            error = ((a - b).norm() / b.norm()).item()
+            assert error <= limit, f"{error:.1e} is above {limit:.1e}"
+    print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
+
+
+for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
+    for dtype in torch.float16, torch.float32:
+        check(37 if ON_GPU else 2, N, dtype)
+
+# %%
+# What is masked gets 0. Where a whole row is, 0 / 0 is NaN, as in PyTorch.
+
+report(speeds("backward", triton=softmax))
+
+# %%
+# torch.compile is as fast to 16384 columns, and at 32768, if rows begin with
+# a group; elsewhere ours is ahead. Above 32768 columns there are two sweeps,
+# of two matrices: their rows do not stay in the cache.
+#
+# Exercise 1: a constant in dy
+# ----------------------------
+#
+# A constant added to all ``dy`` changes no ``dx``, but in 16 bits it does: the
+# rounded ``y`` do not add up to 1. Change the formula so that they need not.
+#
+# **Hint.** What is :math:`c`, if all ``dy`` are the same?
+
+
+def gradient(y, dy):
+    return y * (dy - (y * dy).sum(1, keepdim=True))  # to do
+
+
+def exercise_1(function):
+    x, dy = torch.randn(2, 3, 50)
+    y = F.softmax(x, 1).bfloat16().double()
+    change = function(y, dy + 100.0) - function(y, dy + 0.0)
+    error = (change.norm() / function(y, dy + 0.0).norm()).item()
+    print(f"change of dx: {error:.0e}")
+    return error < 1e-4
+
+
+exercise_1(gradient)
+
+# %%
+
+# Solution 1
+
+
+def gradient_1(y, dy):
+    c = (y * dy).sum(1, keepdim=True) / y.sum(1, keepdim=True)
+    return y * (dy - c)
+
+
+assert exercise_1(gradient_1)
