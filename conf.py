@@ -26,7 +26,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "sphinx_sitemap",
     "sphinxext.opengraph",
     "notfound.extension",
     # our own
@@ -41,6 +40,7 @@ extensions = [
     "page.pictures",
     "page.references",
     "page.search",
+    "page.sitemap",
     "page.solutions",
     "page.xray",
 ]
@@ -180,8 +180,6 @@ search_spellings = [
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
 
-sitemap_url_scheme = "{link}"
-sitemap_excludes = ["404.html"]
 ogp_site_url = html_baseurl
 ogp_image = html_baseurl + "_static/social.png"
 ogp_image_alt = f"{project}: {tagline}"

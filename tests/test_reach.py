@@ -465,7 +465,7 @@ READ = {
     },
     "fused/01-add-layer-norm": {
         "_add_layer_norm_fwd": "all",
-        "_forget": "-backward",
+        "_forget": "-backward -wide",  # the second calls the function
         "_sum_of_three": "none",  # the stub of an exercise
     },
     "fused/02-dropout": {
@@ -499,6 +499,13 @@ READ = {
         "_softmax_bwd": "-backward",
         "pair": "none",  # in PyTorch
         "gradient": "none",  # the stub of an exercise
+    },
+    "several-gpus/01-layer-norm": {
+        "_mean_m2": "all",
+        "_row_sums": "all but -dram",
+        "clock": "all but -dram",
+        "as_rows": "-columns-forward -columns-backward",
+        "divisor": "none",  # the stub of an exercise
     },
 }
 

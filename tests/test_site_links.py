@@ -73,6 +73,8 @@ def test_old_addresses_lead_on():
         "tutorials/02-layer-norm-weight-gradients.html",
         "tutorials/03-layer-norm-any-width.html",
         "tutorials/04-layer-norm-two-pass-backward.html",
+        "tutorials/05-fused-elementwise-layer-norm.html",
+        "tutorials/06-rms-norm.html",
     ]
     for page in built.MOVED:
         soup = built.soup(page)

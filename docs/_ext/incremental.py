@@ -8,14 +8,17 @@ that it came from has changed:
 - the documents that Sphinx has read: ``mechanism``, a setting on which all of
   them depend;
 - the written site, in which a page shows the titles of others: ``Site``
-  writes nothing, or all of it.
+  writes nothing, the pages that have changed, or all of them.
 """
 
 import hashlib
+import json
+import re
 import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import quote
 
 from sphinx.errors import ExtensionError
 
@@ -94,39 +97,35 @@ def forget_deleted(folder):
 
 
 class Site:
-    """The written site: all of it is written, or nothing."""
+    """The written site: which pages of it are written again."""
 
     def __init__(self):
         self.read = False  # whether a document was read
-        self.stamp = ""  # of all that the site is made from
+        self.stamps = None  # of all that the site is made from
 
     def notice(self, app, env, added, changed, removed):
         self.read = bool(added or changed or removed)
         return []
 
     def outdated(self, app, env):
-        """The pages to write: all, into an empty folder, or none."""
+        """All pages, into an empty folder; else Sphinx writes what it read.
+
+        All, if something has changed that any page may show: a template, a
+        style sheet, a setting, a title, a heading, which pages there are.
+        """
         if app.builder.name != "html":
             return []
-        source, built = Path(app.srcdir), Path(app.outdir)
-        files = sorted(
-            path
-            for path in source.rglob("*")
-            if path.is_file() and not GENERATED.intersection(path.parts)
-        )
-        names = [path.relative_to(source).as_posix() for path in files]
-        self.stamp = digest(*files, names, app.config.read_by)
+        self.stamps = [shared(app, env), made(app)]
         stamp = self.file(app)
-        kept = stamp.read_text() if stamp.exists() else ""
-        pages = map(app.builder.get_output_path, env.found_docs)
-        if (
-            not self.read
-            and kept == self.stamp
-            and all(map(Path.exists, pages))
-        ):
-            return []
+        kept = json.loads(stamp.read_text()) if stamp.exists() else None
         stamp.unlink(missing_ok=True)
-        for path in built.iterdir():
+        pages = map(app.builder.get_output_path, env.found_docs)
+        same = (
+            kept and kept[0] == self.stamps[0] and all(map(Path.exists, pages))
+        )
+        if same and (self.read or kept == self.stamps):
+            return []
+        for path in Path(app.outdir).iterdir():
             if path.name == ".buildinfo":
                 continue  # by which Sphinx knows its folder
             if path.is_dir():
@@ -136,12 +135,52 @@ class Site:
         return env.found_docs
 
     def written(self, app, exception):
-        if self.stamp and not exception:
-            self.file(app).write_text(self.stamp)
+        if self.stamps and not exception:
+            remove_unused(app)
+            self.file(app).write_text(json.dumps(self.stamps))
 
     @staticmethod
     def file(app):
         return Path(app.doctreedir) / "site.stamp"
+
+
+def shared(app, env):
+    """What a page may show that is not its own."""
+    source = Path(app.srcdir)
+    files = sorted(
+        path
+        for path in source.rglob("*")
+        if path.is_file()
+        and not GENERATED.intersection(path.relative_to(source).parts)
+        and not path.is_relative_to(source / "tutorials")
+        and path.suffix != ".rst"
+    )
+    names = [path.relative_to(source).as_posix() for path in files]
+    titles = {name: env.titles[name].astext() for name in env.found_docs}
+    contents = {name: env.tocs[name].pformat() for name in env.found_docs}
+    labels = env.domains.standard_domain.anonlabels
+    shown = map(sorted, (titles.items(), contents.items(), labels.items()))
+    return digest(*files, names, app.config.read_by, *map(list, shown))
+
+
+def made(app):
+    """What Sphinx-Gallery has made of the tutorials."""
+    folder = Path(app.srcdir, "tutorials")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return digest(*files)
+
+
+def remove_unused(app):
+    """Pictures and downloads of pages as they were before."""
+    pages = [path.read_text("utf-8") for path in app.outdir.rglob("*.html")]
+    used = set(
+        re.findall(r"_(?:images|downloads)/([^\"'\s?#,)]+)", "".join(pages))
+    )
+    for folder in app.outdir / "_images", app.outdir / "_downloads":
+        for path in folder.rglob("*"):
+            name = quote(path.relative_to(folder).as_posix())
+            if path.is_file() and name not in used:
+                path.unlink()
 
 
 def setup(app):

@@ -103,8 +103,6 @@ def _softmax_fwd_streaming(
 # other at each tile, until they know the maximum. If each lane has one, nobody
 # waits, but pairs take registers, and one power more for each element.
 # Between them, a thread has one for the 16 bytes that it loads at once.
-# Each below has its best number of warps: 32, with 32 registers a thread, so
-# that two rows fit on a multiprocessor, or 16.
 
 # %%
 
@@ -137,7 +135,7 @@ def in_sweeps(x, plan, log=False, dtype=None):
 
 TILES = {
     "triton": plan_sweeps(65536, 2),
-    "program": {"PAIRS": 1, "EACH": 8192, "num_warps": 16},
+    "program": {"PAIRS": 1, "EACH": 16384, "num_warps": 16},
     "lane": {"PAIRS": 4096, "EACH": 1, "num_warps": 16},
 }
 x = torch.randn(2, 1000, device=DEVICE)
@@ -286,10 +284,8 @@ def _softmax_fwd(
 
 
 # %%
-# The rule: a warp loads 512 bytes of a row at once, up to 4096, 64 columns of
-# 16 bits a thread; the narrowest rows share a program. 8 warps have 80
-# registers a thread, for three programs on a multiprocessor. Rows above 32 KB
-# take two sweeps.
+# A warp loads 512 bytes of a row at once, up to 4096, 64 columns of 16 bits a
+# thread; the narrowest rows share a program.
 
 
 def step_of(N, *matrices):
@@ -310,11 +306,10 @@ def tile_of(N, itemsize, step):
 
 
 def plan_forward(N, itemsize, step=1):
-    if N * itemsize > 32768:
-        return plan_sweeps(N, itemsize)
-    plan = tile_of(N, itemsize, step)
-    few = CUDA and step == 1 and plan["num_warps"] == 8
-    return plan | ({"maxnreg": 80} if few else {})
+    row = N * itemsize
+    if row < 2048 or (step > 1 and row <= 32768):
+        return tile_of(N, itemsize, step)
+    return plan_sweeps(N, itemsize)
 
 
 def forward(x, log=False, dtype=None, plan=None):
@@ -368,14 +363,25 @@ def speeds(mode, **ours):
     ))(measure)  # fmt: skip
 
 
+# %%
+
 WIDTHS = [128, 256, 1024, 2048, 4096, 4097, *range(8192, 65537, 8192)]
-sweeps = lambda x, _: in_sweeps(x, plan_sweeps(x.shape[1], 2))
-report(speeds("forward", triton=lambda x, _: forward(x), sweeps=sweeps))
+
+
+def one_sweep(x, _):
+    N, step = x.shape[1], step_of(x.shape[1], x)
+    return forward(x, plan=tile_of(N, 2, step) if N <= 8192 else None)
+
+
+RUNGS = {"triton": lambda x, _: forward(x), "one sweep": one_sweep}
+RUNGS["two sweeps"] = lambda x, _: in_sweeps(x, plan_sweeps(x.shape[1], 2))
+report(speeds("forward", **RUNGS))
 
 # %%
-# One sweep is ahead of two where rows are narrow; above 16384 columns both
-# lines are one kernel. PyTorch and torch.compile are far behind, and 4097
-# columns cost them much more than 4096.
+# Two sweeps are as fast as one where rows begin with a group of 16 bytes: the
+# second finds its row in a cache. They are slow where rows are narrower than
+# two warps load at once, or begin anywhere; there the rule takes one sweep.
+# PyTorch is far behind, and 4097 columns cost all others much more than 4096.
 #
 # Backward: from y alone
 # ----------------------
@@ -465,7 +471,7 @@ def _softmax_bwd_streaming(
 
 def plan_backward(N, itemsize, step=1):
     if N * itemsize > 65536:
-        return {"BLOCK": 8192 // itemsize, "num_warps": 16}
+        return {"BLOCK": 32768 // itemsize, "num_warps": 32}
     return tile_of(N, itemsize, step)
 
 
@@ -528,7 +534,6 @@ def along(input, dim, dtype, log):
 
 
 # %%
-# Both against PyTorch in float64:
 
 
 def check(M, N, dtype):
@@ -545,7 +550,7 @@ def check(M, N, dtype):
 
 
 for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
-    for dtype in torch.float16, torch.float32:
+    for dtype in torch.bfloat16, torch.float32:
         check(37 if ON_GPU else 2, N, dtype)
 
 # %%

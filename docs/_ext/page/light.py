@@ -1,12 +1,13 @@
 """A page loads what it uses, and one stylesheet.
 
-When all pages are written, this takes out what none of them needs: rules of
+When pages are written, this takes out what none of the site's needs: rules of
 stylesheets, scripts that nothing calls, and the elements around code that
 looks like the text beside it. The name of a stylesheet is a hash of it, so no
-browser shows an old one.
+browser shows an old one; pages that were written before get the new name.
 """
 
 import hashlib
+import json
 import re
 
 from page import stylesheets
@@ -19,6 +20,7 @@ STYLESHEET = re.compile(
     r'<link (?=[^>]*rel="stylesheet")[^>]*'
     r'href="([^"]*?_static/)((?!bundle)[^"?]+)[^>]*>\s*'
 )
+BUNDLE = re.compile(r"bundle-\w+\.css")
 SCRIPT = re.compile(
     r'<script (?=[^>]*src="[^"]*?([^"?/]+)[?"])[^>]*></script>'
 )
@@ -27,31 +29,44 @@ SCRIPT = re.compile(
 def lighten(app, exception):
     if exception or app.builder.format != "html":
         return
-    static = app.outdir / "_static"
-    texts = {
-        path: text
-        for path in app.outdir.rglob("*.html")
-        if not path.is_relative_to(static)
-        and STYLESHEET.search(text := path.read_text("utf-8"))
-    }
+    static, file = app.outdir / "_static", app.doctreedir / "bundles.json"
+    texts, sheets = {}, {}  # of each page
+    before = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    for path in sorted(app.outdir.rglob("*.html")):
+        text = path.read_text("utf-8")
+        if path.is_relative_to(static):
+            continue
+        if STYLESHEET.search(text):
+            sheets[path], texts[path] = linked(text, static)
+        elif name := BUNDLE.search(text):
+            sheets[path], texts[path] = before[name[0]], text
     if not texts:
-        return  # no page was written
+        return
     known = stylesheets.words(static, texts.values())
-    files = {file for t in texts.values() for _, file in STYLESHEET.findall(t)}
-    sheets = {file: stylesheets.needed(static / file, known) for file in files}
-    for path, text in texts.items():
-        path.write_text(lightened(text, static, sheets), encoding="utf-8")
+    rules = {
+        sheet: stylesheets.needed(static / sheet, known)
+        for sheet in {each for found in sheets.values() for each in found}
+    }
+    for path in static.glob("bundle-*.css"):
+        path.unlink()
+    bundles = {}
+    for path, found in sheets.items():
+        name = bundle(static, "".join(rules[each] for each in found))
+        bundles[name] = found
+        text = BUNDLE.sub(name, texts[path], count=1)
+        if text != path.read_text("utf-8"):
+            path.write_text(text, encoding="utf-8")
+    file.write_text(json.dumps(bundles), encoding="utf-8")
 
 
-def lightened(text, static, sheets):
-    """A page that loads one stylesheet, and scripts that wait for it."""
+def linked(text, static):
+    """Stylesheets of a page, and the page with one in their place."""
     links = STYLESHEET.findall(text)
-    name = bundle(static, "".join(sheets[file] for _, file in links))
-    one = f'<link rel="stylesheet" href="{links[0][0]}{name}" />\n'
+    one = f'<link rel="stylesheet" href="{links[0][0]}bundle-0.css" />\n'
     text = STYLESHEET.sub(one, text, count=1)
     text = STYLESHEET.sub("", text)
     text = SCRIPT.sub(lambda found: script(static, found), text)
-    return PLAIN.sub(r"\1", text)
+    return [file for _, file in links], PLAIN.sub(r"\1", text)
 
 
 def script(static, found):

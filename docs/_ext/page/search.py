@@ -7,7 +7,9 @@ that ``conf.py`` names.
 """
 
 import html
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,10 +32,10 @@ CODE = 0.2
 
 
 class Index:
-    """The index of a build: it is made if the pages were written."""
+    """The index of the site: what pages say is kept until they are written."""
 
     def __init__(self):
-        self.records = {}  # of each page
+        self.records = {}  # of each page that is written
 
     def start(self, app):
         app.builder.search = False  # Sphinx's own
@@ -59,8 +61,19 @@ class Index:
         # Sphinx puts them there in every build.
         for name in ("searchtools.js", "sphinx_highlight.js"):
             (app.outdir / "_static" / name).unlink(missing_ok=True)
-        if self.records:
-            written(self.records, app.outdir / "pagefind")
+        if not self.records:
+            return
+        file = Path(app.doctreedir, "search.json")
+        kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        pages = {
+            page: records
+            for page, records in sorted((kept | self.records).items())
+            if page in app.env.found_docs
+        }
+        file.write_text(json.dumps(pages), encoding="utf-8")
+        folder = app.outdir / "pagefind"
+        shutil.rmtree(folder, ignore_errors=True)
+        written(pages, folder)
 
 
 def written(pages, folder):

@@ -157,7 +157,7 @@ import torch
 from tutorial import load
 page = load("{NAME}")
 for N in 100, 1000, 4097, 16384, 40000, 70000:
-    page.check(40, N, torch.float16)
+    page.check(40, N, torch.bfloat16)
 torch.cuda.synchronize()
 print("done")
 """
