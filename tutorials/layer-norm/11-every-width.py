@@ -69,7 +69,7 @@ def pick(row, most):
     if row % 16 > 0:
         first = "shifted" if row <= 32768 else wide
         return first, "shifted" if row <= 20464 else wide
-    first = "chunks" if row < 24576 else "sweeps" if row <= 98304 else wide
+    first = "chunks" if row <= 16384 else "sweeps" if row <= 98304 else wide
     return first, "chunks" if row <= 20480 else wide
 
 
@@ -309,28 +309,25 @@ def _add_up_chunks(
 
 # %%
 
-# Scaffold: plans for rows in chunks, from page 05.
+# Scaffold: plans for rows in chunks.
 
 
-def tile_of(N, itemsize, warps, times=1):
+def tile_of(N, itemsize, warps):
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
-    rows = 512 // itemsize * warps // chunk * times
+    rows = 512 // itemsize * warps // chunk
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
-def plan_fwd_chunks(N, itemsize, times=1):
-    row = N * itemsize
-    warps = triton.next_power_of_2(triton.cdiv(row, 4096))
-    warps = int(times * max(warps, 2 if row <= 3072 else 4))
-    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
-        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
-    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
+def plan_fwd_chunks(N, itemsize, most=4096, least=4):
+    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
+    plan = tile_of(N, itemsize, max(warps, least))
+    if CUDA and warps == 16 and N * itemsize <= 49152:
+        plan["maxnreg"] = 64
+    return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
 
 
-def plan_bwd_chunks(N, itemsize, times=1):
-    warps = int(times * (4 if N * itemsize <= 2048 else 8))
-    plan = tile_of(N, itemsize, warps)
+def plan_bwd_chunks(N, itemsize, warps=8):
+    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
@@ -987,7 +984,8 @@ def empty_words(shape, device):
 
 
 def forward_chunks(M, N, size, eps):
-    plan = plan_fwd_chunks(N, size)
+    plan = plan_fwd_chunks(N, size, least=2 if N * size <= 3072 else 4)
+    plan["ROWS"] *= 2 if N * size <= 2048 else 1
     grid, given = triton.cdiv(M, plan["ROWS"]), {"M": M, "eps": eps, "N": N}
     return launcher(_layer_norm_fwd_chunks, grid, **given, **plan)
 
@@ -1660,9 +1658,11 @@ def at_limits(mode, widths):
 report(at_limits("forward", [4096, 8192, 8704, 12288, 16384, 32768, 65536]))
 
 # %%
-# Why are chunks faster up to 12288 columns, where two sweeps begin?
+# The limit of chunks is too low: at 8704 columns they are faster than the two
+# sweeps that the rule picks, and on `page 05 <05-chunks.html>`_ at 10240, too.
 # A sweep goes in tiles of 4096 columns here, and the third is mostly empty at
 # first: 8704 columns take nearly as long as 12288, which fill it.
+# From 12288 columns on two sweeps win against chunks; at 8192 both are close.
 
 report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
 
