@@ -327,7 +327,7 @@ report(benchmark("forward", "forward", triton=by(_silu), plain=plain))
 # %%
 # Ahead at every width, and nearest to the copy where no lane is idle.
 #
-# GELU has ``erf``, or ``tanh``, a sigmoid: :math:`\tanh u = 2 \sigma(2 u) - 1`.
+# GELU has ``erf``, or ``tanh``, a sigmoid: :math:`\tanh u = 2\sigma(2u) - 1`.
 
 
 @triton.jit
