@@ -39,6 +39,8 @@ LINES = {
 }
 # Peers that a machine may lack: drawn when they were recorded.
 OPTIONAL = ("liger", "apex", "quack", "flash")
+# Letters of a name, if three stand beside each other in a legend.
+WIDEST_OF_THREE = 20
 
 
 def rc_params():
@@ -100,6 +102,8 @@ def finish(figure, bench):
         _show_zeros(lines)
     if axes.get_xscale() == "linear" and _whole(bench.x_vals):
         axes.xaxis.get_major_locator().set_params(integer=True)
+    if axes.get_xscale() == "log" and _powers_of_two(bench.x_vals):
+        axes.set_xscale("log", base=2)
     if not bench.xlabel and bench.x_names[0] == "N":
         axes.set_xlabel("N (columns)")
     for provider, line in zip(bench.line_vals, lines, strict=True):
@@ -111,13 +115,19 @@ def finish(figure, bench):
     if axes.get_legend():
         axes.get_legend().remove()
     # Beside the axes it hides no line.
+    names = bench.line_names
+    columns = 3 if max(map(len, names)) <= WIDEST_OF_THREE else 2
     figure.legend(
-        lines, bench.line_names, fontsize=11, ncols=3, loc="outside upper left"
+        lines, names, fontsize=11, ncols=columns, loc="outside upper left"
     )
 
 
 def _whole(values):
     return all(isinstance(value, int) for value in values)
+
+
+def _powers_of_two(values):
+    return _whole(values) and all(value & (value - 1) == 0 for value in values)
 
 
 def _show_zeros(lines):

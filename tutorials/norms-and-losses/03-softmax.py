@@ -3,8 +3,8 @@ Softmax, both passes
 ====================
 
 How often must softmax read a row?
-Once if the row fits into registers, and twice if not: one sweep finds the
-maximum and the sum together; the backward pass needs only the result.
+From memory once: one sweep finds the maximum and the sum together, and a
+second finds the row in a cache. The backward pass needs only the result.
 
 .. math:: y_j = \frac{e^{x_j - m}}{s}, \qquad m = \max_j x_j, \qquad
    s = \sum_j e^{x_j - m}
@@ -53,7 +53,7 @@ assert torch.allclose((x - m).exp() / s, F.softmax(x, 0))
 
 # %%
 # So two sweeps are enough; the second begins at the end of the row, which is
-# still in caches. A tile has ``PAIRS`` times ``EACH`` *lanes*, places for one
+# still in a cache. A tile has ``PAIRS`` times ``EACH`` *lanes*, places for one
 # element; ``EACH`` of them share a pair. Lanes beyond the row load
 # :math:`-\infty`, whose power is 0, and models mask with it. But
 # :math:`-\infty - (-\infty)` is NaN: so a maximum begins at the lowest finite
