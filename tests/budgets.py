@@ -18,9 +18,7 @@ import pytest
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 SHOWN = 12  # files at the end of a run
-NEW_PAGE = 25
-# Pages that are older than the budget: what they take, and a third.
-OLDER = {"05": 110, "06": 100}
+PAGE = 25
 EXPLAINED = 2  # times the budget: busy machines took 1.5 times
 # What lap() takes on a quiet core of the machine that the budgets are of.
 LAP = 0.0041
@@ -76,11 +74,10 @@ def lap():
 def over_budget(spent, times=1):
     """A line for each page that costs more than it may."""
     for page, seconds in sorted(spent.items()):
-        budget = OLDER.get(page, NEW_PAGE)
-        if seconds > budget * times:
+        if seconds > PAGE * times:
             yield (
                 f"page {page}: its tests take {seconds:.0f} s of a core, "
-                f"its budget is {budget} s (tests/budgets.py)"
+                f"its budget is {PAGE} s (tests/budgets.py)"
             )
 
 

@@ -34,13 +34,11 @@ def test_who_pays(nodeid, page):
     assert budgets.payer(nodeid, PAGES) == page
 
 
-def test_new_pages_and_older_ones(monkeypatch):
-    monkeypatch.setattr(budgets, "OLDER", {"01": 40})
-    assert not list(budgets.over_budget({"01": 39, "fused/02": 24.9}))
-    (line,) = budgets.over_budget({"01": 39, "fused/02": 25.6})
+def test_the_budget_of_a_page():
+    assert not list(budgets.over_budget({"01": 24.9, "fused/02": 24.9}))
+    (line,) = budgets.over_budget({"01": 24.9, "fused/02": 25.6})
     assert "page fused/02: its tests take 26 s of a core" in line
-    assert list(budgets.over_budget({"01": 41}))
-    assert not list(budgets.over_budget({"01": 59}, times=1.5))
+    assert not list(budgets.over_budget({"01": 37}, times=1.5))
 
 
 CONFTEST = f"""
@@ -49,7 +47,7 @@ sys.path.insert(0, {str(ROOT / "tests")!r})
 import budgets
 
 def pytest_configure(config):
-    budgets.NEW_PAGE, budgets.OLDER = BUDGET, {{}}
+    budgets.PAGE = BUDGET
     budgets.pages = lambda: {{"01-busy": "01"}}
     config.pluginmanager.register(budgets.Budgets(config))
 """

@@ -14,29 +14,6 @@ from measurements.reach import Script, last_name, names
 SCRIPTS = tutorial.scripts()
 TEXTS = {tutorial.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
 EVERY = pytest.mark.parametrize("stem", TEXTS)
-# Pages of a section have a form of their own: tests/test_pages.py.
-FLAT = [stem for stem in TEXTS if "/" not in stem]
-OLDER = pytest.mark.parametrize("stem", FLAT)
-
-# These stand in all flat ones, the same to the letter: a download is alone.
-SHARED = ("NoGPU", "STREAM", "device_time", "run", "claims")
-
-
-def named(stem, name):
-    """The source of a definition at the top level of a tutorial."""
-    text = TEXTS[stem]
-    for node in ast.parse(text).body:
-        names = [getattr(node, "name", None)]
-        if isinstance(node, ast.Assign):
-            names = [getattr(target, "id", None) for target in node.targets]
-        if name in names:
-            first = min([node.lineno, *(d.lineno for d in decorators(node))])
-            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return None
-
-
-def decorators(node):
-    return getattr(node, "decorator_list", [])
 
 
 def cells(stem):
@@ -46,21 +23,6 @@ def cells(stem):
         while lines and (not lines[0].strip() or lines[0].startswith("#")):
             lines.pop(0)
         yield [line for line in lines if line.strip()]
-
-
-@OLDER
-@pytest.mark.parametrize("name", SHARED)
-def test_shared_cells_are_the_same(stem, name):
-    assert named(stem, name) == named(FLAT[0], name) is not None
-
-
-@OLDER
-def test_the_switch_is_the_same(stem):
-    switch = re.compile(
-        r"^ON_GPU = .*?^DEVICE = [^\n]*$", re.MULTILINE | re.DOTALL
-    )
-    first = switch.search(TEXTS[FLAT[0]])[0]
-    assert switch.search(TEXTS[stem])[0] == first
 
 
 @EVERY
@@ -154,7 +116,7 @@ def test_nothing_is_timed_outside_a_benchmark(stem):
     ],
 )
 def test_a_timing_outside_a_benchmark_is_found(clock):
-    text = TEXTS[FLAT[0]]
+    text = TEXTS["layer-norm/01-layer-norm"]
     assert len(list(timed_outside(f"{text}\n\n{clock}\n"))) == 1
 
 
@@ -333,17 +295,6 @@ def test_what_is_no_speed_is_let_pass(words):
 def test_prose_is_not_code():
     script = "x = 1\n# One\n# two.\ny = '4200 GB/s'\n"
     assert list(prose(script)) == ["", "One two."]
-
-
-@OLDER
-def test_solutions_follow_their_exercises(stem):
-    # The empty line makes it the first line of the code, not prose.
-    numbers = re.findall(r"^# %%\n\n# Solution (\d)", TEXTS[stem], re.M)
-    assert len(numbers) == TEXTS[stem].count("\n# Solution")
-    assert 3 <= len(numbers) <= 5
-    assert numbers == [str(i + 1) for i in range(len(numbers))]
-    for number in numbers:
-        assert f"Exercise {number}" in TEXTS[stem]
 
 
 @EVERY

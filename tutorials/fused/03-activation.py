@@ -5,6 +5,7 @@ A function as a constant
 How does one kernel fuse any activation with the layer norm behind it?
 A function, with its slope, is handed to the kernel as a constant, and the
 compiler puts its instructions in place of the call.
+
 Here it is SiLU, :math:`x` times its sigmoid, or GELU, or one of your own.
 """
 
@@ -326,7 +327,6 @@ report(benchmark("forward", "forward", triton=by(_silu), plain=plain))
 
 # %%
 # Ahead at every width, and nearest to the copy where no lane is idle.
-#
 # GELU has ``erf``, or ``tanh``, a sigmoid: :math:`\tanh u = 2\sigma(2u) - 1`.
 
 

@@ -3,8 +3,8 @@ Softmax, both passes
 ====================
 
 How often must softmax read a row?
-From memory once: one sweep finds the maximum and the sum together, and a
-second finds the row in a cache. The backward pass needs only the result.
+From memory once: one sweep finds the maximum and the sum together, a second
+finds the row in a cache, and the backward pass needs only the result.
 
 .. math:: y_j = \frac{e^{x_j - m}}{s}, \qquad m = \max_j x_j, \qquad
    s = \sum_j e^{x_j - m}
