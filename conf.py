@@ -136,6 +136,7 @@ html_theme_options = {
     "back_to_top_button": False,
     "show_prev_next": True,
     "show_nav_level": 2,
+    "collapse_navigation": True,  # of other sections the titles are enough
     # On a narrow screen the side bars are drawers.
     "primary_sidebar_end": ["close-drawer"],
     "secondary_sidebar_items": {

@@ -228,6 +228,7 @@ def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
     monkeypatch.setattr(
         recording, "environment", lambda _: benchmark["environment"]
     )
+    monkeypatch.setattr(record, "without_gpus", lambda jobs: (jobs, []))
     monkeypatch.setattr(record, "checked", lambda jobs, again: (jobs, []))
     folder, kept = store / GPU, store / "kept"
 

@@ -69,6 +69,7 @@ def test_passports_are_complete(name):
         assert fields.keys() - {"Not counted"} == {
             *("Versions", "Method", "Data"),
             *(["Counted"] if counted else []),
+            *(["GPUs"] if "/several-gpus/" in name else []),
         }
         versions, method = fields["Versions"], fields["Method"]
         assert re.fullmatch(

@@ -221,7 +221,7 @@ def test_script_runs_alone(output):
     assert "y is right: True" in output
     assert output.count(": right") == 2
     if not page.ON_GPU:
-        assert output.count("Timing needs a GPU") == 2
+        assert output.count("Timing needs a GPU") == 3
 
 
 def test_exercise(output):

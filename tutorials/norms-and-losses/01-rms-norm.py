@@ -10,7 +10,7 @@ forward and six backward.
 stands before each block of Llama, Qwen, Mistral and Gemma:
 
 .. math:: y = \hat{x} \cdot w, \qquad \hat{x} = x \, r, \qquad
-   r = \bigl( \tfrac{1}{N} \sum_j x_j^2 + \epsilon \bigr)^{-1/2}
+   r = \bigl( \frac{1}{N} \sum_j x_j^2 + \epsilon \bigr)^{-1/2}
 
 `Chunks instead of padding <../layer-norm/05-chunks.html>`_ comes first.
 """
