@@ -43,6 +43,9 @@
 addEventListener("load", () => {
   for (const kind of ["button.copybtn", ".highlight a.bp-reference"])
     oneStop(`.bd-article ${kind}`);
+  // What it would fold is the section that is read.
+  for (const arrow of document.querySelectorAll(".bd-sidebar-primary summary"))
+    arrow.tabIndex = -1;
 
   function oneStop(selector) {
     const shown = () =>

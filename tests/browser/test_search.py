@@ -37,7 +37,7 @@ QUESTIONS = {
     "deterministic": r"02-summing-rows.html#the-same-bits",
     "same bits": r"02-summing-rows.html#the-same-bits",
     "races": r"03-lock.html#the-race",
-    "tl.atomic_cas": r"03-lock.html#the-lock",
+    "tl.atomic_add": r"02-summing-rows.html#atomic-additions",
     "atomic_xchg": r"03-lock.html#the-lock",
     "num_stages": r"04-loads-in-flight.html#third-knob-stages",
     "torch.compile": r"11-every-width.html#the-function",
