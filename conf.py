@@ -167,7 +167,7 @@ html_context = {
 
 # What a reader may type for what a section says: see docs/_ext/page/search.py.
 search_spellings = [
-    ["bf16", "bfloat16", "16 bits"],
+    ["bf16", "bfloat16"],
     ["colab", "notebook"],
     ["fp16", "float16"],
     ["fp32", "float32"],
