@@ -22,7 +22,7 @@ QUESTIONS = {
     "occupancy": r"04-loads-in-flight.html#",
     "colab": r"tutorials/index.html$",
     "rmsnorm": r"01-rms-norm[^#]*$",
-    "bf16": r"02-rms-norm-16-bits.html",
+    "bf16": r"(02-rms-norm-16-bits|several-gpus/01-layer-norm).html",
     "lock": r"03-lock.html#the-lock",
     "variance": r"07-two-sweeps.html#both-sums-in-one-sweep",
     "dropout": r"fused/02-dropout.html",

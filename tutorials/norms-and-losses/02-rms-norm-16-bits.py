@@ -6,7 +6,7 @@ Where are the numbers rounded, and what does it cost?
 Once at the end is best and takes no time; models round in other places, and
 a residual stream in float32 moves more bytes.
 
-Kernels are from `page 01 <01-rms-norm.html>`_, in bfloat16 (bf16) or float16.
+The kernels are those of `page 01 <01-rms-norm.html>`_, for 1 to 8192 columns.
 """
 
 # %%
