@@ -30,7 +30,7 @@ def lighten(app, exception):
     if exception or app.builder.format != "html":
         return
     static, file = app.outdir / "_static", app.doctreedir / "bundles.json"
-    texts, sheets = {}, {}  # of each page
+    texts, sheets, fresh = {}, {}, False  # of each page; one was written
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
     for path in sorted(app.outdir.rglob("*.html")):
         text = path.read_text("utf-8")
@@ -38,9 +38,10 @@ def lighten(app, exception):
             continue
         if STYLESHEET.search(text):
             sheets[path], texts[path] = linked(text, static)
+            fresh = True
         elif name := BUNDLE.search(text):
             sheets[path], texts[path] = before[name[0]], text
-    if not texts:
+    if not fresh:
         return
     known = stylesheets.words(static, texts.values())
     rules = {
