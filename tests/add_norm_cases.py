@@ -7,18 +7,7 @@ import torch
 import layer_norm_cases as plain
 from layer_norm_cases import LAYOUTS, guarded_allocations
 
-HALF, SINGLE = torch.float16, torch.float32
-# One rule on all pages: y has the type of x, and s that of the residual.
-TYPES = [
-    (HALF, HALF),
-    (torch.bfloat16, torch.bfloat16),
-    (SINGLE, SINGLE),
-    (torch.float64, torch.float64),
-    (HALF, SINGLE),
-    (torch.bfloat16, SINGLE),
-    (SINGLE, HALF),
-    (SINGLE, torch.float64),
-]
+SINGLE = torch.float32
 NAMES = "x", "residual", "weight", "bias"
 
 

@@ -7,6 +7,24 @@ import pytest
 import torch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# One rule on all pages: y has the type of x, and s that of the residual, which
+# is that of x or a wider one. Pairs that are taken, and pairs that are not.
+STREAMS = [
+    *((dtype, dtype) for dtype in DTYPES),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+]
+NO_STREAMS = [
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float32),
+    (torch.float16, torch.bfloat16),  # neither holds the other
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.int16),
+    (torch.float16, torch.float8_e4m3fn),
+]
 
 # M from each size, N from each size, without the slow products.
 SHAPES = (
@@ -249,6 +267,21 @@ def run(function, case, device):
 
 # Bytes of a guard band. 255 in every byte is NaN in each float type.
 GUARD = 4096
+
+
+def takes_the_place(theirs, ours, *args, **options):
+    """A module loads what PyTorch's has saved, and gives the same, with a
+    residual, too."""
+    theirs, ours = theirs(*args, **options), ours(*args, **options)
+    for parameter in theirs.parameters():
+        torch.nn.init.uniform_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    shape, device = theirs.normalized_shape, theirs.weight.device
+    x, residual = torch.randn(2, 3, *shape, device=device)
+    torch.testing.assert_close(ours(x), theirs(x))
+    y, s = ours(x, residual)
+    torch.testing.assert_close(y, theirs(x + residual))
+    assert torch.equal(s, x + residual)
 
 
 def guarded(shape, dtype, device):

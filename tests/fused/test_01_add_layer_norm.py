@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from add_norm_cases import Case
 
 import layer_norm_cases as layouts
+from layer_norm_cases import takes_the_place
 from tutorial import load, source
 
 NAME = "fused/01-add-layer-norm"
@@ -29,7 +30,7 @@ def run(case, module=small):
     cases.run(module.add_layer_norm, case, module.DEVICE)
 
 
-@pytest.mark.parametrize(("dtype", "stream"), cases.TYPES)
+@pytest.mark.parametrize(("dtype", "stream"), layouts.STREAMS)
 def test_types_and_shapes(dtype, stream):
     for M, N in (1, 8), (3, 17), (2, 40), (9, 136):
         run(Case((M,), (N,), dtype, stream))
@@ -63,13 +64,43 @@ def test_full_size():
     run(Case((1,), (7168,), torch.float32), page)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_wider_rows_are_a_chain(dtype):
-    """The same rule of types where PyTorch's layer norm takes over."""
-    case = Case((2,), (14337,), dtype, torch.float32)
-    tensors = case.tensors(page.DEVICE)
-    found = cases.results(page.add_layer_norm, case, *tensors)
-    cases.check(case, found, page.DEVICE, tensors)
+def test_wider_rows():
+    """An addition and kernels that stream, with the same rule of types."""
+    run(Case((2,), (14337,), torch.float16, weight=False), page)
+    run(Case((2,), (7200,), torch.float16, torch.float32, dy="columns"), page)
+    run(Case((2,), (7200,), torch.float32, wanted=(True, True, False, True)),
+        page)  # fmt: skip
+
+
+def test_wider_rows_need_no_pytorch(monkeypatch):
+    def refused(*_, **__):
+        raise AssertionError("not a kernel of ours")
+
+    monkeypatch.setattr(F, "layer_norm", refused)
+    run(Case((1,), (7200,), torch.float32), page)
+
+
+@pytest.mark.parametrize("N", [40, 7200])
+def test_without_a_residual(N):
+    x, _, w, b, dy, _ = Case((2,), (N,)).tensors(page.DEVICE)
+    found = []
+    for norm in page.add_layer_norm, None:
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        if norm is None:
+            y = F.layer_norm(leaves[0], (N,), *leaves[1:])
+        else:
+            y, s = norm(leaves[0], None, N, *leaves[1:])
+            assert s is leaves[0]
+        found.append((y, *torch.autograd.grad(y, leaves, dy)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_module_loads_what_pytorch_saved(bias):
+    options = {"bias": bias, "device": page.DEVICE}
+    takes_the_place(
+        torch.nn.LayerNorm, page.LayerNorm, (4, 6), 1e-3, **options
+    )
 
 
 def test_weight_and_bias_of_two_types():
@@ -166,6 +197,16 @@ def test_folded_functions_are_those_of_page_05():
     ours = gather.functions(source(NAME))
     for name in "_chunk", "_load_chunks", "_add_up_chunks":
         assert ours[name] == theirs[name]
+
+
+def test_kernels_for_wide_rows_are_those_of_page_07():
+    names = [name for name, page in gather.gathered(source(NAME))
+             if page == "07"]  # fmt: skip
+    assert len(names) == 5
+    for name in names:
+        assert gather.functions(source(NAME))[name] == gather.original(
+            name, "07"
+        )
 
 
 # Each edit must make a check fail.

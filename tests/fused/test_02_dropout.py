@@ -43,7 +43,7 @@ def run(case, module=small, p=0.25):
     cases.run(norm, case, module.DEVICE, share)
 
 
-@pytest.mark.parametrize(("dtype", "stream"), cases.TYPES)
+@pytest.mark.parametrize(("dtype", "stream"), layouts.STREAMS)
 def test_types_and_shapes(dtype, stream):
     run(Case((5,), (45,), dtype, stream))
 

@@ -92,11 +92,11 @@ SHARED = 2 * 132 * 8192
         (16, 0, "chunks chunks"),
         (2, 0, "shifted shifted"),
         (24, 0, "shifted shifted"),
-        (16384, 0, "chunks chunks"),
-        (16400, 0, "sweeps chunks"),
-        (20480, SHARED, "sweeps chunks"),
-        (20496, 0, "sweeps sweeps"),
-        (20496, SHARED, "sweeps shared"),
+        (20480, SHARED, "chunks chunks"),
+        (20496, 0, "chunks sweeps"),
+        (20496, SHARED, "chunks shared"),
+        (24560, 0, "chunks sweeps"),
+        (24576, 0, "sweeps sweeps"),
         (20462, SHARED, "shifted shifted"),
         (20466, SHARED, "shifted shared"),
         (32766, SHARED, "shifted shared"),
@@ -111,6 +111,15 @@ SHARED = 2 * 132 * 8192
 )
 def test_both_sides_of_each_limit(row, most, kinds):
     assert page.pick(row, most) == tuple(kinds.split())
+
+
+def test_programs_of_chunks():
+    """Two on a multiprocessor, of half the warps, for narrow rows alone."""
+    programs = [
+        page.backward_chunks(4096, N, 2)[0] // page.NUM_SMS
+        for N in (1024, 1032, 3072, 3080)
+    ]
+    assert programs == [1, 2, 2, 1]
 
 
 def test_who_may_share(monkeypatch):
@@ -440,7 +449,7 @@ def test_broken_points_are_found_in_the_table(capsys):
 MUTANTS = {
     "rule: sharing everywhere": ("if row <= most else", "if row >= 0 else"),
     "rule: 16 bytes": ("if row % 16 > 0:", "if row % 8 > 0:"),
-    "rule: one limit": ("row <= 20480", "row <= 16384"),
+    "rule: one limit": ("row <= 20480", "row < 24576"),
     "one row of sums": ("sums, add_up(P, N)", "sums, add_up(min(P, 1), N)"),
     "the kind without eps": ("(shape, eps, kernels,", "(shape, kernels,"),
     "the kind without rows": ("x.shape, x.dtype, x.device)",

@@ -160,34 +160,49 @@ def test_a_group_is_some_of_the_ranks():
         torch.testing.assert_close(torch.tensor(db), times * torch.tensor(one))
 
 
-WRONG = (
+# Taken on each, and not alike.
+DIFFERENT = (
     {"x": torch.Tensor.half},
     {"weight": torch.Tensor.half},
     {"weight": None},
-    {"bias": lambda t: t[:7]},
-    {"x": lambda t: t[:, :7]},
-    {"x": torch.Tensor.int},
-    {"x": lambda t: t.to("meta")},
     {"bias": lambda t: t.requires_grad_()},
     {"eps": 1e-3},
-    {"normalized_shape": (2, 4)},
-    {"normalized_shape": ()},
     {"shard": "columns"},
-    {"shard": "row"},
     {"all": "columns", "x": lambda t: t[:3]},
     {"all": "columns", "weight": torch.Tensor.half},
     {"all": "columns", "x": torch.Tensor.half},
+)
+# Not taken on one, or not even described; then on both.
+REFUSED = (
+    {"bias": lambda t: t[:7]},
+    {"x": lambda t: t[:, :7]},
+    {"x": torch.Tensor.int},
+    {"x": torch.Tensor.double},
+    {"x": lambda t: t.to("meta")},
+    {"x": None},
+    {"weight": "ones"},
+    {"normalized_shape": (2, 4)},
+    {"normalized_shape": ()},
+    {"normalized_shape": "8"},
+    {"normalized_shape": (4, 2, 4, 8)},
+    {"shard": "row"},
+    {"on": "all", "x": None},
+    {"on": "all", "x": torch.Tensor.double},
+    {"on": "all", "shard": "row"},
 )
 
 
 def test_ranks_that_disagree():
     """An error on each, that names the rank and what it has."""
-    start, found = time.monotonic(), cases.run(2, cases.disagree, *WRONG)
-    assert time.monotonic() - start < cases.LIMIT
-    for mine, theirs in zip(*found, strict=True):
+    found = cases.run(2, cases.disagree, *DIFFERENT, *REFUSED)
+    said = zip(DIFFERENT + REFUSED, *found, strict=True)
+    for change, mine, theirs in said:
         assert mine == theirs
-        assert mine.startswith("ValueError: rank 1 has {")
-        assert ", rank 0 {" in mine
+        rank = 0 if change.get("on") == "all" else 1
+        assert mine.startswith(f"ValueError: rank {rank} has {{")
+        end = ", rank 0 {" if change in DIFFERENT else "}; taken are "
+        assert end in mine
+    assert "torch.float64" in found[0][-2]
 
 
 MUTANTS = {
@@ -236,10 +251,28 @@ def test_a_rank_that_dies_ends_all(capfd):
     assert "[rank1]: Traceback" in capfd.readouterr().err
 
 
+def test_some_ranks_are_timed_and_the_others_wait():
+    """Of two by two of three, and all ways of a figure run."""
+    for rank, found in enumerate(cases.run(3, cases.timed, (2,))):
+        assert isinstance(found, dict), found
+        assert all((took is None) == (rank == 2) for took in found.values())
+        assert found[2, "one"] in (None, [2, 1, 3])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("world", [4, 8])
 def test_more_ranks(world):
     assert cases.run(world, cases.judge) == world * [None]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [4, 8])
+def test_more_ranks_are_timed(world):
+    counts = [count for count in (2, 4, 8) if count <= world]
+    for rank, found in enumerate(cases.run(world, cases.timed, counts)):
+        assert isinstance(found, dict), found
+        for (ranks, *_), took in found.items():
+            assert (took is None) == (rank >= ranks)
 
 
 @pytest.mark.long

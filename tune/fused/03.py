@@ -1,112 +1,60 @@
-"""Tune the plans of fused/03-activation, and the form of its sigmoid.
+"""Forward plans of fused/03-activation at 1536 and 7168 columns.
 
-python tune/fused/03.py; table on stdout, CSV in $OUT; a minute.
-Forward: warps, registers, and three forms of SiLU: as everybody writes it, with
-approximate instructions (the page's), and
-with tanh, which is one instruction, but of 11 bits: for comparison only.
-Backward: warps, rows, stages, programs a multiprocessor.
+python tune/fused/03.py; table on stdout, CSV in $OUT; 60 to 90 s on one H200.
+A chunk of 128 columns a warp has loads of 8 bytes and fewer idle lanes than
+one of 256; registers; two rows a program. Other widths, with the same choice
+of chunks, say what a rule for all would cost. The bar is 0.9 of the copy.
 """
 
-import candidates
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import race
 import torch
-import triton
-import triton.language as tl
+from candidates import M, cdiv, power
 
-HALF = torch.float16
+NAME, HALF = "fused/03-activation", torch.float16
+WIDTHS = 1536, 7168, 1024, 2048, 3072, 4096, 5120, 6144, 8192
 
 
-@triton.jit
-def _silu_tanh(x):
-    half = 0.5 * x
-    t = tl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;",
-        "=f,f",
-        [half],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    sigmoid = 0.5 * t + 0.5
-    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+def plans(N):
+    for warps in (1, 2, 4, 8, 16):
+        for share in (128, 256, 512):
+            chunk = min(share * warps, power(N))
+            columns = cdiv(N, chunk) * chunk // (32 * warps)
+            if not 8 <= columns <= 64:
+                continue
+            for rows in (1, 2) if columns <= 24 and N <= 2048 else (1,):
+                plan = {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+                yield plan
+                if N in (1536, 7168):
+                    for registers in (32, 40, 48, 56, 64, 72, 80, 96):
+                        if rows * columns + 24 <= registers <= rows * columns + 40:
+                            yield plan | {"maxnreg": registers}
+
+
+def name_of(plan):
+    return " ".join(f"{k}={v}" for k, v in plan.items())
 
 
 def start():
-    page = candidates.load("fused/03-activation")
-    SMS, M = page.NUM_SMS, candidates.M
-    FORMS = {"plain": page._silu_plain, "page": page._silu, "tanh": _silu_tanh}
+    from tutorial import load
 
-    def tensors(N):
+    page = load(NAME, interpret=False)
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+    def calls(N):
         x, w, b, dy = (t.detach() for t in page.inputs(M, N, HALF))
-        return (
-            x,
-            w,
-            b,
-            dy,
-            torch.zeros(M, device="cuda"),
-            torch.ones(M, device="cuda"),
-        )
+        out = torch.empty_like(dy)
+        run = lambda plan: page.forward(x, w, b, 1e-5, page._silu, rule=lambda *_: plan)
+        found = {"page": lambda: page.forward(x, w, b, 1e-5, page._silu), "copy": lambda: out.copy_(dy)}
+        found["plain"] = lambda: page.forward(x, w, b, 1e-5, page._silu_plain, page.plan_plain)
+        return found | {name_of(p): lambda p=p: run(p) for p in plans(N)}
 
-    def call(mode, N):
-        x, w, b, dy, mean, rstd = tensors(N)
+    return calls
 
-        def run(plan):
-            plan = dict(plan)
-            form = FORMS[plan.pop("form")]
-            if mode == "forward":
-                return page.forward(x, w, b, 1e-5, form, rule=lambda *_: plan)
-            page.NUM_SMS = SMS * plan.pop("per_sm")
-            return page.backward(
-                dy, x, w, mean, rstd, form, rule=lambda *_: plan
-            )
-
-        return run
-
-    def now(mode, N):
-        page.NUM_SMS = SMS
-        x, w, b, dy, mean, rstd = tensors(N)
-        if mode == "forward":
-            return lambda: page.forward(x, w, b, 1e-5, page._silu)
-        return lambda: page.backward(dy, x, w, mean, rstd, page._silu)
-
-    def ceilings(mode, N):
-        x, _, _, dy, *_ = tensors(N)
-        out = torch.empty_like(x)
-        return (
-            {"copy": lambda: out.copy_(x)}
-            if mode == "forward"
-            else {"add": lambda: torch.add(x, dy, out=out)}
-        )
-
-    return call, now, ceilings
-
-
-def forward_plans(N):
-    for warps in (1, 2, 4, 8, 16):
-        chunk = min(256 * warps, candidates.power(N))
-        columns = candidates.cdiv(N, chunk) * chunk // (32 * warps)
-        if not 8 <= columns <= 64:
-            continue
-        plan = {"ROWS": 1, "CHUNK": chunk, "num_warps": warps}
-        for registers in (None, 32, 40, 48, 56, 64, 80):
-            if registers and not columns + 16 <= registers <= columns + 40:
-                continue
-            limit = {"maxnreg": registers} if registers else {}
-            for form in (
-                ("plain", "page") if registers else ("plain", "page", "tanh")
-            ):
-                yield plan | limit | {"form": form}
-
-
-WIDTHS = 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192
-WORK = [("forward", N, forward_plans(N)) for N in WIDTHS]
-WORK += [
-    (
-        "backward",
-        N,
-        [p | {"form": "page"} for p in candidates.backward_plans(N, 2, 40)],
-    )
-    for N in WIDTHS
-]
 
 if __name__ == "__main__":
-    candidates.main("fused-03", start, WORK)
+    every = {N: ["page", "copy", "plain", *(name_of(p) for p in plans(N))] for N in WIDTHS}
+    race.main("fused-03", start, every, ["copy", "plain"], 75)

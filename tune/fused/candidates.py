@@ -31,12 +31,16 @@ def load(name):
     return page
 
 
-def clock(fn, flush, n=15):
-    """µs: the median of replays of a CUDA graph, L2 overwritten before."""
+def captured(fn):
     fn()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         fn()
+    return graph
+
+
+def replays(graph, flush, n):
+    """µs of replays of a CUDA graph, L2 overwritten before each."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(n)]
     for a, b in pairs:
         flush.zero_()
@@ -44,7 +48,27 @@ def clock(fn, flush, n=15):
         graph.replay()
         b.record()
     torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in pairs)[n // 2] * 1e3
+    return [a.elapsed_time(b) * 1e3 for a, b in pairs]
+
+
+def clock(fn, flush, n=15):
+    """µs: the median of replays."""
+    return sorted(replays(captured(fn), flush, n))[n // 2]
+
+
+def compiled(compile, jobs, many):
+    """Runs compile(job) for all jobs, on all cores."""
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        pool.map(compile, jobs, 1)
+    print(f"compiled {many} in {time.time() - START:.0f} s")
+
+
+def write(name, fields, rows):
+    with open(Path(os.environ.get("OUT", ".")) / f"tune-{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{len(rows)} timed, {time.time() - START:.0f} s")
 
 
 def backward_plans(N, matrices, most=56):
@@ -85,9 +109,7 @@ def main(name, start, work):
         kernels = list({str(p | {"per_sm": 1}): p for p in plans}.values())
         jobs += [(start, mode, N, kernels[i : i + 3]) for i in range(0, len(kernels), 3)]
     jobs.sort(key=lambda job: -job[2])
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        pool.map(_compile, jobs, 1)
-    print(f"compiled {sum(len(p) for *_, p in work)} in {time.time() - START:.0f} s")
+    compiled(_compile, jobs, sum(len(p) for *_, p in work))
     call, now, ceilings = start()
     flush, rows = torch.empty(2**28, dtype=torch.int8, device="cuda"), []
     for mode, N, plans in work:
@@ -108,8 +130,4 @@ def main(name, start, work):
         print(f"{mode} N = {N}: page {mine:.1f} µs, {100 * top / mine:.0f} %;", *(f"{k} {v:.1f}" for k, v in tops.items()))
         for us, plan in sorted(found, key=lambda f: f[0])[:5]:
             print(f"   {us:6.1f} {100 * top / us:4.0f} %", *(f"{k}={v}" for k, v in plan.items()))
-    with open(Path(os.environ.get("OUT", ".")) / f"tune-{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, sorted({k for r in rows for k in r}))
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"{len(rows)} timed, {time.time() - START:.0f} s")
+    write(name, sorted({k for r in rows for k in r}), rows)

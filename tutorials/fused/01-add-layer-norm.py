@@ -6,10 +6,10 @@ Must the residual addition before a layer norm be a kernel of its own?
 No: one kernel adds, normalizes and returns both results, and never reads the
 sum back.
 
-A transformer adds what each block computes to a *residual stream*,
+A *pre-norm* transformer adds what each block computes to a *residual stream*,
 :math:`s = x + residual`, and the next block reads it through a layer norm,
 :math:`y = \mathrm{norm}(s) \cdot w + b`. Both results are needed.
-`Chunks instead of padding <../layer-norm/05-chunks.html>`_ comes first.
+Read `Chunks instead of padding <../layer-norm/05-chunks.html>`_ first.
 """
 
 # %%
@@ -40,8 +40,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # * Forward, the addition reads two and writes one, and the layer norm reads
 #   one and writes one: 5. One kernel reads two and writes two: 4.
-# * Backward, the norm reads ``s`` and ``dy``, an addition its result and the
-#   stream's ``ds``; each writes one: 6. One kernel reads three, writes one: 4.
+# * Backward, the norm moves three, and an addition of its result and the
+#   stream's ``ds`` three: 6. One kernel reads three and writes one: 4.
 #
 # Forward: a row in one tile
 # --------------------------
@@ -83,8 +83,8 @@ def _add_layer_norm_fwd(
 
 # %%
 # The rule: a warp holds 2 KB of a tile, which are 32 columns of 16 bits a
-# thread, and programs have 1 to 16 warps.
-# Two of 16 share the 65536 registers of a multiprocessor: 64 for each thread.
+# thread, and programs have 1 to 16 warps. Two programs of 16 warps share the
+# 65536 registers of a multiprocessor: 64 for each thread.
 
 CUDA = ON_GPU and torch.version.hip is None
 PTX = tl.constexpr(CUDA)
@@ -100,8 +100,8 @@ def plan_forward(N, itemsize, most=2048):
 def forward(x, r, w, b, eps, rule=plan_forward):
     """y, s, mean and rstd of contiguous matrices; no s without r."""
     M, N = x.shape
-    wide = torch.promote_types(x.dtype, x.dtype if r is None else r.dtype)
-    acc = torch.promote_types(wide, torch.float32)
+    wide = x if r is None else r
+    acc = torch.promote_types(wide.dtype, torch.float32)
     s = None if r is None else torch.empty_like(r)
     y, plan = torch.empty_like(x), rule(N, wide.itemsize)
     mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
@@ -118,9 +118,9 @@ WAYS = {
 }
 
 # %%
-# Count, then measure: ``ncu``, NVIDIA's profiler, counts the bytes that memory
-# delivers. In the figure 1 is what one kernel must read: two units. Two read
-# three, which is 1.5.
+# ``ncu``, NVIDIA's profiler, counts the bytes that memory delivers. In the
+# figure, 1 is what one kernel must read: two units. Two kernels read three,
+# which is 1.5.
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -144,17 +144,15 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Both read what was counted, with caches that ``ncu`` empties before each
-# kernel. Writes are not in this figure.
+# Both read what we counted, with caches that ``ncu`` empties before each
+# kernel. Writes are counted below, with the backward pass.
 #
 # Example 45 of AMD's `Composable Kernel
 # <https://github.com/ROCm/composable_kernel>`_ is such a forward pass in C++.
 # It, too, reads all once, but returns ``y`` alone: three units, no stream.
-# A row of up to 1024 columns stays in the registers of 32 threads, and wider
-# ones in shared memory (LDS), in 16 bits, eight rows at a time. 64 KB of that,
-# eight rows of 4096 columns, are refused: line 536 of
-# ``device_elementwise_normalization_impl.hpp``, at commit 8e22e1a. With fewer
-# rows at a time the same template takes wider ones.
+# It keeps rows of more than 1024 columns in shared memory, eight at a time,
+# and refuses 64 KB of that, eight rows of 4096 columns in 16 bits: line 536 of
+# ``device_elementwise_normalization_impl.hpp``, at commit 8e22e1a.
 
 # %%
 
@@ -193,7 +191,7 @@ def report(benchmark):
 
 
 # %%
-# The rival, PyTorch, which will also take the rows that are too wide:
+# The rival, in PyTorch:
 
 
 def inputs(M, N, dtype):
@@ -207,13 +205,13 @@ def inputs(M, N, dtype):
 
 
 def chain(x, residual, shape, w=None, b=None, eps=1e-5):
-    s = (x + residual).to(residual.dtype)
+    s = x + residual
     w, b = (None if t is None else t.to(s.dtype) for t in (w, b))
     return F.layer_norm(s, shape, w, b, eps).to(x.dtype), s
 
 
 # %%
-# The ceiling is a copy of two matrices, and backward ``addcmul`` of three.
+# The ceiling is a copy of two matrices; backward, ``addcmul`` of three.
 
 
 def benchmark(mode, widths, name=None, **ours):
@@ -255,22 +253,22 @@ WIDTHS = [512 * i for i in (2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24)]
 report(benchmark("forward", WIDTHS, **WAYS))
 
 # %%
-# Near the copy, powers of two or not: idle lanes move no bytes. Two kernels
-# lose about what was counted, 5 to 4, and PyTorch's more.
+# One kernel is near the copy, at powers of two or not: idle lanes move no
+# bytes. Two kernels are slower by about what we counted, 5 to 4, or by more.
 # torch.compile fuses this pass, too, and is close at powers of two.
 #
 # Backward: ``s`` has two readers
 # -------------------------------
 #
-# Only ``ds`` is new: rows are in `chunks <../layer-norm/05-chunks.html>`_.
+# The kernel is that of `chunks <../layer-norm/05-chunks.html>`_, with ``ds``.
 
 # %%
 
 # Drawing: the way of the gradients.
 
-plt.figure("Two gradients of s are added, and go to both inputs", (7.5, 0.7))
+plt.figure("Two gradients of s are added, and go to both inputs", (7.5, 1))
 way = "dy → norm → + → dx = dresidual\n            ↑\n            ds"
-plt.text(0.2, 0, way, family="monospace")
+plt.text(0.1, 0, way, family="monospace", size=18)
 plt.axis("off")
 plt.show()
 
@@ -324,8 +322,8 @@ def _forget(x, zero):
 
 
 # %%
-# A tile of rows: its gradients, and new sums for ``dw`` and ``db``. Until the
-# means are there, ``ds`` waits in shared memory and takes no registers.
+# A tile of rows: its gradients, and new sums for ``dw`` and ``db``. Until
+# ``c1`` and ``c2`` are there, ``ds`` waits in shared memory, not in registers.
 
 
 @triton.jit
@@ -422,7 +420,7 @@ def _add_up_chunks(
 
 
 # %%
-# As many tiles as fit, three at most, are on their way in shared memory.
+# As many tiles as fit, three at most, are on their way into shared memory.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -461,7 +459,7 @@ def backward(dy, ds, s, w, mean, rstd, dx, grads, rule=plan_backward):
 
 # %%
 # A result that nobody uses has None as its gradient.
-# Both inputs receive one gradient, which PyTorch rounds to their types.
+# Both inputs receive the same gradient, which PyTorch rounds to their types.
 
 
 class AddLayerNorm(torch.autograd.Function):
@@ -474,9 +472,10 @@ class AddLayerNorm(torch.autograd.Function):
         x, r, w, b = (None if t is None else t.reshape(-1, N).contiguous()
                       for t in (x, r, w, b))  # fmt: skip
         y, s, mean, rstd = forward(x, r, w, b, eps)
-        ctx.save_for_backward(s, w, mean, rstd)
+        ctx.save_for_backward(x if s is None else s, w, mean, rstd)
         ctx.kind = types.pop() if len(types) == 1 else mean.dtype
-        return y.reshape(ctx.shapes[0]), s.reshape(ctx.shapes[0])
+        s = None if s is None else s.reshape(ctx.shapes[0])
+        return y.reshape(ctx.shapes[0]), s
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -499,20 +498,209 @@ class AddLayerNorm(torch.autograd.Function):
 
 
 # %%
-# ``y`` has the type of ``x``, and ``s`` that of the residual, perhaps float32.
-# Rows wider than 28 KB go as an addition and PyTorch's layer norm.
+# Rows that are wider
+# -------------------
+#
+# Rows of more than 28 KB take two steps: an addition in PyTorch, and the layer
+# norm of `Two sweeps <../layer-norm/07-two-sweeps.html>`_. It streams: a row
+# passes through registers twice, however wide it is. The price: in each pass
+# the addition moves three units, and what no cache has kept is read twice.
+
+# %%
+
+# Scaffold: mean and variance of wide rows, from page 07 of layer norm.
+
+
+@triton.jit
+def _welford(
+    x_ptr, eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, acc: tl.constexpr,  # float32; float64 for float64
+):  # fmt: skip
+    """Mean of the row at x_ptr, and 1 / its standard deviation."""
+    LAST: tl.constexpr = (N - 1) // BLOCK
+    lanes = tl.arange(0, BLOCK)
+    mean, m2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    for i in range(LAST + 1):
+        cols = i * BLOCK + lanes
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
+        d = tl.where(cols < N, x.to(acc) - mean, 0)
+        share = 1 / tl.cast(i + 1, acc)
+        mean += d * share
+        m2 += d * d * (1 - share)  # d times the distance from the new mean
+    count = tl.where(LAST * BLOCK + lanes < N, LAST + 1, LAST).to(acc)
+    common = tl.sum(mean * count) / N
+    d = mean - common
+    variance = tl.sum(m2 + count * d * d) / N
+    return common, 1 / tl.sqrt(variance + eps)
+
+
+# %%
+
+# Scaffold: forward in two sweeps, from page 07 of layer norm.
+
+
+@triton.jit
+def _layer_norm_fwd_sweeps(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    CACHES: tl.constexpr,
+):  # fmt: skip
+    KEEP: tl.constexpr = "evict_last" if CACHES else ""
+    DROP: tl.constexpr = "evict_first" if CACHES else ""
+    STREAM: tl.constexpr = ".cs" if CACHES else ""
+    LAST: tl.constexpr = (N - 1) // BLOCK
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    mean, rstd = _welford(x_ptr, eps, N, BLOCK, KEEP, acc)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for i in range(LAST + 1):
+        tile = LAST - i if CACHES else i
+        cols = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=DROP)
+        y = (x.to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
+        at = y_ptr + row * N + cols
+        tl.store(at, y, mask=cols < N, cache_modifier=STREAM)
+
+
+# %%
+
+# Scaffold: tiles, and means for backward, from page 07 of layer norm.
+
+
+def plan_sweeps(N, itemsize):
+    """Lanes of a tile and warps of a program."""
+    row, warp = N * itemsize, 64 if torch.version.hip else 32  # threads
+    size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
+    size, most = (8192, 256) if row % 16 else (size, 1024)
+    block = min(size // itemsize, triton.next_power_of_2(N))
+    return block, max(min(block * itemsize // 16, most) // warp, 1)
+
+
+@triton.jit
+def _layer_norm_bwd_means(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,  # w may be None
+    M, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    dy_ptr += row * N
+    acc = mean_ptr.dtype.element_ty
+    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+    c1, c2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
+        wdy = dy  # 0 in a masked lane
+        if w_ptr is not None:
+            wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
+        c1 += (x - mean) * wdy
+        c2 += wdy
+    tl.store(c_ptr + row, tl.sum(c1) * rstd / N)
+    tl.store(c_ptr + M + row, tl.sum(c2) / N)
+
+
+# %%
+
+# Scaffold: backward in slices, from page 07 of layer norm.
+
+
+@triton.jit
+def _layer_norm_bwd_slices(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,
+    dx_ptr,  # None: not wanted
+    sums_ptr,  # (groups, 2, N), or None: neither dw nor db is wanted
+    M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,  # of a tile
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + COLS - 1) // COLS
+    acc = mean_ptr.dtype.element_ty
+    group, groups = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
+    cols = tl.program_id(0) % SLICES * COLS + tl.arange(0, COLS)[None, :]
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0)
+    dw, db = tl.zeros((1, COLS), acc), tl.zeros((1, COLS), acc)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * N + cols
+    for first in tl.range(group * ROWS, M, groups * ROWS, num_stages=3):
+        exists = row < M - first
+        mask = exists & (cols < N)
+        start = tl.cast(first, tl.int64) * N  # 64 bits only here
+        x = tl.load(x_ptr + start + at, mask=mask, other=0)
+        dy = tl.load(dy_ptr + start + at, mask=mask, other=0)
+        mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
+        rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
+        x_hat, dy = (x.to(acc) - mean) * rstd, dy.to(acc)
+        dw += tl.sum(dy * x_hat, 0, keep_dims=True)
+        db += tl.sum(dy, 0, keep_dims=True)
+        if dx_ptr is not None:
+            c1 = tl.load(c_ptr + first + row, mask=exists, other=0)
+            c2 = tl.load(c_ptr + M + first + row, mask=exists, other=0)
+            wdy = dy if w_ptr is None else dy * w.to(acc)
+            dx = (wdy - x_hat * c1 - c2) * rstd
+            tl.store(dx_ptr + start + at, dx, mask=mask)
+    if sums_ptr is not None:
+        sums_ptr += group * 2 * N + cols
+        tl.store(sums_ptr, dw, mask=cols < N)
+        tl.store(sums_ptr + N, db, mask=cols < N)
+
+
+# %%
+
+
+class Streamed(torch.autograd.Function):
+    """The layer norm of s in the type of dtype; dx has that of s."""
+
+    @staticmethod
+    def forward(ctx, s, w, b, eps, dtype):
+        (M, N), y = s.shape, torch.empty_like(s, dtype=dtype)
+        acc = torch.promote_types(s.dtype, torch.float32)
+        mean, rstd = torch.empty(2, M, dtype=acc, device=s.device)
+        block, warps = plan_sweeps(N, s.itemsize)
+        args = s, w, b, y, mean, rstd, eps, N, block, True
+        _layer_norm_fwd_sweeps[(M,)](*args, num_warps=warps)
+        ctx.save_for_backward(s, w, mean, rstd)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        s, w, mean, rstd = ctx.saved_tensors
+        dy, dx, (M, N) = dy.contiguous(), torch.empty_like(s), s.shape
+        block, cols = 8192 // s.itemsize, 4096 // s.itemsize
+        slices = triton.cdiv(N, cols)
+        groups = max(min(2 * NUM_SMS // slices, triton.cdiv(M, 2)), 1)
+        c = torch.empty(2, M, dtype=mean.dtype, device=s.device)
+        sums = c.new_empty(groups, 2, N)
+        given = dy, s, w, mean, rstd, c
+        _layer_norm_bwd_means[(M,)](*given, M, N, block, num_warps=16)
+        args = *given, dx, sums, M, N, 2, cols
+        _layer_norm_bwd_slices[(slices * groups,)](*args, num_warps=8)
+        found = zip((dx, *sums.sum(0)), ctx.needs_input_grad[:3], strict=True)
+        return *(t if wanted else None for t, wanted in found), None, None
+
+
+# %%
+# ``y`` has the type of ``x``. ``s`` has the type of the residual: that of
+# ``x``, or a wider one. A gradient has the type of what it belongs to.
 
 
 def add_layer_norm(
     x, residual, normalized_shape, weight=None, bias=None, eps=1e-5
 ):
-    """(y, s): s = x + residual, and y is the layer norm of s."""
+    """(y, s): s = x + residual, and y is the layer norm of s. Without a
+    residual, which may be None, s is x."""
     one = isinstance(normalized_shape, int)
     shape = torch.Size([normalized_shape] if one else normalized_shape)
     N, given = shape.numel(), (x, residual, weight, bias)
     names = "x", "residual", "weight", "bias"
     for name, t in zip(names, given, strict=True):
-        if t is None and name in ("weight", "bias"):
+        if t is None and name != "x":
             continue
         if not t.is_floating_point() or t.itemsize == 1:
             raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
@@ -522,13 +710,29 @@ def add_layer_norm(
         if N == 0 or right != (x.shape if name == "residual" else shape):
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
             raise ValueError(f"the shape of {name} is {shapes}")
-    if N * max(x.itemsize, residual.itemsize) > 28672:
-        return chain(x, residual, shape, weight, bias, eps)
-    return AddLayerNorm.apply(*given, shape, eps)
+    wide = x if residual is None else residual
+    if torch.promote_types(x.dtype, wide.dtype) != wide.dtype:
+        raise TypeError(f"residual is {wide.dtype}, and x is {x.dtype}")
+    if N * wide.itemsize > 28672:
+        s = x if residual is None else x + residual
+        w, b = (None if t is None else t.reshape(N) for t in given[2:])
+        y = Streamed.apply(s.reshape(-1, N).contiguous(), w, b, eps, x.dtype)
+        return y.reshape(x.shape), s
+    y, s = AddLayerNorm.apply(*given, shape, eps)
+    return y, x if s is None else s
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """In the place of PyTorch's; given a residual, too, y and s."""
+
+    def forward(self, x, residual=None):
+        options = self.normalized_shape, self.weight, self.bias, self.eps
+        y, s = add_layer_norm(x, residual, *options)
+        return y if residual is None else (y, s)
 
 
 # %%
-# The check compares with float64; ``y`` is the norm of a sum that was rounded.
+# The check compares with PyTorch in float64.
 
 
 def check(M, N, dtype, stream):
@@ -548,13 +752,68 @@ def check(M, N, dtype, stream):
 for stream in torch.float16, torch.float32:
     check(1151 if ON_GPU else 9, 200, torch.float16, stream)
 
-WIDE = [14336, 16384, 20480]
+# %%
+# Now both passes, reads and writes. When a kernel ends, what it wrote may
+# still wait in L2, the cache before memory. So here ``ncu`` counts what passes
+# between the multiprocessors and L2. In the figure, 1 is the four units of one
+# kernel. Sums for ``dw`` and ``db`` are not asked for.
+
+LINES = {
+    "triton": "Forward",
+    "forward both": "Forward, two kernels",
+    "backward one": "Backward",
+    "backward both": "Backward, two kernels",
+}
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], [1024, 2048, 4096, 8192, 12288], "provider", list(LINES),
+    list(LINES.values()), "add-layer-norm-sectors",
+    {"M": 4096, "dtype": torch.float16,
+     "counter": "lts__t_sectors_srcunit_tex.sum"},
+    ylabel="bytes of L2 per byte counted",
+))  # fmt: skip
+def sectors(M, N, dtype, counter, provider):
+    """Bytes that multiprocessors read from L2 and write to it, in sectors of
+    32, over those of four matrices."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    x, r, w, _, dy, ds = (t.detach() for t in inputs(M, N, dtype))
+    _, s, mean, rstd = forward(x, r, None, None, 1e-5)
+    dx, saved = torch.empty_like(s), (s, w, mean, rstd)
+    runs = {
+        "triton": lambda: WAYS["triton"](x, r, N, None, None),
+        "forward both": lambda: WAYS["both"](x, r, N, None, None),
+        "backward one": lambda: backward(dy, ds, *saved, dx, None),
+        "backward both": lambda: (backward(dy, None, *saved, dx, None),
+                                  dx + ds),
+    }  # fmt: skip
+    runs[provider]()  # compiles
+    per = 4 * x.nbytes / 32
+    with torch.cuda.nvtx.range(f"counted {provider} {N} per {per}"):
+        runs[provider]()
+    return 3 * [float("nan")]
+
+
+sectors.run(show_plots=ON_GPU)
+
+# %%
+# One kernel moves four units in each pass; two move 5 forward and 6 backward.
+#
+# Now the time, up to rows that are wider than one kernel takes:
+
+WIDE = [14336, 16384, 20480, 32768]
 report(benchmark("backward", [*WIDTHS, *WIDE], triton=add_layer_norm))
+
+# %%
+# Backward, one kernel is far ahead to 14336 columns. From 16384 on, there are
+# two steps, about as fast as torch.compile. The same widths forward:
+
 report(benchmark("forward", WIDE, "wide", triton=add_layer_norm))
 
 # %%
-# Backward it is far ahead to 14336 columns; wider rows have PyTorch's speed.
-# `Every width <../layer-norm/11-every-width.html>`_ has kernels for them.
+# Two steps are slower than torch.compile's one kernel. `Every width
+# <../layer-norm/11-every-width.html>`_ has other kernels for such rows.
 #
 # Exercise 1: a bias as well
 # --------------------------

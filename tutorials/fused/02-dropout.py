@@ -47,9 +47,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # ---------------------------
 #
 # `Philox <https://doi.org/10.1145/2063384.2063405>`_ turns a key and a counter
-# into random bits. The key is the seed; the counter is the row and a fourth of
-# the column: a call gives four words of 32 bits, for four neighbors. A word
-# below ``DROP``, which is ``p * 2**32``, drops; with 0 no code is left.
+# into four random words of 32 bits, for four neighbors. The key is the seed;
+# the counter is the row and a fourth of the column. A word below ``DROP``,
+# which is ``p * 2**32``, drops its element; the rest is divided by ``1 - p``.
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def _dropout(x, seed, row, c, DROP: tl.constexpr, FOUR: tl.constexpr = True):
 
 
 # %%
-# A kernel that does nothing else; without ``do_not_specialize`` Triton would
-# compile another one for a seed of 1, or of a multiple of 16.
+# This kernel does nothing else. Without ``do_not_specialize`` Triton would
+# compile another one for a seed of 1, and for multiples of 16.
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -136,7 +136,7 @@ def report(benchmark):
 
 
 # %%
-# What do four words a call buy? "Each" has a call for each element.
+# How much does it help that four share a call? "Each" calls for each element.
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -162,7 +162,7 @@ def dropout_only(M, N, dtype, provider):
 report(dropout_only)
 
 # %%
-# A call is ten rounds of multiplications: shared by four it hardly shows.
+# A call is ten rounds of multiplications. Shared by four it hardly shows.
 #
 # Forward, with the addition and the norm
 # ---------------------------------------
@@ -215,8 +215,7 @@ def plan_forward(N, itemsize, most=2048):
 def forward(x, r, w, b, eps, p, seed, rule=plan_forward):
     """y, s, mean and rstd of contiguous matrices."""
     M, N = x.shape
-    wide = torch.promote_types(x.dtype, r.dtype)
-    acc = torch.promote_types(wide, torch.float32)
+    acc = torch.promote_types(r.dtype, torch.float32)
     y, s, plan = torch.empty_like(x), torch.empty_like(r), rule(N, r.itemsize)
     mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
     _dropout_add_layer_norm_fwd[(M,)](
@@ -230,16 +229,16 @@ def forward(x, r, w, b, eps, p, seed, rule=plan_forward):
 # Backward: the same bits again
 # -----------------------------
 #
-# ``dx`` is ``dresidual`` under the mask, drawn again: bits depend on seed, row
-# and column alone, so chunks have those that a whole row had.
+# ``dx`` is ``dresidual`` under the mask, which is drawn again. Bits depend on
+# seed, row and column alone, so chunks get the bits that a whole row had.
 
 # %%
 
 # Drawing: the way of the gradients.
 
-plt.figure("The mask stands in the way of one of two gradients", (7.5, 0.7))
+plt.figure("The mask is on the way to dx, and not to dresidual", (7.5, 1))
 way = "dy → norm → + → dresidual → × mask → dx\n            ↑\n            ds"
-plt.text(0.1, 0, way, family="monospace")
+plt.text(0, 0, way, family="monospace", size=17)
 plt.axis("off")
 plt.show()
 
@@ -425,8 +424,8 @@ class DropoutAddLayerNorm(torch.autograd.Function):
 
 
 # %%
-# Without ``seed`` a call draws one from PyTorch's generator of the host, so
-# ``torch.manual_seed`` repeats a run. A CUDA graph keeps its seed, and mask.
+# Without ``seed`` a call draws one from PyTorch's generator of the CPU, so
+# ``torch.manual_seed`` repeats a run. A CUDA graph repeats its seed and mask.
 
 
 def dropout_add_layer_norm(
@@ -449,18 +448,20 @@ def dropout_add_layer_norm(
         if N == 0 or right != (x.shape if name == "residual" else shape):
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
             raise ValueError(f"the shape of {name} is {shapes}")
+    if torch.promote_types(x.dtype, residual.dtype) != residual.dtype:
+        raise TypeError(f"residual is {residual.dtype}, and x is {x.dtype}")
     if not 0 <= p <= 1:
         raise ValueError(f"p is {p}: it must be from 0 to 1")
     p = float(p) if training else 0.0
     if seed is None:
         seed = int(torch.randint(2**62, ())) if 0 < p < 1 else 0
-    if N * max(x.itemsize, residual.itemsize) > 16384:
+    if N * residual.itemsize > 16384:
         raise ValueError(f"{N} columns: this page takes up to 16 KB a row")
     return DropoutAddLayerNorm.apply(*given, shape, eps, p, seed)
 
 
 # %%
-# Is it random? The shares kept of elements, and of pairs in rows and columns:
+# Is it random? The kept share of elements, of pairs in rows, and in columns:
 
 
 def kept(M, N, p, seed):
@@ -477,7 +478,7 @@ for other, n in (1, 1), (mask.roll(1, 1), 2), (mask.roll(1, 0), 2):
     assert abs(share - 0.75**n) < 5 * mask.numel() ** -0.5
 
 # %%
-# The check has the same mask, and all else from PyTorch in float64.
+# The check takes the same mask, and does the rest in PyTorch, in float64.
 
 
 def inputs(M, N, dtype):
@@ -491,8 +492,7 @@ def inputs(M, N, dtype):
 
 
 def chain(x, residual, shape, w, b, p=0.1, mask=None):
-    x = F.dropout(x, p) if mask is None else x * mask / (1 - p)
-    s = x + residual
+    s = residual + (F.dropout(x, p) if mask is None else x * mask / (1 - p))
     return F.layer_norm(s, shape, w, b), s
 
 
@@ -513,7 +513,7 @@ for dtype in torch.float16, torch.float32:
     check(1151 if ON_GPU else 9, 200, dtype)
 
 # %%
-# The ceiling is the speed of a copy, and backward that of ``addcmul``.
+# The ceiling is the speed of a copy; backward, that of ``addcmul``.
 
 
 def benchmark(mode, moved):
@@ -556,7 +556,7 @@ for mode, moved in ("forward", 4), ("backward", 5):
     report(benchmark(mode, moved))
 
 # %%
-# Further ahead than was counted: PyTorch's layer norm is slower than ours too.
+# We are ahead by more than was counted: PyTorch's layer norm is slower, too.
 # torch.compile fuses, but its ``tl.rand`` calls Philox for each element.
 #
 # Exercise 1: a module

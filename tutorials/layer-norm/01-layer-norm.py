@@ -37,7 +37,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
 # That cell stands on every page, and lets it run without a GPU, too.
-# Both passes at 3 × 4, in ten lines of PyTorch:
+# Next come both passes at 3 × 4, in ten lines of PyTorch.
 # *Forward* computes ``y``; *backward* gets ``dy``, the gradient of the loss
 # with respect to ``y``, and returns those of ``x``, ``w`` and ``b``.
 
@@ -48,7 +48,7 @@ dy = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 2, 3]]).to(x)
 
 mean = x.mean(dim=1, keepdim=True)
 variance = ((x - mean) ** 2).mean(dim=1, keepdim=True)
-rstd = (variance + 1e-5) ** -0.5
+rstd = (variance + 1e-5) ** -0.5  # 1 / standard deviation
 x_hat = (x - mean) * rstd
 y = x_hat * w + b
 wdy = w * dy
@@ -94,8 +94,8 @@ def _layer_norm_fwd(
 
 # %%
 # ``N`` and ``eps`` are constants: the kernel is compiled anew for each.
-# A program has few *warps*, groups of 32 threads that run together: then each
-# thread has several loads *in flight*, asked for and not there yet.
+# A program has few *warps*, groups of 32 threads that run together, so that
+# each thread has several loads *in flight*, asked for and not there yet.
 
 
 def in_registers(x, w, b, eps):
@@ -192,12 +192,12 @@ keep = lambda x, _, w, b: in_registers(x, w, b, 1e-5)
 report(benchmark("forward", "forward", triton=keep))
 
 # %%
-# It comes near the copy: while a program computes, others load.
+# The line is near the copy: while a program computes, others load.
 #
 # A row of any width
 # ------------------
 #
-# Registers are few, so wider rows are taken a tile at a time.
+# Registers are few, so a wide row is taken a tile at a time.
 # One read of the row is a *sweep*, and this kernel makes three: for the mean,
 # for the variance, and to write ``y``.
 # Each lane adds up its elements of all tiles; ``tl.sum`` adds up the lanes.
@@ -302,13 +302,13 @@ traffic.run(show_plots=ON_GPU)
 # :math:`\hat{x} = r \, (x - \mu)` with
 # :math:`r = (\sigma^2 + \epsilon)^{-1/2}`, and then
 # :math:`y = \hat{x} \, w + b`.
-# From the last step to the first:
+# The chain rule goes from the last step to the first:
 #
 # 1. Each column multiplies its gradient by :math:`w`.
-# 2. :math:`r` multiplied the whole row: for the variance, a sum over the row.
-# 3. The mean was subtracted from each element: a sum with a minus sign.
+# 2. :math:`r` multiplied the whole row: its gradient is a sum over the row.
+# 3. The mean was subtracted from all: its gradient is a sum with a minus sign.
 #    Inside the variance it adds nothing, as :math:`\sum_j (x_j - \mu) = 0`.
-# 4. ``x`` is used directly, in the variance and in the mean: three terms.
+# 4. ``x`` is used directly, in the variance and in the mean: add three terms.
 #
 # All rows :math:`i` share :math:`w` and :math:`b`: their gradients are sums.
 # Autograd checks all of it, in float64.
@@ -364,7 +364,7 @@ plt.show()
 
 # %%
 # A masked lane has ``dy = 0``, so it adds nothing to any sum.
-# ``w`` is loaded for every row: kept in registers, it would leave fewer.
+# ``w`` is loaded again for every row: that saves registers.
 
 
 @triton.jit
@@ -483,7 +483,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 # %%
-# Registers limit the width with gradients; without them any is taken.
+# With gradients, registers limit the width; without gradients, any is taken.
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -549,25 +549,25 @@ layer_norm(x, 4).sum().backward()  # the sum of a row is always 0
 assert x.grad.abs().max() < 1e-9
 
 # %%
-# To the three matrices come buffers of 8 bytes a column, written and read.
+# Beside three matrices, buffers are written and read, 8 bytes a column each.
 
 report(benchmark("backward", "backward", triton=layer_norm))
 
 # %%
-# PyTorch's kernels for ``dw`` and ``db`` read ``x`` and ``dy`` a second time
-# (`Who adds up the rows? <02-summing-rows.html>`_).
-# Ours reads them once and is still far from the copy: a program waits for its
-# row with nothing in flight (`Loads in flight <04-loads-in-flight.html>`_).
-# The line falls where fewer programs run on a multiprocessor, above 4096
-# columns and at 8192, and at 15872, where even one has too few registers
-# (`Chunks instead of padding <05-chunks.html>`_).
+# `PyTorch's kernels <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
+# for ``dw`` and ``db`` read ``x`` and ``dy`` a second time
+# (`Who adds up the rows? <02-summing-rows.html>`_). Ours reads them once and
+# is far from the copy: a program waits for its row with nothing in flight
+# (`Loads in flight <04-loads-in-flight.html>`_). The line falls where fewer
+# programs run on a multiprocessor, above 4096 columns and at 8192, and at
+# 15872, where even one has too few registers (`Chunks <05-chunks.html>`_).
 #
 # Exercise 1: find the error
 # --------------------------
 #
-# A formula like this one is in circulation.
+# This formula for ``dx`` is wrong; write the right one.
 # A constant added to a row of ``x`` changes nothing in ``y``, so a row of
-# ``dx`` must sum to 0: the printed sums reject it without any reference.
+# ``dx`` must sum to 0: the printed sums show the error without any reference.
 #
 # **Hint.** Along which dimension do its sums run, and where is ``w`` in them?
 

@@ -4,8 +4,8 @@ Weight gradients: who adds up the rows?
 
 The weight gradients of layer normalization are sums over all rows, and no
 program has all rows: who adds them up?
-Every program its own rows, in a buffer each, and a small kernel the buffers:
-that reads the matrices once, and all runs give the same bits.
+Each program adds up its own rows in a buffer, and a small kernel adds up the
+buffers: the matrices are read once, and all runs give the same bits.
 
 Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
 """
@@ -42,8 +42,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # * **Columns**: one kernel computes ``dx`` by rows, another one ``dw`` and
 #   ``db`` by columns.
-# * **Split**: several programs share the columns, each takes some rows.
-# * **Buffers**: the kernel for ``dx`` sums as well, in a buffer a program.
+# * **Split**: several programs share the columns, and each takes some rows.
+# * **Buffers**: the kernel for ``dx`` sums as well; each program has a buffer.
 # * **Atomics**: the same, but all programs add to one buffer.
 #
 # The unit is a matrix of ``M`` rows in 16 bits, ``2 * M`` bytes a column.
@@ -63,8 +63,8 @@ for name, matrices, sums in (
 # %%
 # Three matrices are the least: ``x`` and ``dy`` are read, ``dx`` is written.
 # By columns, ``x`` and ``dy`` are read twice.
-# By rows, each program costs sums: a buffer is written and read, an atomic
-# addition is sent, and done where the sum is kept.
+# By rows, each program has sums to move: a buffer is written and read, an
+# atomic addition is sent, and done where the sum is kept.
 #
 # Columns
 # -------
@@ -198,7 +198,7 @@ copy = lambda dy, x, *_: x.copy_(dy)
 report(speeds("columns", 2, columns=sums_by_columns, copy=copy))
 
 # %%
-# 1024 columns make 64 programs, fewer than a large GPU has multiprocessors.
+# 1024 columns make 64 programs, but an H200 has 132 multiprocessors.
 #
 # Columns, split over rows
 # ------------------------
@@ -250,17 +250,17 @@ known = lambda *tensors: pytorch(*tensors, [False, True, True])
 report(speeds("split", 2, **columns, torch=known, copy=copy))
 
 # %%
-# Narrow matrices gain; wide ones had programs enough.
+# Narrow matrices gain much; the widest one had enough programs before.
 # What is left: another kernel reads ``x`` and ``dy`` as well, for ``dx``.
-# In the picture a number is a program; who reads whole rows can do both.
+# In the picture a number is a program; one that reads whole rows can do both.
 
 # %%
 
 # Drawing: which program reads which elements.
 
 row, col = torch.arange(8)[:, None], torch.arange(6)
-name = "Columns, split columns and rows: which program reads which elements"
-_, axes = plt.subplots(1, 3, figsize=(7.5, 3.4), num=name)
+axes = plt.figure("Columns, split columns and rows: which program reads "
+                  "which elements", (7.5, 3.4)).subplots(1, 3)  # fmt: skip
 for ax, title, program in (
     (axes[0], "Columns", col // 2 + 0 * row),
     (axes[1], "Split", col // 2 + row // 2 % 2 * 3),
@@ -389,8 +389,8 @@ report(speeds("designs", 3, **DESIGNS, copy=add))
 # What a second read of ``x`` and ``dy`` costs depends on L2, the cache of all
 # programs: small matrices may still be in it, large ones are not.
 # Atomics once a program move less than buffers, but need zeros first, and
-# additions to one place queue up: slower at narrow rows, about as fast from
-# 6144 columns on.
+# additions to one place queue up: they are slower at narrow rows, and about as
+# fast from 6144 columns on.
 # An atomic addition for each row is the slowest.
 #
 # NVIDIA's profiler ``ncu`` counts the bytes that kernels read from memory
@@ -419,7 +419,7 @@ def dram(M, N, dtype, mode, counter, provider):
 dram.run(show_plots=ON_GPU)
 
 # %%
-# Near 1, the table is right.
+# All points are near 1: the table is right.
 # Memory does not see atomic additions, for they are done in L2.
 #
 # The same bits?
@@ -446,8 +446,8 @@ def different_bits(M, N, dtype, mode, provider):
 different_bits.run(show_plots=ON_GPU)
 
 # %%
-# Buffers and parts are added up in a fixed order, atomic additions are done as
-# programs come.
+# Buffers and parts are added up in a fixed order, atomic additions as programs
+# come: no run with atomics repeats the first.
 #
 # A function to train with
 # ------------------------
@@ -561,7 +561,7 @@ for name in list(DESIGNS)[:-1]:
 check(layer_norm, M, N, torch.float16)
 
 # %%
-# An order that changes is not less exact, but cannot be repeated.
+# An order that changes is not less exact, but its result cannot be repeated.
 # Another number of programs is another order, too.
 #
 # Exercise 1: a few buffers

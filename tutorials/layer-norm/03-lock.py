@@ -59,10 +59,10 @@ print("sum:", 3.0 + 4.0, "buffer:", buffer)
 #
 # * ``tl.debug_barrier()`` lets all threads meet first.
 #   Without it the lock may be free while a thread has still to store.
-# * ``release`` is an order in memory: who sees the 2 sees the stores before.
+# * ``release`` orders memory: who sees the 2 also sees the stores before it.
 # * ``acquire`` is the other half: no load behind it reads older values.
 #
-# Nobody waits forever: who has a lock is running, and waits for nobody.
+# No program waits forever: one that has a lock runs, and waits for no other.
 
 
 @triton.jit
@@ -164,8 +164,8 @@ print(f"relative error, 70 rows in 8 buffers: {error(sums, exact):.0e}")
 # The race
 # --------
 #
-# A *race* is a program whose result depends on who comes first.
-# A hundred runs as it is, and without each part:
+# In a *race* the result depends on who comes first.
+# Here are a hundred runs of the kernel as it is, and without each part:
 
 FLAWS = ["right", "no barrier", "no acquire", "no release"]
 
@@ -193,8 +193,8 @@ if table.notna().all(axis=None):
     assert not table.iloc[:, 0].any()  # with all its parts it is right
 
 # %%
-# A missing barrier or release shows at narrow rows and may hide at wide ones,
-# where it is needed all the same: a test that passes proves nothing.
+# Without acquire all runs are wrong. A missing barrier or release shows at
+# narrow rows and may hide at wide ones: a test that passes proves nothing.
 # Nor do the usual tools see the missing barrier: ``racecheck`` of
 # compute-sanitizer watches shared memory, but the sums are in global memory,
 # and Triton's interpreter runs one program after the other.
@@ -221,8 +221,8 @@ if table.notna().all(axis=None):
 
 # Drawing: four rows add to two buffers; a second stage sums the buffers.
 
-name = "Four rows add to two buffers; a second stage sums the buffers"
-_, ax = plt.subplots(num=name, figsize=(7.5, 3.2))
+ax = plt.figure("Four rows add to two buffers; a second stage sums the "
+                "buffers", (7.5, 3.2)).subplots()  # fmt: skip
 ax.set(xlim=(0, 10), ylim=(-0.2, 4.4))
 ax.axis("off")
 places = [(1, 3 - i, f"row {i}", f"C{i % 2}") for i in range(4)]
@@ -245,8 +245,8 @@ plt.show()
 # :math:`8 \, (P + (P - B) + B) = 16 \, P` bytes a column.
 # :math:`B` is gone: **a lock saves no traffic, only memory.**
 #
-# Three plans: a buffer each, as on `page 01 <01-layer-norm.html>`_; two at one
-# and a lock; a program for each row, as on Triton's page, with float32 sums.
+# Three plans: a buffer each, as on `page 01 <01-layer-norm.html>`_; a lock for
+# two; a lock and a program for each row, as on Triton's page, but in float32.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
@@ -281,7 +281,7 @@ for N in 1024, 8192:
 # A function to train with
 # ------------------------
 #
-# Stage 2, and the forward kernel of `page 01 <01-layer-norm.html>`_:
+# Stage 2, and a forward kernel with rows in registers:
 
 
 @triton.jit
@@ -529,10 +529,10 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# Above the addition are the sums, and ``w``, which is loaded for each row.
+# The addition itself is above 1: L2 moves more than what kernels ask for.
+# What a plan has above it are the sums, and ``w``, loaded for each row.
 # Up to 8192 columns two at a lock move about what a buffer each does, and one
-# may wait; at 15872 a thread has too few registers, and the compiler *spills*
-# some into memory: both plans move more, a buffer each the most.
+# may wait; at 15872 registers are *spilled* into memory: both move more.
 # So use a lock where memory has no room for a buffer each; for layer
 # normalization it has, and only one width of the figure is faster with a lock.
 # It has another price, which no clock shows: programs come to it in any

@@ -35,8 +35,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # %%
 # The *latency* of memory is the time from a load to its value, its *bandwidth*
 # the bytes that it hands out in a second.
-# In the time of one latency comes what is *in flight*, asked for and not there
-# yet: **bytes in flight = bandwidth × latency** (Little's law).
+# What is *in flight* was asked for and is not there yet; it comes within one
+# latency: **bytes in flight = bandwidth × latency** (Little's law).
 #
 # This kernel has as many bytes in flight as we like.
 # Each *lane*, a place of a program's tile, reads 4 bytes, all of them 0.
@@ -132,14 +132,14 @@ if knee:  # it was measured
 # %%
 # On the left a step takes little more than one latency, whatever it asks for:
 # more bytes in flight, more bytes a second.
-# From the *knee* on memory is busy: so much each multiprocessor needs in
-# flight, all the time; more waits in a queue, and 64 KB are even slower.
+# From the *knee* on more brings little, and 64 KB are even slower: so much, at
+# least, each multiprocessor needs in flight, all the time.
 #
 # One row at a time
 # -----------------
 #
 # This is the backward kernel of `Layer normalization, both passes
-# <01-layer-norm.html>`_ with a knob more, ``STAGES``; 1 is off.
+# <01-layer-norm.html>`_ with one more knob, ``STAGES``; 1 is off.
 # A program takes row after row: it asks for ``x`` and ``dy``, waits, works,
 # stores ``dx``, and only then asks for the next row.
 # While it works, it has nothing in flight.
@@ -270,7 +270,7 @@ by_programs = turn("programs", [1, 2, 3, 4, 6, 8], one_stage)
 # a thread has some 32 more, for addresses.
 # With 8192 columns in 16 warps that is 49152: a second program waits until the
 # first has ended.
-# And each costs: its sums are written, and read again.
+# And each program has a cost: its sums are written, and read again.
 #
 # Second knob: warps
 # ------------------
@@ -291,8 +291,8 @@ by_warps = turn("warps", [4, 8, 16, 32], one_stage)
 #
 # The loop can ask ahead: loads become asynchronous copies (``cp.async``) to
 # the *shared memory* of a multiprocessor, and take no registers.
-# With ``num_stages=3`` there are places for two rows.
-# A program waits for one, works on it, and asks for the next in its place.
+# ``num_stages`` says how many: with 3 there is room for two rows.
+# A program waits for a row, works on it, and loads the next in its place.
 
 # %%
 
@@ -316,7 +316,7 @@ plt.xticks([])
 plt.show()
 
 # %%
-# One change: the stages.
+# One change: the stages, ``num_stages``.
 # A row in flight needs no program of its own now: one on a multiprocessor
 # will do, or up to three of narrow rows.
 # A row of more than 8192 columns and its sums take all registers, and copies
@@ -334,8 +334,8 @@ def best_plan(N, itemsize=2):
 by_stages = turn("stages", [1, 2, 3, 4, 5], best_plan)
 
 # %%
-# With two there is a place for one row, asked for when the one before is done,
-# which is slower than one stage; from three on there is always a row in
+# With two there is room for one row, asked for when the one before is done:
+# that is slower than one stage. From three on there is always a row in
 # flight, and at 8192 columns more than three bring nothing.
 # The compiler copies all loads of the loop, so a third of a stage holds ``w``.
 #
@@ -394,14 +394,14 @@ for column, N in enumerate(WIDTHS):
         print(said)
 
 # %%
-# A knee is not enough, for while a program works, a row less is in flight.
+# The knee is not enough: while a program works, one row less is in flight.
 # And loads are not all: in the last round some programs have no row, and then
 # a second launch reads the sums, more of them where programs are many.
 #
 # A function to train with
 # ------------------------
 #
-# Forward each row has a program, and many of them fit on a multiprocessor.
+# In the forward pass each row has a program; a multiprocessor runs many.
 
 
 @triton.jit
@@ -545,7 +545,7 @@ def backward_speed(M, N, dtype, mode, provider):
 report(backward_speed)
 
 # %%
-# Up to 8192 columns stages are the fastest; above, all three plans are one.
+# Up to 8192 columns stages are fastest; above, the three plans are the same.
 # Just above a power of two nearly half of the lanes have nothing to do, which
 # `Chunks instead of padding <05-chunks.html>`_ mends.
 #

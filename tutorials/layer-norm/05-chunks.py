@@ -36,7 +36,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # A *lane* is a place for one element, and a *tile* has a power of two of them.
 # A *chunk* is one of several tiles that hold a row together.
 # A row of 4608 columns leaves almost half of the 8192 lanes of one tile idle,
-# but only half of the last of five chunks of 1024; idle lanes are white:
+# but only half of the last of five chunks of 1024; idle lanes have no color:
 
 # %%
 
@@ -82,7 +82,7 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 # %%
 # ``tl.static_range`` unrolls a loop: the tuple grows, and stays in registers.
-# ``w`` and ``b`` are like matrices whose rows are 0 apart; *eviction policies*
+# ``w`` and ``b`` are read like matrices of stride 0; *eviction policies*
 # tell the caches what to keep (``evict_last``), and what not (``HINT``).
 
 
@@ -200,8 +200,8 @@ def lanes(M, N, dtype, provider):
 report(lanes)
 
 # %%
-# Nothing that shows: they move no bytes, but take registers and instructions.
-# The forward pass has some to spare; the backward pass will not.
+# Nothing to see: they move no bytes, but take registers and instructions.
+# So the forward pass has some to spare; the backward pass will not.
 #
 # A formula instead of a table
 # ----------------------------
@@ -210,8 +210,8 @@ report(lanes)
 # Our rule: a warp holds at most 4096 bytes of a row, which are 64 columns of
 # 16 bits a thread; programs have at least four warps, narrow rows two.
 # Several narrow rows share a program; the narrowest come in pairs.
-# Two programs of 16 warps, or four of 8, fit on a multiprocessor if a thread
-# takes no more than 64 of its 65536 registers; of 80, three of 8 warps fit.
+# A multiprocessor has 65536 registers. With at most 64 a thread, two programs
+# of 16 warps fit, or four of 8; with 80, three of 8 warps (``maxnreg``).
 
 CUDA = ON_GPU and torch.version.hip is None
 
@@ -303,7 +303,7 @@ WIDTHS = [512 * i for i in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
 report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 
 # %%
-# Near the copy, powers of two or not; torch.compile is faster at 512 only.
+# All widths are near the copy; torch.compile is faster at 512 only.
 #
 # Backward: registers
 # -------------------
@@ -313,7 +313,7 @@ report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 # A multiprocessor has 65536: 6.4 a lane for five chunks of 2048, but 4 for a
 # tile of 16384: with loads ahead registers are *spilled* into memory.
 #
-# One reduction adds up both sums of a row, so warps wait half as often.
+# One reduction adds up both sums of a row, so warps meet half as often.
 
 
 @triton.jit
@@ -404,8 +404,8 @@ def _layer_norm_bwd_chunks(
 
 # %%
 # A second kernel adds up the buffers, a matrix of ``2 N`` columns.
-# On Hopper it starts ``EARLY`` (*programmatic dependent launch*), where other
-# programs have ended; ``gdc_wait`` holds it until all buffers are written.
+# From Hopper on it starts ``EARLY`` (*programmatic dependent launch*), while
+# programs still run; ``gdc_wait`` waits until all buffers are written.
 
 
 @triton.jit
@@ -424,7 +424,7 @@ def _add_up_chunks(
 
 
 # %%
-# The rule: one program a multiprocessor, for few buffers, of 8 warps, or of 4.
+# The rule: one program a multiprocessor, of 8 warps, or of 4 in narrow rows.
 # A thread holds up to 32 columns of 16 bits, in 1 to 8 rows, or 40 of a wide
 # row; tiles in flight fit into 96 KiB of shared memory.
 

@@ -3,8 +3,8 @@ Rows that begin anywhere
 ========================
 
 Why does layer norm become slow when a row gets one column more?
-A thread loads 16 bytes at once only from a multiple of 16 bytes; if the lanes
-of a row begin at such a place before the row, they can.
+A thread loads 16 bytes at once only from a multiple of 16 bytes: so the lanes
+begin at such a place, up to 7 columns before the row.
 
 The formulas are those of `page 01 <01-layer-norm.html>`_, the backward kernel
 that of `Chunks instead of padding <05-chunks.html>`_.
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
 # A *lane* is a place for one element; 8 of 16 bits are a group of 16 bytes.
-# Rows of 13 columns begin anywhere in a group, *shift* lanes after its begin:
+# Rows of 13 columns begin anywhere in a group, *shift* lanes after its start:
 
 # %%
 
@@ -73,8 +73,8 @@ print("sums of rows of 13 ones:", sums.tolist())
 
 # %%
 # The 32 threads of a warp load with one *request*, each up to 16 bytes.
-# From column 0 they take what divides the begin of every row, 2 to 16 bytes.
-# Nsight Compute counts the requests for a row:
+# From column 0 they take what divides the start of every row, 2 to 16 bytes.
+# NVIDIA's profiler ``ncu`` counts the requests for a row:
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -100,13 +100,13 @@ def requests(M, N, dtype, counter, provider):
 requests.run(show_plots=ON_GPU)
 
 # %%
-# An odd width asks eight times as often; in groups all widths ask the same.
+# An odd width asks eight times as often; with groups all widths ask the same.
 #
 # Layer norm in such lanes
 # ------------------------
 #
-# Column ``j`` is in lane ``j + shift``; sums take what is ``inside``; stores,
-# which must not touch other rows, ``whole`` groups and then single columns.
+# Column ``j`` is in lane ``j + shift``. Sums take what is ``inside``. Stores
+# must not touch other rows: they write ``whole`` groups, then single columns.
 # Rows ``STEP`` = 8 apart have one shift: a program takes such rows, and a
 # column keeps its lane.
 
@@ -132,7 +132,7 @@ def _only_inside(x, c, shift, N, STEP):
 
 # %%
 # A row is a tuple of chunks; the first and the last need masks. The last group
-# may end out of bounds (memcheck objects): PyTorch allocates by 512 bytes.
+# may pass the end: ``memcheck`` reports it; PyTorch allocates by 512 bytes.
 
 
 @triton.jit
@@ -216,8 +216,8 @@ def _layer_norm_fwd_shifted(
 
 
 # %%
-# As on `page 05 <05-chunks.html>`_, about 4 KB of a row a warp, in chunks of 8
-# bytes a thread, for fewer idle lanes, or 16 with 8 warps, for fewer chunks.
+# A warp holds some 4 KB of a row, as on `page 05 <05-chunks.html>`_. A thread
+# holds 8 bytes of a chunk, for few idle lanes; of 8 warps 16, for few chunks.
 # A multiprocessor has 8 warps, 12 for narrow rows, and some 90 KB in flight.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
@@ -365,13 +365,13 @@ report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 
 # %%
 # At 4096 columns both lines are one kernel, slower than `that of page 05
-# <05-chunks.html>`_. One more column costs the line from column 0 dearly; the
-# shifted one gains, by loads ahead: asynchronous copies have 4 bytes or more.
+# <05-chunks.html>`_. One more column makes ``unshifted`` much slower; shifted,
+# it even gains, by loads ahead: asynchronous copies need 4 bytes or more.
 #
 # Backward
 # --------
 #
-# A column keeps its lane, its sum a register (`page 05 <05-chunks.html>`_).
+# A column keeps its lane, so its sum stays in a register.
 
 
 @triton.jit
@@ -566,14 +566,14 @@ for dtype in torch.float16, torch.float32:
 report(benchmark("backward", WIDTHS[:-2], triton=layer_norm))
 
 # %%
-# Backward as well, one column more costs little.
+# In the backward pass, too, one more column costs little.
 #
 # Exercise 1: how far apart?
 # --------------------------
 #
-# Rows 8 apart have one shift, those of an even width sooner: how far apart?
+# Rows 8 apart have one shift; with an even width, nearer rows. How far apart?
 #
-# **Hint.** That many rows are a multiple of 8 columns.
+# **Hint.** So many rows together hold a multiple of 8 columns.
 
 
 def distance(N):

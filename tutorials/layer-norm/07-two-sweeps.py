@@ -4,10 +4,10 @@ Two sweeps, and a variance that stays right
 
 How do you normalize rows that are too wide for registers, on any device?
 Read each row twice, and find its mean and its variance in the first sweep, by
-a method that loses no digits.
+a method that stays right where the mean is large.
 
-A *sweep* is one read of a row; `the first page <01-layer-norm.html>`_ made
-three, because the variance needs the mean.
+A *sweep* is one read of a row; the streaming kernel of `the first page
+<01-layer-norm.html>`_ makes three, because the variance needs the mean.
 With two, both passes take every width, float64, and any device.
 """
 
@@ -50,10 +50,10 @@ print(f"sums of squares: {by_squares:.5f}")
 
 # %%
 # The squares are near :math:`10^8`, where one float32 number is 8 away from
-# the next, and the variance is the difference of two such numbers.
+# the next: the difference of two such numbers can be 0 or 8, but not 1.
 #
-# As a kernel: a *tile* has a power of two of *lanes*, which add up an element
-# each of all tiles; lanes beyond the end of the row are *masked* and load 0.
+# As a kernel: a *tile* has a power of two of *lanes*. Each adds up one element
+# of every tile; those beyond the row are *masked* and load 0.
 
 
 @triton.jit
@@ -79,16 +79,16 @@ print("standard deviation of the kernel:", (1 / rstd).item())
 # One change: Welford's method
 # ----------------------------
 #
-# Each lane keeps the mean of the elements that it has seen, and ``m2``, the
-# sum of their squared distances from that mean.
-# A new element at distance ``d`` moves the mean by a share of ``d``; no large
-# squares are subtracted.
+# The standard deviation is 1. The kernel found a variance of 0 or less, and
+# ``tl.maximum`` made it 1e-12.
+# Now each lane keeps the mean of its elements so far, and ``m2``, the sum of
+# their squared distances from it. The k-th element, at distance ``d``, moves
+# the mean by ``d / k``; no large squares are subtracted.
 # This is `Welford's method <https://doi.org/10.1080/00401706.1962.10490022>`_.
 #
-# Seen from the mean :math:`\mu` of the row, the squared distances of a lane
-# with :math:`n` elements and the mean :math:`\mu_l` add up to
-# :math:`m_2 + n (\mu_l - \mu)^2`; their sum is that of the row.
-# All lanes have equally many elements, except in the last tile.
+# Seen from the mean :math:`\mu` of the row, the squared distances of a lane of
+# mean :math:`\mu_l` and :math:`n` elements, without masked ones, add up to
+# :math:`m_2 + n (\mu_l - \mu)^2`; the sum over lanes is that of the row.
 
 
 @triton.jit
@@ -151,6 +151,7 @@ def variance(M, N, ratio, provider):
 
 
 table = variance.run(show_plots=ON_GPU, return_df=True)
+table.columns = [name.split(" (")[0] for name in table.columns]
 print(table.to_string(index=False, float_format="{:.0e}".format))
 
 # %%
@@ -218,7 +219,7 @@ def _layer_norm_fwd_sweeps(
 # %%
 # In wider rows a tile is larger, for up to 1024 threads: fewer rows compete
 # for the first-level cache then.
-# Elements of odd rows are loaded singly, many for a thread.
+# `Rows that begin anywhere <06-unaligned-rows.html>`_ load single elements.
 
 
 def plan(N, itemsize):
@@ -247,7 +248,7 @@ def forward(x, w, b, eps, caches=True):
 # --------------------------
 #
 # A copy moves two matrices, a kernel that reads ``x`` twice moves three.
-# Without caches this is the *roof*: two thirds, in the speeds below.
+# Without caches its *roof* is at two thirds of the copy.
 
 # %%
 
@@ -353,17 +354,17 @@ plain = lambda x, _, w, b: forward(x, w, b, 1e-5, caches=False)
 report(benchmark("forward", triton=keep, plain=plain))
 
 # %%
-# "No help" is the kernel with ``CACHES`` off.
-# The wider a row, the larger the cache that still holds it, and the slower: in
-# wide rows both lines fall towards the roof, that without help further.
+# "No help" is the kernel with ``CACHES`` off. Wider rows fit only into larger,
+# slower caches: both lines fall towards the roof, that without help further.
 # The way out is `Programs that share a row <08-shared-rows.html>`_.
 #
 # Backward: the means first
 # -------------------------
 #
-# Each element of :math:`dx = r \, (w \, dy - \hat{x} \, c_1 - c_2)` needs two
-# means over its row, those of :math:`\hat{x} \, w \, dy` and :math:`w \, dy`.
-# So there are two sweeps again; the first has a program for each row:
+# Each element of :math:`dx = r \, (w \, dy - \hat{x} \, c_1 - c_2)`, where
+# :math:`r` is ``rstd``, needs two means over its row: :math:`c_1`, of
+# :math:`\hat{x} \, w \, dy`, and :math:`c_2`, of :math:`w \, dy`.
+# So there are two sweeps again, the first with a program for each row:
 
 
 @triton.jit
@@ -464,7 +465,7 @@ def backward(dy, x, w, mean, rstd, wanted):
 
 
 # %%
-# Layouts are made right here; PyTorch rounds the gradients to their types.
+# Strided tensors are copied; PyTorch rounds ``dw`` and ``db`` to their types.
 
 
 class LayerNorm(torch.autograd.Function):
@@ -509,15 +510,15 @@ torch.testing.assert_close(layer_norm(x, N), F.layer_norm(x, (N,)))
 
 # %%
 # These kernels read ``x`` and ``dy`` twice, and the second time from memory,
-# because the whole matrix has gone by in between.
+# because the whole matrix has passed the caches in between.
 # Five matrices for three: the roof is 0.6 of the speed of a copy.
 
 report(benchmark("backward", triton=layer_norm))
 
 # %%
-# PyTorch reads both at least twice as well: its roof is no higher.
-# How much of all that is read comes from memory, as ``ncu`` counts it, the
-# profiler: 1 if caches have all that is read a second time, 2 if nothing.
+# Wide rows come near this roof. `PyTorch <01-layer-norm.html>`_ reads both at
+# least twice, too. ``ncu``, the profiler, counts what comes from memory for
+# each byte of a matrix: 1 if a cache has all that is read again, 2 if nothing.
 
 
 @triton.testing.perf_report(
@@ -551,14 +552,13 @@ traffic.run(show_plots=ON_GPU)
 # %%
 # Forward, nearly all of the second sweep comes from a cache, until the rows of
 # all running programs outgrow it: help saves most there. Backward, none of it.
-# Rows that begin anywhere are slow: `page 06 <06-unaligned-rows.html>`_.
 #
 # Exercise 1: a shift instead
 # ---------------------------
 #
 # A simpler cure: subtract from each element the first one of its row.
-# The variance does not change, and the squares are small.
-# Change ``_rstd_by_squares`` so.
+# The variance does not change, and the squares are small, unless that element
+# is far from the others. Change ``_rstd_by_squares`` in this way.
 #
 # **Hint.** A masked lane loads 0: what does it add after the shift?
 

@@ -6,8 +6,8 @@ How do you normalize a row of a million columns without reading it twice?
 Let many programs hold it together, each one a slice in registers, and tell
 each other their sums while they work.
 
-`Two sweeps <07-two-sweeps.html>`_ fetch rows that no cache holds twice.
-Programs that *wait for each other* need not, if waiting costs no time.
+`Two sweeps <07-two-sweeps.html>`_ fetch a row twice if no cache holds it.
+Programs that *wait for each other* fetch it once; the wait must cost no time.
 """
 
 # %%
@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # ---------------------------------------
 #
 # Two float32 numbers make one *word* of 64 bits.
-# At first it is ``EMPTY``: two signaling NaNs, which no arithmetic results in.
+# At first it is ``EMPTY``: two signaling NaNs, which no arithmetic gives.
 # A program *publishes* by storing its word; others load it until it has come.
 # In PTX, the language below Triton's on NVIDIA GPUs, other programs of the
 # ``gpu`` see a ``relaxed`` access of 64 bits as a whole or not at all.
@@ -228,7 +228,7 @@ def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
 # %%
 # A slice publishes its mean and ``m2``, the sum of squared distances from it;
 # all are put together as lanes are in `Two sweeps <07-two-sweeps.html>`_.
-# From a column of one row Triton would make a tile in shared memory, slowly.
+# Of a single row Triton needs a number: a column would pass shared memory.
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def _layer_norm_fwd_shared(
 
 # %%
 # A group has as many programs as a row has slices of ``lanes`` columns; if
-# programs would be left over, more and narrower slices.
+# programs would be left over, it has more programs, and slices are narrower.
 
 
 def cut(M, N, rows, lanes, per_sm):
@@ -380,10 +380,11 @@ def _layer_norm_bwd_shared(
 
 
 # %%
-# Forward a slice has 16 KB of a row: fewer slices have fewer words to await.
-# In rows above 256 KB it has 8 KB: of two programs on a multiprocessor one
-# works while the other waits. Backward, ``dw`` and ``db`` take registers: a
-# slice has 8 KB, of one row; that of a narrower row 2 KB, of four.
+# Forward a slice has 16 KB of two rows: fewer slices, fewer words to await.
+# Above 256 KB a row has two programs on a multiprocessor, of which one works
+# while the other waits: a slice has 8 KB of two rows, above 768 KB 16 KB of
+# one. Backward, ``dw`` and ``db`` take registers: a slice has 8 KB of one row,
+# or 2 KB of four rows of up to 128 KB.
 
 
 def plan_shared(N, itemsize, forward):
@@ -392,6 +393,8 @@ def plan_shared(N, itemsize, forward):
     if forward:
         per_sm = 1 if row <= 32 * SLICE else 2
         rows, size = 2, 2 * SLICE // per_sm
+        if row > 96 * SLICE:
+            rows, size, warps = 1, 2 * SLICE, 4
     else:
         per_sm, rows, size = 2, 1, SLICE
         if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
@@ -428,7 +431,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 # %%
-# PyTorch rounds the gradients to the types of ``w`` and ``b``.
+# PyTorch rounds ``dw`` and ``db`` to the types of ``w`` and ``b``.
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -540,16 +543,13 @@ def benchmark(mode):
         run, moved = (forward, 2) if mode == "forward" else (backward, 3)
         return speed(moved * dy.nbytes, run)
 
-    return triton.testing.perf_report(
-        triton.testing.Benchmark(
-            ["N"], [2**15 * i for i in (1, 2, 3, 4, 8, 12, 16, 24, 32)],
-            x_log=True, line_arg="provider", ylabel="GB/s",
-            line_vals=["triton", "torch", "copy"],
-            line_names=["Triton", "PyTorch", "Copy"],
-            plot_name=f"layer-norm-shared-rows-{mode}",
-            args={"M": 4096, "dtype": torch.float16, "mode": mode},
-        )
-    )(measure)  # fmt: skip
+    return triton.testing.perf_report(triton.testing.Benchmark(
+        ["N"], [2**15 * i for i in (1, 2, 3, 4, 8, 12, 16, 24, 32)],
+        "provider", ["triton", "torch", "copy"], ["Triton", "PyTorch", "Copy"],
+        f"layer-norm-shared-rows-{mode}",
+        {"M": 4096, "dtype": torch.float16, "mode": mode},
+        x_log=True, ylabel="GB/s",
+    ))(measure)  # fmt: skip
 
 
 for dtype in torch.float16, torch.float32:
@@ -560,10 +560,10 @@ report(benchmark("forward"))
 report(benchmark("backward"))
 
 # %%
-# Each matrix is read once; PyTorch reads ``x`` and ``dy`` at least twice.
-# At 393216 and 786432 columns, 96 and 192 slices would leave programs over;
-# more and narrower ones leave a quarter of the lanes idle, and our lines dip.
-# Words are added in the order of slices, not of arrival: the same bits always.
+# Each matrix is read once; `PyTorch <01-layer-norm.html>`_ reads ``x`` and
+# ``dy`` at least twice. At 393216 and 786432 columns, slices of full width
+# would leave programs idle, narrower ones a quarter of the lanes: our lines
+# dip. Words are added in the order of slices, so each run gives the same bits.
 #
 # Exercise 1: a softmax
 # ---------------------

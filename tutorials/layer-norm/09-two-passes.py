@@ -9,7 +9,7 @@ no program waits for another.
 
 Example 53 of AMD's `Composable Kernel
 <https://github.com/ROCm/composable_kernel>`_, a library in C++, is built like
-that; this page builds it in Triton, and has not been run on a GPU of AMD.
+that. This page builds it in Triton; it has not been run on a GPU of AMD.
 """
 
 # %%
@@ -66,8 +66,8 @@ for name, found in ("documented", dx), ("autograd", expected):
 #
 # A *tile* is what a program loads at once; its places are *lanes*, and those
 # outside the matrix are masked; one read of a row is a *sweep*.
-# The first kernel sweeps once for the means and once for ``dx``, then from the
-# end: what was read last is what a cache still has.
+# The first kernel sweeps once for the means and once for ``dx``, that one from
+# the end: what was read last is what a cache still has.
 # If a tile is as wide as the row, the compiler loads once for both sweeps.
 
 
@@ -145,7 +145,7 @@ def report(benchmark):
 
 
 # %%
-# One change: the tile of the example, 8 rows and 128 columns, or a row.
+# Two tiles of one kernel: the example's, of 8 rows and 128 columns, or a row.
 # "Copy" is an addition, which reads two matrices and writes one as well.
 
 DX = triton.testing.Benchmark(
@@ -240,8 +240,8 @@ def _layer_norm_bwd_add_up(
 # A *plan* has the rows, columns and warps of both tiles, and the parts.
 # That of example 53, which runs at 1024 × 512 in float32, is its tiling in
 # Triton, and not Composable Kernel.
-# The first change are parts, so many that each multiprocessor has some 256
-# columns; the second larger tiles: of 64 × 64, and for ``dx`` a row.
+# The first change is parts, so many that each multiprocessor has about 256
+# columns; the second is larger tiles: 64 × 64, and for ``dx`` a row.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132

@@ -40,9 +40,9 @@ import operator
 import time
 
 # %%
-# A launch puts a kernel into a queue, and the host goes on at once.
+# A launch puts a kernel into a queue, and the host continues at once.
 # The *device*, the GPU, takes one kernel after the other from the queue.
-# Who calls again and again waits for the slower of both.
+# Repeated calls wait for the slower of the two.
 #
 # The kernels
 # -----------
@@ -273,7 +273,7 @@ class Plan:
 
 # %%
 # Kernels trust their arguments, so the autograd function makes tensors
-# contiguous: that costs nothing if they are.
+# contiguous: a tensor that is contiguous is not copied.
 
 
 def gradients(ctx, dy):
@@ -436,9 +436,9 @@ CLOCKS = dict.fromkeys(["in a row", "do_bench", "CUDA graph"], F.layer_norm)
 compare("clocks", "in a row", CLOCKS)
 
 # %%
-# The time of the graph grows with the width. Narrow rows wait for the host: in
-# a row they take longer than that, and ``do_bench`` says less than the user
-# waits, by as much as the host did while L2 was overwritten.
+# The time of the graph grows with the width. Narrow rows wait for the host:
+# calls in a row take longer than the graph. ``do_bench`` says less than the
+# user waits: it leaves out what the host did while L2 was overwritten.
 #
 # Three changes
 # -------------
@@ -452,8 +452,8 @@ compare("clocks", "in a row", CLOCKS)
 # At each launch Triton looks at all arguments to find what fits them.
 # In one plan only addresses change: if all are multiples of 16, one kernel
 # fits, and ``compiled[grid]`` launches it, as Triton's tutorials do.
-# *The price:* what Triton checks is ours to check: wide loads fail in a view
-# that starts elsewhere, so it must go the plain way.
+# *The price:* what Triton checked, we must check. Wide loads fail in a view
+# that starts at another address, so it goes the plain way.
 #
 # **Launch it bare.**
 # ``compiled.run`` is what ``compiled[grid]`` calls.
@@ -554,7 +554,7 @@ compare("ladder", "PyTorch", LADDER)
 # Above "empty" the fourth has launches, allocations and the search for a plan.
 # In narrow rows PyTorch, in C++, stays ahead; in wide ones kernels decide.
 #
-# ``torch.compile`` is no remedy for one operator: each call checks what was
+# ``torch.compile`` does not help a single operator: each call checks what was
 # assumed of its arguments, and is an autograd function in Python, too.
 # A model pays for that once, for many operators.
 #

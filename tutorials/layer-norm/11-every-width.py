@@ -46,7 +46,7 @@ import time
 # --------
 #
 # What counts is the size of a row in bytes, and whether rows begin at a
-# multiple of 16 bytes, as they all do if a row has so many.
+# multiple of 16 bytes, as they all do if that size is one.
 # There are four kinds of kernels, each with a forward and a backward pass:
 #
 # * ``chunks``: a row in registers, cut into chunks (`page 05
@@ -60,7 +60,7 @@ import time
 #
 # Forward, a second sweep costs little as long as a cache has the row.
 # Backward it comes from memory, so rows that chunks cannot hold are shared, if
-# they can be; and sums of float32 need registers: shifted rows end earlier.
+# they can be. Sums in float32 need registers, so shifted rows end earlier.
 
 
 def pick(row, most):
@@ -69,7 +69,7 @@ def pick(row, most):
     if row % 16 > 0:
         first = "shifted" if row <= 32768 else wide
         return first, "shifted" if row <= 20464 else wide
-    first = "chunks" if row <= 16384 else "sweeps" if row <= 98304 else wide
+    first = "chunks" if row < 24576 else "sweeps" if row <= 98304 else wide
     return first, "chunks" if row <= 20480 else wide
 
 
@@ -309,25 +309,28 @@ def _add_up_chunks(
 
 # %%
 
-# Scaffold: plans for rows in chunks.
+# Scaffold: plans for rows in chunks, from page 05.
 
 
-def tile_of(N, itemsize, warps):
+def tile_of(N, itemsize, warps, times=1):
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
-    rows = 512 // itemsize * warps // chunk
+    rows = 512 // itemsize * warps // chunk * times
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
-def plan_fwd_chunks(N, itemsize, most=4096, least=4):
-    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, most))
-    plan = tile_of(N, itemsize, max(warps, least))
-    if CUDA and warps == 16 and N * itemsize <= 49152:
-        plan["maxnreg"] = 64
-    return plan | {"HINT": "evict_first" if N * itemsize <= 6144 else ""}
+def plan_fwd_chunks(N, itemsize, times=1):
+    row = N * itemsize
+    warps = triton.next_power_of_2(triton.cdiv(row, 4096))
+    warps = int(times * max(warps, 2 if row <= 3072 else 4))
+    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
+    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
+        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
+    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
-def plan_bwd_chunks(N, itemsize, warps=8):
-    plan = tile_of(N, itemsize, warps // 2 if N * itemsize <= 2048 else warps)
+def plan_bwd_chunks(N, itemsize, times=1):
+    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
@@ -827,6 +830,8 @@ def plan_shared(N, itemsize, forward):
     if forward:
         per_sm = 1 if row <= 32 * SLICE else 2
         rows, size = 2, 2 * SLICE // per_sm
+        if row > 96 * SLICE:
+            rows, size, warps = 1, 2 * SLICE, 4
     else:
         per_sm, rows, size = 2, 1, SLICE
         if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
@@ -984,8 +989,7 @@ def empty_words(shape, device):
 
 
 def forward_chunks(M, N, size, eps):
-    plan = plan_fwd_chunks(N, size, least=2 if N * size <= 3072 else 4)
-    plan["ROWS"] *= 2 if N * size <= 2048 else 1
+    plan = plan_fwd_chunks(N, size)
     grid, given = triton.cdiv(M, plan["ROWS"]), {"M": M, "eps": eps, "N": N}
     return launcher(_layer_norm_fwd_chunks, grid, **given, **plan)
 
@@ -1027,8 +1031,11 @@ def forward_shared(M, N, size, eps):
 
 
 def backward_chunks(M, N, size):
-    plan = plan_bwd_chunks(N, size)
-    P = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    # Half the warps, and two programs on a multiprocessor: where one waits for
+    # a sum over its rows, the other one works.
+    per_sm = 2 if 2048 < N * size <= 6144 else 1
+    plan = plan_bwd_chunks(N, size, 1 / per_sm)
+    P = min(NUM_SMS * per_sm, triton.cdiv(M, plan["ROWS"]))
     given = {"M": M, "N": N, "EARLY": EARLY, **plan}
     return P, launcher(_layer_norm_bwd_chunks, P, **given)
 
@@ -1193,7 +1200,7 @@ def gradients_of(ctx, dy):
 # The function
 # ------------
 #
-# For ``torch.compile`` both passes are operators, with shapes in and out.
+# For ``torch.compile`` both passes are operators: it sees only their shapes.
 
 
 def layer_norm(
@@ -1358,11 +1365,11 @@ def check(function, M, N, dtype):
 # <https://github.com/Dao-AILab/quack>`_, `Apex
 # <https://github.com/NVIDIA/apex>`_ and the Triton kernel of `flash-attn
 # <https://github.com/Dao-AILab/flash-attention>`_.
-# Some refuse widths, and one may be broken at some: where it is behind us far
-# more than at its median, the width is named, and left out of a second mean.
+# Some refuse widths, and one may be broken at some. Where a line is behind us
+# far more than at its median, a second mean leaves out the width and names it.
 # A line that is not in a figure could not be imported where it was recorded.
 # The copy moves the same bytes once, and does nothing else: where a line is
-# above it, by so much the clock errs.
+# above it, the clock errs by that much.
 
 # %%
 
@@ -1641,6 +1648,8 @@ judge(on_device("wide-", "forward", WIDE))
 judge(on_device("wide-", "backward", WIDE))
 
 # %%
+# Shared rows keep most of their speed up to a million columns.
+#
 # Is the rule right?
 # ------------------
 #
@@ -1658,11 +1667,9 @@ def at_limits(mode, widths):
 report(at_limits("forward", [4096, 8192, 8704, 12288, 16384, 32768, 65536]))
 
 # %%
-# The limit of chunks is too low: at 8704 columns they are faster than the two
-# sweeps that the rule picks, and on `page 05 <05-chunks.html>`_ at 10240, too.
-# A sweep goes in tiles of 4096 columns here, and the third is mostly empty at
-# first: 8704 columns take nearly as long as 12288, which fill it.
-# From 12288 columns on two sweeps win against chunks; at 8192 both are close.
+# Two sweeps go in tiles of 4096 columns here. At 8704 the third is mostly
+# empty: they take nearly as long as at 12288, and chunks are far ahead.
+# At 8192 and 12288 columns the tiles are full, and both are close.
 
 report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
 
@@ -1772,8 +1779,8 @@ judge(whole_calls("forward and backward"), times=True)
 # %%
 # Where the host takes longer than the kernels, a call takes as long as the
 # host, and the graph shows by how much: faster kernels would not help there.
-# Our host code is Python, PyTorch's is C++, so its calls are shorter in narrow
-# rows; ours are in wide ones, where the kernels decide.
+# Our host code is Python, PyTorch's is C++: PyTorch's calls are shorter in
+# narrow rows, ours in wide ones, where the kernels decide.
 # The figures squeeze the narrow rows; the tables below them have the numbers.
 #
 # Any layout
@@ -1789,9 +1796,9 @@ judge(whole_calls("forward and backward"), times=True)
 #   ``contiguous`` copies these first, and returns everything else as it is.
 #   ``dy`` is often such a tensor: that of ``y.sum()`` is one number with
 #   strides of 0.
-# * **Addresses.** A view may begin anywhere, and no copy mends it. It costs
-#   speed; the launch looks at addresses each time, because tensors of one
-#   plan differ in them.
+# * **Addresses.** A view may begin anywhere, and ``contiguous`` does not move
+#   it. That costs speed. The launch looks at addresses each time, because
+#   tensors of one plan differ in them.
 # * **None.** Without ``weight`` it counts as 1, without ``bias`` as 0, and the
 #   kernel is compiled without them. Shared rows have ones and zeros instead.
 # * **Empty.** No rows give an empty ``y`` and ``dx``, and ``dw`` and ``db`` of
@@ -1817,7 +1824,7 @@ print("seven layouts are right")
 # Exercise 1: into a model
 # ------------------------
 #
-# Replace every ``torch.nn.LayerNorm`` of a model by ours.
+# Replace every ``torch.nn.LayerNorm`` of a model with ours.
 # The model must keep its parameters, their names in ``state_dict``, and
 # ``eps``; some layers have no bias, or no parameters at all.
 # The stub makes new layers.

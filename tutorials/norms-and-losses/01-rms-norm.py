@@ -12,7 +12,7 @@ stands before each block of Llama, Qwen, Mistral and Gemma:
 .. math:: y = \hat{x} \cdot w, \qquad \hat{x} = x \, r, \qquad
    r = \bigl( \frac{1}{N} \sum_j x_j^2 + \epsilon \bigr)^{-1/2}
 
-`Chunks instead of padding <../layer-norm/05-chunks.html>`_ comes first.
+Read `Chunks instead of padding <../layer-norm/05-chunks.html>`_ first.
 """
 
 # %%
@@ -39,11 +39,10 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# A block of a model adds its result ``x`` to the *residual stream* and
+# A *pre-norm* block adds its result ``x`` to the *residual stream* and
 # normalizes the sum ``s``: the next block needs ``y`` now, and ``s`` later.
-# In two steps the addition reads two matrices and writes one, and the
-# normalization reads and writes one: five. One kernel reads ``x`` and the
-# residual, and writes ``s`` and ``y``: four.
+# In two steps the addition moves three matrices, and the normalization two.
+# One kernel reads ``x`` and the residual, and writes ``s`` and ``y``: four.
 #
 # A program has a row, in *chunks* of ``CHUNK`` columns that stay in registers;
 # only the last has idle lanes.
@@ -62,7 +61,7 @@ def _store(ptr, value, c, N: tl.constexpr, CHUNK: tl.constexpr):
 
 
 # %%
-# Without a mean one sum is enough, to which idle lanes add 0.
+# Without a mean, one sum is enough; idle lanes add 0 to it.
 # The sum ``s`` is rounded to its type before it is squared: ``y`` belongs to
 # exactly the ``s`` that is returned, and that the backward pass reads.
 # The `next page <02-rms-norm-16-bits.html>`_ has the other choice.
@@ -102,11 +101,12 @@ def _rms_norm_fwd(
 
 # %%
 # A thread loads 16 bytes of a chunk at once; a warp holds up to 4096 bytes, of
-# ``x`` and the residual together (``sizes``); programs have 4 warps or more.
+# ``x`` and the residual together (``sizes``); programs have 4 to 32 warps.
 
 
 def plan_forward(N, sizes, most=4096, least=4):
-    warps = max(triton.next_power_of_2(-(-N * sum(sizes) // most)), least)
+    warps = triton.next_power_of_2(-(-N * sum(sizes) // most))
+    warps = min(max(warps, least), 32)
     chunk = min(512 // min(sizes) * warps, triton.next_power_of_2(N))
     hint = "evict_first" if N * min(sizes) <= 4096 else ""
     return {"CHUNK": chunk, "HINT": hint, "num_warps": warps}
@@ -118,7 +118,7 @@ def forward(x, residual, w, eps, plan=None):
     sizes = [t.itemsize for t in (x, residual) if t is not None]
     y = torch.empty_like(x)
     s = x if residual is None else torch.empty_like(residual)
-    acc = torch.promote_types(x.dtype, torch.float32)
+    acc = torch.promote_types(s.dtype, torch.float32)
     rstd = torch.empty(M, dtype=acc, device=x.device)
     given = x, residual, w, y, s, rstd, eps, N
     _rms_norm_fwd[(M,)](*given, **(plan or plan_forward(N, sizes)))
@@ -132,8 +132,8 @@ right = torch.allclose(y, F.rms_norm(s, (10,), w, 1e-6), atol=1e-5)
 print("chunks of 4:", right and torch.equal(s, x + residual))
 
 # %%
-# Does the count hold? ``ncu``, a profiler, says what memory delivers: over the
-# two matrices that one kernel must read, 1; two steps read three, so 1.5.
+# Is the count right? ``ncu``, a profiler, counts what memory delivers. In the
+# figure, 1 is two matrices, which one kernel must read; two steps read three.
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -161,20 +161,19 @@ def traffic(M, N, dtype, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# It does, with caches that ``ncu`` empties before each kernel.
-#
-# A row of two numbers is a point in a plane; its RMS norm lies on a circle:
+# It is, with caches that ``ncu`` empties before each kernel. Now a picture: a
+# row of two numbers is a point in a plane, and its RMS norm lies on a circle.
 
 # %%
 
 # Drawing: rows of two numbers on their way.
 
-plt.figure("RMS norm moves rows of two numbers onto a circle", (3.5, 3.5))
+plt.figure("RMS norm moves rows of two numbers onto a circle", (7.5, 3.5))
 plt.gca().add_patch(plt.Circle((0, 0), 2**0.5, fill=False, color="gray"))
 for x in torch.tensor([[2.2, 0.5], [0.4, 0.8], [-0.6, 2.1], [-0.9, -0.2]]):
     y, arrow = F.rms_norm(x, (2,)), {"arrowstyle": "->"}
     plt.annotate("", y.tolist(), x.tolist(), arrowprops=arrow)
-plt.axis((-2.6, 2.6, -2.6, 2.6))
+plt.gca().set(xlim=(-2.6, 2.6), ylim=(-1.7, 2.3), aspect="equal")
 plt.show()
 
 # %%
@@ -206,15 +205,14 @@ assert torch.allclose(dw, (s_hat * dy).sum(0))
 #
 # A program takes row after row, with loads `in flight
 # <../layer-norm/04-loads-in-flight.html>`_, and keeps its sums for ``dw``.
-# With ``db`` beside it, layer normalization stopped at 10240 columns.
 # With 8 warps, a thread has 64 of 16384 columns: 96 registers for ``s``,
 # ``dy`` and ``w`` in 16 bits, 64 for ``dw`` in float32, 160 of 255.
 #
 # But the compiler undoes it: ``s`` and ``dy`` are converted to float32 for the
 # sum over the row, and again for ``dx``. It converts once and keeps the
-# result, two registers for what fitted into one, until some go to memory.
+# result. That takes two registers in place of one, until some go to memory.
 # So, in rows of more than 24 KB, the second use goes through an exclusive or
-# with an argument that is 0: it changes no bit, but the compiler cannot know.
+# with an argument that is 0. No bit changes, but the compiler cannot know.
 
 
 @triton.jit
@@ -267,7 +265,7 @@ def _rms_norm_bwd(
 
 
 # %%
-# A second kernel adds up the sums, and starts ``EARLY``, as with chunks.
+# A second kernel adds up the sums. It starts ``EARLY``, as on the chunks page.
 
 
 @triton.jit
@@ -285,9 +283,8 @@ def _add_up(
 
 
 # %%
-# The rule: 8 warps on a multiprocessor, in two programs or one, 16 where a row
-# has more than 32 KB; up to 3 rows in flight. And of programs the fewest that
-# need no more rounds: they leave fewer sums.
+# The rule: 8 warps on a multiprocessor, 16 if a row has more than 32 KB; up to
+# 3 rows in flight; as few programs as take the same rounds, for fewer sums.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -325,10 +322,7 @@ def backward(dy, ds, s, w, rstd, plan=None):
 
 
 # %%
-# A function to train with
-# ------------------------
-#
-# ``s``, kept for the backward pass, is a result anyway: no memory is added.
+# The backward pass needs ``s``, which is a result anyway: no memory is added.
 
 
 class Norm(torch.autograd.Function):
@@ -351,8 +345,8 @@ class Norm(torch.autograd.Function):
 
 
 # %%
-# ``s`` has the type of the residual, which may be float32 beside 16 bits. A
-# missing weight is ones, and ``eps`` as in PyTorch: for 16 bits, of float32.
+# ``s`` has the type of the residual: that of ``x``, or a wider one. A missing
+# weight is ones. Without ``eps``, 16 bits take that of float32, as in PyTorch.
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
@@ -378,8 +372,9 @@ def checked(x, residual, normalized_shape, weight, eps):
     for name, t in zip(wanted, (x, residual, weight), strict=True):
         if t is None:
             continue
-        taken = (x.dtype, acc) if t is residual else (t.dtype,)
-        if not t.is_floating_point() or t.dtype not in taken or t.itemsize < 2:
+        types = x.dtype if t is residual else t.dtype, t.dtype
+        wrong = not t.is_floating_point() or t.itemsize < 2
+        if wrong or torch.promote_types(*types) != t.dtype:
             raise TypeError(f"{name} is {t.dtype}, and x is {x.dtype}")
         if t.device != x.device or t.device.type != DEVICE.type:
             raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
@@ -395,6 +390,12 @@ def checked(x, residual, normalized_shape, weight, eps):
 
 
 # %%
+
+
+class RMSNorm(torch.nn.RMSNorm):  # takes the place of PyTorch's
+    def forward(self, x, residual=None):
+        given = self.normalized_shape, self.weight, self.eps
+        return checked(x, residual, *given)
 
 
 def inputs(M, N, dtype):
@@ -429,9 +430,8 @@ def check(M, N, dtype):
     print(f"{M} x {N}, {dtype}: errors below {limit:.1e}")
 
 
-M, N = (1151, 8192) if ON_GPU else (9, 200)
 for dtype in torch.float16, torch.float32:
-    check(M, N, dtype)
+    check(*((1151, 8192) if ON_GPU else (9, 200)), dtype)
 
 # %%
 
@@ -473,8 +473,9 @@ def report(benchmark):
 # Measured
 # --------
 #
-# The ceiling moves the same bytes: it reads two matrices and writes two, or
-# reads three and writes one, in tiles of the best of several sizes.
+# The ceiling reads and writes as many matrices, with the best of six tiles.
+
+from importlib.util import find_spec
 
 
 @triton.jit
@@ -489,11 +490,10 @@ def _move(a_ptr, b_ptr, c_ptr, d_ptr,
     tl.store(d_ptr + at, total)
 
 
-def move(block, mode, x, residual, w, dy, ds):
+def move(block, warps, mode, x, residual, w, dy, ds):
     given = x.detach(), residual.detach(), ds, dy
-    options = 2 if mode == "forward" else 1, block
-    grid, warps = (x.numel() // block,), max(min(block // 512, 16), 4)
-    return lambda: _move[grid](*given, *options, num_warps=warps)
+    grid, writes = (x.numel() // block,), 2 if mode == "forward" else 1
+    return lambda: _move[grid](*given, writes, block, num_warps=warps)
 
 
 def liger(x, residual, w):
@@ -512,8 +512,7 @@ def quack(x, residual, w):
 # %%
 # The widths are those of models, from Llama 3.2 1B to Llama 3.1 405B.
 
-from importlib.util import find_spec
-
+TILES = [(block, warps) for block in (1024, 2048) for warps in (2, 4, 8)]
 WIDTHS = [2048, 2560, 3072, 3584, 4096, 5120, 7168, 8192, 12288, 16384]
 CALLS |= {"torch.compile": CALLS["torch"]}
 CALLS |= {"liger": liger} if find_spec("liger_kernel") else {}
@@ -523,13 +522,13 @@ CALLS |= {"quack": quack} if find_spec("quack") else {}
 def speeds(mode):
     def measure(M, N, dtype, mode, provider):
         """Device time of a CUDA graph, replayed with an overwritten L2 cache;
-        median, 20 % and 80 % quantiles. Copy: the best of several tiles."""
+        median, 20 % and 80 % quantiles. Copy: the best of six tiles."""
         if not ON_GPU:
             return 3 * [float("nan")]  # the interpreter cannot be timed
         *leaves, dy, ds = given = inputs(M, N, dtype)
         moved, f = 4 * dy.nbytes, CALLS.get(provider)
         if provider == "copy":
-            ways = [move(2**i, mode, *given) for i in range(11, 15)]
+            ways = [move(*tile, mode, *given) for tile in TILES]
             return max(speed(moved, way) for way in ways)
         if provider == "torch.compile":
             torch._dynamo.reset()  # nothing is left of other shapes
@@ -555,19 +554,20 @@ report(speeds("forward"))
 # Two steps take longer by about what was counted, five matrices to four.
 # torch.compile, `Liger <https://github.com/linkedin/Liger-Kernel>`_ and `quack
 # <https://github.com/Dao-AILab/quack>`_ fuse, too, and are close; Liger rounds
-# once more, as Llama. Backward, in two steps, autograd adds ``ds`` to what the
-# normalization has written: six matrices, against four.
+# once more, as Llama does. At 7168 and 8192 columns Liger is level with us.
+# Backward, in two steps, autograd adds ``ds`` to what the normalization has
+# written: six matrices, against four.
 
 report(speeds("backward"))
 
 # %%
-# The others are behind at every width, Liger most where rows are narrow.
+# All others are behind at every width; Liger's gap is widest at narrow rows.
 #
 # Exercise 1: tangent to the circle
 # ---------------------------------
 #
-# A longer row has the same ``y``: without ``ds``, ``dx`` is orthogonal to its
-# row. This one is not; which factor is missing?
+# A longer row has the same ``y``, so without ``ds``, ``dx`` is orthogonal to
+# its row. This one is not. Which factor is missing?
 #
 # **Hint.** What is subtracted is a part of ``w * dy``, along which vector?
 

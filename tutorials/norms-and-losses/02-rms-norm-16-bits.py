@@ -37,9 +37,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # ------------
 #
 # `Liger <https://github.com/linkedin/Liger-Kernel>`_ calls it *casting*.
-# ``gemma``: all in float32, and ``y`` is rounded once. ``llama``: also
-# :math:`\hat{x}` is rounded, before its product with ``w``. ``none``: no step
-# is cast to float32, each is rounded to 16 bits.
+# ``gemma``: all is in float32, and ``y`` is rounded once. ``llama``:
+# :math:`\hat{x}` is rounded, too, before its product with ``w``. ``none``:
+# nothing is cast to float32, and each step is rounded to 16 bits.
 
 CASTINGS = "gemma", "llama", "none"
 
@@ -60,8 +60,8 @@ def error(found, exact):
 # Forward
 # -------
 #
-# New are ``_rounded``, which is not there where it is not asked for, and
-# ``_factor``: some models add an *offset* to the weight.
+# Two functions are new. ``_rounded`` rounds only where a casting asks for it.
+# ``_factor`` adds an *offset* to the weight, as some models do.
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def forward(x, residual, w, eps, casting, offset):
     M, N = x.numel() // w.numel(), w.numel()
     y = torch.empty_like(x)
     s = x if residual is None else torch.empty_like(residual)
-    acc = torch.promote_types(x.dtype, torch.float32)
+    acc = torch.promote_types(s.dtype, torch.float32)
     rstd = torch.empty(M, dtype=acc, device=x.device)
     held = N * (x.itemsize + (0 if residual is None else residual.itemsize))
     warps = max(triton.next_power_of_2(-(-held // 4096)), 4)
@@ -141,7 +141,7 @@ def forward(x, residual, w, eps, casting, offset):
 
 
 # %%
-# The error in both types of 16 bits, of the kernel and of the same in PyTorch:
+# The errors in both types of 16 bits, of the kernel and of ``in_torch``:
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -150,8 +150,7 @@ def forward(x, residual, w, eps, casting, offset):
     {"M": 4096, "N": 8192}, ylabel="relative error",
 ))  # fmt: skip
 def errors(M, N, case, provider):
-    """Norm of the difference of y from a float64 result, divided by the norm
-    of that result."""
+    """Norm of the error of y, over that of the result in float64."""
     M, N = (M, N) if ON_GPU else (4, 200)  # the interpreter is slow
     dtype, casting = case.split()
     torch.manual_seed(0)
@@ -168,21 +167,19 @@ table = errors.run(show_plots=ON_GPU, return_df=True)
 print(table.to_string(index=False, float_format="{:.1e}".format))
 
 # %%
-# One rounding less is a smaller error, in both types.
-# With ``none`` even ``1 / rms`` is rounded, so all of a row is wrong by the
-# same factor; and in float16 the square of 256 is infinite.
+# One rounding less is a smaller error. With ``none`` even ``1 / rms`` is
+# rounded: a row is wrong by one factor. In float16, 256 squared is infinite.
 #
 # Who rounds where, in Hugging Face's transformers and in Liger:
 #
 # - Llama, Mistral, Qwen 2 and 3: ``llama``, and a weight that starts at 1.
-# - Gemma, Gemma 2 and 3, Qwen3-Next: ``gemma``, and a factor ``1 + w``, where
-#   ``w`` starts at 0: ``offset = 1``.
+# - Gemma 1 to 3, Qwen3-Next: ``gemma``, ``offset=1``, and ``w`` starts at 0.
 # - PyTorch's ``F.rms_norm`` and `quack <https://github.com/Dao-AILab/quack>`_:
 #   ``gemma``, without offset.
 #
 # Why ``1 + w``? Just below 1 the numbers of bfloat16 are 1/256 apart, and a
-# step of less than half of that is lost. Near 0 they are close, which helps if
-# ``1 + w`` is not rounded, as in ``gemma``. 100 steps of 0.001:
+# step of less than half of that is lost. Near 0 they are close. That helps if
+# ``1 + w`` is not rounded, as in ``gemma``. Here are 100 steps of 0.001:
 
 factor, distance = torch.tensor([1.0, 0.0]).bfloat16()
 for _ in range(100):
@@ -207,9 +204,9 @@ plt.show()
 # Backward
 # --------
 #
-# A rounding counts as a slope of 1: the formulas are those of the page before,
-# with ``offset + w`` for ``w``. Where the stream is wider than ``x``, its
-# gradient is, too: the kernel stores it in both types.
+# Here a rounding counts as a function of slope 1. So no formula changes, but
+# ``offset + w`` stands for ``w``. Where the stream is wider than ``x``, so is
+# its gradient: the kernel stores it in both types.
 
 
 @triton.jit
@@ -309,8 +306,9 @@ def rms_norm(
     for name, t in zip(wanted, (x, residual, weight), strict=True):
         if t is None:
             continue
-        taken = (x.dtype, acc) if t is residual else (t.dtype,)
-        if not t.is_floating_point() or t.dtype not in taken or t.itemsize < 2:
+        types = x.dtype if t is residual else t.dtype, t.dtype
+        wrong = not t.is_floating_point() or t.itemsize < 2
+        if wrong or torch.promote_types(*types) != t.dtype:
             raise TypeError(f"{name} is {t.dtype}, and x is {x.dtype}")
         if t.device != x.device or t.device.type != DEVICE.type:
             raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
@@ -335,7 +333,7 @@ def add_rms_norm(x, residual, *args, **more):
 
 
 # %%
-# The check counts errors in *half units*: one is the most of one rounding.
+# Errors are counted in *half units*: one rounding makes one at most.
 
 
 def inputs(M, N, dtype, stream=None):
@@ -371,7 +369,7 @@ for stream in torch.float16, torch.float32:
 # The stream
 # ----------
 #
-# 64 layers add to one stream, which rounds each time in 16 bits, or not:
+# 64 layers add to one stream, in bfloat16 or in float32:
 
 types = torch.bfloat16, torch.float32, torch.float64
 half, single, exact = (torch.zeros(64, 256).to(t) for t in types)
@@ -380,12 +378,12 @@ for x in torch.randn(64, 64, 256).bfloat16():
 print(f"bfloat16 {error(half, exact):.0e}, float32 {error(single, exact):.0e}")
 
 # %%
-# It costs bytes: forward 12 for each number, not 8, and backward 16, not 8.
+# float32 costs bytes: forward 12 for each number, not 8; backward 16, not 8.
 #
-# quack has another remedy, for a stream in 16 bits: it stores the sum rounded,
-# and normalizes it as it was before. A trade: ``y`` is nearer to the exact
-# result, but not the norm of the ``s`` that the backward pass reads, and two
-# kernels in its place give other bits. Liger and this page round first.
+# quack has another remedy, for a stream in 16 bits: it stores the rounded sum,
+# but normalizes the sum before it is rounded. So ``y`` is nearer to the exact
+# result, but is not the norm of the ``s`` that the backward pass reads. And
+# two kernels in its place give other bits. Liger and this page round first.
 
 # %%
 
@@ -426,6 +424,8 @@ def report(benchmark):
 # %%
 # Measured
 # --------
+#
+# Two lines are our kernel: Triton with ``gemma`` and an offset, and Llama.
 
 from importlib.util import find_spec
 
@@ -474,20 +474,20 @@ report(speeds("forward"))
 report(speeds("backward"))
 
 # %%
-# Neither casting nor offset shows: memory sets the pace. Backward, the buffers
-# for ``dw``, and the kernel that adds them up, weigh most if rows are narrow.
+# Casting and offset hardly show: memory sets the speed. Backward, the sums for
+# ``dw``, and the kernel that adds them up, weigh most where rows are narrow.
 #
 # A Llama block
 # -------------
 #
-# The module is PyTorch's with another ``forward``, and loads its state; beside
-# it, Hugging Face's steps. The block leaves out positions, which no norm sees.
+# ``RMSNorm`` takes the place of PyTorch's, and loads its state; ``LlamaNorm``
+# is Hugging Face's way. The block leaves out positions, which no norm sees.
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    def forward(self, *given):
+    def forward(self, x, residual=None):
         options = self.normalized_shape, self.weight, self.eps, "llama"
-        return add_rms_norm(*given, *options)
+        return rms_norm(x, *options, residual=residual)
 
 
 class LlamaNorm(torch.nn.RMSNorm):
@@ -554,7 +554,7 @@ def block_time(M, N, dtype, provider):
 block_time.run(show_plots=ON_GPU)
 
 # %%
-# At 4096 columns the gain is smaller: matrix products grow with their square.
+# At 4096 columns the gain is smaller: matrix products grow with the square.
 #
 # Exercise 1: not rounded
 # -----------------------

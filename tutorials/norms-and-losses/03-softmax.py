@@ -37,8 +37,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # One sweep for maximum and sum
 # -----------------------------
 #
-# Without the maximum, powers overflow. But need the sum wait for it? The pairs
-# of two parts of a row give that of both, in any order: a sum shrinks.
+# Without the maximum, powers overflow. Must the sum wait for it? No: the pairs
+# :math:`(m, s)` of two parts of a row give that of both; one sum shrinks.
 
 
 def pair(x):
@@ -52,12 +52,13 @@ s = s1 * (m1 - m).exp() + s2 * (m2 - m).exp()
 assert torch.allclose((x - m).exp() / s, F.softmax(x, 0))
 
 # %%
-# So two sweeps are enough; the second begins at the end of the row, which is
-# still in a cache. A tile has ``PAIRS`` times ``EACH`` *lanes*, places for one
-# element; ``EACH`` of them share a pair. Lanes beyond the row load
+# So two *sweeps* over the row are enough. The second begins at its end, which
+# is still in a cache. A tile has ``PAIRS`` times ``EACH`` *lanes*, places for
+# one element; ``EACH`` of them share a pair. Lanes beyond the row load
 # :math:`-\infty`, whose power is 0, and models mask with it. But
-# :math:`-\infty - (-\infty)` is NaN: so a maximum begins at the lowest finite
-# number, and a pair that has seen no other adds 0.
+# :math:`-\infty - (-\infty)` is NaN. So a maximum begins at the lowest finite
+# number, and a pair that has seen no finite one adds 0. Only a row without
+# any gives NaN: 0 / 0, as in PyTorch.
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -99,10 +100,10 @@ def _softmax_fwd_streaming(
 
 
 # %%
-# Whose is a pair? A program can have one; then its threads wait for each
-# other at each tile, until they know the maximum. If each lane has one, nobody
-# waits, but pairs take registers, and one power more for each element.
-# Between them, a thread has one for the 16 bytes that it loads at once.
+# Who has a pair? If a program has one, its threads wait for each other at each
+# tile, until they know the maximum. If each lane has one, nobody waits, but
+# pairs take registers, and one power more for each element. Between the two, a
+# thread has one for the 16 bytes that it loads at once.
 
 # %%
 
@@ -198,21 +199,20 @@ report(pairs)
 
 # %%
 # A pair for each thread is ahead at every width, and near the copy: two rows
-# on each multiprocessor are less than the L2 cache has, so the second sweep
-# does not come from memory, as `counted <../layer-norm/07-two-sweeps.html>`_
-# for layer normalization.
+# on each multiprocessor are less than the L2 cache holds, so little of the
+# second sweep comes from memory. `Page 05 <05-wide-softmax.html>`_ counts it:
+# nothing at 32768 columns, a part at 65536.
 #
 # One sweep: rows in registers
 # ----------------------------
 #
-# Narrower rows stay in registers, in `chunks <../layer-norm/05-chunks.html>`_,
-# and their maximum is known before the first power: there is one for each
-# element, and none is computed again for ``y``.
+# Narrower rows stay in registers, in `chunks <../layer-norm/05-chunks.html>`_.
+# Their maximum is known before the first power: no sum has to shrink.
 #
 # Rows of 4097 columns
-# `begin anywhere <../layer-norm/06-unaligned-rows.html>`_: they are loaded in
-# groups of ``STEP`` lanes, 16 bytes, less what is of other rows. ``STEP`` is 1
-# where all rows begin with a group.
+# `begin anywhere <../layer-norm/06-unaligned-rows.html>`_. They are loaded in
+# groups of ``STEP`` lanes, 16 bytes, and what belongs to other rows is masked.
+# ``STEP`` is 1 where all rows begin with a group.
 
 
 @triton.jit
@@ -284,8 +284,8 @@ def _softmax_fwd(
 
 
 # %%
-# A warp loads 512 bytes of a row at once, up to 4096, 64 columns of 16 bits a
-# thread; the narrowest rows share a program.
+# A warp loads 512 bytes of a row at once, and holds up to 4096: 64 columns of
+# 16 bits a thread. The narrowest rows share a program.
 
 
 def step_of(N, *matrices):
@@ -381,17 +381,17 @@ report(speeds("forward", **RUNGS))
 # Two sweeps are as fast as one where rows begin with a group of 16 bytes: the
 # second finds its row in a cache. They are slow where rows are narrower than
 # two warps load at once, or begin anywhere; there the rule takes one sweep.
-# The others are far behind from 2048 columns on, most of all at 4097.
+# The others are far behind from 2048 columns on.
 #
 # Backward: from y alone
 # ----------------------
 #
-# ``x`` moves its own ``y``, and all by the sum:
+# Each ``x`` changes its own ``y``, and all others through the sum:
 #
 # .. math:: dx_j = y_j \, (dy_j - c), \qquad c = \sum_k y_k \, dy_k
 #
-# Only ``y`` is saved, a result anyway; of ``log_softmax`` that is :math:`l`,
-# whose powers are ``y``:
+# Only ``y`` is saved, which is a result anyway. ``log_softmax`` saves its
+# result :math:`l`, whose powers are ``y``:
 #
 # .. math:: dx_j = dl_j - y_j \, c, \qquad y_j = e^{l_j}, \qquad
 #    c = \sum_k dl_k
@@ -406,7 +406,7 @@ assert torch.allclose(dx, *torch.autograd.grad(log, x, dy))
 # %%
 # A program has its row of ``y`` and of ``dy`` in registers.
 # Both are converted to float32 for the sum, and again for ``dx``. The compiler
-# would convert them once and keep twice the registers, so the second use goes
+# would convert once, and then need twice the registers. So the second use goes
 # through `an exclusive or with 0 <01-rms-norm.html>`_.
 
 
@@ -491,8 +491,8 @@ def backward(y, dy, log=False, dtype=None, plan=None):
 # Two functions to call
 # ---------------------
 #
-# With ``dtype`` a kernel reads 16 bits and writes float32, in the same step.
-# Another dimension than the last costs a copy.
+# With ``dtype=torch.float32`` a kernel reads 16 bits and writes float32.
+# A dimension other than the last costs a copy.
 
 
 class Softmax(torch.autograd.Function):
@@ -554,20 +554,20 @@ for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
         check(37 if ON_GPU else 2, N, dtype)
 
 # %%
-# What is masked gets 0. Where a whole row is, 0 / 0 is NaN, as in PyTorch.
+# The ceiling is an addition, which moves three matrices, too:
 
 report(speeds("backward", triton=softmax))
 
 # %%
-# torch.compile is as fast or a little faster to 16384 columns, and as fast at
-# 32768, if rows begin with a group; elsewhere ours is ahead. Above 32768 there
-# are two sweeps, of two matrices: their rows do not stay in the cache.
+# Where rows begin with a group, torch.compile is as fast or a little faster to
+# 16384 columns, and as fast at 32768. Elsewhere ours is ahead. Above 32768 two
+# sweeps read two matrices, and the cache holds less and less of their rows.
 #
 # Exercise 1: a constant in dy
 # ----------------------------
 #
-# A constant added to all ``dy`` changes no ``dx``, but in 16 bits it does: the
-# rounded ``y`` do not add up to 1. Change the formula so that they need not.
+# A constant added to all ``dy`` should not change ``dx``. In 16 bits it does:
+# the rounded ``y`` do not add up to 1. Make the formula right for any sum.
 #
 # **Hint.** What is :math:`c`, if all ``dy`` are the same?
 

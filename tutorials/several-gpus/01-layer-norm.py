@@ -35,7 +35,7 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# Each GPU has a process of its own, a *rank*; without one, two share the CPU.
+# Each GPU has a process of its own, a *rank*; without GPUs, two share the CPU.
 # NCCL moves what lies on GPUs and gloo the rest, behind `torch.distributed
 # <https://docs.pytorch.org/docs/stable/distributed.html>`_.
 
@@ -50,6 +50,7 @@ import torch.distributed as dist
 
 TORCHRUN = dist.is_torchelastic_launched()
 WORLD = int(os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 2)
+PATIENCE = datetime.timedelta(seconds=60)
 
 
 def join(rank, place="env://"):
@@ -59,7 +60,7 @@ def join(rank, place="env://"):
         device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())
-    given = backend, place, datetime.timedelta(seconds=60), WORLD, rank
+    given = backend, place, PATIENCE, WORLD, rank
     dist.init_process_group(*given, device_id=device)
 
 
@@ -69,12 +70,28 @@ if TORCHRUN:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 # %%
+
+# Drawing: what two ranks tell each other.
+
+plt.figure("Ranks with the columns of a matrix exchange two numbers a row, "
+           "ranks with its rows two numbers a column", (6, 2.2))  # fmt: skip
+box = plt.bar([1, 3.2, 8, 8], [2, 2, 0.9, 0.9], [2, 2, 4, 4], [0, 0, 1.1, 0],
+              color=["C0", "C1"] * 2, alpha=0.5)  # fmt: skip
+plt.bar_label(box, ["rank 0", "rank 1"] * 2, label_type="center")
+for end, start in ((1.6, 0.5), (2.6, 0.5)), ((9, 0.45), (9, 1.55)):
+    plt.annotate("", end, start, arrowprops={"arrowstyle": "<->", "lw": 2})
+plt.text(2.1, 2.15, "columns: two numbers a row", ha="center")
+plt.text(8, 2.15, "rows: two numbers a column", ha="center")
+plt.ylim(0, 2.5)
+plt.axis("off")
+
+# %%
 # Columns: a part of each row
 # ---------------------------
 #
 # Mean and variance are sums over a row, and a rank has a part of it. The mean
 # of squares minus the square of the mean loses all digits where the mean is
-# large; count, mean and *M2*, the squares around the mean, merge without loss:
+# large. Count, mean and *M2*, the sum of squared distances from it, merge so:
 #
 # .. math:: d = \mu_b - \mu_a, \qquad \mu = \mu_a + d \, \frac{n_b}{n}, \qquad
 #    M_2 = M_{2,a} + M_{2,b} + d^2 \, \frac{n_a n_b}{n}
@@ -209,7 +226,7 @@ traffic.run(show_plots=ON_GPU)
 
 # %%
 
-# Scaffold: what a rank does: the calls that it is sent.
+# Scaffold: what a rank does, and the file of what the page defines.
 
 import ast
 import builtins
@@ -225,7 +242,7 @@ def work():
     """Be a rank that makes the calls it is sent."""
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed goes with the errors
-    join(int(os.environ["RANK"]), os.environ["PLACE"])
+    join(int(os.environ["RANK"]), "file://" + os.path.abspath("ranks"))
     while call := sys.stdin.readline():
         module, name, args = pickle.loads(bytes.fromhex(call))
         function = getattr(importlib.import_module(module), name)
@@ -234,9 +251,26 @@ def work():
     dist.destroy_process_group()
 
 
+def written(folder):
+    """Write a module of imports, CONSTANTS and definitions; its name."""
+    shell = getattr(builtins, "get_ipython", None)  # of a notebook
+    cells, text = ["".join(inspect.findsource(join)[0])], ""
+    kinds = "Import", "ImportFrom", "FunctionDef", "ClassDef"
+    for cell in shell().user_ns["In"] if shell else cells:
+        with contextlib.suppress(SyntaxError):  # of a cell that failed
+            for node in ast.parse(cell).body:
+                targets = ast.unparse(getattr(node, "targets", []))
+                if type(node).__name__ in kinds or targets.isupper():
+                    text += ast.unparse(node) + "\n\n"
+    name = f"page_{hash(text) % 2**32}"
+    with open(f"{folder}/{name}.py", "w") as file:
+        file.write(text)
+    return name
+
+
 # %%
 
-# Scaffold: ranks, started with a file of all that the page defines.
+# Scaffold: processes that are ranks.
 
 
 class Ranks:
@@ -244,46 +278,26 @@ class Ranks:
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
-        env = os.environ | {"PLACE": f"file://{self.folder.name}/ranks"}
-        paths = self.folder.name, env.get("PYTHONPATH")
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        run = f"from {self.written()} import work; work()"
+        run = f"from {written(self.folder.name)} import work; work()"
         self.all = [
             subprocess.Popen([sys.executable, "-c", run], stdin=-1, stdout=-1,
-                             env=env | {"RANK": str(rank)})
+                             cwd=self.folder.name,
+                             env=os.environ | {"RANK": str(rank)})
             for rank in range(WORLD)
         ]  # fmt: skip
 
-    def written(self):
-        """Write a module of imports, CONSTANTS and definitions; its name."""
-        shell = getattr(builtins, "get_ipython", None)  # of a notebook
-        cells, text = ["".join(inspect.findsource(join)[0])], ""
-        kinds = "Import", "ImportFrom", "FunctionDef", "ClassDef"
-        for cell in shell().user_ns["In"] if shell else cells:
-            with contextlib.suppress(SyntaxError):  # of a cell that failed
-                for node in ast.parse(cell).body:
-                    targets = ast.unparse(getattr(node, "targets", []))
-                    if type(node).__name__ in kinds or targets.isupper():
-                        text += ast.unparse(node) + "\n\n"
-        name = f"page_{hash(text) % 2**32}"
-        with open(f"{self.folder.name}/{name}.py", "w") as file:
-            file.write(text)
-        return name
-
     def __call__(self, function, *args):
         """What function(*args) gives on each rank; all call it at once."""
-        call = pickle.dumps((self.written(), function.__name__, args)).hex()
-        for process in self.all:
-            os.write(process.stdin.fileno(), f"{call}\n".encode())
+        call = written(self.folder.name), function.__name__, args
         try:
+            for process in self.all:
+                line = pickle.dumps(call).hex() + "\n"
+                os.write(process.stdin.fileno(), line.encode())
             return [pickle.load(process.stdout) for process in self.all]
-        except EOFError:
+        except (EOFError, BrokenPipeError):
             for process in self.all:
                 process.kill()
             raise RuntimeError("a rank has ended; above it says why") from None
-
-
-# %%
 
 
 def under_torchrun(function, *args):
@@ -313,8 +327,9 @@ def _row_sums(dy_ptr, x_ptr, w_ptr, stats_ptr, c_ptr,  # (2, M)
 
 
 # %%
-# With them a tile needs no whole row; one that has whole rows adds up itself,
-# and ``c_ptr`` is None. ``dw`` and ``db`` are sums over rows: all are here.
+# With them a tile needs no whole row. If a rank has whole rows, and registers
+# hold one, a tile adds up itself, and ``c_ptr`` is None. ``dw`` and ``db`` are
+# sums over rows, and all rows of a column are here.
 
 
 @triton.jit
@@ -357,7 +372,7 @@ GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 
 
-def backward(dy, x, w, stats, counts=None, group=None, plan=None):
+def backward(dy, x, w, stats, counts=None, group=None):
     """dx, and (2, N) in float32: dw and db of these rows."""
     (M, N), dx, c = x.shape, torch.empty_like(x), None
     if counts or N > 8192:  # too many for the registers of a program
@@ -366,10 +381,11 @@ def backward(dy, x, w, stats, counts=None, group=None, plan=None):
     if group:
         dist.all_reduce(c, group=group)
     block, total = lanes(N)["BLOCK"], sum(counts or [N])
-    best = ((1, block), 4, 2) if block <= 4096 else ((1, block), 8, 1)
+    tile, warps, per_sm = (1, block), 4, 2
     if c is not None:
-        best = (8, min(block, 512)), 4, 2
-    tile, warps, per_sm = plan or best
+        tile = 8, min(block, 512)
+    elif block > 4096:
+        warps, per_sm = 8, 1
     across = max(triton.cdiv(N, tile[1]), 1)
     programs = min(per_sm * NUM_SMS // across, triton.cdiv(M, tile[0]))
     sums = stats.new_empty(max(programs, 1), 2, N)
@@ -382,14 +398,24 @@ def backward(dy, x, w, stats, counts=None, group=None, plan=None):
 # Columns, measured
 # -----------------
 #
-# The clock lets all ranks begin together; a figure shows the slowest.
+# The clock lets all ranks of a group begin together; a figure shows the
+# slowest.
 
 # %%
 
-# Scaffold: the clock of a rank.
+# Scaffold: the clock of a rank, and a benchmark of the first ranks.
+
+import functools
 
 
-def clock(fn):
+@functools.cache
+def group_of(ranks):
+    """The group of the first ranks; None on the others."""
+    group = dist.new_group(range(ranks), PATIENCE)
+    return group if dist.get_rank() < ranks else None
+
+
+def clock(fn, group):
     """µs of this rank: median, 20 % and 80 % quantiles."""
     fn()  # compiles
     graph = torch.cuda.CUDAGraph()  # replayed without Python
@@ -400,7 +426,7 @@ def clock(fn):
     pairs = [[event(enable_timing=True) for _ in "ab"] for _ in range(60)]
     for start, end in pairs:
         cache.zero_()  # nothing is left in L2
-        dist.all_reduce(cache[:1])  # all are here
+        dist.all_reduce(cache[:1], group=group)  # all are here
         start.record()
         graph.replay()
         end.record()
@@ -411,10 +437,10 @@ def clock(fn):
 
 # %%
 
-# Scaffold: a benchmark of all ranks.
+# Scaffold: a benchmark of ranks.
 
 
-def timed(name, mode, time, sizes, lines):
+def timed(name, mode, time, lines, sizes, x="N", **more):
     """Draw a benchmark; its table, or None where there is no clock."""
 
     def measure(M, N, dtype, mode, ranks, provider):
@@ -422,114 +448,103 @@ def timed(name, mode, time, sizes, lines):
         with an overwritten L2 cache; median, 20 % and 80 % quantiles."""
         if not ON_GPU or ranks > WORLD:
             return 3 * [float("nan")]
-        found = everywhere(time, M, N, dtype, mode, provider)
+        found = everywhere(time, M, N, dtype, mode, ranks, provider)
         return max(filter(None, found), default=None)
 
     mark = triton.testing.perf_report(triton.testing.Benchmark(
-        ["N"], sizes, "provider", list(lines), list(lines.values()), name,
-        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode, "ranks": 2},
-        x_log=True, y_log=True, ylabel="µs",
+        [x], sizes, "provider", list(lines), list(lines.values()), name,
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode} | more,
+        x_log=x == "N", y_log=True, ylabel="µs",
     ))  # fmt: skip
     table = mark(measure).run(show_plots=ON_GPU, return_df=True)
-    table.columns = ["N", *lines]
-    if not table["alone"].isna().all():
-        return table.set_index("N")
+    table.columns = [x, *lines]
+    table = table.astype({x: int}).set_index(x).dropna(how="all")
+    if len(table):
+        return table
     return print("Timing needs two GPUs; the page has recorded figures.")
 
 
 # %%
 # Others gather whole rows and keep their columns of ``y``; so does DTensor,
-# PyTorch's tensor that knows its layout over ranks.
-
-import functools
-
-
-def as_rows(t):
-    return torch.cat(gathered(t, dist.group.WORLD).unbind(), dim=-1)
+# PyTorch's tensor that knows its layout over ranks. Forward, one line hides
+# the other.
 
 
-@functools.cache
-def mesh():
-    from torch.distributed.tensor import DeviceMesh
-
-    return DeviceMesh(DEVICE.type, range(WORLD))
+def as_rows(t, group):
+    return torch.cat(gathered(t, group).unbind(), dim=-1)
 
 
-def as_dtensor(t):
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+def as_dtensor(t, group):
+    from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
+    mesh = DeviceMesh.from_group(group, DEVICE.type)
     if t.dim() == 2:
-        return DTensor.from_local(t, mesh(), [Shard(1)])
-    return DTensor.from_local(as_rows(t), mesh(), [Replicate()])
+        return DTensor.from_local(t, mesh, [Shard(1)])
+    return DTensor.from_local(as_rows(t, group), mesh, [Replicate()])
 
 
-def time_columns(M, N, dtype, mode, way):
-    n, grad = N // WORLD, torch.autograd.grad
+def time_columns(M, N, dtype, mode, ranks, way):
+    if not (group := group_of(ranks)):
+        return None
+    n, grad = N // ranks, torch.autograd.grad
     x, dy = torch.randn(2, M, n, device=DEVICE, dtype=dtype)
     w, b = torch.rand(2, n, device=DEVICE, dtype=dtype)
-    ranks = ((n,) * WORLD, dist.group.WORLD) if way == "triton" else ()
-    stats = forward(x, w, b, 1e-5, *ranks)[1]
-    there = lambda: forward(x, w, b, 1e-5, *ranks)
-    back = lambda: backward(dy, x, w, stats, *ranks)
+    given = ((n,) * ranks, group) if way == "triton" else ()
+    stats = forward(x, w, b, 1e-5, *given)[1]
+    there = lambda: forward(x, w, b, 1e-5, *given)
+    back = lambda: backward(dy, x, w, stats, *given)
     if place := {"rows": as_rows, "dtensor": as_dtensor}.get(way):
-        X, W, B = (place(t).requires_grad_() for t in (x, w, b))
+        X, W, B = (place(t, group).requires_grad_() for t in (x, w, b))
         y = F.layer_norm(X, (N,), W, B)
-        there = lambda: F.layer_norm(place(x), (N,), W, B)
-        back = lambda: grad(y, (X, W, B), place(dy), retain_graph=True)
+        there = lambda: F.layer_norm(place(x, group), (N,), W, B)
+        back = lambda: grad(y, (X, W, B), place(dy, group), retain_graph=True)
     with contextlib.suppress(RuntimeError if way == "dtensor" else ()):
-        return clock(there if mode == "forward" else back)  # if it runs
+        return clock(there if mode == "forward" else back, group)  # if it runs
 
 
 def columns(mode, bar):
     lines = {"triton": "Two numbers a row", "rows": "Rows gathered",
              "dtensor": "DTensor", "alone": "No other rank"}  # fmt: skip
-    given = time_columns, [2**i for i in range(11, 17)], lines
-    t = timed(f"layer-norm-columns-{mode}", mode, *given)
+    given = time_columns, lines, [2**i for i in range(11, 17)]
+    t = timed(f"layer-norm-columns-{mode}", mode, *given, ranks=2)
     if t is not None:
         print("Time over that of two numbers a row:")
         print(t.div(t["triton"], axis=0).round(2).to_string())
         at = t.index[t["rows"] >= bar * t["triton"]].tolist()
-        print(
-            f"To gather rows takes {bar} times as long, or more, at N = {at}"
-        )
+        print(f"To gather takes {bar} times as long, or more, at N = {at}")
+        left = (t["rows"] / bar - t["alone"]).round(1).to_dict()
+        print("For that, other ranks may cost (µs):", left)
+        print("They cost:", (t["triton"] - t["alone"]).round(1).to_dict())
 
 
 columns("forward", 6)
 
 # %%
-# 8 bytes a row and rank replace the row. What that costs is the distance to
-# the line without other ranks: where rows are narrow mostly the start of an
-# exchange and of a second kernel, where they are wide to read ``x`` again.
-# Who gathers does the work of all, so that the gain grows with the width.
-# Backward it is ``dy`` that is gathered:
+# 8 bytes a row and rank replace the row. Who gathers does the work of all, so
+# that the gain grows with the width. What other ranks cost is the distance to
+# the line without them: where rows are narrow mostly the start of an exchange
+# and of a second kernel, where they are wide to read ``x`` again. A gain of
+# six would leave the narrowest rows less time than an exchange takes to start.
+# At 32768 columns the kernel without other ranks is slow by itself.
+#
+# Backward, ``dy`` is gathered; DTensor gathers ``x`` again as well. From 32768
+# columns on, a rank without others needs both kernels, too: what others cost
+# is the exchange alone.
 
 columns("backward", 3.5)
 
 # %%
 # Rows: one sum for both gradients
 # --------------------------------
-
-# %%
-
-# Drawing: what two ranks tell each other.
-
-plt.figure("Ranks with the columns of a matrix exchange two numbers a row, "
-           "ranks with its rows two numbers a column", (6, 2))  # fmt: skip
-for rank in range(2):
-    for at, size in ((2.4 * rank, 0), (2, 2)), ((6, 1.2 * rank), (4, 0.8)):
-        plt.gca().add_patch(plt.Rectangle(at, *size, fc=f"C{rank}"))
-for end, start in ((1.6, 1), (2.8, 1)), ((8, 0.6), (8, 1.4)):
-    plt.annotate("", end, start, arrowprops={"arrowstyle": "<->", "lw": 2})
-plt.axis((-0.2, 10.2, -0.2, 2.2))
-plt.axis("off")
-
-# %%
+#
 # With whole rows a rank is alone until ``dw`` and ``db``, which sum over the
 # rows of all: in one all-reduce, as its start costs more than its bytes.
 # *Asynchronous*, it goes on beside the kernels that follow.
 
 
-def time_rows(M, N, dtype, mode, way):
+def time_rows(M, N, dtype, mode, ranks, way):
+    if not (group := group_of(ranks)):
+        return None
     x, dy = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
     w, b = torch.rand(2, N, device=DEVICE, dtype=dtype)
     a = torch.randn(4096, 2048, device=DEVICE, dtype=dtype)
@@ -538,26 +553,29 @@ def time_rows(M, N, dtype, mode, way):
     def step():
         _, sums = backward(dy, x, w, stats)
         buffers = {"alone": [], "then": [], "two": sums}.get(way, [sums])
-        aside = way == "beside"
-        tasks = [dist.all_reduce(t, async_op=aside) for t in buffers]
+        given = dist.ReduceOp.SUM, group, way == "beside"
+        tasks = [dist.all_reduce(t, *given) for t in buffers]
         if way in ("then", "beside"):
             a @ a[:2048]  # of the layer before, whose turn it is
-        if aside:
+        if way == "beside":
             tasks[0].wait()
 
-    return clock(step)
+    return clock(step, group)
 
 
 lines = {"alone": "No other rank", "one": "One all-reduce",
          "two": "Two", "then": "None, then a matrix product",
          "beside": "One beside this product"}  # fmt: skip
-given = time_rows, [2**i for i in range(10, 16)], lines
-t = timed("layer-norm-rows", "backward", *given)
+given = time_rows, lines, [2**i for i in range(10, 16)]
+t = timed("layer-norm-rows", "backward", *given, ranks=2)
 if t is not None:
-    for way, without in ("one", "alone"), ("two", "alone"), ("beside", "then"):
-        print(way, "adds (µs):", (t[way] - t[without]).round(1).to_dict())
+    for line, base in ("one", "alone"), ("two", "alone"), ("beside", "then"):
+        print(line, "adds (µs):", (t[line] - t[base]).round(1).to_dict())
 
 # %%
+# One all-reduce adds its start, whatever the width; a second one adds less.
+# Beside the product most of it is hidden.
+#
 # A function to train with
 # ------------------------
 #
@@ -589,18 +607,19 @@ class LayerNorm(torch.autograd.Function):
 # %%
 # Ranks that disagree would wait for each other, or add what is not alike. So
 # each says what it has before any kernel, and an error is one on all ranks.
-# A rank without rows calls as well, for the others wait for it.
+# A rank without rows calls as well, for the others wait for it. Sums have 32
+# bits, so float64 is refused rather than rounded in silence.
 
 
-TYPES = torch.float16, torch.bfloat16, torch.float32
+TAKEN = (
+    'taken are "rows" or "columns" in 16 or 32 bits, at most 32768 columns, '
+    "and weights of the shape in which x ends, all where the kernels run"
+)
 
 
-def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5,
-               group=None, shard="rows"):  # fmt: skip
-    """Normalize x, some "rows" or "columns" of a tensor on the group's ranks;
-    normalized_shape, weight and bias are of the columns that are here."""
-    one = isinstance(normalized_shape, int)
-    shape = torch.Size([normalized_shape] if one else normalized_shape)
+def described(x, shape, weight, bias, eps, shard):
+    """Whether a rank's arguments are taken, and what it has."""
+    shape = torch.Size([shape] if isinstance(shape, int) else shape)
     M, N = x.shape[: x.dim() - len(shape)].numel(), shape.numel()
     has = {"rows": M, "columns": N, "shard": shard, "eps": eps}
     fits = shard in ("rows", "columns") and len(shape) > 0 and N <= 32768
@@ -610,18 +629,35 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5,
             has[name] = f"{t.dtype} on {t.device.type}"
             has[name] += " with a gradient" * t.requires_grad
             has[name] += f" of {(*t.shape,)}" * (end != shape)
-            good = t.device.type == DEVICE.type and t.dtype in TYPES
-            fits &= good and end == shape
+            bits = t.is_floating_point() and 8 * t.itemsize
+            fits &= t.device.type == DEVICE.type and bits in (16, 32)
+            fits &= end == shape
+    return fits, has
+
+
+# %%
+
+
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5,
+               group=None, shard="rows"):  # fmt: skip
+    """Normalize x, some "rows" or "columns" of a tensor on the group's ranks;
+    normalized_shape, weight and bias are of the columns that are here."""
     group = group or dist.group.WORLD
     found = [None] * group.size()
-    dist.all_gather_object(found, (fits, has), group)
-    for rank, (its, they) in enumerate(found):
-        alike = they | {shard: 0} == found[0][1] | {shard: 0}
-        if not its or not alike:
-            raise ValueError(f"rank {rank} has {they}, rank 0 {found[0][1]}")
+    try:
+        mine = described(x, normalized_shape, weight, bias, eps, shard)
+    except Exception as error:  # nobody waits for who stops here
+        mine = False, {"an error": repr(error)}
+    dist.all_gather_object(found, mine, group)
+    for rank, (fits, has) in enumerate(found):
+        if not fits:
+            raise ValueError(f"rank {rank} has {has}; {TAKEN}")
+        if has | {shard: 0} != found[0][1] | {shard: 0}:
+            raise ValueError(f"rank {rank} has {has}, rank 0 {found[0][1]}")
+    M, N = mine[1]["rows"], mine[1]["columns"]
     w = x.new_ones(N) if weight is None else weight.contiguous().view(N)
     b = x.new_zeros(N) if bias is None else bias.contiguous().view(N)
-    counts = tuple(they["columns"] for _, they in found)
+    counts = tuple(has["columns"] for _, has in found)
     given = x.reshape(M, N).contiguous(), w, b, eps
     y = LayerNorm.apply(*given, counts if shard == "columns" else None, group)
     return y.view(x.shape)
@@ -690,10 +726,13 @@ for way in "nobody adds", "DDP", "ours", "ours in DDP":
 # %%
 # Where nobody adds, a rank has its own gradient, and the weights drift apart.
 # Ours are too large by the number of ranks, in DDP as well: the mean of equal
-# sums is the sum. No error tells: let one add, and divide the loss for it.
+# sums is the sum. No error tells. Let one of them add, and divide the loss so.
 #
 # Exercise 1: what is the loss divided by?
 # ----------------------------------------
+#
+# Ours adds, without DDP. A rank has ``rows`` rows: by what does it divide the
+# sum of their losses?
 #
 # **Hint.** Whose rows are in a sum over all ranks?
 

@@ -39,7 +39,7 @@ def test_steps(N):
     run(Case((301,), ((N + 1) // 2,), torch.float32))
 
 
-@pytest.mark.parametrize(("dtype", "stream"), cases.TYPES)
+@pytest.mark.parametrize(("dtype", "stream"), layouts.STREAMS)
 def test_types(dtype, stream):
     for N in 650, 2000:
         run(Case((301,), (N,), dtype, stream))

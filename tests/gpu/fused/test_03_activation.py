@@ -51,7 +51,7 @@ def compare(name, M, N, dtype, weight=True, bias=True):
 STEPS = [1, 31, 512, 768, 1000, 1024, 1536, 1544, 3072, 3080, 4096, 6152]
 
 
-@pytest.mark.parametrize("N", [*STEPS, 8191, 8192])
+@pytest.mark.parametrize("N", [*STEPS, 7168, 7281, 8191, 8192])
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
 def test_steps(name, N):
     compare(name, 1101, N, HALF)

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 NAME = "layer-norm/11-every-width"
 page = load(NAME)
 # Bytes of a row.
-LIMITS = (16384, 20464, 20480, 32768, 98304, 2 * page.NUM_SMS * page.SLICE)
+LIMITS = (20464, 20480, 24560, 32768, 98304, 2 * page.NUM_SMS * page.SLICE)
 
 
 def run(case, function=page.layer_norm):

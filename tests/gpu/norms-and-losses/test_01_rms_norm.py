@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import rms_norm_cases as cases
 import sanitizer
+from layer_norm_cases import STREAMS
 from rms_norm_cases import Case
 from tutorial import load
 
@@ -41,6 +42,12 @@ def test_float32_stream(N):
     for half in torch.float16, torch.bfloat16:
         run(Case((1151,), (N,), half, stream_dtype=torch.float32))
         run(Case((301,), (N,), half, weight_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("dtype", "stream"), STREAMS)
+def test_types(dtype, stream):
+    for N in 40, 3000:
+        run(Case((301,), (N,), dtype, stream_dtype=stream))
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
@@ -143,10 +150,10 @@ def test_trains_like_pytorch():
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_the_ceiling_moves_everything(mode):
     """Each tile moves all rows: sums and copies are right."""
-    for block in (2**i for i in range(11, 15)):
+    for tile in page.TILES:
         x, residual, w, dy, ds = page.inputs(16, 2048, torch.float32)
         total = x + residual + (0 if mode == "forward" else ds)
-        page.move(block, mode, x, residual, w, dy, ds)()
+        page.move(*tile, mode, x, residual, w, dy, ds)()
         assert torch.equal(dy, total)
         assert mode == "backward" or torch.equal(ds, total)
 

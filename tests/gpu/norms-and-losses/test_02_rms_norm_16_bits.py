@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import rms_norm_cases as cases
 import sanitizer
+from layer_norm_cases import STREAMS
 from rms_norm_cases import Case
 from tutorial import load
 
@@ -33,6 +34,12 @@ def test_other_types():
     run(Case((1151,), (4096,), torch.float32))
     run(Case((301,), (2048,), torch.float64))
     run(Case((301,), (8192,), torch.float16, weight_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("dtype", "stream"), STREAMS)
+def test_types(dtype, stream):
+    for N in 40, 1500:
+        run(Case((301,), (N,), dtype, stream_dtype=stream))
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
