@@ -1,0 +1,104 @@
+"""Build the site in its languages: ``python -m translation.build``.
+
+English first, for it runs the tutorials. The others take from it what the
+cells gave, and are built beside each other, those for which something has
+changed. Then comes what stands above all languages.
+"""
+
+import os
+import subprocess
+import sys
+
+from languages import ENGLISH, LANGUAGES, TRANSLATED
+from translation import root, stage, untranslated, update
+
+
+def offered(mode, lacking):
+    """The languages that the site has: a preview has unfinished ones, too."""
+    return [
+        language
+        for language in LANGUAGES
+        if mode == "preview" or not lacking.get(language.code)
+    ]
+
+
+def arguments(language):
+    """What Sphinx is told for an edition."""
+    doctrees = str(stage.doctrees(language))
+    folders = stage.sources(language) / "docs", root.SITE / language.folder
+    how = ["-n", "-W", "--keep-going", "-c", ".", "-d", doctrees]
+    return [*how, *map(str, folders)]
+
+
+def sphinx(language, languages):
+    """Sphinx, started for an edition."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sphinx", "-q", *arguments(language)],
+        cwd=stage.ROOT,
+        env=os.environ
+        | {
+            "SITE_LANGUAGE": language.code,
+            "SITE_LANGUAGES": " ".join(each.code for each in languages),
+        },
+    )
+
+
+def english(mode):
+    """Build the English pages; the languages that the site has with them."""
+    languages = offered(mode, untranslated.known())
+    build = sphinx(ENGLISH, languages)
+    said = update.of_tutorials()  # meanwhile
+    finish({ENGLISH: build})
+    said |= update.of_pages()
+    lacking = {
+        each.code: update.missing(said, each.code) for each in TRANSLATED
+    }
+    untranslated.keep(lacking)
+    if (now := offered(mode, lacking)) != languages:
+        # Its pages lead to the other languages.
+        finish({ENGLISH: sphinx(ENGLISH, now)})
+    for language in LANGUAGES:
+        if language not in now:
+            pages = ", ".join(lacking[language.code])
+            print(
+                f"{language.name} is left out: not all is translated "
+                f"({pages}); make translations says what."
+            )
+    return now
+
+
+def finish(builds):
+    """Wait for all, {language: build}; end as the first that failed."""
+    ended = {language: build.wait() for language, build in builds.items()}
+    failed = [language for language, code in ended.items() if code]
+    for language in failed:
+        # Of what Sphinx has read it would not warn again.
+        known = stage.doctrees(language) / "environment.pickle"
+        known.unlink(missing_ok=True)
+    if failed:
+        sys.exit(ended[failed[0]])
+
+
+def main():
+    languages = english(os.environ.get("FIGURES", "auto"))
+    codes = [language.code for language in languages]
+    started = {}
+    for language in languages[1:]:
+        inputs = stage.inputs(language, codes)
+        stamp = stage.doctrees(language) / "inputs"
+        front = root.SITE / language.folder / "index.html"
+        if front.exists() and stamp.exists() and stamp.read_text() == inputs:
+            continue
+        stamp.unlink(missing_ok=True)
+        stage.stage(language)
+        build = sphinx(language, languages)
+        started[language] = build, stamp, inputs
+    for build, stamp, inputs in started.values():
+        if build.wait() == 0:
+            stamp.write_text(inputs)
+    finish({language: build for language, (build, *_) in started.items()})
+    root.write(languages)
+
+
+if __name__ == "__main__":
+    main()

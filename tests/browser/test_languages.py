@@ -1,0 +1,389 @@
+"""The languages of the site, on a small copy of the project and in parts."""
+
+import contextlib
+import json
+import re
+import threading
+import xml.etree.ElementTree as ET
+
+import pytest
+import serve
+from babel.messages.catalog import Catalog
+from browser.conftest import PATIENCE
+from bs4 import BeautifulSoup
+from docutils import nodes
+from docutils.core import publish_doctree
+from playwright.sync_api import expect
+from project import Project
+from sphinx.errors import ExtensionError
+
+from languages import ENGLISH, LANGUAGES
+from page import anchors, outputs
+from translation import catalogs, root, stage
+
+CHINESE = LANGUAGES[1]
+CODES = "en zh_CN"
+NAME = "sums/01-double"
+PAGES = ("index.html", "tutorials/index.html", f"tutorials/{NAME}.html")
+# What is translated: of a page, and of a tutorial.
+WORDS = {
+    "index": {"Where to start": "从哪里开始"},
+    f"tutorials/{NAME}": {
+        "Double sums/01": "翻倍",
+        "What it says.": "它说了什么。",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """English, and a Chinese that has begun."""
+    project = Project(tmp_path_factory.mktemp("languages"), (NAME,))
+    for page, words in WORDS.items():
+        catalog = Catalog()
+        for message, said in words.items():
+            catalog.add(message, said)
+        file = project.root / f"docs/locale/zh_CN/LC_MESSAGES/{page}.po"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = catalogs.text_of(catalog, "zh_CN")
+        file.write_text(text, encoding="utf-8")
+    project.said = {}
+    for code in CODES.split():
+        given = {"SITE_LANGUAGE": code, "SITE_LANGUAGES": CODES}
+        done = project.build(GITHUB_REPOSITORY="someone/site", **given)
+        assert done.returncode == 0, done.stdout[-3000:]
+        project.said[code] = done.stdout
+    root.write([ENGLISH, CHINESE], project.root / "docs/_build/html")
+    return project
+
+
+@pytest.fixture(scope="module")
+def address(project):
+    """Both languages, served from this machine."""
+    with serve.server(project.root / "docs/_build/html") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture
+def reader(browser, address):
+    """Opens a window of a reader who has never been here."""
+    with contextlib.ExitStack() as windows:
+
+        def open_window(**settings):
+            given = {"base_url": address, "reduced_motion": "reduce"}
+            context = browser.new_context(**given | settings)
+            windows.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(PATIENCE)
+            return page
+
+        yield open_window
+
+
+def read(project, language, page):
+    file = project.root / "docs/_build/html" / language.folder / page
+    return BeautifulSoup(file.read_text("utf-8"), "html.parser")
+
+
+def test_the_cells_run_in_english_alone(project):
+    assert "its cells ran in" in project.said["en"]
+    assert "its cells ran in" not in project.said["zh_CN"]
+    said = [
+        read(project, language, PAGES[2]).select_one(".sphx-glr-script-out")
+        for language in (ENGLISH, CHINESE)
+    ]
+    assert said[0].get_text() == said[1].get_text() != ""
+    made = project.root / "docs/_build/editions/zh-cn/docs/tutorials/images"
+    pictures = [path.name for path in made.glob("*.svg")]
+    shown = read(project, CHINESE, PAGES[2]).select("img.bp-figure")
+    assert {img["src"].split("/")[-1] for img in shown} <= set(pictures)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_its_language_and_leads_to_the_other(project, page):
+    short = re.sub(r"(^|/)index\.html$", r"\1", page)
+    address = {
+        each.tag: f"http://localhost:8000/{each.folder}/{short}"
+        for each in (ENGLISH, CHINESE)
+    }
+    for language, other in ((ENGLISH, CHINESE), (CHINESE, ENGLISH)):
+        soup = read(project, language, page)
+        assert soup.html["lang"] == language.tag
+        (canonical,) = soup.select("link[rel=canonical]")
+        assert canonical["href"] == address[language.tag]
+        links = {
+            link["hreflang"]: link["href"]
+            for link in soup.select("link[rel=alternate][hreflang]")
+        }
+        assert links == {**address, "x-default": address["en"]}
+        for menu in soup.select(".bp-languages"):
+            (link,) = menu.select("a")
+            assert link["lang"] == link["hreflang"] == other.tag
+            assert link.get_text() == other.name
+            home = "../" * (page.count("/") + 1)
+            assert link["href"] == f"{home}{other.folder}/{page}"
+        assert soup.select(".bp-languages")
+
+
+def test_a_translated_heading_has_the_english_id(project):
+    english, chinese = (
+        read(project, language, "index.html")
+        for language in (ENGLISH, CHINESE)
+    )
+    assert english.select_one("#where-to-start > h2")
+    heading = chinese.select_one("#where-to-start > h2")
+    assert heading.find(string=True) == "从哪里开始"
+    title = read(project, CHINESE, PAGES[2]).h1
+    assert title.find(string=True) == "翻倍"
+    assert title.parent["id"] == "double-sums-01"
+    for page in PAGES:
+        ids = [
+            [each["id"] for each in read(project, x, page).select("[id]")]
+            for x in (ENGLISH, CHINESE)
+        ]
+        assert ids[0] == ids[1]
+
+
+def test_who_mends_a_translation_mends_its_catalog(project):
+    for language, file in (
+        (ENGLISH, f"tutorials/{NAME}.py"),
+        (CHINESE, f"docs/locale/zh_CN/LC_MESSAGES/tutorials/{NAME}.po"),
+    ):
+        mend = read(project, language, PAGES[2]).select(".bp-feedback a")[0]
+        assert mend["href"].endswith(f"/edit/main/{file}")
+
+
+def test_each_language_has_its_index(project):
+    for language in (ENGLISH, CHINESE):
+        folder = project.root / "docs/_build/html" / language.folder
+        entry = folder / "pagefind/pagefind-entry.json"
+        entry = json.loads(entry.read_text())
+        assert list(entry["languages"]) == [language.tag.lower()]
+
+
+def test_one_language_speaks_of_no_other(tmp_path):
+    (tmp_path / "en").mkdir()
+    (tmp_path / "en/404.html").write_text(MISSING.format("None", ENGLISH.tag))
+    (tmp_path / "en/index.html").write_text("")
+    root.write([ENGLISH], tmp_path)
+    front = (tmp_path / "index.html").read_text()
+    assert 'content="0; url=en/"' in front
+    assert 'hreflang="' not in front.partition("<style>")[0]
+    assert "hreflang" not in (tmp_path / "sitemap.xml").read_text()
+
+
+MISSING = (
+    '<html><head></head><body><article class="bd-article">\n'
+    '<section id="no"><h1>{}<a class="headerlink" href="#no">#</a></h1>'
+    '<p lang="{}"><a href="tutorials/index.html">list</a></p></section>'
+    "</article></body></html>"
+)
+
+
+@pytest.fixture
+def site(tmp_path):
+    """What Sphinx has written, as far as the root looks at it."""
+    for language in (ENGLISH, CHINESE):
+        folder = tmp_path / language.folder
+        (folder / "tutorials").mkdir(parents=True)
+        text = MISSING.format(language.name, language.tag)
+        (folder / "404.html").write_text(text, encoding="utf-8")
+        (folder / "index.html").write_text("")
+        (folder / "tutorials/01-a.html").write_text("")
+    (tmp_path / "fr").mkdir()
+    root.write([ENGLISH, CHINESE], tmp_path)
+    return tmp_path
+
+
+def test_the_root_offers_the_languages(site):
+    soup = BeautifulSoup((site / "index.html").read_text(), "html.parser")
+    assert {a["href"]: a.get_text() for a in soup.select("nav a")} == {
+        "en/": "English",
+        "zh-cn/": "简体中文",
+    }
+    assert not soup.select("meta[http-equiv=refresh]")
+    assert not (site / "fr").exists()
+    assert (site / ".nojekyll").exists()
+    assert (site / "tutorials/01-layer-norm.html").exists()
+
+
+def test_an_address_that_leads_nowhere_is_said_in_each_language(site):
+    soup = BeautifulSoup((site / "404.html").read_text(), "html.parser")
+    assert soup.h1.find(string=True) == "English"
+    words = soup.select_one("div[lang=zh-Hans]")
+    assert words.h2.get_text() == "简体中文"
+    ids = [each["id"] for each in soup.select("[id]")]
+    assert ids == ["no"]
+    links = [a["href"] for a in soup.select("p a")]
+    assert links == [
+        "/en/tutorials/index.html",
+        "/zh-cn/tutorials/index.html",
+    ]
+
+
+def test_the_map_names_all_pages_with_the_others(site):
+    urls = ET.parse(site / "sitemap.xml").getroot()
+    found = {
+        url.find("{*}loc").text: {
+            link.get("hreflang"): link.get("href")
+            for link in url.findall("{*}link")
+        }
+        for url in urls
+    }
+    home = "http://localhost:8000"
+    assert found.keys() == {
+        f"{home}/{language}/{page}"
+        for language in ("en", "zh-cn")
+        for page in ("", "tutorials/01-a.html")
+    }
+    both = {"en": f"{home}/en/", "zh-Hans": f"{home}/zh-cn/"}
+    assert found[f"{home}/en/"] == found[f"{home}/zh-cn/"] == both
+
+
+def test_only_what_changed_is_staged(tmp_path):
+    folder = tmp_path / "edition"
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("1")
+    two.write_text("2")
+    made = {one.relative_to(tmp_path): one, two.relative_to(tmp_path): two}
+    stage.write(folder, {**made, "three": "3"})
+    (folder / "kept").write_text("by a build")
+    times = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    one.write_text("11")
+    del made[two.relative_to(tmp_path)]
+    stage.write(folder, {**made, "three": "3"})
+    now = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    assert (folder / "one").read_text() == "11"
+    assert now.keys() == {"one", "three", "kept", "staged.json"}
+    assert now["three"] == times["three"]
+
+
+def test_a_language_depends_on_its_own_catalogs(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage.catalogs, "LOCALE", tmp_path)
+
+    def all_inputs():
+        return [stage.inputs(each, ["en"]) for each in LANGUAGES[1:]]
+
+    before = all_inputs()
+    (tmp_path / "ja").mkdir()
+    (tmp_path / "ja/page.po").write_text("x")
+    after = all_inputs()
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    monkeypatch.setenv("SITE_URL", "https://example.org/")
+    assert after[0] != all_inputs()[0]
+
+
+TREE = """
+Title
+=====
+
+See `first part`_.
+
+First part
+----------
+
+Second part
+-----------
+"""
+
+
+def test_ids_of_sections_are_those_that_are_wanted():
+    tree = publish_doctree(TREE)
+    sections = list(tree.findall(nodes.section))
+    wanted = [["uno"], ["due"]]
+    anchors.give(tree, sections, wanted)
+    assert [each["ids"] for each in sections] == wanted
+    (link,) = tree.findall(nodes.reference)
+    assert link["refid"] == "uno"
+
+
+def test_a_page_with_other_sections_stops_the_build():
+    tree = publish_doctree(TREE, source_path="page.rst")
+    sections = list(tree.findall(nodes.section))
+    with pytest.raises(ExtensionError, match=r"page.rst: 2 sections.* 1"):
+        anchors.give(tree, sections, [["one"]])
+
+
+def test_other_cells_than_in_english_stop_the_build(tmp_path):
+    script, file = tmp_path / "01-a.py", tmp_path / "01-a.outputs"
+    script.write_text('"""\nTitle\n=====\n"""\n\n# %%\n# Prose.\n\nx = 1\n')
+    file.write_text(json.dumps({"key": "", "outputs": ["said"]}))
+    assert outputs.of_english(script, file) == ["said"]
+    file.write_text(json.dumps({"key": "", "outputs": ["said", "more"]}))
+    with pytest.raises(ExtensionError, match=r"1 cells.* has 2"):
+        outputs.of_english(script, file)
+
+
+def test_the_root_sends_by_the_browsers_language_once(reader, address):
+    page = reader(locale="zh-TW")
+    page.goto("")
+    page.wait_for_url("**/zh-cn/")
+    page.goto("")
+    page.wait_for_timeout(300)
+    assert page.url == address
+    page.get_by_role("link", name="English").click()
+    page.wait_for_url("**/en/")
+
+
+def test_the_root_sends_nobody_who_has_chosen(reader, address):
+    page = reader(locale="zh-CN")
+    page.goto("zh-cn/index.html")
+    page.locator(".bp-languages:visible summary").click()
+    page.locator(".bp-languages:visible a").click()
+    page.wait_for_url("**/en/index.html")
+    page.goto("")
+    page.wait_for_timeout(300)
+    assert page.url == address
+
+
+TO = "document.querySelector('#where-to-start').scrollIntoView()"
+
+
+@pytest.mark.parametrize(
+    ("width", "at", "section"),
+    [(390, "", "where-to-start"), (1280, "#what-to-expect", "what-to-expect")],
+)
+def test_the_switch_stays_at_the_section(reader, width, at, section):
+    """By the keyboard; nothing of it stands beside the window."""
+    page = reader(viewport={"width": width, "height": 800})
+    page.goto(f"en/index.html{at}")
+    if not at:
+        page.evaluate(TO)
+    page.locator(".bp-languages:visible summary").focus()
+    page.keyboard.press("Enter")
+    link = page.get_by_role("link", name="简体中文")
+    box = link.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    assert box["height"] >= 24
+    wide = "document.documentElement.scrollWidth"
+    assert page.evaluate(wide) <= width
+    page.keyboard.press("Escape")
+    expect(link).to_be_hidden()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/zh-cn/index.html#{section}")
+
+
+def test_without_a_script_the_switch_and_the_root_lead_on(reader):
+    page = reader(java_script_enabled=False, locale="zh-CN")
+    page.goto("")
+    page.get_by_role("link", name="简体中文").click()
+    page.wait_for_url("**/zh-cn/")
+    page.locator(".bp-languages:visible summary").click()
+    page.locator(".bp-languages:visible a").click()
+    page.wait_for_url("**/en/index.html")
+
+
+def test_an_address_without_a_language_leads_to_english(reader):
+    page = reader()
+    page.goto(f"tutorials/{NAME}.html?a=b#the-kernel", wait_until="commit")
+    page.wait_for_url(f"**/en/tutorials/{NAME}.html?a=b#the-kernel")
+    answer = page.goto("zh-cn/no/such/page.html")
+    assert answer.status == 404
+    expect(page.locator("[lang=zh-Hans] h2")).to_be_visible()
+    page.locator("[lang=zh-Hans] p a").click()
+    page.wait_for_url("**/zh-cn/tutorials/index.html")

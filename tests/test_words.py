@@ -1,0 +1,391 @@
+"""What the mechanism says on pages is said in the language of the site."""
+
+import re
+from gettext import GNUTranslations
+from io import BytesIO
+from types import SimpleNamespace
+
+import jinja2
+import pytest
+import sphinx.locale
+from babel.messages.catalog import Catalog
+from babel.messages.mofile import write_mo
+from bs4 import BeautifulSoup
+from docutils import nodes
+from project import ENVIRONMENT, ROOT, rows
+
+import languages
+import said
+from compiled import limits
+from compiled.sheets import Sheet
+from measurements import replay
+from page import cards, downloads, figures, head, headlines, solutions
+from page.xray import Panel
+from translation import catalogs, of_page, sentences, words
+
+TEMPLATES = ROOT / "docs" / "_templates"
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Let Sphinx say words of a tiny catalog, or what a function makes."""
+
+    def install(translator):
+        if isinstance(translator, dict):
+            catalog, file = Catalog(locale="zh_CN"), BytesIO()
+            for text, translation in translator.items():
+                catalog.add(text, translation)
+            write_mo(file, catalog)
+            file.seek(0)
+            translator = GNUTranslations(file)
+        known = sphinx.locale.translators
+        monkeypatch.setitem(known, ("general", "sphinx"), translator)
+        return translator
+
+    return install
+
+
+def measured(**changes):
+    """Where no value has a Latin letter, each word is the mechanism's."""
+    values = {
+        "name": "ж",
+        "gpu": "ж",
+        "environment": dict.fromkeys((*ENVIRONMENT, "gpu"), "ж")
+        | {"checks_passed": 7, "date": "2026-01-02"},
+        "unit": "µж",
+        "args": {"M": 4096, "mode": "backward"},
+        "x_names": ["N"],
+        "names": {"triton": "Ж", "torch": "Б", "copy": "Д"},
+        "method": "by hand, 20 % and 80 %",
+        "rows": rows(),
+        "code": "",
+        "picture": "ж_001",
+    }
+    return replay.Measured(**(values | changes))
+
+
+WORDS = {
+    "Close": "关闭",
+    "Solution": "解答",
+    "Solution %(words)s": "解答 %(words)s",
+    "Scaffold": "脚手架",
+    "Hint": "提示",
+    "Hint %(number)s": "提示 %(number)s",
+    "Backward pass": "反向传播",
+    "Recorded %(date)s.": "记录于 %(date)s。",
+    "**%(caption)s.** %(recorded)s %(checked)s": (
+        "**%(caption)s。** %(recorded)s%(checked)s"
+    ),
+    "by hand, 20 % and 80 %": "手工，20 % 和 80 %",
+    "Line plot of %(unit)s against %(x)s from %(first)s to %(last)s "
+    "(%(circumstances)s): %(lines)s.": (
+        "%(x)s 从 %(first)s 到 %(last)s 的 %(unit)s 曲线"
+        "（%(circumstances)s）：%(lines)s。"
+    ),
+    "%(name)s from %(least)s to %(most)s": (
+        "%(name)s 为 %(least)s 到 %(most)s"
+    ),
+    "%(some)s; %(last)s": "%(some)s；%(last)s",
+    "The table below has every number.": "下表有全部数字。",
+    "none": "无",
+    "Shuffles": "线程束内交换",
+    "PyTorch on gathered rows": "收集各行后的 PyTorch",
+    "%(speed)s × %(rival)s": "%(rival)s 的 %(speed)s 倍",
+    "%(title)s: a tutorial of %(project)s": "%(project)s 的教程：%(title)s",
+}
+
+
+def rendered(name, translator, **values):
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    env = jinja2.Environment(loader=loader, extensions=["jinja2.ext.i18n"])
+    env.install_gettext_translations(translator)
+    env.filters["forceescape"] = lambda s: str(jinja2.filters.escape(str(s)))
+    return env.get_template(name).render(values)
+
+
+def test_a_template(says):
+    text = rendered("close-drawer.html", says(WORDS))
+    assert 'aria-label="关闭"' in text
+
+
+def test_a_figure(says):
+    says(WORDS)
+    text = figures._said("01-double", [measured()])
+    assert "**反向传播\\, M \\= 4096\\, ж。** 记录于 2026-01-02。7 " in text
+    assert ":Method: 手工，20 % 和 80 %\n" in text
+    assert (
+        ":alt: N 从 8 到 16 的 µж 曲线（反向传播, M = 4096）：Ж 为 1,000 到 "
+        "2,000；Б 为 750 到 1,501；Д 为 2,000 到 4,000。下表有全部数字。\n"
+    ) in text
+
+
+def test_what_a_cell_saved_is_what_a_page_shows(tmp_path):
+    kept = measured(reason="ж", environment=ENVIRONMENT)
+    figures.save(tmp_path, "a", [kept, replay.Missing("ж", "none")])
+    assert figures.saved(tmp_path, "a")[0] == kept
+    assert isinstance(figures.saved(tmp_path, "a")[1], replay.Missing)
+    text = "\n.. measured:: a\n\n"
+    assert figures.timed_with(tmp_path, text) == [ENVIRONMENT["triton"]]
+
+
+def test_a_line_of_the_page_becomes_its_figure(tmp_path):
+    figures.save(tmp_path, "a", [measured()])
+    noted = []
+    env = SimpleNamespace(note_dependency=noted.append)
+    app = SimpleNamespace(srcdir=tmp_path, env=env)
+    source = ["Prose.\n\n.. measured:: a\n\n.. drawing:: b two lines\n"]
+    figures.say(app, "tutorials/01-double", source)
+    assert noted == [str(figures.file_of(tmp_path, "a"))]
+    assert source[0].startswith("Prose.\n\n.. container:: measured\n")
+    assert ":alt: Line plot of µж against N from 8 to 16 (B" in source[0]
+    assert "/images/b_dark.svg\n   :alt: two lines\n" in source[0]
+
+
+def test_a_panel(says, tmp_path):
+    says(WORDS)
+    numbers = {"Shuffles": limits.NONE, "Barriers": 3}
+    sheet = Sheet("_f", "sm_90", 8, numbers)
+    panel = Panel(tmp_path, "01-double", {"N": [8]}, "_f", {}, {})
+    assert "- 线程束内交换\n     - 无\n" in panel.table({8: sheet})
+    assert str(limits.NONE) == "none"
+
+
+def test_a_panel_shows_the_comments_of_the_page(tmp_path):
+    sheet = Sheet("_f", "sm_90", 8, {}, ways=[("x = 1  # one", [])])
+    for lines, shown in (
+        (["    x = 1  # 一"], "x = 1  # 一"),
+        (["    x = 12  # 一", "    # x = 1"], "x = 1  # one"),
+    ):
+        panel = Panel(tmp_path, "", {}, "_f", {}, {}, (), lines)
+        assert next(panel.ways(sheet)) == f"<pre class='bp-way'>{shown}</pre>"
+
+
+def test_a_card(says):
+    says(WORDS)
+    benchmark = {
+        "unit": "GB/s",
+        "args": {"mode": "forward"},
+        "x_names": ["N"],
+        "environment": ENVIRONMENT | {"gpu": "ж"},
+        "rows": [
+            row | {"provider": {"torch": "rows"}.get(name, name)}
+            for row in rows()
+            for name in [row["provider"]]
+        ],
+    }
+    box = cards.speeds({"benchmarks": {"double": benchmark}})
+    assert "收集各行后的 PyTorch 的 1.33 倍" in box.astext()
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [
+        ("# 解答 2：一趟。", ("solution", "解答 2：一趟")),
+        ("# 解答2", ("solution", "解答 2")),
+        ("# Solution 2", ("solution", "解答 2")),
+        ("# 脚手架：时钟。", ("scaffold", "时钟")),
+        ("# 脚手架: 时钟", ("scaffold", "时钟")),
+        ("# 脚手架", None),
+        ("# 解答", None),
+    ],
+)
+def test_a_marker_in_a_translated_script(says, first, kind):
+    says(WORDS)
+    assert solutions.marked(first) == kind
+
+
+@pytest.mark.parametrize("begins", ["提示 1。", "提示1", "Hint 1."])
+def test_a_hint_in_a_translated_script(says, begins):
+    says(WORDS)
+    hint = nodes.paragraph("", "", nodes.strong(text=begins))
+    hint += nodes.Text(" 先求和。")
+    parent = nodes.section("", hint)
+    solutions.fold_hint(hint)
+    assert parent[0][0].astext() == "提示 1"
+    assert parent[0][1].astext() == "先求和。"
+
+
+def test_a_download(says):
+    says(WORDS)
+    script = next(iter(sorted((ROOT / "tutorials").rglob("[0-9]*.py"))))
+    config = SimpleNamespace(
+        html_baseurl="", project="Both Passes", copyright=""
+    )
+    assert downloads.head(script, config).startswith("# Both Passes 的教程：")
+
+
+def test_what_only_a_page_says(monkeypatch, tmp_path):
+    """A look of a panel and what a drawing shows: from the page's catalog."""
+    page = "tutorials/layer-norm/01-layer-norm"
+    monkeypatch.setattr(catalogs, "LOCALE", tmp_path)
+    file = catalogs.path("ja", page)
+    file.parent.mkdir(parents=True)
+    file.write_text('msgid "A look: one"\nmsgstr "見る：一つ"\n')
+    noted = []
+    app = SimpleNamespace(env=SimpleNamespace(note_dependency=noted.append))
+    assert of_page.said(app, page, "A look:\none") == "A look:\none"
+    japanese = languages.LANGUAGES[2]
+    monkeypatch.setattr(of_page, "CURRENT", japanese)
+    assert of_page.said(app, page, "A look:\none") == "見る：一つ"
+    assert of_page.said(app, page, "Another\nlook") == "Another\nlook"
+    assert noted == [str(file)] * 2
+    catalogs.of_file.cache_clear()
+
+
+def test_sentences_without_spaces():
+    chinese = "第一句。第二句！Third one? 第四。"
+    parts = ["第一句。", "第二句！", "Third one?", "第四。"]
+    assert sentences.split(chinese) == parts
+    assert sentences.joined(parts) == chinese
+    text = "".join(nodes.paragraph(text=chinese).astext() for _ in range(40))
+    tree = nodes.section("", nodes.paragraph(text=text))
+    assert 150 < len(head.description(tree)) <= head.MOST
+
+
+MESSAGES = {text: (note, file) for text, note, file in words.messages()}
+
+
+def test_the_messages_are_those_of_all_that_speaks():
+    assert len(MESSAGES) == len(list(words.messages()))
+    for text, file in (
+        ("Close", "docs/_templates/close-drawer.html"),
+        ("Recorded %(date)s.", "docs/_ext/page/figures.py"),
+        ("Forward", "docs/_ext/page/headlines.py"),
+        ("%(count)s × %(bytes)s bytes", "docs/_ext/compiled/limits.py"),
+        ("Color mode", "docs/_ext/translation/words.py"),
+    ):
+        assert MESSAGES[text][1] == file
+    methods = [f for _, f in MESSAGES.values() if f.endswith(".json")]
+    assert len(methods) > 20
+    assert any(file == "conf.py" for _, file in MESSAGES.values())
+    comment, _ = MESSAGES["**%(caption)s.** %(recorded)s %(checked)s"]
+    assert comment.startswith("of each figure")
+    for text in MESSAGES:
+        assert text == " ".join(text.split())
+
+
+def test_looks_are_paragraphs():
+    found = words.looks("layer-norm/01-layer-norm")
+    assert len(found) > 3
+    assert all(text == " ".join(text.split()) for text in found)
+    assert words.looks("no-page") == []
+
+
+class Masked:
+    """Says every word as signs, and knows what it was asked for."""
+
+    def __init__(self):
+        self.asked = set()
+
+    def gettext(self, text):
+        self.asked.add(text)
+        placeholder = r"(%\(\w+\)s|%s|\{\w+\})"
+        parts = re.split(placeholder, text)
+        parts[::2] = [re.sub(r"[A-Za-z]", "ж", each) for each in parts[::2]]
+        return "".join(parts)
+
+    def ngettext(self, one, many, n):
+        return self.gettext(one if n == 1 else many)
+
+
+CODES = {"PTX", "SASS"}
+# reStructuredText, and names that no language changes.
+MARKUP = re.compile(
+    r"\.\. [a-z-]+::|^ *:(?:[a-z-]+):.*(?<!ж)$|</[^>]*>|:download:|N/A"
+    r"|\b(?:measured|passport|dtype|CUDA|torch|triton|Python|NCCL|Nsight"
+    r"|Compute|CSV|JSON|Triton IR|GPU IR|PTX|SASS|NVIDIA H200|ptxas)\b",
+    re.M,
+)
+
+
+def left(text):
+    """English words of a page's text."""
+    kept = "\n".join(
+        line
+        for line in text.splitlines()
+        if not re.match(r" *(:(class|class-container|sync|header|sync-group"
+                        r"|header-rows|stub-columns):|\.\. (image|raw)::)",
+                        line)
+    )  # fmt: skip
+    return re.findall(r"[A-Za-z]{3,}", MARKUP.sub(" ", kept))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"args": {}, "live": True},
+        {"args": {"mode": "forward", "counter": "ж"}},
+        {"args": {"mode": "forward and backward"}},
+        {"reason": "ж", "picture": ""},
+        {"rows": [row | {"median": 0.0} for row in rows()]},
+        {"environment": measured().environment
+         | {"ncu": "1", "gpus": ["ж"], "link": "ж", "nccl": "2",
+            "checks_passed": None}},
+    ],
+)  # fmt: skip
+def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
+    translator = says(Masked())
+    monkey = measured(**changes)
+    store = pytest.MonkeyPatch()
+    with store.context() as patch:
+        patch.setattr(figures.live, "STORE", ROOT / "docs/measurements")
+        text = figures._said("жж", [monkey])
+    assert left(text) == []
+    own = {"by hand, 20 % and 80 %"}
+    assert translator.asked - own <= MESSAGES.keys()
+
+
+def test_no_word_of_a_panel_is_said_in_english_only(says, tmp_path):
+    translator = says(Masked())
+    facts = SimpleNamespace(
+        programs=3, multiprocessors=132, warps=4, registers=64, spills=0,
+        shared=1024, stages=2, count=lambda kind: 0,
+        counts={("load", 16): 2, ("load", 4): 1},
+    )  # fmt: skip
+    built = SimpleNamespace(
+        target="sm_90", registers=64, shared=1024, compiler="triton 3"
+    )
+    sheet = Sheet("_f", "sm_90", 8, dict(limits.numbers(built, facts)))
+    sheet.ways = [("x", [("ptx", ["<code>x</code>"])])]
+    sheet.codes = {"sass": "", "amdgcn": ""}
+    page = {"N": [8], "M": 4, "dtype": "ж"}
+    entry = {"look": "ж"}
+    found = {("_f", target, 8): sheet for target in limits.SHOWN}
+    panel = Panel(tmp_path, "ж", page, "_f", entry, found, ("1", "2"))
+    text = panel.text()
+    html = r"<[^>]*>|gfx942|sm_\d+|\.\. raw:: html|:selected:"
+    assert left(re.sub(html, "", text)) == []
+    assert translator.asked - CODES <= MESSAGES.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [file.name for file in sorted(TEMPLATES.glob("*.html"))]
+)
+def test_no_word_of_a_template_is_said_in_english_only(name):
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    translator = Masked()
+    # What stands between tags, and what a reader is told of them.
+    text = re.sub(r"{#.*?#}|{% extends.*?%}|<svg.*?</svg>|<code>.*?</code>"
+                  r"|<kbd.*?</kbd>", "", text, flags=re.S)  # fmt: skip
+    said_ = re.sub(r"""_\((["'])(.*?)\1\)""", "''", text, flags=re.S)
+    bare = re.sub(r"{%.*?%}|{{.*?}}", "", said_, flags=re.S)
+    soup = BeautifulSoup(bare, "html.parser")
+    shown = soup.get_text(" ")
+    for tag in soup.find_all(True):
+        for key in ("aria-label", "title", "alt", "placeholder"):
+            shown += " " + tag.get(key, "")
+    names = r"Ctrl|Both Passes"
+    assert re.findall(r"[A-Za-z]{3,}", re.sub(names, "", shown)) == []
+    assert translator.asked <= MESSAGES.keys()
+
+
+def test_a_value_is_english_to_all_but_a_page():
+    text = said.Said("%(count)s bytes", {"count": said.Said("none")})
+    assert str(text) == "none bytes"
+    chinese = {"%(count)s bytes": "%(count)s 字节", "none": "无"}
+    assert said.said(text, chinese.get) == "无 字节"
+    assert said.listed([]) is None
+    assert str(said.listed(["a", "b", "c"])) == "a, b, c"
+    assert str(said.listed(["a", "b"], said.AND)) == "a and b"
+    assert headlines.PASSES["forward"] == "Forward"
