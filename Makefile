@@ -3,9 +3,11 @@
 # On a GPU image that has torch and triton: make html PYTHON=python3 VENV=
 
 SHELL := /bin/sh
-PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+ifndef PYTHON
+PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null && echo $$p && break; done)
+endif
 VENV ?= .venv
 PORT ?= 8000
 TUTORIALS ?=
@@ -17,10 +19,16 @@ WORKERS ?= 2
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SITE := docs/_build/html
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
-SPHINX = $(PY) -m sphinx -q -n -W --keep-going -c . -d docs/_build/doctrees docs
+# One more worker than cores: it often waits, for a browser or what it started.
+# A file stays together, for its tests share what takes long to make.
+PYTEST = $(PY) -m pytest -q -rs $(OPTIONS)
+# What takes long and needs no site runs on the core that its build leaves.
+BESIDE = tests/test_incremental.py tests/test_measuring.py
+BUILD = PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
+	$(PY) -m translation.build
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build lighthouse screenshot \
+.PHONY: help html preview translations serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build lighthouse screenshot \
 	lint lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
@@ -28,13 +36,16 @@ help:  ## show this list
 		$(MAKEFILE_LIST)
 
 html: site-tools  ## build the site into docs/_build/html; on a GPU, measure first
-	@$(SPHINX) $(SITE) || { echo "make html: the build stopped; the lines \
+	@$(BUILD) || { echo "make html: the build stopped; the lines \
 	above say where and why." >&2; exit 1; }
 	@echo "The site is in $(SITE): open $(SITE)/index.html, or run make serve."
 
 preview: site-tools  ## build with stale or missing recordings marked; never publish it
-	@FIGURES=preview $(SPHINX) $(SITE)
+	@FIGURES=preview $(BUILD)
 	@echo "A preview is in $(SITE): open $(SITE)/index.html, or run make serve."
+
+translations: html  ## refresh the catalogs of docs/locale, and print what is missing
+	@PYTHONPATH=docs/_ext $(PY) -m translation.update
 
 serve: check-python  ## show the built site at http://localhost:8000
 	@test -f $(SITE)/index.html || { echo "make serve: run make html first." >&2; exit 1; }
@@ -48,15 +59,19 @@ proof: test-tools
 	@git ls-files '*.py' '*.rst' '*.md' '*.css' '*.html' Makefile \
 		| xargs $(PY) -m codespell_lib
 	@$(PY) -m sphinxlint -e all -d line-too-long \
-		$(wildcard docs/*.rst) README.md
+		$(wildcard docs/*.rst README*.md)
 	@$(PY) -m check_jsonschema -q --builtin-schema vendor.github-workflows \
 		$(wildcard .github/workflows/*.yml)
-	@echo "Building the site from clean"
+	@echo "Building the site from clean; beside it $(BESIDE)"
 	@rm -rf docs/_build docs/tutorials
-	@FIGURES=recorded $(SPHINX) $(SITE)
-# One more than cores: a worker often waits, for a browser or what it started.
-	@$(PY) -m pytest -q -rs -n $$(($(WORKERS) + 1)) --dist worksteal $(OPTIONS) \
-		--ignore tests/gpu tests
+	@mkdir -p docs/_build
+	@$(PYTEST) $(BESIDE) > docs/_build/beside.log 2>&1 & beside=$$!; \
+	trap "kill $$beside 2>/dev/null" EXIT INT TERM; \
+	FIGURES=recorded $(BUILD) || exit 1; \
+	$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadfile \
+		--no-loadscope-reorder --ignore tests/gpu \
+		$(BESIDE:%=--ignore %) tests; status=$$?; \
+	wait $$beside || status=$$?; cat docs/_build/beside.log; exit $$status
 
 test-gpu: run-tools  ## the checks that need a GPU
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/gpu
@@ -69,13 +84,14 @@ record: run-tools  ## measure on a GPU what is stale: TUTORIALS="layer-norm/01" 
 		$(PY) -m measurements.record $(if $(ALL),--all) $(TUTORIALS)
 
 linkcheck: site-tools  ## check links to other sites (needs the network)
-	@$(SPHINX) -b linkcheck docs/_build/linkcheck && echo "No link is broken."
+	@$(PY) -m sphinx -q -n -W --keep-going -c . -b linkcheck \
+		-d docs/_build/doctrees/en docs docs/_build/linkcheck && echo "No link is broken."
 
 screenshot: test-tools  ## take the picture of the README anew, of the built site
 	@PYTHONPATH=docs/_ext $(PY) tests/screenshot.py
 
 bench-build: site-tools  ## measure the build's budgets
-	@$(PY) tests/bench_build.py
+	@PYTHONPATH=docs/_ext $(PY) tests/bench_build.py
 
 lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
 	@PYTHONPATH=tests:docs/_ext $(PY) tests/bench_lighthouse.py $(PAGES)
@@ -116,8 +132,8 @@ run-tools: check-python
 # Installing requirements.txt here would replace the torch of a GPU image.
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
-	sphinx_design, sphinx_copybutton, sphinx_sitemap, sphinxext.opengraph, \
-	elftools, joblib, tinycss2, fontTools, pagefind' 2>/dev/null || { \
+	sphinx_design, sphinx_copybutton, elftools, joblib, tinycss2, \
+	fontTools, pagefind' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
 	grep -iE 'sphinx|elftools|joblib|tinycss2|fonttools|pagefind' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }

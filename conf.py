@@ -8,17 +8,18 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
-from page import downloads  # noqa: E402
+from languages import CURRENT, ENGLISH, OFFERED  # noqa: E402
 
 # The site ------------------------------------------------------------------
 project = "Both Passes"
 author = "The Both Passes authors"
 copyright = "2026, " + author
-language = "en"
+language = CURRENT.code
 tagline = "GPU kernels in Triton, forward and backward, measured"
 # Where the site is published, and the repository that publishes it. GitHub's
 # workflow sets both; without a repository nothing links to it or to Colab.
-html_baseurl = os.environ.get("SITE_URL", "http://localhost:8000/")
+site_url = os.environ.get("SITE_URL", "http://localhost:8000/")
+html_baseurl = f"{site_url}{CURRENT.folder}/"
 repository = os.environ.get("GITHUB_REPOSITORY", "")
 
 extensions = [
@@ -26,13 +27,16 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "sphinxext.opengraph",
     "notfound.extension",
     # our own
     "gallery",
     "incremental",
+    "page.anchors",
     "page.cards",
+    "page.copying",
     "page.downloads",
+    "page.editions",
+    "page.figures",
     "page.formulas",
     "page.head",
     "page.light",
@@ -40,11 +44,15 @@ extensions = [
     "page.pictures",
     "page.references",
     "page.search",
-    "page.sitemap",
     "page.solutions",
+    "page.templates",
+    "page.wide_lines",
     "page.xray",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
+# Catalogs of what is no tutorial: see docs/_ext/translation.
+locale_dirs = ["locale"]
+gettext_compact = False
 # Each section of the tutorials counts from 01: what names them is their path.
 suppress_warnings = ["sphinx_gallery.duplicate_filename"]
 templates_path = ["docs/_templates"]
@@ -76,13 +84,11 @@ sphinx_gallery_conf = {
     "backreferences_dir": None,
     "download_all_examples": True,
     "only_warn_on_example_error": False,
-    "junit": "../test-results/gallery.xml",
+    # Other languages run nothing.
+    "junit": str(ROOT / "docs/_build/test-results/gallery.xml")
+    if CURRENT is ENGLISH
+    else "",
     "notebook_images": True,
-    "first_notebook_cell": (
-        "# Needs torch, triton, matplotlib and pandas, and a GPU for the\n"
-        "# timings. In Colab: Runtime > Change runtime type > GPU.\n"
-        + downloads.CHECK
-    ),
 }
 
 # The moving picture of the two stages, behind the cell of a function: with up
@@ -110,11 +116,10 @@ intersphinx_mapping = {
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_static_path = ["docs/_static"]
-# .nojekyll, for GitHub Pages; and addresses of pages that have moved.
-html_extra_path = ["docs/_extra"]
 html_css_files = ["site.css"]
 html_js_files = [
-    (f"{name}.js", {"defer": "defer"}) for name in ("folds", "search", "stops")
+    (f"{name}.js", {"defer": "defer"})
+    for name in ("folds", "languages", "search", "stops")
 ]
 html_favicon = "docs/_static/logo.svg"
 html_copy_source = False
@@ -124,7 +129,7 @@ html_show_sourcelink = False
 html_theme_options = {
     "icon_links": [
         {
-            "name": "Repository",
+            "name": "Repository",  # see docs/_ext/page/head.py
             "url": f"https://github.com/{repository}",
             "icon": "fa-brands fa-github",
         }
@@ -132,6 +137,8 @@ html_theme_options = {
     if repository
     else [],
     "header_links_before_dropdown": 6,
+    "navbar_persistent": ["languages"] * (len(OFFERED) > 1)
+    + ["search-button-field"],
     "navigation_with_keys": False,
     "back_to_top_button": False,
     "show_prev_next": True,
@@ -143,7 +150,7 @@ html_theme_options = {
         "tutorials/**[0-9][0-9]-*": ["close-drawer", "page-toc"],
         "tutorials/**index": [],
         "index": [],
-        "[!ti]*": ["close-drawer", "page-toc"],
+        "[!ti4]*": ["close-drawer", "page-toc"],
     },
     "article_footer_items": ["feedback"] if repository else [],
     "footer_start": ["copyright"],
@@ -162,12 +169,14 @@ html_context = {
     "default_mode": "auto",  # light or dark as the reader's system is
     "repository": repository,
     # The publishing workflow puts the notebooks on a branch of this name.
-    "notebooks": f"{repository}/blob/notebooks" if repository else "",
+    "notebooks": f"{repository}/blob/notebooks/{CURRENT.folder}"
+    if repository
+    else "",
 }
 
 # What a reader may type for what a section says: see docs/_ext/page/search.py.
 search_spellings = [
-    ["bf16", "bfloat16"],
+    ["bf16", "bfloat16", "16 bits"],
     ["colab", "notebook"],
     ["fp16", "float16"],
     ["fp32", "float32"],
@@ -181,12 +190,5 @@ search_spellings = [
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div.highlight-Python pre, div.highlight-console pre"
 
-ogp_site_url = html_baseurl
-ogp_image = html_baseurl + "_static/social.png"
-ogp_image_alt = f"{project}: {tagline}"
-ogp_custom_meta_tags = [
-    '<meta name="twitter:card" content="summary_large_image" />',
-]
-ogp_social_cards = {"enable": False}
 # A 404 page is shown at any depth, so its links start at the site's root.
 notfound_urls_prefix = urlsplit(html_baseurl).path

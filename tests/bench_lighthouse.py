@@ -45,7 +45,7 @@ class Zipping(serve.Handler):
 
 
 def serve_zipped():
-    handler = functools.partial(Zipping, directory=str(built.SITE))
+    handler = functools.partial(Zipping, directory=str(built.WHOLE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}{built.prefix()}"

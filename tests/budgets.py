@@ -14,6 +14,7 @@ import resource
 import time
 from pathlib import Path
 
+import builds
 import pytest
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
@@ -60,7 +61,8 @@ def used():
     """
     who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     usage = [resource.getrusage(which) for which in who]
-    return sum(part.ru_utime + part.ru_stime for part in usage)
+    own = sum(part.ru_utime + part.ru_stime for part in usage)
+    return own + builds.spent
 
 
 def lap():
@@ -96,6 +98,9 @@ class Budgets:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self):
+        self.restart()
+
+    def restart(self):
         self.last = used()
 
     @pytest.hookimpl(wrapper=True)
@@ -104,9 +109,7 @@ class Budgets:
         now = used()
         if now - self.lap_at > 1:  # the pace changes as others come and go
             self.lap, self.lap_at = lap(), now
-        # What ends with the last test, such as the compilers, is of no page.
-        passed = 0 if report.when == "teardown" else now - self.last
-        report.processor_time = passed * LAP / self.lap
+        report.processor_time = (now - self.last) * LAP / self.lap
         self.last = used()
         return report
 
@@ -115,7 +118,10 @@ class Budgets:
     def pytest_runtest_logreport(self, report):
         seconds = getattr(report, "processor_time", 0)
         self.files[report.nodeid.partition("::")[0]] += seconds
-        self.pages[payer(report.nodeid, self.known)] += seconds
+        # What ends with the last test, such as a browser, is of no page.
+        ends = report.when == "teardown"
+        page = None if ends else payer(report.nodeid, self.known)
+        self.pages[page] += seconds
 
     def exceeded(self, times=1):
         if self.config.option.markexpr != "not long":

@@ -6,6 +6,7 @@ own, in which nothing of the project has been imported.
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ IMPORTS = [
     *("sphinx_gallery.gen_gallery", "sphinx_design", "pydata_sphinx_theme"),
 ]
 
+spent = 0.0  # seconds of processor time in builds that have ended
+
 MECHANISM = Path(__file__).resolve().parents[1] / "docs" / "_ext"
 
 _context = multiprocessing.get_context("forkserver")
@@ -29,26 +32,30 @@ _context.set_forkserver_preload(IMPORTS)
 
 def build(root, env):
     """Build a project; the finished process, its output in one text."""
-    if env.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
-        # It may bring modules that stand in for others: start from nothing.
-        return subprocess.run(
-            [sys.executable, "-m", "sphinx", *ARGUMENTS],
-            cwd=root,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
     log = root / "build.log"
     child = _context.Process(target=_forked, args=(root, env, log))
     child.start()
     child.join()
+    global spent
+    spent += float(_spent(log).read_text())
     return subprocess.CompletedProcess(
         ARGUMENTS, child.exitcode, log.read_text()
     )
 
 
+def _spent(log):
+    """What a build took; its parent is the server, which nobody waits for."""
+    return log.with_suffix(".spent")
+
+
 def _forked(root, env, log):
+    try:
+        _build(root, env, log)
+    finally:
+        _spent(log).write_text(str(sum(os.times()[:4])))
+
+
+def _build(root, env, log):
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -57,9 +64,25 @@ def _forked(root, env, log):
     os.environ.update(env)
     # The project has its own copy of these, and conf.py knows where.
     sys.path = [path for path in sys.path if Path(path) != MECHANISM]
+    for folder in filter(None, env.get("PYTHONPATH", "").split(os.pathsep)):
+        if (start := Path(folder, "sitecustomize.py")).exists():
+            runpy.run_path(str(start))  # as Python does where it starts
     own = {path.stem for path in MECHANISM.iterdir()}
     for name in [n for n in sys.modules if n.split(".")[0] in own]:
         del sys.modules[name]
     from sphinx.cmd.build import main
 
-    sys.exit(main(ARGUMENTS))
+    sys.exit(main(arguments(env)))
+
+
+def arguments(env):
+    """Of a build in one of several languages, or of one in English alone."""
+    if "SITE_LANGUAGES" not in env:
+        return ARGUMENTS
+    sys.path.insert(0, "docs/_ext")
+    from languages import CURRENT, ENGLISH
+    from translation import build, stage
+
+    if CURRENT is not ENGLISH:
+        stage.stage(CURRENT)
+    return build.arguments(CURRENT)

@@ -35,15 +35,21 @@ with contextlib.suppress(ModuleNotFoundError):  # a GPU machine may lack it
     hypothesis.settings.load_profile("same")
 
 
+with contextlib.suppress(ModuleNotFoundError):
+    from sphinx import locale
+
+    locale.init([], "en")  # as a build in English does
+
+
 def pytest_configure(config):
-    config.pluginmanager.register(Budgets(config))
+    config.pluginmanager.register(Budgets(config), "budgets")
 
 
 # What takes longest starts first, so that no core is idle at the end.
 SLOWEST = (
-    *("test_incremental.py", "test_measuring.py", "test_kernels_compiled.py"),
-    *("test_pages.py", "test_moving.py", "test_build.py", "test_xray.py"),
-    *("test_downloads.py", "test_controls.py"),
+    *("test_kernels_compiled.py", "test_pages.py", "test_build.py"),
+    *("test_downloads.py", "test_links.py", "test_moving.py", "test_xray.py"),
+    *("test_controls.py", "test_counters.py", "test_sections.py"),
 )
 
 
@@ -58,7 +64,7 @@ def rank(file):
 
 
 @pytest.fixture(scope="session")
-def launches():
+def launches(pytestconfig):
     """What compiles calls, in processes that stay: each takes seconds to
     start."""
     from compiled.aot import Compilers  # GPU machines may lack pyelftools
@@ -66,6 +72,8 @@ def launches():
     runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     with Compilers(max(1, len(os.sched_getaffinity(0)) // runs)) as compilers:
         yield compilers.launches
+    # They were of all files, not of the last one.
+    pytestconfig.pluginmanager.get_plugin("budgets").restart()
 
 
 @pytest.fixture(scope="session")

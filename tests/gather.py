@@ -1,16 +1,17 @@
-"""Write the functions that page 11 has from other pages anew.
+"""Write the functions that pages have from other pages of a section anew.
 
     python tests/gather.py
 
-tests/test_11_every_width.py holds them to be the same.
+Tests of these pages hold them to be the same.
 """
 
 import ast
 import re
 from pathlib import Path
 
-PAGES = Path(__file__).parents[1] / "tutorials/layer-norm"
-# Functions that several pages have under one name.
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+GATHERING = "layer-norm/11-every-width", "norms-and-losses/05-wide-softmax"
+# Functions that several pages of layer-norm have under one name.
 RENAMED = {
     "plan_fwd_chunks": "plan_forward",
     "plan_bwd_chunks": "plan_backward",
@@ -39,7 +40,7 @@ def functions(text):
 
 
 def gathered(text):
-    """(name, number of a page) of all that page 11 has from others."""
+    """(name, number of a page) of all that a page has from others."""
     for cell in re.split(r"^# %%.*\n", text, flags=re.MULTILINE):
         if said := CELL.match(cell):
             for name in functions(cell):
@@ -47,21 +48,22 @@ def gathered(text):
                     yield name, number
 
 
-def original(name, number):
-    """A function as its page has it, under the name on page 11, or None."""
-    (page,) = PAGES.glob(f"{number}-*.py")
-    own = RENAMED.get(name, name)
+def original(name, number, section="layer-norm"):
+    """A function as its page has it, under its name here, or None."""
+    (page,) = (TUTORIALS / section).glob(f"{number}-*.py")
+    own = RENAMED.get(name, name) if section == "layer-norm" else name
     text = functions(page.read_text(encoding="utf-8")).get(own)
     return text and text.replace(f"def {own}(", f"def {name}(", 1)
 
 
 def main():
-    path = PAGES / "11-every-width.py"
-    text = path.read_text(encoding="utf-8")
-    here = functions(text)
-    for name, number in list(gathered(text)):
-        text = text.replace(here[name], original(name, number))
-    path.write_text(text, encoding="utf-8")
+    for page in GATHERING:
+        section, path = page.split("/")[0], TUTORIALS / f"{page}.py"
+        text = path.read_text(encoding="utf-8")
+        here = functions(text)
+        for name, number in list(gathered(text)):
+            text = text.replace(here[name], original(name, number, section))
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

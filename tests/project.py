@@ -116,7 +116,8 @@ class Project:
             ROOT / "docs",
             self.root / "docs",
             ignore=shutil.ignore_patterns(
-                "_build", "tutorials", "nvidia-*", "__pycache__"
+                *("_build", "tutorials", "nvidia-*", "__pycache__"),
+                "locale",
             ),
         )
         # Without the site's own tutorials, and what leads to them.

@@ -23,6 +23,7 @@ def main():
         top = "figure => scrollBy(0, figure.getBoundingClientRect().top - 90)"
         figure.evaluate(top)
         figure.locator("img:visible").evaluate("image => image.decode()")
+        page.locator("#pst-page-toc-nav a.active").wait_for()
         page.screenshot(path=built.ROOT / "docs/_static/screenshot.png")
         browser.close()
     server.shutdown()

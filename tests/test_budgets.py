@@ -83,10 +83,10 @@ def test_living(child):
 @pytest.mark.parametrize(
     ("kind", "budget", "options", "code"),
     [
-        ("here", 0.2, ["-m", "not long"], 1),
+        ("here", 0.05, ["-m", "not long"], 1),
         ("here", 60, ["-m", "not long"], 0),
-        ("here", 0.2, ["-m", ""], 0),
-        ("child", 0.2, ["-m", "not long"], 1),
+        ("here", 0.05, ["-m", ""], 0),
+        ("child", 0.05, ["-m", "not long"], 1),
         ("living", 0.2, ["-m", "not long", "-n", "2"], 0),
     ],
 )

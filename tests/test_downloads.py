@@ -18,7 +18,7 @@ import tutorial
 from alone import HIDDEN, NO_GPU, run_script
 from page import solutions
 
-SITE = ROOT / "docs" / "_build" / "html"
+SITE = ROOT / "docs" / "_build" / "html" / "en"
 GENERATED = ROOT / "docs" / "tutorials"
 HERE = ROOT / "tests"
 NAMES = list(map(tutorial.name_of, tutorial.scripts()))

@@ -1,10 +1,12 @@
 """After any change, an incremental build gives the files of a clean one."""
 
 import shutil
+import subprocess
+import sys
 import zipfile
 
 import pytest
-from project import Project
+from project import ROOT, Project
 
 NAMES = ("01-double", "02-double", "03-double", "sums/01-double")
 
@@ -87,11 +89,11 @@ ONE_FILE = {
 SETTINGS = {
     "conf.py": (replace("conf.py", "backward, measured", "back, measured"), 0),
     "conf.py, the gallery": (
-        replace("conf.py", "# Needs torch", "# Nee"),
+        replace("conf.py", '"show_signature": F', '"show_signature": not F'),
         len(NAMES),
     ),
     "cards.py": (
-        replace("docs/_ext/page/cards.py", "× PyTorch", "× torch"),
+        replace("docs/_ext/page/cards.py", "s × %", "s x %"),
         len(NAMES),
     ),
 }
@@ -124,6 +126,23 @@ def contents(path):
         with zipfile.ZipFile(path) as archive:
             return {name: archive.read(name) for name in archive.namelist()}
     return path.read_bytes()
+
+
+LARGE = {"torch", "triton", "pandas", "matplotlib", "fontTools"}
+
+
+def test_nothing_large_is_imported_before_it_is_needed():
+    """To import them takes longer than a small build may."""
+    imported = (
+        "import importlib, sys; sys.path.insert(0, '.'); import conf; "
+        "[importlib.import_module(name) for name in conf.extensions]; "
+        "print(*sys.modules)"
+    )
+    run = subprocess.check_output(
+        [sys.executable, "-c", imported], cwd=ROOT, text=True
+    )
+    assert "page.formulas" in run.split()
+    assert not LARGE & set(run.split())
 
 
 def test_after_no_change_nothing_is_made(project):

@@ -5,7 +5,7 @@ import pytest
 from measurable import GPU, HERE, Measurable
 from project import ENVIRONMENT, rows
 
-from measurements import benchmarks, gpus, links, live, recording, replay, todo
+from measurements import benchmarks, gpus, links, recording, replay, todo
 from page import figures
 
 NAME = "01-double"
@@ -15,9 +15,25 @@ LINKED = {"gpus": ["A", "A"], "link": "NV99", "nccl": "2.99.1"}
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     project = Measurable(tmp_path_factory.mktemp("links") / "site")
-    project.edit('args={"M": 1}', 'args={"M": 1, "ranks": 2}')
-    for name in "double", "triple":
-        project.edit(f"measure_{name}(M, N", f"measure_{name}(M, ranks, N")
+    project.edit("def benchmark(name):", "def benchmark(name, x, xs, **args):")
+    project.edit('x_names=["N"]', "x_names=[x]")
+    project.edit("x_vals=[8, 16]", "x_vals=xs")
+    project.edit('args={"M": 1}', "args=args")
+    project.edit(
+        '@benchmark("double")', '@benchmark("double", "N", [8, 16], ranks=2)'
+    )
+    project.edit("measure_double(M, N", "measure_double(ranks, N")
+    # As many ranks as this machine has GPUs.
+    project.edit(
+        '@benchmark("triple")', '@benchmark("triple", "ranks", [2, 3, 8], N=8)'
+    )
+    project.edit("measure_triple(M, N", "measure_triple(ranks, N")
+    project.edit(
+        "return timed(triple, N, provider)",
+        "if ranks > torch.cuda.device_count():\n"
+        '        return 3 * [float("nan")]\n'
+        "    return timed(triple, N, provider)",
+    )
     return project
 
 
@@ -40,18 +56,27 @@ def measured(project):
     return recording.read(GPU, NAME, store)["benchmarks"]
 
 
-def test_all_that_is_run_sees_both_gpus(project, measured):
+def test_all_that_is_run_sees_all_gpus(project, measured):
     points = project.points()
-    assert len(points) == 12
-    assert {gpu for _, gpu, _ in points} == {"0,1"}
+    assert len(points) == 2 * 3 + 2 * 3
+    assert {gpu for _, gpu, _ in points} == {"0,1,2"}
     assert not project.points("compiled")
 
 
+def test_ranks_that_are_not_there_are_a_gap(measured):
+    gaps = {
+        r["ranks"]: r["median"] is None for r in measured["triple"]["rows"]
+    }
+    assert gaps == {2: False, 3: False, 8: True}
+
+
 def test_what_they_are_is_recorded(measured):
-    for benchmark in measured.values():
-        environment = benchmark["environment"]
-        assert environment["gpus"] == 2 * ["NVIDIA Stand-in 100"]
-        assert environment["link"] == "NV99"
+    """Of those that are measured, not of all that are there."""
+    both = ("double", 2, "NV99"), ("triple", 3, "NV99 and PHB")
+    for name, count, link in both:
+        environment = measured[name]["environment"]
+        assert environment["gpus"] == count * ["NVIDIA Stand-in 100"]
+        assert environment["link"] == link
         assert environment["nccl"].split()[0] == "2.99.1"
         assert environment["checks_passed"] == 2
 
@@ -66,10 +91,14 @@ def test_a_recording_without_it_is_damaged(measured, key):
     assert problem.startswith(f"environment, {key}: found nothing")
 
 
-def test_a_recording_of_too_few_is_damaged(measured):
-    benchmark = measured["double"] | {"args": {"ranks": 3}}
-    problem = recording.benchmark_problem(benchmark, GPU)
-    assert "gpus" in problem and "expected 3 or more" in problem
+@pytest.mark.parametrize(("name", "ranks"), [("double", 2), ("triple", 3)])
+def test_a_recording_of_too_few_is_damaged(measured, name, ranks):
+    benchmark = measured[name]
+    rest = benchmark["environment"] | {"gpus": ["NVIDIA Stand-in 100"]}
+    problem = recording.benchmark_problem(
+        benchmark | {"environment": rest}, GPU
+    )
+    assert "gpus" in problem and f"expected {ranks} of them" in problem
 
 
 @pytest.mark.parametrize(
@@ -108,8 +137,7 @@ def test_settings_of_nccl_are_told(monkeypatch):
     assert "DEBUG" not in links.nccl()
 
 
-def test_the_passport_shows_it(tmp_path):
-    gallery = {"src_dir": tmp_path}
+def test_the_passport_shows_it():
     said = {}
     for linked in {}, LINKED:
         found = replay.Measured(
@@ -118,10 +146,7 @@ def test_the_passport_shows_it(tmp_path):
             code="",
             live=True,
         )
-        live_store = tmp_path / "measurements"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(live, "STORE", live_store)
-            said[bool(linked)] = figures.passport(NAME, found, gallery)
+        said[bool(linked)] = figures.passport(NAME, found)
     assert ":GPUs: A, A; linked by NV99; NCCL 2.99.1\n" in said[True]
     assert ":GPUs:" not in said[False]
     assert "ranks \\= 2" in said[True]
@@ -135,6 +160,16 @@ def test_a_live_page_needs_enough_gpus(project, monkeypatch):
         assert gpus.lacking(script) == lacking
 
 
+def test_a_build_on_fewer_gpus_shows_what_was_recorded(project, measured):
+    conf = project.root / "conf.py"
+    conf.write_text(conf.read_text().replace("nvidia-h200", GPU))
+    done = project.build_on(1)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "here is 1: it was left out; its page shows what" in done.stdout
+    page = project.page()
+    assert "Recorded 20" in page and "by this build," not in page
+
+
 def test_the_others_are_not_left_out(monkeypatch):
     monkeypatch.setattr(gpus, "usable", lambda: ["0"])
     jobs = [todo.Job(str(n), None, {}, {}, gpus=n) for n in (1, 2, 1)]
@@ -145,9 +180,7 @@ def test_the_others_are_not_left_out(monkeypatch):
 
 @pytest.mark.parametrize("ranks", ['"2"', "N_RANKS()", "None"])
 def test_ranks_that_are_no_number_are_refused(ranks, project, tmp_path):
-    text = (
-        project.script().read_text().replace('"ranks": 2', f'"ranks": {ranks}')
-    )
+    text = project.script().read_text().replace("ranks=2", f"ranks={ranks}")
     script = tmp_path / "01-double.py"
     script.write_text(text)
     with pytest.raises(benchmarks.UnclearError, match="show the ranks"):

@@ -13,7 +13,7 @@ from project import ROOT, Project
 import style
 from page import moving
 
-SITE = ROOT / "docs/_build/html"
+SITE = ROOT / "docs/_build/html/en"
 STATIC = ROOT / "docs/_static"
 TEMPLATE = ROOT / "docs/_templates" / moving.TEMPLATE
 PAGE, FUNCTION = "layer-norm/03-lock", "_add_behind_lock"

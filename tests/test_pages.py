@@ -19,12 +19,16 @@ TEXTS = {
 EVERY = pytest.mark.parametrize("name", TEXTS)
 # It explains what the others fold.
 FIRST = "layer-norm/01-layer-norm"
-# It gathers the kernels of the pages before it, in cells that name these; its
-# own test compares them.
-LONGEST = "layer-norm/11-every-width"
-# They fold scaffold of their own, host code or how ranks are started: what
-# counts there is what a reader sees.
-LONG = {LONGEST, "several-gpus/01-layer-norm"}
+# They gather the kernels of pages before them, in cells that name these; their
+# own tests compare them.
+GATHERING = {"layer-norm/11-every-width", "norms-and-losses/05-wide-softmax"}
+# They fold scaffold of their own, host code or how ranks are started, or
+# kernels of another page: what counts there is what a reader sees.
+LONG = GATHERING | {
+    "several-gpus/01-layer-norm",
+    "fused/01-add-layer-norm",
+    "norms-and-losses/04-cross-entropy",
+}
 GATHERED = re.compile(r"from pages? \d\d")
 MOST_LINES = 600
 
@@ -145,8 +149,7 @@ def test_the_first_code_is_scaffold(name):
 
 @EVERY
 def test_script_is_short(name):
-    if name != LONGEST:
-        assert seen(name) <= MOST_LINES
+    assert seen(name) <= MOST_LINES
 
 
 @EVERY

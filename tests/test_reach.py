@@ -465,7 +465,8 @@ READ = {
     },
     "fused/01-add-layer-norm": {
         "_add_layer_norm_fwd": "all",
-        "_forget": "-backward -wide",  # the second calls the function
+        "_forget": "-backward -wide -sectors",  # both passes
+        "_layer_norm_bwd_means": "-backward -wide",  # both call the function
         "_sum_of_three": "none",  # the stub of an exercise
     },
     "fused/02-dropout": {
@@ -499,6 +500,20 @@ READ = {
         "_softmax_bwd": "-backward",
         "pair": "none",  # in PyTorch
         "gradient": "none",  # the stub of an exercise
+    },
+    "norms-and-losses/04-cross-entropy": {
+        "_online": "all but -theirs",
+        "_read": "-theirs -loss",
+        "_scale": "none",  # a step is not measured
+        "in_chunks": "none",
+        "check": "none",
+        "factor": "none",  # the stub of an exercise
+    },
+    "norms-and-losses/05-wide-softmax": {
+        "_softmax_fwd": "all",
+        "_softmax_fwd_shared": "all but -sweeps-forward",
+        "_softmax_bwd_shared": "softmax-forward softmax-backward",
+        "merge_logs": "none",  # the stub of an exercise
     },
     "several-gpus/01-layer-norm": {
         "_mean_m2": "all",

@@ -213,6 +213,24 @@ def test_an_optional_peer_is_drawn_if_and_only_if_it_was_recorded():
     assert "Apex (GB/s)" not in table.columns
 
 
+def test_peers_have_the_capitals_of_their_makers():
+    """A page may call its own lines as it likes."""
+    typed = {
+        "line_vals": ["triton", "torch.compile", "quack"],
+        "line_names": ["Two At A Lock", "Torch.compile", "Quack"],
+    }
+    found = [
+        row | {"provider": name}
+        for row in rows()[::3]
+        for name in typed["line_vals"]
+    ]
+    with replay.replaced(replay.Runner(session("h200", rows=found))):
+        table = mark(unmeasurable, **typed).run(return_df=True)
+    assert [c.removesuffix(" (GB/s)") for c in table.columns] == [
+        *("N", "Two At A Lock", "torch.compile", "quack")
+    ]
+
+
 def test_without_a_recording_there_is_no_figure():
     """In a preview: a tutorial whose function gives NaN has drawn one."""
     import matplotlib.pyplot as plt

@@ -1,8 +1,10 @@
 """The file of exact versions fits what the requirements ask for."""
 
 import re
+from importlib.metadata import packages_distributions
 
 import pytest
+from only_four import FOUR
 from packaging.requirements import Requirement
 from project import ROOT
 
@@ -46,3 +48,27 @@ def test_the_exact_versions_name_no_index_and_no_build():
     """So that any index will do, and a torch for the CPU as well."""
     text = (ROOT / "constraints.txt").read_text()
     assert not re.search(r"--|://|sha256|\+|^(nvidia|cuda)", text, re.M)
+
+
+def test_make_asks_for_what_builds_the_site():
+    """Where it installs nothing: what it imports, and what it says to run."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    modules = re.search(r"-c 'import (sphinx,[^']*)'", text)[1].split(",")
+    pattern = re.search(r"grep -iE '([^']*)' requirements.txt", text)[1]
+    owners = packages_distributions()
+    asked = {
+        owner.lower().replace("_", "-")
+        for module in modules
+        for owner in owners[module.strip().partition(".")[0]]
+    }
+    builds = {
+        wanted.name
+        for wanted in read("requirements.txt")
+        if wanted.name not in FOUR
+    }
+    assert asked == builds
+    assert builds == {
+        wanted.name
+        for wanted in read("requirements.txt")
+        if re.search(pattern, str(wanted), re.IGNORECASE)
+    }

@@ -1,12 +1,17 @@
 """Sections: folders of tutorials, beside tutorials in no folder."""
 
 import json
+import re
 import zipfile
 from urllib.parse import quote
 
 import pytest
 from bs4 import BeautifulSoup
-from project import Project
+from project import ROOT, Project
+
+import tutorial
+from languages import ENGLISH
+from translation import root
 
 # In reading order: tutorials/index.rst lists z, then no section, then b.
 NAMES = ("z-sums/01-double", "z-sums/02-double", "01-double", "b/01-double")
@@ -100,8 +105,12 @@ def test_the_front_page_groups_cards_by_section(read):
     assert cards(sections[0]) == [
         f"tutorials/{name}.html" for name in NAMES[:2]
     ]
-    first = page.select_one(".bp-actions a")
-    assert first["href"] == f"tutorials/{NAMES[0]}.html"
+
+
+def test_the_button_of_the_front_page_leads_to_the_first_tutorial():
+    front = (ROOT / "docs/index.rst").read_text(encoding="utf-8")
+    (there,) = re.findall(r":: bp-actions\n\n +:doc:`.*<(.*)>`", front)
+    assert there == f"tutorials/{tutorial.name_of(tutorial.scripts()[0])}"
 
 
 def test_a_section_has_its_own_cards_only(read):
@@ -157,7 +166,7 @@ def test_a_page_has_its_downloads_and_its_notebook_on_colab(read, name):
     ]
     assert links[-1] == (
         "https://colab.research.google.com/github/someone/site/"
-        f"blob/notebooks/{name}.ipynb"
+        f"blob/notebooks/en/{name}.ipynb"
     )
 
 
@@ -200,9 +209,10 @@ def test_the_archives_hold_all(project):
 
 
 def test_the_site_map_names_every_page(project):
-    sitemap = (project.root / "html/sitemap.xml").read_text()
+    sitemap = root.sitemap([ENGLISH], root.pages(project.root / "html"))
     for page in (*(f"{name}.html" for name in NAMES), "", "z-sums/", "b/"):
-        assert f"/tutorials/{page}</loc>" in sitemap
+        assert f"/en/tutorials/{page}</loc>" in sitemap
+    assert "404" not in sitemap
 
 
 def test_a_section_that_is_not_listed_stops_the_build(tmp_path):
@@ -221,3 +231,27 @@ def test_a_section_without_an_index_stops_the_build(tmp_path):
     done = project.build()
     assert done.returncode != 0
     assert "tutorials/z has no index.rst" in done.stdout
+
+
+READMES = sorted(ROOT.glob("README*.md"))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_the_readme_leads_to_every_section(readme):
+    text = readme.read_text(encoding="utf-8")
+    for section in tutorial.sections():
+        assert f"](tutorials/{section})" in text
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_the_readmes_lead_to_each_other_and_say_the_same_commands(readme):
+    blocks = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    text = readme.read_text(encoding="utf-8")
+    for other in READMES:
+        assert (f"]({other.name})" in text) == (other != readme)
+    for target in re.findall(r"\]\(([\w./-]+)", text):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    english = blocks.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    own = blocks.findall(text)
+    assert own[0] == english[0]
+    assert set(own) <= set(english)

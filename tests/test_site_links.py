@@ -1,10 +1,13 @@
 """Every link inside the site leads to a file, every anchor to an id."""
 
 import functools
+import re
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 from browser import built
+
+from translation import root
 
 ATTRIBUTES = ("href", "src", "poster", "data")
 HOST = "http://site.invalid"
@@ -41,22 +44,22 @@ def fault(address):
     if f"{parts.scheme}://{parts.netloc}" != HOST:
         return None  # another site, checked by make linkcheck
     path = unquote(parts.path)
-    if not path.startswith(built.prefix()):
+    if not path.startswith(built.prefix(built.WHOLE)):
         return "outside the site"
-    path = path.removeprefix(built.prefix())
-    target = built.SITE / path
+    target = built.WHOLE / path.removeprefix(built.prefix(built.WHOLE))
     if target.is_dir():
         target /= "index.html"
     if not target.is_file():
         return "no such file"
     anchor = unquote(parts.fragment)
-    page = target.relative_to(built.SITE).as_posix()
-    if anchor and page in built.PAGES and anchor not in anchors(page):
-        return "no such anchor"
+    if anchor and target.is_relative_to(built.SITE):
+        page = target.relative_to(built.SITE).as_posix()
+        if page in built.PAGES and anchor not in anchors(page):
+            return "no such anchor"
     return None
 
 
-@pytest.mark.parametrize("page", built.ALL)
+@pytest.mark.parametrize("page", built.PAGES)
 def test_links(page):
     found = {
         f"{link}: {wrong}"
@@ -77,12 +80,12 @@ def test_old_addresses_lead_on():
         "tutorials/06-rms-norm.html",
     ]
     for page in built.MOVED:
-        soup = built.soup(page)
+        soup = built.soup(page, built.WHOLE)
         (link,) = soup.select("a")
         (refresh,) = soup.select("meta[http-equiv=refresh]")
         assert refresh["content"] == f"0; url={link['href']}"
         target = urljoin(page, link["href"])
-        heading = built.soup(target).h1.find(string=True)
+        heading = built.soup(target, built.WHOLE).h1.find(string=True)
         assert link.get_text() == heading
 
 
@@ -110,3 +113,27 @@ def test_no_figure_is_shown_twice(page):
 )
 def test_a_broken_link_is_found(link, wrong):
     assert fault(urljoin(f"{HOST}{built.prefix()}", link)) == wrong
+
+
+SECTION = re.compile(r'<section id="([^"]*)"')
+
+
+@pytest.mark.parametrize("language", built.EDITIONS, ids=lambda x: x.folder)
+def test_each_language_has_the_same_pages_and_sections(language):
+    """And each page leads to the others, if there are others."""
+    folder = built.WHOLE / language.folder
+    assert root.pages(folder) == [p for p in built.PAGES if p != "404.html"]
+    tags = {each.tag for each in built.EDITIONS} | {"x-default"}
+    for page in root.pages(folder):
+        text, english = (
+            (each / page).read_text("utf-8") for each in (folder, built.SITE)
+        )
+        assert SECTION.findall(text) == SECTION.findall(english) != [], page
+        assert f'<html lang="{language.tag}"' in text, page
+        canonical = re.findall(r'rel="canonical" href="([^"]*)"', text)
+        path = f"/{language.folder}/{page.removesuffix('index.html')}"
+        assert [path == each[-len(path) :] for each in canonical] == [True]
+        others = re.findall(r'rel="alternate" hreflang="([^"]*)"', text)
+        assert len(set(others)) == len(others)
+        assert set(others) == (tags if len(built.EDITIONS) > 1 else set())
+        assert bool(others) == ("bp-languages" in text), page

@@ -122,8 +122,9 @@ def test_a_timing_outside_a_benchmark_is_found(clock):
 
 @EVERY
 def test_lines_are_short(stem):
-    long = [line for line in TEXTS[stem].splitlines() if len(line) > 79]
-    assert not long
+    """In 79 columns; the address of a link cannot be broken and counts not."""
+    lines = re.sub(r" ?<https://\S+>", "", TEXTS[stem]).splitlines()
+    assert not [line for line in lines if len(line) > 79]
 
 
 @EVERY
@@ -304,7 +305,7 @@ def test_drawings_are_named(stem):
         if not isinstance(node, ast.Call):
             continue
         call = ast.unparse(node.func)
-        if call == "plt.subplots":
-            assert "num" in {k.arg for k in node.keywords}, node.lineno
+        assert call != "plt.subplots", node.lineno  # its names get lost
         if call == "plt.figure":
-            assert node.args, node.lineno
+            name = node.args and node.args[0]
+            assert isinstance(name, ast.Constant), node.lineno

@@ -12,16 +12,19 @@ else: the mode in its settings, and a tutorial's session in its variables.
 import os
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
+from sphinx_gallery import gen_gallery
 
 import style
 import tutorial
+from languages import CURRENT, ENGLISH
 from measurements import gpus, live, recording, replay
 from measurements.progress import clock, say
-from page import figures, outputs, solutions
+from page import figures, notebooks, outputs, solutions, wide_lines
 
 MODES = ("auto", "recorded", "live", "preview")
 
@@ -41,25 +44,33 @@ def begin(gallery_conf, script_vars):
 
     Sphinx-Gallery tells the path nowhere else, and names are not unique.
     """
-    import matplotlib.pyplot as plt
-
-    plt.rcdefaults()
-    plt.rcParams.update(style.rc_params())
     script = Path(script_vars["src_file"]).resolve()
-    config = gallery_conf["measured"]
-    session = open_session(tutorial.name_of(script), **config)
-    script_vars["session"] = session
+    name = tutorial.name_of(script)
     with ExitStack() as changes:
-        changes.enter_context(replay.replaced(replay.Runner(session)))
-        changes.enter_context(replay.watching(session))
-        changes.enter_context(solutions.hidden_in_notebooks())
+        changes.enter_context(
+            notebooks.changed(
+                solutions.hide_in_notebook, wide_lines.join_in_notebook
+            )
+        )
         target = Path(script_vars["target_file"])
         inputs = target.with_suffix(".inputs").read_text()
         runs, keep = changes.enter_context(
             outputs.kept(script, target, inputs)
         )
+        if runs:
+            session = open_session(name, **gallery_conf["measured"])
+            script_vars["session"] = session
+            changes.enter_context(replay.replaced(replay.Runner(session)))
+            changes.enter_context(replay.watching(session))
+            style.begin()
+        # The interpreter warns of numbers that overflow as they are meant to,
+        # and would show on the page where this machine keeps Triton.
+        changes.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings(
+            "ignore", module=r"triton\.runtime\.interpreter"
+        )
         changes.callback(
-            finish, session.name, script_vars, runs, keep, time.monotonic()
+            finish, name, script_vars, runs, keep, time.monotonic()
         )
         gallery_conf["restore"] = changes.pop_all().close
     return []
@@ -76,6 +87,8 @@ def finish(name, script_vars, runs, keep, started):
     """Say what was done; keep what the cells gave if none has failed."""
     if script_vars.get("passing"):
         keep()
+    if CURRENT is not ENGLISH:
+        return
     spent = clock(time.monotonic() - started)
     say(f"{name}: " + (f"its cells ran in {spent}" if runs else "new prose"))
 
@@ -129,7 +142,7 @@ def check_recordings(app, config):
                 "FIGURES=live measures every figure, and torch finds no GPU "
                 "here; without FIGURES the recorded figures are shown"
             )
-    if mode == "preview":
+    if mode == "preview" or CURRENT is not ENGLISH:
         return
     problems = live.measure_what_is_stale() if measures(mode) else []
     for path in tutorial.scripts() if not problems else ():
@@ -146,4 +159,6 @@ def setup(app):
     app.add_config_value("measured_figures", figures_mode, "env", [str])
     app.add_config_value("measured_gpu", "nvidia-h200", "env", [str])
     app.connect("config-inited", check_recordings)
+    # It would import matplotlib in every build: style.begin does, for a cell.
+    gen_gallery._import_matplotlib = lambda: None
     return {"parallel_read_safe": False, "parallel_write_safe": True}

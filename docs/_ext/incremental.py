@@ -12,7 +12,6 @@ that it came from has changed:
 """
 
 import hashlib
-import json
 import re
 import shutil
 import sys
@@ -24,16 +23,16 @@ from sphinx.errors import ExtensionError
 
 import gallery
 import tutorial
+from languages import CURRENT, ENGLISH, OFFERED
 from measurements import gpus, live, recording
 
 PACKAGES = (
     *("torch", "triton", "numpy", "pandas", "matplotlib"),
     *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
-    *("pydata-sphinx-theme", "sphinx-copybutton", "sphinxext-opengraph"),
-    *("fonttools", "tinycss2"),
+    *("pydata-sphinx-theme", "sphinx-copybutton", "fonttools", "tinycss2"),
 )
 # Folders of docs that hold nothing that the site is made from.
-GENERATED = {"_build", "__pycache__"}
+GENERATED = {"_build", "locale", "tutorials"}
 
 
 def digest(*parts):
@@ -54,7 +53,10 @@ def depend_on_mechanism(app, config):
     # Sphinx-Gallery has not added its objects to its settings yet.
     config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
     names = list(map(tutorial.name_of, tutorial.scripts()))
-    config.read_by = digest(*made_by, Path(app.confdir, "conf.py"), names)
+    words = Path(app.srcdir, "locale", CURRENT.code, "LC_MESSAGES/sphinx.po")
+    words = [words] if words.exists() else []
+    conf = Path(app.confdir, "conf.py")
+    config.read_by = digest(*made_by, *words, conf, names, OFFERED)
 
 
 def forget_outdated(app):
@@ -64,7 +66,9 @@ def forget_outdated(app):
     mode, gpu = app.config.measured_figures, app.config.measured_gpu
     for script in tutorial.scripts():
         name = tutorial.name_of(script)
-        if gallery.measures(mode):
+        if CURRENT is not ENGLISH:
+            files = [folder / f"{name}.outputs"]
+        elif gallery.measures_page(mode, name):
             files = [recording.path_of(gpus.folder(), name, live.STORE)]
         else:
             found = recording.gpus(name)
@@ -117,12 +121,10 @@ class Site:
             return []
         self.stamps = [shared(app, env), made(app)]
         stamp = self.file(app)
-        kept = json.loads(stamp.read_text()) if stamp.exists() else None
+        kept = stamp.read_text().split() if stamp.exists() else []
         stamp.unlink(missing_ok=True)
         pages = map(app.builder.get_output_path, env.found_docs)
-        same = (
-            kept and kept[0] == self.stamps[0] and all(map(Path.exists, pages))
-        )
+        same = kept[:1] == self.stamps[:1] and all(map(Path.exists, pages))
         if same and (self.read or kept == self.stamps):
             return []
         for path in Path(app.outdir).iterdir():
@@ -136,8 +138,7 @@ class Site:
 
     def written(self, app, exception):
         if self.stamps and not exception:
-            remove_unused(app)
-            self.file(app).write_text(json.dumps(self.stamps))
+            self.file(app).write_text(" ".join(self.stamps))
 
     @staticmethod
     def file(app):
@@ -149,11 +150,10 @@ def shared(app, env):
     source = Path(app.srcdir)
     files = sorted(
         path
-        for path in source.rglob("*")
-        if path.is_file()
-        and not GENERATED.intersection(path.relative_to(source).parts)
-        and not path.is_relative_to(source / "tutorials")
-        and path.suffix != ".rst"
+        for entry in source.iterdir()
+        if entry.name not in GENERATED
+        for path in (entry, *entry.rglob("*"))
+        if path.is_file() and path.suffix not in (".rst", ".pyc")
     )
     names = [path.relative_to(source).as_posix() for path in files]
     titles = {name: env.titles[name].astext() for name in env.found_docs}
@@ -170,12 +170,10 @@ def made(app):
     return digest(*files)
 
 
-def remove_unused(app):
+def remove_unused(app, pages):
     """Pictures and downloads of pages as they were before."""
-    pages = [path.read_text("utf-8") for path in app.outdir.rglob("*.html")]
-    used = set(
-        re.findall(r"_(?:images|downloads)/([^\"'\s?#,)]+)", "".join(pages))
-    )
+    text = "".join(pages.values())
+    used = set(re.findall(r"_(?:images|downloads)/([^\"'\s?#,)]+)", text))
     for folder in app.outdir / "_images", app.outdir / "_downloads":
         for path in folder.rglob("*"):
             name = quote(path.relative_to(folder).as_posix())
@@ -192,5 +190,7 @@ def setup(app):
     site = Site()
     app.connect("env-get-outdated", site.notice)
     app.connect("env-updated", site.outdated)
+    app.setup_extension("page.written")
+    app.connect("pages-written", remove_unused)
     app.connect("build-finished", site.written)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

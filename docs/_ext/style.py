@@ -43,6 +43,15 @@ OPTIONAL = ("liger", "apex", "quack", "flash")
 WIDEST_OF_THREE = 20
 
 
+def begin():
+    """Give matplotlib this look, and nothing that a script has set before."""
+    from sphinx_gallery.scrapers import _import_matplotlib
+
+    _, plt = _import_matplotlib()  # and see that it draws into no window
+    plt.rcdefaults()
+    plt.rcParams.update(rc_params())
+
+
 def rc_params():
     """The settings of matplotlib that make this look."""
     from cycler import cycler
@@ -71,6 +80,12 @@ def rc_params():
         "savefig.transparent": True,
         "svg.hashsalt": "both-passes",
     }
+
+
+def spelled(provider, name):
+    """The name of a line, in the capitals of LINES if it is the same."""
+    known = LINES.get(provider, [name])[0]
+    return known if name.lower() == known.lower() else name
 
 
 def dressed(bench):

@@ -9,7 +9,7 @@
   const FOUND = "found"; // in the address of a result: what to mark
   // How much a word counts in the title of a section, spelled so or in another
   // way, and in the title of its page.
-  const metaWeights = { title: 5, titled: 5, page: 0.5 };
+  const metaWeights = { title: 2, titled: 2, page: 0.5 };
 
   const dialog = document.getElementById("pst-search-dialog");
   const field = dialog.querySelector("input");
@@ -32,24 +32,53 @@
     return api;
   }
 
+  /** What Pagefind is asked for, until it finds something: the words, or how
+      they begin where no spaces are, for it may have cut them otherwise. */
+  function forms(words) {
+    const wide = /[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}ー]+/gu;
+    const begun = [4, 3, 2, 1].map((most) =>
+      words.replace(wide, (run) => [...run].slice(0, most).join("")),
+    );
+    return [...new Set([words, ...begun])];
+  }
+
+  /** The sections that have what was asked, and how many there are. */
+  async function answers(api, words, asked) {
+    let found, all;
+    for (const [turn, form] of forms(words).entries()) {
+      const { results } = turn
+        ? await api.search(form)
+        : ((await api.debouncedSearch(form, {}, 120)) ?? {});
+      if (!results || asked !== field.value.trim()) return {}; // asked on
+      const first = results.slice(0, turn ? 5 * MOST : MOST);
+      const read = await Promise.all(first.map((result) => result.data()));
+      found = read.filter(has(asked));
+      // Of what was not read, nobody knows.
+      all = found.length < read.length ? found.length : results.length;
+      // The beginning of a word says little: titles that have all of it first.
+      const other = ({ meta }) => meta.title.search(pattern(asked)) < 0;
+      if (turn) found.sort((one, two) => other(one) - other(two));
+      if (found.length) break;
+    }
+    return { found, all };
+  }
+
   function say(kind, words = "") {
     count.textContent = kind && count.dataset[kind].replace("%s", words);
   }
 
   async function search() {
+    style(); // a window in the background gets no focus
     const asked = field.value.trim();
     try {
       const api = await pagefind();
       // The index has letters and digits only. Of a question Pagefind drops
       // what Unicode calls punctuation: * but not ^.
       const words = asked.replace(/\p{S}/gu, "*");
-      const { results } = (await api.debouncedSearch(words, {}, 120)) ?? {};
-      if (!results || asked !== field.value.trim()) return; // asked on
-      const first = results.slice(0, MOST).map((result) => result.data());
-      const found = (await Promise.all(first)).filter(has(asked));
-      if (asked !== field.value.trim()) return;
-      list.replaceChildren(...found.map((result) => shown(result, asked)));
-      const all = found.length < first.length ? found.length : results.length;
+      const { found, all } = await answers(api, words, asked);
+      if (!found || asked !== field.value.trim()) return; // asked on
+      const first = found.slice(0, MOST);
+      list.replaceChildren(...first.map((result) => shown(result, asked)));
       if (!asked) say("");
       else if (!all) say("none", asked);
       else say(all === 1 ? "one" : "many", all);

@@ -9,18 +9,27 @@ from pathlib import Path
 import serve
 from bs4 import BeautifulSoup
 
+from languages import LANGUAGES
+
 HERE = Path(__file__).resolve().parents[2]
-SITE = Path(os.environ.get("SITE_DIR", HERE / "docs/_build/html")).resolve()
+# All languages, and the English pages, which most tests are of.
+WHOLE = Path(os.environ.get("SITE_DIR", HERE / "docs/_build/html")).resolve()
+SITE = WHOLE / "en"
 # A site lies in docs/_build of the repository that it was built from.
-ROOT = SITE.parents[2]
-ALL = sorted(
+ROOT = WHOLE.parents[2]
+EDITIONS = [
+    each for each in LANGUAGES if (WHOLE / each.folder / "index.html").exists()
+]
+PAGES = sorted(
     path.relative_to(SITE).as_posix()
     for path in SITE.rglob("*.html")
     if path.relative_to(SITE).parts[0] != "_static"
 )
 # At an old address stands a few lines that lead on.
-MOVED = [page for page in ALL if (ROOT / "docs/_extra" / page).exists()]
-PAGES = [page for page in ALL if page not in MOVED]
+MOVED = sorted(
+    path.relative_to(ROOT / "docs/_extra").as_posix()
+    for path in (ROOT / "docs/_extra").rglob("*.html")
+)
 TUTORIALS = [p for p in PAGES if re.match(r"tutorials/(.+/)?\d\d-[^/]*$", p)]
 NO_SITE = f"no site in {SITE}: build it first, make html"
 
@@ -31,17 +40,17 @@ def stem(page):
 
 
 @functools.cache
-def soup(page):
-    text = (SITE / page).read_text(encoding="utf-8")
+def soup(page, folder=SITE):
+    text = (folder / page).read_text(encoding="utf-8")
     return BeautifulSoup(text, "html.parser")
 
 
-def prefix():
-    return serve.prefix(SITE)
+def prefix(folder=SITE):
+    return serve.prefix(folder)
 
 
 def served():
     """Serve the site on a free local port."""
-    server = serve.server(SITE)
+    server = serve.server(WHOLE)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

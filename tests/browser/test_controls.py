@@ -13,8 +13,8 @@ PHONE = {"viewport": {"width": 390, "height": 844}}
 
 
 def test_an_old_address_leads_on(page):
-    page.goto("tutorials/01-layer-norm.html")
-    page.wait_for_url("**/tutorials/layer-norm/01-layer-norm.html")
+    page.goto("../tutorials/01-layer-norm.html")
+    page.wait_for_url("**/en/tutorials/layer-norm/01-layer-norm.html")
 
 
 @on_first

@@ -30,8 +30,18 @@ def errors(pages):
 
 
 def test_html_is_valid():
-    found = list(errors(built.SITE / page for page in built.ALL))
+    pages = [built.SITE / page for page in built.PAGES]
+    above = [built.WHOLE / page for page in ("index.html", "404.html")]
+    found = list(errors([*pages, *above]))
     assert not found, "\n".join(found)
+
+
+def test_no_page_names_a_path_of_the_machine_that_built_it():
+    files = built.WHOLE.rglob("*.html")
+    texts = {page: page.read_text(encoding="utf-8") for page in files}
+    paths = str(built.ROOT), "site-packages"
+    found = {page for page in texts for path in paths if path in texts[page]}
+    assert not found
 
 
 def test_an_error_is_found(tmp_path):

@@ -83,7 +83,7 @@ def test_only_the_figures_of_the_theme_are_loaded(page, name):
     assert not [url for url in pictures if url.endswith("_dark.svg")]
     assert not [url for url in loaded if "webfonts" in url]
     loaded.clear()
-    page.emulate_media(color_scheme="dark")
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
     page.evaluate(SCROLL)
     page.wait_for_function(f"({SEEN})() === 0")
     later = {url for url in loaded if "/_images/" in url}

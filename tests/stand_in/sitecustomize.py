@@ -6,11 +6,16 @@ and CUDA_VISIBLE_DEVICES works as it does with a driver.
 
 STAND_IN_NODES makes up device files that no driver stands behind. For the
 stand-in for ncu, launch() says which kernels were launched in which ranges.
+
+Nothing is imported for it: many processes need neither torch nor triton, and
+those that do are given the changed ones.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
+import sys
 import threading
 import time
 
@@ -51,11 +56,29 @@ def launch(name, **metrics):
             launches.write(json.dumps(kernel) + "\n")
 
 
-def make_up_gpus():
-    os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-    import triton.testing
+class Changes(dict):
+    """What is done to modules after their import, by name."""
 
+    def find_spec(self, name, path=None, target=None):
+        if not (change := self.pop(name, None)):
+            return None
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    def make(self):
+        sys.meta_path.insert(0, self)
+        for name in self.keys() & sys.modules.keys():
+            self.pop(name)(sys.modules[name])
+
+
+def make_up_gpus(torch):
     torch.cuda.is_available = lambda: bool(visible())
     torch.cuda.device_count = lambda: len(visible())
     torch.cuda.get_device_name = lambda *_: "NVIDIA Stand-in 100"
@@ -68,7 +91,10 @@ def make_up_gpus():
     nvtx.range_end = started.remove
     torch.cuda.nccl.version = lambda: (2, 99, 1)
     torch.version.cuda = "13.0"
-    triton.testing.do_bench = do_bench
+
+
+def make_up_clock(testing):
+    testing.do_bench = do_bench
 
 
 def make_up_nodes():
@@ -90,6 +116,7 @@ def make_up_nodes():
 
 
 if visible():
-    make_up_gpus()
-if os.environ.get("STAND_IN_NODES"):
+    os.environ["TRITON_INTERPRET"] = "1"
+    Changes({"torch": make_up_gpus, "triton.testing": make_up_clock}).make()
+if visible() or os.environ.get("STAND_IN_NODES"):
     make_up_nodes()

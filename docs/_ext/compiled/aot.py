@@ -225,7 +225,7 @@ def _disassemble(builds, cubins):
 def _measured(compiled, kernel, call, grid):
     kept = ("ttir", "ttgir", "ptx", "amdgcn")
     asm = {
-        name: anywhere(compiled.asm[name])
+        name: anywhere(compiled.asm[name], call.tutorial)
         for name in kept
         if name in compiled.asm
     }
@@ -256,16 +256,21 @@ def _measured(compiled, kernel, call, grid):
     )
 
 
-def anywhere(code):
+def anywhere(code, tutorial):
     """Without debug data, and without the folder of any machine.
 
     What Triton kept may have been compiled elsewhere, even in this checkout:
-    before it was moved, or on a GPU, where a tutorial runs as it stands.
+    before it was moved, on a GPU, where a tutorial runs as it stands, or for
+    another page, whose kernel has the same text in the same lines.
     """
     code = re.split(r"^\s*\.section\s+\.debug", code, flags=re.MULTILINE)[0]
-    return re.sub(
+    code = re.sub(
         r'"/(?:[^"\n]*/)?(triton/language|tutorials)\b', r'"\1', code
     )
+    folder, _, stem = f"tutorials/{tutorial}".rpartition("/")
+    page = r'"tutorials[\w/-]*?(/|" ")[\w-]+\.py"'
+    code = re.sub(page, rf'"{folder}\g<1>{stem}.py"', code)
+    return re.sub(r"\b\d\d-[\w-]+(?=\.py:\d)", stem, code)  # in a comment
 
 
 @cache

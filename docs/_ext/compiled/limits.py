@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from compiled import aot, machine_code
 from compiled.occupancy import occupancy
+from said import AND, N_, Said, listed
 from tutorial import ROOT
 
 FILE = ROOT / "docs" / "kernels.toml"
@@ -22,6 +23,7 @@ LIMITS = {
     "narrow_copies": 0,
 }
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
+NONE = Said("none")
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
@@ -205,27 +207,46 @@ def numbers(built, facts=None):
     warps, most, limits = occupancy(
         built.target, built.registers, built.shared, facts.warps, per_device
     )
-    yield "Compiled by", built.compiler
-    yield "Programs", f"{facts.programs:,} × {facts.warps} warps"
-    yield "Registers of a thread", facts.registers
-    yield "Spilled bytes of a thread", facts.spills
-    yield "Shared memory", f"{facts.shared:,} bytes"
-    yield "Stages asked for", facts.stages
-    yield "Global loads", widths(facts, "load")
-    yield "Global stores", widths(facts, "store")
-    yield "Asynchronous copies", widths(facts, "copy")
-    yield "Shuffles", facts.count("shuffle") or "none"
-    yield "Barriers", facts.count("barrier") or "none"
+    yield N_("Compiled by"), built.compiler
+    yield (
+        N_("Programs"),
+        Said(
+            "%(programs)s × %(warps)s warps",
+            {"programs": f"{facts.programs:,}", "warps": facts.warps},
+        ),
+    )
+    yield N_("Registers of a thread"), facts.registers
+    yield N_("Spilled bytes of a thread"), facts.spills
+    shared = Said("%(count)s bytes", {"count": f"{facts.shared:,}"})
+    yield N_("Shared memory"), shared
+    yield N_("Stages asked for"), facts.stages
+    yield N_("Global loads"), widths(facts, "load")
+    yield N_("Global stores"), widths(facts, "store")
+    yield N_("Asynchronous copies"), widths(facts, "copy")
+    yield N_("Shuffles"), facts.count("shuffle") or NONE
+    yield N_("Barriers"), facts.count("barrier") or NONE
     atomics = facts.count("atomic") + facts.count("release")
-    yield "Atomics", atomics or "none"
-    limited = f", limited by {' and '.join(limits)}" if limits else ""
-    yield "Warps at a time", f"{warps} of {most}{limited}"
+    yield N_("Atomics"), atomics or NONE
+    at_a_time = {"warps": warps, "most": most}
+    yield (
+        N_("Warps at a time"),
+        Said(
+            "%(warps)s of %(most)s, limited by %(limits)s",
+            at_a_time | {"limits": listed([*map(Said, limits)], AND)},
+        )
+        if limits
+        else Said("%(warps)s of %(most)s", at_a_time),
+    )
 
 
 def widths(facts, kind):
-    """Instructions by width: ``12 × 16 bytes, 2 × 4``."""
+    """Instructions by width: ``12 × 16 bytes, 2 × 4 bytes``."""
     found = sorted(
         ((b, n) for (k, b), n in facts.counts.items() if k == kind),
         reverse=True,
     )
-    return ", ".join(f"{n} × {b} bytes" for b, n in found) or "none"
+    widths = [
+        Said("%(count)s × %(bytes)s bytes", {"count": n, "bytes": b})
+        for b, n in found
+    ]
+    return listed(widths) or NONE

@@ -174,17 +174,19 @@ def _amd(code):
 def _releases(found, lines):
     """What tells the exchange that releases from the one that acquires.
 
-    On gfx942 the caches are written back before a release; gfx90a needs no
-    such thing, there only what acquires empties a cache after it.
+    On gfx942 the caches are written back before a release. gfx90a only waits
+    until all is stored; there what acquires empties a cache after it. An
+    exchange that is relaxed does nothing of this.
     """
     older = any("gfx90a" in line for line in lines[:5])
+    sign = "vmcnt(0)" if older else "buffer_wbl2"
     for mark in found:
         before = lines[max(mark.number - 8, 0) : mark.number]
         after = lines[mark.number : mark.number + 8]
-        if "_swap" in mark.text and (
-            not any("buffer_wbinvl1" in line for line in after)
-            if older
-            else any("buffer_wbl2" in line for line in before)
+        if (
+            "_swap" in mark.text
+            and any(sign in line for line in before)
+            and not any("buffer_wbinvl1" in line for line in after)
         ):
             mark.kind = "release"
     return found

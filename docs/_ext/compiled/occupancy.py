@@ -6,6 +6,8 @@ the AMD instruction set reference with LLVM's AMDGPU usage guide.
 
 from dataclasses import dataclass
 
+from said import N_
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -46,17 +48,20 @@ def occupancy(target, registers, shared, num_warps, per_device=None):
     many programs are launched.
     """
     limits = LIMITS[target]
-    fit = {"warps": limits.warps // num_warps, "programs": limits.programs}
+    fit = {
+        N_("warps"): limits.warps // num_warps,
+        N_("programs"): limits.programs,
+    }
     if registers:
         each = _up(registers, limits.warp_registers)
         warps = limits.parts * (limits.registers // each)
-        fit["registers"] = warps // num_warps
+        fit[N_("registers")] = warps // num_warps
     if shared:
         each = _up(shared + limits.reserved, limits.shared_step)
-        fit["shared memory"] = limits.shared // each
+        fit[N_("shared memory")] = limits.shared // each
     if per_device:
         programs, multiprocessors = per_device
-        fit["the launch"] = -(-programs // multiprocessors)
+        fit[N_("the launch")] = -(-programs // multiprocessors)
     least = min(fit.values())
     warps = least * num_warps
     names = [name for name, count in fit.items() if count == least]

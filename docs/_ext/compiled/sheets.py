@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from compiled import limits, machine_code
+from said import N_
 from tutorial import source
 
 CODES = {
@@ -16,7 +17,7 @@ CODES = {
     "ttgir": "GPU IR",
     "ptx": "PTX",
     "sass": "SASS",
-    "amdgcn": "AMD assembly",
+    "amdgcn": N_("AMD assembly"),
 }
 # The lines of a tutorial that a panel follows down: the first of each kind.
 FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
@@ -28,7 +29,8 @@ class Sheet:
     target: str
     columns: int | None  # that the kernel was launched with
     numbers: dict  # name -> value
-    ways: str = ""  # HTML: what became of a few lines, level by level
+    # What became of a few lines: each, and its instructions at each level.
+    ways: list = field(default_factory=list)
     codes: dict = field(default_factory=dict)  # a key of CODES -> marked text
 
 
@@ -48,7 +50,7 @@ def full(built):
                 (mark.line,) = lines
     sheet = _numbered(built, facts)
     script = source(built.tutorial).splitlines()
-    sheet.ways = "\n".join(_ways(built, found, script))
+    sheet.ways = list(_ways(built, found, script))
     sheet.codes = {
         key: machine_code.annotated(built.asm[key], marks, script)
         for key, marks in found.items()
@@ -71,16 +73,14 @@ def _marks(built, key, facts):
 def _ways(built, found, script):
     """What became of a few lines of the tutorial, level by level."""
     for line in followed(found.get("ptx") or found["amdgcn"]):
-        source = escape(script[line - 1].strip())
-        yield f"<pre class='bp-way'>{source}</pre>"
-        yield "<dl class='bp-levels'>"
+        levels = []
         for key, marks in found.items():
             parts = list(steps(marks, line))
             if key == "ttgir":
                 parts += sorted(layouts(built.asm[key], marks, line))
             if parts:
-                yield f"<dt>{CODES[key]}</dt><dd>{'<br>'.join(parts)}</dd>"
-        yield "</dl>"
+                levels.append((key, parts))
+        yield script[line - 1].strip(), levels
 
 
 def followed(found):

@@ -15,9 +15,19 @@ import builtins
 import copy
 import functools
 import hashlib
+import sys
 from pathlib import Path
 
+import joblib
+
 from measurements.reach import FUNCTIONS, Script, last_name, names
+from tutorial import CACHE
+
+# What a hash depends on beside the script: these modules, and Python.
+MADE_BY = (
+    *(path.read_text("utf-8") for path in Path(__file__).parent.glob("*.py")),
+    sys.version_info[:2],
+)
 
 MAKERS = {"perf_report", "Benchmark"}
 # What args of a benchmark say to the mechanism, and its type.
@@ -36,10 +46,16 @@ class UnclearError(Exception):
 
 def hashes(path):
     """{plot_name: hash} of a script's benchmarks, in their order."""
-    return hashes_of(Path(path).read_text(encoding="utf-8"))
+    return _kept(Path(path).read_text(encoding="utf-8"), MADE_BY)
 
 
 @functools.lru_cache(maxsize=64)
+@joblib.Memory(CACHE, verbose=0).cache
+def _kept(text, made_by):
+    """Between builds as well: what else a small one does takes less time."""
+    return hashes_of(text)
+
+
 def hashes_of(text):
     script = Script(text)
     return {
@@ -56,7 +72,7 @@ def counters(path):
 
 
 def gpus(path):
-    """How many GPUs a script is measured with at a time."""
+    """How many GPUs a script is measured with at a time, at least."""
     return max([1, *_told(path, "ranks").values()])
 
 
@@ -234,7 +250,9 @@ class _Benchmark(Unknown):
         plot_name=None, args=None, *more, **kwargs,
     ):  # fmt: skip
         self.plot_name = plot_name
-        args = args if isinstance(args, dict) else {}
+        args = dict(args) if isinstance(args, dict) else {}
+        if x_names == ["ranks"]:  # more of them are measured where they are
+            args["ranks"] = min(x_vals)
         self.told = {key: args[key] for key in TOLD if key in args}
 
 

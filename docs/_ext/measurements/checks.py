@@ -99,7 +99,7 @@ def run_all(jobs):
             usable,
         )
         found += [
-            run([job], gpus.shared(job), 1, children)
+            run([job], gpus.shared(), 1, children)
             for job in jobs
             if job.gpus > 1
         ]

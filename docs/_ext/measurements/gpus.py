@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,9 +12,20 @@ import joblib
 
 from measurements import benchmarks, recording
 
+# Files of the drivers through which torch may find a GPU: NVIDIA's (also on
+# Jetson), AMD's, and that of WSL.
+NODES = "nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg"
+
 
 def there():
-    """Whether something can be measured here."""
+    """Whether something can be measured here, as torch says.
+
+    To import it takes seconds: not where no GPU can be behind its answer.
+    """
+    if "torch" not in sys.modules and not any(
+        found for name in NODES for found in Path("/dev").glob(name)
+    ):
+        return False
     import torch
 
     return torch.cuda.is_available()
@@ -46,9 +58,9 @@ def lacking(script):
     return max(benchmarks.gpus(script) - len(usable()), 0)
 
 
-def shared(job):
-    """The GPUs that a tutorial has together, as one name of them."""
-    return ",".join(usable()[: job.gpus])
+def shared():
+    """All GPUs, as one name: what a tutorial of several GPUs sees."""
+    return ",".join(usable())
 
 
 def each(work, items, gpus, at_a_time=1):

@@ -7,11 +7,10 @@ import os
 import subprocess
 
 
-def environment():
-    """What a recording says of the GPUs that this process sees."""
+def environment(count):
+    """What a recording says of the first GPUs that this process sees."""
     import torch
 
-    count = torch.cuda.device_count()
     return {
         "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
         "link": link(count),

@@ -44,7 +44,7 @@ class Job:
     checks: object = "not run"  # how many GPU checks passed
     points: dict = field(default_factory=dict)  # benchmark -> how many
     counters: dict = field(default_factory=dict)  # benchmark -> metric of ncu
-    gpus: int = 1  # at a time
+    gpus: int = 1  # at a time, at least
 
     @property
     def timed(self):
@@ -92,7 +92,7 @@ def measure(jobs, keep):
             usable,
         )
         problems += [
-            measure_one(child, gpus.shared(child.job), progress, keep)
+            measure_one(child, gpus.shared(), progress, keep)
             for child in started[len(alone) :]
         ]
     say(f"measured in {clock(time.monotonic() - start)}")

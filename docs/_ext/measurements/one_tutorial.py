@@ -233,9 +233,9 @@ class Measuring(OneTutorial):
         with replay.measuring_with(mark, replay.keeping(fn, bench, rows)):
             table = original(mark, bench, "", False, print_data, **kwargs)
         measured["environment"] = recording.environment("not run")
-        if "ranks" in bench.args:
-            measured["environment"] |= links.environment()
         measured["rows"] = rows
+        if ranks := recording.ranks(measured):
+            measured["environment"] |= links.environment(ranks)
         self.send(
             benchmark=bench.plot_name,
             measured=measured,

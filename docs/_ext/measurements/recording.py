@@ -38,6 +38,7 @@ UNITS = {
     # What ncu counts. It may find both parts of a percentage in different
     # runs of a kernel, so a little more than all is no damage.
     "MB of DRAM": (0, math.inf),
+    "GB of memory": POSITIVE,
     "bytes of DRAM per byte counted": (0, math.inf),
     "bytes of L2 per byte counted": (0, math.inf),
     "% of L2 requests hit": (0, 101),
@@ -217,8 +218,8 @@ def benchmark_problem(benchmark, gpu):
         return _differs("unit", repr(benchmark["unit"]), f"one of {units}")
     return (
         _counter_problem(benchmark)
-        or _ranks_problem(benchmark)
         or _rows_problem(benchmark)
+        or _ranks_problem(benchmark)
         or _digest_problem(benchmark)
     )
 
@@ -240,16 +241,28 @@ def _counter_problem(benchmark):
     return None
 
 
+def ranks(benchmark):
+    """How many GPUs gave the numbers of a benchmark together, or None.
+
+    Against the number of ranks it is measured on as many as a machine has.
+    """
+    if "ranks" not in benchmark["x_names"]:
+        return benchmark["args"].get("ranks")
+    rows = benchmark["rows"]
+    measured = (row["ranks"] for row in rows if row["median"] is not None)
+    return max(measured, default=None)
+
+
 def _ranks_problem(benchmark):
     """What is missing of GPUs that a benchmark has together."""
-    if "ranks" not in benchmark["args"]:
+    if not (together := ranks(benchmark)):
         return None
     for key in SEVERAL:
         if not benchmark["environment"].get(key):
             return _differs(f"environment, {key}", "nothing", "what it was")
-    there, ranks = benchmark["environment"]["gpus"], benchmark["args"]["ranks"]
-    if len(there) < ranks:
-        return _differs("environment, gpus", there, f"{ranks} or more")
+    there = benchmark["environment"]["gpus"]
+    if len(there) != together:
+        return _differs("environment, gpus", there, f"{together} of them")
     return None
 
 

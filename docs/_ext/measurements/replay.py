@@ -37,6 +37,7 @@ class Measured:
     code: str
     reason: str = ""  # why ncu counted nothing
     live: bool = False
+    picture: str = ""  # what it was saved as
     figure: object = None
 
 
@@ -59,6 +60,7 @@ class Session:
     reason: str = ""  # why there are no recordings, in a preview
     results: dict = field(default_factory=dict)  # plot name -> [Measured]
     pictures: int = 0  # how many figures were saved
+    figures: int = 0  # how many of them have numbers
     card: int = 0  # how good the figure is that was kept for the card
     timed_outside: bool = False  # do_bench called by no benchmark
     inside: bool = False
@@ -206,10 +208,9 @@ def with_recorded_peers(bench, rows):
     built from a recording shows the peers of the machine that recorded.
     """
     recorded = {row["provider"] for row in rows}
-    names = dict(zip(bench.line_vals, bench.line_names, strict=True))
     names = {
-        k: v
-        for k, v in names.items()
+        k: style.spelled(k, v)
+        for k, v in zip(bench.line_vals, bench.line_names, strict=True)
         if k in recorded or k not in style.OPTIONAL
     }
     for peer in style.OPTIONAL:

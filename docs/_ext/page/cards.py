@@ -2,35 +2,21 @@
 
 ``.. tutorial-path::`` a line for each of them, by section: the front page.
 ``.. tutorial-cards::`` a card for each, with its measured figure: an index.
-``.. first-tutorial:: TEXT`` a link to the first one.
 
 Titles and summaries come from the tutorial's first lines, the picture is one
 of its own, and the speeds are computed from the recording at build time.
 """
 
-import re
-
 from docutils import nodes
+from sphinx.locale import _
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.gen_rst import extract_intro_and_title
-from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
+import said as words
 import tutorial
 from measurements import recording
-from page import headlines
-from page.figures import card_pictures
-
-
-class FirstTutorial(SphinxDirective):
-    """A link to the tutorial that a reader starts with."""
-
-    required_arguments = 1
-    final_argument_whitespace = True
-
-    def run(self):
-        name = tutorial.name_of(tutorial.scripts()[0])
-        link = link_to(self.env, name, self.arguments[0])
-        return [nodes.paragraph("", "", link)]
+from page import figures, headlines
+from translation import lines, sentences
 
 
 class OfTutorials(SphinxDirective):
@@ -51,7 +37,7 @@ class OfTutorials(SphinxDirective):
 
     def section(self, section, names):
         """A section under its title and its sentences."""
-        index = tutorial.TUTORIALS / section / "index.rst"
+        index = tutorial.SHOWN / section / "index.rst"
         self.env.note_dependency(str(index))
         head, said, *_ = index.read_text(encoding="utf-8").split("\n\n")
         link = link_to(self.env, f"{section}/index", head.split("\n")[0])
@@ -61,12 +47,19 @@ class OfTutorials(SphinxDirective):
         found += self.list(names)
         return found
 
-    def title_and_summary(self, name):
-        script = tutorial.script_of(name)
+    def head(self, name):
+        """The number and the linked title of a tutorial; its summary."""
+        script = tutorial.shown(name)
         self.env.note_dependency(str(script))
-        _, blocks = split_code_and_text_blocks(str(script))
-        summary, title = extract_intro_and_title(script, blocks[0].content)
-        return link_to(self.env, name, title), summary
+        summary, title = extract_intro_and_title(script, tutorial.head(name))
+        # Sphinx-Gallery takes the marks of literals beside spaces only.
+        summary = lines.tight(summary).replace("``", "")
+        link = link_to(self.env, name, title)
+        number = name.rpartition("/")[2][:2]
+        return [
+            nodes.paragraph("", number, classes=["bp-card-number"]),
+            nodes.paragraph("", "", link, classes=["bp-card-title"]),
+        ], summary
 
     def recording(self, name):
         """What was measured for a tutorial, or None."""
@@ -87,12 +80,10 @@ class TutorialPath(OfTutorials):
         return path
 
     def step(self, name):
-        link, summary = self.title_and_summary(name)
+        number_and_title, summary = self.head(name)
         step = nodes.container(classes=["bp-step"])
-        number = name.rpartition("/")[2][:2]
-        step += nodes.paragraph("", number, classes=["bp-card-number"])
-        step += nodes.paragraph("", "", link, classes=["bp-card-title"])
-        step += nodes.paragraph("", first_sentence(summary))
+        step += number_and_title
+        step += nodes.paragraph("", sentences.split(summary)[0])
         step += speeds(self.recording(name))
         return step
 
@@ -106,30 +97,32 @@ class TutorialCards(OfTutorials):
         return cards
 
     def card(self, name):
-        link, summary = self.title_and_summary(name)
-        data = self.recording(name)
+        number_and_title, summary = self.head(name)
         card = nodes.container(classes=["bp-card"])
         card += self.pictures(name)
-        number = name.rpartition("/")[2][:2]
-        card += nodes.paragraph("", number, classes=["bp-card-number"])
-        card += nodes.paragraph("", "", link, classes=["bp-card-title"])
+        card += number_and_title
         card += nodes.paragraph("", summary, classes=["bp-card-summary"])
-        card += speeds(data)
+        card += speeds(self.recording(name))
         return card
 
     def pictures(self, name):
         """A measured figure of the tutorial in both forms, and its caption."""
-        light, *_, said = paths = card_pictures(self.env.srcdir, name)
-        if not light.exists():
+        srcdir = self.env.srcdir
+        measured = figures.of_card(srcdir, name)
+        if measured is None:
             return
-        for path, theme in zip(paths, ("light", "dark"), strict=False):
+        self.env.note_dependency(
+            str(figures.file_of(srcdir, measured.picture))
+        )
+        paths = figures.pictures(srcdir, measured.picture)
+        for path, theme in zip(paths, ("light", "dark"), strict=True):
             yield nodes.image(
                 uri=f"/tutorials/images/{path.name}",
                 # The title beside it and the caption say what it shows.
                 alt="",
                 classes=[f"only-{theme}", "bp-card-picture"],
             )
-        caption = said.read_text(encoding="utf-8")
+        caption = figures.caption(measured)
         yield nodes.paragraph("", caption, classes=["bp-card-caption"])
 
 
@@ -139,15 +132,11 @@ def link_to(env, name, text):
     return nodes.reference("", text, refuri=uri, internal=True)
 
 
-def first_sentence(text):
-    return re.split(r"(?<=[.?!])\s", text)[0]
-
-
 def speeds(data):
     """Each pass against PyTorch, and of what the numbers are."""
     box = nodes.container(classes=["bp-speeds"])
     if data is None:
-        box += nodes.paragraph("", "Not recorded yet.")
+        box += nodes.paragraph("", _("Not recorded yet."))
         return box
     headline = headlines.of(data)
     if headline is None:
@@ -157,17 +146,23 @@ def speeds(data):
         passes = nodes.inline(classes=["bp-said"])
         kind = mode.split(" ")[0] if " " not in mode else "both"
         passes += nodes.inline(
-            "", mode.capitalize(), classes=["bp-pass", kind]
+            "", _(headlines.PASSES[mode]), classes=["bp-pass", kind]
         )
-        passes += nodes.Text(f" {speed:.2f} × PyTorch")
+        # Translators: how many times as fast, and as what.
+        faster = _("%(speed)s × %(rival)s") % {
+            "speed": f"{speed:.2f}",
+            "rival": _(headline.rival),
+        }
+        passes += nodes.Text(f" {faster}")
         said += [passes, nodes.Text(" ")]
-    source = f"{headline.where}, {headline.date}"
-    box += [said, nodes.paragraph("", source, classes=["bp-card-source"])]
+    where = words.in_a_row([*headline.where, ""], _)  # the date follows
+    source = nodes.paragraph("", where, classes=["bp-card-source"])
+    source += nodes.inline("", headline.date, classes=["bp-date"])
+    box += [said, source]
     return box
 
 
 def setup(app):
-    app.add_directive("first-tutorial", FirstTutorial)
     app.add_directive("tutorial-path", TutorialPath)
     app.add_directive("tutorial-cards", TutorialCards)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,29 +4,45 @@ A measured figure gets its passport, a table of its numbers, and links to them
 as CSV and JSON. Its alt text is made from the numbers. Where all of them are
 0, a sentence stands in place of an empty chart. Any other figure is a
 drawing: its alt text is the figure's own name, ``plt.figure("...")``.
+
+When a cell has run, ``scraped`` saves pictures and numbers, and writes a line
+for each figure. ``say`` puts the words in its place when Sphinx reads the
+page: so the tutorials run once for all languages.
 """
 
+import csv
+import io
+import json
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 
-import pandas as pd
 from sphinx.errors import ExtensionError
+from sphinx.locale import _
 from sphinx.util import logging, rst
 
+import said as words
 import style
 import tutorial
 from measurements import live, recording
 from measurements.replay import Measured, Missing
 from page import headlines
+from translation import of_page, sentences
+
+# The line of a measured figure, with its file, and that of a drawing, with
+# its picture and what it shows.
+MEASURED = re.compile(r"^\.\. measured:: (\S+)$", re.M)
+DRAWING = re.compile(r"^\.\. drawing:: (\S+) ?(.*)$", re.M)
 
 logger = logging.getLogger(__name__)
 
 
 def scraped(session, gallery_conf):
-    """Save the open figures and give the reST that shows them."""
+    """Save the open figures and give the lines that stand for them."""
     import matplotlib.pyplot as plt
 
+    srcdir = gallery_conf["src_dir"]
     known = {
         id(results[0].figure): results
         for results in session.results.values()
@@ -40,13 +56,13 @@ def scraped(session, gallery_conf):
         if id(figure) in others:
             continue
         if results := known.get(id(figure)):
-            _keep_for_card(session, results[0], gallery_conf)
-            parts.append(_measured(session, results, gallery_conf))
+            _keep_for_card(session, results[0], srcdir)
+            parts.append(_measured(session, results, srcdir))
             continue
         if measured := _drawn_from(figure, known.values()):
             for axes in figure.axes:
                 axes.grid(not axes.images)  # no lines across a map
-            parts.append(_measured(session, [measured], gallery_conf, figure))
+            parts.append(_measured(session, [measured], srcdir, figure))
             continue
         if session.timed_outside:
             raise ExtensionError(
@@ -61,10 +77,11 @@ def scraped(session, gallery_conf):
                 "plt.figure('what the picture shows')",
                 session.name,
             )
-        parts.append(_images(session, figure, name, gallery_conf))
+        picture = _picture(session, figure, srcdir)
+        parts.append(f"\n.. drawing:: {picture} {name}\n\n")
     for results in session.results.values():
         if isinstance(results[0], Missing):
-            parts.append(_missing(results[0]))
+            parts.append(_saved(session, results, srcdir))
             results[0] = None
     session.results = {
         name: results
@@ -94,27 +111,72 @@ def _drawn_from(figure, known):
     return None
 
 
-def _images(session, figure, alt, gallery_conf):
-    """Save both forms of a figure; the page shows the one of its theme."""
+def _picture(session, figure, srcdir):
+    """Save a figure; what its picture is called."""
     session.pictures += 1
     name = f"{tutorial.file_name(session.name)}_{session.pictures:03}"
-    folder = _folder(gallery_conf["src_dir"], "images")
-    parts = []
-    for text, ending, theme in zip(
-        style.svg(figure), ("", "_dark"), ("light", "dark"), strict=True
+    _save_picture(figure, srcdir, name)
+    return name
+
+
+def _save_picture(figure, srcdir, name):
+    for path, text in zip(
+        pictures(srcdir, name), style.svg(figure), strict=True
     ):
-        image = folder / f"{name}{ending}.svg"
-        image.write_text(text, encoding="utf-8")
-        uri = image.relative_to(gallery_conf["src_dir"]).as_posix()
-        parts.append(
-            f".. image:: /{uri}\n"
-            f"   :alt: {alt}\n"
-            f"   :class: only-{theme} bp-figure\n\n"
+        path.write_text(text, encoding="utf-8")
+
+
+def pictures(srcdir, name):
+    """The light and the dark form of a picture."""
+    folder = _folder(srcdir, "images")
+    return [folder / f"{name}{end}.svg" for end in ("", "_dark")]
+
+
+def _measured(session, results, srcdir, figure=None):
+    """Save a measured figure, with the numbers of one GPU or of several."""
+    for measured in results:
+        measured.picture = (
+            ""
+            if measured.reason or _nothing_drawn(measured)
+            else _picture(session, figure or measured.figure, srcdir)
         )
-    return "\n" + "".join(parts)
+        file = _folder(srcdir, "raw") / _csv_name(session.name, measured)
+        file.write_text(_csv(measured), encoding="utf-8")
+    return _saved(session, results, srcdir)
 
 
-def _keep_for_card(session, measured, gallery_conf):
+def _saved(session, results, srcdir):
+    session.figures += 1
+    name = f"{tutorial.file_name(session.name)}_{session.figures:03}"
+    save(srcdir, name, results)
+    return f"\n.. measured:: {name}\n\n"
+
+
+def save(srcdir, name, results):
+    """Keep what a page says of a figure."""
+    kept = [
+        {
+            each.name: getattr(one, each.name)
+            for each in fields(one)
+            if each.name != "figure"
+        }
+        for one in results
+    ]
+    text = json.dumps(kept, indent=1, ensure_ascii=False)
+    file_of(srcdir, name).write_text(text, encoding="utf-8")
+
+
+def saved(srcdir, name):
+    """The results that a page shows in a figure; one for each GPU."""
+    kept = json.loads(file_of(srcdir, name).read_text(encoding="utf-8"))
+    return [(Measured if "rows" in one else Missing)(**one) for one in kept]
+
+
+def file_of(srcdir, name):
+    return _folder(srcdir, "measured") / f"{name}.json"
+
+
+def _keep_for_card(session, measured, srcdir):
     """The picture of a page's card: a backward pass beside PyTorch's, or else
     the first figure that was measured."""
     compares = headlines.compares(measured.unit, measured.rows)
@@ -122,32 +184,28 @@ def _keep_for_card(session, measured, gallery_conf):
     rank = 1 + 2 * compares + backward
     if rank <= session.card or measured.reason or _nothing_drawn(measured):
         return
-    session.card = rank
-    srcdir, name = gallery_conf["src_dir"], session.name
-    light, dark, said = card_pictures(srcdir, name)
-    for text, path in zip(
-        style.svg(measured.figure), (light, dark), strict=True
-    ):
-        path.write_text(text, encoding="utf-8")
-    said.write_text(caption(measured), encoding="utf-8")
-    picture, said = social_picture(srcdir, name)
-    title = tutorial.title(name)
-    picture.write_bytes(
-        style.social(measured.figure, title, caption(measured))
+    session.card, name = rank, session.name
+    measured.picture = f"card_{tutorial.file_name(name)}"
+    _save_picture(measured.figure, srcdir, measured.picture)
+    save(srcdir, measured.picture, [measured])
+    social_picture(srcdir, name).write_bytes(
+        style.social(measured.figure, tutorial.title(name), caption(measured))
     )
-    said.write_text(f"{title}. {shown(measured)}", encoding="utf-8")
 
 
-def card_pictures(srcdir, name):
-    """The light and the dark picture of a tutorial's card, its caption."""
-    path = _folder(srcdir, "images") / f"card_{tutorial.file_name(name)}"
-    return [Path(f"{path}{end}") for end in (".svg", "_dark.svg", ".txt")]
+def of_card(srcdir, name):
+    """The figure of a tutorial's card, or None."""
+    card = f"card_{tutorial.file_name(name)}"
+    if not file_of(srcdir, card).exists():
+        return None
+    (measured,) = saved(srcdir, card)
+    return measured
 
 
 def social_picture(srcdir, name):
-    """The picture of a tutorial where it is shared, and what it shows."""
-    path = _folder(srcdir, "images") / f"social_{tutorial.file_name(name)}"
-    return Path(f"{path}.png"), Path(f"{path}.txt")
+    """The picture of a tutorial where it is shared."""
+    folder = _folder(srcdir, "images")
+    return folder / f"social_{tutorial.file_name(name)}.png"
 
 
 def _folder(srcdir, name):
@@ -157,22 +215,65 @@ def _folder(srcdir, name):
     return folder
 
 
-def _missing(missing):
+def say(app, docname, source):
+    """Put the figures of a tutorial, in words, into its text."""
+    name = docname.removeprefix("tutorials/")
+    if name == docname:
+        return
+
+    def measured(line):
+        app.env.note_dependency(str(file_of(app.srcdir, line[1])))
+        return _said(name, saved(app.srcdir, line[1]))
+
+    def drawing(line):
+        return _image(line[1], of_page.said(app, docname, line[2]))
+
+    source[0] = DRAWING.sub(drawing, MEASURED.sub(measured, source[0]))
+
+
+def _image(name, alt):
+    """Both forms of a picture; the page shows the one of its theme."""
+    return "".join(
+        f".. image:: /tutorials/images/{name}{ending}.svg\n"
+        f"   :alt: {alt}\n"
+        f"   :class: only-{theme} bp-figure\n\n"
+        for ending, theme in (("", "light"), ("_dark", "dark"))
+    )
+
+
+def _said(name, results):
+    """A measured figure with its passport; a tab for each GPU."""
+    if isinstance(results[0], Missing):
+        return _missing(results[0])
+    bodies = [_shown(each) + passport(name, each) for each in results]
+    if len(bodies) == 1:
+        return ".. container:: measured\n" + _indent(bodies[0])
+    tabs = "".join(
+        f"\n.. tab-item:: {measured.environment['gpu']}\n"
+        f"   :sync: {measured.gpu}\n" + _indent(body)
+        for measured, body in zip(results, bodies, strict=True)
+    )
     return (
-        "\n.. admonition:: No figure in this preview\n"
-        "   :class: warning\n\n"
-        f"   ``{missing.name}``: {missing.reason}\n\n"
+        ".. container:: measured\n\n"
+        "   .. tab-set::\n      :sync-group: gpu\n" + _indent(tabs, 6)
+    )
+
+
+def _missing(missing):
+    return _admonition(
+        _("No figure in this preview"),
+        "warning",
+        f"``{missing.name}``: {missing.reason}",
     )
 
 
 def _not_counted(measured):
     """In place of a figure whose numbers only ncu knows."""
-    return (
-        "\n.. admonition:: Not counted\n"
-        "   :class: warning\n\n"
-        f"   On {measured.environment['gpu']} this figure could not be "
-        f"drawn: {rst.escape(measured.reason)}.\n\n"
-    )
+    said = _("On %(gpu)s this figure could not be drawn: %(reason)s.") % {
+        "gpu": measured.environment["gpu"],
+        "reason": rst.escape(measured.reason),
+    }
+    return _admonition(_("Not counted"), "warning", said)
 
 
 def _nothing_drawn(measured):
@@ -182,43 +283,24 @@ def _nothing_drawn(measured):
 
 def _all_zero(measured):
     """In place of a figure in which all lines lie on the axis."""
-    names = ", ".join(measured.names.values())
-    return (
-        "\n.. admonition:: All numbers are 0\n"
-        "   :class: note\n\n"
-        f"   {rst.escape(measured.unit)}: 0 at every size, of all: "
-        f"{rst.escape(names)}.\n\n"
-    )
+    said = _("%(unit)s: 0 at every size, of all: %(names)s.") % {
+        "unit": rst.escape(measured.unit),
+        "names": rst.escape(words.in_a_row(measured.names.values(), _)),
+    }
+    return _admonition(_("All numbers are 0"), "note", said)
 
 
-def _shown(session, measured, figure, gallery_conf):
+def _admonition(title, kind, text):
+    return f"\n.. admonition:: {title}\n   :class: {kind}\n\n   {text}\n\n"
+
+
+def _shown(measured):
     """The figure, or a sentence that says why there is none."""
     if measured.reason:
         return _not_counted(measured)
     if _nothing_drawn(measured):
         return _all_zero(measured)
-    figure = figure or measured.figure
-    return _images(session, figure, alt_text(measured), gallery_conf)
-
-
-def _measured(session, results, gallery_conf, figure=None):
-    """A measured figure with its passport; a tab for each GPU."""
-    bodies = [
-        _shown(session, measured, figure, gallery_conf)
-        + passport(session.name, measured, gallery_conf)
-        for measured in results
-    ]
-    if len(bodies) == 1:
-        return "\n.. container:: measured\n" + _indent(bodies[0])
-    tabs = "".join(
-        f"\n.. tab-item:: {measured.environment['gpu']}\n"
-        f"   :sync: {measured.gpu}\n" + _indent(body)
-        for measured, body in zip(results, bodies, strict=True)
-    )
-    return (
-        "\n.. container:: measured\n\n"
-        "   .. tab-set::\n      :sync-group: gpu\n" + _indent(tabs, 6)
-    )
+    return "\n" + _image(measured.picture, alt_text(measured))
 
 
 def _indent(text, width=3):
@@ -229,72 +311,103 @@ def _indent(text, width=3):
     )
 
 
-def passport(name, measured, gallery_conf):
+def passport(name, measured):
     """Where the numbers of a figure come from, and the numbers."""
-    folder = _folder(gallery_conf["src_dir"], "raw")
-    # Page, benchmark and GPU in the name: no two downloads share it.
-    file = f"{tutorial.file_name(name)}.{measured.name}.{measured.gpu}.csv"
-    (folder / file).write_text(_csv(measured), encoding="utf-8")
     store = live.STORE if measured.live else recording.STORE
     raw = recording.path_of(measured.gpu, name, store)
-    raw = raw.relative_to(gallery_conf["src_dir"]).as_posix()
+    raw = raw.relative_to(tutorial.ROOT / "docs").as_posix()
+    file = _csv_name(name, measured)
+    header, *rows = (
+        ",".join(_quoted(cell) for cell in row) for row in _table(measured)
+    )
+    lines = [
+        ".. container:: passport",
+        "",
+        f"   {_origin(measured)}",
+        "",
+        *(f"   :{key}: {said}" for key, said in _circumstances(measured)),
+        "",
+        "   .. dropdown:: "
+        + _("The numbers (%(unit)s)") % {"unit": measured.unit},
+        "      :class-container: bp-numbers",
+        "",
+        # (gettext does not look into an f-string)
+        "      :" + _("Data") + f": :download:`CSV </tutorials/raw/{file}>`",
+        f"         :download:`JSON </{raw}>`",
+        "",
+        "      .. csv-table::",
+        f"         :header: {header}",
+        "         :class: bp-table",
+        "",
+        *(f"         {row}" for row in rows),
+        "",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _origin(measured):
+    """What was measured, when, and what was checked before."""
+    date = {"date": measured.environment["date"]}
+    if measured.live:
+        said = _("Measured on this machine, by this build, %(date)s.") % date
+    else:
+        said = _("Recorded %(date)s.") % date
+    checks = measured.environment["checks_passed"]
+    if isinstance(checks, int):
+        checked = _("%(count)s GPU checks passed before recording.") % {
+            "count": checks
+        }
+    else:
+        checked = _("GPU checks: not run in this build.")
+    # Translators: of each figure; the part in stars is bold.
+    return _("**%(caption)s.** %(recorded)s %(checked)s") % {
+        "caption": rst.escape(caption(measured)),
+        "recorded": said,
+        "checked": checked,
+    }
+
+
+def _circumstances(measured):
+    """What the numbers depend on: a name and what it was, for each."""
     env = measured.environment
-    origin = (
-        "Measured on this machine, by this build,"
-        if measured.live
-        else "Recorded"
-    )
-    checks = env["checks_passed"]
-    checks = (
-        f"{checks} GPU checks passed before recording."
-        if isinstance(checks, int)
-        else "GPU checks: not run in this build."
-    )
-    versions = (
-        f"driver {env['driver']}, CUDA {env['cuda']}, "
-        f"torch {env['torch']}, triton {env['triton']}, "
-        f"Python {env['python']}"
-        + (f", Nsight Compute {env['ncu']}" if "ncu" in env else "")
-    )
-    header, *rows = _table(measured)
-    grid = "".join(
-        f"   {','.join(_quoted(cell) for cell in row)}\n" for row in rows
-    )
-    return (
-        ".. container:: passport\n\n"
-        f"   **{rst.escape(caption(measured))}.** "
-        f"{origin} {env['date']}. {checks}\n\n"
-        f"   :Versions: {versions}\n"
-        + "".join(
-            f"   :GPUs: {', '.join(env['gpus'])}; linked by {env['link']}; "
-            f"NCCL {rst.escape(env['nccl'])}\n"
-            for _ in [env]
-            if "gpus" in env
+    versions = [
+        _("driver %(version)s") % {"version": env["driver"]},
+        f"CUDA {env['cuda']}",
+        f"torch {env['torch']}",
+        f"triton {env['triton']}",
+        f"Python {env['python']}",
+    ]
+    if "ncu" in env:
+        versions.append(f"Nsight Compute {env['ncu']}")
+    yield _("Versions"), words.in_a_row(versions, _)
+    if "gpus" in env:
+        yield (
+            _("GPUs"),
+            _("%(gpus)s; linked by %(link)s; NCCL %(nccl)s")
+            % {
+                "gpus": words.in_a_row(env["gpus"], _),
+                "link": env["link"],
+                "nccl": rst.escape(env["nccl"]),
+            },
         )
-        + f"   :Not counted: {rst.escape(measured.reason)}\n"
-        * bool(measured.reason)
-        + "".join(
-            f"   :Counted: {rst.escape(counter)}\n"
-            for counter in [measured.args.get("counter")]
-            if counter
-        )
-        + f"   :Method: {measured.method}\n"
-        f"\n   .. dropdown:: The numbers ({measured.unit})\n"
-        "      :class-container: bp-numbers\n\n"
-        f"      :Data: :download:`CSV </tutorials/raw/{file}>`\n"
-        f"         :download:`JSON </{raw}>`\n\n"
-        "      .. csv-table::\n"
-        f"         :header: {','.join(_quoted(cell) for cell in header)}\n"
-        "         :class: bp-table\n\n"
-        + "".join(f"      {line}\n" for line in grid.splitlines())
-        + "\n"
-    )
+    if measured.reason:
+        yield _("Not counted"), rst.escape(measured.reason)
+    if counter := measured.args.get("counter"):
+        yield _("Counted"), rst.escape(counter)
+    yield _("Method"), _(measured.method)
 
 
-def timed_with(text):
+def timed_with(srcdir, text):
     """The versions of triton that the passports of a page's text name."""
-    found = re.findall(r"^ +:Versions: .*\btriton ([^\s,]+)", text, re.M)
-    return sorted(set(found))
+    return sorted(
+        {
+            each.environment["triton"]
+            for name in MEASURED.findall(text)
+            for each in saved(srcdir, name)
+            if isinstance(each, Measured)
+        }
+    )
 
 
 def _quoted(cell):
@@ -303,8 +416,8 @@ def _quoted(cell):
 
 def caption(measured):
     """What a figure shows of what: pass, sizes, type, and GPU."""
-    words = circumstances(measured), measured.environment["gpu"]
-    return ", ".join(filter(None, words))
+    parts = circumstances(measured), measured.environment["gpu"]
+    return words.in_a_row(filter(None, parts), _)
 
 
 def circumstances(measured):
@@ -312,18 +425,32 @@ def circumstances(measured):
     args = dict(measured.args)
     mode = args.pop("mode", None)
     args.pop("counter", None)  # how it was counted, not what
-    words = []
-    if mode in headlines.PASSES:
-        words = [f"{mode.capitalize()} pass"]
+    passes = {
+        "forward": _("Forward pass"),
+        "backward": _("Backward pass"),
+        "forward and backward": _("Forward and backward pass"),
+    }
+    parts = []
+    if mode in passes:
+        parts = [passes[mode]]
     elif mode:
         args = {"mode": mode} | args
-    return ", ".join([*words, *headlines.said(args)])
+    return words.in_a_row([*parts, *headlines.said(args)], _)
+
+
+def _csv_name(name, measured):
+    # Page, benchmark and GPU in the name: no two downloads share it.
+    return f"{tutorial.file_name(name)}.{measured.name}.{measured.gpu}.csv"
 
 
 def _csv(measured):
     names = [*measured.x_names, "provider", *recording.VALUES]
-    table = pd.DataFrame(measured.rows, columns=names)
-    return table.assign(unit=measured.unit).to_csv(index=False)
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow([*names, "unit"])
+    for row in measured.rows:
+        table.writerow([*map(row.get, names), measured.unit])
+    return text.getvalue()
 
 
 def _by_x(measured):
@@ -357,15 +484,16 @@ def number(value):
 
 
 def alt_text(measured):
-    return f"{shown(measured)} The table below has every number."
+    return sentences.joined(
+        [shown(measured), _("The table below has every number.")]
+    )
 
 
 def shown(measured):
     """What the figure shows, in words made from its numbers."""
     table = _by_x(measured)
     xs = list(table)
-    first, last = (", ".join(str(part) for part in x) for x in (xs[0], xs[-1]))
-    args = circumstances(measured)
+    first, last = (words.in_a_row(map(str, x), _) for x in (xs[0], xs[-1]))
     lines = []
     for provider, name in measured.names.items():
         values = [
@@ -374,12 +502,34 @@ def shown(measured):
             if table[x][provider]["median"] is not None
         ]
         if values:
+            least, most = number(min(values)), number(max(values))
             lines.append(
-                f"{name} from {number(min(values))} to {number(max(values))}"
+                _("%(name)s from %(least)s to %(most)s")
+                % {"name": name, "least": least, "most": most}
             )
-    return (
-        f"Line plot of {measured.unit} against "
-        f"{', '.join(measured.x_names)} from {first} to {last}"
-        + (f" ({args})" if args else "")
-        + f": {'; '.join(lines)}."
+    args = circumstances(measured)
+    said = (
+        _(
+            "Line plot of %(unit)s against %(x)s from %(first)s to %(last)s "
+            "(%(circumstances)s): %(lines)s."
+        )
+        if args
+        else _(
+            "Line plot of %(unit)s against %(x)s from %(first)s to %(last)s: "
+            "%(lines)s."
+        )
     )
+    return said % {
+        "unit": measured.unit,
+        "x": words.in_a_row(measured.x_names, _),
+        "first": first,
+        "last": last,
+        "circumstances": args,
+        "lines": words.said(words.listed(lines, words.SEMICOLON), _),
+    }
+
+
+def setup(app):
+    # Behind what looks for the lines of figures.
+    app.connect("source-read", say, priority=600)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

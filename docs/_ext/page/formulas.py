@@ -14,14 +14,13 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
-from fontTools import subset
-from fontTools.ttLib import TTFont
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
 # Elements of docutils with a script, and what they are under or over a brace.
 AT_BRACE = {"msub": ("munder", "⏟"), "msup": ("mover", "⏞")}
 FONT = "_fonts/noto-sans-math.woff"
+MADE = "_static/formulas.woff"
 # A browser shows a variable, one letter, as one of these.
 ITALIC = [
     letter
@@ -103,23 +102,32 @@ def plainly(letter):
     return unicodedata.normalize("NFKC", letter)
 
 
-def write_font(app, exception):
+def write_font(app, pages):
     """What the formulas of the site need of the font, for site.css."""
-    if exception or app.builder.format != "html":
-        return
-    pages = [path.read_text("utf-8") for path in app.outdir.rglob("*.html")]
-    shown = set("".join(re.findall(r"<math.*?</math>", "".join(pages), re.S)))
+    text = "".join(pages.values())
+    shown = set("".join(re.findall(r"<math.*?</math>", text, re.S)))
     plain = set(map(plainly, shown))
     shown.update(letter for letter in ITALIC if plainly(letter) in plain)
+    text = "".join(sorted(shown))
+    made, known = app.outdir / MADE, app.doctreedir / "formulas.txt"
+    if made.exists() and known.exists() and known.read_text("utf-8") == text:
+        return
+    from fontTools import subset
+    from fontTools.ttLib import TTFont
+
+    # A style of Pygments lets all libraries say what they do.
+    subset.log.setLevel("WARNING")
     # Without the time of the build: the same letters give the same file.
     font = TTFont(Path(app.srcdir, FONT), recalcTimestamp=False)
     subsetter = subset.Subsetter(subset.Options(layout_features=["*"]))
-    subsetter.populate(text="".join(shown))
+    subsetter.populate(text=text)
     subsetter.subset(font)
-    font.save(app.outdir / "_static/formulas.woff")
+    font.save(made)
+    known.write_text(text, encoding="utf-8")
 
 
 def setup(app):
-    app.connect("build-finished", write_font)
+    app.setup_extension("page.written")
+    app.connect("pages-written", write_font)
     app.add_html_math_renderer("mathml", (visit, None), (visit_block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""What a recording says of a page in a line: its speed over PyTorch's.
+"""What a recording says of a page in a line: its speed over a rival's.
 
 At one size: the one in the middle of those that all its figures have, so that
 nobody chooses it. Everything is computed from the recording.
@@ -7,35 +7,45 @@ nobody chooses it. Everything is computed from the recording.
 from dataclasses import dataclass
 
 from measurements import recording
+from said import N_
 
 # How many times as fast, from numbers of these units.
 FASTER = {
     "GB/s": lambda ours, theirs: ours / theirs,
     "µs": lambda ours, theirs: theirs / ours,
 }
-PASSES = ("forward", "backward", "forward and backward")
-OURS, THEIRS = "triton", "torch"
+PASSES = {
+    "forward": N_("Forward"),
+    "backward": N_("Backward"),
+    "forward and backward": N_("Forward and backward"),
+}
+OURS = "triton"
+# The first that a page is compared with, and its name.
+RIVALS = {"torch": "PyTorch", "rows": N_("PyTorch on gathered rows")}
 
 
 @dataclass
 class Headline:
-    where: str  # sizes, types and GPU
+    where: list  # sizes, types and GPU
     date: str
-    speeds: dict  # {pass: our speed over PyTorch's}
+    speeds: dict  # {pass: our speed over the rival's}
+    rival: str
 
 
-def compares(unit, rows):
-    """Whether a benchmark compares the speed of a page with PyTorch's."""
+def compares(unit, rows, theirs="torch"):
+    """Whether a benchmark compares the speed of a page with a rival's."""
     providers = {row["provider"] for row in rows}
-    return unit in FASTER and {OURS, THEIRS} <= providers
+    return unit in FASTER and {OURS, theirs} <= providers
 
 
 def of(data):
     """The headline of a recording, or None."""
-    found = _passes(data)
-    if not found:
+    compared = {theirs: _passes(data, theirs) for theirs in RIVALS}
+    theirs = next((each for each in compared if compared[each]), None)
+    if theirs is None:
         return None
-    sizes = _sizes(found)
+    found = compared[theirs]
+    sizes = _sizes(found, theirs)
     if not sizes:
         return None
     size = sizes[len(sizes) // 2]
@@ -44,9 +54,10 @@ def of(data):
     names = zip(first["x_names"], size, strict=True)
     words = (f"{name} = {value}" for name, value in names)
     return Headline(
-        ", ".join([*words, *said(_rest(first)), gpu]),
+        [*words, *said(_rest(first)), gpu],
         date,
-        {mode: _faster(each, size) for mode, each in found.items()},
+        {mode: _faster(each, size, theirs) for mode, each in found.items()},
+        RIVALS[theirs],
     )
 
 
@@ -56,8 +67,8 @@ def said(args):
         yield str(value) if name == "dtype" else f"{name} = {value}"
 
 
-def _passes(data):
-    """{pass: the first benchmark that compares it with PyTorch}.
+def _passes(data, theirs):
+    """{pass: the first benchmark that compares it with a rival}.
 
     What follows the first differs from it in nothing but the pass.
     """
@@ -66,7 +77,7 @@ def _passes(data):
         mode = benchmark["args"].get("mode")
         if (
             mode in PASSES
-            and compares(benchmark["unit"], benchmark["rows"])
+            and compares(benchmark["unit"], benchmark["rows"], theirs)
             and all(_alike(benchmark, other) for other in found.values())
         ):
             found.setdefault(mode, benchmark)
@@ -94,18 +105,18 @@ def _medians(benchmark, provider):
     }
 
 
-def _sizes(found):
-    """The sizes that all benchmarks have of ours and of PyTorch."""
+def _sizes(found, theirs):
+    """The sizes that all benchmarks have of ours and of the rival."""
     tables = [
         _medians(benchmark, provider)
         for benchmark in found.values()
-        for provider in (OURS, THEIRS)
+        for provider in (OURS, theirs)
     ]
     return [x for x in tables[0] if all(x in table for table in tables)]
 
 
-def _faster(benchmark, size):
+def _faster(benchmark, size, theirs):
     faster = FASTER[benchmark["unit"]]
     return faster(
-        *(_medians(benchmark, each)[size] for each in (OURS, THEIRS))
+        *(_medians(benchmark, each)[size] for each in (OURS, theirs))
     )

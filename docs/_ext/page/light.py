@@ -12,8 +12,9 @@ import re
 
 from page import stylesheets
 
-# The first draws icons of one's own, the second filters galleries by tags.
-NEEDLESS = ("fontawesome.js", "sg-tags.js")
+# The first draws icons of one's own, the second filters galleries by tags, and
+# search.js does what the third does.
+NEEDLESS = ("fontawesome.js", "sg-tags.js", "sphinx_highlight.js")
 # How Pygments marks what site.css shows as plain text.
 PLAIN = re.compile(r'<span class="(?:n|o|p|w|nb|bp|nn|fm|vm)">([^<]*)</span>')
 STYLESHEET = re.compile(
@@ -26,38 +27,33 @@ SCRIPT = re.compile(
 )
 
 
-def lighten(app, exception):
-    if exception or app.builder.format != "html":
-        return
+def lighten(app, pages):
     static, file = app.outdir / "_static", app.doctreedir / "bundles.json"
-    texts, sheets, fresh = {}, {}, False  # of each page; one was written
-    before = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    for path in sorted(app.outdir.rglob("*.html")):
-        text = path.read_text("utf-8")
-        if path.is_relative_to(static):
-            continue
+    kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    sheets = {}  # of each page
+    for path, text in pages.items():
         if STYLESHEET.search(text):
-            sheets[path], texts[path] = linked(text, static)
-            fresh = True
+            sheets[path], pages[path] = linked(text, static)
         elif name := BUNDLE.search(text):
-            sheets[path], texts[path] = before[name[0]], text
-    if not fresh:
-        return
-    known = stylesheets.words(static, texts.values())
-    rules = {
-        sheet: stylesheets.needed(static / sheet, known)
-        for sheet in {each for found in sheets.values() for each in found}
-    }
+            sheets[path] = kept["bundles"][name[0]]
+    names = sorted({each for found in sheets.values() for each in found})
+    known = stylesheets.words(static, pages.values())
+    texts = {name: stylesheets.whole(static / name) for name in names}
+    key = stylesheets.key(texts, known)
+    if kept.get("key") != key:
+        kept = {"key": key}
+        kept["rules"] = {
+            name: stylesheets.needed(name, text, known)
+            for name, text in texts.items()
+        }
     for path in static.glob("bundle-*.css"):
         path.unlink()
-    bundles = {}
+    kept["bundles"] = {}
     for path, found in sheets.items():
-        name = bundle(static, "".join(rules[each] for each in found))
-        bundles[name] = found
-        text = BUNDLE.sub(name, texts[path], count=1)
-        if text != path.read_text("utf-8"):
-            path.write_text(text, encoding="utf-8")
-    file.write_text(json.dumps(bundles), encoding="utf-8")
+        name = bundle(static, "".join(kept["rules"][each] for each in found))
+        kept["bundles"][name] = found
+        pages[path] = BUNDLE.sub(name, pages[path], count=1)
+    file.write_text(json.dumps(kept), encoding="utf-8")
 
 
 def linked(text, static):
@@ -89,6 +85,7 @@ def bundle(static, text):
 
 
 def setup(app):
+    app.setup_extension("page.written")
     # After what else looks into the written pages.
-    app.connect("build-finished", lighten, priority=900)
+    app.connect("pages-written", lighten, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -16,6 +16,8 @@ from pathlib import Path
 from docutils import nodes
 from sphinx.util import logging
 
+from translation import lines
+
 TEMPLATE = "two-stages.html"
 logger = logging.getLogger(__name__)
 
@@ -57,9 +59,8 @@ def add_files(app, pagename, templatename, context, doctree):
 
 
 def visit(translator, node):
-    translator.body.append(
-        translator.builder.templates.render(TEMPLATE, node["sizes"])
-    )
+    html = translator.builder.templates.render(TEMPLATE, node["sizes"])
+    translator.body.append(lines.tight(html))
     raise nodes.SkipNode
 
 

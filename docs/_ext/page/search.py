@@ -16,12 +16,14 @@ import tempfile
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.errors import ExtensionError
+
+from languages import CURRENT
 
 # What stands on a page and is no answer: classes of nodes, and nodes.
 LEFT_OUT = {
     *("bp-xray", "bp-scaffold", "bp-drawing", "bp-numbers", "passport"),
-    *("bp-cards", "sphx-glr-script-out", "sphx-glr-footer"),
-    "sphx-glr-download-link-note",
+    *("bp-cards", "bp-speeds", "sphx-glr-script-out", "sphx-glr-footer"),
 }
 SILENT = (
     *(nodes.Invisible, nodes.image, nodes.math, nodes.math_block, nodes.raw),
@@ -42,15 +44,10 @@ class Index:
 
     def add(self, app, pagename, templatename, context, doctree):
         """Note the sections of a page that is written."""
-        context["script_files"][:] = [
-            file
-            for file in context["script_files"]
-            if "sphinx_highlight.js" not in str(file.filename)
-        ]
         if doctree is not None and pagename != "404":
             spellings = app.config.search_spellings
             self.records[pagename] = dict(
-                document(section, doctree, app.config.language, spellings)
+                document(section, doctree, CURRENT.tag, spellings)
                 for section in doctree.findall(nodes.section)
                 if not leads_on(section)
             )
@@ -90,7 +87,9 @@ def written(pages, folder):
                 file.write_text(content, encoding="utf-8")
         command = [sys.executable, "-m", "pagefind", "--quiet"]
         files = ["--site", site, "--output-path", folder]
-        subprocess.run([*command, *files], check=True)
+        done = subprocess.run([*command, *files], capture_output=True)
+    if done.returncode:
+        raise ExtensionError(f"pagefind: {done.stderr.decode()}")
 
 
 def leads_on(section):
@@ -110,8 +109,8 @@ def document(section, doctree, language, spellings):
     text = " ".join([title, *(text for _, text in blocks)])
     meta = {
         "title": title,
-        "titled": "; ".join(others(title, spellings)),
-        "also": "; ".join(others(text, spellings)),
+        "titled": "; ".join(other for other, _ in others(title, spellings)),
+        "also": "; ".join(map(" = ".join, others(text, spellings))),
         "page": "" if section is top else page,
     }
     head = "".join(
@@ -157,13 +156,13 @@ def words(node):
 
 
 def others(text, spellings):
-    """Other spellings of what a text says: ``bf16 = bfloat16``."""
+    """Other spellings of what a text says, each with the one it has."""
     for group in spellings:
         for spelling in group:
             if re.search(rf"\b{re.escape(spelling)}", text, re.IGNORECASE):
                 for other in group:
                     if other != spelling:
-                        yield f"{other} = {spelling}"
+                        yield other, spelling
 
 
 def setup(app):

@@ -14,36 +14,50 @@ explains the scaffold, named in ``conf.py``, shows it.
 
 To the script all of it is plain code and prose. The notebook hides the code
 of these cells until a reader asks for it.
+
+A translated script may say these words in its language.
 """
 
 import re
-from contextlib import contextmanager
-from unittest import mock
 
 from docutils import nodes
+from sphinx.locale import _
 from sphinx.util import logging
 from sphinx_design.shared import create_component
-from sphinx_gallery import gen_rst
 
-MARKER = re.compile(r"# (Solution (?=\d)|Scaffold: |Drawing: )(.+)")
 # What its writer took for a marker, perhaps.
 NEARLY = re.compile(r"# *(solution|scaffold|drawing)s? *(\d|:|$)", re.I)
-HINT = re.compile(r"(Hint(?: \d+)?)\.?$")
 
 logger = logging.getLogger(__name__)
 
 
 def marked(code):
     """The kind of a folded cell and the line that it is folded under."""
-    found = MARKER.match(code.lstrip())
-    if found is None:
-        return None
-    kind, words = found[1].rstrip(" :").lower(), found[2].strip().rstrip(".")
-    if kind == "solution":
-        return kind, f"Solution {words}"
-    if kind == "drawing":
-        return kind, f"Code of the drawing: {words}"
-    return kind, words
+    for kind, (beginning, title) in markers().items():
+        if found := re.match(rf"# {beginning}(.+)", code.lstrip()):
+            return kind, title % {"words": found[1].strip().rstrip(".。")}
+    return None
+
+
+def markers():
+    """What begins the first line of a folded cell, and what it is folded
+    under, by its kind."""
+    solution = either("Solution", _("Solution"))
+    scaffold = either("Scaffold", _("Scaffold"))
+    drawing = either("Drawing", _("Drawing"))
+    return {
+        "solution": (rf"{solution} ?(?=\d)", _("Solution %(words)s")),
+        "scaffold": (rf"{scaffold}(?:: |：)", "%(words)s"),
+        "drawing": (
+            rf"{drawing}(?:: |：)",
+            _("Code of the drawing: %(words)s"),
+        ),
+    }
+
+
+def either(word, translated):
+    """A word in English or as the page says it."""
+    return f"(?:{re.escape(word)}|{re.escape(translated)})"
 
 
 def fold(app, doctree):
@@ -52,7 +66,7 @@ def fold(app, doctree):
     if not docname.startswith("tutorials/"):
         return
     for block in list(doctree.findall(nodes.literal_block)):
-        if block["language"] != "Python":
+        if block.get("language") != "Python":  # an error has none
             continue
         code = block.astext().lstrip()
         if found := marked(code):
@@ -63,7 +77,7 @@ def fold(app, doctree):
             warn(docname, code)
     for paragraph in list(doctree.findall(nodes.paragraph)):
         fold_hint(paragraph)
-        if MARKER.match(f"# {paragraph.astext()}"):
+        if marked(f"# {paragraph.astext()}"):
             warn(docname, paragraph.astext())
     for section in list(doctree.findall(nodes.section)):
         gather(section)
@@ -85,7 +99,7 @@ def gather(section):
             at = section.index(run[0])
             for cell in run:
                 section.remove(cell)
-            title = f"{len(run)} cells of scaffold"
+            title = _("%(count)s cells of scaffold") % {"count": len(run)}
             section.insert(at, folded("scaffold", title, run))
         run = []
 
@@ -111,12 +125,18 @@ def fold_hint(paragraph):
     first = next(iter(paragraph.children), None)
     if not isinstance(first, nodes.strong):
         return
-    if found := HINT.match(first.astext()):
+    hint = rf"{either('Hint', _('Hint'))} ?(\d*)[.。]?$"
+    if found := re.match(hint, first.astext()):
+        title = (
+            _("Hint %(number)s") % {"number": found[1]}
+            if found[1]
+            else _("Hint")
+        )
         parent, at = paragraph.parent, paragraph.parent.index(paragraph)
         paragraph.remove(first)
         text = paragraph[0]
         paragraph[0] = nodes.Text(text.lstrip())
-        parent[at] = folded("hint", found[1], [paragraph])
+        parent[at] = folded("hint", title, [paragraph])
 
 
 def folded(kind, title, inside):
@@ -146,27 +166,17 @@ def warn(docname, text):
     )
 
 
-@contextmanager
-def hidden_in_notebooks():
-    """Notebooks that Sphinx-Gallery writes meanwhile hide the same cells."""
-    original = gen_rst.jupyter_notebook
-
-    def jupyter_notebook(*args):
-        notebook = original(*args)
-        for cell in notebook["cells"]:
-            source = "".join(cell["source"]).lstrip()
-            found = cell["cell_type"] == "code" and marked(source)
-            if not found:
-                continue
-            # JupyterLab hides the code by the one, Colab by the others.
-            cell["metadata"]["jupyter"] = {"source_hidden": True}
-            cell["metadata"]["cellView"] = "form"
-            rest = source.partition("\n")[2]
-            cell["source"] = [f"# @title {found[1]}\n{rest}"]
-        return notebook
-
-    with mock.patch.object(gen_rst, "jupyter_notebook", jupyter_notebook):
-        yield
+def hide_in_notebook(cell):
+    """The same of a notebook: its reader sees the first line alone."""
+    source = "".join(cell["source"]).lstrip()
+    found = cell["cell_type"] == "code" and marked(source)
+    if not found:
+        return
+    # JupyterLab hides the code by the one, Colab by the others.
+    cell["metadata"]["jupyter"] = {"source_hidden": True}
+    cell["metadata"]["cellView"] = "form"
+    rest = source.partition("\n")[2]
+    cell["source"] = [f"# @title {found[1]}\n{rest}"]
 
 
 def setup(app):

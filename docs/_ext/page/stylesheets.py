@@ -4,6 +4,7 @@ A reader without JavaScript has ``data-theme="auto"``: what the light and the
 dark theme say also holds there, by the reader's system.
 """
 
+import hashlib
 import itertools
 import re
 
@@ -55,11 +56,17 @@ def words(static, texts):
     return known
 
 
-def needed(path, known):
+def key(texts, known):
+    """What the needed rules of stylesheets depend on, as a hash."""
+    parts = repr([texts, sorted(known), sorted(known.begun)])
+    return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def needed(name, text, known):
     """What a stylesheet says of classes and ids that are there."""
-    text = kept(tinycss2.parse_stylesheet(whole(path), True, True), known)
+    text = kept(tinycss2.parse_stylesheet(text, True, True), known)
     if found := LOADS.search(text):
-        raise ExtensionError(f"{path.name} loads {found[0]}: give its data")
+        raise ExtensionError(f"{name} loads {found[0]}: give its data")
     return text
 
 

@@ -8,6 +8,7 @@ added to the text that Sphinx reads: script and notebook know nothing of it.
 
 import ast
 import hashlib
+import html
 import io
 import os
 import pickle
@@ -18,19 +19,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
+from sphinx.locale import _
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx_design.tabs import sd_tab_label
 
+import said
 import tutorial
 from compiled import aot, limits, sheets
 from page import figures
+from translation import of_page, sentences
 
 # The disassembler starts once for each page and target: only for these.
 SASS = (limits.DEFAULT,)
 # The modules that make the sheets.
 MADE_BY = (
     *sorted(Path(aot.__file__).parent.glob("*.py")),
-    *(Path(tutorial.__file__), Path(__file__)),
+    *(Path(each.__file__) for each in (said, tutorial)),
+    Path(__file__),
 )
 
 
@@ -48,7 +53,7 @@ class XRays:
             for script in tutorial.scripts()
             if (name := tutorial.name_of(script)) in pages
         }
-        folder = Path(app.doctreedir).parent / "xray"
+        folder = tutorial.BUILD / "xray"
         thread = ThreadPoolExecutor(1)
         self.work = thread.submit(made, scripts, pages, folder)
         thread.shutdown(wait=False)
@@ -56,8 +61,7 @@ class XRays:
     def add_panels(self, app, docname, source):
         """Put the panels of a tutorial into its text."""
         stem = docname.removeprefix("tutorials/")
-        pages = limits.pages()
-        if stem not in pages or stem == docname:
+        if stem == docname or stem not in (pages := limits.pages()):
             return
         app.env.note_dependency(str(limits.FILE))
         page = pages[stem]
@@ -69,9 +73,13 @@ class XRays:
                 f"docs/kernels.toml says: {error}"
             ) from None
         lines = source[0].splitlines()
-        timed = figures.timed_with(source[0])
+        timed = figures.timed_with(app.srcdir, source[0])
         for name, entry in limits.entries(page).items():
-            panel = Panel(app.srcdir, stem, page, name, entry, found, timed)
+            look = of_page.said(app, docname, entry["look"].strip())
+            entry = entry | {"look": look}
+            panel = Panel(
+                *(app.srcdir, stem, page, name, entry, found, timed, lines)
+            )
             at = _after_cell(lines, name)
             if at is None:
                 raise ExtensionError(
@@ -108,10 +116,10 @@ def made(scripts, pages, folder):
     # One core is left to the tutorials, which run meanwhile.
     with aot.Compilers(max(1, len(os.sched_getaffinity(0)) - 1)) as compilers:
         launched = compilers.launches(calls)
-    for (name, *shape, _), results in zip(missing, launched, strict=True):
+    for (name, *shape, _first), results in zip(missing, launched, strict=True):
         for kernel, sheet in limits.by_name(results).items():
             found[name][kernel, *shape] = sheet
-    for name in {name for name, *_ in missing}:
+    for name in {name for name, *_rest in missing}:
         _write(files[name], found[name])
     return found
 
@@ -175,11 +183,14 @@ def _after_cell(lines, name):
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(self, srcdir, stem, page, name, entry, found, timed=()):
+    def __init__(
+        self, srcdir, stem, page, name, entry, found, timed=(), lines=()
+    ):
         self.folder = Path(srcdir) / "tutorials" / "xray"
         self.stem, self.page, self.name = stem, page, name
         self.entry, self.found = entry, found
         self.timed = timed  # by which versions of triton, the figures were
+        self.lines = lines  # of the page
 
     def text(self):
         tabs = "".join(
@@ -189,26 +200,37 @@ class Panel:
             for target in limits.SHOWN
         )
         body = (
-            f"{self.entry['look'].strip()}\n\n"
-            f"{self.page['M']} rows, {self.page['dtype']}.\n"
-            "Instructions are counted in the code, where a loop stands once."
-            f"{self.versions()}"
+            f"{self.entry['look']}\n\n{self.counted()}"
             "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
         )
+        title = _("X-ray of ``%(kernel)s``") % {"kernel": self.name}
         return (
-            f"\n.. dropdown:: X-ray of ``{self.name}``\n"
+            f"\n.. dropdown:: {title}\n"
             "   :class-container: bp-xray\n" + _indent(body) + "\n"
         )
+
+    def counted(self):
+        """Of what the numbers are."""
+        rows = _("%(M)s rows, %(dtype)s.") % {
+            "M": self.page["M"],
+            "dtype": self.page["dtype"],
+        }
+        counted = _(
+            "Instructions are counted in the code, where a loop stands once."
+        )
+        return sentences.joined([rows, counted, self.versions()], "\n")
 
     def versions(self):
         """That the figures are not those of this code, if it is so."""
         if set(self.timed) <= {version("triton")}:
             return ""
-        return (
-            f"\nThis is what triton {version('triton')} compiles; the figures "
-            "of this page were timed with what triton "
-            f"{' and '.join(self.timed)} compiled."
-        )
+        return _(
+            "This is what triton %(version)s compiles; the figures of this "
+            "page were timed with what triton %(others)s compiled."
+        ) % {
+            "version": version("triton"),
+            "others": _said(said.listed(self.timed, said.AND)),
+        }
 
     def tab(self, target):
         found = {}  # kernels for wide rows have the same columns at each N
@@ -217,19 +239,32 @@ class Panel:
                 sheet = self.found[self.name, shape, N]
                 found.setdefault(sheet.columns or N, sheet)
         columns, first = next(iter(found.items()))
+        where = _("Where lines of the page went, at N = %(columns)s:") % {
+            "columns": columns
+        }
+        ways = "\n".join(self.ways(first))
         return (
-            self.table(found)
-            + f"Where lines of the page went, at N = {columns}:\n\n"
-            + f".. raw:: html\n{_indent(first.ways)}\n\n"
-            + self.downloads(first)
+            f"{self.table(found)}{where}\n\n"
+            f".. raw:: html\n{_indent(ways)}\n\n" + self.downloads(first)
         )
+
+    def ways(self, sheet):
+        """What became of a few lines of the page, level by level: HTML."""
+        for line, levels in sheet.ways:
+            line = html.escape(_with_its_comment(line, self.lines))
+            yield f"<pre class='bp-way'>{line}</pre>"
+            yield "<dl class='bp-levels'>"
+            for key, parts in levels:
+                name = _(sheets.CODES[key])
+                yield f"<dt>{name}</dt><dd>{'<br>'.join(parts)}</dd>"
+            yield "</dl>"
 
     def table(self, found):
         """What the compiler says, a column for each shape."""
-        (first, *_) = found.values()
+        first = next(iter(found.values()))
         rows = [[aot.DEVICES[first.target][0], *(f"N = {N}" for N in found)]]
         rows += [
-            [key, *(sheet.numbers[key] for sheet in found.values())]
+            [_(key), *(_said(sheet.numbers[key]) for sheet in found.values())]
             for key in first.numbers
         ]
         text = (
@@ -250,12 +285,24 @@ class Panel:
             file = f"{page}.{self.name}.{sheet.target}.{key}"
             (self.folder / file).write_text(code, encoding="utf-8")
             path = f"/tutorials/xray/{file}"
-            links.append(f":download:`{sheets.CODES[key]} <{path}>`")
-        return (
-            "The whole code, with these marks and their lines: "
-            + ", ".join(links)
-            + ".\n"
+            links.append(f":download:`{_(sheets.CODES[key])} <{path}>`")
+        code = _(
+            "The whole code, with these marks and their lines: %(links)s."
         )
+        return code % {"links": _said(said.listed(links))} + "\n"
+
+
+def _said(value):
+    return said.said(value, _)
+
+
+def _with_its_comment(line, lines):
+    """A line of the English script as a page has it."""
+    code, hash_, _comment = line.partition("  # ")
+    if not hash_:
+        return line
+    alike = (each.strip() for each in lines)
+    return next((x for x in alike if x.startswith(code + hash_)), line)
 
 
 def _indent(text, width=3):
