@@ -201,7 +201,7 @@ report(lanes)
 
 # %%
 # Nothing to see: they move no bytes, but take registers and instructions.
-# So the forward pass has some to spare; the backward pass will not.
+# The forward pass has some to spare; the backward pass will not.
 #
 # A formula instead of a table
 # ----------------------------
