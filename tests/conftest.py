@@ -35,8 +35,8 @@ with contextlib.suppress(ModuleNotFoundError):  # a GPU machine may lack it
     hypothesis.settings.load_profile("same")
 
 
-with contextlib.suppress(ModuleNotFoundError):
-    from sphinx import locale
+with contextlib.suppress(ImportError):  # a GPU machine lacks it, or has a
+    from sphinx import locale  # folder of that name
 
     locale.init([], "en")  # as a build in English does
 

@@ -9,6 +9,8 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,22 @@ def test_each_tutorial_has_a_gpu_of_its_own(project, interrupted):
         {gpu for _, gpu, _ in project.points(name=n)} for n in ("01", "02")
     ]
     assert sorted(gpus, key=str) == [{"0"}, {"1"}]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_sees_the_gpu_that_it_is_given(project, asked):
+    """Though torch counts GPUs when what torch.compile needs is imported."""
+    env = project.env(gpus=2) | ({} if asked else gpus.ASK_NO_CUDA)
+    env["PYTHONPATH"] += os.pathsep + gpus.path()
+    code = (
+        "import torch; assert torch.cuda.is_available()\n"
+        "from measurements import gpus; gpus.take('1')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, text=True, capture_output=True
+    )
+    assert (done.returncode != 0) == asked, done.stderr
+    assert ("was given GPU 1 sees 2 GPUs" in done.stderr) == asked
 
 
 def test_everything_is_compiled_once_before_anything_is_timed(

@@ -504,8 +504,8 @@ READ = {
     "norms-and-losses/04-cross-entropy": {
         "_online": "all but -theirs",
         "_read": "-theirs -loss",
-        "_scale": "none",  # a step is not measured
-        "in_chunks": "none",
+        "_scale": "-step -memory -layer",
+        "in_chunks": "-layer -layer-memory",
         "check": "none",
         "factor": "none",  # the stub of an exercise
     },

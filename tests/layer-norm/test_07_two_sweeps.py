@@ -70,7 +70,7 @@ def test_variance(ratio):
     """Welford's error grows with the mean, that of the squares with its
     square."""
     errors = [
-        page.variance.fn(64, 65536, ratio, name)[0]
+        page.variance.fn(64, 65536, torch.float32, "forward", ratio, name)[0]
         for name in ("triton", "squares")
     ]
     assert errors[0] < 1e-7 + 1e-9 * ratio

@@ -349,6 +349,19 @@ def test_chunks_sum_in_float32():
     torch.testing.assert_close(dw[:, 0].float(), exact, rtol=2e-3, atol=0)
 
 
+def test_measured_steps_agree():
+    """Each way of the figures gives the gradients of PyTorch."""
+    of = {page.inputs: page.STEPS, page.layer_inputs: page.LAYERS}
+    for inputs, ways in of.items():
+        given = inputs(5, 203, torch.float32)
+        names = {"triton", "ahead", "whole", "torch"} & {*ways}
+        found = {n: ways[n](*given)() for n in names}
+        assert len(found) == 3
+        for one in found.values():
+            for got, want in zip(one[-2:], found["torch"], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 def test_weights_of_16_bits_are_summed_in_float32():
     """The sum of all weights, which smoothing needs."""
     x = torch.randn(2, 999, device=page.DEVICE, dtype=torch.float16)
@@ -375,8 +388,8 @@ def test_same_bits_twice():
 
 def test_rules_answer_for_every_width():
     for row in range(16, 2**20, 977):
-        for known, both in (False, False), (True, False), (False, True):
-            warps, each, slices, _ = page.plan_for(row, known, both)
+        for both in False, True:
+            warps, each, slices, _ = page.plan_for(row, both)
             assert warps.bit_count() == 1 and each <= 8 and slices >= 1
             # A lane for each column of the edges.
             assert 32 * warps >= 16

@@ -11,6 +11,7 @@ Nothing is imported for it: many processes need neither torch nor triton, and
 those that do are given the changed ones.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -78,8 +79,21 @@ class Changes(dict):
             self.pop(name)(sys.modules[name])
 
 
+@functools.cache
+def count():
+    """CUDA reads CUDA_VISIBLE_DEVICES when it is first asked."""
+    return len(visible())
+
+
+def is_available():
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"):
+        return bool(visible())
+    return count() > 0
+
+
 def make_up_gpus(torch):
-    torch.cuda.is_available = lambda: bool(visible())
+    torch.cuda.is_available = is_available
+    torch._C._cuda_getDeviceCount = count
     torch.cuda.device_count = lambda: len(visible())
     torch.cuda.get_device_name = lambda *_: "NVIDIA Stand-in 100"
     torch.cuda.set_per_process_memory_fraction = lambda share: None

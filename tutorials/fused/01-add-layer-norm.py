@@ -126,10 +126,11 @@ WAYS = {
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 2048, 4096, 8192, 12288], "provider", ["triton", "both"],
     ["One kernel", "Two kernels"], "add-layer-norm-traffic",
-    {"M": 4096, "dtype": torch.float16, "counter": "dram__bytes_read.sum"},
+    {"M": 4096, "dtype": torch.float16, "mode": "forward",
+     "counter": "dram__bytes_read.sum"},
     ylabel="bytes of DRAM per byte counted",
 ))  # fmt: skip
-def traffic(M, N, dtype, counter, provider):
+def traffic(M, N, dtype, mode, counter, provider):
     """Bytes that DRAM delivers, over those of x and the residual."""
     if not ON_GPU:
         return 3 * [float("nan")]
@@ -769,11 +770,11 @@ LINES = {
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 2048, 4096, 8192, 12288], "provider", list(LINES),
     list(LINES.values()), "add-layer-norm-sectors",
-    {"M": 4096, "dtype": torch.float16,
+    {"M": 4096, "dtype": torch.float16, "mode": "forward and backward",
      "counter": "lts__t_sectors_srcunit_tex.sum"},
     ylabel="bytes of L2 per byte counted",
 ))  # fmt: skip
-def sectors(M, N, dtype, counter, provider):
+def sectors(M, N, dtype, mode, counter, provider):
     """Bytes that multiprocessors read from L2 and write to it, in sectors of
     32, over those of four matrices."""
     if not ON_GPU:

@@ -143,9 +143,9 @@ def report(benchmark):
     ["N"], [1024, 2048, 4096, 8192, 16384], "provider",
     ["triton", "each", "native", "copy"],
     ["Four share", "Each", "PyTorch", "Copy"], "dropout-only",
-    {"M": 4096, "dtype": torch.float16}, ylabel="GB/s",
+    {"M": 4096, "dtype": torch.float16, "mode": "forward"}, ylabel="GB/s",
 ))  # fmt: skip
-def dropout_only(M, N, dtype, provider):
+def dropout_only(M, N, dtype, mode, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles. GB/s: of two matrices."""
     x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)

@@ -109,9 +109,9 @@ def report(benchmark):
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 2048, 4096, 8192], "provider", ["triton", "copy"],
     ["x * tl.sigmoid(x)", "Copy"], "activation-alone",
-    {"M": 4096, "dtype": torch.float16}, ylabel="GB/s",
+    {"M": 4096, "dtype": torch.float16, "mode": "forward"}, ylabel="GB/s",
 ))  # fmt: skip
-def alone(M, N, dtype, provider):
+def alone(M, N, dtype, mode, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles."""
     x, y = torch.randn(2, M if ON_GPU else 1, N, device=DEVICE).to(dtype)

@@ -175,10 +175,10 @@ FLAWS = ["right", "no barrier", "no acquire", "no release"]
         x_names=["N"], x_vals=["512", "1024", "2048", "4096"],  # as points
         line_arg="provider", line_vals=FLAWS, line_names=FLAWS,
         ylabel="wrong runs of 100", plot_name="layer-norm-lock-race",
-        args={"M": 32768, "dtype": torch.float16},
+        args={"M": 32768, "dtype": torch.float16, "mode": "backward"},
     )
 )  # fmt: skip
-def race(M, N, dtype, provider):
+def race(M, N, dtype, mode, provider):
     """Runs of 100 in which dw or db differs from float64 by a relative error
     above 1e-5; the order of additions explains less."""
     if not ON_GPU:  # here one program follows the other

@@ -351,12 +351,13 @@ LINES = [f"{p}{by}" for p in list(PLANS)[:2] for by in ("", ", by hand")]
 OCCUPANCY = triton.testing.Benchmark(
     ["N"], WIDTHS, "provider", LINES, [line.capitalize() for line in LINES],
     "layer-norm-loads-occupancy", ylabel="% of warps",
-    args={"M": 4096, "dtype": torch.float16, "counter": METRIC},
+    args={"M": 4096, "dtype": torch.float16, "mode": "backward",
+          "counter": METRIC},
 )  # fmt: skip
 
 
 @triton.testing.perf_report(OCCUPANCY)
-def occupancy(M, N, dtype, counter, provider):
+def occupancy(M, N, dtype, mode, counter, provider):
     """Warps that run on a multiprocessor, on average, of all that can."""
     if not ON_GPU:
         return 3 * [float("nan")]

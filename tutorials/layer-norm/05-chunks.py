@@ -186,9 +186,9 @@ def report(benchmark):
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [512 * i for i in (5, 7, 8, 9, 11, 13, 16)], "provider",
     ["triton", "tile"], ["Chunks", "One tile"], "layer-norm-chunks-lanes",
-    {"M": 4096, "dtype": torch.float16}, ylabel="GB/s",
+    {"M": 4096, "dtype": torch.float16, "mode": "forward"}, ylabel="GB/s",
 ))  # fmt: skip
-def lanes(M, N, dtype, provider):
+def lanes(M, N, dtype, mode, provider):
     """Device time of a CUDA graph, replayed with an overwritten L2 cache;
     median, 20 % and 80 % quantiles."""
     x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)

@@ -131,15 +131,15 @@ def _rstd_by_welford(x_ptr, rstd_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
         line_arg="provider", line_vals=["triton", "torch", "squares"],
         line_names=["Welford", "PyTorch", "Sums of squares"],
         ylabel="relative error", plot_name="layer-norm-two-sweeps-variance",
-        args={"M": 64, "N": 65536},
+        args=dict(M=64, N=65536, dtype=torch.float32, mode="forward"),
     )
 )  # fmt: skip
-def variance(M, N, ratio, provider):
-    """Norm of the error of 1 / standard deviation over the norm, for float32
-    rows whose mean is ratio times their standard deviation."""
+def variance(M, N, dtype, mode, ratio, provider):
+    """Norm of the error of 1 / standard deviation over the norm, for rows
+    whose mean is ratio times their standard deviation."""
     M, N = (M, N) if ON_GPU else (2, 9000)  # the interpreter is slow
     torch.manual_seed(0)
-    x = ratio + torch.randn(M, N, device=DEVICE)
+    x = ratio + torch.randn(M, N, device=DEVICE, dtype=dtype)
     rstd = torch.empty(M, device=DEVICE)
     if provider == "torch":
         rstd = torch.native_layer_norm(x, (N,), None, None, 1e-12)[2].flatten()
@@ -528,11 +528,11 @@ report(benchmark("backward", triton=layer_norm))
         line_names=["Forward", "No help", "Backward"],
         ylabel="bytes of DRAM per byte counted",
         plot_name="layer-norm-two-sweeps-traffic",
-        args={"M": 4096, "dtype": torch.float16,
-              "counter": "dram__bytes_read.sum"},
+        args={"M": 4096, "dtype": torch.float16, "mode":
+              "forward and backward", "counter": "dram__bytes_read.sum"},
     )
 )  # fmt: skip
-def traffic(M, N, dtype, counter, provider):
+def traffic(M, N, dtype, mode, counter, provider):
     """Bytes that DRAM delivers, over those of x, backward of x and dy."""
     if not ON_GPU:
         return 3 * [float("nan")]

@@ -532,11 +532,11 @@ report(benchmark("backward", 4096, HALF, WIDTHS, DESIGNS))
 
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 4096, 8192], "provider", ["triton", "one kernel"],
-    ["Triton", "one kernel"], "layer-norm-two-traffic",
-    {"M": 4096, "dtype": HALF, "counter": "dram__bytes_read.sum"},
+    ["Triton", "one kernel"], "layer-norm-two-traffic", {"M": 4096, "dtype":
+    HALF, "mode": "backward", "counter": "dram__bytes_read.sum"},
     ylabel="bytes of DRAM per byte counted",
 ))  # fmt: skip
-def traffic(M, N, dtype, counter, provider):
+def traffic(M, N, dtype, mode, counter, provider):
     """Bytes read from DRAM, over those of the matrices read by hand."""
     if not ON_GPU:
         return 3 * [float("nan")]

@@ -140,10 +140,10 @@ print("chunks of 4:", right and torch.equal(s, x + residual))
     ["N"], [2**i for i in range(10, 15)], "provider", ["triton", "steps"],
     ["Triton", "Two steps"], "rms-norm-dram", x_log=True,
     ylabel="bytes of DRAM per byte counted",
-    args={"M": 4096, "dtype": torch.bfloat16,
+    args={"M": 4096, "dtype": torch.bfloat16, "mode": "forward",
           "counter": "dram__bytes_read.sum"},
 ))  # fmt: skip
-def traffic(M, N, dtype, counter, provider):
+def traffic(M, N, dtype, mode, counter, provider):
     """Bytes that DRAM delivers, over those of x and the residual."""
     if not ON_GPU:
         return 3 * [float("nan")]

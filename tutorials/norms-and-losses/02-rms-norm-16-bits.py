@@ -147,9 +147,9 @@ def forward(x, residual, w, eps, casting, offset):
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["case"], [f"{d} {c}" for d in ("float16", "bfloat16") for c in CASTINGS],
     "provider", ["triton", "torch"], ["Triton", "PyTorch"], "rms-norm-casting",
-    {"M": 4096, "N": 8192}, ylabel="relative error",
+    {"M": 4096, "N": 8192, "mode": "forward"}, ylabel="relative error",
 ))  # fmt: skip
-def errors(M, N, case, provider):
+def errors(M, N, mode, case, provider):
     """Norm of the error of y, over that of the result in float64."""
     M, N = (M, N) if ON_GPU else (4, 200)  # the interpreter is slow
     dtype, casting = case.split()
@@ -540,9 +540,9 @@ print("loss with the module, and without:", *(f"{t[0]:.6f}" for t in found))
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [1024, 2048, 4096], "provider", ["triton", "torch"],
     ["Triton", "PyTorch"], "rms-norm-llama", ylabel="µs",
-    args={"M": 4096, "dtype": torch.bfloat16},
+    args={"M": 4096, "dtype": torch.bfloat16, "mode": "forward and backward"},
 ))  # fmt: skip
-def block_time(M, N, dtype, provider):
+def block_time(M, N, dtype, mode, provider):
     """Device time of both passes in a CUDA graph, replayed with an overwritten
     L2 cache; median, 20 % and 80 % quantiles."""
     if not ON_GPU:

@@ -100,18 +100,23 @@ def inputs(M, N, dtype):
     return x, torch.randint(N, (M,), device=DEVICE)
 
 
-def benchmark(name, mode, clock, ways, unit="GB/s"):
+def benchmark(name, mode, clock, ways, unit="GB/s", given=inputs, **more):
     def measure(M, N, dtype, mode, provider):
         if not ON_GPU:
             return 3 * [float("nan")]  # the interpreter cannot be timed
-        return clock(mode, ways[provider], *inputs(M, N, dtype))
+        return clock(mode, ways[provider], *given(M, N, dtype))
 
-    measure.__doc__, names = clock.__doc__, {"torch": "PyTorch"}
+    measure.__doc__, names = clock.__doc__, {"torch": "PyTorch"} | more
+    names |= {name: name for name in ("torch.compile", "quack")}
+    x, sizes, args = "N", [32000, 50257, 65536, 128256, 262144], {"M": 8192}
+    if given != inputs:
+        x, sizes, args = "M", [2**i for i in range(11, 16)], {"N": 128256}
     return triton.testing.perf_report(triton.testing.Benchmark(
-        ["N"], [32000, 50257, 65536, 128256, 262144], "provider", [*ways],
+        [x], sizes, "provider", [*ways],
         [names.get(way, way.capitalize()) for way in ways],
         f"cross-entropy-{name}", ylabel=unit, x_log=True,
-        args={"M": 8192, "dtype": torch.bfloat16, "mode": mode},
+        y_log=unit != "GB/s",
+        args=args | {"dtype": torch.bfloat16, "mode": mode},
     ))(measure)  # fmt: skip
 
 
@@ -418,7 +423,7 @@ CUDA = ON_GPU and torch.version.hip is None
 WHOLE = 131072 if CUDA else 2**31 if ON_GPU else 768
 
 
-def plan_for(row, known, both):
+def plan_for(row, both):
     """Warps; groups that a thread loads at once; slices; registers."""
     if not both:
         return 4, 2, 1, None
@@ -441,7 +446,7 @@ def sweeps(x, target, w, how, rows=None, g=None, dx=None, plan=None):
     (M, N), known, V = x.shape, rows is not None, 16 // x.itemsize
     rows = rows if known else torch.empty(4, M, device=x.device)
     both, words = dx is not None and not known, None
-    warps, each, slices, most = plan or plan_for(N * x.itemsize, known, both)
+    warps, each, slices, most = plan or plan_for(N * x.itemsize, both)
     T = 32 * warps if ON_GPU else 16
     slices, width, full = slices_of(N, V, T, each, slices, known)
     if slices > 1 and not known:
@@ -601,6 +606,90 @@ LATER, AHEAD = cross_entropy, partial(cross_entropy, ahead=True)
 check(*((301, 50257) if ON_GPU else (7, 203)), torch.float32)
 
 # %%
+# A step of training, loss and gradient by autograd, beside `Liger
+# <https://github.com/linkedin/Liger-Kernel>`_ and `quack
+# <https://github.com/Dao-AILab/quack>`_ where they can be imported:
+
+# %%
+
+# Scaffold: the time and the memory of a step.
+
+
+def step_time(mode, step, *given):
+    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
+    Liger waits for the GPU, so it is called from Python; median, 20 % and 80 %
+    quantiles."""
+    if (run := step(*given)) is None:
+        return 3 * [float("nan")]
+    if step not in WAITING:
+        return [1000 * ms for ms in device_time(run)]
+    times = triton.testing.do_bench(run, 10, 40, quantiles=[0.5, 0.2, 0.8])
+    return [1000 * ms for ms in times]
+
+
+def step_memory(mode, step, *given):
+    """The most that tensors of a step take at a time, beyond what is given to
+    it, by torch.cuda.max_memory_allocated."""
+    if (run := step(*given)) is None:
+        return 3 * [float("nan")]
+    run()  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return 3 * [(torch.cuda.max_memory_allocated() - before) / 1e9]
+
+
+# %%
+
+# Scaffold: ours, PyTorch's, and libraries.
+
+from importlib.util import find_spec
+
+
+def step(f, x, target):
+    return lambda: torch.autograd.grad(f(x, target), x)
+
+
+def compiled(x, target):
+    torch._dynamo.reset()  # nothing is left of other shapes
+    f = torch.compile(lambda *given: F.cross_entropy(*given), dynamic=False)
+    return step(f, x, target)
+
+
+def liger(x, target):
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    return step(lambda *xt: LigerCrossEntropyFunction.apply(*xt, None)[0],
+                x, target)  # fmt: skip
+
+
+def quack(x, target):
+    from quack.cross_entropy import cross_entropy
+
+    # Where rows begin anywhere it ends with an error.
+    return None if x.shape[1] % 8 else step(cross_entropy, x, target)
+
+
+STEPS, WAITING = {
+    "triton": partial(step, LATER), "ahead": partial(step, AHEAD),
+    "torch": partial(step, F.cross_entropy), "torch.compile": compiled,
+}, [liger]  # fmt: skip
+STEPS |= {"liger": liger} if find_spec("liger_kernel") else {}
+STEPS |= {"quack": quack} if find_spec("quack") else {}
+
+# %%
+
+figure = benchmark("step", BOTH, step_time, STEPS, "µs", triton="Later")
+figure.run(show_plots=ON_GPU)
+
+# %%
+# And the most memory that it takes, beyond the logits:
+
+size = "GB of memory"
+figure = benchmark("memory", BOTH, step_memory, STEPS, size, triton="Later")
+figure.run(show_plots=ON_GPU)
+
+# %%
 # Who owns the logits may write over them
 # ---------------------------------------
 #
@@ -626,10 +715,25 @@ print(f"before: {before[0].tolist()}, after: {after[0].tolist()}, "
 # them. It can even make a few rows at a time, so that the matrix of all logits
 # never exists. The gradient of the weight is summed in float32.
 
+# %%
+
+# Scaffold: a product that is added; on a GPU without a matrix of its own.
+
+
+def add_product(total, a, b):
+    """total += a @ b, in float32."""
+    if ON_GPU:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a.float() @ b.float()
+
+
+# %%
+
 
 def in_chunks(h, weight, target, rows):
     """The loss of h @ weight.T, and the gradients of h and the weight."""
-    dh, dw = torch.empty_like(h), torch.zeros_like(weight).float()
+    dh, dw = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32)
     count, total = (target != -100).sum(), 0
     parts = zip(*(t.split(rows) for t in (h, target, dh)), strict=True)
     for part_of_h, t, part_of_dh in parts:
@@ -637,7 +741,7 @@ def in_chunks(h, weight, target, rows):
         given = x, t, None, (-100, 0.0, 0.0)
         total += sweeps(*given, None, 1 / count, x)[0].sum()
         torch.mm(x, weight, out=part_of_dh)
-        dw += torch.mm(x.T, part_of_h)
+        add_product(dw, x.T, part_of_h)
     return total / count, dh, dw.to(weight.dtype)
 
 
@@ -653,6 +757,65 @@ for got, want in zip(
     found, (loss, *torch.autograd.grad(loss, leaves)), strict=True
 ):
     assert torch.allclose(got, want, atol=1e-5)
+
+# %%
+# A step with its layer, from 4096 columns, for more and more rows. Chunks have
+# 2048 of them. Liger, too, sums the gradient of the weight in float32.
+
+# %%
+
+# Scaffold: the layer, whole and in chunks, and that of Liger.
+
+
+def layer_inputs(M, N, dtype):
+    h, weight = (torch.randn(n, 4096, device=DEVICE, dtype=dtype) / 64
+                 for n in (M, N))  # fmt: skip
+    target = torch.randint(N, (M,), device=DEVICE)
+    return h.requires_grad_(), weight.requires_grad_(), target
+
+
+def layer(f, h, weight, target):
+    return lambda: torch.autograd.grad(f(h, weight, target), (h, weight))
+
+
+def whole(f, h, weight, target):
+    return f(F.linear(h, weight), target)
+
+
+def compiled_layer(h, weight, target):
+    torch._dynamo.reset()
+    f = torch.compile(partial(whole, F.cross_entropy), dynamic=False)
+    return layer(f, h, weight, target)
+
+
+def chunks(h, weight, target):
+    return lambda: in_chunks(h.detach(), weight.detach(), target, 2048)
+
+
+def liger_layer(h, weight, target):
+    from liger_kernel.ops import fused_linear_cross_entropy as module
+
+    f = module.LigerFusedLinearCrossEntropyFunction.apply
+    rest = None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32
+    return layer(lambda *given: f(*given, *rest)[0], h, weight, target)
+
+
+LAYERS = {"triton": chunks, "whole": partial(layer, partial(whole, LATER)),
+          "torch": partial(layer, partial(whole, F.cross_entropy)),
+          "torch.compile": compiled_layer}  # fmt: skip
+LAYERS |= {"liger": liger_layer} if find_spec("liger_kernel") else {}
+WAITING.append(liger_layer)
+of_layer = {"given": layer_inputs, "triton": "In chunks"}
+
+# %%
+
+figure = benchmark("layer", BOTH, step_time, LAYERS, "µs", **of_layer)
+figure.run(show_plots=ON_GPU)
+
+# %%
+
+figure = benchmark("layer-memory", BOTH, step_memory, LAYERS, size, **of_layer)
+figure.run(show_plots=ON_GPU)
 
 # %%
 # Exercise 1: capped logits

@@ -797,10 +797,10 @@ report(speeds("forms-", "forward", FORMS, WIDE))
 @triton.testing.perf_report(triton.testing.Benchmark(
     ["N"], [2**i for i in range(15, 21)], "provider", [*FORMS], [*FORMS],
     "wide-softmax-dram", x_log=True, ylabel="bytes of DRAM per byte counted",
-    args={"M": 1024, "dtype": torch.bfloat16,
+    args={"M": 1024, "dtype": torch.bfloat16, "mode": "forward",
           "counter": "dram__bytes_read.sum"},
 ))  # fmt: skip
-def traffic(M, N, dtype, counter, provider):
+def traffic(M, N, dtype, mode, counter, provider):
     """Bytes that DRAM delivers, over those of x."""
     if ON_GPU:
         x, _ = inputs(M, N, dtype)

@@ -53,6 +53,24 @@ def usable():
     return [key.strip() for key, name in pairs if name == names[0]]
 
 
+# torch then counts GPUs without a call of CUDA. Some of its modules count them
+# when they are imported, and CUDA reads CUDA_VISIBLE_DEVICES only once.
+ASK_NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def take(names):
+    """Let this process see these GPUs alone, before it has used any."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = names
+    import torch
+
+    seen = torch._C._cuda_getDeviceCount()
+    if seen != len(names.split(",")):
+        raise RuntimeError(
+            f"a process that was given GPU {names} sees {seen} GPUs: "
+            "something asked CUDA for them before"
+        )
+
+
 def lacking(script):
     """How many more GPUs than are here a script is measured with."""
     return max(benchmarks.gpus(script) - len(usable()), 0)

@@ -196,7 +196,7 @@ class Child:
         }
         # One thread each: compiling already has a process for each core, and
         # timing is disturbed by none.
-        env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | gpus.ASK_NO_CUDA
         env |= {"OMP_NUM_THREADS": "1"} if share else {}
         with self.log.open("w") as log:
             self.process = children.start(

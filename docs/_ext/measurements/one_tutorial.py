@@ -20,7 +20,7 @@ import types
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from measurements import links, part, recording, replay
+from measurements import gpus, links, part, recording, replay
 
 
 def prepare(script):
@@ -34,9 +34,13 @@ def prepare(script):
 
 def main(name, script, plots, fresh, compiled, share, memory):
     prepare(script)
-    # CUDA reads this when it is first used.
-    os.environ["CUDA_VISIBLE_DEVICES"] = sys.stdin.readline().strip()
+    given = sys.stdin.readline().strip()
     send = messages()
+    try:
+        gpus.take(given)
+    except RuntimeError as error:
+        send(error=str(error))
+        raise
     if share:
         import torch
 

@@ -58,7 +58,7 @@ def test_only_some_gradients():
 @pytest.mark.parametrize("ratio", [1, 100, 10_000])
 def test_variance(ratio):
     errors = [
-        page.variance.fn(64, 65536, ratio, name)[0]
+        page.variance.fn(64, 65536, torch.float32, "forward", ratio, name)[0]
         for name in ("triton", "torch", "squares")
     ]
     assert errors[0] < 1e-7 + 1e-9 * ratio

@@ -118,7 +118,10 @@ def test_more_than_2_31_elements(N):
 @pytest.mark.parametrize("N", [1000, 1001, 40000])
 def test_torch_compile(N):
     for name in NAMES:
-        compiled = torch.compile(getattr(page, name), fullgraph=True)
+        # Each width alone: page 05 is the one for shapes that vary.
+        compiled = torch.compile(
+            getattr(page, name), fullgraph=True, dynamic=False
+        )
         x, dy = page.inputs(37, N, torch.float16)
         y = compiled(x)
         found = y, *torch.autograd.grad(y, x, dy)
