@@ -118,6 +118,21 @@ def test_each_tutorial_has_a_gpu_of_its_own(project, interrupted):
     assert sorted(gpus, key=str) == [{"0"}, {"1"}]
 
 
+@pytest.mark.parametrize("there", ["nothing", "a folder of that name"])
+def test_gpu_checks_need_no_sphinx(there):
+    """What all tests import first does without what builds the site."""
+    stand = "None" if there == "nothing" else "types.ModuleType('sphinx')"
+    code = (
+        "import runpy, sys, types\n"
+        f"sys.modules['sphinx'] = {stand}\n"
+        "runpy.run_path('conftest.py')"
+    )
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), gpus.path()])
+    env = os.environ | {"PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], cwd=here, env=env, check=True)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_process_sees_the_gpu_that_it_is_given(project, asked):
     """Though torch counts GPUs when what torch.compile needs is imported."""

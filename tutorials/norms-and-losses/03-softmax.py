@@ -378,10 +378,10 @@ RUNGS["two sweeps"] = lambda x, _: in_sweeps(x, plan_sweeps(x.shape[1], 2))
 report(speeds("forward", **RUNGS))
 
 # %%
-# Two sweeps are as fast as one where rows begin with a group of 16 bytes: the
-# second finds its row in a cache. They are slow where rows are narrower than
-# two warps load at once, or begin anywhere; there the rule takes one sweep.
-# The others are far behind from 2048 columns on.
+# Two sweeps are about as fast as one where rows begin with a group of 16
+# bytes: the second finds its row in a cache. They are slow where rows are
+# narrower than two warps load at once, or begin anywhere; there the rule takes
+# one sweep. The others are far behind from 2048 columns on.
 #
 # Backward: from y alone
 # ----------------------

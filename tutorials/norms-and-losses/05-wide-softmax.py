@@ -786,10 +786,8 @@ report(speeds("forms-", "forward", FORMS, WIDE))
 
 # %%
 # The shift mends rows of 50257 and 100003 columns, and one program on a
-# multiprocessor those of 65536. From 131072 columns on slices are ahead: they
-# read a row once, whatever its width. From 100003 columns on, something else
-# used the GPU, too: the ranges are wide, even that of the copy. The last
-# figures have these widths undisturbed.
+# multiprocessor those of 65536. From 100003 columns on slices are ahead: they
+# read a row once, whatever its width.
 #
 # ``ncu``, a profiler, counts what memory delivers; 1 is the bytes of ``x``:
 
