@@ -814,7 +814,7 @@ figure = benchmark("layer", BOTH, step_time, LAYERS, "µs", **of_layer)
 figure.run(show_plots=ON_GPU)
 
 # %%
-# Chunks cost a few percent: their products are smaller. And the memory:
+# Products of chunks are smaller and slower, those of Liger most. Memory:
 
 figure = benchmark("layer-memory", BOTH, step_memory, LAYERS, size, **of_layer)
 figure.run(show_plots=ON_GPU)
