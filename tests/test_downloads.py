@@ -123,7 +123,9 @@ def test_the_notebook_is_the_script(stem):
     first, *others = (cell.strip() for cell in cells(notebook))
     comment, code_ = first.split("\n\n", 1)
     assert all(line.startswith("#") for line in comment.splitlines())
-    assert head(stem).strip().endswith(code_)
+    check, charts = code_.split("\n\n# ")  # the latter needs a notebook
+    assert head(stem).strip().endswith(check.strip())
+    assert "close_empty_charts" in charts
     assert others == [cell for cell in code if cell]
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)
@@ -155,16 +157,40 @@ def test_the_notebook_runs(stem, tmp_path, monkeypatch):
         resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()
-    outputs = [
-        output
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    ]
+    outputs = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            outputs += cell.outputs
+            shown = any("image/png" in o.get("data", ()) for o in cell.outputs)
+            assert not shown or "plt." in cell.source, "an empty chart"
+    assert not [o for o in outputs if o.output_type == "error"]
     printed = "".join(o.get("text", "") for o in outputs)
     assert LINE.search(printed)
     assert "0 active drivers" not in printed
     assert not [p for p in tmp_path.iterdir()]
+
+
+CHARTS = """
+import matplotlib.pyplot as plt
+import triton.testing
+
+bench = triton.testing.Benchmark(
+    ["N"], [1, 2], "provider", ["a"], ["A"], "chart", {}, y_log=True
+)
+triton.testing.perf_report(bench)(lambda N, provider: %s).run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "charts"), [("3 * [float('nan')]", 0), ("(2, 1, 3)", 1)]
+)
+def test_a_notebook_has_no_empty_chart(number, charts):
+    notebook = nbformat.read(download(f"{NAMES[0]}.ipynb"), as_version=4)
+    notebook.cells[1:] = [nbformat.v4.new_code_cell(CHARTS % number)]
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    kinds = [o.output_type for o in notebook.cells[1].outputs]
+    assert "error" not in kinds
+    assert kinds.count("display_data") == charts
 
 
 @pytest.mark.parametrize("stem", NAMES)

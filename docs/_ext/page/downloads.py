@@ -30,6 +30,24 @@ for package in needed.split():
     if importlib.util.find_spec(package) is None:
         sys.exit(f"%(missing)s")
 """
+# A notebook shows every figure that a cell leaves open: without a GPU, charts
+# without a line, or an error if they have a logarithmic scale.
+NO_EMPTY_CHARTS = """
+
+# %(words)s
+def close_empty_charts():
+    if plt := sys.modules.get("matplotlib.pyplot"):
+        for number in plt.get_fignums():
+            axes = plt.figure(number).axes
+            lines = [line.get_ydata() for ax in axes for line in ax.lines]
+            if lines and all(y != y for line in lines for y in line):  # NaN
+                plt.close(number)
+
+
+if "get_ipython" in globals():
+    after = get_ipython().events.callbacks["post_execute"]
+    after.insert(0, close_empty_charts)
+"""
 # What Sphinx-Gallery says above the downloads at the end of a page.
 ABOVE_FILES = (
     N_("Download Jupyter notebook: %(file)s"),
@@ -80,7 +98,10 @@ def begin_notebooks(app, config):
     )
     comment = "\n".join(lines.wrapped(words, 70, "# ", "# "))
     settings = config.sphinx_gallery_conf
-    settings["first_notebook_cell"] = f"{comment}\n{check()}"
+    empty = _("Where nothing was measured, no chart is drawn.")
+    settings["first_notebook_cell"] = (
+        f"{comment}\n{check()}{NO_EMPTY_CHARTS % {'words': empty}}"
+    )
 
 
 def in_our_words(app, docname, source):
