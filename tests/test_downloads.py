@@ -184,7 +184,8 @@ triton.testing.perf_report(bench)(lambda N, provider: %s).run()
 @pytest.mark.parametrize(
     ("number", "charts"), [("3 * [float('nan')]", 0), ("(2, 1, 3)", 1)]
 )
-def test_a_notebook_has_no_empty_chart(number, charts):
+def test_a_notebook_has_no_empty_chart(number, charts, monkeypatch):
+    monkeypatch.delenv("MPLBACKEND")  # figures are shown, as to a reader
     notebook = nbformat.read(download(f"{NAMES[0]}.ipynb"), as_version=4)
     notebook.cells[1:] = [nbformat.v4.new_code_cell(CHARTS % number)]
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
