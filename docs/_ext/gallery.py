@@ -123,6 +123,15 @@ def scraper(block, block_vars, gallery_conf):
     return figures.scraped(block_vars["session"], gallery_conf)
 
 
+def hide_gpus(app, config):
+    """A preview never measures: its tutorials run as without a GPU.
+
+    CUDA looks at this once, when something first asks for GPUs.
+    """
+    if config.measured_figures == "preview":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def check_recordings(app, config):
     """Measure, or stop before anything runs if a recording does not fit."""
     mode, gpu = config.measured_figures, config.measured_gpu
@@ -131,9 +140,6 @@ def check_recordings(app, config):
     # an error: hence sys.exit.
     if mode not in MODES:
         sys.exit(f"FIGURES={mode}: it must be one of {', '.join(MODES)}")
-    if mode == "preview":
-        # Never measures: its tutorials run as on a machine without a GPU.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not gpus.there():
         # Before triton is imported: its language is interpreted or it is not.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -158,6 +164,7 @@ def setup(app):
     figures_mode = os.environ.get("FIGURES", "auto")
     app.add_config_value("measured_figures", figures_mode, "env", [str])
     app.add_config_value("measured_gpu", "nvidia-h200", "env", [str])
+    app.connect("config-inited", hide_gpus, priority=1)
     app.connect("config-inited", check_recordings)
     # It would import matplotlib in every build: style.begin does, for a cell.
     gen_gallery._import_matplotlib = lambda: None

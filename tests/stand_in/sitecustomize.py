@@ -86,9 +86,9 @@ def count():
 
 
 def is_available():
-    if not os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"):
-        count()
-    return bool(visible())
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"):
+        return bool(visible())
+    return count() > 0
 
 
 def make_up_gpus(torch):
