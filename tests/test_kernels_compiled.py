@@ -13,7 +13,7 @@ import pytest
 
 import tutorial
 from compiled import limits
-from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS
+from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, Call
 from tutorial import source
 
 PAGES = limits.pages()
@@ -214,6 +214,14 @@ def test_what_else_is_launched_compiles(launches, stem, targets):
     ]
     for launched in launches(calls):
         assert launched
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_script_is_not_told_of_this_machine(launches, target):
+    """On a machine with NVIDIA GPUs torch cannot count those of AMD: it ends
+    with an error."""
+    code = "assert torch.cuda.device_count() == 2"
+    assert launches([Call("layer-norm/01-layer-norm", code, {}, target)])
 
 
 @EVERY

@@ -164,6 +164,7 @@ def _compiled(call):
     target = GPUTarget(*TARGETS[call.target])
     # The device that the wrapper sees, and the driver that Triton asks.
     torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2  # a torch of CUDA cannot count AMD's
     torch.cuda.Stream = lambda *args: None
     torch.cuda.get_device_capability = lambda *args: capability
     limits = occupancy.LIMITS[call.target]
