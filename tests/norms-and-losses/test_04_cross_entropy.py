@@ -1,5 +1,6 @@
 """Cross-entropy over a vocabulary: in Triton's interpreter, or on a GPU."""
 
+import itertools
 import re
 
 import cross_entropy_cases as cases
@@ -388,8 +389,8 @@ def test_same_bits_twice():
 
 def test_rules_answer_for_every_width():
     for row in range(16, 2**20, 977):
-        for both in False, True:
-            warps, each, slices, _ = page.plan_for(row, both)
+        for both, more in itertools.product((False, True), repeat=2):
+            warps, each, slices, _ = page.plan_for(row, both, more)
             assert warps.bit_count() == 1 and each <= 8 and slices >= 1
             # A lane for each column of the edges.
             assert 32 * warps >= 16

@@ -36,13 +36,13 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # The loss of a row is its *logsumexp*, the logarithm of the sum of all
 # exponentials, less the logit of its target; its gradient is the softmax, less
 # 1 at the target. *Label smoothing* mixes a little of all classes into the
-# target, classes may have weights, and a *z-loss* keeps logits small.
+# target, classes may have weights, and a *z-loss* keeps logsumexp near 0.
 # All this needs only one more sum of a row, that of its weighted logits:
 
 x, w = torch.randn(3, 5).double().requires_grad_(), torch.rand(5).double()
 target, e, z = torch.tensor([1, 4, 0]), 0.1, 0.01
 lse, hot = x.logsumexp(1), F.one_hot(target, 5)
-a = (1 - e) * w[target]  # of what is subtracted at the target
+a = (1 - e) * w[target]  # what is subtracted at the target
 loss = a * (lse - (x * hot).sum(1)) + e / 5 * (w.sum() * lse - x @ w)
 options = {"reduction": "none", "label_smoothing": e}
 assert torch.allclose(loss, F.cross_entropy(x, target, w, **options))
@@ -93,6 +93,8 @@ def report(benchmark):
 
 from functools import cache, partial  # noqa: F401
 
+SIZES = [32000, 50257, 65536, 128256, 262144]
+
 
 def inputs(M, N, dtype):
     torch.manual_seed(0)
@@ -107,8 +109,9 @@ def benchmark(name, mode, clock, ways, unit="GB/s", given=inputs, **more):
         return clock(mode, ways[provider], *given(M, N, dtype))
 
     measure.__doc__, names = clock.__doc__, {"torch": "PyTorch"} | more
+    names |= {"copy": "Read"} if mode == "forward" else {}
     names |= {name: name for name in ("torch.compile", "quack")}
-    x, sizes, args = "N", [32000, 50257, 65536, 128256, 262144], {"M": 8192}
+    x, sizes, args = "N", SIZES, {"M": 8192}
     if given != inputs:
         x, sizes, args = "M", [2**i for i in range(11, 16)], {"N": 128256}
     return triton.testing.perf_report(triton.testing.Benchmark(
@@ -131,7 +134,7 @@ BOTH = "forward and backward"
 copy = lambda x, _: partial(torch.mul, x, 1, out=torch.empty_like(x))
 
 # %%
-# How far is PyTorch from reading the logits once? The ceiling does only that.
+# How far is PyTorch from reading the logits once? The ceiling only reads them.
 
 
 @triton.jit
@@ -149,14 +152,15 @@ theirs = dict(torch=partial(partial, F.cross_entropy), copy=read)
 report(benchmark("theirs", "forward", speeds, theirs))
 
 # %%
-# PyTorch writes a matrix, the logarithm of the softmax, and then reads only
-# one number a row of it. Exponentials overflow, so the largest logit ``m`` is
-# subtracted first. One *sweep* over the row is enough: it takes the largest
-# *so far*. When a larger one comes, it multiplies the sum so far by
-# :math:`e^{m_{old} - m_{new}}`. This is logsumexp *online*. Each thread has an
-# ``m`` of its own, so that none waits for others.
+# PyTorch has a quarter to a third of the ceiling: it writes a matrix, the
+# logarithm of the softmax, and then reads only one number a row of it.
 #
-# A row of 50257 columns begins anywhere, where only loads of 2 bytes are safe.
+# Exponentials overflow, so the largest logit ``m`` is subtracted first. One
+# *sweep* over the row is enough: it takes the largest *so far*. When a larger
+# one comes, it multiplies the sum so far by :math:`e^{m_{old} - m_{new}}`.
+# This is logsumexp *online*. Each thread has its own ``m``, so none waits.
+#
+# A row of 50257 columns begins anywhere; always safe are loads of 2 bytes.
 # We load *groups* of 16 bytes, of ``V`` columns, and `the few columns beside
 # them <../layer-norm/06-unaligned-rows.html>`_ one by one. A row may be cut
 # into slices of groups, one for each program; the first one has the edges.
@@ -164,7 +168,7 @@ report(benchmark("theirs", "forward", speeds, theirs))
 
 @triton.jit
 def _blocks(first, groups, T, V, U):
-    """First columns of groups in U blocks; which exist; lanes; begin, end."""
+    """U times V columns of T threads; which exist; lanes of V; begin, end."""
     cols, exist, all = (), (), tl.full((T, 1), True, tl.int1)
     for u in tl.static_range(U):
         group = first + u * T + tl.arange(0, T)[:, None]
@@ -182,8 +186,8 @@ def _edges(head, behind, N, T, V):
     return (col,), (exists,), tl.arange(0, 1)[None, :], -head, N - head
 
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOG2E = tl.constexpr(1.4426950408889634)  # e**x is 2**(x * LOG2E)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # -inf - -inf is NaN
 
 
 @triton.jit
@@ -213,13 +217,13 @@ def _online(xs, w_ptr, blocks, sums, SMOOTH):
 
 
 # %%
-# A second sweep makes the gradient, from the end: a cache may still have that.
+# A second sweep makes the gradient:
 
 
 @triton.jit
 def _write(xs, dx_ptr, w_ptr, blocks, of_row, SMOOTH):
     cols, exist, lane, begin, end = blocks
-    hot, m, p, a, e = of_row
+    hot, m, p, a, e = of_row  # target; maximum; factors
     for u in tl.static_range(len(xs)):
         dx = tl.exp2((xs[u].to(tl.float32) - m) * LOG2E) * p
         if SMOOTH > 0:
@@ -244,17 +248,33 @@ def _some(x_ptr, dx_ptr, w_ptr, blocks, state, SMOOTH, HINT):
     return state
 
 
+# %%
+# The first sweep ends where the second begins: a cache may still have that.
+
+
 @triton.jit
-def _sweep(x_ptr, dx_ptr, w_ptr, place, state, N, SMOOTH, T, V, U, FULL, HINT):
-    """Blocks at the end of a slice, those without a mask, edges of a row."""
-    head, groups, behind = place
+def _last(x_ptr, dx_ptr, w_ptr, groups, state, SMOOTH, T, V, U, FULL, HINT):
+    """Blocks at the end of a slice, which need a mask."""
     for i in tl.range(FULL, groups, U * T, num_stages=1):
         blocks = _blocks(i, groups, T, V, U)
         state = _some(x_ptr, dx_ptr, w_ptr, blocks, state, SMOOTH, HINT)
+    return state
+
+
+@triton.jit
+def _sweep(x_ptr, dx_ptr, w_ptr, place, state, N, SMOOTH, T, V, U, FULL, HINT):
+    """Sums go from the end of a slice to its begin, the gradient back."""
+    head, groups, behind = place
+    if dx_ptr is None:
+        state = _last(x_ptr, dx_ptr, w_ptr, groups, state, SMOOTH, T, V, U,
+                      FULL, HINT)  # fmt: skip
     for i in tl.range(0, tl.minimum(groups, FULL), U * T, num_stages=1):
-        at = i if dx_ptr is None else FULL - U * T - i
+        at = FULL - U * T - i if dx_ptr is None else i
         blocks = _blocks(at, None, T, V, U)
         state = _some(x_ptr, dx_ptr, w_ptr, blocks, state, SMOOTH, HINT)
+    if dx_ptr is not None:
+        state = _last(x_ptr, dx_ptr, w_ptr, groups, state, SMOOTH, T, V, U,
+                      FULL, HINT)  # fmt: skip
     if behind >= 0:
         blocks = _edges(head, behind, N, T, V)
         state = _some(x_ptr, dx_ptr, w_ptr, blocks, state, SMOOTH, HINT)
@@ -268,7 +288,7 @@ def _sweep(x_ptr, dx_ptr, w_ptr, place, state, N, SMOOTH, T, V, U, FULL, HINT):
 
 # %%
 
-# Scaffold: words between programs, which are EMPTY before they are told.
+# Scaffold: words between programs, and their counter: EMPTY at first.
 
 EMPTY = tl.constexpr(0x7F800001_7F800001)
 
@@ -293,8 +313,8 @@ def _share(words_ptr, s, a, b, SLICES, PADDED, WAIT):
 
 
 # %%
-# Programs need not start in the order of their numbers. Where they wait, they
-# draw new ones as they start: then all that they wait for run, or start next.
+# Programs need not start in the order of their numbers. Where they wait, each
+# draws a number as it starts: what it waits for runs already, or starts next.
 
 
 @triton.jit
@@ -337,9 +357,10 @@ def _statistics(x_ptr, w_ptr, words_ptr, place, row, s, N, SMOOTH, T, V, U,
 
 
 # %%
-# The first sweep skips a row whose target is ignored. A target that is no
-# class makes its row NaN. Beside loss and weight, two numbers are stored:
-# maximum and sum. Logsumexp alone would lose digits of logits far from 0.
+# The loss alone skips rows whose target is ignored; both sweeps would only
+# wait for the target. One that is no class makes its row NaN. Beside loss and
+# weight, two numbers are stored: maximum and sum. Logsumexp alone would lose
+# digits of logits far from 0.
 
 
 @triton.jit
@@ -397,11 +418,11 @@ def _cross_entropy(
         mine = tl.where(at_edge, s == 0, (hot >= 0) & (hot < groups * V))
         # Before all threads meet: from then on, dx may be written over x.
         x_t = tl.load(x_ptr + hot, exists & mine, 0).to(tl.float32)
-        place = head, tl.where(live, groups, 0), behind
+        some = groups if dx_ptr is not None else tl.where(live, groups, 0)
         m, total, sum_x = _statistics(
-            x_ptr, w_ptr, words_ptr, place, row, s, N, SMOOTH, T, V, U, FULL,
-            "" if dx_ptr is None else "evict_last", SLICES, PADDED,
-            WAIT)  # fmt: skip
+            x_ptr, w_ptr, words_ptr, (head, some, behind), row, s, N, SMOOTH,
+            T, V, U, FULL, "" if dx_ptr is None else "evict_last", SLICES,
+            PADDED, WAIT)  # fmt: skip
         m, total = _keep(rows_ptr + row, M, mine, live, x_t, w_t, sum_w, m,
                          total, sum_x, N, SMOOTH, Z)  # fmt: skip
     if dx_ptr is not None:
@@ -415,18 +436,18 @@ def _cross_entropy(
 
 
 # %%
-# A sweep alone needs no cache; the gradient has a program for each few KB.
-# With both, few programs run at a time, so that the second-level cache holds
-# what they have read. Rows of more than 128 KB have slices of at most 48 KB.
+# A sweep alone needs no cache; the gradient has a program for each 4 KB.
+# With both, programs are large, so that few run at a time, and the L2 cache
+# holds what they have read. Rows above 128 KB have slices of at most 48 KB.
 
 CUDA = ON_GPU and torch.version.hip is None
 WHOLE = 131072 if CUDA else 2**31 if ON_GPU else 768
 
 
-def plan_for(row, both):
+def plan_for(row, both, more):
     """Warps; groups that a thread loads at once; slices; registers."""
-    if not both:
-        return 4, 2, 1, None
+    if not both:  # more work for each load: more loads
+        return 4, 4 if more else 2, 1, None
     if row > WHOLE:
         return 8, 2, triton.cdiv(8 * row, 3 * WHOLE), 64
     return 16, 2 if row <= 65536 else 4, 1, 64
@@ -446,7 +467,8 @@ def sweeps(x, target, w, how, rows=None, g=None, dx=None, plan=None):
     (M, N), known, V = x.shape, rows is not None, 16 // x.itemsize
     rows = rows if known else torch.empty(4, M, device=x.device)
     both, words = dx is not None and not known, None
-    warps, each, slices, most = plan or plan_for(N * x.itemsize, both)
+    more = not known and how[1] > 0 and w is None
+    warps, each, slices, most = plan or plan_for(N * x.itemsize, both, more)
     T = 32 * warps if ON_GPU else 16
     slices, width, full = slices_of(N, V, T, each, slices, known)
     if slices > 1 and not known:
@@ -485,21 +507,50 @@ def ways(gives, ceiling):
 report(benchmark("loss", "forward", speeds, ways("loss", read) | theirs))
 
 # %%
-# Smoothing costs one more addition a logit; weights, a load and a product.
-# Rows of 50257 columns are slow with weights: groups are aligned to 16 bytes
-# of the logits, not of the weights, which are loaded one by one. The gradient:
+# Close to the ceiling, without weights. Smoothing costs an addition a logit;
+# weights, a load and a product. With 50257 columns weights are slow: groups
+# begin at 16 bytes of the logits, not of the weights. The gradient:
 
 report(benchmark("gradient", "backward", speeds, ways("gradient", copy)))
 
 # %%
-# The gradient alone is close to a copy. Now both in one kernel:
+# Without weights the gradient is close to a copy. Now both in one kernel:
 
 report(benchmark("both", BOTH, speeds, ways("both", copy)))
 
 # %%
-# If the second sweep came from memory, the speed would be about two thirds of
-# the ceiling. Without weights every width is above that, least where rows are
-# in slices: caches hold a part of the logits.
+# If the second sweep came from memory, three matrices would move, not two, at
+# two thirds of the speed. ``ncu``, a profiler, counts what memory delivers:
+
+# %%
+
+# Scaffold: what memory delivers, counted by ncu.
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(
+    ["N"], SIZES, "provider", ["triton"], ["Triton"], "cross-entropy-dram",
+    x_log=True, ylabel="bytes of DRAM per byte counted",
+    args={"M": 8192, "dtype": torch.bfloat16, "mode": BOTH,
+          "counter": "dram__bytes_read.sum"},
+))  # fmt: skip
+def traffic(M, N, dtype, mode, counter, provider):
+    """Bytes that DRAM delivers, over those of the logits."""
+    if ON_GPU:
+        x, target = inputs(M, N, dtype)
+        run = ways("both", copy)[provider](x.detach(), target)
+        run()  # compiles
+        with torch.cuda.nvtx.range(f"counted {N} per {x.nbytes}"):
+            run()
+    return 3 * [float("nan")]
+
+
+# %%
+
+traffic.run(show_plots=ON_GPU)
+
+# %%
+# Most of the second sweep comes from the cache. Smoothing costs most at 32000
+# columns, weights where rows begin anywhere.
 #
 # When is the gradient made?
 # --------------------------
@@ -552,16 +603,13 @@ class CrossEntropy(torch.autograd.Function):
 
 
 # %%
-# Classes are dimension 1, as in PyTorch. On the CPU, a target that is none of
-# them is an error. On a GPU a check would have to wait, so the loss is NaN.
+
+# Scaffold: arguments are checked.
 
 
-def cross_entropy(
-    input, target, weight=None, ignore_index=-100, reduction="mean",
-    label_smoothing=0.0, z_loss=0.0, ahead=False,
-):  # fmt: skip
-    x, w = input.movedim(1, -1) if input.dim() > 1 else input, weight
-    N, given = x.shape[-1], [t for t in (input, target, w) if t is not None]
+def checked(x, target, w, ignore_index, reduction):
+    """Raise an error that names what does not fit."""
+    N, given = x.shape[-1], [t for t in (x, target, w) if t is not None]
     taken = (torch.float16, torch.bfloat16, torch.float32), torch.int64
     if x.dtype not in taken[0] or target.dtype != taken[1]:
         raise TypeError(f"input {x.dtype}, target {target.dtype}, not {taken}")
@@ -577,11 +625,24 @@ def cross_entropy(
         wrong = (target != ignore_index) & (target.clamp(0, N - 1) != target)
         for at in wrong.nonzero()[:1].tolist():
             raise IndexError(f"target{at} is {target[*at]}, not 0 to {N - 1}")
+
+
+# %%
+# Classes are dimension 1, as in PyTorch. On the CPU, a target that is none of
+# them is an error. On a GPU a check would have to wait, so the loss is NaN.
+
+
+def cross_entropy(
+    input, target, weight=None, ignore_index=-100, reduction="mean",
+    label_smoothing=0.0, z_loss=0.0, ahead=False,
+):  # fmt: skip
+    x, w = input.movedim(1, -1) if input.dim() > 1 else input, weight
+    checked(x, target, w, ignore_index, reduction)
     w = w if w is None else torch.cat((w.float(), w.float().sum()[None]))
     how = ignore_index, float(label_smoothing), float(z_loss)
-    given = *(t.contiguous() for t in (x.reshape(-1, N), target.flatten())), w
     ahead = ahead and reduction != "none" and x.requires_grad
-    loss = CrossEntropy.apply(*given, how, reduction, ahead)
+    x, t = x.reshape(-1, x.shape[-1]).contiguous(), target.flatten()
+    loss = CrossEntropy.apply(x, t.contiguous(), w, how, reduction, ahead)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
@@ -646,8 +707,9 @@ def step_memory(mode, step, *given):
 from importlib.util import find_spec
 
 
-def step(f, x, target):
-    return lambda: torch.autograd.grad(f(x, target), x)
+def step(f, x, target, factor=1):
+    g = torch.full((), factor, dtype=x.dtype, device=DEVICE)
+    return lambda: torch.autograd.grad(f(x, target), x, g)
 
 
 def compiled(x, target):
@@ -679,12 +741,14 @@ STEPS |= {"quack": quack} if find_spec("quack") else {}
 
 # %%
 
-figure = benchmark("step", BOTH, step_time, STEPS, "µs", triton="Later")
+lines = STEPS | {"ahead, times 3": partial(step, AHEAD, factor=3)}
+figure = benchmark("step", BOTH, step_time, lines, "µs", triton="Later")
 figure.run(show_plots=ON_GPU)
 
 # %%
-# Ahead is the fastest at every width, later the second. Liger's time has some
-# of Python's in it. The most memory that a step takes, beyond the logits:
+# Ahead is the fastest at every width, if what arrives is 1; times 3, the
+# gradient is read and written once more. Liger's time has some of Python's in
+# it. The most memory that a step takes, beyond the logits:
 
 size = "GB of memory"
 figure = benchmark("memory", BOTH, step_memory, STEPS, size, triton="Later")
@@ -696,8 +760,8 @@ figure.run(show_plots=ON_GPU)
 # Who owns the logits may write over them
 # ---------------------------------------
 #
-# A gradient over the logits would save a matrix. Autograd counts how often a
-# tensor was changed, and refuses one that was, but not what a kernel stores:
+# A gradient over the logits would save a matrix. Autograd refuses a tensor
+# that was changed since it was saved, but does not see what a kernel stores:
 
 logits = torch.ones(3, 5, device=DEVICE, requires_grad=True)
 squares = logits.square().sum()  # another reader
@@ -718,7 +782,7 @@ print(f"before: {before[0].tolist()}, after: {after[0].tolist()}, "
 
 # %%
 
-# Scaffold: a product that is added; on a GPU without a matrix of its own.
+# Scaffold: add a product; on a GPU without a matrix for it in between.
 
 
 def add_product(total, a, b):
@@ -747,7 +811,8 @@ def in_chunks(h, weight, target, rows):
 
 
 # %%
-# Two rows at a time, against all at once in PyTorch:
+
+# Scaffold: two rows at a time, against all at once in PyTorch.
 
 leaves = [torch.randn(n, 6, device=DEVICE).requires_grad_() for n in (5, 99)]
 target = torch.tensor([3, -100, 36, 0, 98], device=DEVICE)
@@ -760,8 +825,8 @@ for got, want in zip(
     assert torch.allclose(got, want, atol=1e-5)
 
 # %%
-# A step with its layer, from 4096 columns, for more and more rows. Chunks have
-# 2048 of them. Liger, too, sums the gradient of the weight in float32.
+# A step with the layer that makes the logits, of 4096 columns, for more and
+# more rows, in chunks of 2048. Liger, too, sums in float32.
 
 # %%
 
@@ -814,15 +879,15 @@ figure = benchmark("layer", BOTH, step_time, LAYERS, "µs", **of_layer)
 figure.run(show_plots=ON_GPU)
 
 # %%
-# Products of chunks are smaller and slower, those of Liger most. Memory:
+# Each chunk reads and writes 2 GB of sums. Memory:
 
 figure = benchmark("layer-memory", BOTH, step_memory, LAYERS, size, **of_layer)
 figure.run(show_plots=ON_GPU)
 
 # %%
-# Of many rows PyTorch holds three matrices of logits, the whole form two,
-# torch.compile one, and chunks a part of one: their memory hardly grows. Of
-# few rows they take more, since the gradient of the weight is in float32.
+# With many rows PyTorch holds three matrices of logits, the whole form two,
+# torch.compile one, and chunks a part of one, in about PyTorch's time. With
+# few they take more: the gradient of the weight is summed in float32.
 #
 # Exercise 1: capped logits
 # -------------------------
