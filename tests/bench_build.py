@@ -72,6 +72,10 @@ def measure():
         script.write_text(changed, encoding="utf-8")
         prose = build(root, ENGLISH)
         yield "prose of the longest changed", "8 s", *prose
+        changed = changed.replace("# So it is. ", "# So it is.\n# ")
+        script.write_text(changed, encoding="utf-8")
+        prose = build(root, ENGLISH)
+        yield "a line of its prose more", "8 s", *prose
 
 
 def main():

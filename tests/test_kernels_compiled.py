@@ -14,7 +14,7 @@ import pytest
 import tutorial
 from compiled import limits
 from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, Call
-from tutorial import source
+from tutorial import rows, source
 
 PAGES = limits.pages()
 PUBLISHED = list(map(tutorial.name_of, tutorial.scripts()))
@@ -66,6 +66,7 @@ def over(stem, entry, built, N, dtype, replace=()):
         text = text.replace(old, new)
     wrong = {m.line for problem in found for m in problem.where}
     for line in sorted(wrong - {None}):
+        line = rows(text)[line - 1]
         code = text.splitlines()[line - 1].strip()
         lines.append(f"  line {line}: {code}")
     return lines

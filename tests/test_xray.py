@@ -12,7 +12,13 @@ from triton import knobs
 
 from compiled import limits, sass
 from compiled.aot import anywhere
-from compiled.machine_code import annotated, barrier_before, language, marks
+from compiled.machine_code import (
+    annotated,
+    barrier_before,
+    in_place,
+    language,
+    marks,
+)
 from compiled.occupancy import occupancy
 from compiled.sheets import Sheet
 from page import xray
@@ -159,8 +165,7 @@ def instructions(text):
             yield code[2], line
 
 
-def test_amd_assembly():
-    text = """
+AMD = """
 	.amdgcn_target "amdgcn-amd-amdhsa--gfx942"
 	.loc	1 7 4 is_stmt 1                 ; 01-double.py:7:4
 	buffer_load_dwordx4 v[2:5], v6, s[24:27], 0
@@ -183,7 +188,10 @@ def test_amd_assembly():
 	s_waitcnt vmcnt(0)
 	global_atomic_swap v0, v1, s[2:3]
 """  # noqa: E501
-    found = marks(text, SCRIPT)
+
+
+def test_amd_assembly():
+    found = marks(AMD, SCRIPT)
     assert told(found) == [
         ("load", 16, 7),
         ("load", 2, 7),
@@ -196,8 +204,7 @@ def test_amd_assembly():
     assert not barrier_before(found, found[-1].number)
 
 
-def test_ir():
-    text = """#loc = loc(unknown)
+IR = """#loc = loc(unknown)
 module {
   tt.func public @f() {
     %x = tt.load %p, %m : tensor<8x!tt.ptr<f16>> loc(#loc3)
@@ -214,7 +221,10 @@ module {
 #loc4 = loc(callsite(#loc2 at #loc5))
 #loc5 = loc("/x/01-double.py":9:4)
 """
-    assert told(marks(text, SCRIPT)) == [
+
+
+def test_ir():
+    assert told(marks(IR, SCRIPT)) == [
         ("load", 0, 7),
         ("shuffle", 0, 9),
         ("barrier", 0, 7),
@@ -409,6 +419,27 @@ def test_code_names_no_folder_and_its_own_page():
         assert anywhere(line, "s/01-b") == kept
 
 
+FORMS = {"ptx": PTX, "amd": AMD, "ir": IR}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_code_gets_the_lines_of_the_page(form):
+    """And no other file does; a comment stays in its column."""
+    rows = [*range(101, 107), *range(1207, 1300)]
+    text = FORMS[form]
+    placed, found = in_place(text, marks(text, SCRIPT), SCRIPT, rows)
+    assert found == marks(placed, SCRIPT)
+    assert told(found) == [
+        (kind, bytes, rows[line - 1])
+        for kind, bytes, line in told(marks(text, SCRIPT))
+    ]
+    theirs = r"(?:standard\.py\"?:|\.loc\t2 )\d+"
+    assert re.findall(theirs, placed) == re.findall(theirs, text) != []
+    first = re.compile(r"\.loc\t1 .*  ;").search
+    if form == "amd":
+        assert len(first(placed)[0]) == len(first(text)[0])
+
+
 def kept(project):
     """What is kept of a project's panels, and when it was written."""
     (file,) = (project.root / "docs/_build/xray").iterdir()
@@ -416,17 +447,26 @@ def kept(project):
 
 
 def test_sheets_are_kept_while_the_code_is_the_same(built):
-    """Prose of the page may change, as long as no line moves."""
+    """Prose of the page may change, and move it."""
     before = kept(built)
-    built.edit("in its shortest form", "as short as can be")
+    built.edit("in its shortest form", "as short\n# as can be")
     built.edit("Double a tensor, and", "Double a vector, and")
     assert "build succeeded" in built.build().stdout
-    assert "as short as can be" in built.page()
+    assert "as short\nas can be" in built.page()
     assert kept(built) == before
+    lines = built.script().read_text().splitlines()
+    end = next(n for n, line in enumerate(lines, 1) if "tl.store" in line)
+    kernel = set(range(end - 3, end + 1))
+    for file in (built.root / "docs/tutorials/xray").iterdir():
+        text = file.read_text()
+        for line, said in re.findall(r"<== .*, line (\d+): (.*)", text):
+            assert lines[int(line) - 1].strip() == said
+        places = re.findall(rf'{SCRIPT}"?:(\d+)', text)
+        assert set(map(int, places)) <= kernel, file
     for old, new in (
         ("2 * tl.load(", "2.5 * tl.load("),
         ("  # a comment", "  # another comment"),
-        ("# %%\n# The kernel", "#\n# %%\n# The kernel"),
+        ("    cols = tl", "    # columns\n    cols = tl"),
     ):
         key = xray._key(built.script(), {})
         built.edit(old, new)

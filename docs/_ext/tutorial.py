@@ -99,6 +99,22 @@ def title(name):
     return head(name).partition("\n")[0]
 
 
+def rows(text):
+    """The numbers of the lines of a script that hold its code, no prose."""
+    tree, found = ast.parse(text), set()
+    docstring = ast.get_docstring(tree) is not None
+    for node in tree.body[docstring:]:
+        above = [d.lineno for d in getattr(node, "decorator_list", ())]
+        found.update(range(min([node.lineno, *above]), node.end_lineno + 1))
+    return sorted(found)
+
+
+def packed(text):
+    """The code of a script alone: its line n is line ``rows(text)[n - 1]``."""
+    lines = text.splitlines()
+    return "".join(lines[row - 1] + "\n" for row in rows(text))
+
+
 def load(name, replace=(), interpret=True, text=None):
     """Module with the definitions of a tutorial.
 
@@ -113,6 +129,7 @@ def load(name, replace=(), interpret=True, text=None):
     interpret=False leaves out the switch, for compiling without a GPU. The
     file is then named without its folder, mutant or not: Triton keeps what it
     compiled by the text and the line of a kernel, and the name stands in it.
+    So it is `packed`, too: new prose moves no kernel.
     text stands for the file's own, to load an earlier version of it.
     """
     path = TUTORIALS / f"{name}.py"
@@ -133,6 +150,7 @@ def load(name, replace=(), interpret=True, text=None):
         filename = f"{filename}.{digest}.py"
         if not interpret:
             filename = f"tutorials/{name}.py"
+            text = packed(text)
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
     tree = ast.parse(text, filename)

@@ -7,7 +7,7 @@ it came from.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # What a mark is called on the page.
 KINDS = {
@@ -217,12 +217,7 @@ def _ptx_sources(lines, script):
 
     Triton 3.7 names each call in a comment, 3.9 with inlined_at.
     """
-    files = {
-        number
-        for line in lines
-        for number, path in re.findall(r'^\s*\.file\s+(\d+) "(.*)"', line)
-        if script and script in path
-    }
+    files = _files("\n".join(lines), script)
     comment = re.compile(re.escape(script or "?") + r"\S*:(\d+):\d+")
     pattern = re.compile(
         r"\s*\.loc\s+(\d+) (\d+) (\d+)(?:,.*inlined_at (\d+) (\d+) (\d+))?"
@@ -244,6 +239,12 @@ def _ptx_sources(lines, script):
             source = int(known or 0) or None
         found.append(source)
     return found
+
+
+def _files(text, script):
+    """The numbers that PTX or AMD assembly calls a script by."""
+    named = re.findall(r'^\s*\.file\s+(\d+) "(.*)"', text, re.MULTILINE)
+    return {number for number, path in named if script and script in path}
 
 
 def _sass_marks(lines, ptx, script):
@@ -314,6 +315,36 @@ def barrier_before(found, number):
     kinds = [m.kind for m in found if m.number < number]
     stores = [i for i, kind in enumerate(kinds) if kind == "store"]
     return bool(stores) and "barrier" in kinds[stores[-1] :]
+
+
+def in_place(text, found, script, rows):
+    """A text and its marks, of packed code, with the lines of the page: line
+    n of the code is line ``rows[n - 1]`` of the script."""
+
+    def row(line):
+        known = line and line <= len(rows)  # inline assembly counts on
+        return rows[line - 1] if known else line
+
+    def moved(place):
+        return place[1] + str(row(int(place[2])))
+
+    lines = text.splitlines()
+    named = [rf'{re.escape(script)}"?:']
+    if files := "|".join(_files(text, script)):
+        named.append(rf"(?:\.loc\s+|inlined_at )(?:{files}) ")
+    places = re.compile(rf"({'|'.join(named)})(\d+)")
+    sign = COMMENT[language(text)]
+    for i, line in enumerate(lines):
+        if ".loc\t" in line:  # the comment behind it stands in a column
+            code, sign_, comment = line.partition(f" {sign}")
+            new = places.sub(moved, code.rstrip())
+            if sign_:
+                new = new.ljust(len(code))
+            lines[i] = new + sign_ + places.sub(moved, comment)
+        elif script in line:
+            lines[i] = places.sub(moved, line)
+    found = [replace(mark, line=row(mark.line)) for mark in found]
+    return "\n".join(lines) + "\n", found
 
 
 def annotated(text, found, script_lines):

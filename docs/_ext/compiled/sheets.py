@@ -5,12 +5,13 @@ tutorials run: reading generated code takes time.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
+from pathlib import Path
 
 from compiled import limits, machine_code
 from said import N_
-from tutorial import source
+from tutorial import packed, rows, source
 
 CODES = {
     "ttir": "Triton IR",
@@ -31,7 +32,7 @@ class Sheet:
     numbers: dict  # name -> value
     # What became of a few lines: each, and its instructions at each level.
     ways: list = field(default_factory=list)
-    codes: dict = field(default_factory=dict)  # a key of CODES -> marked text
+    codes: dict = field(default_factory=dict)  # a key of CODES -> text, marks
 
 
 def brief(built):
@@ -49,13 +50,31 @@ def full(built):
             if mark.kind == "release" and len(lines) == 1:
                 (mark.line,) = lines
     sheet = _numbered(built, facts)
-    script = source(built.tutorial).splitlines()
+    # No line of the page is in it: prose may move it.
+    script = packed(source(built.tutorial)).splitlines()
     sheet.ways = list(_ways(built, found, script))
     sheet.codes = {
-        key: machine_code.annotated(built.asm[key], marks, script)
-        for key, marks in found.items()
+        key: (built.asm[key], marks) for key, marks in found.items()
     }
     return sheet
+
+
+def on_page(name, found):
+    """Sheets of a tutorial, their code marked, with the lines of the page."""
+    text, script = source(name), f"{Path(name).name}.py"
+    lines, of_code = text.splitlines(), rows(text)
+
+    def marked(code, marks):
+        placed = machine_code.in_place(code, marks, script, of_code)
+        return machine_code.annotated(*placed, lines)
+
+    return {
+        which: replace(
+            sheet,
+            codes={key: marked(*made) for key, made in sheet.codes.items()},
+        )
+        for which, sheet in found.items()
+    }
 
 
 def _numbered(built, facts):

@@ -6,7 +6,6 @@ machine does not have, as the page's own wrapper launches it. The panel is
 added to the text that Sphinx reads: script and notebook know nothing of it.
 """
 
-import ast
 import hashlib
 import html
 import io
@@ -18,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+import joblib
 from sphinx.errors import ExtensionError
 from sphinx.locale import _
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -37,26 +37,49 @@ MADE_BY = (
     *(Path(each.__file__) for each in (said, tutorial)),
     Path(__file__),
 )
+MADE_OF = hashlib.sha256(
+    b"".join(path.read_bytes() for path in MADE_BY)
+).hexdigest()
 
 
 class XRays:
     """The sheets of all tutorials, from the start of a build to its end."""
 
     def __init__(self):
-        self.work = None  # what will be the sheets
+        self.files = {}  # of each tutorial
+        self.work = None  # what writes those that are missing
 
     def start(self, app):
-        """Begin to compile while the tutorials run; what is known is read."""
+        """Begin to compile what is not known while the tutorials run.
+
+        What that is, is found before: Python 3.11 cannot always parse in two
+        threads at once.
+        """
         pages = limits.pages()
-        scripts = {
-            name: script
-            for script in tutorial.scripts()
-            if (name := tutorial.name_of(script)) in pages
-        }
         folder = tutorial.BUILD / "xray"
+        self.files = {
+            name: folder / f"{tutorial.file_name(name)}.{_key(script, page)}"
+            for script in tutorial.scripts()
+            if (page := pages.get(name := tutorial.name_of(script)))
+        }
         thread = ThreadPoolExecutor(1)
-        self.work = thread.submit(made, scripts, pages, folder)
+        missing = [n for n, file in self.files.items() if not file.exists()]
+        self.work = thread.submit(self.make, missing, pages)
         thread.shutdown(wait=False)
+
+    def make(self, names, pages):
+        """Write the sheets of tutorials."""
+        for name, found in made(names, pages).items():
+            _write(self.files[name], found)
+
+    def sheets(self, name, pages):
+        """The sheets of a tutorial; damaged ones are made again."""
+        self.work.result()
+        file = self.files[name]
+        if not (found := _read(file)):
+            self.make([name], pages)
+            found = _read(file)
+        return sheets.on_page(name, found)
 
     def add_panels(self, app, docname, source):
         """Put the panels of a tutorial into its text."""
@@ -66,7 +89,7 @@ class XRays:
         app.env.note_dependency(str(limits.FILE))
         page = pages[stem]
         try:
-            found = self.work.result()[stem]
+            found = self.sheets(stem, pages)
         except (RuntimeError, SyntaxError) as error:
             raise ExtensionError(
                 "a tutorial cannot be compiled for its X-ray, as "
@@ -90,18 +113,14 @@ class XRays:
         source[0] = "\n".join(lines) + "\n"
 
 
-def made(scripts, pages, folder):
-    """The sheets of each tutorial: {(kernel, target, N): Sheet}."""
-    files = {
-        name: folder / f"{tutorial.file_name(name)}.{_key(script, page)}"
-        for name, script in scripts.items()
-        for page in [pages[name]]
-    }
-    found = {name: _read(file) for name, file in files.items()}
+def made(names, pages):
+    """The sheets of tutorials, of each {(kernel, target, N): Sheet}."""
+    found = {name: {} for name in names}
+    if not names:
+        return found
     missing = [
         (name, target, N, pages[name]["N"][0] == N)
-        for name, kept in found.items()
-        if not kept
+        for name in names
         for target, N in limits.shown(pages[name])
     ]
     calls = [
@@ -119,8 +138,6 @@ def made(scripts, pages, folder):
     for (name, *shape, _first), results in zip(missing, launched, strict=True):
         for kernel, sheet in limits.by_name(results).items():
             found[name][kernel, *shape] = sheet
-    for name in {name for name, *_rest in missing}:
-        _write(files[name], found[name])
     return found
 
 
@@ -146,20 +163,25 @@ def _write(file, found):
 def _key(script, page):
     """A hash of everything that the sheets of a tutorial depend on."""
     text = script.read_text(encoding="utf-8")
-    parts = [_code(text).encode(), repr(page).encode()]
+    parts = [_code(text, MADE_OF).encode(), repr(page).encode()]
     parts += [version("triton").encode(), version("torch").encode()]
-    parts += [path.read_bytes() for path in MADE_BY]
+    parts += [MADE_OF.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _code(text):
-    """The text with nothing in its lines of prose. Their number stays: what
-    is compiled names lines."""
-    lines = text.splitlines()
-    first, *_ = ast.parse(text).body
-    if isinstance(first, ast.Expr):  # the docstring of the page
-        lines[: first.end_lineno] = [""] * first.end_lineno
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+@joblib.Memory(tutorial.CACHE, verbose=0).cache
+def _code(text, made_of):
+    """The code of a script, with nothing in lines of comments. Their number
+    stays: what is compiled names lines.
+
+    Kept between builds, for each asks it of all scripts.
+    """
+    try:
+        code = tutorial.packed(text)
+    except SyntaxError:  # which is told where it is compiled
+        return text
+    lines = code.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
         row, column = token.start
         if token.type == tokenize.COMMENT and not token.line[:column].strip():
             lines[row - 1] = ""
