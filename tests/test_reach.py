@@ -392,6 +392,18 @@ def stale(name, text):
 
 
 @EVERY
+def test_new_prose_needs_no_new_hash(name):
+    """What is kept of the code alone is what the whole script gives."""
+    text = script_of(name)[0]
+    code = tutorial.packed(text)
+    assert benchmarks.hashes_of(code) == benchmarks.hashes_of(text)
+    more = text.replace("\n# %%\n", "\n# %%\n# More of it.\n#\n")
+    assert more != text and tutorial.packed(more) == code
+    rows, lines = tutorial.rows(more), more.splitlines()
+    assert [lines[row - 1] for row in rows] == code.splitlines()
+
+
+@EVERY
 def test_a_kernel_makes_stale_who_reaches_it(name):
     text, script, reached = script_of(name)
     tried = set()

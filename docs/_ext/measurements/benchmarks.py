@@ -21,7 +21,7 @@ from pathlib import Path
 import joblib
 
 from measurements.reach import FUNCTIONS, Script, last_name, names
-from tutorial import CACHE
+from tutorial import CACHE, packed
 
 # What a hash depends on beside the script: these modules, and Python.
 MADE_BY = (
@@ -53,7 +53,15 @@ def hashes(path):
 @joblib.Memory(CACHE, verbose=0).cache
 def _kept(text, made_by):
     """Between builds as well: what else a small one does takes less time."""
-    return hashes_of(text)
+    try:
+        return _of_code(packed(text), made_by)  # new prose is no new code
+    except UnclearError:
+        return hashes_of(text)  # the message names a line
+
+
+@joblib.Memory(CACHE, verbose=0).cache
+def _of_code(code, made_by):
+    return hashes_of(code)
 
 
 def hashes_of(text):
