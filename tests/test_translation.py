@@ -225,7 +225,8 @@ def builds(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "sphinx", sphinx)
     monkeypatch.setattr(untranslated, "FILE", tmp_path / "untranslated.json")
     monkeypatch.setattr(update, "of_tutorials", lambda: dict(said))
-    monkeypatch.setattr(update, "of_pages", dict)
+    for others in ("of_pages", "of_words"):
+        monkeypatch.setattr(update, others, dict)
     return made
 
 

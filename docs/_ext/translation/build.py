@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 
-from languages import ENGLISH, LANGUAGES, TRANSLATED
-from translation import root, stage, untranslated, update
+from languages import ENGLISH, LANGUAGES
+from translation import root, stage, untranslated
 
 
 def offered(mode, lacking):
@@ -47,12 +47,13 @@ def english(mode):
     """Build the English pages; the languages that the site has with them."""
     languages = offered(mode, untranslated.known())
     build = sphinx(ENGLISH, languages)
-    said = update.of_tutorials()  # meanwhile
+    # Meanwhile what needs no page is imported and counted.
+    from translation import update
+
+    lacking = update.lacking(update.of_words() | update.of_tutorials())
     finish({ENGLISH: build})
-    said |= update.of_pages()
-    lacking = {
-        each.code: update.missing(said, each.code) for each in TRANSLATED
-    }
+    for code, found in update.lacking(update.of_pages()).items():
+        lacking[code] |= found
     untranslated.keep(lacking)
     if (now := offered(mode, lacking)) != languages:
         # Its pages lead to the other languages.
