@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from docutils import nodes
@@ -38,6 +39,7 @@ class Index:
 
     def __init__(self):
         self.records = {}  # of each page that is written
+        self.work = None  # what writes the index
 
     def start(self, app):
         app.builder.search = False  # Sphinx's own
@@ -70,7 +72,14 @@ class Index:
         file.write_text(json.dumps(pages), encoding="utf-8")
         folder = app.outdir / "pagefind"
         shutil.rmtree(folder, ignore_errors=True)
-        written(pages, folder)
+        # Meanwhile others look at the written pages.
+        thread = ThreadPoolExecutor(1)
+        self.work = thread.submit(written, pages, folder)
+        thread.shutdown(wait=False)
+
+    def wait(self, app, exception):
+        if self.work:
+            self.work.result()
 
 
 def written(pages, folder):
@@ -171,5 +180,6 @@ def setup(app):
     app.connect("builder-inited", index.start)
     app.connect("html-page-context", index.add)
     app.connect("build-finished", index.write)
+    app.connect("build-finished", index.wait, priority=950)
     # The sections are collected where the pages are written.
     return {"parallel_read_safe": True, "parallel_write_safe": False}
