@@ -11,7 +11,7 @@ from docutils.utils import new_document
 from project import ROOT
 from sphinx.util.inventory import InventoryFile
 
-from page import references
+from page import light, references
 
 HOME = "https://triton-lang.org/main/"
 FILE = ROOT / "docs/inventories/triton.inv"
@@ -87,3 +87,19 @@ def test_what_is_folded_comes_last():
 def test_a_value_is_not_its_class():
     its = in_code(LOAD, "sphx-glr-backref-instance")
     assert linked(nodes.literal_block("", "", its)) == []
+
+
+def test_words_of_code_that_look_plain_are_one_text():
+    tokens = [("k", "def"), ("w", " "), ("n", "f"), ("p", "("), ("", "x")]
+    tokens += [("mi", "1"), ("p", ")")]
+    given = [
+        nodes.inline(text, text, classes=[name]) if name else nodes.Text(text)
+        for name, text in tokens
+    ]
+    found = [(type(n), n.astext()) for n in light.joined(given)]
+    assert found == [
+        (nodes.inline, "def"),
+        (nodes.Text, " f(x"),
+        (nodes.inline, "1"),
+        (nodes.Text, ")"),
+    ]

@@ -9,6 +9,10 @@ browser shows an old one; pages that were written before get the new name.
 import hashlib
 import json
 import re
+from itertools import groupby
+
+from docutils import nodes
+from sphinx_gallery import _doctree_links
 
 from page import stylesheets
 
@@ -16,7 +20,10 @@ from page import stylesheets
 # search.js does what the third does.
 NEEDLESS = ("fontawesome.js", "sg-tags.js", "sphinx_highlight.js")
 # How Pygments marks what site.css shows as plain text.
-PLAIN = re.compile(r'<span class="(?:n|o|p|w|nb|bp|nn|fm|vm)">([^<]*)</span>')
+PLAIN_CLASSES = {"n", "o", "p", "w", "nb", "bp", "nn", "fm", "vm"}
+PLAIN = re.compile(
+    rf'<span class="(?:{"|".join(sorted(PLAIN_CLASSES))})">([^<]*)</span>'
+)
 STYLESHEET = re.compile(
     r'<link (?=[^>]*rel="stylesheet")[^>]*'
     r'href="([^"]*?_static/)((?!bundle)[^"?]+)[^>]*>\s*'
@@ -84,7 +91,30 @@ def bundle(static, text):
     return name
 
 
+def joined(tokens):
+    """Words of code, as nodes; those that look plain are one text.
+
+    Two of three are plain: all that looks at the nodes of a page has less to
+    look at.
+    """
+    for plain, some in groupby(tokens, is_plain):
+        if plain:
+            yield nodes.Text("".join(node.astext() for node in some))
+        else:
+            yield from some
+
+
+def is_plain(node):
+    return isinstance(node, nodes.Text) or (
+        isinstance(node, nodes.inline)
+        and not PLAIN_CLASSES.isdisjoint(node["classes"])
+    )
+
+
 def setup(app):
+    # Sphinx-Gallery makes nodes of code, so that names in it are links.
+    tokens = _doctree_links._tokenize_and_link
+    _doctree_links._tokenize_and_link = lambda *given: joined(tokens(*given))
     app.setup_extension("page.written")
     # After what else looks into the written pages.
     app.connect("pages-written", lighten, priority=900)
