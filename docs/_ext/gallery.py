@@ -9,6 +9,7 @@ What they share is kept where Sphinx-Gallery hands it to them, and nowhere
 else: the mode in its settings, and a tutorial's session in its variables.
 """
 
+import gc
 import os
 import sys
 import time
@@ -58,6 +59,7 @@ def begin(gallery_conf, script_vars):
             outputs.kept(script, target, inputs)
         )
         if runs:
+            gc.enable()  # see incremental.py
             session = open_session(name, **gallery_conf["measured"])
             script_vars["session"] = session
             changes.enter_context(replay.replaced(replay.Runner(session)))

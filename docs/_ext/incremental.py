@@ -11,6 +11,8 @@ that it came from has changed:
   writes nothing, the pages that have changed, or all of them.
 """
 
+import atexit
+import gc
 import hashlib
 import re
 import shutil
@@ -33,6 +35,9 @@ PACKAGES = (
 )
 # Folders of docs that hold nothing that the site is made from.
 GENERATED = {"_build", "locale", "tutorials"}
+# Documents that leave so little garbage that to look for it takes longer than
+# the memory is worth: a sixth of a small build.
+FEW = 8
 
 
 def digest(*parts):
@@ -109,6 +114,8 @@ class Site:
 
     def notice(self, app, env, added, changed, removed):
         self.read = bool(added or changed or removed)
+        if len(added) + len(changed) > FEW:
+            gc.enable()
         return []
 
     def outdated(self, app, env):
@@ -182,6 +189,8 @@ def remove_unused(app, pages):
 
 
 def setup(app):
+    gc.disable()  # until cells run, or many documents are read
+    atexit.register(gc.freeze)  # Python would look at the end of all
     app.add_config_value("executed_by", "", "", [str])
     app.add_config_value("read_by", "", "env", [str])
     app.connect("config-inited", depend_on_mechanism, priority=5)
