@@ -4,7 +4,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from unittest import mock
 
+import incremental
 import pytest
 from project import ROOT, Project
 
@@ -45,7 +47,8 @@ def replace(file, old, new):
 
 
 def prose(project):
-    project.edit("What it says.", "What the table says.", "03-double")
+    """In one line more, so that all code below it moves."""
+    project.edit("# What it says.", "# What the\n# table says.", "03-double")
 
 
 def kernel(project):
@@ -155,6 +158,20 @@ def test_after_no_change_nothing_is_made(project):
     assert site(project) == before
 
 
+def test_copies_are_made_of_files_that_have_changed(tmp_path):
+    """Those that are alike are not read again."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    with pytest.raises(FileNotFoundError):
+        incremental.copy_new(source, copy, force=True)
+    for text in "one", "two", "three":
+        source.write_text(text)
+        incremental.copy_new(source, copy, force=True)
+        assert copy.read_text() == text
+    with mock.patch.object(incremental, "copyfile") as copyfile:
+        incremental.copy_new(source, copy, force=True)
+    assert not copyfile.called
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -167,20 +184,20 @@ def test_after_no_change_nothing_is_made(project):
 )
 def test_incremental_equals_clean(project, changes):
     """One after the other, each built; then all from clean."""
-    incremental = site(project)
+    latest = site(project)
     for change, (make, runs) in changes.items():
-        before = incremental
+        before = latest
         make(project)
         done = project.build()
         assert done.returncode == 0, done.stdout[-3000:]
         assert project.executed(done.stdout) == runs, change
         assert "[new config]" not in done.stdout, change
-        incremental = site(project)
+        latest = site(project)
         assert incremental != before, change
     for folder in ("html", "doctrees", "docs/tutorials"):
         shutil.rmtree(project.root / folder)
     done = project.build()
     assert done.returncode == 0, done.stdout[-3000:]
     clean = site(project)
-    assert incremental.keys() == clean.keys()
-    assert [name for name in clean if clean[name] != incremental[name]] == []
+    assert latest.keys() == clean.keys()
+    assert [name for name in clean if clean[name] != latest[name]] == []

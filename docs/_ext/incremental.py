@@ -14,6 +14,7 @@ that it came from has changed:
 import atexit
 import gc
 import hashlib
+import os
 import re
 import shutil
 import sys
@@ -21,7 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import quote
 
+from sphinx.builders import html
 from sphinx.errors import ExtensionError
+from sphinx.util.osutil import copyfile
 
 import gallery
 import tutorial
@@ -182,13 +185,28 @@ def remove_unused(app, pages):
     text = "".join(pages.values())
     used = set(re.findall(r"_(?:images|downloads)/([^\"'\s?#,)]+)", text))
     for folder in app.outdir / "_images", app.outdir / "_downloads":
-        for path in folder.rglob("*"):
-            name = quote(path.relative_to(folder).as_posix())
-            if path.is_file() and name not in used:
-                path.unlink()
+        for place, _, names in os.walk(folder):
+            for path in (f"{place}/{name}" for name in names):
+                if quote(path.removeprefix(f"{folder}/")) not in used:
+                    os.unlink(path)
+
+
+def copy_new(source, dest, **how):
+    """Sphinx's copyfile, which would read all files of the site to compare
+    them: a copy has the time of its file, to the nanosecond."""
+    made = os.stat(source)
+    if os.path.exists(dest):
+        copied = os.stat(dest)
+        if (made.st_size, made.st_mtime_ns) == (
+            copied.st_size,
+            copied.st_mtime_ns,
+        ):
+            return
+    copyfile(source, dest, **how)
 
 
 def setup(app):
+    html.copyfile = copy_new
     gc.disable()  # until cells run, or many documents are read
     atexit.register(gc.freeze)  # Python would look at the end of all
     app.add_config_value("executed_by", "", "", [str])
