@@ -137,6 +137,7 @@ class Site:
         same = kept[:1] == self.stamps[:1] and all(map(Path.exists, pages))
         if same and (self.read or kept == self.stamps):
             return []
+        gc.enable()
         for path in Path(app.outdir).iterdir():
             if path.name == ".buildinfo":
                 continue  # by which Sphinx knows its folder
@@ -207,7 +208,7 @@ def copy_new(source, dest, **how):
 
 def setup(app):
     html.copyfile = copy_new
-    gc.disable()  # until cells run, or many documents are read
+    gc.disable()  # until cells run, or many documents are read or written
     atexit.register(gc.freeze)  # Python would look at the end of all
     app.add_config_value("executed_by", "", "", [str])
     app.add_config_value("read_by", "", "env", [str])
