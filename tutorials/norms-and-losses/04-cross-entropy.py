@@ -519,8 +519,8 @@ report(benchmark("gradient", "backward", speeds, ways("gradient", copy)))
 report(benchmark("both", BOTH, speeds, ways("both", copy)))
 
 # %%
-# If the second sweep came from memory, three matrices would move, not two, at
-# two thirds of the speed. ``ncu``, a profiler, counts what memory delivers:
+# If the second sweep came from memory, three matrices would move, not the two
+# of a copy. ``ncu``, a profiler, counts what memory delivers:
 
 # %%
 
