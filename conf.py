@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
-from languages import CURRENT, ENGLISH, OFFERED  # noqa: E402
+from languages import BUILT, CURRENT, ENGLISH  # noqa: E402
 
 # The site ------------------------------------------------------------------
 project = "Both Passes"
@@ -137,7 +137,7 @@ html_theme_options = {
     if repository
     else [],
     "header_links_before_dropdown": 6,
-    "navbar_persistent": ["languages"] * (len(OFFERED) > 1)
+    "navbar_persistent": ["languages"] * (len(BUILT) > 1)
     + ["search-button-field"],
     "navigation_with_keys": False,
     "back_to_top_button": False,

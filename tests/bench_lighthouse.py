@@ -1,7 +1,8 @@
 """What Lighthouse says of the built site on a phone: ``make lighthouse``.
 
 Prints a table, and fails where a page misses a bar. Each number is the median
-of three runs: on a busy machine they differ.
+of three runs: on a busy machine they differ. ``PAGES`` picks: those with "en/"
+are English, for example.
 """
 
 import functools
@@ -48,7 +49,7 @@ def serve_zipped():
     handler = functools.partial(Zipping, directory=str(built.WHOLE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}{built.prefix()}"
+    return f"http://127.0.0.1:{server.server_port}"
 
 
 def report(address):
@@ -76,19 +77,31 @@ def report(address):
 def missed(page, row):
     """The bars that a page does not reach."""
     least = dict.fromkeys(FULL, 100)
-    least["performance"] = FRONT if page == "index.html" else TUTORIAL
+    front = page.count("/") == 1
+    least["performance"] = FRONT if front else TUTORIAL
     return [name for name, bar in least.items() if row[name] < bar] + [
         name for name, bar in LONGEST.items() if row[name] > bar
+    ]
+
+
+def pages():
+    """Front page and tutorials of each language, below its folder."""
+    return [
+        f"{each.folder}/{page}"
+        for each in built.EDITIONS
+        for page in ("index.html", *built.TUTORIALS)
     ]
 
 
 def main(wanted):
     base, failed = serve_zipped(), False
     print("speed  paint s  blocked s  others  page")
-    for page in ["index.html", *built.TUTORIALS]:
+    for page in pages():
         if wanted and not any(part in page for part in wanted):
             continue
-        runs = [report(base + page) for _ in range(RUNS)]
+        folder, _, name = page.partition("/")
+        home = base + built.prefix(built.WHOLE / folder)
+        runs = [report(home + name) for _ in range(RUNS)]
         row = {
             name: statistics.median(run[name] for run in runs)
             for name in runs[0]

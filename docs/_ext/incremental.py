@@ -28,7 +28,7 @@ from sphinx.util.osutil import copyfile
 
 import gallery
 import tutorial
-from languages import CURRENT, ENGLISH, OFFERED
+from languages import BUILT, CURRENT, ENGLISH
 from measurements import gpus, live, recording
 
 PACKAGES = (
@@ -64,7 +64,7 @@ def depend_on_mechanism(app, config):
     words = Path(app.srcdir, "locale", CURRENT.code, "LC_MESSAGES/sphinx.po")
     words = [words] if words.exists() else []
     conf = Path(app.confdir, "conf.py")
-    config.read_by = digest(*made_by, *words, conf, names, OFFERED)
+    config.read_by = digest(*made_by, *words, conf, names, BUILT)
 
 
 def forget_outdated(app):

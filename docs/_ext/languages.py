@@ -21,6 +21,6 @@ TRANSLATED = LANGUAGES[1:]
 # Set by what builds the site: see translation/build.py.
 _code = os.environ.get("SITE_LANGUAGE", ENGLISH.code)
 (CURRENT,) = (each for each in LANGUAGES if each.code == _code)
-# Those that the site has, which lead to each other.
+# Those that are built, whose pages lead to each other.
 _codes = os.environ.get("SITE_LANGUAGES", ENGLISH.code).split()
-OFFERED = tuple(each for each in LANGUAGES if each.code in _codes)
+BUILT = tuple(each for each in LANGUAGES if each.code in _codes)

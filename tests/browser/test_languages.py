@@ -197,6 +197,39 @@ def site(tmp_path):
     return tmp_path
 
 
+def test_pages_lead_to_the_languages_that_the_site_has(site, monkeypatch):
+    """And those of another lie aside until it is complete again."""
+    monkeypatch.setattr(stage, "BUILD", site / "build")
+    page = site / "en/index.html"
+    lines = [
+        f'<{tag} data-edition="{each.folder}"><a href="x"></a></{tag}>'
+        for tag in ("link", "li")
+        for each in LANGUAGES
+    ]
+
+    def leads():
+        left = re.sub("<!--.*?-->", "", page.read_text())
+        return re.findall(r'<(\w+) data-edition="([\w-]+)"', left)
+
+    page.write_text("\n".join(lines))
+    whole = page.read_text()
+    chinese = (site / "zh-cn/index.html").read_bytes()
+    for languages, folders in (
+        ([ENGLISH, CHINESE], ["en", "zh-cn"]),
+        ([ENGLISH], []),
+        ([ENGLISH, CHINESE], ["en", "zh-cn"]),
+    ):
+        root.set_aside(languages, site)
+        assert (site / "zh-cn").exists() == (CHINESE in languages)
+        root.offer(languages, site)
+        assert leads() == [
+            (tag, each) for tag in ("link", "li") for each in folders
+        ]
+    assert (site / "zh-cn/index.html").read_bytes() == chinese
+    root.offer(LANGUAGES, site)
+    assert page.read_text() == whole
+
+
 def test_the_root_offers_the_languages(site):
     soup = BeautifulSoup((site / "index.html").read_text(), "html.parser")
     assert {a["href"]: a.get_text() for a in soup.select("nav a")} == {
@@ -264,7 +297,7 @@ def test_a_language_depends_on_its_own_catalogs(tmp_path, monkeypatch):
     monkeypatch.setattr(stage.catalogs, "LOCALE", tmp_path)
 
     def all_inputs():
-        return [stage.inputs(each, ["en"]) for each in LANGUAGES[1:]]
+        return [stage.inputs(each) for each in LANGUAGES[1:]]
 
     before = all_inputs()
     (tmp_path / "ja").mkdir()

@@ -6,7 +6,7 @@ A page is in all languages at the same place, below the folder of each.
 import re
 from urllib.parse import urlsplit
 
-from languages import CURRENT, ENGLISH, OFFERED
+from languages import BUILT, CURRENT, ENGLISH
 from translation import untranslated
 
 
@@ -24,7 +24,7 @@ class Editions:
         context["language"] = CURRENT.tag
         context["untranslated"] = self.missing.get(pagename, 0)
         context["edition"] = CURRENT
-        if len(OFFERED) == 1:
+        if len(BUILT) == 1:
             return
         site, path = app.config.site_url, app.builder.get_target_uri(pagename)
         above = "../" * (path.count("/") + 1)
@@ -41,7 +41,7 @@ class Editions:
                 "link": f"{above}{each.folder}/{path}",
                 "address": f"{site}{each.folder}/{page}",
             }
-            for each in OFFERED
+            for each in BUILT
         ]
 
 

@@ -30,7 +30,7 @@ def arguments(language):
     return [*how, *map(str, folders)]
 
 
-def sphinx(language, languages):
+def sphinx(language):
     """Sphinx, started for an edition."""
     return subprocess.Popen(
         [sys.executable, "-m", "sphinx", "-q", *arguments(language)],
@@ -38,15 +38,14 @@ def sphinx(language, languages):
         env=os.environ
         | {
             "SITE_LANGUAGE": language.code,
-            "SITE_LANGUAGES": " ".join(each.code for each in languages),
+            "SITE_LANGUAGES": " ".join(each.code for each in LANGUAGES),
         },
     )
 
 
 def english(mode):
     """Build the English pages; the languages that the site has with them."""
-    languages = offered(mode, untranslated.known())
-    build = sphinx(ENGLISH, languages)
+    build = sphinx(ENGLISH)
     # Meanwhile what needs no page is imported and counted.
     from translation import update
 
@@ -55,9 +54,7 @@ def english(mode):
     for code, found in update.lacking(update.of_pages()).items():
         lacking[code] |= found
     untranslated.keep(lacking)
-    if (now := offered(mode, lacking)) != languages:
-        # Its pages lead to the other languages.
-        finish({ENGLISH: sphinx(ENGLISH, now)})
+    now = offered(mode, lacking)
     for language in LANGUAGES:
         if language not in now:
             pages = ", ".join(lacking[language.code])
@@ -82,17 +79,17 @@ def finish(builds):
 
 def main():
     languages = english(os.environ.get("FIGURES", "auto"))
-    codes = [language.code for language in languages]
+    root.set_aside(languages)
     started = {}
     for language in languages[1:]:
-        inputs = stage.inputs(language, codes)
+        inputs = stage.inputs(language)
         stamp = stage.doctrees(language) / "inputs"
         front = root.SITE / language.folder / "index.html"
         if front.exists() and stamp.exists() and stamp.read_text() == inputs:
             continue
         stamp.unlink(missing_ok=True)
         stage.stage(language)
-        build = sphinx(language, languages)
+        build = sphinx(language)
         started[language] = build, stamp, inputs
     for build, stamp, inputs in started.values():
         if build.wait() == 0:

@@ -48,7 +48,12 @@ def anchors():
     return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
-def inputs(language, codes):
+def aside(language):
+    """Where the pages of an edition lie while the site does not have it."""
+    return BUILD / "editions" / language.folder / "html"
+
+
+def inputs(language):
     """A hash of all that an edition is made from."""
     folders = [
         *(path for path in DOCS.iterdir() if path.name not in APART),
@@ -60,7 +65,7 @@ def inputs(language, codes):
     found = hashlib.sha256()
     packages = sorted((each.name, each.version) for each in distributions())
     settings = [os.environ.get(name) for name in SETTINGS]
-    found.update(repr([codes, settings, packages, sys.version]).encode())
+    found.update(repr([settings, packages, sys.version]).encode())
     for path in sorted(files):
         if path.suffix in (".mo", ".pyc") or not path.is_file():
             continue
