@@ -239,7 +239,8 @@ def _layer_norm_fwd_streaming(
 
 
 # %%
-# It asks for ``x`` three times and writes ``y``: four matrices, not two.
+# Where a row is more than one tile, it asks for ``x`` three times and writes
+# ``y``: four matrices, not two.
 # What does that cost?
 
 
@@ -426,7 +427,7 @@ def _layer_norm_bwd_add_up(
 # Many programs load much at a time, so each *multiprocessor*, one of the
 # processors of a GPU, gets several, as far as its registers go: a lane keeps
 # two sums, ``x`` and ``dy``.
-# More than six do not pay, for each program is one more buffer to add up.
+# More than six hardly pay, for each program is one more buffer to add up.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4

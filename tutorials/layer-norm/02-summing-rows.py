@@ -203,7 +203,8 @@ report(speeds("columns", 2, columns=sums_by_columns, copy=copy))
 # Columns, split over rows
 # ------------------------
 #
-# One change: several programs share the columns, about 1024 in all.
+# One change: several programs share the columns, up to about 1024 in all; a
+# tile is 32 by 32.
 # Their sums are a matrix of ``2 * N`` columns, which a second kernel adds up,
 # always in the same order.
 
@@ -250,7 +251,8 @@ known = lambda *tensors: pytorch(*tensors, [False, True, True])
 report(speeds("split", 2, **columns, torch=known, copy=copy))
 
 # %%
-# Narrow matrices gain much; the widest one had enough programs before.
+# Narrow matrices gain much; the widest one, which had enough programs before,
+# loses a little.
 # What is left: another kernel reads ``x`` and ``dy`` as well, for ``dx``.
 # In the picture a number is a program; one that reads whole rows can do both.
 
@@ -351,7 +353,8 @@ def buffers(dy, x, w, mean, rstd, dtype):
 # Atomic additions
 # ----------------
 #
-# One change: a single buffer, to which all programs add; zeros at the start.
+# One change: a single buffer, zeros at the start, to which all programs add,
+# at most four on a multiprocessor.
 # ``tl.atomic_add`` loses no addition, whoever comes first.
 # ``relaxed``: it waits for nothing else, but is done when the kernel ends.
 
@@ -419,7 +422,7 @@ def dram(M, N, dtype, mode, counter, provider):
 dram.run(show_plots=ON_GPU)
 
 # %%
-# All points are near 1: the table is right.
+# All points are near 1: the table is right about what is read.
 # Memory does not see atomic additions, for they are done in L2.
 #
 # The same bits?

@@ -290,7 +290,7 @@ by_warps = turn("warps", [4, 8, 16, 32], one_stage)
 # ------------------
 #
 # The loop can ask ahead: loads become asynchronous copies (``cp.async``) to
-# the *shared memory* of a multiprocessor, and take no registers.
+# the *shared memory* of a multiprocessor, and wait there, not in registers.
 # ``num_stages`` says how many: with 3 there is room for two rows.
 # A program waits for a row, works on it, and loads the next in its place.
 
@@ -319,8 +319,8 @@ plt.show()
 # One change: the stages, ``num_stages``.
 # A row in flight needs no program of its own now: one on a multiprocessor
 # will do, or up to three of narrow rows.
-# A row of more than 8192 columns and its sums take all registers, and copies
-# ahead would need more: there we stay with one stage.
+# A row of more than 8192 columns and its sums take all registers, and a loop
+# with copies takes more: there we stay with one stage.
 
 
 def best_plan(N, itemsize=2):

@@ -218,7 +218,8 @@ def _layer_norm_fwd_shifted(
 # %%
 # A warp holds some 4 KB of a row, as on `page 05 <05-chunks.html>`_. A thread
 # holds 8 bytes of a chunk, for few idle lanes; of 8 warps 16, for few chunks.
-# A multiprocessor has 8 warps, 12 for narrow rows, and some 90 KB in flight.
+# With loads ahead a multiprocessor has 8 warps, 12 for narrow rows, and up to
+# some 100 KB in flight.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -364,9 +365,10 @@ WIDTHS = [1151, 2047, 4095, 4096, 4097, 4098, 4100, 7777, 10231, 12345, 16381]
 report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 
 # %%
-# At 4096 columns both lines are one kernel, slower than `that of page 05
-# <05-chunks.html>`_. One more column makes ``unshifted`` much slower; shifted,
-# it even gains, by loads ahead: asynchronous copies need 4 bytes or more.
+# At 4096 columns both lines are one kernel without loads ahead, slower than
+# `that of page 05 <05-chunks.html>`_. One more column makes ``unshifted`` much
+# slower; shifted, it is faster than at 4096, by loads ahead: asynchronous
+# copies need 4 bytes or more.
 #
 # Backward
 # --------
