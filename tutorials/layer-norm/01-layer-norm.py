@@ -240,8 +240,7 @@ def _layer_norm_fwd_streaming(
 
 # %%
 # Where a row is more than one tile, it asks for ``x`` three times and writes
-# ``y``: four matrices, not two.
-# What does that cost?
+# ``y``: four matrices, not two. What does that cost?
 
 
 def in_sweeps(x, w, b, eps):

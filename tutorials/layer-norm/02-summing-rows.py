@@ -69,10 +69,9 @@ for name, matrices, sums in (
 # Columns
 # -------
 #
-# A program walks down ``COLS`` columns, ``ROWS`` rows at a time.
-# Each *lane*, an element of this *tile*, has a sum; at the end those of a
-# column are added up.
-# The second number of the grid counts parts of the rows: one, for now.
+# A program walks down ``COLS`` columns, ``ROWS`` rows at a time. Each *lane*,
+# an element of this *tile*, has a sum; at the end those of a column are added
+# up. The second number of the grid counts parts of the rows: one, for now.
 
 
 @triton.jit
@@ -204,9 +203,8 @@ report(speeds("columns", 2, columns=sums_by_columns, copy=copy))
 # ------------------------
 #
 # One change: several programs share the columns, up to about 1024 in all; a
-# tile is 32 by 32.
-# Their sums are a matrix of ``2 * N`` columns, which a second kernel adds up,
-# always in the same order.
+# tile is 32 by 32. Their sums are a matrix of ``2 * N`` columns, which a
+# second kernel adds up, always in the same order.
 
 
 @triton.jit
@@ -388,13 +386,12 @@ add = lambda dy, x, *_: torch.add(x, dy)
 report(speeds("designs", 3, **DESIGNS, copy=add))
 
 # %%
-# Buffers are faster than columns, split or not, at every width.
-# What a second read of ``x`` and ``dy`` costs depends on L2, the cache of all
-# programs: small matrices may still be in it, large ones are not.
-# Atomics once a program move less than buffers, but need zeros first, and
-# additions to one place queue up: they are slower at narrow rows, and about as
-# fast from 6144 columns on.
-# An atomic addition for each row is the slowest.
+# Buffers are faster than columns, split or not, at every width. What a second
+# read of ``x`` and ``dy`` costs depends on L2, the cache of all programs:
+# small matrices may still be in it, large ones are not. Atomics once a program
+# move less than buffers, but need zeros first, and additions to one place
+# queue up: they are slower at narrow rows, and about as fast from 6144 columns
+# on. An atomic addition for each row is the slowest.
 #
 # NVIDIA's profiler ``ncu`` counts the bytes that kernels read from memory
 # (DRAM), here with empty caches for each kernel, so that second reads count.

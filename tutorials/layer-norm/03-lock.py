@@ -529,15 +529,14 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# The addition itself is above 1: L2 moves more than what kernels ask for.
-# What a plan has above it are the sums; ``w`` comes from a nearer cache.
-# Up to 8192 columns two at a lock move about what a buffer each does, and one
-# may wait; at 15872 registers are *spilled* into memory: both move more.
-# So use a lock where memory has no room for a buffer each; for layer
-# normalization it has, and only one width of the figure is faster with a lock.
-# With three or more at a lock it has another price, which no clock shows: they
-# come in any order, so the last bits of ``dw`` and ``db`` may differ from run
-# to run.
+# The addition itself is above 1: L2 moves more than what kernels ask for. What
+# a plan has above it are the sums; ``w`` comes from a nearer cache. Up to 8192
+# columns two at a lock move about what a buffer each does, and one may wait;
+# at 15872 registers are *spilled* into memory: both move more. So use a lock
+# where memory has no room for a buffer each; for layer normalization it has,
+# and only one width of the figure is faster with a lock. With three or more at
+# a lock it has another price, which no clock shows: they come in any order, so
+# the last bits of ``dw`` and ``db`` may differ from run to run.
 #
 # Exercise 1: one launch, no lock
 # -------------------------------

@@ -542,8 +542,7 @@ report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 # most where many lanes of the tile are idle.
 # Above 8192 the tile has no registers for loads ahead; chunks have them.
 #
-# What do the formulas lose with other warps, and the rows and stages that
-# follow from them, at widths not used to choose them?
+# What do the formulas lose to other warps, at widths not used to choose them?
 
 OTHERS = [1280, 2816, 3328, 5888, 9984]
 TIMES = {"triton": 1, "half the warps": 0.5, "twice the warps": 2}
@@ -554,7 +553,7 @@ for mode, of in ("forward", forward_of), ("backward", backward_of):
     report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
 
 # %%
-# These plans are hardly faster anywhere, and often far slower.
+# With their rows and stages they are hardly ever faster, often far slower.
 #
 # Exercise 1: no idle lanes
 # -------------------------

@@ -218,8 +218,7 @@ def _layer_norm_fwd_shifted(
 # %%
 # A warp holds some 4 KB of a row, as on `page 05 <05-chunks.html>`_. A thread
 # holds 8 bytes of a chunk, for few idle lanes; of 8 warps 16, for few chunks.
-# With loads ahead a multiprocessor has 8 warps, 12 for narrow rows, and up to
-# some 100 KB in flight.
+# With loads ahead a multiprocessor has 8 or 12 warps, up to 100 KB in flight.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -367,8 +366,7 @@ report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 # %%
 # At 4096 columns both lines are one kernel without loads ahead, slower than
 # `that of page 05 <05-chunks.html>`_. One more column makes ``unshifted`` much
-# slower; shifted, it is faster than at 4096, by loads ahead: asynchronous
-# copies need 4 bytes or more.
+# slower; shifted, it gains by loads ahead, whose copies need 4 bytes or more.
 #
 # Backward
 # --------
