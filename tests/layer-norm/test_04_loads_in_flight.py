@@ -280,6 +280,24 @@ for N in widths:
 """
 
 
+WIDER_WEIGHTS = """
+x, dy = torch.empty(2, M, N, dtype=torch.float16, device=DEVICE)
+w, b = torch.empty(2, N, device=DEVICE)
+x, w, b = (t.clone().requires_grad_() for t in (x, w, b))
+torch.autograd.grad(layer_norm(x, (N,), w, b), (x, w, b), dy)
+"""
+
+
+def test_weights_in_float32_fit_beside_rows_in_16_bits(launches):
+    """The loop copies w ahead as well, whose numbers are wider here."""
+    ((_, built, _),) = launches(
+        [Call(NAME, WIDER_WEIGHTS, {"M": 8, "N": 8192})]
+    )
+    limits = occupancy.LIMITS["sm_90"]
+    assert built.kernel == "_layer_norm_bwd" and built.num_stages == 3
+    assert built.shared <= limits.shared - limits.reserved
+
+
 def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu(launches):
     values = {"M": 8, "widths": [8192, 16384], "dtype": "float16"}
     (built,) = launches([Call(NAME, BEST, values, "sm_80")])

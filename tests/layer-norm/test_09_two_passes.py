@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 import layer_norm_cases as cases
 from any_case import any_layer_norm, examples
+from compiled import occupancy
+from compiled.aot import Call
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -244,6 +246,25 @@ def test_same_input_same_bits():
 
 
 # Each edit must make a check fail.
+WIDER_WEIGHTS = """
+x, dy = torch.empty(2, M, N, dtype=torch.float16, device=DEVICE)
+w, b = torch.empty(2, N, device=DEVICE)
+x, w, b = (t.clone().requires_grad_() for t in (x, w, b))
+y = layer_norm(x, (N,), w, b, design="one kernel")
+torch.autograd.grad(y, (x, w, b), dy)
+"""
+
+
+def test_weights_in_float32_fit_beside_rows_in_16_bits(launches):
+    """The loop copies w ahead as well, whose numbers are wider here."""
+    call = Call(NAME, WIDER_WEIGHTS, {"M": 8, "N": 8192})
+    kernels = {built.kernel: built for built in launches([call])[0]}
+    limits = occupancy.LIMITS["sm_90"]
+    built = kernels["_layer_norm_bwd_one"]
+    assert built.num_stages == 3
+    assert built.shared <= limits.shared - limits.reserved
+
+
 MUTANTS = {
     "c1 dropped": (
         "dx = (wdy - x_hat * c1 - c2) * rstd",

@@ -435,7 +435,7 @@ class LayerNorm(torch.autograd.Function):
         args = x, w, b, y, mean, rstd, eps, N, block
         _layer_norm_fwd[(M,)](*args, num_warps=warps)
         ctx.save_for_backward(x, w, mean, rstd)
-        ctx.b_dtype, ctx.plan = b.dtype, plan(N, x.element_size())
+        ctx.b_dtype, ctx.plan = b.dtype, plan(N, max(x.itemsize, w.itemsize))
         return y
 
     @staticmethod

@@ -347,7 +347,7 @@ def one_kernel(dy, x, w, mean, rstd, dtype, *_):
     block = triton.next_power_of_2(N)
     per_sm, warps = min(max(4096 // block, 1), 3), max(block // 1024, 4)
     room = SHARED // per_sm - 2048 if block <= 8192 else 0
-    stages = 1 + min(room // (3 * block * x.element_size()), 4)
+    stages = 1 + min(room // (3 * block * max(x.itemsize, w.itemsize)), 4)
     shape = min(M, per_sm * NUM_SMS), 2, N
     sums = torch.empty(shape, dtype=mean.dtype, device=x.device)
     args = dy, x, w, mean, rstd, dx, sums, M, N, block, stages
