@@ -280,6 +280,16 @@ for N in widths:
 """
 
 
+def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu(launches):
+    values = {"M": 8, "widths": [8192, 16384], "dtype": "float16"}
+    (built,) = launches([Call(NAME, BEST, values, "sm_80")])
+    limits = occupancy.LIMITS["sm_80"]
+    kernels = [b for b in built if b.kernel == "_layer_norm_bwd"]
+    assert [b.num_stages for b in kernels] == [4, 1]
+    for kernel in kernels:
+        assert kernel.shared <= limits.shared - limits.reserved
+
+
 WIDER_WEIGHTS = """
 x, dy = torch.empty(2, M, N, dtype=torch.float16, device=DEVICE)
 w, b = torch.empty(2, N, device=DEVICE)
@@ -296,13 +306,3 @@ def test_weights_in_float32_fit_beside_rows_in_16_bits(launches):
     limits = occupancy.LIMITS["sm_90"]
     assert built.kernel == "_layer_norm_bwd" and built.num_stages == 3
     assert built.shared <= limits.shared - limits.reserved
-
-
-def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu(launches):
-    values = {"M": 8, "widths": [8192, 16384], "dtype": "float16"}
-    (built,) = launches([Call(NAME, BEST, values, "sm_80")])
-    limits = occupancy.LIMITS["sm_80"]
-    kernels = [b for b in built if b.kernel == "_layer_norm_bwd"]
-    assert [b.num_stages for b in kernels] == [4, 1]
-    for kernel in kernels:
-        assert kernel.shared <= limits.shared - limits.reserved

@@ -245,7 +245,6 @@ def test_same_input_same_bits():
     assert torch.equal(*found)
 
 
-# Each edit must make a check fail.
 WIDER_WEIGHTS = """
 x, dy = torch.empty(2, M, N, dtype=torch.float16, device=DEVICE)
 w, b = torch.empty(2, N, device=DEVICE)
@@ -265,6 +264,7 @@ def test_weights_in_float32_fit_beside_rows_in_16_bits(launches):
     assert built.shared <= limits.shared - limits.reserved
 
 
+# Each edit must make a check fail.
 MUTANTS = {
     "c1 dropped": (
         "dx = (wdy - x_hat * c1 - c2) * rstd",
