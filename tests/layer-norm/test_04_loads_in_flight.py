@@ -290,6 +290,32 @@ def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu(launches):
         assert kernel.shared <= limits.shared - limits.reserved
 
 
+def test_no_stages_are_tried_that_an_older_gpu_has_no_room_for(monkeypatch):
+    """A launch that asks for too much would end the page there."""
+    limits = occupancy.LIMITS["sm_80"]
+    monkeypatch.setattr(page, "SHARED", limits.shared - limits.reserved)
+    monkeypatch.setattr(page, "ON_GPU", True)
+    launched = []
+
+    def timed(function):
+        function()
+        return 1, 1, 1
+
+    def backward(dy, x, w, mean, rstd, plan, dtype):
+        launched.append((x.shape[1], plan[2]))
+
+    monkeypatch.setattr(page, "device_time", timed)
+    monkeypatch.setattr(page, "backward", backward)
+    small = page.given
+    monkeypatch.setattr(page, "given", lambda M, *of: small(2, *of))
+    table = page.turn("stages", [1, 4, 5], page.best_plan)
+    page.plt.close("all")
+    assert launched == [(1024, 1), (4096, 1), (8192, 1)] + [
+        (1024, 4), (4096, 4), (8192, 4), (1024, 5), (4096, 5)
+    ]  # fmt: skip
+    assert table.isna().sum().tolist() == [0, 0, 1]
+
+
 WIDER_WEIGHTS = """
 x, dy = torch.empty(2, M, N, dtype=torch.float16, device=DEVICE)
 w, b = torch.empty(2, N, device=DEVICE)

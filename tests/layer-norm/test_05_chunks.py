@@ -181,7 +181,7 @@ def test_mistakes_are_named(error, names, arguments):
 # Each edit must make a check fail.
 MUTANTS = {
     "idle lanes in the variance": (
-        "d = tl.where(mask, xs[c].to(acc) - mean, 0)",
+        "d = tl.where(col < N, xs[c].to(acc) - mean, 0)",
         "d = xs[c].to(acc) - mean",
     ),
     "columns without a mask": ("mask = mask & (col < N)", "mask = mask"),
@@ -190,7 +190,8 @@ MUTANTS = {
         "col = c * CHUNK + tl.arange(0, CHUNK)[None, :]",
         "col = tl.arange(0, CHUNK)[None, :]",
     ),
-    "w of the first chunk": ("ws[c].to(acc)", "ws[0].to(acc)"),
+    "w of the first chunk": ("tl.load(w_ptr + at, ",
+                             "tl.load(w_ptr + at % CHUNK, "),
     "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
     "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
     "sums of the last tile": ("new_dws += (dws[c] + dw,)",

@@ -189,8 +189,7 @@ def _layer_norm_bwd_add_up(
 
 
 # %%
-# Programs on a multiprocessor, warps of a program (groups of 32 threads) and
-# stages are a *plan*.
+# Programs a multiprocessor, warps (of 32 threads) and stages are a *plan*.
 
 
 def backward(dy, x, w, mean, rstd, plan, dtype=None):
@@ -233,11 +232,11 @@ def turn(knob, values, plan_of):
     def measure(M, dtype, mode, provider, **value):
         """Time of an addition over that of a backward pass, CUDA graphs with
         an overwritten L2 cache; median, 20 % and 80 % quantiles."""
-        if not ON_GPU:
+        plan = [*plan_of(N := int(provider))]
+        room, plan[KNOBS.index(knob)] = plan[2], value[knob]
+        if not ON_GPU or plan[2] > room:  # not enough shared memory
             return 3 * [float("nan")]
-        dy, x, *_ = tensors = given(M, N := int(provider), dtype)
-        plan = [*plan_of(N)]
-        plan[KNOBS.index(knob)] = value[knob]
+        dy, x, *_ = tensors = given(M, N, dtype)
         best, _, _ = device_time(lambda: torch.add(x, dy))
         ms, low, high = device_time(lambda: backward(*tensors, plan, dtype))
         return [100 * best / t for t in (ms, high, low)]
@@ -389,7 +388,8 @@ for column, N in enumerate(WIDTHS):
         flying = per_sm * max(stages - 1, 1) * 2 * N * 2 / 1024  # x, dy
         said = f"N = {N}, programs {per_sm}, stages {stages}: {flying:3.0f} KB"
         if knee:
-            row = by_programs.loc[per_sm] if stages == 1 else by_stages.loc[5]
+            alone = stages == 1
+            row = by_programs.loc[per_sm] if alone else by_stages.loc[stages]
             said += f", {100 * flying / knee:3.0f} % of the knee"
             said += f", {row.iloc[column]:3.0f} % of the copy"
         print(said)

@@ -82,7 +82,7 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 # %%
 # ``tl.static_range`` unrolls a loop: the tuple grows, and stays in registers.
-# ``w`` and ``b`` are read like matrices of stride 0; *eviction policies*
+# ``w`` and ``b`` come last: kept, they take registers; *eviction policies*
 # tell the caches what to keep (``evict_last``), and what not (``HINT``).
 
 
@@ -103,23 +103,22 @@ def _layer_norm_fwd_chunks(
     mean = tl.sum(total, axis=1)[:, None] / N
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
-        _, _, mask = _chunk(c, left, N, ROWS, CHUNK)
-        d = tl.where(mask, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
+        _, col, _ = _chunk(c, left, N, ROWS, CHUNK)
+        d = tl.where(col < N, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
         total += d * d
     rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
     row = tl.arange(0, ROWS)[:, None]
     tl.store(mean_ptr + first + row, mean, mask=row < left)
     tl.store(rstd_ptr + first + row, rstd, mask=row < left)
-    ws, bs = (), ()
-    if w_ptr is not None:
-        ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
-    if b_ptr is not None:
-        bs = _load_chunks(b_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+    KEEP: tl.constexpr = "evict_last"
     for c in tl.static_range(len(xs)):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
+        at = row * 0 + col  # of a whole tile: loads of 16 bytes
         y = (xs[c].to(acc) - mean) * rstd
-        y = y * ws[c].to(acc) if w_ptr is not None else y
-        y = y + bs[c].to(acc) if b_ptr is not None else y
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + at, col < N, eviction_policy=KEEP).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + at, col < N, eviction_policy=KEEP).to(acc)
         tl.store(y_ptr + start + (row * N + col), y, mask=mask)
 
 
@@ -227,8 +226,8 @@ def plan_forward(N, itemsize, times=1):
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
-        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
+    if CUDA and 16384 < row <= 49152:
+        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 

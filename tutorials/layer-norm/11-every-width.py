@@ -69,7 +69,7 @@ def pick(row, most):
     if row % 16 > 0:
         first = "shifted" if row <= 32768 else wide
         return first, "shifted" if row <= 20464 else wide
-    first = "chunks" if row < 24576 else "sweeps" if row <= 98304 else wide
+    first = "chunks" if row <= 49152 else "sweeps" if row <= 98304 else wide
     return first, "chunks" if row <= 20480 else wide
 
 
@@ -177,23 +177,22 @@ def _layer_norm_fwd_chunks(
     mean = tl.sum(total, axis=1)[:, None] / N
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
-        _, _, mask = _chunk(c, left, N, ROWS, CHUNK)
-        d = tl.where(mask, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
+        _, col, _ = _chunk(c, left, N, ROWS, CHUNK)
+        d = tl.where(col < N, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
         total += d * d
     rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
     row = tl.arange(0, ROWS)[:, None]
     tl.store(mean_ptr + first + row, mean, mask=row < left)
     tl.store(rstd_ptr + first + row, rstd, mask=row < left)
-    ws, bs = (), ()
-    if w_ptr is not None:
-        ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
-    if b_ptr is not None:
-        bs = _load_chunks(b_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+    KEEP: tl.constexpr = "evict_last"
     for c in tl.static_range(len(xs)):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
+        at = row * 0 + col  # of a whole tile: loads of 16 bytes
         y = (xs[c].to(acc) - mean) * rstd
-        y = y * ws[c].to(acc) if w_ptr is not None else y
-        y = y + bs[c].to(acc) if b_ptr is not None else y
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + at, col < N, eviction_policy=KEEP).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + at, col < N, eviction_policy=KEEP).to(acc)
         tl.store(y_ptr + start + (row * N + col), y, mask=mask)
 
 
@@ -323,8 +322,8 @@ def plan_fwd_chunks(N, itemsize, times=1):
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and (16384 < row <= 24576 or 32768 < row <= 49152):
-        plan["maxnreg"] = 80 if 20480 < row <= 24576 else 64
+    if CUDA and 16384 < row <= 49152:
+        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
@@ -1664,12 +1663,12 @@ def at_limits(mode, widths):
     return on_device("limits-", mode, widths, rungs=rungs)
 
 
-report(at_limits("forward", [4096, 8192, 8704, 12288, 16384, 32768, 65536]))
+report(at_limits("forward", [8192, 8704, 12288, 16384, 17408, 24576, 32768]))
 
 # %%
-# Two sweeps go in tiles of 4096 columns here. At 8704 the third is mostly
-# empty: they take nearly as long as at 12288, and chunks are far ahead.
-# At 8192 and 12288 columns the tiles are full, and both are close.
+# Two sweeps go in tiles of 4096 columns, beyond 16384 of 8192. At 8704 and
+# 17408 the third is mostly empty: they take nearly as long as at 12288 and
+# 24576, and chunks are far ahead. Where the tiles are full, both are close.
 
 report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
 
