@@ -354,8 +354,8 @@ plain = lambda x, _, w, b: forward(x, w, b, 1e-5, caches=False)
 report(benchmark("forward", triton=keep, plain=plain))
 
 # %%
-# "No help" is the kernel with ``CACHES`` off. Wider rows fit only into larger,
-# slower caches: both lines fall towards the roof, that without help further.
+# "No help" is the kernel with ``CACHES`` off. Above 24576 columns rows fit
+# only into larger, slower caches: both lines fall towards the roof.
 # The way out is `Programs that share a row <08-shared-rows.html>`_.
 #
 # Backward: the means first

@@ -116,7 +116,7 @@ def _shared_sums(x_ptr, out_ptr, words_ptr, turns, later, LANES: tl.constexpr,
 
 
 # %%
-# A program that waits for one that cannot start waits for ever.
+# A program that waits for one that cannot start ends in the ``trap``.
 # A *cooperative launch* fails if not all fit at the same time; ``maxnreg``
 # limits the registers of a thread so that ``per_sm`` fit on a multiprocessor.
 # The interpreter runs one program after the other, so there a kernel runs
@@ -563,7 +563,7 @@ report(benchmark("backward"))
 # Each matrix is read once; `PyTorch <01-layer-norm.html>`_ reads ``x`` and
 # ``dy`` at least twice. At 393216 and 786432 columns, slices of full width
 # would leave programs idle, narrower ones a quarter of the lanes: our lines
-# dip. Words are added in the order of slices, so each run gives the same bits.
+# dip. Words are added in one fixed order, so each run gives the same bits.
 #
 # Exercise 1: a softmax
 # ---------------------

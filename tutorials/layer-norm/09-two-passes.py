@@ -308,7 +308,7 @@ for topic, example_53, here in (
     print(f"{topic:20}{example_53:26}{here}".rstrip())
 
 # %%
-# A *block* is a program; with random statistics no result is a gradient, and
+# A *block* is a program; with random statistics only ``db`` is a gradient, and
 # the example's test would pass if both its sides had the same wrong formula.
 #
 # The rival has `kernels and plan of page 04 <04-loads-in-flight.html>`_;
