@@ -61,6 +61,9 @@ PRUNE = """{
 }"""
 # Only what fails: describing what passes takes most of the time.
 AXE = "axe.run(document, {resultTypes: ['violations']})"
+# Media queries change before a frame is drawn.
+DRAWN = """new Promise(
+  done => requestAnimationFrame(() => requestAnimationFrame(done)))"""
 # Nothing else depends on the theme.
 AXE_COLORS = AXE.replace(
     "{", "{runOnly: ['color-contrast', 'link-in-text-block'], "
@@ -106,18 +109,14 @@ def violations(page, axe=AXE):
             yield f"axe {found['id']}: {target} {node['html'][:120]} {summary}"
 
 
-def dark(context, name):
-    """List what is wrong with the colors, where a reader's system is dark."""
-    page = context.new_page()
+def dark(page):
+    """List what is wrong with the colors when a reader's system turns dark."""
     page.emulate_media(color_scheme="dark")
-    page.goto(name)
+    page.evaluate(DRAWN)
     theme = page.locator("html").get_attribute("data-theme")
     if theme != "dark":
         yield f"in the dark the theme is {theme!r}"
-    page.evaluate(UNFOLD)
-    page.evaluate(PRUNE)
     yield from violations(page, AXE_COLORS)
-    page.close()
 
 
 def sideways(page, state):
@@ -155,7 +154,7 @@ def faults(page, name):
     found.extend(sideways(page, "unfolded"))
     page.evaluate(PRUNE)
     found.extend(violations(page))
-    found.extend(dark(page.context, name))
+    found.extend(dark(page))
     return found
 
 
