@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layer_norm_cases as cases
 from any_case import any_layer_norm, examples
@@ -115,6 +116,36 @@ def _tensor(*shape, dtype=torch.float32):
 def test_mistakes_are_named(error, names, arguments):
     with pytest.raises(error, match=names):
         page.layer_norm(*arguments)
+
+
+def test_what_is_too_wide_is_said():
+    """One kernel holds a row; columns of a tile are counted in 32 bits."""
+    for most, design in (2**14, "one kernel"), (2**25, "triton"):
+        w = _tensor(1).expand(most + 8)
+        with pytest.raises(ValueError, match=f"of 1 to {most}$"):
+            page.layer_norm(w[None], w.shape, w, w, design=design)
+
+
+class Named(TorchDispatchMode):
+    """The names of what PyTorch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_design_is_charged_for_what_is_not_its_own():
+    """A row of (1, N) parameters would be filled and copied into in backward,
+    in the time of every design."""
+    x, w, b, dy = page.inputs(3, 40, torch.float16)
+    y = page.layer_norm(x, (40,), w, b)
+    with Named() as asked:
+        torch.autograd.grad(y, (x, w, b), dy)
+    assert "select_backward.default" not in asked.names
 
 
 def test_second_derivative_is_refused():

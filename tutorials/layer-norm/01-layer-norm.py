@@ -37,9 +37,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
 # That cell stands on every page, and lets it run without a GPU, too.
-# Next come both passes at 3 × 4, in ten lines of PyTorch.
-# *Forward* computes ``y``; *backward* gets ``dy``, the gradient of the loss
-# with respect to ``y``, and returns those of ``x``, ``w`` and ``b``.
+# Next come both passes at 3 × 4, five lines each. *Forward* computes ``y``;
+# *backward*, derived below, gets ``dy``, the gradient of the loss with respect
+# to ``y``, and returns those of ``x``, ``w`` and ``b``.
 
 rows = [[1, 2, 3, 6], [2, 2, 4, 4], [5, 1, 1, 1]]
 x = torch.tensor(rows, dtype=torch.double, device=DEVICE, requires_grad=True)
@@ -192,7 +192,7 @@ keep = lambda x, _, w, b: in_registers(x, w, b, 1e-5)
 report(benchmark("forward", "forward", triton=keep))
 
 # %%
-# The line is near the copy: while a program computes, others load.
+# Near the copy: others load while one computes. At 1024 torch.compile leads.
 #
 # A row of any width
 # ------------------
@@ -260,7 +260,7 @@ report(benchmark("sweeps", "forward", ["copy"], triton=keep, sweeps=sweeps))
 
 # %%
 # Little: its line nearly meets that of the kernel above, here named Triton.
-# A cache, L2, keeps what was read last until the next sweep asks for it.
+# Caches keep what was read last until the next sweep asks for it.
 # No clock shows that, but NVIDIA's profiler ``ncu`` counts the bytes that come
 # from memory (DRAM), here in units of ``x``:
 
@@ -330,7 +330,7 @@ for found, of in [*steps, (dx, x), (dw, w), (db, b)]:
 
 # %%
 # The forward pass saves the mean and :math:`r`, here ``rstd``, 8 bytes a row;
-# from them and ``x``, which a model holds anyway, comes :math:`\hat{x}`.
+# from them and ``x``, saved without a copy, comes :math:`\hat{x}`.
 # To save :math:`\hat{x}` itself would write a third matrix, and the backward
 # pass would read as much as before.
 #

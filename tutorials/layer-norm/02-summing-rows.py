@@ -102,7 +102,7 @@ def _layer_norm_bwd_columns(
 
 
 # %%
-# Narrow tiles make many programs, in wide matrices too many to run at once.
+# Narrow tiles make many programs; from 10240 columns on wider ones do, too.
 
 
 def sums_by_columns(dy, x, w, mean, rstd, dtype):
@@ -197,13 +197,13 @@ copy = lambda dy, x, *_: x.copy_(dy)
 report(speeds("columns", 2, columns=sums_by_columns, copy=copy))
 
 # %%
-# 1024 columns make 64 programs, but an H200 has 132 multiprocessors.
+# 1024 columns make 64 programs; of an H200's 132 multiprocessors 68 get none.
 #
 # Columns, split over rows
 # ------------------------
 #
-# One change: several programs share the columns, up to about 1024 in all; a
-# tile is 32 by 32. Their sums are a matrix of ``2 * N`` columns, which a
+# Several programs share the columns, up to about 1024 in all; a tile is now 32
+# by 32, in 4 warps. Their sums are a matrix of ``2 * N`` columns, which a
 # second kernel adds up, always in the same order.
 
 
@@ -277,8 +277,8 @@ plt.show()
 # -------------------------
 #
 # One change: the program that computes ``dx`` keeps the sums too.
-# The kernel is that of `page 01 <01-layer-norm.html>`_; ``KEEP``, a function
-# known when it is compiled, gets the sums, and without one they are left out.
+# The kernel is that of `page 01 <01-layer-norm.html>`_. A function, ``KEEP``,
+# is a constant of it and gets the sums; without one none are computed.
 
 
 @triton.jit
@@ -351,7 +351,7 @@ def buffers(dy, x, w, mean, rstd, dtype):
 # Atomic additions
 # ----------------
 #
-# One change: a single buffer, zeros at the start, to which all programs add,
+# Now a single buffer, zeros at the start, to which all programs add,
 # at most four on a multiprocessor.
 # ``tl.atomic_add`` loses no addition, whoever comes first.
 # ``relaxed``: it waits for nothing else, but is done when the kernel ends.
@@ -395,7 +395,7 @@ report(speeds("designs", 3, **DESIGNS, copy=add))
 #
 # NVIDIA's profiler ``ncu`` counts the bytes that kernels read from memory
 # (DRAM), here with empty caches for each kernel, so that second reads count.
-# Here they are divided by what the table says of reading:
+# Here they are divided by the bytes of the matrices and buffers that are read:
 
 
 DRAM = "bytes of DRAM per byte counted"
@@ -428,7 +428,7 @@ dram.run(show_plots=ON_GPU)
 # Each addition rounds, so a sum depends on its order: ``(0.1 + 0.2) + 0.3`` is
 # not ``0.1 + (0.2 + 0.3)``.
 # Of 100 runs on the same input we count those whose ``dw`` or ``db`` differs
-# from the first in any bit of float32; 16 bits would hide most differences.
+# from the first in any bit of float32; in 16 bits fewer elements differ.
 
 
 @drawn("bits", list(DESIGNS), "different results of 100")

@@ -165,7 +165,7 @@ print(f"relative error, 70 rows in 8 buffers: {error(sums, exact):.0e}")
 # --------
 #
 # In a *race* the result depends on who comes first.
-# Here are a hundred runs of the kernel as it is, and without each part:
+# Here are a hundred runs with and without each part, with 128 columns a warp:
 
 FLAWS = ["right", "no barrier", "no acquire", "no release"]
 
@@ -193,14 +193,14 @@ if table.notna().all(axis=None):
     assert not table.iloc[:, 0].any()  # with all its parts it is right
 
 # %%
-# Without acquire all runs are wrong. A missing barrier or release shows at
-# narrow rows and may hide at wide ones: a test that passes proves nothing.
+# Without acquire all runs are wrong: nothing empties L1, the cache of one
+# multiprocessor, before loads. A missing barrier or release shows at narrow
+# rows and may hide at wide ones: a test that passes proves nothing.
 # Nor do the usual tools see the missing barrier: ``racecheck`` of
 # compute-sanitizer watches shared memory, but the sums are in global memory,
 # and Triton's interpreter runs one program after the other.
 #
-# What always shows it is the code that Triton hands to NVIDIA's assembler,
-# the PTX.
+# What always shows it is the PTX, which Triton hands to NVIDIA's assembler.
 # These are the last instructions of the kernel, from triton 3.7.1:
 #
 # * ``st.global.v4.b32``, ``bar.sync``, ``atom.global.gpu.release.exch.b32``;
@@ -243,10 +243,10 @@ plt.show()
 # Stage 2 loads each buffer once.
 # For :math:`P` programs and :math:`B` buffers that is
 # :math:`8 \, (P + (P - B) + B) = 16 \, P` bytes a column.
-# :math:`B` is gone: **a lock saves no traffic, only memory.**
+# :math:`B` is gone: **a lock saves no traffic**, only memory, if few buffers.
 #
 # Three plans: a buffer each, as on `page 01 <01-layer-norm.html>`_; a lock for
-# two; a lock and a program for each row, as on Triton's page, but in float32.
+# two; a program for each row at 256 or 128 locks, much as on Triton's page.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
@@ -495,7 +495,7 @@ report(backward_speed)
 # %%
 # At 15872 columns two at a lock are faster than a buffer each; at all other
 # widths of the figure a buffer each is faster, though hardly at 6144.
-# A lock for each row is far behind both.
+# A program for each row is far behind both.
 # NVIDIA's profiler ``ncu`` counts what passes through L2, the cache that all
 # programs share, here over the bytes of three matrices:
 
@@ -529,14 +529,14 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
-# The addition itself is above 1: L2 moves more than what kernels ask for. What
-# a plan has above it are the sums; ``w`` comes from a nearer cache. Up to 8192
-# columns two at a lock move about what a buffer each does, and one may wait;
-# at 15872 registers are *spilled* into memory: both move more. So use a lock
-# where memory has no room for a buffer each; for layer normalization it has,
-# and only one width of the figure is faster with a lock. With three or more at
-# a lock it has another price, which no clock shows: they come in any order, so
-# the last bits of ``dw`` and ``db`` may differ from run to run.
+# The addition is at 1.5: L2 moves half as much again as kernels ask for. Above
+# it are the sums, which count so, too; ``w`` comes from a nearer cache. Up to
+# 8192 columns two at a lock move about what a buffer each does, and one may
+# wait; at 15872 registers are *spilled* into memory: both move more.
+# So use a lock where memory has no room for a buffer each; for layer
+# normalization it has, and only one width of the figure is faster with a lock.
+# Three or more at a lock come in any order: the last bits of ``dw`` and ``db``
+# may differ from run to run, a price that no clock shows.
 #
 # Exercise 1: one launch, no lock
 # -------------------------------
@@ -565,7 +565,7 @@ def _one_launch(
 def exercise_1(kernel):
     dy = inputs(10, 24, torch.float32)[3]
     buffers, out = torch.empty_like(dy), torch.empty_like(dy[0])
-    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)  # each time
     kernel[(10,)](dy, buffers, count, out.fill_(-1), N=24, BLOCK=32)
     wrong = ~torch.isclose(out, (dy * dy).sum(0))
     print("wrong columns:", wrong.nonzero().flatten().tolist())

@@ -95,7 +95,7 @@ def report(benchmark):
 
 # %%
 # A GPU is many *multiprocessors*, each with registers and loads of its own.
-# One program on each reads 256 MB together:
+# One program on each, and all of them read 256 MB:
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
@@ -132,8 +132,8 @@ if knee:  # it was measured
 # %%
 # On the left a step takes little more than one latency, whatever it asks for:
 # more bytes in flight, more bytes a second.
-# From the *knee* on more brings little, and 64 KB are even slower: so much, at
-# least, each multiprocessor needs in flight, all the time.
+# From the *knee* on, said above, more brings little; 64 KB are even slower.
+# Each multiprocessor needs at least the knee in flight, all the time.
 #
 # One row at a time
 # -----------------
@@ -261,7 +261,7 @@ by_programs = turn("programs", [1, 2, 3, 4, 6, 8], one_stage)
 
 # %%
 # ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB:
-# narrow rows take more programs.
+# narrow rows take more programs: at the three widths 8 (or 6), 3 and 1.
 # And while one program works, another has loads in flight.
 #
 # But a multiprocessor has 65536 registers for the programs that it runs.
@@ -290,7 +290,7 @@ by_warps = turn("warps", [4, 8, 16, 32], one_stage)
 #
 # The loop can ask ahead: loads become asynchronous copies (``cp.async``) to
 # the *shared memory* of a multiprocessor, and wait there, not in registers.
-# ``num_stages`` says how many: with 3 there is room for two rows.
+# With ``num_stages`` = 3 there is room for two rows, always one less.
 # A program waits for a row, works on it, and loads the next in its place.
 
 # %%
@@ -335,11 +335,11 @@ by_stages = turn("stages", [1, 2, 3, 4, 5], best_plan)
 # %%
 # With two there is room for one row, asked for when the one before is done:
 # that is slower than one stage. From three on there is always a row in
-# flight, and at 8192 columns more than three bring nothing.
+# flight; at 8192 columns three do, though the plan takes five.
 # The compiler copies all loads of the loop, so a third of a stage holds ``w``.
+# A copy has 4 bytes or more: with odd ``N`` in 16 bits rows are not copied.
 #
-# The *occupancy* is the share of the warps for which a multiprocessor has
-# room that it does run; ``ncu``, a profiler, counts it:
+# *Occupancy* is the share of warps in use; ``ncu``, a profiler, counts it:
 
 PLANS = {
     "triton": best_plan, "more programs": one_stage,
@@ -395,7 +395,7 @@ for column, N in enumerate(WIDTHS):
         print(said)
 
 # %%
-# The knee is not enough: while a program works, one row less is in flight.
+# The knee is too low for a copy, and a program at work has one row less ahead.
 # And loads are not all: in the last round some programs have no row, and then
 # a second launch reads the sums, more of them where programs are many.
 #

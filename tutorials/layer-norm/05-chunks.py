@@ -82,8 +82,8 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 # %%
 # ``tl.static_range`` unrolls a loop: the tuple grows, and stays in registers.
-# ``w`` and ``b`` come last: kept, they take registers; *eviction policies*
-# tell the caches what to keep (``evict_last``), and what not (``HINT``).
+# ``w`` and ``b`` are loaded last, for fewer registers. *Eviction policies*
+# tell the caches to keep them (``evict_last``); ``HINT`` is that of ``x``.
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def report(benchmark):
 
 
 # %%
-# What do idle lanes cost, if both have four warps, and no ``w`` and ``b``?
+# What do idle lanes cost? Four warps for each kind, no ``w`` and ``b``:
 
 
 @triton.testing.perf_report(triton.testing.Benchmark(
@@ -199,7 +199,7 @@ def lanes(M, N, dtype, mode, provider):
 report(lanes)
 
 # %%
-# Nothing to see: they move no bytes, but take registers and instructions.
+# No difference: they move no bytes, but take registers and instructions.
 # The forward pass has some to spare; the backward pass will not.
 #
 # A formula instead of a table
@@ -208,7 +208,7 @@ report(lanes)
 # A thread loads 16 bytes of a row of a chunk at once, a warp 512 bytes.
 # Our rule: a warp holds at most 4096 bytes of a row, which are 64 columns of
 # 16 bits a thread; programs have at least four warps, narrow rows two.
-# Several narrow rows share a program; the narrowest come in pairs.
+# Up to 2 KB two rows share a program, up to 512 bytes four or more.
 # A multiprocessor has 65536 registers. With at most 64 a thread, two programs
 # of 16 warps fit, or four of 8; with 80, three of 8 warps (``maxnreg``).
 
@@ -310,7 +310,7 @@ report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
 # The backward kernel keeps two sums in float32 for each lane, ``dw`` and
 # ``db``, beside ``x``, ``dy`` and ``w``: 3.5 registers in 16 bits.
 # A multiprocessor has 65536: 6.4 a lane for five chunks of 2048, but 4 for a
-# tile of 16384: with loads ahead registers are *spilled* into memory.
+# tile of 16384: with loads ahead some are *spilled* to memory.
 #
 # One reduction adds up both sums of a row, so warps meet half as often.
 
@@ -538,7 +538,7 @@ report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
 # Up to 2048 columns both are one kernel; then chunks are as fast or faster,
-# most where many lanes of the tile are idle.
+# most just above a power of two.
 # Above 8192 the tile has no registers for loads ahead; chunks have them.
 #
 # What do the formulas lose to other warps, at widths not used to choose them?
@@ -552,7 +552,8 @@ for mode, of in ("forward", forward_of), ("backward", backward_of):
     report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
 
 # %%
-# With their rows and stages they are hardly ever faster, often far slower.
+# None is clearly faster, many are far slower. At 9984 backward half the warps
+# would need 80 × 3.5 registers a thread, and there are 255.
 #
 # Exercise 1: no idle lanes
 # -------------------------

@@ -52,7 +52,7 @@ plt.axis("off")
 plt.show()
 
 # %%
-# A sum of a row loads whole groups of ``STEP`` lanes, and leaves out those of
+# A sum of a row loads whole groups of ``STEP`` lanes and skips the columns of
 # other rows; with ``STEP`` = 1 lanes begin at column 0:
 
 
@@ -132,7 +132,7 @@ def _only_inside(x, c, shift, N, STEP):
 
 # %%
 # A row is a tuple of chunks; the first and the last need masks. The last group
-# may pass the end: ``memcheck`` reports it; PyTorch allocates by 512 bytes.
+# may pass the end, but never into another page; ``memcheck`` may report it.
 
 
 @triton.jit
@@ -217,8 +217,8 @@ def _layer_norm_fwd_shifted(
 
 # %%
 # A warp holds some 4 KB of a row, as on `page 05 <05-chunks.html>`_. A thread
-# holds 8 bytes of a chunk, for few idle lanes; of 8 warps 16, for few chunks.
-# With loads ahead a multiprocessor has 8 or 12 warps, up to 100 KB in flight.
+# loads 8 bytes at once, for few idle lanes; in 8 warps 16, for few chunks.
+# With loads ahead a multiprocessor has 8 or 12 warps and up to 110 KB coming.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -364,14 +364,14 @@ WIDTHS = [1151, 2047, 4095, 4096, 4097, 4098, 4100, 7777, 10231, 12345, 16381]
 report(benchmark("forward", WIDTHS, triton=shift, unshifted=zero))
 
 # %%
-# At 4096 columns both lines are one kernel without loads ahead, slower than
-# `that of page 05 <05-chunks.html>`_. One more column makes ``unshifted`` much
-# slower; shifted, it gains by loads ahead, whose copies need 4 bytes or more.
+# One more column than 4096 makes ``unshifted`` much slower, ``Triton`` not.
+# At 4096 both are one kernel, slower than `that of page 05 <05-chunks.html>`_:
+# unshifted, our plan has no loads ahead (at odd widths there can be none).
 #
 # Backward
 # --------
 #
-# A column keeps its lane, so its sum stays in a register.
+# Here, too, a program keeps its shift: the sums stay in registers.
 
 
 @triton.jit

@@ -2,7 +2,7 @@ r"""
 Programs that share a row
 =========================
 
-How do you normalize a row of a million columns without reading it twice?
+How do you normalize a row of two megabytes without reading it twice?
 Let many programs hold it together, each one a slice in registers, and tell
 each other their sums while they work.
 
@@ -40,8 +40,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Two float32 numbers make one *word* of 64 bits.
 # At first it is ``EMPTY``: two signaling NaNs, which no arithmetic gives.
 # A program *publishes* by storing its word; others load it until it has come.
-# In PTX, the language below Triton's on NVIDIA GPUs, other programs of the
-# ``gpu`` see a ``relaxed`` access of 64 bits as a whole or not at all.
+# ``inline_asm_elementwise`` runs PTX, NVIDIA's language below Triton's: others
+# on the ``gpu`` see a ``relaxed`` access of 64 bits as a whole or not at all.
 # `A lock <03-lock.html>`_ needs *acquire* and *release* for the memory that it
 # guards; a word guards nothing, it is the message itself.
 
@@ -66,7 +66,7 @@ def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
 
 
 # %%
-# If a word never comes, ``trap`` ends the kernel and PyTorch raises an error.
+# If a word never comes, ``trap`` ends the kernel; the process loses its GPU.
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def together(kernel, programs, *args, per_sm, warps):
     if CUDA:
         registers = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
         options |= {"maxnreg": registers, "launch_cooperative_grid": True}
-    for _ in range(1 if ON_GPU else 2):
+    for _ in range(1 if CUDA else 2):
         kernel[(programs,)](*args, PTX=CUDA, **options)
 
 
@@ -228,7 +228,7 @@ def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
 # %%
 # A slice publishes its mean and ``m2``, the sum of squared distances from it;
 # all are put together as lanes are in `Two sweeps <07-two-sweeps.html>`_.
-# Of a single row Triton needs a number: a column would pass shared memory.
+# A single row needs a number, not a column, which would pass shared memory.
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
 
 
 # %%
-# The tile before waits in registers for its words.
+# The tile before waits; `stages <04-loads-in-flight.html>`_ load the next.
 
 
 @triton.jit
@@ -381,8 +381,8 @@ def _layer_norm_bwd_shared(
 
 # %%
 # Forward a slice has 16 KB of two rows: fewer slices, fewer words to await.
-# Above 256 KB a row has two programs on a multiprocessor, of which one works
-# while the other waits: a slice has 8 KB of two rows, above 768 KB 16 KB of
+# Above 256 KB a multiprocessor has two programs, of which one works while the
+# other waits: a slice has 8 KB of two rows, above 768 KB 16 KB of
 # one. Backward, ``dw`` and ``db`` take registers: a slice has 8 KB of one row,
 # or 2 KB of four rows of up to 128 KB.
 
@@ -431,7 +431,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 # %%
-# PyTorch rounds ``dw`` and ``db`` to the types of ``w`` and ``b``.
+# PyTorch rounds ``dw`` and ``db``. A row begins at a multiple of 16 bytes.
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -560,10 +560,10 @@ report(benchmark("forward"))
 report(benchmark("backward"))
 
 # %%
-# Each matrix is read once; `PyTorch <01-layer-norm.html>`_ reads ``x`` and
-# ``dy`` at least twice. At 393216 and 786432 columns, slices of full width
-# would leave programs idle, narrower ones a quarter of the lanes: our lines
-# dip. Words are added in one fixed order, so each run gives the same bits.
+# Each matrix is read once, by PyTorch at least twice. Forward at 32768 columns
+# `Two sweeps <07-two-sweeps.html>`_ are faster: a cache still holds the row.
+# At the dips, 393216 and 786432, whole slices leave programs idle, narrow ones
+# a quarter of lanes. Words are added in one order: each run, the same bits.
 #
 # Exercise 1: a softmax
 # ---------------------

@@ -4,8 +4,8 @@ What a second pass costs
 
 What does it cost to pass over ``x`` and ``dy`` twice, in one kernel for ``dx``
 and another for ``dw`` and ``db``?
-Five matrices move instead of three, and in return rows may have any width and
-no program waits for another.
+Five matrices move, not three, and up to seven where a row is wider than a
+tile; in return no program waits for another.
 
 Example 53 of AMD's `Composable Kernel
 <https://github.com/ROCm/composable_kernel>`_, a library in C++, is built like
@@ -58,7 +58,7 @@ for name, found in ("documented", dx), ("autograd", expected):
 
 # %%
 # ``dw`` and ``db`` are sums over rows, and stand where means *of* a row
-# belong: with statistics of the columns it would be batch normalization.
+# belong: with mean, variance and length of columns it is batch normalization.
 # The code of the example is right: its kernel for ``dx`` gets no such sums.
 #
 # Two kernels
@@ -238,10 +238,9 @@ def _layer_norm_bwd_add_up(
 # ----------------------------
 #
 # A *plan* has the rows, columns and warps of both tiles, and the parts.
-# That of example 53, which runs at 1024 × 512 in float32, is its tiling in
-# Triton, and not Composable Kernel.
-# The first change is parts, so many that each multiprocessor has about 256
-# columns; the second is larger tiles: 64 × 64, and for ``dx`` a row.
+# ``EXAMPLE`` has the tiling of example 53, in Triton, not Composable Kernel.
+# The first change: 4 warps, and parts, so that a multiprocessor has about 256
+# columns; the second: larger tiles, 64 × 64, and whole rows for ``dx``.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
@@ -295,8 +294,8 @@ def add_up(sums, dtype):
 for topic, example_53, here in (
     ("", "example 53", "here"),
     ("statistics", "random numbers", "those of x"),
-    ("dx: a block has", "256 threads", "8 warps"),
-    ("  tile", "8 rows × 128 columns", "the same; then 1 row"),
+    ("dx: a block has", "256 threads", "8 warps; then 4 to 32"),
+    ("  tile", "8 rows × 128 columns", "the same; then whole rows"),
     ("  row ≤ tile", "one sweep", "one load"),
     ("  row > tile", "two, second from end", "the same"),
     ("  sums of a row", "with x, float32", "with x_hat, float32"),
@@ -311,7 +310,7 @@ for topic, example_53, here in (
 # A *block* is a program; with random statistics only ``db`` is a gradient, and
 # the example's test would pass if both its sides had the same wrong formula.
 #
-# The rival has `kernels and plan of page 04 <04-loads-in-flight.html>`_;
+# The rival, "one kernel", is `that of page 04 <04-loads-in-flight.html>`_;
 # registers hold 16384 columns at most.
 
 
@@ -419,8 +418,8 @@ class LayerNorm(torch.autograd.Function):
         wide = torch.promote_types(*ctx.dtypes)
         given = dy.contiguous(), *ctx.saved_tensors, wide
         dx, grads = ctx.design(*given, for_x, for_w or for_b)
-        dw = grads[0].to(ctx.dtypes[0]) if for_w else None
-        db = grads[1].to(ctx.dtypes[1]) if for_b else None
+        dw = grads[:1].to(ctx.dtypes[0]) if for_w else None
+        db = grads[1:].to(ctx.dtypes[1]) if for_b else None
         return dx, dw, db, None, None
 
 
@@ -435,17 +434,18 @@ def layer_norm(
     shape = torch.Size(normalized_shape)
     w = x.new_ones(shape) if weight is None else weight
     b = x.new_zeros(shape) if bias is None else bias
+    most = 2**14 if design == "one kernel" else 2**25  # 64 rows: 2**31
     for name, t in {"x": x, "weight": w, "bias": b}.items():
         if not t.is_floating_point() or t.itemsize == 1:
             raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
         if t.device != x.device or t.device.type != DEVICE.type:
             raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
         end = t.shape[-len(shape) :] if t is x else t.shape
-        if end != shape or not shape.numel():
+        if end != shape or not 0 < shape.numel() <= most:
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
-            raise ValueError(f"the shape of {name} is {shapes}")
+            raise ValueError(f"shape of {name} is {shapes}, of 1 to {most}")
     rows, w, b = (t.reshape(-1, shape.numel()).contiguous() for t in (x, w, b))
-    return LayerNorm.apply(rows, w[0], b[0], eps, design).reshape(x.shape)
+    return LayerNorm.apply(rows, w, b, eps, design).reshape(x.shape)
 
 
 # %%
@@ -523,9 +523,9 @@ report(benchmark("backward", 4096, HALF, WIDTHS, DESIGNS))
 
 # %%
 # The ratio to "one kernel" is the price of the second; above 8192 columns the
-# rival has no registers for loads ahead. `Chunks <05-chunks.html>`_ have them;
-# `shared rows <08-shared-rows.html>`_, too: beside these the price stays high.
-# Just above, nearly half the lanes idle, and torch.compile is ahead of ours.
+# rival has no registers for loads ahead. `Chunks <05-chunks.html>`_ have them:
+# beside these the price stays high.
+# Just above 8192, nearly half the lanes idle; torch.compile is ahead of ours.
 # By hand, two kernels read four matrices, one kernel two; ``ncu``, a profiler,
 # counts what comes from DRAM, with empty caches before each kernel:
 
@@ -558,19 +558,19 @@ traffic.run(show_plots=ON_GPU)
 report(benchmark("own", 1024, torch.float32, POWERS[:5], DESIGNS))
 
 # %%
-# There the second read costs little up to 1024 columns, but PyTorch is faster
-# than our two kernels at all these widths.
-# Two kernels take any width, and no program waits for another, as in `Programs
-# that share a row <08-shared-rows.html>`_.
+# There the second read costs less, and our two kernels keep up with PyTorch.
+# At 128 columns small tiles with rows split are faster than large ones.
+# Two kernels take 2**25 columns, and unlike `programs that share a row
+# <08-shared-rows.html>`_ none waits for another.
 # Where only ``dx``, or only ``dw`` and ``db``, are wanted, one is enough.
 #
 # Exercise 1: the sums of the example
 # -----------------------------------
 #
-# The example has ``ds``, a row's sum of ``w * dy * x``, and ``db``, that of
-# ``w * dy``; find ``c1`` and ``c2`` of our kernel from them.
+# The example has ``ds``, a row's sum of ``w * dy * x``, and ``db``, here that
+# of ``w * dy``; find ``c1`` and ``c2`` of our kernel from them.
 #
-# **Hint.** Put :math:`x = \mu + \hat{x} / r` into ``ds``.
+# **Hint.** Put ``x = mean + x_hat / rstd`` into ``ds``.
 
 
 def means(ds, db, mean, rstd, N):

@@ -4,7 +4,7 @@ Host time: what the user waits for
 
 Why does a call of layer norm take longer than its kernels, and what helps?
 Python prepares every launch, and the GPU is often done first: remember what
-calls have in common, and launch what is compiled without asking again.
+calls have in common, and launch compiled kernels directly.
 
 With the kernels of `Layer normalization, both passes <01-layer-norm.html>`_
 this page is about what happens before they start, on the *host*.
@@ -87,9 +87,9 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # What a call is made of
 # ----------------------
 #
-# Our clock times calls **in a row**, until the device has finished.
-# Other work on the host disturbs it, so calls that are compared take turns, in
-# 15 rounds.
+# Our clock times calls **in a row**, until the device has finished. Other work
+# on the host disturbs it, so calls take turns, in 15 rounds: compare lines at
+# one width, not one line at several.
 
 
 def in_turns(calls, rounds=15, times=40):
@@ -169,7 +169,7 @@ breakdown.run(show_plots=ON_GPU)
 # %%
 # All of it is the same for narrow and wide rows.
 # One launch through Triton costs about as much as PyTorch's whole forward
-# pass, which is C++; an autograd function in Python a good part of that again.
+# pass, which is C++; an autograd function in Python, more than half of it.
 #
 # Backward, a program takes several rows and sums a part of ``dw`` and ``db``.
 
@@ -257,7 +257,7 @@ class Plan:
         few = min(max(block * x.element_size() // 4096, 4), 16)
         warps = 4 if N < 8192 else 16  # of the backward pass
         acc = torch.promote_types(x.dtype, torch.float32)
-        # Patterns for empty_like, of one number each: the quickest way.
+        # Patterns for empty_like, of one number each.
         one = x.new_empty((), dtype=acc)
         self.stats, self.sums = one.expand(M, 2), one.expand(P, 2, N)
         self.db = None if bias is None else bias.new_empty(()).expand(shape)
@@ -304,7 +304,7 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled():  # create_graph=True: it raises an error
+        if torch.is_grad_enabled():  # create_graph=True: no second pass
             once = torch.autograd.function.once_differentiable
             return once(gradients)(ctx, dy)
         return gradients(ctx, dy)
@@ -399,7 +399,7 @@ plt.show()
 # What the host does before the first event, the left line, is not counted.
 # A CUDA graph is a recording of a call's kernels, replayed without Python: in
 # a row it takes the time of the device.
-# This is PyTorch's call:
+# All three time PyTorch's call, and ours is right:
 check(plain, *((1151, 8192) if ON_GPU else (9, 200)), torch.float16)
 
 
@@ -437,8 +437,8 @@ compare("clocks", "in a row", CLOCKS)
 
 # %%
 # The time of the graph grows with the width. Narrow rows wait for the host:
-# calls in a row take longer than the graph. ``do_bench`` says less than the
-# user waits: it leaves out what the host did while L2 was overwritten.
+# calls in a row take longer. There ``do_bench`` may say less: it leaves out
+# what the host did while L2 was overwritten.
 #
 # Three changes
 # -------------
@@ -550,13 +550,13 @@ LADDER = {
 compare("ladder", "PyTorch", LADDER)
 
 # %%
-# Each of the first four lines has one change more than the one before it.
-# Above "empty" the fourth has launches, allocations and the search for a plan.
-# In narrow rows PyTorch, in C++, stays ahead; in wide ones kernels decide.
+# Each of the first four lines has one change more; "Triton" has all three.
+# The plan saves most, a bare launch least; "empty" has none of them.
+# In narrow rows PyTorch, in C++, is ahead; at 15872 columns kernels decide.
 #
 # ``torch.compile`` does not help a single operator: each call checks what was
 # assumed of its arguments, and is an autograd function in Python, too.
-# A model pays for that once, for many operators.
+# A model pays that once, for many operators.
 #
 # Exercise 1: arguments of one kind
 # ---------------------------------

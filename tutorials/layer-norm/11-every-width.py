@@ -6,7 +6,7 @@ Which kernel is right for a row of ``N`` columns, on any device?
 One function picks it by a rule of a few lines, which is not the fastest at
 every width: a figure shows where it errs.
 
-This is the file to take into a model.
+Copy its cells, up to the check, into a model: one kind of GPU a process.
 """
 
 # %%
@@ -46,7 +46,7 @@ import time
 # --------
 #
 # What counts is the size of a row in bytes, and whether rows begin at a
-# multiple of 16 bytes, as they all do if that size is one.
+# multiple of 16 bytes: all do if the size is such a multiple.
 # There are four kinds of kernels, each with a forward and a backward pass:
 #
 # * ``chunks``: a row in registers, cut into chunks (`page 05
@@ -60,7 +60,8 @@ import time
 #
 # Forward, a second sweep costs little as long as a cache has the row.
 # Backward it comes from memory, so rows that chunks cannot hold are shared, if
-# they can be. Sums in float32 need registers, so shifted rows end earlier.
+# they can be. Sums in float32 need registers: backward, rows in registers end
+# earlier.
 
 
 def pick(row, most):
@@ -1181,7 +1182,7 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled():  # create_graph=True: it raises an error
+        if torch.is_grad_enabled():  # create_graph=True: no second pass
             once = torch.autograd.function.once_differentiable
             return once(gradients_of)(ctx, dy)
         return gradients_of(ctx, dy)
@@ -1199,7 +1200,8 @@ def gradients_of(ctx, dy):
 # The function
 # ------------
 #
-# For ``torch.compile`` both passes are operators: it sees only their shapes.
+# For ``torch.compile`` both passes are operators: it sees only their shapes,
+# and ``kernels`` is ignored.
 
 
 def layer_norm(
@@ -1364,11 +1366,11 @@ def check(function, M, N, dtype):
 # <https://github.com/Dao-AILab/quack>`_, `Apex
 # <https://github.com/NVIDIA/apex>`_ and the Triton kernel of `flash-attn
 # <https://github.com/Dao-AILab/flash-attention>`_.
-# Some refuse widths, and one may be broken at some. Where a line is behind us
-# far more than at its median, a second mean leaves out the width and names it.
-# A line that is not in a figure could not be imported where it was recorded.
-# The copy moves the same bytes once, and does nothing else: where a line is
-# above it, the clock errs by that much.
+# Some refuse widths, and one may be far slower at some. Where a line is behind
+# us far more than at its median, a second mean leaves out the width and names
+# it. A line that is not in a figure could not be imported where it was
+# recorded. The copy moves the same bytes once, and does nothing else: a line
+# above it says that the copy, or the clock, is not perfect.
 
 # %%
 
@@ -1618,6 +1620,7 @@ UNUSUAL = [1000, 1151, 2047, 4097, 4608, 5000, 7777, 8704, 12345]
 WIDE = [2**i for i in range(14, 21)]
 
 # %%
+# Every multiple of 512, in float16, forward and then backward:
 
 judge(on_device("", "forward", SWEEP))
 
@@ -1625,7 +1628,8 @@ judge(on_device("", "forward", SWEEP))
 judge(on_device("", "backward", SWEEP))
 
 # %%
-# Forward, quack is broken at the widths that the text under the figure names.
+# Forward, quack is far slower at the widths that the text under its figure
+# names.
 #
 # Widths that nobody tunes for, in bfloat16:
 
@@ -1647,7 +1651,8 @@ judge(on_device("wide-", "forward", WIDE))
 judge(on_device("wide-", "backward", WIDE))
 
 # %%
-# Shared rows keep most of their speed up to a million columns.
+# Shared rows keep most of their speed up to a million columns; between powers
+# of two they dip (`page 08 <08-shared-rows.html>`_).
 #
 # Is the rule right?
 # ------------------
@@ -1663,14 +1668,15 @@ def at_limits(mode, widths):
     return on_device("limits-", mode, widths, rungs=rungs)
 
 
-report(at_limits("forward", [8192, 8704, 12288, 16384, 17408, 24576, 32768]))
+FIRST = [8192, 8704, 12288, 16384, 17408, 24576, 32768, 49152, 65536]
+report(at_limits("forward", FIRST))
 
 # %%
-# Two sweeps go in tiles of 4096 columns, beyond 16384 of 8192. At 8704 and
-# 17408 the third is mostly empty: they take nearly as long as at 12288 and
-# 24576, and chunks are far ahead. Where the tiles are full, both are close.
+# Two sweeps go in tiles of 4096 columns, from 16384 to 32768 of 8192. At 8704
+# and 17408 the third tile is mostly empty: they take nearly as long as at
+# 12288 and 24576, and chunks are far ahead. Up to 24576 full tiles are close.
 
-report(at_limits("backward", [8192, 10240, 12288, 16384, 32768]))
+report(at_limits("backward", [8192, 10240, 10752, 12288, 16384, 32768]))
 
 # %%
 # Backward no other kind is faster at these widths by more than the clock errs.
@@ -1779,7 +1785,7 @@ judge(whole_calls("forward and backward"), times=True)
 # Where the host takes longer than the kernels, a call takes as long as the
 # host, and the graph shows by how much: faster kernels would not help there.
 # Our host code is Python, PyTorch's is C++: PyTorch's calls are shorter in
-# narrow rows, ours in wide ones, where the kernels decide.
+# narrow rows, ours in wide ones: from 8192 columns, in both passes from 15872.
 # The figures squeeze the narrow rows; the tables below them have the numbers.
 #
 # Any layout
@@ -1805,7 +1811,8 @@ judge(whole_calls("forward and backward"), times=True)
 #   would be 0 / 0.
 # * **Types.** ``weight`` and ``bias`` may have types of their own. ``y`` has
 #   that of ``x``, gradients those of their inputs; sums are in float32, or
-#   float64 for a float64 ``x``.
+#   float64 for a float64 ``x``. Under ``torch.autocast`` PyTorch's ``y`` is in
+#   float32, ours in the type of ``x``.
 
 for x in (
     torch.randn(2, 3, 10, device=DEVICE),
