@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import layer_norm_cases as cases
 from any_case import examples
+from compiled.aot import Call
 from layer_norm_cases import Case
 from tutorial import load
 
@@ -234,3 +235,20 @@ def test_script_runs_alone(output):
 def test_exercise(output):
     assert "rows of 13 ones: [16.0" in output  # the stub
     assert output.count("rows of 13 ones: [13.0, 13.0, 13.0]") == 1
+
+
+BACKWARD = """
+dy, x = torch.empty(2, M, N, dtype=dtype, device=DEVICE)
+w, mean, rstd = dy[0], *torch.empty(2, M, device=DEVICE)
+backward(dy, x, w, mean, rstd, dy, None, padded(plan_backward)(N, 2) | more)
+"""
+
+
+def test_loads_ahead_would_spill_a_tile(launches):
+    """Beyond 8192 columns, so there the tile has one stage."""
+    values = {"M": 4096, "N": 8704, "dtype": "float16"}
+    (alone,), (ahead,) = launches(
+        Call(NAME, BACKWARD, values | {"more": more})
+        for more in ({}, {"STAGES": 2})
+    )
+    assert alone.spills == 0 < ahead.spills

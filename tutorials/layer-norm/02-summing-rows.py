@@ -276,7 +276,7 @@ plt.show()
 # A buffer for each program
 # -------------------------
 #
-# One change: the program that computes ``dx`` keeps the sums too.
+# Now the program that computes ``dx`` keeps the sums too.
 # The kernel is that of `page 01 <01-layer-norm.html>`_. A function, ``KEEP``,
 # is a constant of it and gets the sums; without one none are computed.
 

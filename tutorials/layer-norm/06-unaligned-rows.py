@@ -132,7 +132,7 @@ def _only_inside(x, c, shift, N, STEP):
 
 # %%
 # A row is a tuple of chunks; the first and the last need masks. The last group
-# may pass the end, but never into another page; ``memcheck`` may report it.
+# may pass the end, but never a page of memory; ``memcheck`` may report it.
 
 
 @triton.jit

@@ -1672,7 +1672,7 @@ FIRST = [8192, 8704, 12288, 16384, 17408, 24576, 32768, 49152, 65536]
 report(at_limits("forward", FIRST))
 
 # %%
-# Two sweeps go in tiles of 4096 columns, from 16384 to 32768 of 8192. At 8704
+# Two sweeps go in tiles of 4096 columns, beyond 16384 of 8192. At 8704
 # and 17408 the third tile is mostly empty: they take nearly as long as at
 # 12288 and 24576, and chunks are far ahead. Up to 24576 full tiles are close.
 
@@ -1785,7 +1785,7 @@ judge(whole_calls("forward and backward"), times=True)
 # Where the host takes longer than the kernels, a call takes as long as the
 # host, and the graph shows by how much: faster kernels would not help there.
 # Our host code is Python, PyTorch's is C++: PyTorch's calls are shorter in
-# narrow rows, ours in wide ones: from 8192 columns, in both passes from 15872.
+# narrow rows, ours in wide ones: forward from 8192, in both passes from 15872.
 # The figures squeeze the narrow rows; the tables below them have the numbers.
 #
 # Any layout

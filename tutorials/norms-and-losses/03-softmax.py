@@ -554,7 +554,7 @@ for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
         check(37 if ON_GPU else 2, N, dtype)
 
 # %%
-# The ceiling is an addition, which moves three matrices, too:
+# "Copy" is an addition, which moves three matrices, too:
 
 report(speeds("backward", triton=softmax))
 
