@@ -240,14 +240,15 @@ def test_exercise(output):
 BACKWARD = """
 dy, x = torch.empty(2, M, N, dtype=dtype, device=DEVICE)
 w, mean, rstd = dy[0], *torch.empty(2, M, device=DEVICE)
-backward(dy, x, w, mean, rstd, dy, None, padded(plan_backward)(N, 2) | more)
+plan = padded(plan_backward)(N, x.itemsize) | more
+backward(dy, x, w, mean, rstd, torch.empty_like(x), dy[:2], plan)
 """
 
 
 def test_loads_ahead_would_spill_a_tile(launches):
     """Beyond 8192 columns, so there the tile has one stage."""
     values = {"M": 4096, "N": 8704, "dtype": "float16"}
-    (alone,), (ahead,) = launches(
+    (alone, _), (ahead, _) = launches(
         Call(NAME, BACKWARD, values | {"more": more})
         for more in ({}, {"STAGES": 2})
     )
