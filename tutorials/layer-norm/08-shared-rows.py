@@ -2,7 +2,7 @@ r"""
 Programs that share a row
 =========================
 
-How do you normalize a row of two megabytes without reading it twice?
+How do you normalize a row of a million columns (2 MB) by reading it once?
 Let many programs hold it together, each one a slice in registers, and tell
 each other their sums while they work.
 

@@ -437,8 +437,8 @@ compare("clocks", "in a row", CLOCKS)
 
 # %%
 # The time of the graph grows with the width. Narrow rows wait for the host:
-# calls in a row take longer. There ``do_bench`` may say less: it leaves out
-# what the host did while L2 was overwritten.
+# calls in a row take longer than the graph. There ``do_bench`` may say less:
+# it leaves out what the host did while L2 was overwritten.
 #
 # Three changes
 # -------------

@@ -1652,7 +1652,7 @@ judge(on_device("wide-", "backward", WIDE))
 
 # %%
 # Shared rows keep most of their speed up to a million columns; between powers
-# of two they dip (`page 08 <08-shared-rows.html>`_).
+# of two they dip, as their page shows.
 #
 # Is the rule right?
 # ------------------
