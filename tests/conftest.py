@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from alone import run_tutorial
-from budgets import Budgets
 
 if not torch.cuda.is_available():
     # triton.language is interpreted or compiled, decided at its first import.
@@ -41,10 +40,6 @@ with contextlib.suppress(ImportError):  # a GPU machine lacks it, or has a
     locale.init([], "en")  # as a build in English does
 
 
-def pytest_configure(config):
-    config.pluginmanager.register(Budgets(config), "budgets")
-
-
 # What takes longest starts first, so that no core is idle at the end.
 SLOWEST = (
     *("test_kernels_compiled.py", "test_pages.py", "test_build.py"),
@@ -64,7 +59,7 @@ def rank(file):
 
 
 @pytest.fixture(scope="session")
-def launches(pytestconfig):
+def launches():
     """What compiles calls, in processes that stay: each takes seconds to
     start."""
     from compiled.aot import Compilers  # GPU machines may lack pyelftools
@@ -72,8 +67,6 @@ def launches(pytestconfig):
     runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     with Compilers(max(1, len(os.sched_getaffinity(0)) // runs)) as compilers:
         yield compilers.launches
-    # They were of all files, not of the last one.
-    pytestconfig.pluginmanager.get_plugin("budgets").restart()
 
 
 @pytest.fixture(scope="session")
