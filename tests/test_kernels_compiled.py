@@ -53,15 +53,12 @@ def broken(name, kernel, built, N, dtype, text=None):
         return []
     place = f"{built.kernel} of {name}, N = {N}, {dtype}, {built.target}"
     lines = [place, *map(str, found)]
-    text = text or tutorial.source(name)
-    rows, code = tutorial.rows(text), text.splitlines()
-    for line in sorted(
-        {m.line for each in found for m in each.where} - {None}
-    ):
-        line = rows[line - 1]
+    code = (text or tutorial.source(name)).splitlines()
+    for line in sorted({m.line for x in found for m in x.where} - {None}):
         lines.append(f"line {line}: {code[line - 1].strip()}")
-    numbers = limits.numbers(built)
-    return [*lines, *(f"  {what}: {value}" for what, value in numbers)]
+    facts = vars(limits.Facts(built))
+    numbers = ("registers", "spills", "shared", "warps", "stages", "counts")
+    return [*lines, *(f"  {name}: {facts[name]}" for name in numbers)]
 
 
 def untrue(claims, built, N, dtype):

@@ -16,7 +16,7 @@ from project import ENVIRONMENT, ROOT, rows
 
 import languages
 import said
-from compiled import limits
+from compiled import kept, limits
 from compiled.sheets import Sheet
 from measurements import replay
 from page import cards, downloads, figures, head, headlines, solutions
@@ -143,21 +143,28 @@ def test_a_line_of_the_page_becomes_its_figure(tmp_path):
 
 def test_a_panel(says, tmp_path):
     says(WORDS)
-    numbers = {"Shuffles": limits.NONE, "Barriers": 3}
-    sheet = Sheet("_f", "sm_90", 8, numbers)
-    panel = Panel(tmp_path, "01-double", {"N": [8]}, "_f", {}, {})
-    assert "- 线程束内交换\n     - 无\n" in panel.table({8: sheet})
-    assert str(limits.NONE) == "none"
+    panel = Panel(tmp_path, None, "_f", "", {})
+    assert "- 线程束内交换\n     - 无\n" in panel.table({8: sheet()})
+
+
+def sheet(**more):
+    return Sheet(
+        *("_f", "sm_90", 8, "triton 3"), programs=3, warps=4, registers=64,
+        spills=0, shared=1024, stages=2,
+        counts=[("load", 4, 1), ("load", 16, 2)], **more,
+    )  # fmt: skip
 
 
 def test_a_panel_shows_the_comments_of_the_page(tmp_path):
-    sheet = Sheet("_f", "sm_90", 8, {}, ways=[("x = 1  # one", [])])
+    commented = sheet(ways=[("x = 1  # one", [])])
     for lines, shown in (
         (["    x = 1  # 一"], "x = 1  # 一"),
         (["    x = 12  # 一", "    # x = 1"], "x = 1  # one"),
     ):
-        panel = Panel(tmp_path, "", {}, "_f", {}, {}, (), lines)
-        assert next(panel.ways(sheet)) == f"<pre class='bp-way'>{shown}</pre>"
+        panel = Panel(tmp_path, None, "_f", "", {}, (), lines)
+        assert (
+            next(panel.ways(commented)) == f"<pre class='bp-way'>{shown}</pre>"
+        )
 
 
 def test_a_card(says):
@@ -251,7 +258,7 @@ def test_the_messages_are_those_of_all_that_speaks():
         ("Close", "docs/_templates/close-drawer.html"),
         ("Recorded %(date)s.", "docs/_ext/page/figures.py"),
         ("Forward", "docs/_ext/page/headlines.py"),
-        ("%(count)s × %(bytes)s bytes", "docs/_ext/compiled/limits.py"),
+        ("%(count)s × %(bytes)s bytes", "docs/_ext/page/xray.py"),
         ("Color mode", "docs/_ext/translation/words.py"),
     ):
         assert MESSAGES[text][1] == file
@@ -336,23 +343,16 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     assert translator.asked - own <= MESSAGES.keys()
 
 
-def test_no_word_of_a_panel_is_said_in_english_only(says, tmp_path):
+def test_no_word_of_a_panel_is_said_in_english_only(
+    says, tmp_path, monkeypatch
+):
     translator = says(Masked())
-    facts = SimpleNamespace(
-        programs=3, multiprocessors=132, warps=4, registers=64, spills=0,
-        shared=1024, stages=2, count=lambda kind: 0,
-        counts={("load", 16): 2, ("load", 4): 1},
-    )  # fmt: skip
-    built = SimpleNamespace(
-        target="sm_90", registers=64, shared=1024, compiler="triton 3"
-    )
-    sheet = Sheet("_f", "sm_90", 8, dict(limits.numbers(built, facts)))
-    sheet.ways = [("x", [("ptx", ["<code>x</code>"])])]
-    sheet.codes = {"sass": "", "amdgcn": ""}
-    page = {"N": [8], "M": 4, "dtype": "ж"}
-    entry = {"look": "ж"}
-    found = {("_f", target, 8): sheet for target in limits.SHOWN}
-    panel = Panel(tmp_path, "ж", page, "_f", entry, found, ("1", "2"))
+    made = sheet(ways=[("x", [("ptx", ["<code>x</code>"])])])
+    made.codes = {"sass": "x", "amdgcn": "x"}
+    page = SimpleNamespace(N=[8], M=4, dtype="ж")
+    found = {("_f", target, 8): made for target in limits.SHOWN}
+    monkeypatch.setattr(kept, "FOLDER", tmp_path / "tutorials" / "xray")
+    panel = Panel(tmp_path, page, "_f", "ж", found, ("1", "2"))
     text = panel.text()
     html = r"<[^>]*>|gfx942|sm_\d+|\.\. raw:: html|:selected:"
     assert left(re.sub(html, "", text)) == []

@@ -5,17 +5,17 @@ import re
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from project import Project
 from triton import knobs
 
-from compiled import limits, sass
+from compiled import kept, limits
 from compiled.aot import anywhere
 from compiled.machine_code import (
     annotated,
     barrier_before,
-    in_place,
     language,
     marks,
 )
@@ -102,67 +102,6 @@ def test_sass_has_the_lines_of_its_ptx():
         ("spill", 8, 7),
         ("release", 0, 13),
     ]
-
-
-ADD = """
-.version 8.0
-.target sm_90a
-.address_size 64
-.visible .entry {name}(.param .u64 {name}_p)
-{{
-    .loc 1 3 1
-    .reg .pred %p;
-    .reg .b32 %r<3>;
-    .reg .b64 %rd<2>;
-    ld.param.u64 %rd1, [{name}_p];
-again:
-    .loc 1 4 1
-    ld.relaxed.gpu.global.b32 %r1, [%rd1];
-    add.u32 %r2, %r1, {number};
-    .loc 1 5 1
-    st.global.b32 [%rd1], %r2;
-    setp.lt.u32 %p, %r2, 1000;
-    @%p bra again;
-    {more}
-    ret;
-}}
-.file 1 "/somewhere/01-double.py"
-"""
-
-
-def test_sass_of_many_kernels_is_that_of_each(tmp_path):
-    cubins, expected = [], []
-    tools = knobs.nvidia
-    long = 300 * ".loc 1 6 1\n st.volatile.global.b32 [%rd1], %r1;\n"
-    for name, number, more in (("one", 1, ""), ("two", 2, long), ("x", 3, "")):
-        ptx, cubin = tmp_path / f"{name}.ptx", tmp_path / f"{name}.cubin"
-        ptx.write_text(ADD.format(name=name, number=number, more=more))
-        subprocess.run(
-            [tools.ptxas.path, "-lineinfo", "-arch=sm_90a", ptx, "-o", cubin],
-            check=True,
-        )
-        cubins.append(cubin.read_bytes())
-        expected.append(
-            subprocess.run(
-                [tools.nvdisasm.path, "-gp", "-c", "-ndf", cubin],
-                check=True, capture_output=True, text=True,
-            ).stdout
-        )  # fmt: skip
-    found = sass.disassembled(cubins, "sm_90a", tools.nvdisasm.path)
-    for text, whole in zip(found, expected, strict=True):
-        told = list(instructions(text))
-        assert told == list(instructions(whole))
-        assert len({line for _, line in told}) > 4
-
-
-def instructions(text):
-    """Pairs of name and line of PTX."""
-    line = None
-    for row in text.splitlines():
-        if named := re.search(r"(?:PTX|ptx_txt\",) line (\d+)", row):
-            line = named[1]
-        if code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)", row):
-            yield code[2], line
 
 
 AMD = """
@@ -262,51 +201,81 @@ def test_occupancy(case):
     assert (found[0], found[2]) == (at_a_time, limits)
 
 
-ENTRY = """
-[01-double]
-run = "_double[(M,)](*torch.empty(2, N, dtype=dtype, device=DEVICE), N)"
-M = 3
-N = [1024, 512]
-dtype = "float32"
+FACTS = """
+from compiled.declared import Kernel, Kernels
 
-[01-double.sizes]
-float32 = [512]
 
-[01-double._double]
-look = "Doubled by 16 bytes."
-true.1024 = ["narrow('load') == 0"]
+def run(page, M, N, dtype):
+    x, y = page.torch.empty(2, N, dtype=dtype, device=page.DEVICE)
+    page._double[(M,)](x, y, N)
+
+
+KERNELS = Kernels(
+    run=run,
+    M=3,
+    N=[1024, 512],
+    dtype="float32",
+    kernels={
+        "_double": Kernel(
+            look="Doubled by 16 bytes.",
+            true=lambda code: [code.narrow("load") == 0],
+        ),
+    },
+)
 """
 
 
-def with_panel(folder, entry=ENTRY):
+def with_panel(folder, facts=FACTS):
     project = Project(folder)
-    (project.root / "docs/kernels.toml").write_text(entry)
+    file = project.root / "tests/pages/01-double.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(facts)
     return project
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     project = with_panel(tmp_path_factory.mktemp("site"))
-    project.output = project.build().stdout
+    # Compiled anew, whatever else this machine has compiled.
+    kernels = str(project.root / "kernels")
+    project.output = project.build(TRITON_CACHE_DIR=kernels).stdout
     return project
+
+
+def sheet(columns=None, **numbers):
+    numbers = {"programs": 3, "warps": 4, "registers": 32} | numbers
+    given = {"spills": 0, "shared": 0, "stages": 3, "counts": []} | numbers
+    return Sheet("_f", "sm_90", columns, "triton 3", **given)
 
 
 def test_the_columns_are_those_that_the_kernel_got(tmp_path):
     """A kernel for wide rows is launched with the same ones at each N."""
-    page = {"N": [1024, 512]}
+    page = SimpleNamespace(N=[1024, 512])
     for given, named in (
         ((None, None), ["N = 1024", "N = 512"]),
         ((2048, 1024), ["N = 2048", "N = 1024"]),
         ((4096, 4096), ["N = 4096"]),
     ):
         found = {
-            ("_f", "sm_90", N): Sheet("_f", "sm_90", got, {"Programs": "3"})
-            for N, got in zip(page["N"], given, strict=True)
+            ("_f", "sm_90", N): sheet(got)
+            for N, got in zip(page.N, given, strict=True)
         }
-        panel = Panel(tmp_path, "01-double", page, "_f", {}, found)
+        panel = Panel(tmp_path, page, "_f", "", found)
         table, ways = panel.tab("sm_90").split("Where lines")
         assert re.findall(r"N = \d+", table) == named
         assert named[0] in ways
+
+
+def test_numbers_of_a_kernel_in_words():
+    counts = [("load", 2, 1), ("load", 16, 8), ("release", 0, 1)]
+    many = sheet(registers=60, shared=1024, programs=4096, counts=counts)
+    found = dict(xray.numbers(many))
+    assert found["Programs"] == "4,096 × 4 warps"
+    assert found["Global loads"] == "8 × 16 bytes, 1 × 2 bytes"
+    assert found["Global stores"] == found["Barriers"] == "none"
+    assert found["Atomics"] == 1
+    assert found["Shared memory"] == "1,024 bytes"
+    assert found["Warps at a time"] == "32 of 64, limited by registers"
 
 
 def test_the_panel_follows_its_kernel(built):
@@ -352,8 +321,8 @@ def compiled_by(target):
 
 @pytest.mark.parametrize("timed", [(), (version("triton"),)])
 def test_figures_of_the_same_compiler_need_no_word(tmp_path, timed):
-    assert not Panel(tmp_path, "", {}, "_f", {}, {}, timed).versions()
-    assert Panel(tmp_path, "", {}, "_f", {}, {}, (*timed, "3")).versions()
+    assert not Panel(tmp_path, None, "_f", "", {}, timed).versions()
+    assert Panel(tmp_path, None, "_f", "", {}, (*timed, "3")).versions()
 
 
 def test_the_panel_is_not_in_the_downloads(built):
@@ -373,148 +342,91 @@ def test_the_code_can_be_downloaded(built):
     wanted |= {("gfx942", c) for c in ("ttir", "ttgir", "amdgcn")}
     wanted.add(("sm_90", "sass"))
     assert {tuple(name.rsplit(".", 2)[1:]) for name in names} == wanted
-    kernel = "tl.store(y_ptr + cols, 2 * tl.load(x_ptr + cols))"
+    lines = built.script().read_text().splitlines()
     for name in names:
         text = (built.root / "html/tutorials" / name).read_text()
-        marked = [line for line in text.splitlines() if "<== " in line]
-        assert any("load" in x and kernel in x for x in marked), name
-        assert str(built.root) not in text
-        assert "site-packages" not in text
+        marked = re.findall(r"<== (.*), line (\d+): (.*)", text)
+        assert any("load" in mark for mark, _, _ in marked), name
+        for _, line, code in marked:
+            assert lines[int(line) - 1].strip() == code
 
 
-def test_nothing_made_in_one_checkout_names_another(tmp_path, monkeypatch):
-    """Each has kernels of its own; also if who builds lets it use others."""
-    home, one, two = (tmp_path / name for name in ("home", "one", "two"))
-    monkeypatch.setenv("HOME", str(home))
-    for root, kernels in (one, None), (two, one / ".cache" / "triton"):
-        monkeypatch.delenv("TRITON_CACHE_DIR")
-        if kernels:
-            monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
-        assert "build succeeded." in with_panel(root).build().stdout
-        assert (root / ".cache" / "triton").exists() == (root == one)
-        pages = (root / "html").rglob("*.*")
-        downloads = (root / "docs/tutorials/xray").iterdir()
-        made = [path for path in (*pages, *downloads) if path.is_file()]
-        assert len(made) > 30
-        for path in made:
-            assert str(tmp_path).encode() not in path.read_bytes(), path
-        monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    assert not (home / ".triton").exists()
+def test_nothing_that_was_made_names_a_folder(built):
+    assert list((built.root / "kernels/01-double").iterdir())
+    pages = (built.root / "html").rglob("*.*")
+    downloads = (built.root / "docs/tutorials/xray").iterdir()
+    made = [path for path in (*pages, *downloads) if path.is_file()]
+    assert len(made) > 30
+    for path in made:
+        content = path.read_bytes()
+        assert str(built.root).encode() not in content, path
+        assert b"site-packages" not in content, path
 
 
-def test_code_names_no_folder_and_its_own_page():
-    """In each form of Triton's; also a folder whose name has a space."""
-    for line, kept in (
-        ('.file 1 "/a b/x/tutorials/01.py"', '.file 1 "tutorials/s/01-b.py"'),
-        ('.file 1 "/a/tutorials/s" "01-a.py"',
-         '.file 1 "tutorials/s" "01-b.py"'),
-        ('.file\t2 "/b/triton/language/standard.py"',
+def test_code_names_no_folder():
+    for line, left in (
+        ('.file\t2 "/b c/triton/language/standard.py"',
          '.file\t2 "triton/language/standard.py"'),
-        ('#loc = loc("/tutorials/a b/tutorials/t/05-chunks.py":77:0)',
-         '#loc = loc("tutorials/s/01-b.py":77:0)'),
-        ("// standard.py:1:6 @[ 05-chunks.py:9:12 ]",
-         "// standard.py:1:6 @[ 01-b.py:9:12 ]"),
+        ('.file 1 "/a/triton/language" "standard.py"',
+         '.file 1 "triton/language" "standard.py"'),
+        ('#loc = loc("tutorials/s/05-chunks.py":77:0)',) * 2,
         (".loc 1 7 4\n\t.section .debug_str\n/a/x", ".loc 1 7 4\n"),
     ):  # fmt: skip
-        assert anywhere(line, "s/01-b") == kept
+        assert anywhere(line) == left
 
 
-FORMS = {"ptx": PTX, "amd": AMD, "ir": IR}
+def test_what_is_kept_is_whole_and_of_the_page_as_it_is(tmp_path, monkeypatch):
+    name = "01-double"
+    script, facts = tmp_path / "script.py", tmp_path / "facts.py"
+    script.write_text("x = 1")
+    facts.write_text(FACTS)
+    monkeypatch.setattr(kept, "FOLDER", tmp_path / "xray")
+    monkeypatch.setattr(kept.tutorial, "script_of", lambda name: script)
+    monkeypatch.setattr(kept.declared, "file_of", lambda name: facts)
+    page = SimpleNamespace(kernels={"_f": None})
+    monkeypatch.setattr(kept.declared, "kernels", lambda name: page)
+    call = SimpleNamespace(run="run", values={"N": 512}, target="sm_90")
 
+    def write(text="code"):
+        kept.write(name, [(call, {"_f": sheet(512, codes={"ptx": text})})])
 
-@pytest.mark.parametrize("form", FORMS)
-def test_code_gets_the_lines_of_the_page(form):
-    """And no other file does; a comment stays in its column."""
-    rows = [*range(101, 107), *range(1207, 1300)]
-    text = FORMS[form]
-    placed, found = in_place(text, marks(text, SCRIPT), SCRIPT, rows)
-    assert found == marks(placed, SCRIPT)
-    assert told(found) == [
-        (kind, bytes, rows[line - 1])
-        for kind, bytes, line in told(marks(text, SCRIPT))
-    ]
-    theirs = r"(?:standard\.py\"?:|\.loc\t2 )\d+"
-    assert re.findall(theirs, placed) == re.findall(theirs, text) != []
-    first = re.compile(r"\.loc\t1 .*  ;").search
-    if form == "amd":
-        assert len(first(placed)[0]) == len(first(text)[0])
-
-
-def kept(project):
-    """What is kept of a project's panels, and when it was written."""
-    (file,) = (project.root / "docs/_build/xray").iterdir()
-    return file, file.stat().st_mtime_ns
-
-
-def test_sheets_are_kept_while_the_code_is_the_same(built):
-    """Prose of the page may change, and move it."""
-    before = kept(built)
-    built.edit("in its shortest form", "as short\n# as can be")
-    built.edit("Double a tensor, and", "Double a vector, and")
-    assert "build succeeded" in built.build().stdout
-    assert "as short\nas can be" in built.page()
-    assert kept(built) == before
-    lines = built.script().read_text().splitlines()
-    end = next(n for n, line in enumerate(lines, 1) if "tl.store" in line)
-    kernel = set(range(end - 3, end + 1))
-    for file in (built.root / "docs/tutorials/xray").iterdir():
-        text = file.read_text()
-        for line, said in re.findall(r"<== .*, line (\d+): (.*)", text):
-            assert lines[int(line) - 1].strip() == said
-        places = re.findall(rf'{SCRIPT}"?:(\d+)', text)
-        assert set(map(int, places)) <= kernel, file
-    for old, new in (
-        ("2 * tl.load(", "2.5 * tl.load("),
-        ("  # a comment", "  # another comment"),
-        ("    cols = tl", "    # columns\n    cols = tl"),
-    ):
-        key = xray._key(built.script(), {})
-        built.edit(old, new)
-        changed = xray._key(built.script(), {})
-        built.edit(new, old)
-        assert changed != key, new
-
-
-def test_sheets_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    file, found = tmp_path / "xray" / "01-double.1", {"_f": 1}
-    xray._write(file, found)
-    assert xray._read(file) == found
+    assert not kept.fresh(name)
+    write()
+    found = kept.read(name)
+    assert found["_f", "sm_90", 512].codes == {"ptx": "01-double._f.sm_90.ptx"}
+    assert (kept.FOLDER / "01-double._f.sm_90.ptx").read_text() == "code"
+    assert kept.fresh(name)
+    for file in script, facts:
+        before = file.read_text()
+        file.write_text(before + "\n")
+        assert not kept.fresh(name), file
+        file.write_text(before)
     with pytest.raises(OSError), monkeypatch.context() as patch:
-        patch.setattr(xray.os, "replace", full_disk)
-        xray._write(file, {"_f": 2})
-    assert xray._read(file) == found
-    newer = file.with_suffix(".2")
-    xray._write(newer, found)
-    assert list(file.parent.iterdir()) == [newer]
+        patch.setattr(kept.os, "replace", full_disk)
+        write("new code")
+    assert kept.read(name) == found
+    kept.file_of(name).write_bytes(kept.file_of(name).read_bytes()[:100])
+    assert not kept.fresh(name)
+    write()
+    assert kept.fresh(name)
+    (kept.FOLDER / "01-double._f.sm_90.ptx").unlink()
+    assert not kept.fresh(name)
 
 
 def full_disk(*_):
     raise OSError("No space left on device")
 
 
-def test_unreadable_sheets_are_made_again(built):
-    file, _ = kept(built)
-    whole, page = file.read_bytes(), built.page()
-    for left in 0, 100:
-        file.write_bytes(whole[:left])
-        assert xray._read(file) == {}
-    (built.root / "doctrees/environment.pickle").unlink()  # read all again
-    assert "build succeeded" in built.build().stdout
-    assert file.read_bytes() == whole
-    assert built.page() == page
-
-
-def test_a_kernel_that_is_not_there_is_named(tmp_path):
-    project = with_panel(tmp_path, ENTRY.replace("._double]", "._triple]"))
-    done = project.build()
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('"_double": K', '"_triple": K', "KERNELS (declares|lacks) _"),
+        ("(M,)", "(Q,)", "(?s)cannot be compiled for its X-ray.*name 'Q'"),
+    ],
+)
+def test_facts_that_do_not_fit_are_named(tmp_path, old, new, said):
+    done = with_panel(tmp_path, FACTS.replace(old, new)).build()
     assert done.returncode
-    assert "_triple" in done.stdout
-
-
-def test_a_call_that_fails_is_named(tmp_path):
-    project = with_panel(tmp_path, ENTRY.replace("(M,)", "(Q,)"))
-    done = project.build()
-    assert done.returncode
-    assert "cannot be compiled for its X-ray" in done.stdout
-    assert "01-double" in done.stdout
-    assert "name 'Q' is not defined" in done.stdout
+    output = " ".join(done.stdout.split())
+    assert re.search(said, output), output[-2000:]
+    assert "tests/pages/01-double.py" in output

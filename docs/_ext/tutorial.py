@@ -31,8 +31,8 @@ SHOWN = (
 # Not under docs/_build: make test empties that, and CI keeps this.
 CACHE = ROOT / ".cache"
 # Who has set these himself shares kernels between checkouts, and may: no path
-# is left in what the pages show (see compiled.aot).
-os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+# is left in what the pages show (see compiled/aot.py).
+KERNELS = Path(os.environ.setdefault("TRITON_CACHE_DIR", f"{CACHE}/triton"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 
@@ -115,7 +115,7 @@ def packed(text):
     return "".join(lines[row - 1] + "\n" for row in rows(text))
 
 
-def load(name, replace=(), interpret=True, text=None):
+def load(name, replace=(), interpret=True):
     """Module with the definitions of a tutorial.
 
     Definitions are imports, the switch `if ON_GPU:` of the first cell (or
@@ -127,14 +127,12 @@ def load(name, replace=(), interpret=True, text=None):
     first: that is how a test makes a mutant. Each old must occur once.
 
     interpret=False leaves out the switch, for compiling without a GPU. The
-    file is then named without its folder, mutant or not: Triton keeps what it
-    compiled by the text and the line of a kernel, and the name stands in it.
-    So it is `packed`, too: new prose moves no kernel.
-    text stands for the file's own, to load an earlier version of it.
+    file is then named without its folder, mutant or not, for the name stands
+    in what Triton makes and keeps.
     """
     path = TUTORIALS / f"{name}.py"
-    edited = bool(replace or text or not interpret)
-    text = text or path.read_text(encoding="utf-8")
+    edited = bool(replace or not interpret)
+    text = source(name)
     filename = str(path)
     module_name = "tutorial_" + re.sub(r"\W", "_", name)
     for old, new in replace:
@@ -150,7 +148,6 @@ def load(name, replace=(), interpret=True, text=None):
         filename = f"{filename}.{digest}.py"
         if not interpret:
             filename = f"tutorials/{name}.py"
-            text = packed(text)
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
     tree = ast.parse(text, filename)

@@ -11,7 +11,7 @@ import pytest
 from browser import built
 
 import tutorial
-from compiled import limits
+from compiled import declared, limits
 from measurements import recording
 
 each_page = pytest.mark.parametrize("name", built.PAGES)
@@ -113,10 +113,10 @@ def test_solutions_are_folded(name):
 
 @each_tutorial
 def test_kernels_have_their_xray(name):
-    entries = limits.entries(limits.pages()[built.stem(name)])
+    kernels = declared.kernels(built.stem(name)).kernels
     panels = built.soup(name).select("details.bp-xray")
     titles = [p.summary.get_text().strip() for p in panels]
-    assert sorted(titles) == sorted(f"X-ray of {kernel}" for kernel in entries)
+    assert sorted(titles) == sorted(f"X-ray of {kernel}" for kernel in kernels)
     for panel in panels:
         assert "open" not in panel.attrs
         tabs = [t.get_text().strip() for t in panel.select("label")]

@@ -6,6 +6,8 @@ They are compiled as the tutorial's own wrapper would launch them there:
     with Compilers() as compilers:
         for built in compilers.launches([call])[0]:
             print(built.kernel, built.registers)
+
+All that this needs of the insides of triton and torch stands here.
 """
 
 import dataclasses
@@ -18,15 +20,14 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib.metadata import version
 from types import SimpleNamespace
 
-from compiled import declared, machine_code, occupancy, sass
-from tutorial import load
+import tutorial
+from compiled import declared, occupancy
 
 TRITON = ".".join(version("triton").split(".")[:2])
 # Triton 3.9 puts a barrier before a release by itself; 3.7 does not.
@@ -67,7 +68,6 @@ class Call:
     values: dict  # its other arguments; a dtype is its name
     target: str = "sm_90"
     replace: tuple = ()  # pairs (old, new) that edit the source first
-    source: str | None = None  # another text of the tutorial
     sass: bool = False  # disassemble as well, where that is possible
     last: bool = False  # of each kernel, only its last launch
     then: Callable | None = None  # what to make of each Built, over there
@@ -102,15 +102,6 @@ class Built:
         """PTX or AMD assembly."""
         return self.asm.get("ptx") or self.asm["amdgcn"]
 
-    def widths(self):
-        """Counter of ("ld" or "st", bytes) of global accesses."""
-        names = {"load": "ld", "store": "st"}
-        return Counter(
-            (names[mark.kind], mark.bytes)
-            for mark in machine_code.marks(self.text)
-            if mark.kind in names
-        )
-
 
 class Compilers(ProcessPoolExecutor):
     """Processes that compile, one for each core, until they are shut down.
@@ -124,9 +115,13 @@ class Compilers(ProcessPoolExecutor):
         spawn = multiprocessing.get_context("spawn")
         super().__init__(workers, spawn, initializer=_start)
 
+    def begin(self, call):
+        """The future list of Built of what a Call launches, in order."""
+        return self.submit(_launched, call)
+
     def launches(self, calls):
-        """For each Call the list of Built of what it launches, in order."""
-        return list(self.map(_launched, calls))
+        """For each Call that list, when all are compiled."""
+        return [future.result() for future in [*map(self.begin, calls)]]
 
 
 # In such a process -----------------------------------------------------------
@@ -146,9 +141,9 @@ def _end_with_parent():
 
 
 @cache
-def _module(name, replace, source, target):
+def _module(name, replace, target):
     """A tutorial; it may ask about its GPU, the target, while it is loaded."""
-    return load(name, replace, False, source)
+    return tutorial.load(name, replace, interpret=False)
 
 
 def _launched(call):
@@ -160,25 +155,53 @@ def _launched(call):
 
 
 def _compiled(call):
-    """Run the code; every launch compiles instead."""
+    """Call the function; every launch compiles instead."""
+    import torch
+
+    launched = _stand_in(call.target)
+    # Of this page alone: Triton knows a kernel by its text and its line, and
+    # the name of a file stands in what it made.
+    kept = tutorial.KERNELS / tutorial.file_name(call.tutorial)
+    os.environ["TRITON_CACHE_DIR"] = str(kept)
+    replace = tuple(map(tuple, call.replace))
+    module = _module(call.tutorial, replace, call.target)
+    module.DEVICE = torch.device("meta")
+    values = {
+        name: getattr(torch, value) if name == "dtype" else value
+        for name, value in call.values.items()
+    }
+    if call.run.isidentifier():
+        getattr(declared.loaded(call.tutorial), call.run)(module, **values)
+    else:
+        exec(call.run, module.__dict__ | values)
+    if call.last:
+        launched = {kernel: (kernel, *more) for kernel, *more in launched}
+        launched = launched.values()
+    builds = [_built(call, *launch) for launch in launched]
+    return [call.then(b) for b in builds] if call.then else builds
+
+
+def _stand_in(name):
+    """Let torch and triton believe that there is this GPU; the list of all
+    launches to come."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import KernelInterface
 
-    _, multiprocessors, capability = DEVICES[call.target]
-    target = GPUTarget(*TARGETS[call.target])
-    # The device that the wrapper sees, and the driver that Triton asks.
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 2  # a torch of CUDA cannot count AMD's
-    torch.cuda.Stream = lambda *args: None
-    torch.cuda.get_device_capability = lambda *args: capability
-    limits = occupancy.LIMITS[call.target]
-    torch.cuda.get_device_properties = lambda *args: SimpleNamespace(
+    _, multiprocessors, capability = DEVICES[name]
+    target, limits = GPUTarget(*TARGETS[name]), occupancy.LIMITS[name]
+    properties = SimpleNamespace(
         multi_processor_count=multiprocessors,
         shared_memory_per_block_optin=limits.shared - limits.reserved,
     )
-    torch.version.hip = "6.0" if target.backend == "hip" else None
+    _replace(torch.cuda, "is_available", lambda: True)
+    # A torch of CUDA cannot count the GPUs of AMD.
+    _replace(torch.cuda, "device_count", lambda: 2)
+    _replace(torch.cuda, "Stream", lambda *args: None)
+    _replace(torch.cuda, "get_device_capability", lambda *args: capability)
+    _replace(torch.cuda, "get_device_properties", lambda *args: properties)
+    _replace(torch.version, "hip", "6.0" if target.backend == "hip" else None)
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: target,
@@ -194,65 +217,46 @@ def _compiled(call):
 
         return later
 
-    KernelInterface.__getitem__ = launch
-    replace = tuple(map(tuple, call.replace))
-    module = _module(call.tutorial, replace, call.source, call.target)
-    module.DEVICE = torch.device("meta")
-    values = {
-        name: getattr(torch, value) if name == "dtype" else value
-        for name, value in call.values.items()
-    }
-    if call.run.isidentifier():
-        getattr(declared.loaded(call.tutorial), call.run)(module, **values)
-    else:
-        exec(call.run, module.__dict__ | values)
-    if call.last:
-        launched = {kernel: (kernel, *more) for kernel, *more in launched}
-        launched = launched.values()
-    builds, cubins = [], []
-    for kernel, grid, args, options in launched:
-        compiled = kernel.warmup(*args, grid=grid, **options)
-        built = _measured(compiled, kernel, call, grid)
-        given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        built.columns = given.get("N")
-        builds.append(built)
-        cubins.append(compiled.asm.get("cubin"))
-    if call.sass and all(cubins):
-        _disassemble(builds, cubins)
-    return [call.then(b) for b in builds] if call.then else builds
+    _replace(KernelInterface, "__getitem__", launch)
+    return launched
 
 
-def _disassemble(builds, cubins):
-    """Add SASS to builds for one target."""
-    from triton import knobs
+def _replace(owner, name, value):
+    """Like setattr, of what is there: another version may have it no more."""
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"{owner.__name__} has no {name}: docs/_ext/compiled/aot.py knows "
+            f"torch and triton as of triton 3.7, not {version('triton')}"
+        )
+    setattr(owner, name, value)
 
-    arch = re.search(r"^\.target (\w+)", builds[0].text, re.MULTILINE)[1]
-    found = sass.disassembled(cubins, arch, knobs.nvidia.nvdisasm.path)
-    for built, text in zip(builds, found, strict=True):
-        built.asm["sass"] = text
 
-
-def _measured(compiled, kernel, call, grid):
-    kept = ("ttir", "ttgir", "ptx", "amdgcn")
-    asm = {
-        name: anywhere(compiled.asm[name], call.tutorial)
-        for name in kept
-        if name in compiled.asm
-    }
-    compiler, target = f"triton {version('triton')}", compiled.metadata.target
+def _built(call, kernel, grid, args, options):
+    """What a launch is compiled to."""
+    compiled = kernel.warmup(*args, grid=grid, **options)
+    data, asm = compiled.metadata, compiled.asm
+    compiler = f"triton {version('triton')}"
     if "amdgcn" in asm:
         registers, spills = (
-            int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
+            int(re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"])[1])
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
     else:
-        registers, spills = _resources(compiled.asm["cubin"])
-        compiler += f", ptxas {_ptxas(target)}"
-    stages = re.search(r"tt\.num_stages = (\d+)", asm["ttir"])
-    data = compiled.metadata
+        registers, spills = _resources(asm["cubin"])
+        compiler += f", ptxas {_ptxas(data.target)}"
+    texts = {
+        name: anywhere(asm[name])
+        for name in ("ttir", "ttgir", "ptx", "amdgcn")
+        if name in asm
+    }
+    if call.sass and "cubin" in asm:
+        texts["sass"] = _sass(asm["cubin"])
+    stages = re.search(r"tt\.num_stages = (\d+)", texts["ttir"])
+    given = dict(zip(kernel.arg_names, args, strict=False)) | options
     return Built(
         kernel=kernel.__name__,
         target=call.target,
+        compiler=compiler,
         registers=registers,
         spills=spills,
         shared=data.shared,
@@ -260,27 +264,16 @@ def _measured(compiled, kernel, call, grid):
         # tl.range may have its own; other loops have that of the launch.
         num_stages=int(stages[1]) if stages else data.num_stages,
         tutorial=call.tutorial,
-        compiler=compiler,
-        asm=asm,
+        asm=texts,
         grid=grid if isinstance(grid, tuple) else (),
+        columns=given.get("N"),
     )
 
 
-def anywhere(code, tutorial):
-    """Without debug data, and without the folder of any machine.
-
-    What Triton kept may have been compiled elsewhere, even in this checkout:
-    before it was moved, on a GPU, where a tutorial runs as it stands, or for
-    another page, whose kernel has the same text in the same lines.
-    """
+def anywhere(code):
+    """Without debug data, and without the folder of this machine's triton."""
     code = re.split(r"^\s*\.section\s+\.debug", code, flags=re.MULTILINE)[0]
-    code = re.sub(
-        r'"/(?:[^"\n]*/)?(triton/language|tutorials)\b', r'"\1', code
-    )
-    folder, _, stem = f"tutorials/{tutorial}".rpartition("/")
-    page = r'"tutorials[\w/-]*?(/|" ")[\w-]+\.py"'
-    code = re.sub(page, rf'"{folder}\g<1>{stem}.py"', code)
-    return re.sub(r"\b\d\d-[\w-]+(?=\.py:\d)", stem, code)  # in a comment
+    return re.sub(r'"/(?:[^"\n]*/)?(triton/language)\b', r'"\1', code)
 
 
 @cache
@@ -300,6 +293,21 @@ def _resources(cubin):
         int(re.search(rf"\b{name}:(\d+)", report)[1])
         for name in ("REG", "STACK")
     )
+
+
+def _sass(cubin):
+    """Its instructions, behind comments with the lines of PTX that they come
+    from."""
+    from triton import knobs
+
+    report = _tool(cubin, knobs.nvidia.nvdisasm.path, "-gp", "-c", "-ndf")
+    lines = []
+    for line in report.splitlines():
+        if place := re.search(r'ptx_txt", line (\d+)', line):
+            lines.append(f"\t// PTX line {place[1]}")
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def _tool(cubin, *command):

@@ -97,6 +97,11 @@ def file_of(name):
     return FOLDER / f"{name}.py"
 
 
+def place(name):
+    """The same, as a message names it."""
+    return file_of(name).relative_to(ROOT)
+
+
 @cache
 def loaded(name):
     """The module of that file; it may import what stands in tests/."""

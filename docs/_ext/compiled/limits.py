@@ -6,12 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from compiled import aot, machine_code
-from compiled.occupancy import occupancy
-from said import AND, N_, Said, listed
 
 SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel
 DEFAULT = "sm_90"
-NONE = Said("none")
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
@@ -152,55 +149,3 @@ def broken(kernel, built, N, dtype):
         if value != limit:
             found.append(Broken(what, limit, value, where))
     return found
-
-
-def numbers(built, facts=None):
-    """What a panel says about a build, in pairs of name and value."""
-    facts = facts or Facts(built)
-    per_device = facts.programs, facts.multiprocessors
-    warps, most, limits = occupancy(
-        built.target, built.registers, built.shared, facts.warps, per_device
-    )
-    yield N_("Compiled by"), built.compiler
-    yield (
-        N_("Programs"),
-        Said(
-            "%(programs)s × %(warps)s warps",
-            {"programs": f"{facts.programs:,}", "warps": facts.warps},
-        ),
-    )
-    yield N_("Registers of a thread"), facts.registers
-    yield N_("Spilled bytes of a thread"), facts.spills
-    shared = Said("%(count)s bytes", {"count": f"{facts.shared:,}"})
-    yield N_("Shared memory"), shared
-    yield N_("Stages asked for"), facts.stages
-    yield N_("Global loads"), widths(facts, "load")
-    yield N_("Global stores"), widths(facts, "store")
-    yield N_("Asynchronous copies"), widths(facts, "copy")
-    yield N_("Shuffles"), facts.count("shuffle") or NONE
-    yield N_("Barriers"), facts.count("barrier") or NONE
-    atomics = facts.count("atomic") + facts.count("release")
-    yield N_("Atomics"), atomics or NONE
-    at_a_time = {"warps": warps, "most": most}
-    yield (
-        N_("Warps at a time"),
-        Said(
-            "%(warps)s of %(most)s, limited by %(limits)s",
-            at_a_time | {"limits": listed([*map(Said, limits)], AND)},
-        )
-        if limits
-        else Said("%(warps)s of %(most)s", at_a_time),
-    )
-
-
-def widths(facts, kind):
-    """Instructions by width: ``12 × 16 bytes, 2 × 4 bytes``."""
-    found = sorted(
-        ((b, n) for (k, b), n in facts.counts.items() if k == kind),
-        reverse=True,
-    )
-    widths = [
-        Said("%(count)s × %(bytes)s bytes", {"count": n, "bytes": b})
-        for b, n in found
-    ]
-    return listed(widths) or NONE

@@ -7,7 +7,7 @@ it came from.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # What a mark is called on the page.
 KINDS = {
@@ -315,36 +315,6 @@ def barrier_before(found, number):
     kinds = [m.kind for m in found if m.number < number]
     stores = [i for i, kind in enumerate(kinds) if kind == "store"]
     return bool(stores) and "barrier" in kinds[stores[-1] :]
-
-
-def in_place(text, found, script, rows):
-    """A text and its marks, of packed code, with the lines of the page: line
-    n of the code is line ``rows[n - 1]`` of the script."""
-
-    def row(line):
-        known = line and line <= len(rows)  # inline assembly counts on
-        return rows[line - 1] if known else line
-
-    def moved(place):
-        return place[1] + str(row(int(place[2])))
-
-    lines = text.splitlines()
-    named = [rf'{re.escape(script)}"?:']
-    if files := "|".join(_files(text, script)):
-        named.append(rf"(?:\.loc\s+|inlined_at )(?:{files}) ")
-    places = re.compile(rf"({'|'.join(named)})(\d+)")
-    sign = COMMENT[language(text)]
-    for i, line in enumerate(lines):
-        if ".loc\t" in line:  # the comment behind it stands in a column
-            code, sign_, comment = line.partition(f" {sign}")
-            new = places.sub(moved, code.rstrip())
-            if sign_:
-                new = new.ljust(len(code))
-            lines[i] = new + sign_ + places.sub(moved, comment)
-        elif script in line:
-            lines[i] = places.sub(moved, line)
-    found = [replace(mark, line=row(mark.line)) for mark in found]
-    return "\n".join(lines) + "\n", found
 
 
 def annotated(text, found, script_lines):

@@ -1,25 +1,18 @@
-"""What an X-ray panel shows of one compiled kernel.
+"""What an X-ray panel shows of one compiled kernel, as plain data.
 
 It is made where the kernel is compiled, in another process, while the
 tutorials run: reading generated code takes time.
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 
 from compiled import limits, machine_code
-from said import N_
-from tutorial import packed, rows, source
+from tutorial import source
 
-CODES = {
-    "ttir": "Triton IR",
-    "ttgir": "GPU IR",
-    "ptx": "PTX",
-    "sass": "SASS",
-    "amdgcn": N_("AMD assembly"),
-}
+# Which codes there are, from the first level to the last.
+CODES = ("ttir", "ttgir", "ptx", "sass", "amdgcn")
 # The lines of a tutorial that a panel follows down: the first of each kind.
 FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
 
@@ -29,10 +22,17 @@ class Sheet:
     kernel: str
     target: str
     columns: int | None  # that the kernel was launched with
-    numbers: dict  # name -> value
+    compiler: str
+    programs: int
+    warps: int  # of a program
+    registers: int  # of a thread
+    spills: int  # bytes of a thread
+    shared: int  # bytes
+    stages: int
+    counts: list  # of instructions: kind, bytes, how many
     # What became of a few lines: each, and its instructions at each level.
     ways: list = field(default_factory=list)
-    codes: dict = field(default_factory=dict)  # a key of CODES -> text, marks
+    codes: dict = field(default_factory=dict)  # one of CODES -> text, marked
 
 
 def brief(built):
@@ -50,36 +50,30 @@ def full(built):
             if mark.kind == "release" and len(lines) == 1:
                 (mark.line,) = lines
     sheet = _numbered(built, facts)
-    # No line of the page is in it: prose may move it.
-    script = packed(source(built.tutorial)).splitlines()
+    script = source(built.tutorial).splitlines()
     sheet.ways = list(_ways(built, found, script))
     sheet.codes = {
-        key: (built.asm[key], marks) for key, marks in found.items()
+        key: machine_code.annotated(built.asm[key], marks, script)
+        for key, marks in found.items()
     }
     return sheet
 
 
-def on_page(name, found):
-    """Sheets of a tutorial, their code marked, with the lines of the page."""
-    text, script = source(name), f"{Path(name).name}.py"
-    lines, of_code = text.splitlines(), rows(text)
-
-    def marked(code, marks):
-        placed = machine_code.in_place(code, marks, script, of_code)
-        return machine_code.annotated(*placed, lines)
-
-    return {
-        which: replace(
-            sheet,
-            codes={key: marked(*made) for key, made in sheet.codes.items()},
-        )
-        for which, sheet in found.items()
-    }
-
-
 def _numbered(built, facts):
-    numbers = dict(limits.numbers(built, facts))
-    return Sheet(built.kernel, built.target, built.columns, numbers)
+    counts = sorted((*which, n) for which, n in facts.counts.items())
+    return Sheet(
+        kernel=built.kernel,
+        target=built.target,
+        columns=built.columns,
+        compiler=built.compiler,
+        programs=facts.programs,
+        warps=facts.warps,
+        registers=facts.registers,
+        spills=facts.spills,
+        shared=facts.shared,
+        stages=facts.stages,
+        counts=counts,
+    )
 
 
 def _marks(built, key, facts):

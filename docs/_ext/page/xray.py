@@ -7,18 +7,13 @@ panel is added to the text that Sphinx reads: script and notebook know nothing
 of it.
 """
 
-import hashlib
 import html
-import io
 import os
-import pickle
 import re
-import tokenize
-from concurrent.futures import ThreadPoolExecutor
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-import joblib
 from sphinx.errors import ExtensionError
 from sphinx.locale import _
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -26,168 +21,92 @@ from sphinx_design.tabs import sd_tab_label
 
 import said
 import tutorial
-from compiled import aot, declared, limits, sheets
+from compiled import aot, declared, kept, limits
+from compiled.occupancy import occupancy
+from languages import CURRENT, ENGLISH
 from page import figures
+from said import AND, N_
 from translation import of_page, sentences
 
-# The disassembler starts once for each page and target: only for these.
-SASS = (limits.DEFAULT,)
-# The modules that make the sheets.
-MADE_BY = (
-    *sorted(Path(aot.__file__).parent.glob("*.py")),
-    *(Path(each.__file__) for each in (said, tutorial)),
-    Path(__file__),
-)
-MADE_OF = hashlib.sha256(
-    b"".join(path.read_bytes() for path in MADE_BY)
-).hexdigest()
+# What the levels of code are called.
+CODES = {
+    "ttir": "Triton IR",
+    "ttgir": "GPU IR",
+    "ptx": "PTX",
+    "sass": "SASS",
+    "amdgcn": N_("AMD assembly"),
+}
 
 
-class XRays:
-    """The sheets of all tutorials, from the start of a build to its end."""
+class Compiling:
+    """What the English build compiles while the tutorials run."""
 
     def __init__(self):
-        self.files = {}  # of each tutorial
-        self.work = None  # what writes those that are missing
+        self.pages = {}  # name -> pairs of a call and its result to come
 
     def start(self, app):
-        """Begin to compile what is not known while the tutorials run.
-
-        What that is, is found before: Python 3.11 cannot always parse in two
-        threads at once.
-        """
-        folder = tutorial.BUILD / "xray"
-        self.files = {
-            name: folder / f"{tutorial.file_name(name)}.{_key(script, name)}"
-            for script in tutorial.scripts()
-            if declared.kernels(name := tutorial.name_of(script))
-        }
-        thread = ThreadPoolExecutor(1)
-        missing = [n for n, file in self.files.items() if not file.exists()]
-        self.work = thread.submit(self.make, missing)
-        thread.shutdown(wait=False)
-
-    def make(self, names):
-        """Write the sheets of tutorials."""
-        for name, found in made(names).items():
-            _write(self.files[name], found)
-
-    def sheets(self, name):
-        """The sheets of a tutorial; damaged ones are made again."""
-        self.work.result()
-        file = self.files[name]
-        if not (found := _read(file)):
-            self.make([name])
-            found = _read(file)
-        return sheets.on_page(name, found)
-
-    def add_panels(self, app, docname, source):
-        """Put the panels of a tutorial into its text."""
-        stem = docname.removeprefix("tutorials/")
-        if stem == docname or not (page := declared.kernels(stem)):
+        """Begin with the kernels of pages that have changed."""
+        if CURRENT is not ENGLISH:
             return
-        app.env.note_dependency(str(declared.file_of(stem)))
+        names = map(tutorial.name_of, tutorial.scripts())
+        stale = [n for n in names if declared.kernels(n) and not kept.fresh(n)]
+        if not stale:
+            return
         try:
-            found = self.sheets(stem)
-        except (RuntimeError, SyntaxError) as error:
+            tutorial.KERNELS.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise ExtensionError(
-                "a tutorial cannot be compiled for its X-ray, as "
-                f"{declared.file_of(stem)} says: {error}"
+                "There is no place for compiled kernels; name another as "
+                f"TRITON_CACHE_DIR: {error}"
             ) from None
-        lines = source[0].splitlines()
-        timed = figures.timed_with(app.srcdir, source[0])
-        for name, kernel in page.kernels.items():
-            look = of_page.said(app, docname, kernel.look)
-            panel = Panel(
-                *(app.srcdir, stem, page, name, look, found, timed, lines)
-            )
-            at = _after_cell(lines, name)
-            if at is None:
+        # One core is left to the tutorials.
+        cores = len(os.sched_getaffinity(0)) - 1
+        compilers = aot.Compilers(max(1, cores))
+        self.pages = {
+            name: [(call, compilers.begin(call)) for call in kept.calls(name)]
+            for name in stale
+        }
+        compilers.shutdown(wait=False)
+
+    def finish(self, app):
+        """Keep what came of it."""
+        for name, begun in self.pages.items():
+            try:
+                found = [
+                    (call, limits.by_name(result.result()))
+                    for call, result in begun
+                ]
+            except (RuntimeError, SyntaxError) as error:
                 raise ExtensionError(
-                    f"{declared.file_of(stem)}: tutorials/{stem}.py has no "
-                    f"kernel {name}"
-                )
-            lines[at:at] = panel.text().splitlines()
-        source[0] = "\n".join(lines) + "\n"
+                    "a tutorial cannot be compiled for its X-ray, as "
+                    f"{declared.place(name)} says: {error}"
+                ) from None
+            try:
+                kept.write(name, found)
+            except LookupError as error:
+                raise ExtensionError(str(error)) from None
 
 
-def made(names):
-    """The sheets of tutorials, of each {(kernel, target, N): Sheet}."""
-    found = {name: {} for name in names}
-    if not names:
-        return found
-    missing = [
-        (name, target, N, page.N[0] == N)
-        for name in names
-        for page in [declared.kernels(name)]
-        for target, N in limits.shown(page)
-    ]
-    calls = [
-        limits.call(
-            *(name, declared.kernels(name), N, target),
-            sass=first and target in SASS,
-            last=True,
-            then=sheets.full if first else sheets.brief,
-        )
-        for name, target, N, first in missing
-    ]
-    # One core is left to the tutorials, which run meanwhile.
-    with aot.Compilers(max(1, len(os.sched_getaffinity(0)) - 1)) as compilers:
-        launched = compilers.launches(calls)
-    for (name, *shape, _first), results in zip(missing, launched, strict=True):
-        for kernel, sheet in limits.by_name(results).items():
-            found[name][kernel, *shape] = sheet
-    return found
-
-
-def _read(file):
-    """The sheets that a file holds; none if it is missing or damaged."""
-    try:
-        return pickle.loads(file.read_bytes())
-    except Exception:  # damaged bytes may raise any
-        return {}
-
-
-def _write(file, found):
-    """Keep sheets, whole or not at all, in place of older ones."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".draft")
-    draft.write_bytes(pickle.dumps(found))
-    os.replace(draft, file)
-    for old in file.parent.glob(f"{file.stem}.*"):
-        if old != file:
-            old.unlink()
-
-
-def _key(script, name):
-    """A hash of everything that the sheets of a tutorial depend on."""
-    text = script.read_text(encoding="utf-8")
-    parts = [
-        _code(text, MADE_OF).encode(),
-        declared.file_of(name).read_bytes(),
-    ]
-    parts += [version("triton").encode(), version("torch").encode()]
-    parts += [MADE_OF.encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-@joblib.Memory(tutorial.CACHE, verbose=0).cache
-def _code(text, made_of):
-    """The code of a script, with nothing in lines of comments. Their number
-    stays: what is compiled names lines.
-
-    Kept between builds, for each asks it of all scripts.
-    """
-    try:
-        code = tutorial.packed(text)
-    except SyntaxError:  # which is told where it is compiled
-        return text
-    lines = code.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        row, column = token.start
-        if token.type == tokenize.COMMENT and not token.line[:column].strip():
-            lines[row - 1] = ""
-    return "\n".join(lines)
+def add_panels(app, docname, source):
+    """Put the panels of a tutorial into its text."""
+    name = docname.removeprefix("tutorials/")
+    if name == docname or not (page := declared.kernels(name)):
+        return
+    app.env.note_dependency(str(kept.file_of(name)))
+    found = kept.read(name)
+    lines = source[0].splitlines()
+    timed = figures.timed_with(app.srcdir, source[0])
+    for kernel, entry in page.kernels.items():
+        look = of_page.said(app, docname, entry.look)
+        panel = Panel(app.srcdir, page, kernel, look, found, timed, lines)
+        at = _after_cell(lines, kernel)
+        if at is None:
+            raise ExtensionError(
+                f"{declared.place(name)}: tutorials/{name}.py has no kernel "
+                f"{kernel}"
+            )
+        lines[at:at] = panel.text().splitlines()
+    source[0] = "\n".join(lines) + "\n"
 
 
 def _after_cell(lines, name):
@@ -204,15 +123,64 @@ def _after_cell(lines, name):
     return None
 
 
+def numbers(sheet):
+    """What a panel says of a kernel, in pairs of name and value."""
+    _name, multiprocessors, _capability = aot.DEVICES[sheet.target]
+    warps, most, bounds = occupancy(
+        *(sheet.target, sheet.registers, sheet.shared, sheet.warps),
+        (sheet.programs, multiprocessors),
+    )
+    count = {kind: 0 for kind, _bytes, _n in sheet.counts}
+    for kind, _bytes, n in sheet.counts:
+        count[kind] += n
+    programs = {"programs": f"{sheet.programs:,}", "warps": sheet.warps}
+    shared = {"count": f"{sheet.shared:,}"}
+    atomics = count.get("atomic", 0) + count.get("release", 0)
+    none = _("none")
+    yield _("Compiled by"), sheet.compiler
+    yield _("Programs"), _("%(programs)s × %(warps)s warps") % programs
+    yield _("Registers of a thread"), sheet.registers
+    yield _("Spilled bytes of a thread"), sheet.spills
+    yield _("Shared memory"), _("%(count)s bytes") % shared
+    yield _("Stages asked for"), sheet.stages
+    yield _("Global loads"), widths(sheet, "load") or none
+    yield _("Global stores"), widths(sheet, "store") or none
+    yield _("Asynchronous copies"), widths(sheet, "copy") or none
+    yield _("Shuffles"), count.get("shuffle") or none
+    yield _("Barriers"), count.get("barrier") or none
+    yield _("Atomics"), atomics or none
+    at_a_time = {"warps": warps, "most": most}
+    if not bounds:
+        yield _("Warps at a time"), _("%(warps)s of %(most)s") % at_a_time
+        return
+    at_a_time["limits"] = _listed([_(each) for each in bounds], AND)
+    yield (
+        _("Warps at a time"),
+        _("%(warps)s of %(most)s, limited by %(limits)s") % at_a_time,
+    )
+
+
+def widths(sheet, kind):
+    """Instructions by width: ``12 × 16 bytes, 2 × 4 bytes``."""
+    return _listed(
+        [
+            _("%(count)s × %(bytes)s bytes") % {"count": n, "bytes": bytes}
+            for which, bytes, n in reversed(sheet.counts)
+            if which == kind
+        ]
+    )
+
+
+def _listed(parts, how=said.COMMA):
+    return said.said(said.listed(parts, how) or "", _)
+
+
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(
-        self, srcdir, stem, page, name, look, found, timed=(), lines=()
-    ):
+    def __init__(self, srcdir, page, name, look, found, timed=(), lines=()):
         self.folder = Path(srcdir) / "tutorials" / "xray"
-        self.stem, self.page, self.name = stem, page, name
-        self.look, self.found = look, found
+        self.page, self.name, self.look, self.found = page, name, look, found
         self.timed = timed  # by which versions of triton, the figures were
         self.lines = lines  # of the page
 
@@ -253,7 +221,7 @@ class Panel:
             "page were timed with what triton %(others)s compiled."
         ) % {
             "version": version("triton"),
-            "others": _said(said.listed(self.timed, said.AND)),
+            "others": _listed(self.timed, AND),
         }
 
     def tab(self, target):
@@ -279,18 +247,17 @@ class Panel:
             yield f"<pre class='bp-way'>{line}</pre>"
             yield "<dl class='bp-levels'>"
             for key, parts in levels:
-                name = _(sheets.CODES[key])
-                yield f"<dt>{name}</dt><dd>{'<br>'.join(parts)}</dd>"
+                yield f"<dt>{_(CODES[key])}</dt><dd>{'<br>'.join(parts)}</dd>"
             yield "</dl>"
 
     def table(self, found):
         """What the compiler says, a column for each shape."""
         first = next(iter(found.values()))
+        columns = [list(numbers(sheet)) for sheet in found.values()]
         rows = [[aot.DEVICES[first.target][0], *(f"N = {N}" for N in found)]]
-        rows += [
-            [_(key), *(_said(sheet.numbers[key]) for sheet in found.values())]
-            for key in first.numbers
-        ]
+        for row in zip(*columns, strict=True):
+            name, _value = row[0]
+            rows.append([name, *(value for _name, value in row)])
         text = (
             ".. list-table::\n   :header-rows: 1\n   :stub-columns: 1\n"
             "   :class: bp-table\n\n"
@@ -301,23 +268,18 @@ class Panel:
         return text + "\n"
 
     def downloads(self, sheet):
-        """Write the codes, with their marks; links to them."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Links to the codes, in the sources of this language."""
         links = []
-        for key, code in sheet.codes.items():
-            page = tutorial.file_name(self.stem)
-            file = f"{page}.{self.name}.{sheet.target}.{key}"
-            (self.folder / file).write_text(code, encoding="utf-8")
+        for key, file in sheet.codes.items():
+            if self.folder != kept.FOLDER:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(kept.FOLDER / file, self.folder / file)
             path = f"/tutorials/xray/{file}"
-            links.append(f":download:`{_(sheets.CODES[key])} <{path}>`")
+            links.append(f":download:`{_(CODES[key])} <{path}>`")
         code = _(
             "The whole code, with these marks and their lines: %(links)s."
         )
-        return code % {"links": _said(said.listed(links))} + "\n"
-
-
-def _said(value):
-    return said.said(value, _)
+        return code % {"links": _listed(links)} + "\n"
 
 
 def _with_its_comment(line, lines):
@@ -349,9 +311,10 @@ class ValidTabs(SphinxPostTransform):
 
 
 def setup(app):
-    xrays = XRays()
+    compiling = Compiling()
     app.add_post_transform(ValidTabs)
     # Sphinx-Gallery runs the tutorials at this event with priority 10.
-    app.connect("builder-inited", xrays.start, priority=6)
-    app.connect("source-read", xrays.add_panels)
+    app.connect("builder-inited", compiling.start, priority=6)
+    app.connect("builder-inited", compiling.finish, priority=900)
+    app.connect("source-read", add_panels)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
