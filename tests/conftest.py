@@ -62,7 +62,7 @@ def rank(file):
 def launches():
     """What compiles calls, in processes that stay: each takes seconds to
     start."""
-    from compiled.aot import Compilers  # GPU machines may lack pyelftools
+    from compiled.aot import Compilers
 
     runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     with Compilers(max(1, len(os.sched_getaffinity(0)) // runs)) as compilers:
