@@ -29,7 +29,7 @@ BUILD = PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 
 .DEFAULT_GOAL := help
 .PHONY: help html preview translations serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build lighthouse screenshot \
-	lint lock clean check-python site-tools test-tools run-tools
+	lint cells lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-21s %s\n", $$1, $$2 }' \
@@ -99,6 +99,9 @@ lighthouse: test-tools  ## measure the built site on a phone, and fail below the
 lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
+
+cells: check-python  ## write the cells that pages share into all scripts
+	@$(PYTHON) tools/cells.py
 
 lock: check-python  ## find the versions that constraints.txt names
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -1,0 +1,84 @@
+"""The cells that pages share are the same everywhere, from one source."""
+
+import shutil
+
+import pytest
+
+import cells
+from cells import EXPLAINED, functions, read, shared, written
+
+NAMES = list(cells.names())
+GATHERING = "layer-norm/11-every-width"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the scripts, to edit."""
+    scripts = tmp_path / "tutorials"
+    shutil.copytree(cells.TUTORIALS, scripts)
+    return scripts
+
+
+def edit(folder, name, old, new):
+    path = folder / f"{name}.py"
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_those_of_their_sources(name):
+    assert written(name) == read(name), "make cells writes them anew"
+
+
+def test_an_edit_of_a_copy_is_found_and_undone(folder):
+    name = "fused/02-dropout"
+    edit(folder, name, "warmup=10, rep=40", "warmup=1, rep=4")
+    assert cells.changed(folder) == [name]
+    assert written(name, folder) == read(name, cells.TUTORIALS)
+
+
+def test_an_edit_of_the_source_reaches_every_copy(folder):
+    edit(folder, EXPLAINED, "warmup=10, rep=40", "warmup=10, rep=50")
+    having = [name for name in NAMES if "def device_time" in read(name)]
+    having.remove(EXPLAINED)
+    assert len(having) > 10
+    assert cells.changed(folder) == [
+        name for name in having if "warmup=10, rep=40" in read(name, folder)
+    ]
+    edit(
+        folder,
+        "layer-norm/05-chunks",
+        "mask = row < left",
+        "mask = row <= left",
+    )
+    assert set(cells.changed(folder)) >= {GATHERING, "fused/03-activation"}
+    assert "mask = row <= left" in written(GATHERING, folder)
+
+
+def test_an_import_that_a_page_does_not_use_is_left_out():
+    name, line = "norms-and-losses/04-cross-entropy", "import matplotlib"
+    assert line in "".join(shared().values())
+    assert line not in written(name)
+
+
+def test_a_function_with_a_name_of_its_own(folder):
+    """Page 11 has one of page 05 under another name."""
+    edit(folder, "layer-norm/05-chunks", "def plan_forward(", "def plan_fwd(")
+    with pytest.raises(LookupError, match=r"05-chunks.py has no .* plan_forw"):
+        cells.changed(folder)
+
+
+def test_a_page_that_is_not_there_is_named(folder):
+    edit(folder, GATHERING, "lanes, from page 06.", "lanes, from page 66.")
+    with pytest.raises(LookupError, match=r"11-every-width.py: .* page 66"):
+        cells.changed(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_page_has_a_clock_of_its_own(name):
+    """Copied without its first line a cell would be compared with nothing."""
+    theirs = functions(read(EXPLAINED))
+    for function in "device_time", "speed", "report":
+        own = functions(read(name)).get(function)
+        assert own in (None, theirs[function])
