@@ -146,7 +146,7 @@ def test_what_is_measured_is_what_is_hashed():
     assert not any("drawn" in row or "solved" in row for row in rows)
 
 
-# Cells that are left out ------------------------------------------------------
+# Cells that are left out -----------------------------------------------------
 
 
 COMPREHENSIONS = {"listcomp", "setcomp", "dictcomp", "genexpr"}
@@ -198,11 +198,13 @@ def leaks(text):
     for cell in code_hash.cells(text):
         rows = [lines[row - 1] for row in cell]
         if code_hash.left_out(rows):
-            symbols = table_of("\n".join(rows)).get_symbols()
+            table = table_of("\n".join(rows))
+            symbols = table.get_symbols()
             given = {s.get_name() for s in symbols if s.is_assigned()}
             given |= {s.get_name() for s in symbols if s.is_imported()}
+            no_locals = {s.get_name() for s in symbols} | globals_of(table)
+            found |= changed("\n".join(rows)) & no_locals - given
             found |= given & later  # a function may run at any time
-            found |= changed("\n".join(rows)) - given
             for line, binds, reads, _ in names:
                 if line >= cell.stop:
                     found |= given & reads
