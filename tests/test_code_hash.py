@@ -1,9 +1,9 @@
 """The hash of a page's code: what it covers, and what it leaves out."""
 
 import ast
-import symtable
 
 import pytest
+from global_names import bound_by, globals_of, names_of, table_of
 
 import tutorial
 from measurements import code_hash
@@ -149,34 +149,6 @@ def test_what_is_measured_is_what_is_hashed():
 # Cells that are left out -----------------------------------------------------
 
 
-COMPREHENSIONS = {"listcomp", "setcomp", "dictcomp", "genexpr"}
-
-
-def table_of(text):
-    return symtable.symtable(text, "cell", "exec")
-
-
-def globals_of(scope):
-    """The global names that a scope uses, or one inside it."""
-    found = {s.get_name() for s in scope.get_symbols() if s.is_global()}
-    return found.union(*map(globals_of, scope.get_children()))
-
-
-def names_of(statement):
-    """What one at the top level binds, reads at once, and reads later."""
-    table = table_of(ast.unparse(statement))
-    symbols = table.get_symbols()
-    binds = {s.get_name() for s in symbols if s.is_assigned()}
-    reads = {s.get_name() for s in symbols if s.is_referenced()}
-    later = set()
-    for scope in table.get_children():
-        at_once = scope.get_name() in COMPREHENSIONS
-        (reads if at_once else later).update(globals_of(scope))
-    if isinstance(statement, ast.For | ast.With):
-        reads -= binds  # bound where it begins
-    return binds, reads, later
-
-
 def changed(text):
     """Whose attributes or items are stored: X of X.a = ..., X.a[0] = ..."""
     found = set()
@@ -199,10 +171,8 @@ def leaks(text):
         rows = [lines[row - 1] for row in cell]
         if code_hash.left_out(rows):
             table = table_of("\n".join(rows))
-            symbols = table.get_symbols()
-            given = {s.get_name() for s in symbols if s.is_assigned()}
-            given |= {s.get_name() for s in symbols if s.is_imported()}
-            no_locals = {s.get_name() for s in symbols} | globals_of(table)
+            given = bound_by("\n".join(rows))
+            no_locals = globals_of(table) | set(table.get_identifiers())
             found |= changed("\n".join(rows)) & no_locals - given
             found |= given & later  # a function may run at any time
             for line, binds, reads, _ in names:
