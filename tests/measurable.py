@@ -1,6 +1,5 @@
 """Tutorials that measure something on a GPU that a stand-in makes up."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,8 @@ import time
 from pathlib import Path
 
 from project import Project
+
+from measurements import recording
 
 HERE = Path(__file__).parent
 
@@ -23,6 +24,7 @@ Two benchmarks, and what may happen while they are measured.
 # The first cell.
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -62,13 +64,18 @@ double(x, y)
 assert torch.equal(y, 2 * x)
 
 # %%
+
+# Drawing: a line.
+
+Path(os.environ["TOLD"] + ".drawn").touch()
+
+# %%
 # Two benchmarks.
 
 
 def tell(how, point):
-    """Say to the test what is done to a point, on which GPU, when."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
-    line = how, NAME, point, gpu, time.time()
+    """Say to the test what is done to a point, and when."""
+    line = how, NAME, point, time.time()
     with open(os.environ["TOLD"], "a") as file:
         file.write(" ".join(map(str, line)) + "\\n")
 
@@ -109,6 +116,10 @@ def timed(function, N, provider):
         time.sleep(0.05)
     if function is triple and sign("fail"):
         raise ValueError("no luck")
+    if function is triple and sign("exit"):
+        sys.exit()
+    if function is triple and sign("die"):
+        os._exit(0)
     return ms
 
 
@@ -162,12 +173,17 @@ import torch
 def test_there_is_a_gpu():
     assert torch.cuda.is_available()
 
-def test_nothing_is_wrong():
-    assert not Path(os.environ["TOLD"] + ".wrong-{name}").exists()
+def test_nothing_is_wrong(pytestconfig):
+    number = pytestconfig.getoption("--page")[:2]
+    assert not Path(os.environ["TOLD"] + f".wrong-{number}").exists()
 
 
 def test_that_this_machine_cannot_run():
     pytest.skip("as the sanitizer is on some machines")
+"""
+OPTION = """
+def pytest_addoption(parser):
+    parser.addoption("--page")
 """
 
 GPU = "nvidia-stand-in-100"
@@ -179,13 +195,13 @@ class Measurable(Project):
     def __init__(self, folder, names=("01-double",)):
         super().__init__(folder, ())
         self.told = self.root.parent / f"{self.root.name}.told"
-        self.checks = self.root / "tests" / "gpu"
-        self.checks.mkdir(parents=True)
+        checks = self.root / "tests"
+        checks.mkdir()
+        (checks / "conftest.py").write_text(OPTION)
+        (checks / "test_checks.py").write_text(CHECKS)
         for name in names:
             self.list(name)
             self.script(name).write_text(TUTORIAL.format(name=name[:2]))
-            path = self.checks / f"test_{name[:2]}_double.py"
-            path.write_text(CHECKS.format(name=name[:2]))
 
     def env(self, gpus, **more):
         paths = [HERE / "stand_in"] if gpus else []
@@ -231,7 +247,7 @@ class Measurable(Project):
         return self.told.with_name(f"{self.told.name}.{what}-{name}")
 
     def points(self, how="timed", name="01"):
-        """What was done so far: (function:N:provider, GPU, when)."""
+        """What was done so far: (function:N:provider, when)."""
         text = self.told.read_text() if self.told.exists() else ""
         found = [line.split() for line in text.splitlines()]
         return [
@@ -243,9 +259,12 @@ class Measurable(Project):
     def forget(self):
         self.told.unlink(missing_ok=True)
 
-    def benchmarks(self, name="01-double", store="docs/measurements"):
-        path = self.root / store / GPU / f"{name}.json"
-        return json.loads(path.read_text())["benchmarks"]
+    def recorded(self, name="01-double", store="docs/measurements"):
+        """A recording that must be whole, or None."""
+        store = self.root / store
+        if not recording.path_of(GPU, name, store).exists():
+            return None
+        return recording.read(GPU, name, store)
 
 
 UNSET = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "FIGURES")

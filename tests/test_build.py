@@ -216,8 +216,7 @@ def test_what_the_script_asks_otherwise_stops_the_build(project):
     benchmark["rows"] = [
         row for row in benchmark["rows"] if row["provider"] != "copy"
     ]
-    data["benchmarks"]["double"] = recording.sealed(benchmark)
-    path.write_text(json.dumps(data))
+    path.write_text(json.dumps(recording.sealed(data)))
     at = "tutorials/01-double.py", "providers", "'copy'", MEND
     assert project.began(stops(project, *at))
 
@@ -243,7 +242,7 @@ if table is not None:
 def test_a_figure_has_a_passport_if_it_shows_the_numbers(
     project, name, numbers, passports
 ):
-    project.edit(
+    project.change(
         "# What it says.\n",
         "# What it says.\n" + FIGURE.format(name=name, numbers=numbers),
     )
@@ -253,6 +252,53 @@ def test_a_figure_has_a_passport_if_it_shows_the_numbers(
     assert page.count("GPU checks passed") == passports
     drawing = f'alt="{name}"' in page
     assert drawing == (passports == 1)
+
+
+CHANGED = (
+    "plt.gca().get_lines()[0].set_ydata([9000, 9999])",
+    "plt.gca().get_lines()[0].set_color('green')",
+    "plt.gca().set_ylabel('TB/s')",
+    "plt.gcf().legends[0].get_texts()[0].set_text('PyTorch')",
+    "plt.gcf().text(0.5, 0.5, '9000 GB/s')",
+    "plt.plot([8, 16], [9000, 9999])",
+)
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_measured_figure_that_was_changed_stops_the_build(project, change):
+    project.change(
+        "except NoGPU:\n    table",
+        "    import matplotlib.pyplot as plt\n\n"
+        f"    {change}\nexcept NoGPU:\n    table",
+    )
+    at = "tutorials/01-double.py: the figure of the benchmark double: found "
+    stops(project, at, "expected what the benchmark drew")
+
+
+def test_another_way_to_measure_stops_the_build(project):
+    """What the docstring says is part of the passport."""
+    project.edit("Invented for a test.", "Timed with care.")
+    stops(
+        *(project, "01-double.py", "benchmark double: method: found ", MEND),
+        "'Invented for a test.', expected 'Timed with care.'",
+    )
+
+
+def test_a_benchmark_that_runs_twice_stops_the_build(project):
+    project.change("# What it says.\n", "# Again.\n\nmeasure.run()\n")
+    stops(project, "tutorials/01-double.py: the benchmark double runs twice")
+
+
+def test_numbers_of_no_benchmark_stop_the_build(project):
+    """Here its name is no longer in the text, so the hash knows nothing."""
+    path = project.recording()
+    data = json.loads(path.read_text())
+    data["benchmarks"]["triple"] = data["benchmarks"]["double"]
+    path.write_text(json.dumps(recording.sealed(data)))
+    stops(
+        *(project, "01-double.py", "does not fit", "benchmark triple", MEND),
+        "found its numbers, expected none, for it did not run",
+    )
 
 
 def test_a_preview_marks_what_is_stale(project):
@@ -268,12 +314,12 @@ def test_a_preview_marks_what_is_stale(project):
 
 
 def test_a_tutorial_that_raises_is_named(project):
-    project.edit("assert torch.equal(y, 2 * x)", "assert torch.equal(y, x)")
+    project.change("assert torch.equal(y, 2 * x)", "assert torch.equal(y, x)")
     stops(project, "tutorials/01-double.py failed")
 
 
 def test_an_unnamed_drawing_is_named(project):
-    project.edit(
+    project.change(
         "# What it says.",
         "# What it says.\n\nimport matplotlib.pyplot as plt\n\n"
         "plt.plot([1, 2])\n",
@@ -282,7 +328,7 @@ def test_an_unnamed_drawing_is_named(project):
 
 
 def test_a_timing_without_passport_stops_the_build(project):
-    project.edit(
+    project.change(
         "# What it says.",
         "# What it says.\n\nimport matplotlib.pyplot as plt\n\n"
         "try:\n    triton.testing.do_bench(lambda: None)\n"

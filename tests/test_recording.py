@@ -12,32 +12,11 @@ from project import ENVIRONMENT, ROOT, rows
 
 import tutorial
 from measurements import recording
+from measurements.measure import RefusedError
+from measurements.stale import pick
 
 GPU, NAME = "nvidia-h200", "01-double"
-
-MEASURED = """
-import triton.testing
-
-SCALE = 2.0
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        ["N"], [8, 16], "provider", ["triton"], ["Triton"], "double", {},
-        ylabel="GB/s",
-    )
-)
-def measure(N, provider):
-    \"\"\"By hand.\"\"\"
-    if N == 16:
-        AT_16
-    return SCALE * N, 1.0 * N, 3.0 * N
-
-
-# A comment.
-measure.run()
-"""
-SCRIPT = MEASURED.replace("AT_16", "pass")
+SCRIPT = "SCALE = 2.0\n# A comment.\n"
 
 
 @pytest.fixture
@@ -54,15 +33,19 @@ def store(tmp_path, monkeypatch):
 
 def data(name=NAME, **changes):
     benchmark = {
-        "code": recording.codes(name)["double"],
-        "environment": ENVIRONMENT | {"gpu": "NVIDIA H200"},
         "unit": "GB/s",
         "args": {},
         "method": "by hand",
         "x_names": ["N"],
         "rows": rows(),
     } | changes
-    return {"benchmarks": {"double": recording.sealed(benchmark)}}
+    return recording.sealed(
+        {
+            "code": recording.code_of(name),
+            "environment": ENVIRONMENT | {"gpu": "NVIDIA H200"},
+            "benchmarks": {"double": benchmark},
+        }
+    )
 
 
 def test_what_is_saved_is_loaded(store):
@@ -76,115 +59,75 @@ def test_what_is_saved_is_loaded(store):
     )
 
 
-def test_other_sections_of_a_recording_are_kept(store):
-    saved = data() | {"profile": {"ncu": "2026.1", "kernels": {}}}
-    recording.save(saved, GPU, NAME)
-    assert recording.load(GPU, NAME)["profile"] == saved["profile"]
-
-
 def test_prose_does_not_make_a_recording_stale(store):
     recording.save(data(), GPU, NAME)
     store.write_text(SCRIPT.replace("# A comment", "# %%\n# Prose"))
     assert recording.load(GPU, NAME)
 
 
+def refused(match):
+    """One sentence, with the file and what to do."""
+    parts = (
+        *(f"tutorials/{NAME}.py: the recording {GPU}/{NAME}.json {match}",),
+        *("on a GPU run: make record TUTORIALS=01",),
+    )
+    with pytest.raises(recording.RecordingError) as error:
+        recording.load(GPU, NAME)
+    line = str(error.value)
+    assert "\n" not in line
+    assert all(part in line for part in parts), line
+    return line
+
+
 def test_code_makes_it_stale(store):
     recording.save(data(), GPU, NAME)
     store.write_text(SCRIPT.replace("SCALE = 2.0", "SCALE = 3.0"))
-    with pytest.raises(recording.RecordingError, match="stale") as error:
-        recording.load(GPU, NAME)
-    found = recording.read(GPU, NAME)["benchmarks"]["double"]["code"]
-    for part in (
-        *("tutorials/01-double.py", "nvidia-h200/01-double.json"),
-        *("benchmark double", f"found {found}"),
-        f"expected {recording.codes(NAME)['double']}",
-        "make record TUTORIALS=01",
-    ):
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_benchmark_more_or_less_makes_it_stale(store):
-    recording.save(data(), GPU, NAME)
-    store.write_text(SCRIPT.replace('"double"', '"triple"'))
-    with pytest.raises(recording.RecordingError) as error:
-        recording.load(GPU, NAME)
-    assert "benchmark triple is not in it" in str(error.value)
-    assert "the tutorial has no benchmark double" in str(error.value)
-    problems = recording.stale(recording.read(GPU, NAME), NAME)
-    assert list(problems) == ["triple", "double"]
-
-
-def test_a_script_that_cannot_be_read_is_named(store):
-    store.write_text(SCRIPT.replace('"double"', "input()"))
-    with pytest.raises(recording.RecordingError, match="plot_name") as error:
-        recording.codes(NAME)
-    assert str(error.value).startswith("tutorials/01-double.py: line ")
+    line = refused("is stale")
+    assert f"found {recording.read(GPU, NAME)['code']}" in line
+    assert f"expected {recording.code_of(NAME)}" in line
 
 
 def test_a_missing_file_is_named(store):
-    with pytest.raises(recording.RecordingError, match="is missing"):
-        recording.load(GPU, NAME)
+    refused("is missing")
+
+
+@pytest.mark.parametrize("text", ["x = (\n", 'x = """\n'])
+def test_a_script_that_cannot_be_read_is_named(store, text):
+    store.write_text(text)
+    with pytest.raises(recording.RecordingError) as error:
+        recording.code_of(NAME)
+    assert str(error.value).startswith("tutorials/01-double.py: ")
 
 
 # What is wrong with a recording: each is an edit of one of four kinds. -------
 
-COMMITTED = sorted((ROOT / "docs/measurements").rglob("*.json"))
 SPEED, CALL, ERROR, BITS = KINDS = {
     "speed": "GB/s",
     "call": "µs",
     "error": "relative error",
     "bits": "different results of 100",
 }
-FOUR = """
-import triton.testing
-
-def measure(N, provider):
-    return 2.0 * N
-
-def benchmark(name, unit):
-    return triton.testing.perf_report(
-        triton.testing.Benchmark(
-            ["N"], [8, 16], "provider", ["triton"], ["Triton"], name, {},
-            ylabel=unit,
-        )
-    )(measure)
-"""
-FOUR += "".join(
-    f"benchmark({kind!r}, {KINDS[kind]!r}).run()\n" for kind in KINDS
-)
 
 
 @pytest.fixture
 def edited(store):
-    """What loading a recording says after an edit of one benchmark."""
+    """What loading a recording says after an edit of one benchmark, or of
+    the whole where none is named."""
     (its,) = data(rows=rows(0.02))["benchmarks"].values()
-    store.write_text(FOUR)
-    codes = recording.codes(NAME)
-    whole = {"benchmarks": {}}
-    for kind, unit in KINDS.items():
-        benchmark = its | {"unit": unit, "code": codes[kind]}
-        whole["benchmarks"][kind] = recording.sealed(benchmark)
+    whole = data()
+    whole["benchmarks"] = {kind: its | {"unit": KINDS[kind]} for kind in KINDS}
+    whole = recording.sealed(whole)
     recording.save(whole, GPU, NAME)
     assert recording.load(GPU, NAME) == whole
 
-    def said(edit, benchmark=SPEED, sealed=True, gpu=GPU):
+    def said(edit, benchmark=SPEED, sealed=True):
         copy = json.loads(json.dumps(whole))
-        its = copy["benchmarks"][benchmark]
-        edit(its)
+        edit(copy["benchmarks"][benchmark] if benchmark else copy)
         if sealed:
-            copy["benchmarks"][benchmark] = recording.sealed(its)
-        recording.save(copy, gpu, NAME)
-        with pytest.raises(recording.RecordingError) as error:
-            recording.load(gpu, NAME)
-        line = str(error.value)
-        assert "\n" not in line
-        for part in (
-            f"tutorials/{NAME}.py: the recording {gpu}/{NAME}.json",
-            *(" is damaged: ", "found ", "expected "),
-            "on a GPU run: make record TUTORIALS=01",
-        ):
-            assert part in line
+            copy = recording.sealed(copy)
+        recording.save(copy, GPU, NAME)
+        line = refused("is damaged: ")
+        assert "found " in line and "expected " in line
         return line
 
     return said
@@ -206,6 +149,7 @@ def test_numbers_out_of_order(edited):
     [
         *((SPEED, v) for v in (math.inf, math.nan, 0, -1.0, "fast", True, [])),
         (SPEED, None),  # the others are numbers
+        (SPEED, 10**400),
         (CALL, 0.0),
         (ERROR, -1e-9),
         (ERROR, math.inf),
@@ -233,26 +177,26 @@ def test_a_count_above_100(edited):
 
 
 def test_a_gpu_that_is_not_its_folder(edited):
-    line = edited(lambda b: b["environment"].update(gpu="NVIDIA H100"))
+    line = edited(lambda d: d["environment"].update(gpu="NVIDIA H100"), None)
     assert "environment, gpu: found NVIDIA H100 in the folder nvidia-h200" in (
         line
     )
-    line = edited(lambda b: None, gpu="nvidia-a100")
-    assert "expected the folder nvidia-h200" in line
+    assert "expected the folder nvidia-h100" in line
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        first(median=20.5),
-        lambda b: b["args"].update(M=1024),
-        lambda b: b["environment"].update(date="2026-11-20"),
-        lambda b: b.update(method="By eye."),
-        lambda b: b["rows"].reverse(),
+        lambda d: d["benchmarks"][SPEED]["rows"][0].update(median=20.5),
+        lambda d: d["benchmarks"][SPEED]["args"].update(M=1024),
+        lambda d: d["benchmarks"][SPEED].update(method="By eye."),
+        lambda d: d["benchmarks"][SPEED]["rows"].reverse(),
+        lambda d: d["benchmarks"].pop(SPEED),
+        lambda d: d["environment"].update(date="2026-11-20"),
     ],
 )
 def test_a_digest_that_does_not_fit(edited, edit):
-    assert "digest: found " in edited(edit, sealed=False)
+    assert "digest: found " in edited(edit, None, sealed=False)
 
 
 @pytest.mark.parametrize(
@@ -260,16 +204,12 @@ def test_a_digest_that_does_not_fit(edited, edit):
     [
         *(
             (lambda b, key=key: b.pop(key), f"{key}: found None")
-            for key in recording.KEYS
-            if key != "digest"
+            for key in recording.BENCHMARK
         ),
-        *(
-            (
-                lambda b, key=key: b["environment"].pop(key),
-                f"environment, {key}: found nothing",
-            )
-            for key in recording.ENVIRONMENT
-        ),
+        (lambda b: b.update(more=1), "it: found the key more"),
+        (lambda b: b.update(environment=[1]), "environment: found [1]"),
+        (lambda b: b.update(environment={"gpu": "H"}), "environment: found {"),
+        (lambda b: b.update(environment={"link": 5}), "environment, link: f"),
         (lambda b: b.update(unit="furlongs"), "unit: found 'furlongs'"),
         (lambda b: b.update(rows=[]), "rows: found []"),
         (lambda b: b.update(rows={"N": 1}), "rows: found {'N': 1}"),
@@ -277,33 +217,74 @@ def test_a_digest_that_does_not_fit(edited, edit):
         (lambda b: b["rows"][3].pop("median"), "row 4: found {"),
         (lambda b: b["rows"][3].pop("N"), "row 4: found {"),
         (lambda b: b["rows"][3].update(more=1), "row 4: found {"),
+        (lambda b: b["rows"][3].update(N=math.nan), "row 4, N: found nan"),
+        (lambda b: b["rows"][3].update(N=[8]), "row 4, N: found [8]"),
         (lambda b: b["rows"].append(b["rows"][0]), "row 7: found ((8,)"),
     ],
 )
-def test_what_is_not_there(edited, edit, place):
+def test_what_is_wrong_with_a_benchmark(edited, edit, place):
     assert f"benchmark {SPEED}: {place}" in edited(edit)
 
 
-def test_what_is_no_recording(store):
-    for text in ("[]", "{}", '{"benchmarks": []}', '{"benchmarks": {"a": 1}}'):
-        path = recording.save(data(), GPU, NAME)
-        path.write_text(text)
-        with pytest.raises(recording.RecordingError, match="damaged"):
-            recording.load(GPU, NAME)
+def told(**changes):
+    return lambda whole: whole["environment"].update(changes)
 
 
-def test_a_file_cut_short_is_found(store):
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        *(
+            (lambda d, key=key: d.pop(key), f"{key}: found None")
+            for key in ("code", "environment", "benchmarks")
+        ),
+        *(
+            (
+                lambda d, key=key: d["environment"].pop(key),
+                f"environment, {key}: found nothing",
+            )
+            for key in recording.ENVIRONMENT
+        ),
+        (told(date="2099-13-45"), "environment, date: found 2099-13-45"),
+        (told(checks_passed=-3), "environment, checks_passed: found -3"),
+        (told(checks_passed=True), "environment, checks_passed: found True"),
+        (told(driver=["1"]), "environment, driver: found ['1']"),
+        (told(cuda="1\n\n.. raw:: html"), "environment, cuda: found '1\\n"),
+        (lambda d: d.update(profile={"a": 1}), "it: found the key profile"),
+        (lambda d: d.update(benchmarks={}), "benchmarks: found {}"),
+        (lambda d: d.update(benchmarks={"a": 1}), "benchmark a: it: found 1"),
+    ],
+)
+def test_what_is_wrong_with_the_whole(edited, edit, place):
+    assert place in edited(edit, None)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"benchmarks": []}', "3"])
+def test_what_is_no_recording(store, text):
+    recording.save(data(), GPU, NAME).write_text(text)
+    refused("is damaged")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text[:200],
+        lambda text: text.replace('"median": ', '"median": 7, "median": ', 1),
+        lambda text: "[" * 100_000,
+        lambda text: "",
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(store, edit):
+    """Cut short, with a key that stands twice, too deep, or empty."""
     path = recording.save(data(), GPU, NAME)
-    path.write_text(path.read_text()[:200])
-    with pytest.raises(recording.RecordingError, match="cannot be read"):
-        recording.load(GPU, NAME)
+    path.write_text(edit(path.read_text()))
+    refused("cannot be read")
 
 
 def counted(**changes):
     """What ncu counted for a benchmark, which has 4 numbers below 100."""
     return data(
         **{
-            "environment": ENVIRONMENT | {"gpu": "NVIDIA H200", "ncu": "1.2"},
+            "environment": {"ncu": "1.2"},
             "unit": "% of warps",
             "args": {"counter": "x.pct"},
             "rows": rows(0.02),
@@ -329,22 +310,43 @@ def test_why_ncu_counted_nothing_is_recorded(store):
         ({"reason": ""}, "reason: found '', expected why ncu"),
         ({"reason": None}, "reason: found None, expected why ncu"),
         ({"reason": "no ncu", "args": {}}, "reason: found 'no ncu'"),
-        (
-            {"environment": ENVIRONMENT | {"gpu": "NVIDIA H200"}},
-            "environment, ncu: found nothing",
-        ),
+        ({"environment": {}}, "environment, ncu: found nothing"),
         ({"rows": rows(0.06)}, "row 3 ((8,), 'copy'): median: found 120"),
-        ({"digest": "0" * 16}, "digest: found 0000"),
     ],
 )
 def test_what_ncu_counted_is_held_to_the_same(store, changes, said):
-    saved = counted(**changes)
-    its = saved["benchmarks"]["double"]
-    saved["benchmarks"]["double"] = its | changes
+    recording.save(counted(**changes), GPU, NAME)
+    assert said in refused("is damaged")
+
+
+LINKED = {"gpus": 2 * ["NVIDIA H200"], "link": "NV18", "nccl": "2.28"}
+RANKS = [  # against the number of ranks; 8 are not there
+    {"ranks": n, "provider": "triton"}
+    | dict.fromkeys(recording.VALUES, None if n == 8 else 1.0)
+    for n in (2, 8)
+]
+
+
+@pytest.mark.parametrize(
+    "its", [{"args": {"ranks": 2}}, {"x_names": ["ranks"], "rows": RANKS}]
+)
+def test_several_gpus_are_named(store, its):
+    saved = data(**its, environment=LINKED)
     recording.save(saved, GPU, NAME)
-    with pytest.raises(recording.RecordingError, match="damaged") as error:
-        recording.load(GPU, NAME)
-    assert said in str(error.value)
+    assert recording.load(GPU, NAME) == saved
+    (benchmark,) = saved["benchmarks"].values()
+    found = recording.environment_of(saved, benchmark)
+    assert found == saved["environment"] | LINKED
+    for key, value in (
+        *(("gpus", []), ("link", ""), ("nccl", "")),
+        *(("gpus", ["NVIDIA H200"]), ("gpus", ["NVIDIA H200", "A100"])),
+    ):
+        wrong = data(**its, environment=LINKED | {key: value})
+        recording.save(wrong, GPU, NAME)
+        assert f"environment, {key}: found " in refused("is damaged")
+
+
+# Files -----------------------------------------------------------------------
 
 
 def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
@@ -361,14 +363,10 @@ def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_unknown_tutorials_are_refused_in_one_line(store):
-    with pytest.raises(recording.RecordingError, match="no tutorial '99'"):
-        recording.pick(["99"])
-    assert recording.pick(["01"]) == recording.pick([NAME]) == [store]
-    assert recording.pick([]) == [store]
-
-
 def test_tutorials_in_sections(store):
+    assert pick(["01"]) == pick([NAME]) == pick([]) == [store]
+    with pytest.raises(RefusedError, match="no tutorial '99'; there are: 01"):
+        pick(["99"])
     names = ["layer-norm/01-a", "layer-norm/02-b", "norms/01-a", "norms/03-c"]
     for name in names:
         tutorial.script_of(name).parent.mkdir(exist_ok=True)
@@ -377,17 +375,17 @@ def test_tutorials_in_sections(store):
     store.unlink()
 
     def picked(*asked):
-        return [tutorial.name_of(script) for script in recording.pick(asked)]
+        return [tutorial.name_of(script) for script in pick(asked)]
 
     assert picked() == names
     assert picked("layer-norm") == picked("layer-norm/") == names[:2]
     assert picked("norms/01") == picked("norms/01-a") == ["norms/01-a"]
     assert picked("02", "03-c", "02") == ["layer-norm/02-b", "norms/03-c"]
     for key in ("01", "01-a"):
-        with pytest.raises(recording.RecordingError, match="several") as error:
+        with pytest.raises(RefusedError, match="several") as error:
             picked(key)
         assert "layer-norm/01-a, norms/01-a" in str(error.value)
-    with pytest.raises(recording.RecordingError, match="no tutorial 'norms/9"):
+    with pytest.raises(RefusedError, match="no tutorial 'norms/9"):
         picked("norms/99")
 
     path = recording.save(data("norms/01-a"), GPU, "norms/01-a")
@@ -412,6 +410,9 @@ def test_a_gpu_is_a_folder(gpu, folder):
     assert recording.slug(gpu) == folder
 
 
+COMMITTED = sorted((ROOT / "docs/measurements").rglob("*.json"))
+
+
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
 def test_committed_recordings_are_whole_and_fresh(path):
     gpu, *parts = path.relative_to(recording.STORE).with_suffix("").parts
@@ -430,7 +431,8 @@ def test_committed_recordings_are_whole_and_fresh(path):
             assert not refused or row["provider"] not in ("triton", "copy")
             assert refused or row["median"] > 0
     for benchmark in loaded["benchmarks"].values():
-        assert benchmark["environment"]["checks_passed"] > 0
+        environment = recording.environment_of(loaded, benchmark)
+        assert environment["checks_passed"] > 0
 
 
 def test_every_tutorial_is_recorded_on_the_default_gpu():
@@ -446,7 +448,6 @@ def test_every_tutorial_is_recorded_on_the_default_gpu():
     ("arguments", "message"),
     [
         (["99"], "no tutorial '99'; there are: layer-norm/01-layer-norm"),
-        (["layer-norm/01"], "no GPU here"),
         ([], "no GPU here"),
     ],
 )
@@ -461,8 +462,3 @@ def test_record_refuses_in_one_line(arguments, message):
     assert done.returncode != 0
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_json_is_plain(store):
-    path = recording.save(data(), GPU, NAME)
-    assert json.loads(path.read_text())["benchmarks"]["double"]["unit"]

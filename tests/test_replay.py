@@ -7,6 +7,7 @@ import triton.testing
 from project import ENVIRONMENT, rows
 
 from measurements import recording, replay
+from measurements.run_page import Measuring
 
 
 def benchmark(**changes):
@@ -28,16 +29,15 @@ def mark(fn, **changes):
 
 
 def unmeasurable(M, N, provider):
-    """Never called in a replay."""
+    """By hand."""
     raise AssertionError("the tutorial's own function was called")
 
 
 def session(*gpus, **changes):
     stored = {
-        "code": "0" * 16,
         "unit": "GB/s",
         "args": {"M": 4096},
-        "method": "by hand",
+        "method": "By hand.",
         "x_names": ["N"],
         "rows": rows(),
     } | changes
@@ -47,10 +47,8 @@ def session(*gpus, **changes):
         default_gpu=gpus[0],
         recordings={
             gpu: {
-                "benchmarks": {
-                    "double": stored
-                    | {"environment": ENVIRONMENT | {"gpu": gpu}}
-                },
+                "environment": ENVIRONMENT | {"gpu": gpu},
+                "benchmarks": {"double": stored},
             }
             for gpu in gpus
         },
@@ -58,18 +56,10 @@ def session(*gpus, **changes):
 
 
 @pytest.fixture
-def measuring(monkeypatch):
-    """What measures a tutorial, on a GPU that is made up; it sends to a
-    list."""
-    from measurements.one_tutorial import Measuring
-
-    monkeypatch.setattr(
-        recording,
-        "environment",
-        lambda checks: ENVIRONMENT | {"gpu": "H200", "checks_passed": checks},
-    )
+def measuring():
+    """What measures a page; it sends to a list."""
     sent = []
-    found = Measuring(lambda **message: sent.append(message), "01-double", {})
+    found = Measuring(lambda **message: sent.append(message), "01-double")
     found.sent = sent
     return found
 
@@ -93,15 +83,13 @@ def test_record_then_replay_gives_the_same_numbers(measuring):
     (message,) = measuring.sent
     stored = message["measured"]
     assert message["benchmark"] == "double"
-    assert (
-        recording.benchmark_problem(
-            recording.sealed(stored | {"code": "0" * 16}), "h200"
-        )
-        is None
-    )
+    data = {"code": "0", "environment": ENVIRONMENT | {"gpu": "H200"}}
+    data = recording.sealed(data | {"benchmarks": {"double": stored}})
+    assert recording.problem(data, "h200") is None
     played = session("h200", **stored)
     with replay.replaced(replay.Runner(played)):
         again = mark(unmeasurable).run(return_df=True)
+    replay.require_all(played)
     assert live.equals(again)
     assert stored["method"] == "By hand."
 
@@ -125,6 +113,10 @@ def test_the_measuring_function_is_given_back():
     assert ours.fn is unmeasurable
 
 
+def by_eye(M, N, provider):
+    """By eye."""
+
+
 SIZES = {"x_vals": [8, 16, 32]}
 MORE = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
 
@@ -138,16 +130,19 @@ MORE = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
         ({"args": {"M": 1}}, "args", "{'M': 4096}", "{'M': 1}"),
         ({"x_names": ["K"]}, "x_names", "['N']", "['K']"),
         ({"ylabel": "µs"}, "unit", "GB/s", "µs"),
+        ({"fn": by_eye}, "method", "'By hand.'", "'By eye.'"),
     ],
 )
 def test_a_recording_of_another_benchmark_is_named(
     own, place, found, expected
 ):
+    fn = own.get("fn", unmeasurable)
+    own = {key: value for key, value in own.items() if key != "fn"}
     with (
         replay.replaced(replay.Runner(session("h200"))),
         pytest.raises(recording.RecordingError) as error,
     ):
-        mark(unmeasurable, **own).run()
+        mark(fn, **own).run()
     line = str(error.value)
     assert "\n" not in line
     for part in (
@@ -156,6 +151,36 @@ def test_a_recording_of_another_benchmark_is_named(
         "make record TUTORIALS=01",
     ):
         assert part in line
+
+
+COUNTED = "By hand. Counted with ``ncu --clock-control none``."
+
+
+@pytest.mark.parametrize(
+    ("method", "fits"),
+    [
+        (COUNTED, True),
+        ("By hand.", True),  # where ncu counted nothing
+        (COUNTED + " And more.", False),
+        ("By hand. Counted with ``ncu``.\n\n.. raw:: html", False),
+    ],
+)
+def test_the_method_says_what_ncu_was_told(method, fits):
+    args = {"counter": "hits"}
+    stored = {"args": args, "method": method, "unit": "% of warps"}
+    stored |= {"x_names": ["N"], "rows": rows(0.02)}
+    bench = benchmark(args=args, ylabel="% of warps")
+    problem = replay.misfit(stored, mark(unmeasurable), bench)
+    assert (problem is None) == fits, problem
+
+
+def test_numbers_of_no_benchmark_are_named():
+    played = session("h200")
+    with pytest.raises(recording.RecordingError, match="double: found its n"):
+        replay.require_all(played)
+    with replay.replaced(replay.Runner(played)):
+        mark(unmeasurable).run()
+    replay.require_all(played)
 
 
 def test_two_x_names_are_two_numbers():
@@ -272,25 +297,18 @@ def test_a_measuring_function_must_say_its_method(measuring):
         mark(lambda M, N, provider: 1 / 0).run()
 
 
-def test_what_is_fresh_is_replayed_while_the_rest_is_measured(measuring):
-    measuring.fresh["double"] = session("h200").recordings["h200"][
-        "benchmarks"
-    ]["double"]
-    with replay.replaced(measuring):
-        table = mark(unmeasurable).run(return_df=True)
-    assert table["Triton (GB/s)"][0] == 1000.25
-    assert not measuring.sent
-
-
 def test_a_benchmark_that_runs_twice_is_named(measuring):
+    """Where it is measured, and where it is replayed."""
+
     def measure(M, N, provider):
         """By hand."""
         return 1.0
 
-    with replay.replaced(measuring):
-        mark(measure).run()
-        with pytest.raises(recording.RecordingError, match="double runs tw"):
+    for stand_in in measuring, replay.Runner(session("h200")):
+        with replay.replaced(stand_in):
             mark(measure).run()
+            with pytest.raises(recording.RecordingError, match="runs twice"):
+                mark(measure).run()
 
 
 def test_timing_outside_a_benchmark_is_noticed(monkeypatch):

@@ -5,11 +5,10 @@ import itertools
 import re
 
 import pytest
+from global_names import names_of
 from project import ROOT
 
 import tutorial
-from measurements import benchmarks
-from measurements.reach import Script, last_name, names
 
 SCRIPTS = tutorial.scripts()
 TEXTS = {tutorial.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
@@ -35,7 +34,7 @@ def defined_by(node):
     """The functions, classes and CONSTANTS of a statement at the top level."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
-    return {name for name in names(node).bound if name.isupper()}
+    return {name for name in names_of(node)[0] if name.isupper()}
 
 
 def used_too_early(text):
@@ -48,11 +47,8 @@ def used_too_early(text):
     bound = set()  # so far, by whatever means
     needs = {}  # of what is defined so far
     for node in body:
-        found = names(node)
-        runs = found.used - found.bound
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            runs = found.used_now  # the rest runs when it is called
-        left = list(runs & known)
+        binds, reads, later = names_of(node)
+        left = list((reads - binds) & known)
         reached = set()
         while left:
             name = left.pop()
@@ -61,9 +57,9 @@ def used_too_early(text):
             elif name not in reached:
                 left += needs.get(name, ())
             reached.add(name)
-        bound |= found.bound
+        bound |= binds
         for name in defined_by(node):
-            needs[name] = found.used & known
+            needs[name] = (reads | later) & known
     return early
 
 
@@ -92,14 +88,25 @@ CLOCKS = {
 
 def timed_outside(text):
     """The lines that read a clock where no benchmark gets."""
-    script = Script(text)
-    reached = set()
-    for root in benchmarks.made_by(script).values():
-        reached.update((root, *script.reached(root)))
-    for node in script.body:
+    body = ast.parse(text).body
+    names = {node: names_of(node) for node in body}
+    makers, reached, before = {"perf_report"}, set(), None
+    while before != len(reached):
+        before = len(reached)
+        used = set().union(*(names[n][1] | names[n][2] for n in reached))
+        for node, (binds, reads, later) in names.items():
+            if "perf_report" in ast.unparse(node) or makers & (reads | later):
+                reached.add(node)
+                if isinstance(node, ast.FunctionDef):
+                    makers.add(node.name)
+            if binds & used:
+                reached.add(node)
+    for node in body:
         for part in ast.walk(node) if node not in reached else ():
-            if isinstance(part, ast.Call) and last_name(part.func) in CLOCKS:
-                yield part.lineno
+            if isinstance(part, ast.Call):
+                name = getattr(part.func, "attr", getattr(part.func, "id", ""))
+                if name in CLOCKS:
+                    yield part.lineno
 
 
 @EVERY

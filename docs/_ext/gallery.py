@@ -23,7 +23,7 @@ from sphinx_gallery import gen_gallery
 import style
 import tutorial
 from languages import CURRENT, ENGLISH
-from measurements import gpus, live, recording, replay
+from measurements import gpus, record, recording, replay
 from measurements.progress import clock, say
 from page import figures, notebooks, outputs, solutions, wide_lines
 
@@ -85,9 +85,19 @@ def reset(gallery_conf, fname, when):
         restore()
 
 
+def require_all_ran(session):
+    """A recording holds nothing that its page does not have."""
+    try:
+        replay.require_all(session)
+    except recording.RecordingError as error:
+        raise ExtensionError(str(error)) from None
+
+
 def finish(name, script_vars, runs, keep, started):
     """Say what was done; keep what the cells gave if none has failed."""
     if script_vars.get("passing"):
+        if session := script_vars.get("session"):
+            require_all_ran(session)
         keep()
     if CURRENT is not ENGLISH:
         return
@@ -115,7 +125,7 @@ def recordings(name, mode, gpu):
     """
     if measures_page(mode, name):
         mine = gpus.folder()
-        return {mine: recording.load(mine, name, live.STORE)}
+        return {mine: recording.load(mine, name, recording.BY_BUILD)}
     others = [other for other in recording.gpus(name) if other != gpu]
     return {each: recording.load(each, name) for each in (gpu, *others)}
 
@@ -152,7 +162,7 @@ def check_recordings(app, config):
             )
     if mode == "preview" or CURRENT is not ENGLISH:
         return
-    problems = live.measure_what_is_stale() if measures(mode) else []
+    problems = record.for_a_build() if measures(mode) else []
     for path in tutorial.scripts() if not problems else ():
         try:
             recordings(tutorial.name_of(path), mode, gpu)

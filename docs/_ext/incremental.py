@@ -29,7 +29,7 @@ from sphinx.util.osutil import copyfile
 import gallery
 import tutorial
 from languages import BUILT, CURRENT, ENGLISH
-from measurements import gpus, live, recording
+from measurements import gpus, recording
 
 PACKAGES = (
     *("torch", "triton", "numpy", "pandas", "matplotlib"),
@@ -77,7 +77,9 @@ def forget_outdated(app):
         if CURRENT is not ENGLISH:
             files = [folder / f"{name}.outputs"]
         elif gallery.measures_page(mode, name):
-            files = [recording.path_of(gpus.folder(), name, live.STORE)]
+            files = [
+                recording.path_of(gpus.folder(), name, recording.BY_BUILD)
+            ]
         else:
             found = recording.gpus(name)
             files = [recording.path_of(each, name) for each in found]

@@ -11,9 +11,9 @@ Where the name of the range ends with ``per`` and a number, what ncu counts is
 divided by it. A point that returns a number was counted by hand and keeps it;
 one that cannot be done returns None.
 
-Such benchmarks are run in a process of their own, under ncu. Where ncu cannot
-count, the process runs without it, and the reason is recorded in place of
-what only ncu knows.
+Such benchmarks are run in a process of their own, under ncu, which runs the
+page until the last of them is done. Where ncu cannot count, the process runs
+without it, and the reason is recorded in place of what only ncu knows.
 """
 
 import csv
@@ -28,7 +28,8 @@ import tempfile
 from glob import glob
 from pathlib import Path
 
-from measurements import gpus, one_tutorial, recording
+from measurements import recording, replay, run_page
+from measurements.children import kill
 
 # Where installers put ncu, if it is not on the path.
 PLACES = "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu"
@@ -44,10 +45,10 @@ OPTIONS = (
     *STATE,
 )
 DURATION = "gpu__time_duration.sum"
-LIMIT = 600  # seconds for the benchmarks of a tutorial
+LIMIT = 600  # seconds for the benchmarks of a page
 
 
-def found():
+def installed():
     """The path of ncu on this machine and its version, or None."""
     others = (sorted(glob(place), reverse=True) for place in PLACES)
     for path in filter(None, [shutil.which("ncu"), *itertools.chain(*others)]):
@@ -64,47 +65,43 @@ def found():
 
 def version():
     """The version of ncu on this machine, or that it was not found."""
-    ncu = found()
+    ncu = installed()
     return ncu[1] if ncu else ABSENT
 
 
 # The process that measures ---------------------------------------------------
 
 
-def count(job, gpu, children, compiled, log):
-    """Run what ncu counts for in a tutorial; what is to be sent of each.
+def count(page, found, counters, process, log):
+    """Run what ncu counts for in a page; what is to be sent of each.
 
-    That is what a process that times would send.
+    That is what a process that times would send. ``found`` are the benchmarks
+    that were timed, ``counters`` the metrics of the others.
     """
-    ncu = found()
-    metrics = [job.counters[plot] for plot in job.counted]
-    metrics = ",".join(dict.fromkeys([*metrics, DURATION]))
+    ncu = installed()
+    metrics = ",".join(dict.fromkeys([*counters.values(), DURATION]))
+    task = {"name": page.name, "script": str(page.script), "found": found}
+    task |= {"compiled": process.compiled}
     sent, said, reason = [], "", "ncu, the profiler Nsight Compute, is missing"
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         table = Path(folder, "counted.csv")
         run = functools.partial(
-            _run, job, gpu, children, compiled, output, Path(folder)
+            _run, task, process.running, output, Path(folder)
         )
         if ncu:
             options = [*OPTIONS, "--metrics", metrics, "--log-file", table]
             sent, failed = run([ncu[0], *map(str, options)])
             said = table.read_text() if table.exists() else ""
             reason = why_not(said + log.read_text(), failed)
-        if reason and not children.ended:
-            alone, failed = run([])
-            if ncu and failed:  # not the fault of ncu: what it counted stays
-                reason = None
-                sent = [m for m in sent if "benchmark" in m]
-                sent += [m for m in alone if "error" in m]
-            else:
-                sent = alone
-    if children.ended:
+        if reason and not process.running.ended:
+            sent, _ = run([])
+    if process.running.ended:
         return
     launches = launched(said)
     for message in sent:
-        if "benchmark" in message:
+        if "measured" in message:
             measured = message["measured"]
-            measured["environment"]["ncu"] = ncu[1] if ncu else ABSENT
+            measured["environment"] = {"ncu": ncu[1] if ncu else ABSENT}
             try:
                 if reason:
                     measured["reason"] = reason
@@ -115,19 +112,17 @@ def count(job, gpu, children, compiled, log):
         yield message
 
 
-def _run(job, gpu, children, compiled, output, folder, ncu):
+def _run(task, running, output, folder, ncu):
     """Run this module as a program; what it sent, and how it failed.
 
     It is told and sends in files, for ncu stands between it and us.
     """
-    task, sent = folder / "task.json", folder / "sent.json"
+    file, sent = folder / "task.json", folder / "sent.json"
     sent.write_text("")
-    given = {"name": job.name, "script": str(job.script), "fresh": job.fresh}
-    given |= {"plots": job.counted, "compiled": compiled, "sent": str(sent)}
-    task.write_text(json.dumps(given))
-    child = children.start(
-        [*ncu, sys.executable, "-m", "measurements.counters", str(task)],
-        {"CUDA_VISIBLE_DEVICES": gpu, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+    file.write_text(json.dumps(task | {"sent": str(sent)}))
+    child = running.start(
+        [*ncu, sys.executable, "-m", "measurements.counters", str(file)],
+        {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -136,12 +131,13 @@ def _run(job, gpu, children, compiled, output, folder, ncu):
         status = child.wait(LIMIT)
         failed = f"it ended with {status}" if status else None
     except subprocess.TimeoutExpired:
-        gpus.kill(child)
+        kill(child)
         child.wait()
         failed = f"it did not end within {LIMIT} s"
-    children.running.discard(child)
+    running.running.discard(child)
     messages = list(map(json.loads, sent.read_text().splitlines()))
-    if failed and not any("error" in message for message in messages):
+    if not any("error" in m or "end" in m for m in messages):
+        failed = failed or "it ended before its last cell"
         messages.append({"error": failed})
     return messages, failed
 
@@ -198,7 +194,7 @@ def fill(measured, ranges, launches):
             )
         value = over_all(kernels, counter) / per
         row |= dict.fromkeys(recording.VALUES, value)
-    measured["method"] += f" Counted with ``ncu {' '.join(STATE)}``."
+    measured["method"] += replay.counted_with(" ".join(STATE))
 
 
 def over_all(kernels, metric):
@@ -214,13 +210,12 @@ def over_all(kernels, metric):
 # The process that is counted -------------------------------------------------
 
 
-class Counting(one_tutorial.Measuring):
+class Counting(run_page.Measuring):
     """Runs what ncu counts for, and gives each point's range a number."""
 
-    counts = True
-
-    def __init__(self, send, name, fresh):
-        super().__init__(send, name, fresh)
+    def __init__(self, send, name, found):
+        super().__init__(send, name)
+        self.found = found  # benchmark -> what was timed, None if ncu counts
         self.number = 0  # of the point
         self.range = None  # its number and what it is divided by
 
@@ -250,8 +245,21 @@ class Counting(one_tutorial.Measuring):
 
         nvtx.range_push, nvtx.range_pop = range_push, range_pop
 
-    def measuring(self, fn, bench):
+    def run(self, original, mark, bench, **kwargs):
+        if timed := self.found.get(bench.plot_name):
+            fn = replay.replaying(timed["rows"], bench)
+            with replay.measuring_with(mark, fn):
+                return original(mark, bench, "", False, False, **kwargs)
         self.ranges = []
+        fn = self.counting(mark.fn, bench)
+        table = self.measure(original, mark, bench, fn, **kwargs)
+        left = {plot for plot, timed in self.found.items() if not timed}
+        if left <= self.seen:
+            raise run_page.EnoughError
+        return table
+
+    def counting(self, fn, bench):
+        """What is called for each point."""
 
         def measure(**values):
             self.number, self.range = self.number + 1, None
@@ -272,24 +280,20 @@ class Counting(one_tutorial.Measuring):
         return measure
 
 
-def main(task):
-    given = json.loads(Path(task).read_text(encoding="utf-8"))
-    one_tutorial.prepare(given["script"])
+def main(file):
+    task = json.loads(Path(file).read_text(encoding="utf-8"))
+    run_page.prepare(task["script"])
     import torch
 
-    with open(given["sent"], "w", encoding="utf-8") as lines:
+    with open(task["sent"], "w", encoding="utf-8") as lines:
 
         def send(**message):
             print(json.dumps(message), file=lines, flush=True)
 
-        stand_in = Counting(send, given["name"], given["fresh"])
+        stand_in = Counting(send, task["name"], task["found"])
         stand_in.watch(torch.cuda.nvtx)
-        one_tutorial.follow(
-            given["script"],
-            given["plots"],
-            stand_in,
-            one_tutorial.choices_of_its_own(given["compiled"]),
-        )
+        choices = run_page.choices_of_its_own(task["compiled"])
+        run_page.follow(task["script"], stand_in, choices)
 
 
 if __name__ == "__main__":

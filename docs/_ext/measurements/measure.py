@@ -1,31 +1,32 @@
-"""Measure benchmarks: compile everything, then time it, one tutorial a GPU.
+"""Measure pages: compile everything, then time it, one page after the other.
 
-While something is timed, nothing else runs on its GPU. Compiling needs no
-such care, takes longer than timing, and is kept on disk: so all tutorials are
-run once in advance, each in parts, on all cores (``one_tutorial.Compiling``).
-What fails there is no failure; it is compiled when it is timed, and so is
-what several GPUs share, in processes that the tutorial starts.
+While something is timed, nothing else runs. Compiling needs no such care,
+takes longer than timing, and is kept on disk: so all pages are run once in
+advance, each in parts, on all cores (``run_page.Compiling``). What fails there
+is no failure; it is compiled when it is timed, and so is what several GPUs
+share, in processes that the page starts.
 """
 
-import itertools
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tutorial
-from measurements import counters, gpus
+from measurements import counters, environment, recording
+from measurements.children import children
 from measurements.progress import Progress, clock, say
 
 LOGS = tutorial.ROOT / "docs" / "_build" / "logs"
 COMPILE_LIMIT = 300  # seconds: beyond, what is left is compiled when timed
+READY_LIMIT = 120  # seconds to import torch, all pages at once
 
 
 class RefusedError(Exception):
@@ -33,208 +34,193 @@ class RefusedError(Exception):
 
 
 @dataclass
-class Job:
-    """What is to be measured of one tutorial."""
+class Page:
+    """A page that is to be measured."""
 
     name: str
     script: Path
-    why: dict  # benchmark -> why it is measured
-    code: dict  # benchmark -> hash of its code, before anything ran
-    fresh: dict = field(default_factory=dict)  # benchmark -> its recording
+    why: str
+    code: str  # the hash of its code, before anything ran
     checks: object = "not run"  # how many GPU checks passed
-    points: dict = field(default_factory=dict)  # benchmark -> how many
-    counters: dict = field(default_factory=dict)  # benchmark -> metric of ncu
     gpus: int = 1  # at a time, at least
+    points: dict = field(default_factory=dict)  # benchmark -> how many
 
-    @property
-    def timed(self):
-        return [plot for plot in self.why if plot not in self.counters]
-
-    @property
-    def counted(self):
-        return [plot for plot in self.why if plot in self.counters]
-
-    @property
-    def size(self):
-        return sum(self.points.values())
+    def log(self, what):
+        return LOGS / f"{tutorial.file_name(self.name)}.{what}.log"
 
 
-def measure(jobs, keep):
-    """Measure the benchmarks of jobs; what went wrong, a sentence each.
+def measure(pages, keep):
+    """Measure pages; what went wrong, a sentence each.
 
-    keep(job, benchmark, measured) is called with each that is done; it gives
+    keep(page, benchmarks) is called with each page that is done; it gives
     None, or why it was not kept.
     """
     start = time.monotonic()
     LOGS.mkdir(parents=True, exist_ok=True)
-    usable = gpus.usable()
-    count = sum(len(job.why) for job in jobs)
-    say(
-        f"{count} benchmarks of {len(jobs)} tutorials, on {len(usable)} "
-        f"{'GPU' if len(usable) == 1 else 'GPUs'}"
-    )
+    # Those that have several GPUs come last.
+    pages = sorted(pages, key=lambda page: page.gpus)
     with (
-        gpus.children() as children,
+        children() as running,
         tempfile.TemporaryDirectory() as compiled,  # by torch.compile
     ):
-        alone = [job for job in jobs if job.gpus == 1]
-        if alone:
-            compile_in_advance(alone, usable, children, compiled)
+        if alone := [page for page in pages if page.gpus == 1]:
+            compile_in_advance(alone, running, compiled)
             say(f"compiled in {clock(time.monotonic() - start)}")
-        # Those that have several GPUs come last, one after the other.
-        jobs = sorted(jobs, key=lambda job: (job.gpus, -job.size))
-        progress = Progress(jobs)
-        # All start at once: each is ready when its turn comes.
-        started = [Child(job, children, compiled) for job in jobs]
-        problems = gpus.each(
-            lambda child, gpu: measure_one(child, gpu, progress, keep),
-            started[: len(alone)],
-            usable,
-        )
-        problems += [
-            measure_one(child, gpus.shared(), progress, keep)
-            for child in started[len(alone) :]
+        progress = Progress(pages)
+        # All start at once: each is ready when its turn comes, and none
+        # imports anything while another is timed.
+        processes = [Process(page, running, compiled) for page in pages]
+        wait_until_ready(processes)
+        problems = [
+            measure_page(process, progress, keep) for process in processes
         ]
     say(f"measured in {clock(time.monotonic() - start)}")
-    return [problem for part in problems for problem in part]
+    return [problem for problem in problems if problem]
 
 
-def compile_in_advance(jobs, usable, children, compiled):
-    """Run all tutorials at once, each in as many shares as it has work for."""
-    cores, points = len(os.sched_getaffinity(0)), sum(j.size for j in jobs)
-    shares = [max(1, round(cores * job.size / points)) for job in jobs]
-    items = [
-        (job, i, n)
-        for job, n in zip(jobs, shares, strict=True)
-        for i in range(n)
+def compile_in_advance(pages, running, compiled):
+    """Run all pages at once, each in as many shares as it has work for."""
+    cores = len(os.sched_getaffinity(0))
+    expected = {page.name: sum(page.points.values()) for page in pages}
+    work = cores / sum(expected.values())
+    shares = [
+        (page, i, count)
+        for page in pages
+        for count in [max(1, round(work * expected[page.name]))]
+        for i in range(count)
     ]
-    at_a_time = math.ceil(len(items) / len(usable))
     # Twice its share: few points need much memory, and not all at once.
-    memory = min(1, 2 / at_a_time)
-    say(f"compiling first, in {len(items)} processes")
+    memory = min(1, 2 / len(shares))
+    seen = {page.name: {} for page in pages}
+    say(f"compiling {len(pages)} pages first, in {len(shares)} processes")
 
-    def work(item, gpu):
-        job, i, n = item
+    def compile_share(share):
+        page, i, count = share
         start, inside, failed = time.monotonic(), 0, None
-        child = Child(job, children, compiled, (i, n), memory)
-        limit = threading.Timer(COMPILE_LIMIT, child.process.kill)
+        process = Process(page, running, compiled, (i, count), memory)
+        limit = threading.Timer(COMPILE_LIMIT, process.child.kill)
         limit.start()
-        for message in child.run(gpu):
-            if "benchmark" in message:
-                job.points[message["benchmark"]] = message["points"]
+        for message in process.run():
+            if "points" in message:
+                seen[page.name][message["benchmark"]] = message["points"]
             inside = message.get("seconds", inside)
             failed = message.get("error", failed)
         limit.cancel()
-        if children.ended:
+        if running.ended:
             return
         say(
-            f"  {job.name} {i + 1}/{n}: {clock(time.monotonic() - start)}, "
-            f"{clock(inside)} of it in its points"
-            + (f"; stopped: {failed} (see {child.log})" if failed else "")
+            f"  {page.name} {i + 1}/{count}: "
+            f"{clock(time.monotonic() - start)}, {clock(inside)} of it in its "
+            f"points" + (f"; {failed} (see {process.log})" if failed else "")
         )
 
-    gpus.each(work, items, usable, at_a_time)
+    # Threads, for each of them only waits for a process of its own.
+    with ThreadPoolExecutor(len(shares)) as threads:
+        list(threads.map(compile_share, shares))
+    for page in pages:
+        page.points = seen[page.name] or page.points
 
 
-def measure_one(child, gpu, progress, keep):
-    """Measure one tutorial with the GPU to itself; what went wrong.
-
-    First what is timed, then what ncu counts.
-    """
-    job, start = child.job, time.monotonic()
-    problems, failed, inside = [], [], 0
-    left = dict(job.why)
-    for message in itertools.chain(child.run(gpu), child.count(gpu)):
-        if "error" in message:
-            failed.append(message["error"])
-        if "benchmark" in message:
-            plot, measured = message["benchmark"], message["measured"]
-            left.pop(plot, None)
-            inside += message["seconds"]
-            problem = keep(job, plot, measured)
-            if problem:
-                problems.append(problem)
-            else:
-                job.fresh[plot] = measured
-            progress.done(job, message, problem)
-    if child.children.ended:
-        return []
-    spent = time.monotonic() - start
-    say(
-        f"{job.name}: {clock(spent)} on GPU {gpu}, {clock(inside)} of it in "
-        "benchmarks"
+def wait_until_ready(processes):
+    limit = threading.Timer(
+        READY_LIMIT, lambda: [each.child.kill() for each in processes]
     )
-    if failed or left:
-        problems.append(
-            f"tutorials/{job.name}.py stopped: "
-            f"{'; '.join(failed) or 'it does not run all of its benchmarks'}"
-            "; not "
-            f"measured: {', '.join(left) or 'nothing'} (see {child.log})"
+    limit.start()
+    for process in processes:
+        process.await_ready()
+    limit.cancel()
+
+
+def measure_page(process, progress, keep):
+    """Measure a page: what is timed, then what ncu counts; what went wrong."""
+    page, start, failed = process.page, time.monotonic(), []
+    found, counted = {}, {}  # by benchmark, in the order of the page
+    machine = environment.here(page.checks)
+
+    def take(messages):
+        for message in messages:
+            if "error" in message:
+                failed.append(message["error"])
+            if "counter" in message:
+                counted[message["benchmark"]] = message["counter"]
+                found[message["benchmark"]] = None
+            if "measured" in message:
+                found[message["benchmark"]] = message["measured"]
+                progress.done(page, message)
+
+    take(process.run())
+    log = process.log
+    if counted and not failed:
+        log = page.log("count")
+        take(counters.count(page, found, counted, process, log))
+    if process.running.ended:
+        return None
+    say(f"{page.name}: {clock(time.monotonic() - start)}")
+    left = [plot for plot, measured in found.items() if not measured]
+    if not failed and left:
+        failed = [f"nothing came of {', '.join(left)}"]
+    if failed:
+        return (
+            f"tutorials/{page.name}.py stopped: {'; '.join(failed)}; it is "
+            f"not recorded (see {log})"
         )
-    return problems
+    for plot, measured in found.items():
+        own = measured.get("environment", {})
+        if count := recording.ranks(measured):
+            if page.gpus == 1:
+                return (
+                    f"tutorials/{page.name}.py: {plot} has {count} ranks, "
+                    "which the text of the script does not show; write "
+                    "ranks=2 where it is made"
+                )
+            own |= environment.linked(count)
+        if own:
+            measured["environment"] = own
+    return keep(page, machine, found)
 
 
-class Child:
-    """A process that runs one tutorial and sends what it finds."""
+class Process:
+    """A process that runs one page and sends what it finds."""
 
-    def __init__(self, job, children, compiled, share=None, memory=1):
-        self.job, self.children, self.compiled = job, children, compiled
-        self.log = self.log_of(
-            f"compile-{share[0] + 1}" if share else "measure"
-        )
-        self.process, plots = None, list(job.why) if share else job.timed
-        if not plots:
-            return
-        task = {
-            "name": job.name,
-            "script": str(job.script),
-            "plots": plots,
-            "fresh": job.fresh,
-            "compiled": compiled,
-            "share": share,
-            "memory": memory,
-        }
+    def __init__(self, page, running, compiled, share=None, memory=1):
+        self.page, self.running, self.compiled = page, running, compiled
+        self.log = page.log(f"compile-{share[0] + 1}" if share else "measure")
         # One thread each: compiling already has a process for each core, and
         # timing is disturbed by none.
-        env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | gpus.ASK_NO_CUDA
+        env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         env |= {"OMP_NUM_THREADS": "1"} if share else {}
         with self.log.open("w") as log:
-            self.process = children.start(
-                [sys.executable, "-m", "measurements.one_tutorial"],
+            self.child = running.start(
+                [sys.executable, "-m", "measurements.run_page"],
                 env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
             )
+        task = {"name": page.name, "script": str(page.script)}
+        task |= {"compiled": compiled, "share": share, "memory": memory}
         self.say(json.dumps(task))
-
-    def log_of(self, what):
-        return LOGS / f"{tutorial.file_name(self.job.name)}.{what}.log"
 
     def say(self, line):
         # A process that ended before it listened says why in its log.
         with suppress(BrokenPipeError):
-            print(line, file=self.process.stdin, flush=True)
+            print(line, file=self.child.stdin, flush=True)
 
-    def run(self, gpu):
-        """Let it use a GPU; what it sends."""
-        if not self.process:
-            return
-        self.say(gpu)
-        failed = False
-        for line in self.process.stdout:
+    def await_ready(self):
+        self.child.stdout.readline()
+
+    def run(self):
+        """Let it use the GPU; what it sends."""
+        self.say("begin")
+        ended = False
+        for line in self.child.stdout:
             message = json.loads(line)
-            failed |= "error" in message
+            ended |= "error" in message or "end" in message
             yield message
-        status = self.process.wait()
-        self.children.running.discard(self.process)
-        if status and not failed:
-            yield {"error": f"it ended with {status}"}
-
-    def count(self, gpu):
-        """Run the tutorial under ncu, if that counts for it; what it sends."""
-        if self.job.counted and not self.children.ended:
-            self.log = self.log_of("count")
-            yield from counters.count(
-                self.job, gpu, self.children, self.compiled, self.log
-            )
+        status = self.child.wait()
+        self.running.running.discard(self.child)
+        if not ended:  # os._exit, a signal, or no memory
+            yield {
+                "error": f"it ended with {status} before its last cell, as if "
+                "it called os._exit or was killed"
+            }

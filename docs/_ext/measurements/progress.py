@@ -1,7 +1,6 @@
 """What a long measurement says while it runs: plain lines, fit for a log."""
 
 import sys
-import threading
 import time
 
 
@@ -20,26 +19,23 @@ def clock(seconds):
 class Progress:
     """One line a benchmark: what is done, and how much is left."""
 
-    def __init__(self, jobs):
-        self.points = sum(job.size for job in jobs)
+    def __init__(self, pages):
+        self.points = sum(sum(page.points.values()) for page in pages)
         self.count = 0
         self.start = time.monotonic()
-        self.lock = threading.Lock()
 
-    def done(self, job, message, problem=None):
+    def done(self, page, message):
         points = len(message["measured"]["rows"])
         reason = message["measured"].get("reason")
-        with self.lock:
-            self.count += points
-            # A benchmark whose compiling failed early was not counted.
-            self.points = max(self.points, self.count)
-            spent = time.monotonic() - self.start
-            left = spent / self.count * (self.points - self.count)
-            say(
-                f"{job.name}: {message['benchmark']}: {points} points in "
-                f"{message['seconds']:.1f} s, {message['timed']:.1f} s of it "
-                f"timing; {self.count} of {self.points} points, "
-                f"{clock(spent)} so far, {clock(left)} left"
-                + (f"; {problem}" if problem else "")
-                + (f"; not counted: {reason}" if reason else "")
-            )
+        self.count += points
+        # A benchmark whose compiling failed early was not counted.
+        self.points = max(self.points, self.count)
+        spent = time.monotonic() - self.start
+        left = spent / self.count * (self.points - self.count)
+        say(
+            f"{page.name}: {message['benchmark']}: {points} points in "
+            f"{message['seconds']:.1f} s, {message['timed']:.1f} s of it "
+            f"timing; {self.count} of {self.points} points, "
+            f"{clock(spent)} so far, {clock(left)} left"
+            + (f"; not counted: {reason}" if reason else "")
+        )

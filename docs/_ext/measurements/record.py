@@ -1,21 +1,21 @@
-"""Measure tutorials on a GPU and write their recordings: ``make record``.
+"""Measure pages on a GPU: ``make record``, or a build that measures first.
 
     python -m measurements.record [--all] [01 layer-norm/03-lock ...]
 
-Needs torch, triton, matplotlib, pandas, joblib and pytest, not Sphinx. Only
-benchmarks whose recording is missing or stale are measured. First the GPU
-checks of their tutorials run; a tutorial that fails one is not measured. Each
-benchmark is written when it is done.
+Needs torch, triton, matplotlib, pandas and pytest, not Sphinx. Only pages
+whose recording is missing or stale are measured. First their GPU checks run; a
+page that fails one is not measured. Each page is written when it is done.
 """
 
 import argparse
 import sys
 
+import tutorial
 from measurements import gpus, recording
-from measurements.checks import checked
+from measurements.gpu_checks import checked
 from measurements.measure import RefusedError, measure
 from measurements.progress import say
-from measurements.todo import Kept, announce, jobs_for, without_gpus
+from measurements.stale import Kept, pick, with_enough_gpus
 
 
 def main(arguments=None):
@@ -25,22 +25,26 @@ def main(arguments=None):
     given = parser.parse_args(arguments)
     again = "make record goes on with what is left"
     try:
-        scripts = recording.pick(given.tutorials)
-        require_gpu("make record")
+        scripts = pick(given.tutorials)
+        if not gpus.there():
+            raise RefusedError(
+                "no GPU here; run make record on a machine with a GPU "
+                "(make html and make test need none)"
+            )
         kept = Kept(recording.STORE)
-        jobs = jobs_for(scripts, kept, every=given.all)
-        if not jobs:
+        pages = kept.pages(scripts, every=given.all)
+        if not pages:
             say("make record: every recording is fresh (ALL=1 measures all)")
             return
-        jobs, left_out = without_gpus(jobs)
+        pages, left_out = with_enough_gpus(pages)
         for sentence in left_out:
             say(f"make record: {sentence}")
-        if not jobs:
+        if not pages:
             sys.exit("make record: nothing was measured")
         kept.require_writable()
-        announce(jobs)
-        jobs, problems = checked(jobs, again=given.all)
-        problems += measure(jobs, kept.keep) if jobs else []
+        announce(pages)
+        pages, problems = checked(pages)
+        problems += measure(pages, kept.keep) if pages else []
     except (RefusedError, recording.RecordingError, OSError) as error:
         sys.exit(f"make record: {error}")
     except KeyboardInterrupt:
@@ -51,12 +55,32 @@ def main(arguments=None):
         sys.exit(f"make record: the rest is written; {again}")
 
 
-def require_gpu(command):
-    if not gpus.there():
-        raise RefusedError(
-            f"no GPU here; run {command} on a machine with a GPU "
-            "(make html and make test need none)"
-        )
+def announce(pages):
+    """Say what will be measured, and why."""
+    for page in pages:
+        say(f"{page.name}: {page.why}")
+
+
+def for_a_build():
+    """Measure what this build will show, without the GPU checks; what went
+    wrong, a sentence each. What is there and fresh is not measured again."""
+    left = "the next build measures what is left"
+    try:
+        kept = Kept(recording.BY_BUILD)
+        pages = kept.pages(tutorial.scripts(), same_machine=True)
+        pages, left_out = with_enough_gpus(pages)
+        for sentence in left_out:
+            say(f"{sentence}; its page shows what was recorded")
+        if not pages:
+            return []
+        kept.require_writable()
+        announce(pages)
+        problems = measure(pages, kept.keep)
+    except (RefusedError, recording.RecordingError, OSError) as error:
+        problems = [str(error)]
+    except KeyboardInterrupt:
+        problems = ["interrupted; the pages that were measured are kept"]
+    return [*problems, left] if problems else []
 
 
 if __name__ == "__main__":

@@ -1,30 +1,33 @@
-"""Recordings: what a GPU measured for a tutorial, as a file in the repository.
+"""Recordings: what a GPU measured for a page, as a file in the repository.
 
-``docs/measurements/<gpu>/<tutorial>.json`` holds the numbers behind every
-measured figure of a tutorial. Each benchmark in it stands alone: its numbers,
-the environment they were measured in, a hash of the code that was measured,
-and a digest of all that. This module reads, checks and writes these files. It
-needs neither Sphinx nor a GPU.
+``docs/measurements/<gpu>/<page>.json`` holds the numbers behind every measured
+figure of a page: one hash of the page's code, the environment in which it was
+measured, its benchmarks, and one digest of all that. A benchmark says of the
+environment only what concerns it alone: ncu, if that counted, or the GPUs that
+it had together. This module reads, checks and writes these files. It needs
+neither Sphinx nor a GPU.
 
-A tutorial's name is its path below ``tutorials/`` without ``.py``:
-``06-rms-norm``, or ``layer-norm/01-layer-norm`` in the folder of a section.
+A page's name is its path below ``tutorials/`` without ``.py``:
+``layer-norm/01-layer-norm``.
 """
 
+import datetime
 import hashlib
 import json
 import math
 import os
-import platform
 import re
+import sys
 import tempfile
-import time
-from pathlib import Path
+import tokenize
 
 import tutorial
-from measurements import benchmarks
+from measurements import code_hash
 from tutorial import ROOT
 
 STORE = ROOT / "docs" / "measurements"
+# What a build on a GPU measured, see measurements.record.
+BY_BUILD = ROOT / "docs" / "_build" / "measurements"
 
 # The units a benchmark may have (what its ylabel says), and their numbers.
 POSITIVE = (math.ulp(0), math.inf)
@@ -45,23 +48,22 @@ UNITS = {
     "% of warps": (0, 101),
     "load requests per row": (0, math.inf),
 }
-# What each benchmark of a recording says.
-KEYS = {
-    "code": str,
-    "environment": dict,
+PAGE = {"code": str, "environment": dict, "benchmarks": dict, "digest": str}
+BENCHMARK = {
     "unit": str,
     "args": dict,
     "method": str,
     "x_names": list,
     "rows": list,
-    "digest": str,
 }
+# What is in one only where there is something to say.
+OPTIONAL = {"environment": dict, "reason": str}
+# What the environment of each benchmark says, its page's and its own together.
 ENVIRONMENT = (
     *("gpu", "driver", "cuda", "torch", "triton", "python"),
     *("date", "checks_passed"),
 )
-# What it says as well if several GPUs are measured together.
-SEVERAL = ("gpus", "link", "nccl")
+SEVERAL = ("gpus", "link", "nccl")  # if it has several GPUs
 VALUES = ("median", "low", "high")
 
 
@@ -73,44 +75,20 @@ def path_of(gpu, name, store=None):
     return (store or STORE) / gpu / f"{name}.json"
 
 
-def number(name):
-    """What is enough to name a tutorial: ``01`` or ``layer-norm/01``."""
-    return re.sub(r"(\d\d)-[^/]*$", r"\1", name)
-
-
-def pick(asked):
-    """The tutorials meant by ``01``, ``03-lock``, ``layer-norm/01``, or
-    ``layer-norm``, a section; all of them if nothing is asked for."""
-    scripts = tutorial.scripts()
-    means = {}
-    for script in scripts:
-        name = tutorial.name_of(script)
-        section, _, stem = name.rpartition("/")
-        for key in {name, number(name), stem, stem[:2], section} - {""}:
-            means.setdefault(key, []).append(script)
-    picked = {}
-    for key in asked:
-        found = means.get(key.strip("/").removesuffix(".py"), [])
-        names = ", ".join(
-            tutorial.name_of(script) for script in found or scripts
-        )
-        if not found:
-            raise RecordingError(f"no tutorial {key!r}; there are: {names}")
-        if len(found) > 1 and key[:2].isdigit():
-            raise RecordingError(f"{key!r} means several tutorials: {names}")
-        picked |= dict.fromkeys(found)
-    return list(picked) or scripts
-
-
 def slug(gpu):
     """``NVIDIA H200`` -> ``nvidia-h200``, the name of a folder."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 def gpus(name):
-    """The folders that hold a recording of a tutorial."""
+    """The folders that hold a recording of a page."""
     folders = sorted(p.name for p in STORE.glob("*/"))
     return [gpu for gpu in folders if path_of(gpu, name).exists()]
+
+
+def number(name):
+    """What is enough to name a page: ``layer-norm/01``."""
+    return re.sub(r"(\d\d)-[^/]*$", r"\1", name)
 
 
 def mend(name):
@@ -121,73 +99,82 @@ def mend(name):
     )
 
 
-def codes(name):
-    """{benchmark: hash of the code it measures} of a tutorial as it stands."""
-    try:
-        return benchmarks.hashes(tutorial.script_of(name))
-    except (benchmarks.UnclearError, SyntaxError) as error:
-        raise RecordingError(f"tutorials/{name}.py: {error}") from None
+def where(gpu, name):
+    return f"tutorials/{name}.py: the recording {gpu}/{name}.json"
+
+
+# Reading ---------------------------------------------------------------------
 
 
 def load(gpu, name, store=None):
-    """A recording that is whole and fits the tutorial's code."""
+    """A recording that is whole and fits the page's code."""
     data = read(gpu, name, store)
-    if problems := stale(data, name):
+    now = code_of(name)
+    if data["code"] != now:
         raise RecordingError(
-            f"{_where(gpu, name)} is stale: {'; '.join(problems.values())}; "
-            f"{mend(name)}"
+            f"{where(gpu, name)} is stale: the code of the page has changed "
+            f"since (hash found {data['code']}, expected {now}); {mend(name)}"
         )
     return data
 
 
-def stale(data, name):
-    """{benchmark: why} of what has to be measured again, or for once."""
-    recorded, now = data["benchmarks"], codes(name)
-    problems = {}
-    for plot, code in now.items():
-        if plot not in recorded:
-            problems[plot] = f"benchmark {plot} is not in it"
-        elif recorded[plot]["code"] != code:
-            problems[plot] = (
-                f"the code of benchmark {plot} has changed since (hash found "
-                f"{recorded[plot]['code']}, expected {code})"
-            )
-    for plot in recorded.keys() - now.keys():
-        problems[plot] = f"the tutorial has no benchmark {plot}"
-    return problems
+def code_of(name):
+    """The hash of a page's code as it stands."""
+    try:
+        return code_hash.of(tutorial.script_of(name))
+    except (SyntaxError, tokenize.TokenError, ValueError) as error:
+        raise RecordingError(f"tutorials/{name}.py: {error}") from None
 
 
 def read(gpu, name, store=None):
     """A recording that is whole, whether or not it fits the code."""
-    where = _where(gpu, name)
     try:
         data = json.loads(
-            path_of(gpu, name, store).read_text(encoding="utf-8")
+            path_of(gpu, name, store).read_text(encoding="utf-8"),
+            object_pairs_hook=_each_once,
         )
     except FileNotFoundError:
-        raise RecordingError(f"{where} is missing; {mend(name)}") from None
-    except (ValueError, OSError) as error:
         raise RecordingError(
-            f"{where} cannot be read ({error}); {mend(name)}"
+            f"{where(gpu, name)} is missing; {mend(name)}"
         ) from None
-    if problem := _problem(data, gpu):
-        raise RecordingError(f"{where} is damaged: {problem}; {mend(name)}")
+    except (ValueError, OSError, RecursionError) as error:
+        raise RecordingError(
+            f"{where(gpu, name)} cannot be read ({error}); {mend(name)}"
+        ) from None
+    if found := problem(data, gpu):
+        raise RecordingError(
+            f"{where(gpu, name)} is damaged: {found}; {mend(name)}"
+        )
     return data
 
 
-def _where(gpu, name):
-    return f"tutorials/{name}.py: the recording {gpu}/{name}.json"
+def _each_once(pairs):
+    """An object of JSON, in which no key may stand twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"found {twice!r} twice, expected each key once")
+    return found
 
 
-def _problem(data, gpu):
+def environment_of(data, benchmark):
+    """In what a benchmark was measured: its page's environment, its own."""
+    return data["environment"] | benchmark.get("environment", {})
+
+
+# What is wrong with one ------------------------------------------------------
+
+
+def problem(data, gpu):
     """What is wrong with the contents of a recording, or None."""
-    if not isinstance(data, dict):
-        return _differs("it", type(data).__name__, "an object")
-    if not isinstance(data.get("benchmarks"), dict):
-        return _differs("benchmarks", "none", "an object")
-    for name, benchmark in data["benchmarks"].items():
-        if problem := benchmark_problem(benchmark, gpu):
-            return f"benchmark {name}: {problem}"
+    if found := _keys_problem(data, PAGE):
+        return found
+    for plot, benchmark in data["benchmarks"].items():
+        if found := _benchmark_problem(data, benchmark, gpu):
+            return f"benchmark {plot}: {found}"
+    if data["digest"] != digest(data):
+        return _differs("digest", data["digest"], f"{digest(data)} for these")
     return None
 
 
@@ -195,43 +182,68 @@ def _differs(place, found, expected):
     return f"{place}: found {found}, expected {expected}"
 
 
-def benchmark_problem(benchmark, gpu):
-    """What is wrong with one recorded benchmark, or None."""
-    if not isinstance(benchmark, dict):
-        return _differs("it", benchmark, "an object")
-    for key, kind in KEYS.items():
-        found = benchmark.get(key)
-        if not isinstance(found, kind) or not (found or key == "args"):
-            return _differs(key, found, f"a filled {kind.__name__}")
-    environment = benchmark["environment"]
+def _keys_problem(found, keys, optional=()):
+    if not isinstance(found, dict):
+        return _differs("it", found, "an object")
+    for key, kind in keys.items():
+        value = found.get(key)
+        if not isinstance(value, kind) or not (value or key == "args"):
+            return _differs(key, value, f"a filled {kind.__name__}")
+    for key in found.keys() - keys.keys() - set(optional):
+        return _differs("it", f"the key {key}", "none but those that are used")
+    return None
+
+
+def _benchmark_problem(data, benchmark, gpu):
+    if found := _keys_problem(benchmark, BENCHMARK, OPTIONAL):
+        return found
+    own = benchmark.get("environment", {})
+    if not isinstance(own, dict) or own.keys() & data["environment"].keys():
+        return _differs("environment", own, "what the page's does not say")
+    if benchmark["unit"] not in UNITS:
+        units = ", ".join(UNITS)
+        return _differs("unit", repr(benchmark["unit"]), f"one of {units}")
+    environment = environment_of(data, benchmark)
+    return (
+        _environment_problem(environment, gpu)
+        or _counter_problem(benchmark, environment)
+        or _rows_problem(benchmark)
+        or _ranks_problem(benchmark, environment)
+    )
+
+
+def _environment_problem(environment, gpu):
     for key in ENVIRONMENT:
         if environment.get(key) in (None, ""):
             return _differs(f"environment, {key}", "nothing", "what it was")
+    for key, value in environment.items():
+        each = value if key == "gpus" and isinstance(value, list) else [value]
+        count = isinstance(value, int) and value >= 0
+        if key == "checks_passed" and count and value is not True:
+            continue
+        if not all(isinstance(v, str) and v.isprintable() for v in each):
+            return _differs(f"environment, {key}", repr(value), "a line")
+    try:
+        datetime.date.fromisoformat(environment["date"])
+    except ValueError:
+        return _differs("environment, date", environment["date"], "a day")
     if slug(environment["gpu"]) != gpu:
         return _differs(
             "environment, gpu",
             f"{environment['gpu']} in the folder {gpu}",
             f"the folder {slug(environment['gpu'])}",
         )
-    if benchmark["unit"] not in UNITS:
-        units = ", ".join(UNITS)
-        return _differs("unit", repr(benchmark["unit"]), f"one of {units}")
-    return (
-        _counter_problem(benchmark)
-        or _rows_problem(benchmark)
-        or _ranks_problem(benchmark)
-        or _digest_problem(benchmark)
-    )
+    return None
 
 
-def _counter_problem(benchmark):
+def _counter_problem(benchmark, environment):
     """What is wrong with how a benchmark was counted, if ncu counts for it.
 
     Where it could not, it has a reason in place of numbers; what the script
     counted by hand is there all the same.
     """
     counted = "counter" in benchmark["args"]
-    if counted and not benchmark["environment"].get("ncu"):
+    if counted and not environment.get("ncu"):
         return _differs("environment, ncu", "nothing", "what it was")
     if "reason" not in benchmark:
         return None
@@ -253,16 +265,17 @@ def ranks(benchmark):
     return max(measured, default=None)
 
 
-def _ranks_problem(benchmark):
+def _ranks_problem(benchmark, environment):
     """What is missing of GPUs that a benchmark has together."""
     if not (together := ranks(benchmark)):
         return None
     for key in SEVERAL:
-        if not benchmark["environment"].get(key):
+        if not environment.get(key):
             return _differs(f"environment, {key}", "nothing", "what it was")
-    there = benchmark["environment"]["gpus"]
-    if len(there) != together:
-        return _differs("environment, gpus", there, f"{together} of them")
+    there = environment["gpus"]
+    if there != together * [environment["gpu"]]:
+        expected = f"{together} of {environment['gpu']}"
+        return _differs("environment, gpus", there, expected)
     return None
 
 
@@ -274,11 +287,14 @@ def _rows_problem(benchmark):
         if not isinstance(row, dict) or row.keys() != names:
             return _differs(place, row, f"the keys {', '.join(sorted(names))}")
         key = x_of(row, benchmark["x_names"]), row["provider"]
+        for name in (*benchmark["x_names"], "provider"):
+            if not isinstance(row[name], str) and not _finite(row[name]):
+                return _differs(f"{place}, {name}", row[name], "a plain value")
         if key in seen:
             return _differs(place, f"{key} again", "each size once")
         seen.add(key)
-        if problem := _values_problem(row, benchmark["unit"]):
-            return f"{place} {key}: {problem}"
+        if found := _values_problem(row, benchmark["unit"]):
+            return f"{place} {key}: {found}"
     xs, providers = grid(benchmark)
     for key in ((x, provider) for x in xs for provider in providers):
         if key not in seen:
@@ -286,22 +302,22 @@ def _rows_problem(benchmark):
     return None
 
 
+def _finite(value):
+    most = sys.float_info.max  # of whole numbers, too
+    return isinstance(value, int | float) and abs(value) <= most
+
+
 def _values_problem(row, unit):
     values = [row[key] for key in VALUES]
     if values == [None] * 3:  # this provider cannot do this size
         return None
     least, most = UNITS[unit]
-    more_than = "0 or more" if least == 0 else "more than 0"
+    expected = f"a finite number, {'0 or more' if least == 0 else 'above 0'}"
+    expected += f", at most {most}" if most < math.inf else ""
     for key, value in zip(VALUES, values, strict=True):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # not a number, infinite and too low or high fail alike
-        if not number or not least <= value <= most or math.isinf(value):
-            return _differs(
-                key,
-                value,
-                f"a finite number, {more_than}"
-                + (f", at most {most}" if most < math.inf else ""),
-            )
+        number = _finite(value) and not isinstance(value, bool)
+        if not number or not least <= value <= most:
+            return _differs(key, value, expected)
     median, low, high = values
     if not low <= median <= high:
         return _differs(
@@ -310,29 +326,16 @@ def _values_problem(row, unit):
     return None
 
 
-def _digest_problem(benchmark):
-    if benchmark["digest"] == digest(benchmark):
-        return None
-    return _differs(
-        "digest", benchmark["digest"], f"{digest(benchmark)} for these numbers"
-    )
-
-
-def digest(benchmark):
-    """A hash of all that a benchmark says: numbers edited later do not fit.
+def digest(data):
+    """A hash of all that a recording says: numbers edited later do not fit.
 
     That finds accidents. Whoever means to forge can compute it anew.
     """
-    rest = {key: value for key, value in benchmark.items() if key != "digest"}
+    rest = {key: value for key, value in data.items() if key != "digest"}
     text = json.dumps(
         rest, sort_keys=True, ensure_ascii=False, separators=(",", ":")
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def sealed(benchmark):
-    """A benchmark with its digest, as a recording holds it."""
-    return benchmark | {"digest": digest(benchmark)}
 
 
 def x_of(row, x_names):
@@ -344,6 +347,14 @@ def grid(benchmark):
     rows = benchmark["rows"]
     xs = dict.fromkeys(x_of(row, benchmark["x_names"]) for row in rows)
     return list(xs), list(dict.fromkeys(row["provider"] for row in rows))
+
+
+# Writing ---------------------------------------------------------------------
+
+
+def sealed(data):
+    """A recording with its digest."""
+    return data | {"digest": digest(data)}
 
 
 def save(data, gpu, name, store=None):
@@ -383,41 +394,3 @@ def point(result):
         None if v is None or v != v else float(v) for v in values
     )
     return {"median": median, "low": low, "high": high}
-
-
-def environment(checks_passed):
-    """Where and how a measurement was made."""
-    import torch
-    import triton
-
-    driver = "unknown"
-    proc = Path("/proc/driver/nvidia/version")
-    if proc.exists():
-        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", proc.read_text())
-        driver = found[0] if found else driver
-    if driver == "unknown":
-        driver = _nvidia_smi("driver_version") or driver
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "cuda": torch.version.cuda or f"ROCm {torch.version.hip}",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "checks_passed": checks_passed,
-    }
-
-
-def _nvidia_smi(field):
-    import subprocess
-
-    try:
-        return subprocess.run(
-            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-        ).stdout.split("\n")[0]
-    except (OSError, subprocess.TimeoutExpired):
-        return None

@@ -9,6 +9,7 @@ table and the plot in either case, and the tutorial knows nothing of it.
 
 import copy
 import inspect
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,11 +35,11 @@ class Measured:
     names: dict  # provider -> the name of its line
     method: str
     rows: list
-    code: str
     reason: str = ""  # why ncu counted nothing
     live: bool = False
     picture: str = ""  # what it was saved as
     figure: object = None
+    drawn: object = None  # the contents of the figure as it was drawn
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Session:
     recordings: dict = field(default_factory=dict)  # gpu -> recording
     reason: str = ""  # why there are no recordings, in a preview
     results: dict = field(default_factory=dict)  # plot name -> [Measured]
+    seen: set = field(default_factory=set)  # the benchmarks that ran
     pictures: int = 0  # how many figures were saved
     figures: int = 0  # how many of them have numbers
     card: int = 0  # how good the figure is that was kept for the card
@@ -129,6 +131,11 @@ def method(mark):
     return " ".join(text.split())
 
 
+def counted_with(options):
+    """What the method says as well where ncu counted."""
+    return f" Counted with ``ncu {options}``."
+
+
 def keeping(fn, bench, rows):
     """The measuring function, with every number it returns kept in rows."""
 
@@ -164,16 +171,21 @@ def x_values(bench):
         yield tuple(recording.plain(value) for value in each)
 
 
-def misfit(stored, bench):
+def misfit(stored, mark, bench):
     """How a recorded benchmark differs from the script's own, or None."""
     xs, providers = recording.grid(stored)
-    own = {k: recording.plain(v) for k, v in bench.args.items()}
+    its_method = stored["method"]
+    if "counter" in bench.args:
+        counted = re.escape(counted_with("OPTIONS")).replace(
+            "OPTIONS", "[ a-z-]+"
+        )
+        its_method = re.sub(rf"{counted}$", "", its_method)
+    own = described(mark, bench)
     for place, found, expected in (
-        ("unit", stored["unit"], bench.ylabel),
-        ("args", stored["args"], own),
-        ("x_names", stored["x_names"], list(bench.x_names)),
+        *((key, stored[key], own[key]) for key in ("unit", "args", "x_names")),
         ("x values", xs, list(x_values(bench))),
         ("providers", _own(providers), _own(bench.line_vals)),
+        ("method", repr(its_method), repr(own["method"])),
     ):
         if found != expected:
             return f"{place}: found {found}, expected {expected}"
@@ -223,6 +235,49 @@ def with_recorded_peers(bench, rows):
     return bench
 
 
+def contents(figure):
+    """All that a figure says: its lines, bands, pictures and words."""
+    found = [text.get_text() for text in figure.texts]
+    for legend in figure.legends:
+        found += [text.get_text() for text in legend.get_texts()]
+    for axes in figure.axes:
+        found += [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
+        for axis in (axes.xaxis, axes.yaxis):
+            ticks = axis.get_major_formatter()
+            found += [axis.get_scale(), getattr(ticks, "seq", None)]
+        found += [text.get_text() for text in axes.texts]
+        for line in axes.lines:
+            found += [line.get_visible(), line.get_color()]
+            found += line.get_xydata().tolist()
+        found += [image.get_array().tolist() for image in axes.images]
+        found += [patch.get_path().vertices.tolist() for patch in axes.patches]
+        for band in axes.collections:
+            found += [path.vertices.tolist() for path in band.get_paths()]
+    return repr(found)  # in which NaN is itself
+
+
+def runs_twice(name, plot):
+    return recording.RecordingError(
+        f"tutorials/{name}.py: the benchmark {plot} runs twice: found a "
+        "second figure, expected one of each name"
+    )
+
+
+def does_not_fit(gpu, name, plot, problem):
+    return recording.RecordingError(
+        f"{recording.where(gpu, name)} does not fit: benchmark {plot}: "
+        f"{problem}; {recording.mend(name)}"
+    )
+
+
+def require_all(session):
+    """When a page has run: nothing was recorded that it does not have."""
+    for gpu, data in session.recordings.items():
+        for plot in data["benchmarks"].keys() - session.seen:
+            problem = "found its numbers, expected none, for it did not run"
+            raise does_not_fit(gpu, session.name, plot, problem)
+
+
 class Runner:
     """Stands for Mark._run while a tutorial is built."""
 
@@ -232,11 +287,12 @@ class Runner:
     def __call__(
         self, original, mark, bench, save_path, show, print_data, **kwargs
     ):
-        session = self.session
+        session, plot = self.session, bench.plot_name
+        if plot in session.seen:
+            raise runs_twice(session.name, plot)
+        session.seen.add(plot)
         if not session.recordings:
-            session.results[bench.plot_name] = [
-                Missing(bench.plot_name, session.reason)
-            ]
+            session.results[plot] = [Missing(plot, session.reason)]
             return self.undrawn(
                 original, mark, bench, save_path, show, False, **kwargs
             )
@@ -248,22 +304,30 @@ class Runner:
 
     def replay(self, original, mark, bench, gpu, **kwargs):
         name, plot = self.session.name, bench.plot_name
-        where = f"tutorials/{name}.py: the recording {gpu}/{name}.json"
-        stored = self.session.recordings[gpu]["benchmarks"].get(plot)
+        data = self.session.recordings[gpu]
+        stored = data["benchmarks"].get(plot)
         problem = (
-            misfit(stored, bench)
+            misfit(stored, mark, bench)
             if stored
             else f"found nothing, expected what {mark.fn.__name__} measured"
         )
         if problem:
-            raise recording.RecordingError(
-                f"{where} does not fit: benchmark {plot}: {problem}; "
-                f"{recording.mend(name)}"
-            )
+            raise does_not_fit(gpu, name, plot, problem)
+        environment = recording.environment_of(data, stored)
         bench = with_recorded_peers(bench, stored["rows"])
         with measuring_with(mark, replaying(stored["rows"], bench)):
             table, figure = self.draw(original, mark, bench, **kwargs)
-        self.keep(bench, gpu, stored, figure)
+        names = dict(zip(bench.line_vals, bench.line_names, strict=True))
+        measured = Measured(
+            name=plot,
+            gpu=gpu,
+            names=names,
+            live=self.session.live,
+            figure=figure,
+            drawn=contents(figure),
+            **(stored | {"environment": environment}),
+        )
+        self.session.results.setdefault(plot, []).append(measured)
         return table
 
     @staticmethod
@@ -291,15 +355,3 @@ class Runner:
         figure = plt.figure(drawn)
         style.finish(figure, bench)
         return table, figure
-
-    def keep(self, bench, gpu, stored, figure):
-        names = dict(zip(bench.line_vals, bench.line_names, strict=True))
-        measured = Measured(
-            name=bench.plot_name,
-            gpu=gpu,
-            names=names,
-            live=self.session.live,
-            figure=figure,
-            **{k: v for k, v in stored.items() if k != "digest"},
-        )
-        self.session.results.setdefault(bench.plot_name, []).append(measured)

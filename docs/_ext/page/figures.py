@@ -25,7 +25,7 @@ from sphinx.util import logging, rst
 import said as words
 import style
 import tutorial
-from measurements import live, recording
+from measurements import recording, replay
 from measurements.replay import Measured, Missing
 from page import headlines
 from translation import of_page, sentences
@@ -56,6 +56,7 @@ def scraped(session, gallery_conf):
         if id(figure) in others:
             continue
         if results := known.get(id(figure)):
+            _require_unchanged(session, results)
             _keep_for_card(session, results[0], srcdir)
             parts.append(_measured(session, results, srcdir))
             continue
@@ -90,6 +91,18 @@ def scraped(session, gallery_conf):
     }
     plt.close("all")
     return "\n".join(parts)
+
+
+def _require_unchanged(session, results):
+    """A passport tells of what was measured, so nothing else may be shown."""
+    for measured in results:
+        if replay.contents(measured.figure) != measured.drawn:
+            raise ExtensionError(
+                f"tutorials/{session.name}.py: the figure of the benchmark "
+                f"{measured.name}: found lines or words that were changed or "
+                "added after it was measured, expected what the benchmark "
+                "drew; draw a figure of your own, plt.figure('what it shows')"
+            )
 
 
 def _drawn_from(figure, known):
@@ -158,7 +171,7 @@ def save(srcdir, name, results):
         {
             each.name: getattr(one, each.name)
             for each in fields(one)
-            if each.name != "figure"
+            if each.name not in ("figure", "drawn")
         }
         for one in results
     ]
@@ -313,7 +326,7 @@ def _indent(text, width=3):
 
 def passport(name, measured):
     """Where the numbers of a figure come from, and the numbers."""
-    store = live.STORE if measured.live else recording.STORE
+    store = recording.BY_BUILD if measured.live else recording.STORE
     raw = recording.path_of(measured.gpu, name, store)
     raw = raw.relative_to(tutorial.ROOT / "docs").as_posix()
     file = _csv_name(name, measured)

@@ -50,12 +50,12 @@ def of(data):
         return None
     size = sizes[len(sizes) // 2]
     first = next(iter(found.values()))
-    gpu, date = (first["environment"][key] for key in ("gpu", "date"))
+    environment = recording.environment_of(data, first)
     names = zip(first["x_names"], size, strict=True)
     words = (f"{name} = {value}" for name, value in names)
     return Headline(
-        [*words, *said(_rest(first)), gpu],
-        date,
+        [*words, *said(_rest(first)), environment["gpu"]],
+        environment["date"],
         {mode: _faster(each, size, theirs) for mode, each in found.items()},
         RIVALS[theirs],
     )

@@ -1,11 +1,11 @@
-"""A benchmark that several GPUs share: where it is measured, and what its
-recording and its page say of them. With a stand-in for the GPUs."""
+"""GPUs that are measured together: what a recording and a page say of them,
+and where there are too few. With a stand-in for the GPUs."""
 
 import pytest
 from measurable import GPU, HERE, Measurable
 from project import ENVIRONMENT, rows
 
-from measurements import benchmarks, gpus, links, recording, replay, todo
+from measurements import environment, gpus, replay
 from page import figures
 
 NAME = "01-double"
@@ -52,14 +52,11 @@ def test_one_gpu_is_not_enough(project):
 def measured(project):
     status, said = project.make_record(gpus=3)
     assert status == 0, said
-    store = project.root / "docs/measurements"
-    return recording.read(GPU, NAME, store)["benchmarks"]
+    return project.recorded()["benchmarks"]
 
 
-def test_all_that_is_run_sees_all_gpus(project, measured):
-    points = project.points()
-    assert len(points) == 2 * 3 + 2 * 3
-    assert {gpu for _, gpu, _ in points} == {"0,1,2"}
+def test_what_they_share_is_not_compiled_in_advance(project, measured):
+    assert len(project.points()) == 2 * 3 + 2 * 3
     assert not project.points("compiled")
 
 
@@ -74,31 +71,10 @@ def test_what_they_are_is_recorded(measured):
     """Of those that are measured, not of all that are there."""
     both = ("double", 2, "NV99"), ("triple", 3, "NV99 and PHB")
     for name, count, link in both:
-        environment = measured[name]["environment"]
-        assert environment["gpus"] == count * ["NVIDIA Stand-in 100"]
-        assert environment["link"] == link
-        assert environment["nccl"].split()[0] == "2.99.1"
-        assert environment["checks_passed"] == 2
-
-
-@pytest.mark.parametrize("key", LINKED)
-def test_a_recording_without_it_is_damaged(measured, key):
-    benchmark = measured["double"]
-    assert recording.benchmark_problem(benchmark, GPU) is None
-    rest = benchmark["environment"] | {key: [] if key == "gpus" else ""}
-    wrong = recording.sealed(benchmark | {"environment": rest})
-    problem = recording.benchmark_problem(wrong, GPU)
-    assert problem.startswith(f"environment, {key}: found nothing")
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("double", 2), ("triple", 3)])
-def test_a_recording_of_too_few_is_damaged(measured, name, ranks):
-    benchmark = measured[name]
-    rest = benchmark["environment"] | {"gpus": ["NVIDIA Stand-in 100"]}
-    problem = recording.benchmark_problem(
-        benchmark | {"environment": rest}, GPU
-    )
-    assert "gpus" in problem and f"expected {ranks} of them" in problem
+        its = measured[name]["environment"]
+        assert its["gpus"] == count * ["NVIDIA Stand-in 100"]
+        assert its["link"] == link
+        assert its["nccl"].split()[0] == "2.99.1"
 
 
 @pytest.mark.parametrize(
@@ -118,12 +94,12 @@ def test_links_are_those_of_the_gpus_in_use(
 ):
     monkeypatch.setenv("PATH", str(HERE / "stand_in"), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert links.link(count) == found
+    assert environment.link(count) == found
 
 
 def test_no_table_of_links(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert links.link(2) == "unknown"
+    assert environment.link(2) == "unknown"
 
 
 def test_settings_of_nccl_are_told(monkeypatch):
@@ -132,9 +108,9 @@ def test_settings_of_nccl_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert links.nccl().startswith("2.28.9 ")
-    assert "NCCL_NVLS_ENABLE=0" in links.nccl()
-    assert "DEBUG" not in links.nccl()
+    assert environment.nccl().startswith("2.28.9 ")
+    assert "NCCL_NVLS_ENABLE=0" in environment.nccl()
+    assert "DEBUG" not in environment.nccl()
 
 
 def test_the_passport_shows_it():
@@ -143,7 +119,6 @@ def test_the_passport_shows_it():
         found = replay.Measured(
             *("double", GPU, ENVIRONMENT | {"gpu": "A"} | linked, "µs"),
             *({"ranks": 2}, ["N"], {"triton": "Triton"}, "By hand.", rows()),
-            code="",
             live=True,
         )
         said[bool(linked)] = figures.passport(NAME, found)
@@ -154,10 +129,25 @@ def test_the_passport_shows_it():
 
 def test_a_live_page_needs_enough_gpus(project, monkeypatch):
     script = project.script()
-    assert benchmarks.gpus(script) == 2
-    for there, lacking in ([], 2), (["0"], 1), (["0", "1", "2"], 0):
-        monkeypatch.setattr(gpus, "usable", lambda there=there: there)
+    assert gpus.needed(script) == 2
+    for there, lacking in (0, 1), (1, 1), (2, 0), (3, 0):
+        monkeypatch.setattr(gpus, "count", lambda there=there: there)
         assert gpus.lacking(script) == lacking
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("f(ranks=4)", 4),
+        ("f({'ranks': 3, 'M': 1})", 3),
+        ("Benchmark(['ranks'], [2, 4, 8])", 2),
+        ("f(ranks=ranks)\ng(ranks=2)", 2),
+        ("ranks = 8", 1),
+    ],
+)
+def test_how_many_a_page_needs(tmp_path, code, count):
+    (tmp_path / "page.py").write_text(code)
+    assert gpus.needed(tmp_path / "page.py") == count
 
 
 def test_a_build_on_fewer_gpus_shows_what_was_recorded(project, measured):
@@ -170,18 +160,14 @@ def test_a_build_on_fewer_gpus_shows_what_was_recorded(project, measured):
     assert "Recorded 20" in page and "by this build," not in page
 
 
-def test_the_others_are_not_left_out(monkeypatch):
-    monkeypatch.setattr(gpus, "usable", lambda: ["0"])
-    jobs = [todo.Job(str(n), None, {}, {}, gpus=n) for n in (1, 2, 1)]
-    kept, (sentence,) = todo.without_gpus(jobs)
-    assert kept == [jobs[0], jobs[2]]
-    assert sentence.startswith("tutorials/2.py is measured on 2 GPUs")
-
-
-@pytest.mark.parametrize("ranks", ['"2"', "N_RANKS()", "None"])
-def test_ranks_that_are_no_number_are_refused(ranks, project, tmp_path):
-    text = project.script().read_text().replace("ranks=2", f"ranks={ranks}")
-    script = tmp_path / "01-double.py"
-    script.write_text(text)
-    with pytest.raises(benchmarks.UnclearError, match="show the ranks"):
-        benchmarks.gpus(script)
+def test_ranks_that_the_text_does_not_show_are_refused(project):
+    text = project.script().read_text()
+    project.edit("ranks=2)", "**TOGETHER)")
+    project.edit('"ranks", [2, 3, 8]', 'str("ranks"), [2, 3, 8]')
+    project.edit(
+        "def benchmark(", 'TOGETHER = {"r" + "anks": 2}\n\n\ndef benchmark('
+    )
+    status, said = project.make_record(gpus=3)
+    project.script().write_text(text)
+    assert status == 1
+    assert "double has 2 ranks, which the text of the script does not" in said

@@ -1,13 +1,15 @@
-"""Run one tutorial in a process of its own, to compile it or to measure it.
+"""Run one page in a process of its own, to compile it or to measure it.
 
-Standard input says what to do, as a line of JSON: the script, which of its
-benchmarks to measure, the recordings of the others, and, to compile only,
-which share of the points this process does. A second line says on which GPU;
-until it comes, another process may be using that. What a benchmark gave is
-sent as a line of JSON to standard output; what the tutorial prints goes to
-standard error.
+Standard input says what to do, as a line of JSON: the page, its script, where
+compiled code is kept, and, to compile only, which share of the points this
+process does. A second line lets it begin; until then another process may be
+using the GPU. What a benchmark gave is sent as a line of JSON to standard
+output; what the page prints goes to standard error.
+
+What runs is what the hash of the page covers: all but drawings and solutions.
 """
 
+import ast
 import importlib
 import itertools
 import json
@@ -16,11 +18,12 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 import types
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from measurements import gpus, links, part, recording, replay
+from measurements import code_hash, replay
 
 
 def prepare(script):
@@ -32,25 +35,20 @@ def prepare(script):
         importlib.import_module(name)
 
 
-def main(name, script, plots, fresh, compiled, share, memory):
+def main(name, script, compiled, share, memory):
     prepare(script)
-    given = sys.stdin.readline().strip()
     send = messages()
-    try:
-        gpus.take(given)
-    except RuntimeError as error:
-        send(error=str(error))
-        raise
+    send(ready=True)
+    sys.stdin.readline()
     if share:
         import torch
 
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         torch.cuda.set_per_process_memory_fraction(memory)
-        stand_in, choices = Compiling(send, name, fresh, share), nullcontext()
+        stand_in, choices = Compiling(send, name, share), nullcontext()
     else:
-        stand_in = Measuring(send, name, fresh)
-        choices = choices_of_its_own(compiled)
-    follow(script, plots, stand_in, choices)
+        stand_in, choices = Measuring(send, name), choices_of_its_own(compiled)
+    follow(script, stand_in, choices)
 
 
 def messages():
@@ -64,25 +62,33 @@ def messages():
     return send
 
 
-def follow(script, plots, stand_in, choices):
-    """Run benchmarks with what stands for them, which sends how it ends."""
+class EnoughError(BaseException):
+    """All that was wanted of a script is there; no script may catch it."""
+
+
+def follow(script, stand_in, choices):
+    """Run a script with what stands for its benchmarks; send how it ends."""
     try:
         with (
             choices,
             replaced_clock(stand_in.clock),
             replay.replaced(stand_in),
         ):
-            run(script, plots)
+            run(script, stand_in.execute)
+    except EnoughError:
+        pass
+    except SystemExit:
+        stand_in.send(error="it calls sys.exit, and would not run to its end")
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())
         stand_in.send(error=f"{type(error).__name__}: {reason}")
         raise
-    finally:
-        stand_in.send(seconds=stand_in.seconds)
+    stand_in.send(end=True, seconds=stand_in.seconds)
 
 
-def run(script, plots):
-    """Run what benchmarks need of a tutorial, as its own ``__main__``.
+def run(script, execute):
+    """Run a script as its own ``__main__``, beside what it imports.
 
     What it leaves behind in its folder is thrown away.
     """
@@ -93,12 +99,13 @@ def run(script, plots):
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
+    sys.path.insert(0, str(Path(script).parent))
     home = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            code = compile(part.of(text, plots), script, "exec")
-            exec(code, module.__dict__)
+            tree = ast.parse(code_hash.measured(text), script)
+            execute(tree, script, module.__dict__)
         finally:
             os.chdir(home)
 
@@ -135,15 +142,14 @@ def replaced_clock(clock):
         triton.testing.do_bench = original
 
 
-class OneTutorial:
-    """Stands for Mark._run while a tutorial runs in its own process."""
+class OnePage:
+    """Stands for Mark._run while a page runs in its own process."""
 
     seconds = 0.0  # in what the kind of run is about
 
-    def __init__(self, send, name, fresh):
+    def __init__(self, send, name):
         self.send = send
         self.name = name
-        self.fresh = fresh
         self.seen = set()
 
     def __call__(
@@ -151,30 +157,32 @@ class OneTutorial:
     ):
         import matplotlib.pyplot as plt
 
-        name = bench.plot_name
-        if name in self.seen:
-            raise recording.RecordingError(
-                f"tutorials/{self.name}.py: the benchmark {name} runs twice"
-            )
-        self.seen.add(name)
+        if bench.plot_name in self.seen:
+            raise replay.runs_twice(self.name, bench.plot_name)
+        self.seen.add(bench.plot_name)
         try:
-            stored = self.fresh.get(name)
-            if not stored or replay.misfit(stored, bench):
-                return self.run(original, mark, bench, print_data, **kwargs)
-            rows = stored["rows"]
-            bench = replay.with_recorded_peers(bench, rows)
-            with replay.measuring_with(mark, replay.replaying(rows, bench)):
-                return original(mark, bench, "", False, print_data, **kwargs)
+            return self.run(original, mark, bench, **kwargs)
         finally:
             plt.close("all")
 
+    def execute(self, tree, script, space):
+        exec(compile(tree, script, "exec"), space)
 
-class Compiling(OneTutorial):
+
+class Compiling(OnePage):
     """Calls what would be timed once, and answers 1 everywhere."""
 
-    def __init__(self, send, name, fresh, share):
-        super().__init__(send, name, fresh)
+    def __init__(self, send, name, share):
+        super().__init__(send, name)
         self.mine, self.shares = share
+
+    def execute(self, tree, script, space):
+        """What a claim or a check says of such answers stops nothing."""
+        for node in tree.body:
+            try:
+                exec(compile(ast.Module([node], []), script, "exec"), space)
+            except Exception:
+                traceback.print_exc()
 
     def clock(self, do_bench, fn, *args, quantiles=None, **kwargs):
         import torch
@@ -184,7 +192,7 @@ class Compiling(OneTutorial):
         torch.cuda.synchronize()
         return [1.0 for _ in quantiles] if quantiles else 1.0
 
-    def run(self, original, mark, bench, print_data, **kwargs):
+    def run(self, original, mark, bench, **kwargs):
         points = len(bench.x_vals) * len(bench.line_vals)
         self.send(benchmark=bench.plot_name, points=points)
         with replay.measuring_with(mark, self.once(mark.fn, bench)):
@@ -214,10 +222,9 @@ class Compiling(OneTutorial):
         return measure
 
 
-class Measuring(OneTutorial):
+class Measuring(OnePage):
     """Measures, and sends each benchmark when it is done."""
 
-    counts = False  # whether it is for what ncu counts, or for all else
     ranges = ()  # what ncu is to count (see counters)
 
     def clock(self, do_bench, *args, **kwargs):
@@ -227,31 +234,27 @@ class Measuring(OneTutorial):
         finally:
             self.seconds += time.monotonic() - start
 
-    def run(self, original, mark, bench, print_data, **kwargs):
-        if ("counter" in bench.args) != self.counts:
-            # Another process does; one that is asked for needs its table.
-            return original(mark, bench, "", False, print_data, **kwargs)
+    def run(self, original, mark, bench, **kwargs):
+        if "counter" in bench.args:  # another process counts
+            self.send(benchmark=bench.plot_name, counter=bench.args["counter"])
+            return original(mark, bench, "", False, False, **kwargs)
+        return self.measure(original, mark, bench, mark.fn, **kwargs)
+
+    def measure(self, original, mark, bench, fn, **kwargs):
+        """Run a benchmark with what is called for each point."""
         measured = replay.described(mark, bench)
         rows, start, before = [], time.monotonic(), self.seconds
-        fn = self.measuring(mark.fn, bench)
-        with replay.measuring_with(mark, replay.keeping(fn, bench, rows)):
-            table = original(mark, bench, "", False, print_data, **kwargs)
-        measured["environment"] = recording.environment("not run")
-        measured["rows"] = rows
-        if ranks := recording.ranks(measured):
-            measured["environment"] |= links.environment(ranks)
+        fn = replay.keeping(fn, bench, rows)
+        with replay.measuring_with(mark, fn):
+            table = original(mark, bench, "", False, False, **kwargs)
         self.send(
             benchmark=bench.plot_name,
-            measured=measured,
+            measured=measured | {"rows": rows},
             seconds=time.monotonic() - start,
             timed=self.seconds - before,
             ranges=self.ranges,
         )
         return table
-
-    def measuring(self, fn, bench):
-        """What is called for each point."""
-        return fn
 
 
 if __name__ == "__main__":
