@@ -27,7 +27,7 @@ import said
 import tutorial
 from compiled import aot, limits, sheets
 from page import figures
-from translation import of_page, sentences
+from translation import catalogs, messages, sentences
 
 # The disassembler starts once for each page and target: only for these.
 SASS = (limits.DEFAULT,)
@@ -97,11 +97,14 @@ class XRays:
             ) from None
         lines = source[0].splitlines()
         timed = figures.timed_with(app.srcdir, source[0])
+        said_here = catalogs.lookup(docname)
+        code = messages.translated(tutorial.source(stem), said_here)
+        code = code.splitlines()
         for name, entry in limits.entries(page).items():
-            look = of_page.said(app, docname, entry["look"].strip())
-            entry = entry | {"look": look}
+            # Sphinx translates it.
+            entry = entry | {"look": entry["look"].strip()}
             panel = Panel(
-                *(app.srcdir, stem, page, name, entry, found, timed, lines)
+                *(app.srcdir, stem, page, name, entry, found, timed, code)
             )
             at = _after_cell(lines, name)
             if at is None:
@@ -305,7 +308,10 @@ class Panel:
         for key, code in sheet.codes.items():
             page = tutorial.file_name(self.stem)
             file = f"{page}.{self.name}.{sheet.target}.{key}"
-            (self.folder / file).write_text(code, encoding="utf-8")
+            path = self.folder / file
+            # All languages offer it: no other reads what is half written.
+            if not path.exists() or path.read_text("utf-8") != code:
+                path.write_text(code, encoding="utf-8")
             path = f"/tutorials/xray/{file}"
             links.append(f":download:`{_(sheets.CODES[key])} <{path}>`")
         code = _(

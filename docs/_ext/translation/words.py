@@ -11,7 +11,6 @@ import json
 from babel.messages.extract import extract
 
 import tutorial
-from compiled import limits
 from measurements import recording
 
 DOCS = tutorial.ROOT / "docs"
@@ -83,11 +82,3 @@ def _tagline():
         if isinstance(node, ast.Assign) and node.targets[0].id == "tagline":
             return ast.literal_eval(node.value)
     raise LookupError("conf.py has no tagline")
-
-
-def looks(name):
-    """What the X-ray panels of a tutorial say to look for, each once: their
-    messages belong to the page."""
-    page = limits.pages().get(name, {})
-    found = (entry["look"] for entry in limits.entries(page).values())
-    return list(dict.fromkeys(" ".join(text.split()) for text in found))
