@@ -10,6 +10,7 @@ import io
 import json
 import platform
 import re
+import shutil
 import sys
 import zipfile
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from sphinx_gallery.notebook import jupyter_notebook
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
-from languages import CURRENT
+from languages import CURRENT, ENGLISH
 from page import solutions
 from said import N_
 from translation import catalogs, lines, messages
@@ -135,13 +136,14 @@ def write(app, env, docnames):
     """Write the downloads of all tutorials in the language of this build."""
     if not docnames:
         return
+    shutil.rmtree(FOLDER, ignore_errors=True)
     of_all = {ending: {} for ending in OF_ALL}
     for path in tutorial.scripts():
         name = tutorial.name_of(path)
-        source, say = tutorial.source(name), catalogs.lookup(page_of(name))
-        unwrapped = messages.translated(source, say, width=sys.maxsize)
+        # In a notebook a line ends where a paragraph does.
+        unwrapped = in_language(name, width=sys.maxsize)
         files = {
-            "py": head(path, app.config) + messages.translated(source, say),
+            "py": head(path, app.config) + in_language(name),
             "ipynb": notebook(unwrapped, app.config.sphinx_gallery_conf),
         }
         for ending, text in files.items():
@@ -155,6 +157,14 @@ def write(app, env, docnames):
         )
     for ending, texts in of_all.items():
         put(OF_ALL[ending], zipped(texts))
+
+
+def in_language(name, **how):
+    """The script of a tutorial, in the language of this build."""
+    source = tutorial.source(name)
+    if CURRENT is ENGLISH:
+        return source
+    return messages.translated(source, catalogs.lookup(page_of(name)), **how)
 
 
 def page_of(name):
