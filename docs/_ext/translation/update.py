@@ -51,7 +51,10 @@ def refreshed(old, texts, memory):
         if not catalogs.done(old.get(text)) and text in memory:
             old.delete(text)
             old.add(text, memory[text])
+    before = {m.id: m.previous_id for m in old if m.previous_id}
     old.update(template)
+    for text in before.keys() & texts.keys():  # which Babel forgets
+        old[text].previous_id = before[text]
     old.obsolete.clear()
     return old
 
