@@ -38,7 +38,8 @@ def read(code, name):
         before = [n for n in notes if n.startswith("|")]
         message.user_comments = [n for n in notes if n not in before]
         if before:
-            quoted = before[0].partition("msgid ")[2]
+            lines = " ".join(note.removeprefix("|").strip() for note in before)
+            quoted = lines.partition("msgid ")[2]
             message.previous_id = [pofile.denormalize(quoted)]
     return catalog
 
