@@ -14,14 +14,13 @@ from bs4 import BeautifulSoup
 from docutils import nodes
 from project import ENVIRONMENT, ROOT, rows
 
-import languages
 import said
 from compiled import kept, limits
 from compiled.sheets import Sheet
 from measurements import replay
 from page import cards, downloads, figures, head, headlines, solutions
 from page.xray import Panel
-from translation import catalogs, of_page, sentences, words
+from translation import sentences, words
 
 TEMPLATES = ROOT / "docs" / "_templates"
 
@@ -221,24 +220,6 @@ def test_a_download(says):
     assert downloads.head(script, config).startswith("# Both Passes 的教程：")
 
 
-def test_what_only_a_page_says(monkeypatch, tmp_path):
-    """A look of a panel and what a drawing shows: from the page's catalog."""
-    page = "tutorials/layer-norm/01-layer-norm"
-    monkeypatch.setattr(catalogs, "LOCALE", tmp_path)
-    file = catalogs.path("ja", page)
-    file.parent.mkdir(parents=True)
-    file.write_text('msgid "A look: one"\nmsgstr "見る：一つ"\n')
-    noted = []
-    app = SimpleNamespace(env=SimpleNamespace(note_dependency=noted.append))
-    assert of_page.said(app, page, "A look:\none") == "A look:\none"
-    japanese = languages.LANGUAGES[2]
-    monkeypatch.setattr(of_page, "CURRENT", japanese)
-    assert of_page.said(app, page, "A look:\none") == "見る：一つ"
-    assert of_page.said(app, page, "Another\nlook") == "Another\nlook"
-    assert noted == [str(file)] * 2
-    catalogs.of_file.cache_clear()
-
-
 def test_sentences_without_spaces():
     chinese = "第一句。第二句！Third one? 第四。"
     parts = ["第一句。", "第二句！", "Third one?", "第四。"]
@@ -269,13 +250,6 @@ def test_the_messages_are_those_of_all_that_speaks():
     assert comment.startswith("of each figure")
     for text in MESSAGES:
         assert text == " ".join(text.split())
-
-
-def test_looks_are_paragraphs():
-    found = words.looks("layer-norm/01-layer-norm")
-    assert len(found) > 3
-    assert all(text == " ".join(text.split()) for text in found)
-    assert words.looks("no-page") == []
 
 
 class Masked:
