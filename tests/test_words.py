@@ -57,7 +57,6 @@ def measured(**changes):
         "names": {"triton": "Ж", "torch": "Б", "copy": "Д"},
         "method": "by hand, 20 % and 80 %",
         "rows": rows(),
-        "code": "",
         "picture": "ж_001",
     }
     return replay.Measured(**(values | changes))
@@ -172,14 +171,14 @@ def test_a_card(says):
         "unit": "GB/s",
         "args": {"mode": "forward"},
         "x_names": ["N"],
-        "environment": ENVIRONMENT | {"gpu": "ж"},
         "rows": [
             row | {"provider": {"torch": "rows"}.get(name, name)}
             for row in rows()
             for name in [row["provider"]]
         ],
     }
-    box = cards.speeds({"benchmarks": {"double": benchmark}})
+    data = {"environment": ENVIRONMENT | {"gpu": "ж"}}
+    box = cards.speeds(data | {"benchmarks": {"double": benchmark}})
     assert "收集各行后的 PyTorch 的 1.33 倍" in box.astext()
 
 
@@ -310,7 +309,7 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     monkey = measured(**changes)
     store = pytest.MonkeyPatch()
     with store.context() as patch:
-        patch.setattr(figures.live, "STORE", ROOT / "docs/measurements")
+        patch.setattr(figures.recording, "BY_BUILD", ROOT / "docs/measurements")
         text = figures._said("жж", [monkey])
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
