@@ -1,0 +1,24 @@
+"""What every page must hold, said once; how: see declared.py.
+
+The file of a page, tests/pages/<section>/<stem>.py, imports this package and
+says in PAGE which operation the page computes, for which sizes and types, and
+what else it promises. tests/test_conformance.py asks all of it of all pages,
+in Triton's interpreter and on a GPU. Importing costs little: no tutorial is
+loaded, and no triton.
+"""
+
+from conformance.declared import Mistake, Page
+from conformance.layer_norm import LayerNorm, LayerNormCase
+from conformance.memory import LAYOUTS, guarded_allocations
+from conformance.softmax import Softmax, SoftmaxCase
+
+__all__ = [
+    "LAYOUTS",
+    "LayerNorm",
+    "LayerNormCase",
+    "Mistake",
+    "Page",
+    "Softmax",
+    "SoftmaxCase",
+    "guarded_allocations",
+]
