@@ -1,24 +1,21 @@
 """Every kernel of every tutorial keeps its limits, on GPUs nobody has here.
 
-The limits stand in docs/kernels.toml, beside the sentences of the X-ray
-panels, which are tested too.
+The limits stand in the file of each page in tests/pages, beside the sentences
+of the X-ray panels, which are tested too.
 """
 
 import ast
 import re
-import subprocess
-from functools import cache
 
 import pytest
 
 import tutorial
-from compiled import limits
+from compiled import declared, limits
 from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, Call
-from tutorial import rows, source
 
-PAGES = limits.pages()
 PUBLISHED = list(map(tutorial.name_of, tutorial.scripts()))
-EVERY = pytest.mark.parametrize("stem", PUBLISHED)
+PAGES = {name: declared.kernels(name) for name in PUBLISHED}
+EVERY = pytest.mark.parametrize("name", PUBLISHED)
 
 
 def some(sizes):
@@ -26,110 +23,68 @@ def some(sizes):
     return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
 
 
-def shapes_of(page, sizes):
-    """(N, dtype) at which limits hold. With some widths only: of other types
-    than the page's own the widest, which needs the most registers."""
-    return [
-        (N, dtype)
-        for dtype, given in page.get("sizes", {}).items()
-        for N in (
-            given[-1:]
-            if sizes is some and dtype != page["dtype"]
-            else sizes(given)
-        )
-    ]
-
-
-SIZES = pytest.mark.parametrize(
-    "sizes",
+# What is tried: which widths, and on which GPUs.
+EXTENT = pytest.mark.parametrize(
+    "chosen, targets",
     [
-        pytest.param(some, id="some widths"),
-        pytest.param(sorted, id="all widths", marks=pytest.mark.long),
+        pytest.param(some, limits.SHOWN, id="some"),
+        pytest.param(sorted, TARGETS, id="all", marks=pytest.mark.long),
     ],
 )
 
 
-@pytest.fixture(scope="session")
-def compiled(launches):
-    """For each call the last launch of each kernel."""
-    return lambda calls: [limits.by_name(made) for made in launches(calls)]
+def shapes(page, chosen, targets):
+    """Each (target, N, dtype) at which the kernels of a page are held."""
+    found = {(target, page.N[0], page.dtype) for target in targets}
+    found |= {(target, N, page.dtype) for target, N in limits.shown(page)}
+    for dtype, sizes in page.sizes.items():
+        # Of other types the widest, which needs the most registers.
+        few = chosen is some and dtype != page.dtype
+        for N in sizes[-1:] if few else chosen(sizes):
+            found.add((limits.DEFAULT, N, dtype))
+    return sorted(found)
 
 
-def over(stem, entry, built, N, dtype, replace=()):
-    """The limits that a kernel breaks, and the lines of code that do."""
-    if not (found := limits.broken(entry, built, N, dtype)):
+def broken(name, kernel, built, N, dtype, text=None):
+    """What a compiled kernel breaks, with the lines of code that do, and all
+    numbers of it."""
+    found = limits.broken(kernel, built, N, dtype)
+    if not found:
         return []
-    place = f"{built.kernel} of {stem}, N = {N}, {dtype}, {built.target}"
-    lines = [place, *(f"  {problem}" for problem in found)]
-    text = source(stem)
-    for old, new in replace:
-        text = text.replace(old, new)
-    wrong = {m.line for problem in found for m in problem.where}
-    for line in sorted(wrong - {None}):
-        line = rows(text)[line - 1]
-        code = text.splitlines()[line - 1].strip()
-        lines.append(f"  line {line}: {code}")
-    return lines
+    place = f"{built.kernel} of {name}, N = {N}, {dtype}, {built.target}"
+    lines = [place, *map(str, found)]
+    text = text or tutorial.source(name)
+    rows, code = tutorial.rows(text), text.splitlines()
+    for line in sorted(
+        {m.line for each in found for m in each.where} - {None}
+    ):
+        line = rows[line - 1]
+        lines.append(f"line {line}: {code[line - 1].strip()}")
+    numbers = limits.numbers(built)
+    return [*lines, *(f"  {what}: {value}" for what, value in numbers)]
 
 
-def all_over(stem, builds, N, dtype, compiled):
-    """The same of every kernel, with all numbers of those that break one."""
-    found = []
-    for name, entry in limits.entries(PAGES[stem]).items():
-        if lines := over(stem, entry, builds[name], N, dtype):
-            found += lines + changes(stem, N, dtype, builds[name], compiled)
-    return found
+def untrue(claims, built, N, dtype):
+    """What is not true of a compiled kernel, by its place in the list."""
+    return [
+        f"{built.kernel}, N = {N}, {dtype}, {built.target}: number {number} "
+        "of what is said to be true is not"
+        for number, true in enumerate(claims(limits.Facts(built)), 1)
+        if not true
+    ]
 
 
-def changes(stem, N, dtype, now, compiled):
-    """All numbers of a kernel, those of the version before beside them."""
-    before = {}
-    if text := earlier(stem):
-        call = limits.call(
-            stem, PAGES[stem], N, now.target, dtype, source=text
-        )
-        try:
-            (builds,) = compiled([call])
-            before = dict(limits.numbers(builds[now.kernel]))
-        except (RuntimeError, KeyError):
-            pass  # it had no such kernel
-    lines = [f"  {'':27}{'before':31}now"]
-    for what, value in limits.numbers(now):
-        lines.append(f"  {what:27}{before.get(what, '?')!s:31}{value}")
-    return lines
-
-
-def earlier(stem):
-    """The last committed text of a tutorial that differs from the file."""
-    path = f"tutorials/{stem}.py"
-
-    def git(*args):
-        done = subprocess.run(
-            ["git", *args],
-            cwd=tutorial.ROOT,
-            capture_output=True,
-            text=True,
-        )
-        return done.stdout if done.returncode == 0 else ""
-
-    for commit in git("log", "-2", "--format=%H", "--", path).split():
-        text = git("show", f"{commit}:{path}")
-        if text and text != source(stem):
-            return text
-    return None
-
-
-# What the file says ----------------------------------------------------------
+# What the files say ----------------------------------------------------------
 
 
 @EVERY
-def test_every_kernel_stands_in_the_file(stem):
-    """Each one is launched, or called by one that is."""
-    assert stem in PAGES, f"docs/kernels.toml has no entry for {stem}"
-    code = PAGES[stem]["run"] + PAGES[stem].get("also", "")
-    named = set(re.findall(r"\b_\w+", code)) | set(limits.entries(PAGES[stem]))
+def test_every_kernel_is_declared(name):
+    """Each one has a panel, is launched by ``also``, or called by another."""
+    assert PAGES[name], f"{declared.file_of(name)} declares no kernels"
+    file = declared.file_of(name).read_text(encoding="utf-8")
+    named = set(re.findall(r"\bpage\.(_\w+)", file)) | set(PAGES[name].kernels)
     defined, called = set(), set()
-    for node in ast.walk(ast.parse(source(stem))):
+    for node in ast.walk(ast.parse(tutorial.source(name))):
         if isinstance(node, ast.FunctionDef) and any(
             ast.unparse(d).startswith("triton.jit")
             for d in node.decorator_list
@@ -139,82 +94,78 @@ def test_every_kernel_stands_in_the_file(stem):
     assert defined - called - named == set()
 
 
-@pytest.mark.parametrize("stem", PAGES)
-def test_entries_have_what_a_panel_needs(stem):
-    page = PAGES[stem]
-    assert {"run", "M", "N", "dtype"} <= page.keys()
-    assert set(page) - set(limits.entries(page)) <= {
-        *("run", "also", "M", "N", "dtype", "sizes", "cases"),
-    }
-    known = {"copies", "releases", *limits.LIMITS}
-    for case in page.get("cases", {}).values():
-        kernels = limits.entries(case)
-        assert case.keys() - kernels <= {"run", *limits.DTYPES, *limits.LIMITS}
-        assert kernels.keys() <= page.keys()
-        for entry in kernels.values():
-            assert entry.keys() <= {"true", "triton", *known}
-    for name, entry in limits.entries(page).items():
-        assert entry.keys() <= {"look", "true", "triton", *known}, name
-        for changed in entry.get("triton", {}).values():
-            assert changed.keys() <= known, name
-        assert entry["look"].strip()
-        assert str(page["N"][0]) in entry["true"], name
+@pytest.mark.parametrize(
+    "file", sorted(declared.FOLDER.rglob("*.py")), ids=lambda file: file.stem
+)
+def test_a_file_has_its_page(file):
+    assert tutorial.script_of(
+        file.relative_to(declared.FOLDER).with_suffix("").as_posix()
+    ).exists()
 
 
 # What the compiler says ------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def everywhere(compiled):
-    """The builds of a tutorial: {(target, N, dtype): {kernel: Built}}."""
-
-    @cache
-    def builds(stem, sizes, targets):
-        page = PAGES[stem]
-        first, dtype = page["N"][0], page["dtype"]
-        shapes = {(t, first, dtype) for t in targets}
-        shapes |= {(t, N, dtype) for t, N in limits.shown(page)}
-        shapes |= {
-            (limits.DEFAULT, N, dtype) for N, dtype in shapes_of(page, sizes)
-        }
-        shapes = sorted(shapes)
-        calls = [
-            limits.call(stem, page, N, t, dtype) for t, N, dtype in shapes
-        ]
-        return dict(zip(shapes, compiled(calls), strict=True))
-
-    # The same question is asked in several ways; each is compiled once.
-    return lambda stem, sizes=some, targets=limits.SHOWN: builds(
-        stem, sizes, targets
-    )
+@EVERY
+@EXTENT
+def test_kernels_keep_their_limits(launches, name, chosen, targets):
+    """And what is said of them in their panels is true."""
+    page = PAGES[name]
+    tried = shapes(page, chosen, targets)
+    calls = [limits.call(name, page, N, t, dtype) for t, N, dtype in tried]
+    panels = {(t, N, page.dtype) for t, N in limits.shown(page)}
+    found = []
+    for shape, launched in zip(tried, launches(calls), strict=True):
+        _, N, dtype = shape
+        builds = limits.by_name(launched)
+        assert builds.keys() == page.kernels.keys(), shape
+        for kernel, built in builds.items():
+            facts = page.kernels[kernel]
+            found += broken(name, facts, built, N, dtype)
+            if shape in panels:
+                claims = {page.N[0]: facts.true} | facts.true_at
+                if N in claims:
+                    found += untrue(claims[N], built, N, dtype)
+    assert not found, "\n" + "\n".join(found)
 
 
 @EVERY
-def test_run_launches_what_has_a_panel(everywhere, stem):
-    """At the widest rows, which may have kernels of their own."""
-    page = PAGES[stem]
-    N, dtype = page["N"][0], page["dtype"]
-    N = max([N, *page.get("sizes", {}).get(dtype, ())])
-    builds = everywhere(stem)["sm_90", N, dtype]
-    assert set(builds) == set(limits.entries(page))
+@EXTENT
+def test_what_else_is_launched_compiles(launches, name, chosen, targets):
+    page = PAGES[name]
+    if page.also:
+        targets = [limits.DEFAULT] if chosen is some else targets
+        calls = [
+            limits.call(name, page, page.N[0], target, run=page.also)
+            for target in targets
+        ]
+        assert all(launches(calls))
 
 
-@pytest.mark.parametrize(
-    "targets",
-    [
-        pytest.param([limits.DEFAULT], id="one target"),
-        pytest.param(TARGETS, id="all targets", marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize("stem", [s for s in PUBLISHED if "also" in PAGES[s]])
-def test_what_else_is_launched_compiles(launches, stem, targets):
-    page = PAGES[stem]
-    calls = [
-        limits.call(stem, page, page["N"][0], target, run="also")
-        for target in targets
+CASES = [(name, case) for name in PUBLISHED for case in PAGES[name].cases]
+
+
+@EXTENT
+@pytest.mark.parametrize("name, case", CASES)
+def test_limits_in_every_case(launches, name, case, chosen, targets):
+    page, case = PAGES[name], PAGES[name].cases[case]
+    tried = [
+        (N, dtype) for dtype in case.sizes for N in chosen(case.sizes[dtype])
     ]
-    for launched in launches(calls):
-        assert launched
+    calls = [
+        limits.call(name, page, N, limits.DEFAULT, dtype, case.run)
+        for N, dtype in tried
+    ]
+    seen, found = set(), []
+    for shape, launched in zip(tried, launches(calls), strict=True):
+        for built in launched:
+            seen.add(built.kernel)
+            kernel = limits.in_case(page, case, built.kernel)
+            found += broken(name, kernel, built, *shape)
+            if built.kernel in case.true:
+                found += untrue(case.true[built.kernel], built, *shape)
+    assert not found, "\n" + "\n".join(found)
+    assert seen >= case.kernels.keys() | case.true.keys()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -223,75 +174,6 @@ def test_a_script_is_not_told_of_this_machine(launches, target):
     with an error."""
     code = "assert torch.cuda.device_count() == 2"
     assert launches([Call("layer-norm/01-layer-norm", code, {}, target)])
-
-
-@EVERY
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(t, marks=() if t in limits.SHOWN else pytest.mark.long)
-        for t in TARGETS
-    ],
-)
-def test_limits_on_every_target(everywhere, compiled, stem, target):
-    N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
-    targets = limits.SHOWN if target in limits.SHOWN else tuple(TARGETS)
-    builds = everywhere(stem, targets=targets)[target, N, dtype]
-    found = all_over(stem, builds, N, dtype, compiled)
-    assert not found, "\n" + "\n".join(found)
-
-
-@EVERY
-@SIZES
-def test_limits_at_every_size(everywhere, compiled, stem, sizes):
-    found = []
-    for N, dtype in shapes_of(PAGES[stem], sizes):
-        builds = everywhere(stem, sizes)["sm_90", N, dtype]
-        found += all_over(stem, builds, N, dtype, compiled)
-    assert not found, "\n" + "\n".join(found)
-
-
-CASES = [
-    pytest.param(stem, name, id=f"{stem}-{name}")
-    for stem in PUBLISHED
-    for name in PAGES[stem].get("cases", ())
-]
-
-
-@SIZES
-@pytest.mark.parametrize("stem, name", CASES)
-def test_limits_in_every_case(launches, stem, name, sizes):
-    case = PAGES[stem]["cases"][name]
-    shapes, calls = zip(
-        *limits.calls_of(stem, PAGES[stem], case, sizes), strict=True
-    )
-    seen, found = set(), []
-    for (N, dtype), launched in zip(shapes, launches(calls), strict=True):
-        for built in launched:
-            seen.add(built.kernel)
-            entry = limits.in_case(PAGES[stem], case, built.kernel)
-            found += over(stem, entry, built, N, dtype)
-            facts = limits.Facts(built)
-            for sentence in case.get(built.kernel, {}).get("true", ()):
-                if not facts.say(sentence, N):
-                    found.append(f"{built.kernel}, {N}, {dtype}: {sentence}")
-    assert not found, "\n" + "\n".join(found)
-    assert seen >= limits.entries(case).keys()
-
-
-@EVERY
-def test_sentences_are_true(everywhere, stem):
-    page = PAGES[stem]
-    for name, entry in limits.entries(page).items():
-        for N, sentences in entry["true"].items():
-            for target, shape in limits.shown(page):
-                if shape != int(N):
-                    continue
-                builds = everywhere(stem)[target, shape, page["dtype"]]
-                facts = limits.Facts(builds[name])
-                for sentence in sentences:
-                    said = facts.say(sentence, shape)
-                    assert said, (name, target, N, sentence)
 
 
 # What is found ---------------------------------------------------------------
@@ -310,7 +192,7 @@ FAULTS = {
         "    x = tl.load(x_ptr + row * N + cols, mask",
         "    x = tl.load(x_ptr + row * N + (cols ^ 1), mask",
         r"narrow_loads: limit 0, now 32\n"
-        r"  line \d+: x = tl.load\(x_ptr \+ row \* N \+ \(cols \^ 1\), mask",
+        r"line \d+: x = tl.load\(x_ptr \+ row \* N \+ \(cols \^ 1\), mask",
     ),
     "barrier": (
         LOCK,
@@ -339,28 +221,18 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def faulty(compiled):
-    """Each tutorial with one fault, at the first shape on sm_90."""
-    calls = [
-        limits.call(
-            stem, PAGES[stem], PAGES[stem]["N"][0], "sm_90",
-            replace=[(old, new)],
-        )
-        for stem, old, new, _ in FAULTS.values()
-    ]  # fmt: skip
-    return dict(zip(FAULTS, compiled(calls), strict=True))
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(faulty, fault):
-    stem, old, new, said = FAULTS[fault]
-    N, dtype = PAGES[stem]["N"][0], PAGES[stem]["dtype"]
+def test_a_fault_is_found(launches, fault):
+    name, old, new, said = FAULTS[fault]
+    page, N = PAGES[name], PAGES[name].N[0]
+    call = limits.call(name, page, N, "sm_90", replace=[(old, new)])
+    text = tutorial.source(name).replace(old, new)
+    (launched,) = launches([call])
     found = "\n".join(
         line
-        for name, entry in limits.entries(PAGES[stem]).items()
-        for line in over(
-            stem, entry, faulty[fault][name], N, dtype, [(old, new)]
+        for kernel, built in limits.by_name(launched).items()
+        for line in broken(
+            name, page.kernels[kernel], built, N, page.dtype, text
         )
     )
     if fault == "barrier" and COMPILER_ADDS_BARRIER:
@@ -369,19 +241,13 @@ def test_a_fault_is_found(faulty, fault):
         assert re.search(said, found)
 
 
-def test_the_message_shows_before_and_after(faulty, compiled, monkeypatch):
-    # The version before the fault is the file as it is.
-    monkeypatch.setitem(globals(), "earlier", source)
-    N, dtype = PAGES[LOCK]["N"][0], PAGES[LOCK]["dtype"]
-    found = "\n".join(
-        all_over(LOCK, faulty["scalar load"], N, dtype, compiled)
-    )
-    assert re.search(r"^ +before +now$", found, re.MULTILINE)
-    loads = r"^ +Global loads +12 × 16 bytes +8 × 16 bytes, 32 × 2 bytes$"
-    assert re.search(loads, found, re.MULTILINE)
-
-
-def test_the_version_before_is_found():
-    """In a clone that has history; an archive of the files has none."""
-    text = earlier(LOCK)
-    assert text is None or text != source(LOCK)
+def test_what_is_not_true_is_found(launches):
+    """An empty list would be."""
+    page = PAGES[LOCK]
+    (launched,) = launches([limits.call(LOCK, page, page.N[0], "sm_90")])
+    (built, *_) = launched
+    found = untrue(lambda code: [True, code.loaded == 1], built, 4096, "half")
+    assert re.search("number 2 of what is said", *found)
+    for each in PAGES.values():
+        for kernel in each.kernels.values():
+            assert kernel.true(limits.Facts(built))

@@ -2,7 +2,7 @@
 
 They are compiled as the tutorial's own wrapper would launch them there:
 
-    call = Call("sums/01-double", "double(*args)", {...}, target="sm_90")
+    call = Call("sums/01-double", run, {"M": 8, "N": 16}, target="sm_90")
     with Compilers() as compilers:
         for built in compilers.launches([call])[0]:
             print(built.kernel, built.registers)
@@ -25,7 +25,7 @@ from functools import cache
 from importlib.metadata import version
 from types import SimpleNamespace
 
-from compiled import machine_code, occupancy, sass
+from compiled import declared, machine_code, occupancy, sass
 from tutorial import load
 
 TRITON = ".".join(version("triton").split(".")[:2])
@@ -54,21 +54,27 @@ DEVICES = {
 
 @dataclasses.dataclass
 class Call:
-    """Code that calls a tutorial's wrappers, run among its definitions.
+    """A call of a function that calls a tutorial's wrappers.
 
-    Tensors are on the meta device: they have shapes and no numbers. Each
-    launch compiles what would be launched on the GPU of the target.
+    It is a function of the page's file in tests/pages, and gets the module
+    with the tutorial's definitions first. Tensors are on the meta device:
+    they have shapes and no numbers. Each launch compiles what would be
+    launched on the GPU of the target.
     """
 
     tutorial: str
-    code: str
-    values: dict  # names that the code uses; a dtype is its name
+    run: Callable | str  # kept by its name, for another process
+    values: dict  # its other arguments; a dtype is its name
     target: str = "sm_90"
     replace: tuple = ()  # pairs (old, new) that edit the source first
     source: str | None = None  # another text of the tutorial
     sass: bool = False  # disassemble as well, where that is possible
     last: bool = False  # of each kernel, only its last launch
     then: Callable | None = None  # what to make of each Built, over there
+
+    def __post_init__(self):
+        if callable(self.run):
+            self.run = self.run.__name__
 
 
 @dataclasses.dataclass
@@ -196,7 +202,10 @@ def _compiled(call):
         name: getattr(torch, value) if name == "dtype" else value
         for name, value in call.values.items()
     }
-    exec(call.code, module.__dict__ | values)
+    if call.run.isidentifier():
+        getattr(declared.loaded(call.tutorial), call.run)(module, **values)
+    else:
+        exec(call.run, module.__dict__ | values)
     if call.last:
         launched = {kernel: (kernel, *more) for kernel, *more in launched}
         launched = launched.values()

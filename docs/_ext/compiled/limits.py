@@ -1,77 +1,39 @@
-"""Read docs/kernels.toml: the kernels of each tutorial, and their limits."""
+"""What the compiler made of a kernel, and whether it keeps its limits."""
 
 import math
 import re
-import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compiled import aot, machine_code
 from compiled.occupancy import occupancy
 from said import AND, N_, Said, listed
-from tutorial import ROOT
 
-FILE = ROOT / "docs" / "kernels.toml"
 SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel
 DEFAULT = "sm_90"
-# The most that is allowed where the file says nothing.
-LIMITS = {
-    "spills": 0,
-    "shared": 99 * 1024,
-    "narrow_loads": 0,
-    "narrow_stores": 0,
-    "narrow_copies": 0,
-}
-DTYPES = {"float16", "bfloat16", "float32", "float64"}
 NONE = Said("none")
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 
-def pages(file=FILE):
-    """The entry of each tutorial that has one."""
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-def entries(page):
-    """The kernels of a tutorial: name -> entry."""
-    return {name: e for name, e in page.items() if name.startswith("_")}
-
-
 def shown(page):
     """Pairs of target and N: the first N on all, more on the default."""
-    first, *more = page["N"]
+    first, *more = page.N
     for target in SHOWN:
         yield target, first
         if target == DEFAULT:
             yield from ((target, N) for N in more)
 
 
-def call(stem, page, N, target, dtype=None, run="run", **more):
+def call(name, page, N, target, dtype=None, run=None, **more):
     """The call of a tutorial's wrappers at one shape."""
-    values = {"M": page["M"], "N": N, "dtype": dtype or page["dtype"]}
-    return aot.Call(stem, page[run], values, target, **more)
-
-
-def calls_of(stem, page, case, sizes=sorted):
-    """The calls of a further case: pairs of (N, type) and call."""
-    for dtype in sorted(DTYPES & case.keys()):
-        for N in sizes(case[dtype]):
-            yield (N, dtype), call(stem, page | case, N, DEFAULT, dtype)
+    values = {"M": page.M, "N": N, "dtype": dtype or page.dtype}
+    return aot.Call(name, run or page.run, values, target, **more)
 
 
 def in_case(page, case, kernel):
-    """The entry of a kernel, with the limits that are others in a case: of
-    all its kernels, or of this one."""
-    of_all = {what: case[what] for what in LIMITS.keys() & case.keys()}
-    return merged(page[kernel], of_all, case.get(kernel, {}))
-
-
-def merged(*entries):
-    """One entry; later ones come first, and the version of triton in each."""
-    found = {}
-    for entry in entries:
-        found |= entry | entry.get("triton", {}).get(aot.TRITON, {})
-    return {k: v for k, v in found.items() if k != "triton"}
+    """A kernel with the limits that it has in a case."""
+    others = case.limits | case.kernels.get(kernel, {})
+    return replace(page.kernels[kernel], **others)
 
 
 def by_name(launched):
@@ -86,6 +48,7 @@ class Facts:
         _, self.multiprocessors, _ = aot.DEVICES[built.target]
         *_, self.lanes = aot.TARGETS[built.target]
         self.target = built.target
+        self.amd = built.target.startswith("gfx")
         self.registers = built.registers
         self.spills = built.spills
         self.shared = built.shared
@@ -131,13 +94,6 @@ class Facts:
         """The lines of the tutorial that became instructions of a kind."""
         return {m.line for m in self.marks if m.kind == kind}
 
-    def say(self, sentence, N):
-        """Whether an expression of these names, as in the file, is true."""
-        methods = ("count", "narrow", "first", "lines")
-        names = vars(self) | {name: getattr(self, name) for name in methods}
-        names |= {"N": N, "len": len}
-        return bool(eval(f"({sentence})", {"__builtins__": {}}, names))
-
 
 @dataclass
 class Broken:
@@ -152,7 +108,7 @@ class Broken:
         return f"{self.what}: limit {self.limit}, now {self.now}"
 
 
-def broken(entry, built, N, dtype):
+def broken(kernel, built, N, dtype):
     """The limits that a build of a kernel breaks."""
     facts = Facts(built)
     narrow = {
@@ -167,29 +123,27 @@ def broken(entry, built, N, dtype):
     if built.target == DEFAULT:
         now |= {what: len(marks) for what, marks in narrow.items()}
     found = []
-    entry = merged(entry)
     for what, value in now.items():
-        limit = entry.get(what, LIMITS[what])
+        limit = getattr(kernel, what)
         if isinstance(limit, dict):
-            limit = limit.get(str(N), LIMITS[what])
+            limit = limit.get(N, 0)
         if what == "spills" and built.target != DEFAULT:
             limit += SPILLS_ELSEWHERE
         if value > limit:
             found.append(Broken(what, limit, value, narrow.get(what, [])))
     can = built.target in ("sm_80", "sm_90", "sm_100")
     copies = facts.count("copy") > 0
-    wanted = entry.get("copies", False)
     for what, limit, value, where in (
         (
             "releases of a lock",
-            entry.get("releases", 0),
+            kernel.releases,
             facts.count("release"),
             [],
         ),
         ("releases without a barrier", 0, len(facts.unsafe), facts.unsafe),
         (
             "loads ahead, by asynchronous copies",
-            copies if wanted == "any" else wanted and can,
+            copies if kernel.copies == "any" else kernel.copies and can,
             copies,
             [],
         ),

@@ -1,9 +1,10 @@
 """X-ray panels: what the compiler made of each kernel, on its page.
 
-For each kernel in docs/kernels.toml a folded panel follows the cell that
-defines it. It is made from the code on the page, compiled for GPUs that the
-machine does not have, as the page's own wrapper launches it. The panel is
-added to the text that Sphinx reads: script and notebook know nothing of it.
+For each kernel that the file of a page declares a folded panel follows the
+cell that defines it. It is made from the code on the page, compiled for GPUs
+that the machine does not have, as the page's own wrapper launches it. The
+panel is added to the text that Sphinx reads: script and notebook know nothing
+of it.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from sphinx_design.tabs import sd_tab_label
 
 import said
 import tutorial
-from compiled import aot, limits, sheets
+from compiled import aot, declared, limits, sheets
 from page import figures
 from translation import of_page, sentences
 
@@ -55,77 +56,75 @@ class XRays:
         What that is, is found before: Python 3.11 cannot always parse in two
         threads at once.
         """
-        pages = limits.pages()
         folder = tutorial.BUILD / "xray"
         self.files = {
-            name: folder / f"{tutorial.file_name(name)}.{_key(script, page)}"
+            name: folder / f"{tutorial.file_name(name)}.{_key(script, name)}"
             for script in tutorial.scripts()
-            if (page := pages.get(name := tutorial.name_of(script)))
+            if declared.kernels(name := tutorial.name_of(script))
         }
         thread = ThreadPoolExecutor(1)
         missing = [n for n, file in self.files.items() if not file.exists()]
-        self.work = thread.submit(self.make, missing, pages)
+        self.work = thread.submit(self.make, missing)
         thread.shutdown(wait=False)
 
-    def make(self, names, pages):
+    def make(self, names):
         """Write the sheets of tutorials."""
-        for name, found in made(names, pages).items():
+        for name, found in made(names).items():
             _write(self.files[name], found)
 
-    def sheets(self, name, pages):
+    def sheets(self, name):
         """The sheets of a tutorial; damaged ones are made again."""
         self.work.result()
         file = self.files[name]
         if not (found := _read(file)):
-            self.make([name], pages)
+            self.make([name])
             found = _read(file)
         return sheets.on_page(name, found)
 
     def add_panels(self, app, docname, source):
         """Put the panels of a tutorial into its text."""
         stem = docname.removeprefix("tutorials/")
-        if stem == docname or stem not in (pages := limits.pages()):
+        if stem == docname or not (page := declared.kernels(stem)):
             return
-        app.env.note_dependency(str(limits.FILE))
-        page = pages[stem]
+        app.env.note_dependency(str(declared.file_of(stem)))
         try:
-            found = self.sheets(stem, pages)
+            found = self.sheets(stem)
         except (RuntimeError, SyntaxError) as error:
             raise ExtensionError(
                 "a tutorial cannot be compiled for its X-ray, as "
-                f"docs/kernels.toml says: {error}"
+                f"{declared.file_of(stem)} says: {error}"
             ) from None
         lines = source[0].splitlines()
         timed = figures.timed_with(app.srcdir, source[0])
-        for name, entry in limits.entries(page).items():
-            look = of_page.said(app, docname, entry["look"].strip())
-            entry = entry | {"look": look}
+        for name, kernel in page.kernels.items():
+            look = of_page.said(app, docname, kernel.look)
             panel = Panel(
-                *(app.srcdir, stem, page, name, entry, found, timed, lines)
+                *(app.srcdir, stem, page, name, look, found, timed, lines)
             )
             at = _after_cell(lines, name)
             if at is None:
                 raise ExtensionError(
-                    f"docs/kernels.toml: tutorials/{stem}.py has no kernel "
-                    f"{name}"
+                    f"{declared.file_of(stem)}: tutorials/{stem}.py has no "
+                    f"kernel {name}"
                 )
             lines[at:at] = panel.text().splitlines()
         source[0] = "\n".join(lines) + "\n"
 
 
-def made(names, pages):
+def made(names):
     """The sheets of tutorials, of each {(kernel, target, N): Sheet}."""
     found = {name: {} for name in names}
     if not names:
         return found
     missing = [
-        (name, target, N, pages[name]["N"][0] == N)
+        (name, target, N, page.N[0] == N)
         for name in names
-        for target, N in limits.shown(pages[name])
+        for page in [declared.kernels(name)]
+        for target, N in limits.shown(page)
     ]
     calls = [
         limits.call(
-            *(name, pages[name], N, target),
+            *(name, declared.kernels(name), N, target),
             sass=first and target in SASS,
             last=True,
             then=sheets.full if first else sheets.brief,
@@ -160,10 +159,13 @@ def _write(file, found):
             old.unlink()
 
 
-def _key(script, page):
+def _key(script, name):
     """A hash of everything that the sheets of a tutorial depend on."""
     text = script.read_text(encoding="utf-8")
-    parts = [_code(text, MADE_OF).encode(), repr(page).encode()]
+    parts = [
+        _code(text, MADE_OF).encode(),
+        declared.file_of(name).read_bytes(),
+    ]
     parts += [version("triton").encode(), version("torch").encode()]
     parts += [MADE_OF.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -206,11 +208,11 @@ class Panel:
     """The panel of one kernel, as reStructuredText."""
 
     def __init__(
-        self, srcdir, stem, page, name, entry, found, timed=(), lines=()
+        self, srcdir, stem, page, name, look, found, timed=(), lines=()
     ):
         self.folder = Path(srcdir) / "tutorials" / "xray"
         self.stem, self.page, self.name = stem, page, name
-        self.entry, self.found = entry, found
+        self.look, self.found = look, found
         self.timed = timed  # by which versions of triton, the figures were
         self.lines = lines  # of the page
 
@@ -222,7 +224,7 @@ class Panel:
             for target in limits.SHOWN
         )
         body = (
-            f"{self.entry['look']}\n\n{self.counted()}"
+            f"{self.look}\n\n{self.counted()}"
             "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
         )
         title = _("X-ray of ``%(kernel)s``") % {"kernel": self.name}
@@ -234,8 +236,8 @@ class Panel:
     def counted(self):
         """Of what the numbers are."""
         rows = _("%(M)s rows, %(dtype)s.") % {
-            "M": self.page["M"],
-            "dtype": self.page["dtype"],
+            "M": self.page.M,
+            "dtype": self.page.dtype,
         }
         counted = _(
             "Instructions are counted in the code, where a loop stands once."

@@ -11,7 +11,7 @@ import json
 from babel.messages.extract import extract
 
 import tutorial
-from compiled import limits
+from compiled import declared
 from measurements import recording
 
 DOCS = tutorial.ROOT / "docs"
@@ -85,9 +85,5 @@ def _tagline():
     raise LookupError("conf.py has no tagline")
 
 
-def looks(name):
-    """What the X-ray panels of a tutorial say to look for, each once: their
-    messages belong to the page."""
-    page = limits.pages().get(name, {})
-    found = (entry["look"] for entry in limits.entries(page).values())
-    return list(dict.fromkeys(" ".join(text.split()) for text in found))
+# What the X-ray panels of a tutorial say to look for: its own messages.
+looks = declared.looks

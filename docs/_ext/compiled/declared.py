@@ -1,0 +1,121 @@
+"""What the file of a page declares of its kernels, for X-ray and for tests.
+
+Beside each script there is ``tests/pages/<section>/<stem>.py``. It has a
+function that calls the wrappers of the page, and with it
+
+    KERNELS = Kernels(run=run, M=4096, N=[4096], dtype="float16", kernels={
+        "_double": Kernel(
+            look="Doubled by 16 bytes.",
+            true=lambda code: [code.narrow("load") == 0],
+        ),
+    })
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+from tutorial import ROOT
+
+FOLDER = ROOT / "tests" / "pages"
+
+# A number, or {N: number} of those N that have one.
+Limit = int | float | dict[int, int]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What to look for in the panel of a kernel, and what is held.
+
+    The limits are those on sm_90. What makes ``look`` true holds on each GPU
+    of the panel: a function of the ``Facts`` of the compiled kernel (see
+    limits.py) gives a list in which all is true.
+    """
+
+    look: str  # reStructuredText
+    true: Callable  # at the first N of the page
+    true_at: dict[int, Callable] = field(default_factory=dict)  # at others
+    # The most instructions that move fewer than 16 bytes.
+    narrow_loads: Limit = 0
+    narrow_stores: Limit = 0
+    narrow_copies: Limit = 0
+    # The most bytes that a thread spills; elsewhere a few more are let pass.
+    spills: Limit = 0
+    shared: Limit = 99 * 1024  # the most bytes of shared memory
+    # Whether loads are asynchronous where the GPU can (sm_80 and later), or
+    # "any" if they need not be.
+    copies: bool | str = False
+    releases: int = 0  # of a lock; each needs a barrier before it
+
+    def __post_init__(self):
+        object.__setattr__(self, "look", inspect.cleandoc(self.look))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Another way to call the wrappers: the kernels keep their limits there,
+    on sm_90."""
+
+    run: Callable
+    sizes: dict[str, list[int]]
+    limits: dict = field(default_factory=dict)  # others, of all its kernels
+    # Others of one kernel: name -> limits.
+    kernels: dict[str, dict] = field(default_factory=dict)
+    # What is true at every size: name -> a function as Kernel.true is.
+    true: dict[str, Callable] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """All kernels of a page.
+
+    ``run(page, M, N, dtype)`` calls the wrappers of the loaded page on
+    tensors of the meta device. It must launch each kernel: what it launches
+    is compiled instead. ``also``, called the same way, launches more that
+    must compile for every GPU and has neither panel nor limits: solutions of
+    exercises, tiles that are not full.
+    """
+
+    run: Callable
+    M: int
+    # The first on every GPU of the panel and with its code, more on sm_90
+    # only. A panel names what a kernel was given as N.
+    N: list[int]
+    dtype: str
+    kernels: dict[str, Kernel]
+    # At which columns the limits hold on sm_90, by type.
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
+    also: Callable | None = None
+
+
+def file_of(name):
+    """The file of a page, for example of ``layer-norm/01-layer-norm``."""
+    return FOLDER / f"{name}.py"
+
+
+@cache
+def loaded(name):
+    """The module of that file; it may import what stands in tests/."""
+    path = file_of(name)
+    if (tests := str(FOLDER.parent)) not in sys.path:
+        sys.path.append(tests)
+    spec = importlib.util.spec_from_file_location(f"of {name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def kernels(name):
+    """What a page declares, or None if it has no file."""
+    return loaded(name).KERNELS if file_of(name).exists() else None
+
+
+def looks(name):
+    """The texts of a page's panels, each once and in one line."""
+    page = kernels(name)
+    texts = [each.look for each in page.kernels.values()] if page else []
+    return list(dict.fromkeys(" ".join(text.split()) for text in texts))
