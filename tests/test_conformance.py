@@ -95,11 +95,10 @@ def test_same_bits_twice(page, one):
 
 
 @both(each(lambda p: p.mutants, marks=[pytest.mark.cpu]))
-def test_mutants_fail(page, one, capsys):
-    """A fault that is planted in the page is noticed."""
+def test_mutants_fail(page, one):
+    """A fault that is planted in the page is noticed; -s prints by what."""
     by = killed_by(page, page.mutants[one])
-    with capsys.disabled():
-        print(f"\n{page.name} | {one} | {by or 'SURVIVED'}", end="")
+    print(f"\n{page.name} | {one} | {by or 'SURVIVED'}")
     assert by, f"nothing notices: {one}"
 
 

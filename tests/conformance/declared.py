@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import importlib.util
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import tutorial
+import torch
 
-FOLDER = tutorial.ROOT / "tests" / "pages"
+import tutorial
+from compiled.declared import FOLDER, loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +101,6 @@ def name_of(file):
 
 @functools.cache
 def _load(page, form, edits):
-    import torch
-
     if torch.cuda.is_available():
         return tutorial.load(page.name, edits)
     every = (*page.quick, *page.forms[form], *edits)
@@ -120,21 +117,11 @@ def loader(page, edits=()):
 
 
 @functools.cache
-def module(file):
-    """The file of a page, imported; it loads no tutorial."""
-    name = "pages_" + re.sub(r"\W", "_", name_of(file))
-    spec = importlib.util.spec_from_file_location(name, file)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-@functools.cache
 def pages():
     """Name -> what the page declares, of all pages that do."""
     files = sorted(FOLDER.glob("*/[0-9][0-9]-*.py"))
     return {
-        name_of(file): module(file).PAGE
-        for file in files
-        if hasattr(module(file), "PAGE")
+        name: loaded(name).PAGE
+        for name in map(name_of, files)
+        if hasattr(loaded(name), "PAGE")
     }

@@ -30,6 +30,8 @@ SIZES = (
     ((2, 1, 3), (129,)),
     ((1,), (1,)),
 )
+# And on a GPU.
+LARGE = (((20, 30), (40, 25)), ((1000,), (2,)), ((130,), (1023,)))
 WANTED = (
     EVERY,
     (True, False, False),
@@ -58,17 +60,24 @@ class LayerNormCase(AnyCase):
     scale: float = 0.5
 
 
+def at(M, N, dtype=SINGLE, **more):
+    """A case of a matrix."""
+    return LayerNormCase(lead=(M,), shape=(N,), dtype=dtype, **more)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerNorm(Operation):
     dtypes: tuple = DTYPES  # that are taken
     sizes: tuple = SIZES  # of the table
+    large: tuple = LARGE  # and of the table on a GPU
     multiple: int = 1  # columns are a multiple of it
     Case = LayerNormCase
+    at = staticmethod(at)
     named = "x", "weight", "bias"
 
     def axes(self, on_gpu):
         return {
-            ("lead", "shape"): self.sizes,
+            ("lead", "shape"): self.sizes + self.large * on_gpu,
             "dtype": self.dtypes,
             "weight_dtype": (None, *self.dtypes),
             "bias_dtype": (None, *self.dtypes),
