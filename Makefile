@@ -134,9 +134,9 @@ run-tools: check-python
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
 	sphinx_design, sphinx_copybutton, elftools, joblib, tinycss2, \
-	fontTools, pagefind' 2>/dev/null || { \
+	fontTools, pagefind, pytest' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|elftools|joblib|tinycss2|fonttools|pagefind' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|elftools|joblib|tinycss2|fonttools|pagefind|pytest' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp

@@ -7,17 +7,23 @@ in Triton's interpreter and on a GPU. Importing costs little: no tutorial is
 loaded, and no triton.
 """
 
+from conformance.add_norm import AddNorm, AddNormCase
 from conformance.declared import Mistake, Page
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
+from conformance.rms_norm import RmsNorm, RmsNormCase
 from conformance.softmax import Softmax, SoftmaxCase
 
 __all__ = [
     "LAYOUTS",
+    "AddNorm",
+    "AddNormCase",
     "LayerNorm",
     "LayerNormCase",
     "Mistake",
     "Page",
+    "RmsNorm",
+    "RmsNormCase",
     "Softmax",
     "SoftmaxCase",
     "guarded_allocations",
