@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 from languages import BUILT, CURRENT, ENGLISH  # noqa: E402
+from translation import catalogs  # noqa: E402
 
 # The site ------------------------------------------------------------------
 project = "Both Passes"
@@ -31,7 +32,6 @@ extensions = [
     # our own
     "gallery",
     "incremental",
-    "page.anchors",
     "page.cards",
     "page.copying",
     "page.downloads",
@@ -46,12 +46,14 @@ extensions = [
     "page.search",
     "page.solutions",
     "page.templates",
-    "page.wide_lines",
     "page.xray",
+    "translation.pages",
 ]
 exclude_patterns = ["_build", "_ext", "_extra"]
-# Catalogs of what is no tutorial: see docs/_ext/translation.
-locale_dirs = ["locale"]
+# The catalogs of docs/locale as gettext reads them: see docs/_ext/translation.
+locale_dirs = ["_build/locale"]
+if CURRENT is not ENGLISH:
+    catalogs.compile_all(CURRENT.code)
 gettext_compact = False
 # Each section of the tutorials counts from 01: what names them is their path.
 suppress_warnings = ["sphinx_gallery.duplicate_filename"]
@@ -64,8 +66,9 @@ root_doc = "index"
 measured_gpu = "nvidia-h200"
 
 sphinx_gallery_conf = {
-    "examples_dirs": "../tutorials",
-    "gallery_dirs": "tutorials",
+    # English runs the tutorials; the others read what it has made of them.
+    "examples_dirs": ["../tutorials"] if CURRENT is ENGLISH else [],
+    "gallery_dirs": ["tutorials"] if CURRENT is ENGLISH else [],
     "filename_pattern": r"[/\\]\d\d-.*\.py$",
     "ignore_pattern": r"(^|[/\\])_",
     "copyfile_regex": r"index\.rst",
@@ -82,9 +85,10 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
     "min_reported_time": 1e9,
     "backreferences_dir": None,
-    "download_all_examples": True,
+    # Our own downloads: see docs/_ext/page/downloads.py.
+    "download_all_examples": False,
+    "notebook_extensions": set(),
     "only_warn_on_example_error": False,
-    # Other languages run nothing.
     "junit": str(ROOT / "docs/_build/test-results/gallery.xml")
     if CURRENT is ENGLISH
     else "",

@@ -11,10 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-ARGUMENTS = (
-    *("-n", "-W", "--keep-going", "-c", ".", "-d", "doctrees"),
-    *("docs", "html"),
-)
 # Not triton: whether it interprets is decided by the build.
 IMPORTS = [
     *("torch", "pandas", "matplotlib.pyplot"),
@@ -39,7 +35,7 @@ def build(root, env):
     global spent
     spent += float(_spent(log).read_text())
     return subprocess.CompletedProcess(
-        ARGUMENTS, child.exitcode, log.read_text()
+        "sphinx", child.exitcode, log.read_text()
     )
 
 
@@ -72,17 +68,23 @@ def _build(root, env, log):
         del sys.modules[name]
     from sphinx.cmd.build import main
 
-    sys.exit(main(arguments(env)))
+    doctrees, *how = arguments(env)
+    done = main([*how, "-d", str(doctrees)])
+    ready = doctrees / "ready"
+    if done == 0 and ready.exists():  # as translation/build.py says it
+        ready.rename(doctrees / "complete")
+    sys.exit(done)
 
 
 def arguments(env):
-    """Of a build in one of several languages, or of one in English alone."""
+    """Of a build in one of several languages, or of one in English alone: its
+    folder of doctrees, and the others."""
+    how = "-n", "-W", "--keep-going", "-c", ".", "docs"
     if "SITE_LANGUAGES" not in env:
-        return ARGUMENTS
+        return Path("doctrees"), *how, "html"
     sys.path.insert(0, "docs/_ext")
-    from languages import CURRENT, ENGLISH
-    from translation import build, stage
+    from languages import CURRENT
 
-    if CURRENT is not ENGLISH:
-        stage.stage(CURRENT)
-    return build.arguments(CURRENT)
+    made = Path("docs/_build")
+    html = made / "html" / CURRENT.folder
+    return made / "doctrees" / CURRENT.folder, *how, str(html)

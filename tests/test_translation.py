@@ -1,22 +1,16 @@
 """Catalogs: what is asked of translators, and what becomes of their words."""
 
-from types import SimpleNamespace
+import json
 
+import checks_of_translations as checks
 import pytest
 from babel.messages.catalog import Catalog
+from docutils import nodes
+from docutils.core import publish_doctree
 
 import tutorial
 from languages import TRANSLATED
-from translation import (
-    build,
-    catalogs,
-    checks,
-    lines,
-    messages,
-    pages,
-    untranslated,
-    update,
-)
+from translation import catalogs, lines, messages, pages, update
 
 CODES = [language.code for language in TRANSLATED]
 SCRIPTS = {tutorial.name_of(s): s.read_text() for s in tutorial.scripts()}
@@ -59,55 +53,50 @@ def f(a):  # fmt: skip
 
 
 f("%%")
-plt.figure("a picture")
 '''
 SAID = [
-    ("A title", "heading"),
-    ("A paragraph of two lines.", "prose"),
-    ("Scaffold: imports.", "comment"),
-    ("behind code it goes on", "comment"),
-    ("A heading", "heading"),
-    ("First, in two lines.", "item"),
-    ("Second.", "item"),
-    ("What it does, in two lines.", "docstring"),
-    ("More.", "docstring"),
-    ("A comment in two lines.", "comment"),
-    ("a picture", "picture"),
+    "A title",
+    "A paragraph of two lines.",
+    "Scaffold: imports.",
+    "behind code it goes on",
+    "A heading",
+    "First, in two lines.",
+    "Second.",
+    "What it does, in two lines.",
+    "More.",
+    "A comment in two lines.",
 ]
 
 
 def test_what_a_script_says():
-    found = [(text, kind) for text, kind, _ in messages.messages(SCRIPT)]
-    assert found == SAID
+    assert messages.messages(SCRIPT) == SAID
 
 
 def test_a_script_in_other_words():
     said = messages.translated(SCRIPT, lambda text: f"<{text}>")
-    assert messages.same_code(SCRIPT, said)
-    kept = [("a picture", "picture")]  # the page says it, not the code
-    found = [(text, kind) for text, kind, _ in messages.messages(said)]
-    assert found == [(f"<{t}>", k) for t, k in SAID[:-1]] + kept
+    assert checks.same_code(SCRIPT, said)
+    assert messages.messages(said) == [f"<{text}>" for text in SAID]
     back = messages.translated(said, lambda text: text[1:-1])
     bare = [text.replace("#", "").split() for text in (back, SCRIPT)]
     assert bare[0] == bare[1]
+    long = messages.translated(SCRIPT, str.strip, width=10**6)
+    assert "A paragraph of two lines." in long
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_tutorial_keeps_its_code_and_its_words(name):
-    def known(text):
-        return [m.text for m in messages.messages(text) if m.kind != "picture"]
-
     script = SCRIPTS[name]
     wide = messages.translated(script, lambda text: f"层。{text}，归一化")
-    assert messages.same_code(script, wide)
-    assert known(wide) == [f"层。{text}，归一化" for text in known(script)]
+    assert checks.same_code(script, wide)
+    known = messages.messages(script)
+    assert messages.messages(wide) == [f"层。{t}，归一化" for t in known]
 
 
 def test_other_code_is_found():
-    assert messages.same_code("f(1)  # one", "# two\nf(1)")
-    assert messages.same_code('def f():\n    "a"', 'def f():\n    "b"')
-    assert not messages.same_code("f(1)", "f(2)")
-    assert not messages.same_code("f('a')", "f('b')")
+    assert checks.same_code("f(1)  # one", "# two\nf(1)")
+    assert checks.same_code('def f():\n    "a"', 'def f():\n    "b"')
+    assert not checks.same_code("f(1)", "f(2)")
+    assert not checks.same_code("f('a')", "f('b')")
 
 
 def test_lines_of_wide_characters():
@@ -133,6 +122,21 @@ def test_no_line_begins_with_a_space():
         assert all(line == line.strip() for line in wrapped)
 
 
+@pytest.fixture
+def locale(tmp_path, monkeypatch):
+    """A folder for the catalogs of a test."""
+    monkeypatch.setattr(catalogs, "LOCALE", tmp_path / "locale")
+    monkeypatch.setattr(catalogs, "COMPILED", tmp_path / "compiled")
+
+    def write(name, catalog, code="zh_CN"):
+        file = catalogs.path(code, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(catalogs.text_of(catalog, code), encoding="utf-8")
+        catalogs.compile_all(code)
+
+    return write
+
+
 def catalog(*pairs, **more):
     made = Catalog()
     for text, said in pairs:
@@ -140,48 +144,108 @@ def catalog(*pairs, **more):
     return made
 
 
-def test_a_refreshed_catalog(tmp_path, monkeypatch):
+def test_a_refreshed_catalog(locale):
     old = catalog(
         ("It stays.", "留下。"),
         ("A program takes one row.", "一个程序取一行。"),
         ("It goes.", "去。"),
     )
-    wanted = [
-        ("A program takes two rows.", "prose"),
-        ("It stays.", "comment"),
-        ("Said elsewhere.", ""),
-        ("Something else entirely.", "heading"),
-    ]
-    new = catalogs.refreshed(old, wanted, {"Said elsewhere.": "别处。"})
+    wanted = {
+        "A program takes two rows.": "",
+        "It stays.": "a note",
+        "Said elsewhere.": "",
+        "Something else entirely.": "",
+    }
+    new = update.refreshed(old, wanted, {"Said elsewhere.": "别处。"})
     text = catalogs.text_of(new, "zh_CN")
-    assert "It goes." not in text and "It stays." in text
-    assert [text for text, _ in wanted] == [m.id for m in new if m.id]
+    assert "It goes." not in text and "#. a note" in text
+    assert list(wanted) == [m.id for m in new if m.id]
     said = [catalogs.done(m) for m in new if m.id]
     assert said == [None, "留下。", "别处。", None]
-    monkeypatch.setattr(catalogs, "LOCALE", tmp_path)
-    file = catalogs.path("zh_CN", "a/page")
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
+    locale("a/page", new)
     read = catalogs.read("zh_CN", "a/page")
     fuzzy = read.get("A program takes two rows.")
     assert fuzzy.fuzzy and fuzzy.string == "一个程序取一行。"
     assert fuzzy.previous_id == ["A program takes one row."]
     # Nothing has changed since: neither has the file.
-    again = catalogs.refreshed(read, wanted, {})
+    again = update.refreshed(read, wanted, {})
     assert catalogs.text_of(again, "zh_CN") == text
-    say = catalogs.lookup("zh_CN", "a/page")
+    say = catalogs.lookup("a/page", "zh_CN")
     assert say("It stays.") == "留下。"
     assert say("A program takes two rows.") == "A program takes two rows."
-    catalogs.of_file.cache_clear()
+    assert catalogs.translations("zh_CN", "a/page")("A comment") == ""
+
+
+def test_what_has_no_translation_is_counted(locale, tmp_path, monkeypatch):
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps({"a/page": ["One.", "Two."]}))
+    monkeypatch.setattr(pages, "FILE", file)
+    monkeypatch.setattr(update.words, "messages", list)
+    locale("a/page", catalog(("One.", "一。"), ("Two.", "二。")))
+    locale("a/page", catalog(("One.", "いち。")), "ja")
+    (line,) = update.summary()
+    assert line.startswith("日本語: 1 messages are shown in English (a/page)")
+
+
+PAGE = """
+Title
+=====
+
+A paragraph
+of two lines.
+
+::
+
+   def f():
+       "What it does."
+       return 1  # the first
+
+::
+
+   # printed
+
+.. container:: measured
+
+   Its passport.
+
+.. container:: bp-xray
+
+   What to look for.
+
+   .. image:: a.png
+      :alt: its words
+
+.. image:: b.png
+   :alt: A drawing
+"""
+
+
+def test_what_a_page_says():
+    tree = publish_doctree(PAGE)
+    cell, printed = tree.findall(nodes.literal_block)
+    cell["language"], printed["language"] = "Python", "none"
+    assert list(pages.said_by(tree)) == [
+        "Title",
+        "A paragraph of two lines.",
+        "What it does.",
+        "the first",
+        "What to look for.",
+        "A drawing",
+    ]
 
 
 SOURCE = "Load ``x`` 16 times, as :math:`a` and `page 01 <01.html>`_ say."
 GOOD = "读取 ``x`` 16 次，见 :math:`a` 与 `第 01 页 <01.html>`_。"
 
 
+def found(source, said):
+    yield from checks.problems(source, said)
+    yield from checks.style(source, said, "zh_CN")
+
+
 def test_a_good_translation(monkeypatch):
     monkeypatch.setattr(checks, "glossary", lambda code: [("page", ["页"])])
-    assert list(checks.problems(SOURCE, GOOD, "zh_CN")) == []
+    assert list(found(SOURCE, GOOD)) == []
 
 
 @pytest.mark.parametrize(
@@ -208,135 +272,57 @@ def test_a_good_translation(monkeypatch):
 def test_a_bad_translation(old, new, problem, monkeypatch):
     monkeypatch.setattr(checks, "glossary", lambda code: [("page", ["页"])])
     assert old in GOOD
-    found = list(checks.problems(SOURCE, GOOD.replace(old, new), "zh_CN"))
-    assert any(problem in each for each in found), found
-
-
-@pytest.fixture
-def builds(monkeypatch, tmp_path):
-    """Builds that only note what they are of; a page with two sentences."""
-    made = []
-
-    def sphinx(language):
-        made.append(language.code)
-        return SimpleNamespace(wait=lambda: 0)
-
-    said = {"tutorials/a": {"One.": "prose", "Two.": "prose"}}
-    monkeypatch.setattr(build, "sphinx", sphinx)
-    monkeypatch.setattr(untranslated, "FILE", tmp_path / "untranslated.json")
-    monkeypatch.setattr(update, "of_tutorials", lambda: dict(said))
-    for others in ("of_pages", "of_words"):
-        monkeypatch.setattr(update, others, dict)
-    return made
-
-
-@pytest.mark.parametrize("mode", ["recorded", "preview"])
-def test_a_language_with_a_sentence_in_english_is_left_out(
-    builds, monkeypatch, capsys, mode
-):
-    whole = catalog(("One.", "一。"), ("Two.", "二。"))
-    changed = catalog(("One.", "一。"), ("Zwei.", "二。"))
-    found = {"zh_CN": whole, "ja": whole}
-    monkeypatch.setattr(catalogs, "read", lambda code, name: found[code])
-    codes = ["en", "zh_CN", "ja"]
-    assert [each.code for each in build.english(mode)] == codes
-    found["ja"] = changed
-    fewer = codes if mode == "preview" else codes[:2]
-    for _ in range(2):
-        assert [each.code for each in build.english(mode)] == fewer
-    assert untranslated.known() == {"zh_CN": {}, "ja": {"tutorials/a": 1}}
-    said = capsys.readouterr().out
-    left_out = "日本語 is left out" in said and "(tutorials/a)" in said
-    assert left_out == (mode != "preview")
-    found["ja"] = whole
-    assert [each.code for each in build.english(mode)] == codes
-    assert builds == ["en"] * 4  # each time once
-
-
-def test_a_build_that_fails_ends_all_and_warns_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(build.stage, "doctrees", lambda each: tmp_path / each)
-    codes, ended = {"en": 0, "zh": 2, "ja": 0}, []
-    for each in codes:
-        (tmp_path / each).mkdir()
-        (tmp_path / each / "environment.pickle").touch()
-
-    def wait(each):
-        ended.append(each)
-        return codes[each]
-
-    with pytest.raises(SystemExit) as error:
-        build.finish(
-            {each: SimpleNamespace(wait=lambda each=each: wait(each))
-             for each in codes}
-        )  # fmt: skip
-    assert error.value.code == 2 and ended == list(codes)
-    left = [each for each in codes if any((tmp_path / each).iterdir())]
-    assert left == ["en", "ja"]  # zh is read again, with all its warnings
+    each = list(found(SOURCE, GOOD.replace(old, new)))
+    assert any(problem in one for one in each), each
 
 
 # The catalogs of the project.
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_a_sentence_is_said_alike_on_all_pages(code):
-    """A label of one word may have another meaning elsewhere."""
-    said = {}
-    for file in (catalogs.LOCALE / code).rglob("*.po"):
-        for message in catalogs.of_file(file):
-            if " " in message.id:
-                said.setdefault(message.id, set()).add(message.string)
-    assert len(said) > 1000
-    assert not {text: ways for text, ways in said.items() if len(ways) > 1}
-
-
-@pytest.fixture(scope="module")
-def wanted():
-    if not (pages.READ / "index.doctree").exists():
-        pytest.fail("build the site first: make html", pytrace=False)
-    return update.wanted()
+def translated(code):
+    """All messages that have a translation: the page, and the message."""
+    for file in (catalogs.LOCALE / code / "LC_MESSAGES").rglob("*.po"):
+        name = file.relative_to(catalogs.LOCALE / code / "LC_MESSAGES")
+        page = name.with_suffix("").as_posix()
+        for message in catalogs.read(code, page):
+            if message.id and catalogs.done(message):
+                yield page, message
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_catalogs_are_complete(code, wanted):
-    assert not update.missing(wanted, code), "make translations"
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_catalogs_are_those_of_the_pages(code, wanted):
-    files = {
-        path.as_posix() for path in catalogs.LOCALE.glob(f"{code}/**/*.po")
-    }
-    assert files == {catalogs.path(code, name).as_posix() for name in wanted}
-    for name, texts in wanted.items():
-        catalog = catalogs.read(code, name)
-        assert [m.id for m in catalog if m.id] == list(texts), name
-        said = catalogs.path(code, name).read_text(encoding="utf-8")
-        assert said == catalogs.text_of(catalog, code), name
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_translations_have_what_their_messages_have(code, wanted):
+def test_translations_keep_code_numbers_links_and_markup(code):
     found = [
-        f"{name}: {problem}: {message.string}"
-        for name in wanted
-        for message in catalogs.read(code, name)
-        if message.id and catalogs.done(message)
-        for problem in checks.problems(message.id, message.string, code)
+        f"{page}: {problem}: {message.string}"
+        for page, message in translated(code)
+        for problem in checks.problems(message.id, message.string)
     ]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_translated_scripts_are_the_same_code(code):
-    """And no comment makes a line too long; a link may."""
-    wide = []
     for name, script in SCRIPTS.items():
-        lookup = catalogs.lookup(code, f"tutorials/{name}")
-        said = messages.translated(script, lookup)
-        assert messages.same_code(script, said), name
-        wide += [
-            f"{name}: {line}"
-            for line in said.split("\n")
-            if lines.columns(line) > messages.WIDTH and ">`_" not in line
-        ]
-    assert not wide, "\n".join(wide)
+        catalog = catalogs.read(code, f"tutorials/{name}")
+
+        def say(text, catalog=catalog):
+            return catalogs.done(catalog.get(text)) or text
+
+        assert checks.same_code(script, messages.translated(script, say)), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", CODES)
+def test_translations_have_the_style_of_the_site(code):
+    """Its terms, its signs, and the same words for the same sentence."""
+    found = [
+        f"{page}: {problem}: {message.string}"
+        for page, message in translated(code)
+        for problem in checks.style(message.id, message.string, code)
+    ]
+    said = {}
+    for _page, message in translated(code):
+        if " " in message.id:  # a word may have another meaning elsewhere
+            said.setdefault(message.id, set()).add(message.string)
+    assert len(said) > 1000
+    found += [f"said in two ways: {t}" for t in said if len(said[t]) > 1]
+    assert not found, "\n".join(found)

@@ -14,14 +14,13 @@ from bs4 import BeautifulSoup
 from docutils import nodes
 from project import ENVIRONMENT, ROOT, rows
 
-import languages
 import said
-from compiled import kept, limits
+from compiled import limits
 from compiled.sheets import Sheet
-from measurements import replay
+from measurements import recording, replay
 from page import cards, downloads, figures, head, headlines, solutions
 from page.xray import Panel
-from translation import catalogs, of_page, sentences, words
+from translation import sentences, words
 
 TEMPLATES = ROOT / "docs" / "_templates"
 
@@ -58,7 +57,6 @@ def measured(**changes):
         "names": {"triton": "Ж", "torch": "Б", "copy": "Д"},
         "method": "by hand, 20 % and 80 %",
         "rows": rows(),
-        "code": "",
         "picture": "ж_001",
     }
     return replay.Measured(**(values | changes))
@@ -141,9 +139,9 @@ def test_a_line_of_the_page_becomes_its_figure(tmp_path):
     assert "/images/b_dark.svg\n   :alt: two lines\n" in source[0]
 
 
-def test_a_panel(says, tmp_path):
+def test_a_panel(says):
     says(WORDS)
-    panel = Panel(tmp_path, None, "_f", "", {})
+    panel = Panel(None, "_f", "", {})
     assert "- 线程束内交换\n     - 无\n" in panel.table({8: sheet()})
 
 
@@ -155,16 +153,14 @@ def sheet(**more):
     )  # fmt: skip
 
 
-def test_a_panel_shows_the_comments_of_the_page(tmp_path):
+def test_a_panel_shows_the_comments_of_the_page():
     commented = sheet(ways=[("x = 1  # one", [])])
-    for lines, shown in (
-        (["    x = 1  # 一"], "x = 1  # 一"),
-        (["    x = 12  # 一", "    # x = 1"], "x = 1  # one"),
+    for code, shown in (
+        ("    x = 1  # 一", "x = 1  # 一"),
+        ("    x = 12  # 一\n    # x = 1", "x = 1  # one"),
     ):
-        panel = Panel(tmp_path, None, "_f", "", {}, (), lines)
-        assert (
-            next(panel.ways(commented)) == f"<pre class='bp-way'>{shown}</pre>"
-        )
+        way = next(Panel(None, "_f", "", {}, (), code).ways(commented))
+        assert way == f"<pre class='bp-way'>{shown}</pre>"
 
 
 def test_a_card(says):
@@ -173,14 +169,14 @@ def test_a_card(says):
         "unit": "GB/s",
         "args": {"mode": "forward"},
         "x_names": ["N"],
-        "environment": ENVIRONMENT | {"gpu": "ж"},
         "rows": [
             row | {"provider": {"torch": "rows"}.get(name, name)}
             for row in rows()
             for name in [row["provider"]]
         ],
     }
-    box = cards.speeds({"benchmarks": {"double": benchmark}})
+    data = {"environment": ENVIRONMENT | {"gpu": "ж"}}
+    box = cards.speeds(data | {"benchmarks": {"double": benchmark}})
     assert "收集各行后的 PyTorch 的 1.33 倍" in box.astext()
 
 
@@ -221,24 +217,6 @@ def test_a_download(says):
     assert downloads.head(script, config).startswith("# Both Passes 的教程：")
 
 
-def test_what_only_a_page_says(monkeypatch, tmp_path):
-    """A look of a panel and what a drawing shows: from the page's catalog."""
-    page = "tutorials/layer-norm/01-layer-norm"
-    monkeypatch.setattr(catalogs, "LOCALE", tmp_path)
-    file = catalogs.path("ja", page)
-    file.parent.mkdir(parents=True)
-    file.write_text('msgid "A look: one"\nmsgstr "見る：一つ"\n')
-    noted = []
-    app = SimpleNamespace(env=SimpleNamespace(note_dependency=noted.append))
-    assert of_page.said(app, page, "A look:\none") == "A look:\none"
-    japanese = languages.LANGUAGES[2]
-    monkeypatch.setattr(of_page, "CURRENT", japanese)
-    assert of_page.said(app, page, "A look:\none") == "見る：一つ"
-    assert of_page.said(app, page, "Another\nlook") == "Another\nlook"
-    assert noted == [str(file)] * 2
-    catalogs.of_file.cache_clear()
-
-
 def test_sentences_without_spaces():
     chinese = "第一句。第二句！Third one? 第四。"
     parts = ["第一句。", "第二句！", "Third one?", "第四。"]
@@ -269,13 +247,6 @@ def test_the_messages_are_those_of_all_that_speaks():
     assert comment.startswith("of each figure")
     for text in MESSAGES:
         assert text == " ".join(text.split())
-
-
-def test_looks_are_paragraphs():
-    found = words.looks("layer-norm/01-layer-norm")
-    assert len(found) > 3
-    assert all(text == " ".join(text.split()) for text in found)
-    assert words.looks("no-page") == []
 
 
 class Masked:
@@ -336,23 +307,20 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     monkey = measured(**changes)
     store = pytest.MonkeyPatch()
     with store.context() as patch:
-        patch.setattr(figures.live, "STORE", ROOT / "docs/measurements")
+        patch.setattr(figures.recording, "BY_BUILD", recording.STORE)
         text = figures._said("жж", [monkey])
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()
 
 
-def test_no_word_of_a_panel_is_said_in_english_only(
-    says, tmp_path, monkeypatch
-):
+def test_no_word_of_a_panel_is_said_in_english_only(says):
     translator = says(Masked())
     made = sheet(ways=[("x", [("ptx", ["<code>x</code>"])])])
     made.codes = {"sass": "x", "amdgcn": "x"}
     page = SimpleNamespace(N=[8], M=4, dtype="ж")
     found = {("_f", target, 8): made for target in limits.SHOWN}
-    monkeypatch.setattr(kept, "FOLDER", tmp_path / "tutorials" / "xray")
-    panel = Panel(tmp_path, page, "_f", "ж", found, ("1", "2"))
+    panel = Panel(page, "_f", "ж", found, ("1", "2"))
     text = panel.text()
     html = r"<[^>]*>|gfx942|sm_\d+|\.\. raw:: html|:selected:"
     assert left(re.sub(html, "", text)) == []

@@ -9,7 +9,6 @@ What they share is kept where Sphinx-Gallery hands it to them, and nowhere
 else: the mode in its settings, and a tutorial's session in its variables.
 """
 
-import gc
 import os
 import sys
 import time
@@ -18,14 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
-from sphinx_gallery import gen_gallery
 
 import style
 import tutorial
 from languages import CURRENT, ENGLISH
 from measurements import gpus, record, recording, replay
 from measurements.progress import clock, say
-from page import figures, notebooks, outputs, solutions, wide_lines
+from page import figures
 
 MODES = ("auto", "recorded", "live", "preview")
 
@@ -45,35 +43,21 @@ def begin(gallery_conf, script_vars):
 
     Sphinx-Gallery tells the path nowhere else, and names are not unique.
     """
-    script = Path(script_vars["src_file"]).resolve()
-    name = tutorial.name_of(script)
+    name = tutorial.name_of(Path(script_vars["src_file"]).resolve())
+    mark(name).touch()
     with ExitStack() as changes:
-        changes.enter_context(
-            notebooks.changed(
-                solutions.hide_in_notebook, wide_lines.join_in_notebook
-            )
-        )
-        target = Path(script_vars["target_file"])
-        inputs = target.with_suffix(".inputs").read_text()
-        runs, keep = changes.enter_context(
-            outputs.kept(script, target, inputs)
-        )
-        if runs:
-            gc.enable()  # see incremental.py
-            session = open_session(name, **gallery_conf["measured"])
-            script_vars["session"] = session
-            changes.enter_context(replay.replaced(replay.Runner(session)))
-            changes.enter_context(replay.watching(session))
-            style.begin()
+        session = open_session(name, **gallery_conf["measured"])
+        script_vars["session"] = session
+        changes.enter_context(replay.replaced(replay.Runner(session)))
+        changes.enter_context(replay.watching(session))
+        style.begin()
         # The interpreter warns of numbers that overflow as they are meant to,
         # and would show on the page where this machine keeps Triton.
         changes.enter_context(warnings.catch_warnings())
         warnings.filterwarnings(
             "ignore", module=r"triton\.runtime\.interpreter"
         )
-        changes.callback(
-            finish, name, script_vars, runs, keep, time.monotonic()
-        )
+        changes.callback(finish, name, script_vars, time.monotonic())
         gallery_conf["restore"] = changes.pop_all().close
     return []
 
@@ -93,16 +77,19 @@ def require_all_ran(session):
         raise ExtensionError(str(error)) from None
 
 
-def finish(name, script_vars, runs, keep, started):
-    """Say what was done; keep what the cells gave if none has failed."""
+def finish(name, script_vars, started):
+    """Say what was done; what a tutorial that failed has made is not kept."""
     if script_vars.get("passing"):
         if session := script_vars.get("session"):
             require_all_ran(session)
-        keep()
-    if CURRENT is not ENGLISH:
-        return
+        mark(name).unlink()
     spent = clock(time.monotonic() - started)
-    say(f"{name}: " + (f"its cells ran in {spent}" if runs else "new prose"))
+    say(f"{name}: its cells ran in {spent}")
+
+
+def mark(name):
+    """A file that is there while a tutorial runs, or if it did not end."""
+    return tutorial.MADE / f"{name}.running"
 
 
 def open_session(name, mode, gpu):
@@ -178,6 +165,4 @@ def setup(app):
     app.add_config_value("measured_gpu", "nvidia-h200", "env", [str])
     app.connect("config-inited", hide_gpus, priority=1)
     app.connect("config-inited", check_recordings)
-    # It would import matplotlib in every build: style.begin does, for a cell.
-    gen_gallery._import_matplotlib = lambda: None
     return {"parallel_read_safe": False, "parallel_write_safe": True}

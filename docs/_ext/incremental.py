@@ -1,30 +1,28 @@
-"""A build after a change gives the same files as a clean one.
+"""A build after a change gives the pages of a clean one.
 
-Three things are kept between builds, and each is made again when something
-that it came from has changed:
+Two things are kept between builds, and each is made again when something that
+it came from has changed:
 
-- what a tutorial made when it ran, where Sphinx-Gallery looks at the script
-  only: ``forget_outdated``;
-- the documents that Sphinx has read: ``mechanism``, a setting on which all of
-  them depend;
-- the written site, in which a page shows the titles of others: ``Site``
-  writes nothing, the pages that have changed, or all of them.
+- what a tutorial made when it ran: Sphinx-Gallery looks at the script, and
+  ``forget_outdated`` at all else;
+- what Sphinx has read and written in a language: all of it is made anew when
+  ``mechanism`` has changed, and when the build before did not come to its
+  end; otherwise the pages are whose sources have changed.
+
+That a build came to its end is said by a file that is written last, in
+``docs/_build/doctrees/LANG``: here ``ready``, which translation/build.py
+names ``complete`` when Sphinx has ended without a warning.
 """
 
-import atexit
 import gc
 import hashlib
 import os
-import re
 import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import quote
 
-from sphinx.builders import html
 from sphinx.errors import ExtensionError
-from sphinx.util.osutil import copyfile
 
 import gallery
 import tutorial
@@ -36,47 +34,80 @@ PACKAGES = (
     *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
     *("pydata-sphinx-theme", "sphinx-copybutton", "fonttools", "tinycss2"),
 )
-# Folders of docs that hold nothing that the site is made from.
-GENERATED = {"_build", "locale", "tutorials"}
-# Documents that leave so little garbage that to look for it takes longer than
-# the memory is worth: a sixth of a small build.
-FEW = 8
+# What any page may show, beside its own sources.
+FOLDERS = "_extra", "_fonts", "_static", "_templates", "inventories"
+SETTINGS = "FIGURES", "GITHUB_REPOSITORY", "SITE_URL"
+READY, COMPLETE = "ready", "complete"
+LAST = 10_000  # of those who listen to an event
+OPTIMIZED = (
+    "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those of the "
+    "tutorials must: unset it."
+)
+# Documents leave little garbage: to look for it as often as Python does takes
+# longer than the memory is worth.
+GARBAGE = 50_000, 20, 100
 
 
 def digest(*parts):
     """A hash of files' contents, given their paths, and of anything else."""
     found = hashlib.sha256()
     for part in parts:
-        is_file = isinstance(part, Path)
+        is_file = isinstance(part, Path) and part.is_file()
         text = part.read_bytes() if is_file else repr(part).encode()
         found.update(b"%d " % len(text) + text)
     return found.hexdigest()
 
 
-def depend_on_mechanism(app, config):
-    """Let everything depend on what makes it, and on which tutorials are."""
+def begin(app, config):
+    """Forget all if it was made in another way, or never to its end."""
+    if sys.flags.optimize:
+        sys.exit(OPTIMIZED)
     modules = sorted(Path(__file__).parent.rglob("*.py"))
     versions = [version(name) for name in PACKAGES]
     made_by = (*modules, sys.version_info[:2], versions, gpus.there())
     # Sphinx-Gallery has not added its objects to its settings yet.
     config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
+    config.mechanism = mechanism(app, made_by)
+    folder = Path(app.doctreedir)
+    complete = folder / COMPLETE
+    if complete.exists() and complete.read_text() == config.mechanism:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if (app.outdir / ".buildinfo").exists():  # else this is no site of ours
+        for path in app.outdir.iterdir():
+            remove(path)
+
+
+def mechanism(app, made_by):
+    """A hash of what all pages depend on, and of which pages are."""
+    source = Path(app.srcdir)
+    files = [Path(app.confdir, "conf.py")]
+    for folder in FOLDERS:
+        files += sorted(p for p in (source / folder).rglob("*") if p.is_file())
+    words = source / f"locale/{CURRENT.code}/LC_MESSAGES/sphinx.po"
+    pages = sorted(path.name for path in source.glob("*.rst"))
     names = list(map(tutorial.name_of, tutorial.scripts()))
-    words = Path(app.srcdir, "locale", CURRENT.code, "LC_MESSAGES/sphinx.po")
-    words = [words] if words.exists() else []
-    conf = Path(app.confdir, "conf.py")
-    config.read_by = digest(*made_by, *words, conf, names, BUILT)
+    settings = [os.environ.get(name) for name in SETTINGS]
+    places = [path.relative_to(app.confdir).as_posix() for path in files]
+    return digest(*made_by, *files, words, places, pages, names, settings,
+                  BUILT)  # fmt: skip
+
+
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def forget_outdated(app):
-    """Make tutorials run again whose page depends on what has changed."""
-    folder = Path(app.srcdir) / "tutorials"
-    forget_deleted(folder)
+    """Make tutorials run again whose page depends on what has changed, or
+    that did not come to their end."""
+    if CURRENT is not ENGLISH:
+        return
+    forget_deleted(tutorial.MADE)
     mode, gpu = app.config.measured_figures, app.config.measured_gpu
     for script in tutorial.scripts():
         name = tutorial.name_of(script)
-        if CURRENT is not ENGLISH:
-            files = [folder / f"{name}.outputs"]
-        elif gallery.measures_page(mode, name):
+        if gallery.measures_page(mode, name):
             files = [
                 recording.path_of(gpus.folder(), name, recording.BY_BUILD)
             ]
@@ -84,9 +115,10 @@ def forget_outdated(app):
             found = recording.gpus(name)
             files = [recording.path_of(each, name) for each in found]
         inputs = digest(*files, mode, gpu, app.config.executed_by)
-        stamp = folder / f"{name}.inputs"
-        if not stamp.exists() or stamp.read_text() != inputs:
-            (folder / f"{name}.py.md5").unlink(missing_ok=True)
+        stamp = tutorial.MADE / f"{name}.inputs"
+        same = stamp.exists() and stamp.read_text() == inputs
+        if not same or gallery.mark(name).exists():
+            (tutorial.MADE / f"{name}.py.md5").unlink(missing_ok=True)
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.write_text(inputs)
 
@@ -110,117 +142,57 @@ def forget_deleted(folder):
                 made.unlink()
 
 
-class Site:
-    """The written site: which pages of it are written again."""
-
-    def __init__(self):
-        self.read = False  # whether a document was read
-        self.stamps = None  # of all that the site is made from
-
-    def notice(self, app, env, added, changed, removed):
-        self.read = bool(added or changed or removed)
-        if len(added) + len(changed) > FEW:
-            gc.enable()
-        return []
-
-    def outdated(self, app, env):
-        """All pages, into an empty folder; else Sphinx writes what it read.
-
-        All, if something has changed that any page may show: a template, a
-        style sheet, a setting, a title, a heading, which pages there are.
-        """
-        if app.builder.name != "html":
-            return []
-        self.stamps = [shared(app, env), made(app)]
-        stamp = self.file(app)
-        kept = stamp.read_text().split() if stamp.exists() else []
-        stamp.unlink(missing_ok=True)
-        pages = map(app.builder.get_output_path, env.found_docs)
-        same = kept[:1] == self.stamps[:1] and all(map(Path.exists, pages))
-        if same and (self.read or kept == self.stamps):
-            return []
-        gc.enable()
-        for path in Path(app.outdir).iterdir():
-            if path.name == ".buildinfo":
-                continue  # by which Sphinx knows its folder
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        return env.found_docs
-
-    def written(self, app, exception):
-        if self.stamps and not exception:
-            self.file(app).write_text(" ".join(self.stamps))
-
-    @staticmethod
-    def file(app):
-        return Path(app.doctreedir) / "site.stamp"
+def outdated(app, env, added, changed, removed):
+    """Pages whose sources have changed, whatever the times of files say."""
+    Path(app.doctreedir, COMPLETE).unlink(missing_ok=True)
+    known = getattr(env, "contents", {})
+    return [
+        name
+        for name in env.found_docs
+        if known.get(name) != contents(app, env, name)
+    ]
 
 
-def shared(app, env):
-    """What a page may show that is not its own."""
-    source = Path(app.srcdir)
-    files = sorted(
-        path
-        for entry in source.iterdir()
-        if entry.name not in GENERATED
-        for path in (entry, *entry.rglob("*"))
-        if path.is_file() and path.suffix not in (".rst", ".pyc")
-    )
-    names = [path.relative_to(source).as_posix() for path in files]
+def contents(app, env, name):
+    """A hash of all that a page is made from."""
+    words = app.srcdir / f"locale/{CURRENT.code}/LC_MESSAGES/{name}.po"
+    others = sorted(map(str, env.dependencies.get(name, ())))
+    files = [Path(app.srcdir, each) for each in others]
+    return digest(Path(env.doc2path(name)), words, *files)
+
+
+def read(app, env):
+    """What is written: all pages if a title, heading or label has changed,
+    for others show it; else those that have been read."""
+    env.contents = {name: contents(app, env, name) for name in env.found_docs}
     titles = {name: env.titles[name].astext() for name in env.found_docs}
-    contents = {name: env.tocs[name].pformat() for name in env.found_docs}
+    tocs = {name: env.tocs[name].pformat() for name in env.found_docs}
     labels = env.domains.standard_domain.anonlabels
-    shown = map(sorted, (titles.items(), contents.items(), labels.items()))
-    return digest(*files, names, app.config.read_by, *map(list, shown))
+    shown = digest(*(sorted(each.items()) for each in (titles, tocs, labels)))
+    before, env.shown = getattr(env, "shown", None), shown
+    return [] if before == shown else env.found_docs
 
 
-def made(app):
-    """What Sphinx-Gallery has made of the tutorials."""
-    folder = Path(app.srcdir, "tutorials")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest(*files)
+def tell(app, env):
+    """Let the build go on with other languages: all is there for them."""
+    if pipe := os.environ.get("PAGES_READ"):
+        os.write(int(pipe), b".")
 
 
-def remove_unused(app, pages):
-    """Pictures and downloads of pages as they were before."""
-    text = "".join(pages.values())
-    used = set(re.findall(r"_(?:images|downloads)/([^\"'\s?#,)]+)", text))
-    for folder in app.outdir / "_images", app.outdir / "_downloads":
-        for place, _, names in os.walk(folder):
-            for path in (f"{place}/{name}" for name in names):
-                if quote(path.removeprefix(f"{folder}/")) not in used:
-                    os.unlink(path)
-
-
-def copy_new(source, dest, **how):
-    """Sphinx's copyfile, which would read all files of the site to compare
-    them: a copy has the time of its file, to the nanosecond."""
-    made = os.stat(source)
-    if os.path.exists(dest):
-        copied = os.stat(dest)
-        if (made.st_size, made.st_mtime_ns) == (
-            copied.st_size,
-            copied.st_mtime_ns,
-        ):
-            return
-    copyfile(source, dest, **how)
+def end(app, exception):
+    if exception is None and app.builder.name == "html":
+        Path(app.doctreedir, READY).write_text(app.config.mechanism)
 
 
 def setup(app):
-    html.copyfile = copy_new
-    gc.disable()  # until cells run, or many documents are read or written
-    atexit.register(gc.freeze)  # Python would look at the end of all
+    gc.set_threshold(*GARBAGE)
     app.add_config_value("executed_by", "", "", [str])
-    app.add_config_value("read_by", "", "env", [str])
-    app.connect("config-inited", depend_on_mechanism, priority=5)
+    app.add_config_value("mechanism", "", "", [str])
+    app.connect("config-inited", begin, priority=5)
     # Sphinx-Gallery runs the tutorials at this event with priority 500.
     app.connect("builder-inited", forget_outdated, priority=5)
-    site = Site()
-    app.connect("env-get-outdated", site.notice)
-    app.connect("env-updated", site.outdated)
-    app.setup_extension("page.written")
-    app.connect("pages-written", remove_unused)
-    app.connect("build-finished", site.written)
+    app.connect("env-get-outdated", outdated)
+    app.connect("env-updated", read)
+    app.connect("env-updated", tell, priority=LAST)
+    app.connect("build-finished", end, priority=LAST)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

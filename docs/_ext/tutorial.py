@@ -13,20 +13,12 @@ import sys
 import types
 from pathlib import Path
 
-from languages import CURRENT, ENGLISH
-
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "docs" / "_build"
 # What is measured, compiled and hashed: in English.
 TUTORIALS = ROOT / "tutorials"
 # What Sphinx-Gallery makes of it.
 MADE = ROOT / "docs" / "tutorials"
-# What the pages show: in the language of this build, see translation/stage.py.
-SHOWN = (
-    TUTORIALS
-    if CURRENT is ENGLISH
-    else BUILD / "editions" / CURRENT.folder / "tutorials"
-)
 
 # Not under docs/_build: make test empties that, and CI keeps this.
 CACHE = ROOT / ".cache"
@@ -63,19 +55,12 @@ def _folders():
 
 def name_of(script):
     """What a tutorial is called everywhere: its path below tutorials/."""
-    path = Path(script)
-    folder = SHOWN if path.is_relative_to(SHOWN) else TUTORIALS
-    return path.relative_to(folder).with_suffix("").as_posix()
+    return Path(script).relative_to(TUTORIALS).with_suffix("").as_posix()
 
 
 def script_of(name):
     """The script of a tutorial."""
     return TUTORIALS / f"{name}.py"
-
-
-def shown(name):
-    """What of a tutorial its page shows: the script in the page's language."""
-    return SHOWN / f"{name}.py"
 
 
 def file_name(name):
@@ -88,15 +73,20 @@ def source(name):
     return script_of(name).read_text(encoding="utf-8")
 
 
-def head(name):
-    """The text that a page begins with: title and first paragraphs."""
-    text = shown(name).read_text(encoding="utf-8")
-    return re.match(r'r?"""\n(.+?)"""', text, re.DOTALL)[1]
-
-
 def title(name):
     """The title of a page, in its first lines."""
-    return head(name).partition("\n")[0]
+    return _head(name)[0].partition("\n")[0]
+
+
+def summary(name):
+    """The first paragraph of a page below its title, as one line."""
+    return " ".join(_head(name)[1].split())
+
+
+def _head(name):
+    """The paragraphs that a page begins with."""
+    found = re.match(r'r?"""\n(.+?)"""', source(name), re.DOTALL)
+    return found[1].split("\n\n")
 
 
 def rows(text):

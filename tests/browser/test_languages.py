@@ -11,19 +11,18 @@ import serve
 from babel.messages.catalog import Catalog
 from browser.conftest import PATIENCE
 from bs4 import BeautifulSoup
-from docutils import nodes
 from docutils.core import publish_doctree
 from playwright.sync_api import expect
 from project import Project
-from sphinx.errors import ExtensionError
+from sphinx.util.nodes import extract_messages
 
 from languages import ENGLISH, LANGUAGES
-from page import anchors, outputs
-from translation import catalogs, root, stage
+from translation import catalogs, root
 
 CHINESE = LANGUAGES[1]
 CODES = "en zh_CN"
 NAME = "sums/01-double"
+WHOLE = "translating.html"
 PAGES = ("index.html", "tutorials/index.html", f"tutorials/{NAME}.html")
 # What is translated: of a page, and of a tutorial.
 WORDS = {
@@ -31,7 +30,9 @@ WORDS = {
     f"tutorials/{NAME}": {
         "Double sums/01": "翻倍",
         "What it says.": "它说了什么。",
+        "a comment": "一个注释",
     },
+    "translating": None,  # all of it
 }
 
 
@@ -41,7 +42,7 @@ def project(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("languages"), (NAME,))
     for page, words in WORDS.items():
         catalog = Catalog()
-        for message, said in words.items():
+        for message, said in (words or same(project, page)).items():
             catalog.add(message, said)
         file = project.root / f"docs/locale/zh_CN/LC_MESSAGES/{page}.po"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +56,12 @@ def project(tmp_path_factory):
         project.said[code] = done.stdout
     root.write([ENGLISH, CHINESE], project.root / "docs/_build/html")
     return project
+
+
+def same(project, page):
+    """A translation that says all messages of a page as they are."""
+    tree = publish_doctree((project.root / f"docs/{page}.rst").read_text())
+    return {text: text for _node, text in extract_messages(tree)}
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +102,36 @@ def test_the_cells_run_in_english_alone(project):
         for language in (ENGLISH, CHINESE)
     ]
     assert said[0].get_text() == said[1].get_text() != ""
-    made = project.root / "docs/_build/editions/zh-cn/docs/tutorials/images"
-    pictures = [path.name for path in made.glob("*.svg")]
-    shown = read(project, CHINESE, PAGES[2]).select("img.bp-figure")
-    assert {img["src"].split("/")[-1] for img in shown} <= set(pictures)
+    pictures = [
+        [img["src"] for img in read(project, x, PAGES[2]).select("img")]
+        for x in (ENGLISH, CHINESE)
+    ]
+    assert pictures[0] == pictures[1] != []
+
+
+def test_a_sentence_without_a_translation_is_shown_under_a_banner(project):
+    """And so is a comment; what is translated is said."""
+    page = read(project, CHINESE, PAGES[2])
+    assert page.select_one(".bp-untranslated")
+    assert "它说了什么。" in page.get_text()
+    assert "The kernel, in its shortest form." in page.get_text()
+    assert "# 一个注释" in page.get_text()
+    assert not read(project, CHINESE, WHOLE).select(".bp-untranslated")
+    for name in (*PAGES, WHOLE):
+        assert not read(project, ENGLISH, name).select(".bp-untranslated")
+
+
+def test_a_download_is_in_its_language(project):
+    for language, words in ((ENGLISH, "a comment"), (CHINESE, "一个注释")):
+        page = read(project, language, PAGES[2])
+        folder = project.root / "docs/_build/html" / language.folder
+        for link in page.select(".bp-downloads a[download]"):
+            file = (folder / PAGES[2]).parent / link["href"]
+            assert f"# {words}" in file.read_text("utf-8")
+    links = page.select(".sphx-glr-footer a[download]")
+    assert [link["href"].split(".")[-1] for link in links] == [
+        *("ipynb", "py", "zip")
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -197,39 +230,6 @@ def site(tmp_path):
     return tmp_path
 
 
-def test_pages_lead_to_the_languages_that_the_site_has(site, monkeypatch):
-    """And those of another lie aside until it is complete again."""
-    monkeypatch.setattr(stage, "BUILD", site / "build")
-    page = site / "en/index.html"
-    lines = [
-        f'<{tag} data-edition="{each.folder}"><a href="x"></a></{tag}>'
-        for tag in ("link", "li")
-        for each in LANGUAGES
-    ]
-
-    def leads():
-        left = re.sub("<!--.*?-->", "", page.read_text())
-        return re.findall(r'<(\w+) data-edition="([\w-]+)"', left)
-
-    page.write_text("\n".join(lines))
-    whole = page.read_text()
-    chinese = (site / "zh-cn/index.html").read_bytes()
-    for languages, folders in (
-        ([ENGLISH, CHINESE], ["en", "zh-cn"]),
-        ([ENGLISH], []),
-        ([ENGLISH, CHINESE], ["en", "zh-cn"]),
-    ):
-        root.set_aside(languages, site)
-        assert (site / "zh-cn").exists() == (CHINESE in languages)
-        root.offer(languages, site)
-        assert leads() == [
-            (tag, each) for tag in ("link", "li") for each in folders
-        ]
-    assert (site / "zh-cn/index.html").read_bytes() == chinese
-    root.offer(LANGUAGES, site)
-    assert page.read_text() == whole
-
-
 def test_the_root_offers_the_languages(site):
     soup = BeautifulSoup((site / "index.html").read_text(), "html.parser")
     assert {a["href"]: a.get_text() for a in soup.select("nav a")} == {
@@ -273,81 +273,6 @@ def test_the_map_names_all_pages_with_the_others(site):
     }
     both = {"en": f"{home}/en/", "zh-Hans": f"{home}/zh-cn/"}
     assert found[f"{home}/en/"] == found[f"{home}/zh-cn/"] == both
-
-
-def test_only_what_changed_is_staged(tmp_path):
-    folder = tmp_path / "edition"
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.write_text("1")
-    two.write_text("2")
-    made = {one.relative_to(tmp_path): one, two.relative_to(tmp_path): two}
-    stage.write(folder, {**made, "three": "3"})
-    (folder / "kept").write_text("by a build")
-    times = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
-    one.write_text("11")
-    del made[two.relative_to(tmp_path)]
-    stage.write(folder, {**made, "three": "3"})
-    now = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
-    assert (folder / "one").read_text() == "11"
-    assert now.keys() == {"one", "three", "kept", "staged.json"}
-    assert now["three"] == times["three"]
-
-
-def test_a_language_depends_on_its_own_catalogs(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage.catalogs, "LOCALE", tmp_path)
-
-    def all_inputs():
-        return [stage.inputs(each) for each in LANGUAGES[1:]]
-
-    before = all_inputs()
-    (tmp_path / "ja").mkdir()
-    (tmp_path / "ja/page.po").write_text("x")
-    after = all_inputs()
-    assert after[0] == before[0]
-    assert after[1] != before[1]
-    monkeypatch.setenv("SITE_URL", "https://example.org/")
-    assert after[0] != all_inputs()[0]
-
-
-TREE = """
-Title
-=====
-
-See `first part`_.
-
-First part
-----------
-
-Second part
------------
-"""
-
-
-def test_ids_of_sections_are_those_that_are_wanted():
-    tree = publish_doctree(TREE)
-    sections = list(tree.findall(nodes.section))
-    wanted = [["uno"], ["due"]]
-    anchors.give(tree, sections, wanted)
-    assert [each["ids"] for each in sections] == wanted
-    (link,) = tree.findall(nodes.reference)
-    assert link["refid"] == "uno"
-
-
-def test_a_page_with_other_sections_stops_the_build():
-    tree = publish_doctree(TREE, source_path="page.rst")
-    sections = list(tree.findall(nodes.section))
-    with pytest.raises(ExtensionError, match=r"page.rst: 2 sections.* 1"):
-        anchors.give(tree, sections, [["one"]])
-
-
-def test_other_cells_than_in_english_stop_the_build(tmp_path):
-    script, file = tmp_path / "01-a.py", tmp_path / "01-a.outputs"
-    script.write_text('"""\nTitle\n=====\n"""\n\n# %%\n# Prose.\n\nx = 1\n')
-    file.write_text(json.dumps({"key": "", "outputs": ["said"]}))
-    assert outputs.of_english(script, file) == ["said"]
-    file.write_text(json.dumps({"key": "", "outputs": ["said", "more"]}))
-    with pytest.raises(ExtensionError, match=r"1 cells.* has 2"):
-        outputs.of_english(script, file)
 
 
 def test_the_root_sends_by_the_browsers_language_once(reader, address):

@@ -10,13 +10,12 @@ of its own, and the speeds are computed from the recording at build time.
 from docutils import nodes
 from sphinx.locale import _
 from sphinx.util.docutils import SphinxDirective
-from sphinx_gallery.gen_rst import extract_intro_and_title
 
 import said as words
 import tutorial
 from measurements import recording
 from page import figures, headlines
-from translation import lines, sentences
+from translation import catalogs, sentences
 
 
 class OfTutorials(SphinxDirective):
@@ -37,24 +36,29 @@ class OfTutorials(SphinxDirective):
 
     def section(self, section, names):
         """A section under its title and its sentences."""
-        index = tutorial.SHOWN / section / "index.rst"
+        index = tutorial.TUTORIALS / section / "index.rst"
         self.env.note_dependency(str(index))
-        head, said, *_ = index.read_text(encoding="utf-8").split("\n\n")
-        link = link_to(self.env, f"{section}/index", head.split("\n")[0])
+        head, lead, *_ = index.read_text(encoding="utf-8").split("\n\n")
+        page = f"{section}/index"
+        link = link_to(self.env, page, self.said(page, head.split("\n")[0]))
         found = nodes.section(ids=[f"section-{section}"])
         found += nodes.title("", "", link)
-        found += nodes.paragraph("", " ".join(said.split()))
+        found += nodes.paragraph("", self.said(page, lead))
         found += self.list(names)
         return found
 
+    def said(self, page, text):
+        """What another page says, from its catalog."""
+        words = catalogs.compiled(f"tutorials/{page}")
+        if words.exists():  # a missing file would always count as changed
+            self.env.note_dependency(str(words))
+        return catalogs.said(f"tutorials/{page}", text)
+
     def head(self, name):
         """The number and the linked title of a tutorial; its summary."""
-        script = tutorial.shown(name)
-        self.env.note_dependency(str(script))
-        summary, title = extract_intro_and_title(script, tutorial.head(name))
-        # Sphinx-Gallery takes the marks of literals beside spaces only.
-        summary = lines.tight(summary).replace("``", "")
-        link = link_to(self.env, name, title)
+        self.env.note_dependency(str(tutorial.script_of(name)))
+        summary = self.said(name, tutorial.summary(name)).replace("``", "")
+        link = link_to(self.env, name, self.said(name, tutorial.title(name)))
         number = name.rpartition("/")[2][:2]
         return [
             nodes.paragraph("", number, classes=["bp-card-number"]),

@@ -6,19 +6,29 @@ a head as its first cell.
 """
 
 import functools
+import io
+import json
 import platform
 import re
+import shutil
+import sys
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
+from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
+from sphinx import addnodes
 from sphinx.locale import _
-from sphinx_gallery import gen_rst
+from sphinx.transforms import SphinxTransform
+from sphinx_gallery.notebook import jupyter_notebook
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
+from languages import CURRENT, ENGLISH
+from page import solutions
 from said import N_
-from translation import lines
+from translation import catalogs, lines, messages
 
 PACKAGES = "torch", "triton", "matplotlib", "pandas"
 CHECK = """
@@ -48,18 +58,23 @@ if "get_ipython" in globals():
     after = get_ipython().events.callbacks["post_execute"]
     after.insert(0, close_empty_charts)
 """
-# What Sphinx-Gallery says above the downloads at the end of a page.
-ABOVE_FILES = (
-    N_("Download Jupyter notebook: %(file)s"),
-    N_("Download Python source code: %(file)s"),
-    N_("Download zipped: %(file)s"),
-)
-# What it says at the beginning: that is where our own links are.
-TO_THE_END = re.compile(
+# What Sphinx-Gallery says of downloads: at the beginning, and at the end.
+ITS_NOTE = re.compile(
     r"^\.\. only:: html\n\n    \.\. note::\n"
     r"        :class: sphx-glr-download-link-note\n\n(?: {8}.+\n)+\n",
     re.M,
 )
+ITS_FILES = re.compile(r"^\.\. _sphx_glr_download_.*", re.M | re.S)
+# What a page offers: the ending of each file and what is said above it.
+OFFERED = {
+    "ipynb": N_("Download Jupyter notebook: %(file)s"),
+    "py": N_("Download Python source code: %(file)s"),
+    "zip": N_("Download zipped: %(file)s"),
+}
+FOLDER = tutorial.BUILD / "downloads" / CURRENT.folder
+# All of a kind in one file, offered above the cards of all tutorials.
+OF_ALL = {"py": "tutorials_python.zip", "ipynb": "tutorials_jupyter.zip"}
+A_DATE = 1980, 1, 1, 0, 0, 0  # in an archive, which shall not change
 
 
 def check():
@@ -78,7 +93,10 @@ def head(script, config):
     public = urlsplit(address).hostname != "localhost"
     said = (
         _("%(title)s: a tutorial of %(project)s")
-        % {"title": tutorial.title(name), "project": config.project},
+        % {
+            "title": catalogs.said(page_of(name), tutorial.title(name)),
+            "project": config.project,
+        },
         address if public else "",
         _("Needs: pip install %(packages)s")
         % {"packages": " ".join(PACKAGES)},
@@ -90,31 +108,114 @@ def head(script, config):
     return f"{comments}{check()}\n"
 
 
-def begin_notebooks(app, config):
-    """The first cell of each notebook."""
+def first_cell():
+    """What a notebook begins with."""
     words = _(
         "Needs torch, triton, matplotlib and pandas, and a GPU for the "
         "timings. In Colab: Runtime > Change runtime type > GPU."
     )
     comment = "\n".join(lines.wrapped(words, 70, "# ", "# "))
-    settings = config.sphinx_gallery_conf
     empty = _("Where nothing was measured, no chart is drawn.")
-    settings["first_notebook_cell"] = (
-        f"{comment}\n{check()}{NO_EMPTY_CHARTS % {'words': empty}}"
-    )
+    return f"{comment}\n{check()}{NO_EMPTY_CHARTS % {'words': empty}}"
 
 
-def in_our_words(app, docname, source):
-    """What Sphinx-Gallery says of downloads, in the language of the page."""
-    text = TO_THE_END.sub("", source[0])
-    for words in ABOVE_FILES:
-        pattern = re.escape(words % {"file": "FILE"}).replace("FILE", "(.+)")
-        text = re.sub(
-            f"(?<=:download:`){pattern}(?= <)",
-            lambda found, words=words: _(words) % {"file": found[1]},
-            text,
+def notebook(script, gallery_conf):
+    """The notebook of a script, as Sphinx-Gallery converts it."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "script.py")
+        file.write_text(script, encoding="utf-8")
+        blocks = split_code_and_text_blocks(file)[1]
+    settings = gallery_conf | {"first_notebook_cell": first_cell()}
+    made = jupyter_notebook(blocks, settings, str(tutorial.MADE))
+    for cell in made["cells"]:
+        solutions.hide_in_notebook(cell)
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def write(app, env, docnames):
+    """Write the downloads of all tutorials in the language of this build."""
+    if not docnames:
+        return
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    of_all = {ending: {} for ending in OF_ALL}
+    for path in tutorial.scripts():
+        name = tutorial.name_of(path)
+        # In a notebook a line ends where a paragraph does.
+        unwrapped = in_language(name, width=sys.maxsize)
+        files = {
+            "py": head(path, app.config) + in_language(name),
+            "ipynb": notebook(unwrapped, app.config.sphinx_gallery_conf),
+        }
+        for ending, text in files.items():
+            put(f"{name}.{ending}", text.encode())
+            of_all[ending][f"{name}.{ending}"] = text
+        put(
+            f"{name}.zip",
+            zipped(
+                {f"{path.stem}.{end}": text for end, text in files.items()}
+            ),
         )
-    source[0] = text
+    for ending, texts in of_all.items():
+        put(OF_ALL[ending], zipped(texts))
+
+
+def in_language(name, **how):
+    """The script of a tutorial, in the language of this build."""
+    source = tutorial.source(name)
+    if CURRENT is ENGLISH:
+        return source
+    return messages.translated(source, catalogs.lookup(page_of(name)), **how)
+
+
+def page_of(name):
+    """What Sphinx calls the page of a tutorial."""
+    return f"tutorials/{name}"
+
+
+def put(name, content):
+    """Write a file of the downloads."""
+    file = FOLDER / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+
+
+def zipped(texts):
+    """An archive of texts by their names."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            archive.writestr(zipfile.ZipInfo(name, A_DATE), text)
+    return content.getvalue()
+
+
+def offer(app, docname, source):
+    """Let a page offer its files in our words."""
+    name = docname.removeprefix("tutorials/")
+    if name == docname or not tutorial.script_of(name).exists():
+        return
+    text = ITS_NOTE.sub("", source[0])
+    footer = ".. container:: sphx-glr-footer\n"
+    for ending, words in OFFERED.items():
+        file = f"{name.rpartition('/')[2]}.{ending}"
+        footer += (
+            "\n  .. container:: sphx-glr-download\n\n"
+            f"    :download:`{_(words) % {'file': file}} <{file}>`\n"
+        )
+    source[0] = ITS_FILES.sub(lambda found: footer, text)
+
+
+class Lead(SphinxTransform):
+    """Links to files of tutorials lead to those of this language."""
+
+    default_priority = 22  # behind Sphinx's translation
+
+    def apply(self, **kwargs):
+        folder = FOLDER.relative_to(tutorial.ROOT / "docs").as_posix()
+        for link in self.document.findall(addnodes.download_reference):
+            name, _path = self.env.relfn2path(link["reftarget"])
+            file = name.removeprefix("tutorials/")
+            if file != name and (FOLDER / file).exists():
+                link["reftarget"] = f"/{folder}/{file}"
 
 
 @functools.cache
@@ -124,43 +225,16 @@ def versions():
     return ", ".join([f"Python {platform.python_version()}", *found])
 
 
-class Heads:
-    """Lets Sphinx-Gallery copy each script behind its head."""
-
-    def __init__(self):
-        self.restore = None
-
-    def start(self, app):
-        original = gen_rst._replace_md5
-
-        def _replace_md5(fname_new, fname_old=None, **how):
-            path = Path(fname_new)
-            if path.suffix != ".py" or how.get("method") != "copy":
-                return original(fname_new, fname_old, **how)
-            script = path.resolve()
-            text = head(script, app.config) + script.read_text("utf-8")
-            copy = Path(fname_old)
-            if copy.exists() and copy.read_text("utf-8") == text:
-                return False
-            copy.write_text(text, "utf-8")
-            return True
-
-        patch = mock.patch.object(gen_rst, "_replace_md5", _replace_md5)
-        patch.start()
-        self.restore = patch.stop
-
-    def stop(self, app):
-        self.restore()
-
-
 def under_title(app, pagename, templatename, context, doctree):
     """Put the links to the downloads of a tutorial under its title."""
-    if doctree is None:
+    name = pagename.removeprefix("tutorials/")
+    if doctree is None or not tutorial.script_of(name).exists():
         return
-    found = context["get_download_links"]()  # takes a while, on a long page
-    context["get_download_links"] = lambda: found
-    if not found:
-        return
+    context["downloads"] = {
+        link["filename"].rpartition(".")[2]: f"_downloads/{link['filename']}"
+        for link in doctree.findall(addnodes.download_reference)
+        if link["reftarget"].rpartition(".")[0].endswith(f"/{name}")
+    }
     context["packages"] = " ".join(PACKAGES)
     links = app.builder.templates.render("downloads.html", context)
     title = "</h1>\n"
@@ -168,13 +242,8 @@ def under_title(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
-    heads = Heads()
-    # Before the settings of Sphinx-Gallery are looked at.
-    app.connect("config-inited", begin_notebooks, priority=4)
-    app.connect("source-read", in_our_words)
-    # Sphinx-Gallery runs the tutorials at this event with priority 500.
-    app.connect("builder-inited", heads.start, priority=490)
-    app.connect("builder-inited", heads.stop, priority=510)
-    # Behind Sphinx-Gallery, which finds the links.
+    app.add_transform(Lead)
+    app.connect("env-before-read-docs", write)
+    app.connect("source-read", offer)
     app.connect("html-page-context", under_title, priority=600)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

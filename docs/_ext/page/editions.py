@@ -7,47 +7,36 @@ import re
 from urllib.parse import urlsplit
 
 from languages import BUILT, CURRENT, ENGLISH
-from translation import untranslated
+from translation import pages
 
 
-class Editions:
-    """Of the pages of a build: which are not translated to their end."""
-
-    def __init__(self):
-        self.missing = {}
-
-    def start(self, app):
-        if CURRENT is not ENGLISH:
-            self.missing = untranslated.known().get(CURRENT.code, {})
-
-    def describe(self, app, pagename, templatename, context, doctree):
-        context["language"] = CURRENT.tag
-        context["untranslated"] = self.missing.get(pagename, 0)
-        context["edition"] = CURRENT
-        if len(BUILT) == 1:
-            return
-        site, path = app.config.site_url, app.builder.get_target_uri(pagename)
-        above = "../" * (path.count("/") + 1)
-        if pagename == app.config.notfound_pagename:
-            # It is shown at any depth, and of no address is there another.
-            above, path = urlsplit(site).path, "index.html"
-        page = re.sub(r"(^|/)index\.html$", r"\1", path)
-        context["editions"] = [
-            {
-                "name": each.name,
-                "tag": each.tag,
-                "folder": each.folder,
-                "current": each is CURRENT,
-                "link": f"{above}{each.folder}/{path}",
-                "address": f"{site}{each.folder}/{page}",
-            }
-            for each in BUILT
-        ]
+def describe(app, pagename, templatename, context, doctree):
+    context["language"] = CURRENT.tag
+    missing = [] if CURRENT is ENGLISH else pages.noted(app.env).get(pagename)
+    context["untranslated"] = bool(missing)
+    context["edition"] = CURRENT
+    if len(BUILT) == 1:
+        return
+    site, path = app.config.site_url, app.builder.get_target_uri(pagename)
+    above = "../" * (path.count("/") + 1)
+    if pagename == app.config.notfound_pagename:
+        # It is shown at any depth, and of no address is there another.
+        above, path = urlsplit(site).path, "index.html"
+    page = re.sub(r"(^|/)index\.html$", r"\1", path)
+    context["editions"] = [
+        {
+            "name": each.name,
+            "tag": each.tag,
+            "folder": each.folder,
+            "current": each is CURRENT,
+            "link": f"{above}{each.folder}/{path}",
+            "address": f"{site}{each.folder}/{page}",
+        }
+        for each in BUILT
+    ]
 
 
 def setup(app):
     app.add_config_value("site_url", "", "html", [str])
-    editions = Editions()
-    app.connect("builder-inited", editions.start)
-    app.connect("html-page-context", editions.describe)
+    app.connect("html-page-context", describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -28,7 +28,7 @@ import tutorial
 from measurements import recording, replay
 from measurements.replay import Measured, Missing
 from page import headlines
-from translation import of_page, sentences
+from translation import sentences
 
 # The line of a measured figure, with its file, and that of a drawing, with
 # its picture and what it shows.
@@ -239,7 +239,7 @@ def say(app, docname, source):
         return _said(name, saved(app.srcdir, line[1]))
 
     def drawing(line):
-        return _image(line[1], of_page.said(app, docname, line[2]))
+        return _image(line[1], line[2])  # Sphinx translates it
 
     source[0] = DRAWING.sub(drawing, MEASURED.sub(measured, source[0]))
 

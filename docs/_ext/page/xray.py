@@ -10,9 +10,7 @@ of it.
 import html
 import os
 import re
-import shutil
 from importlib.metadata import version
-from pathlib import Path
 
 from sphinx.errors import ExtensionError
 from sphinx.locale import _
@@ -26,7 +24,7 @@ from compiled.occupancy import occupancy
 from languages import CURRENT, ENGLISH
 from page import figures
 from said import AND, N_
-from translation import of_page, sentences
+from translation import catalogs, messages, sentences
 
 # What the levels of code are called.
 CODES = {
@@ -96,9 +94,10 @@ def add_panels(app, docname, source):
     found = kept.read(name)
     lines = source[0].splitlines()
     timed = figures.timed_with(app.srcdir, source[0])
+    # Sphinx translates prose; not the lines of code that a panel shows.
+    code = messages.translated(tutorial.source(name), catalogs.lookup(docname))
     for kernel, entry in page.kernels.items():
-        look = of_page.said(app, docname, entry.look)
-        panel = Panel(app.srcdir, page, kernel, look, found, timed, lines)
+        panel = Panel(page, kernel, entry.look, found, timed, code)
         at = _after_cell(lines, kernel)
         if at is None:
             raise ExtensionError(
@@ -178,11 +177,10 @@ def _listed(parts, how=said.COMMA):
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(self, srcdir, page, name, look, found, timed=(), lines=()):
-        self.folder = Path(srcdir) / "tutorials" / "xray"
+    def __init__(self, page, name, look, found, timed=(), code=""):
         self.page, self.name, self.look, self.found = page, name, look, found
         self.timed = timed  # by which versions of triton, the figures were
-        self.lines = lines  # of the page
+        self.lines = code.splitlines()  # in the language of the page
 
     def text(self):
         tabs = "".join(
@@ -268,12 +266,9 @@ class Panel:
         return text + "\n"
 
     def downloads(self, sheet):
-        """Links to the codes, in the sources of this language."""
+        """Links to the codes, of which all languages have the same."""
         links = []
         for key, file in sheet.codes.items():
-            if self.folder != kept.FOLDER:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(kept.FOLDER / file, self.folder / file)
             path = f"/tutorials/xray/{file}"
             links.append(f":download:`{_(CODES[key])} <{path}>`")
         code = _(

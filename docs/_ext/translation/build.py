@@ -1,101 +1,133 @@
 """Build the site in its languages: ``python -m translation.build``.
 
-English first, for it runs the tutorials. The others take from it what the
-cells gave, and are built beside each other, those for which something has
-changed. Then comes what stands above all languages.
+English runs the tutorials. The others read what it has made of them, as soon
+as its pages have been read, and are built beside each other. Then comes what
+stands above all languages.
+
+What stops a build is said in a sentence. The next one makes again whatever
+did not come to its end: see incremental.py.
 """
 
+import contextlib
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+import incremental
+
+import tutorial
 from languages import ENGLISH, LANGUAGES
-from translation import root, stage, untranslated
+from translation import root, update
+
+BUILD = tutorial.BUILD
+FEW_BYTES = 4 << 20  # on a disk with no more, that is why a build stopped
 
 
-def offered(mode, lacking):
-    """The languages that the site has: a preview has unfinished ones, too."""
-    return [
-        language
-        for language in LANGUAGES
-        if mode == "preview" or not lacking.get(language.code)
-    ]
+def doctrees(language):
+    """Where Sphinx keeps what it has read."""
+    return BUILD / "doctrees" / language.folder
 
 
 def arguments(language):
-    """What Sphinx is told for an edition."""
-    doctrees = str(stage.doctrees(language))
-    folders = stage.sources(language) / "docs", root.SITE / language.folder
-    how = ["-n", "-W", "--keep-going", "-c", ".", "-d", doctrees]
-    return [*how, *map(str, folders)]
+    """What Sphinx is told for a language."""
+    folders = "docs", str(root.SITE / language.folder)
+    how = ["-n", "-W", "--keep-going", "-c", ".", "-d"]
+    return [*how, str(doctrees(language)), *folders]
 
 
-def sphinx(language):
-    """Sphinx, started for an edition."""
+def sphinx(language, lock, **more):
+    """Sphinx, started for a language. It holds the lock, too."""
+    (doctrees(language) / incremental.READY).unlink(missing_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "sphinx", "-q", *arguments(language)],
-        cwd=stage.ROOT,
+        cwd=tutorial.ROOT,
+        pass_fds=[lock.fileno(), *more.values()],
         env=os.environ
         | {
             "SITE_LANGUAGE": language.code,
             "SITE_LANGUAGES": " ".join(each.code for each in LANGUAGES),
-        },
+        }
+        | {name: str(value) for name, value in more.items()},
     )
 
 
-def english(mode):
-    """Build the English pages; the languages that the site has with them."""
-    build = sphinx(ENGLISH)
-    # Meanwhile what needs no page is imported and counted.
-    from translation import update
+def complete(language):
+    """Note that Sphinx came to its end; whether it did."""
+    ready = doctrees(language) / incremental.READY
+    if ready.exists():
+        ready.replace(ready.with_name(incremental.COMPLETE))
+        return True
+    return False
 
-    lacking = update.lacking(update.of_words() | update.of_tutorials())
-    finish({ENGLISH: build})
-    for code, found in update.lacking(update.of_pages()).items():
-        lacking[code] |= found
-    untranslated.keep(lacking)
-    now = offered(mode, lacking)
-    for language in LANGUAGES:
-        if language not in now:
-            pages = ", ".join(lacking[language.code])
-            print(
-                f"{language.name} is left out: not all is translated "
-                f"({pages}); make translations says what."
+
+def build(lock):
+    """Build all languages, or end as the first that failed."""
+    seen, told = os.pipe()
+    started = {ENGLISH: sphinx(ENGLISH, lock, PAGES_READ=told)}
+    try:
+        os.close(told)
+        if os.read(seen, 1):  # or English has ended before
+            for language in LANGUAGES[1:]:
+                started[language] = sphinx(language, lock)
+        ended = {each: process.wait() for each, process in started.items()}
+    except BaseException:
+        for process in started.values():
+            process.terminate()
+        raise
+    for language, code in ended.items():
+        if code == 0 and not complete(language):
+            running = [path.stem for path in tutorial.MADE.rglob("*.running")]
+            sys.exit(
+                f"{', '.join(running) or 'something'} ended the build: a "
+                "tutorial must not call sys.exit or os._exit"
             )
-    return now
+    if failed := [code for code in ended.values() if code]:
+        if shutil.disk_usage(BUILD).free < FEW_BYTES:
+            sys.exit(f"The disk that holds {BUILD} is full: make room.")
+        sys.exit(failed[0])
+    root.write(LANGUAGES)
+    for line in update.summary():
+        print(line)
 
 
-def finish(builds):
-    """Wait for all, {language: build}; end as the first that failed."""
-    ended = {language: build.wait() for language, build in builds.items()}
-    failed = [language for language, code in ended.items() if code]
-    for language in failed:
-        # Of what Sphinx has read it would not warn again.
-        known = stage.doctrees(language) / "environment.pickle"
-        known.unlink(missing_ok=True)
-    if failed:
-        sys.exit(ended[failed[0]])
+@contextlib.contextmanager
+def locked():
+    """Let one build at a time work in this checkout."""
+    must_write(BUILD)
+    with open(BUILD / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another build runs in this checkout: this one waits.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def must_write(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        sys.exit(f"{folder} must be a folder to write in: {error.strerror}.")
 
 
 def main():
-    languages = english(os.environ.get("FIGURES", "auto"))
-    root.set_aside(languages)
-    started = {}
-    for language in languages[1:]:
-        inputs = stage.inputs(language)
-        stamp = stage.doctrees(language) / "inputs"
-        front = root.SITE / language.folder / "index.html"
-        if front.exists() and stamp.exists() and stamp.read_text() == inputs:
-            continue
-        stamp.unlink(missing_ok=True)
-        stage.stage(language)
-        build = sphinx(language)
-        started[language] = build, stamp, inputs
-    for build, stamp, inputs in started.values():
-        if build.wait() == 0:
-            stamp.write_text(inputs)
-    finish({language: build for language, (build, *_) in started.items()})
-    root.write(languages)
+    if sys.flags.optimize:
+        sys.exit(incremental.OPTIMIZED)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        must_write(Path(os.environ[name]))
+    try:
+        with locked() as lock:
+            build(lock)
+    except KeyboardInterrupt:
+        sys.exit("Interrupted: the next build makes again what is missing.")
+    except OSError as error:
+        sys.exit(f"The build stopped: {error}.")
 
 
 if __name__ == "__main__":

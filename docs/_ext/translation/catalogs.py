@@ -1,22 +1,22 @@
 """Catalogs: what translators write, ``docs/locale/LANG/LC_MESSAGES/*.po``.
 
 One for each page, and ``sphinx.po`` for the words of the site itself. Their
-form is gettext's: a message that has changed is *fuzzy*, with the one that was
-translated beside it, until somebody has looked at it.
+form is gettext's: a message that has changed is *fuzzy*, and counts as not
+translated, until somebody has looked at it. Builds read what ``compile_all``
+makes of them.
 """
 
-import difflib
-import functools
+import gettext
 from io import BytesIO
 
-from babel.messages import pofile
+from babel.messages import mofile, pofile
 from babel.messages.catalog import Catalog
 
 import tutorial
-from languages import ENGLISH
+from languages import CURRENT
 
 LOCALE = tutorial.ROOT / "docs" / "locale"
-ALIKE = 0.6  # of a message and the one that it replaces
+COMPILED = tutorial.BUILD / "locale"
 # Of the words of the site: Sphinx adds them to its own.
 WORDS = "sphinx"
 
@@ -28,11 +28,7 @@ def path(code, name):
 
 def read(code, name):
     """The catalog of a page; an empty one if there is none."""
-    return of_file(path(code, name))
-
-
-@functools.cache
-def of_file(file):
+    file = path(code, name)
     if not file.exists():
         return Catalog()
     with file.open("rb") as stream:
@@ -47,60 +43,62 @@ def of_file(file):
     return catalog
 
 
-def lookup(code, name):
-    """What says a message of a page in a language, or leaves it as it is."""
-    if code == ENGLISH.code:
-        return lambda text: text
-    catalog = read(code, name)
-    return lambda text: done(catalog.get(text)) or text
-
-
-def pages():
-    """The pages that are no tutorials, as Sphinx calls them."""
-    found = [path.stem for path in tutorial.ROOT.glob("docs/*.rst")]
-    for path in tutorial.TUTORIALS.rglob("index.rst"):
-        found.append(f"tutorials/{tutorial.name_of(path)}")
-    return sorted(found)
-
-
 def done(message):
     """The translation of a message that is ready to be read, or None."""
     usable = message and message.string and not message.fuzzy
     return message.string if usable else None
 
 
-def refreshed(old, wanted, memory):
-    """A catalog with the wanted messages, (text, note), in their order.
+def compile_all(code):
+    """Write the catalogs of a language as gettext reads them: those that have
+    changed, so that pages which depend on others stay."""
+    written = LOCALE / code / "LC_MESSAGES"
+    made = COMPILED / code / "LC_MESSAGES"
+    wanted = set()
+    for file in written.rglob("*.po"):
+        name = file.relative_to(written).with_suffix("")
+        target = made / name.with_suffix(".mo")
+        content = BytesIO()
+        mofile.write_mo(content, read(code, name.as_posix()))
+        wanted.add(target)
+        if target.exists() and target.read_bytes() == content.getvalue():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content.getvalue())
+    for target in set(made.rglob("*.mo")) - wanted:
+        target.unlink()
 
-    What is translated stays, here or in memory: {text: translation}. A new
-    message takes the translation of one that has gone and was much like it,
-    as a fuzzy one.
-    """
-    new = Catalog()
-    texts = [text for text, _ in wanted]
-    gone = [m.id for m in old if m.id and m.string and m.id not in texts]
-    for text, note in wanted:
-        known = old.get(text)
-        if known and known.string and (not known.fuzzy or text not in memory):
-            found = (known.string, known.flags, known.previous_id)
-        elif text in memory:
-            found = (memory[text], (), ())
-        elif near := difflib.get_close_matches(text, gone, 1, ALIKE):
-            gone.remove(near[0])
-            found = (old[near[0]].string, ("fuzzy",), (near[0],))
-        else:
-            found = ("", (), ())
-        string, flags, before = found
-        said = known.user_comments if known else ()
-        new.add(
-            text,
-            string,
-            flags=flags,
-            previous_id=before,
-            auto_comments=[note] * bool(note),
-            user_comments=said,
-        )
-    return new
+
+class Untranslated(gettext.NullTranslations):
+    """Says nothing of a message that has no translation."""
+
+    def gettext(self, message):
+        return ""
+
+
+def translations(code, name):
+    """A function that gives the translation of a page's message, or ""."""
+    found = gettext.translation(name, COMPILED, [code], fallback=True)
+    if isinstance(found, gettext.GNUTranslations):
+        found.add_fallback(Untranslated())
+        return found.gettext
+    return Untranslated().gettext
+
+
+def lookup(name, code=CURRENT.code):
+    """A function that says a message of a page, in English at the worst."""
+    say = translations(code, name)
+    return lambda text: say(text) or text
+
+
+def said(name, text):
+    """A message of a page in the language of this build."""
+    return lookup(name)(" ".join(text.split()))
+
+
+def compiled(name):
+    """The file that the words of a page come from; there may be none."""
+    return COMPILED / CURRENT.code / "LC_MESSAGES" / f"{name}.mo"
 
 
 def text_of(catalog, code):

@@ -1,15 +1,14 @@
-"""What a tutorial says in words, and the same script with other words.
+"""A script, or a cell of one, with other words.
 
-A message is a heading, a paragraph, an item of a list, a comment, a paragraph
-of a docstring, or what a picture shows. Its lines are joined by spaces. All
-else in a script is code, formulas and printed text, and stays as it is.
+A message is a heading, a paragraph or an item of the prose, a comment, or a
+paragraph of a docstring. Its lines are joined by spaces, as gettext joins
+them. All else in a script is code, formulas and printed text, and stays.
 """
 
 import ast
 import io
 import re
 import tokenize
-from typing import NamedTuple
 
 from translation.lines import columns, one, wrapped
 
@@ -20,40 +19,22 @@ UNDERLINE = re.compile(r"([=\-~^])\1\1+")
 ITEM = re.compile(r"(?:[*-]|\d+\.) +")
 
 
-class Message(NamedTuple):
-    text: str
-    kind: str
-    line: int
-
-
 def messages(script):
     """The messages of a script, in its order; some stand there twice."""
-    found = []
+    found = []  # (line, text)
 
-    def note(text, kind, line):
-        found.append(Message(text, kind, line))
+    def note(text, line):
+        found.append((line, text))
         return text
 
-    _replaced(script, note)
-    found += _pictures(script)
-    return sorted(found, key=lambda message: message.line)
+    _replaced(script, note, WIDTH)
+    return [text for _, text in sorted(found, key=lambda each: each[0])]
 
 
-def translated(script, lookup):
-    """A script with lookup(message) in place of each message."""
-    return _replaced(script, lambda text, kind, line: lookup(text))
-
-
-def same_code(one, other):
-    """Whether two scripts differ in comments and docstrings only."""
-    return _bare(one) == _bare(other)
-
-
-def _bare(script):
-    tree = ast.parse(script)
-    for node in (tree, *_documented(tree)):
-        node.body[:1] = [] if _docstring(node) else node.body[:1]
-    return ast.dump(tree)
+def translated(script, say, width=WIDTH):
+    """A script with say(message) in place of each message; its prose in
+    lines of a width."""
+    return _replaced(script, lambda text, line: say(text), width)
 
 
 def _docstring(node):
@@ -71,31 +52,20 @@ def _documented(tree):
             yield node
 
 
-def _pictures(script):
-    """What drawings show: the names of figures."""
-    for node in ast.walk(ast.parse(script)):
-        match node:
-            case ast.Call(
-                func=ast.Attribute(attr="figure"),
-                args=[ast.Constant(value=str(name)), *_],
-            ):
-                yield Message(name, "picture", node.lineno)
-
-
-def _replaced(script, word):
-    """The script with word(text, kind, line) in place of each message."""
+def _replaced(script, word, width):
+    """The script with word(text, line) in place of each message."""
     lines = script.split("\n")
     edits = []  # (first line, line behind the last, new lines)
     tree = ast.parse(script)
     prose = set()  # the lines of text blocks
     if found := _docstring(tree):
         start, end = found.lineno, found.end_lineno - 1
-        new = _text(lines[start:end], word, start + 1)
+        new = _text(lines[start:end], word, start + 1, width)
         edits.append((start, end, new))
         prose.update(range(found.lineno - 1, found.end_lineno))
     for start, end in _blocks(lines):
         text = [line[2:] for line in lines[start:end]]
-        new = _text(text, word, start + 1)
+        new = _text(text, word, start + 1, width)
         new = [f"# {line}".rstrip() for line in new]
         edits.append((start, end, new))
         prose.update(range(start, end))
@@ -122,7 +92,7 @@ def _blocks(lines):
                 yield i + 1, end
 
 
-def _text(lines, word, at):
+def _text(lines, word, at, width):
     """reStructuredText with other words; the number of its first line."""
     out, i = [], 0
     while i < len(lines):
@@ -140,7 +110,7 @@ def _text(lines, word, at):
                 end -= 1
             out += lines[i:end]
         elif end < len(lines) and UNDERLINE.fullmatch(lines[end].strip()):
-            title = word(line.strip(), "heading", at + i)
+            title = word(line.strip(), at + i)
             out += [title, lines[end][0] * max(columns(title), 3)]
             end += 1
         else:
@@ -150,9 +120,9 @@ def _text(lines, word, at):
                 end += 1
             first = line.strip()[len(item[0]) if item else 0 :]
             text = one([first, *lines[i + 1 : end]])
-            new = word(text, "item" if item else "prose", at + i)
+            new = word(text, at + i)
             begin = " " * indent + (item[0] if item else "")
-            out += wrapped(new, WIDTH - 2, begin, " " * hang)
+            out += wrapped(new, width - 2, begin, " " * hang)
         i = end
     return out
 
@@ -177,7 +147,7 @@ def _documentation(lines, word, start):
     for paragraph in re.split(r"(\n\s*\n)", text):
         if paragraph.strip():
             said = one(paragraph.strip().split("\n"))
-            new = word(said, "docstring", row)
+            new = word(said, row)
             begin = indent if out else opening[0]
             out += wrapped(new, WIDTH - len(quotes), begin, indent)
         else:
@@ -219,7 +189,7 @@ def _comments(script, lines, prose, word):
         text, tool = one(texts), ""
         if behind and (found := re.search(r"\s+# (fmt|noqa).*$", text)):
             text, tool = text[: found.start()], found[0]
-        new = word(text, "comment", first)
+        new = word(text, first)
         begin = lines[first - 1][:column] + "# "
         rest = " " * column + "# "
         out = wrapped(new, WIDTH - len(tool), begin, rest)

@@ -13,38 +13,23 @@ from xml.sax.saxutils import escape, quoteattr
 
 from jinja2 import Environment, FileSystemLoader
 
-from languages import ENGLISH, TRANSLATED
-from translation import stage
+import tutorial
+from languages import ENGLISH
 
-SITE = stage.BUILD / "html"
+DOCS = tutorial.ROOT / "docs"
+SITE = tutorial.BUILD / "html"
 ADDRESS = os.environ.get("SITE_URL", "http://localhost:8000/")
 SITEMAP = "http://www.sitemaps.org/schemas/sitemap/0.9"
 XHTML = "http://www.w3.org/1999/xhtml"
 ARTICLE = re.compile(r'<article class="bd-article">(.*?)</article>', re.S)
 # Of a copied part: what may stand on a page once, and links to it.
 ANCHOR = re.compile(r'<a class="headerlink".*?</a>|(?<=<section) id="[^"]*"')
-# On a page: what leads to its edition in a language, shown or not.
-LEADS = re.compile(
-    r'(?:<!-- )?(<(?:li|link) data-edition="([\w-]+)".*?>)(?: -->)?$', re.M
-)
-
-
-def set_aside(languages, site=SITE):
-    """Let the site have these languages. What another has is kept for when
-    it is complete again: its pages are not made again, but where they must."""
-    for language in TRANSLATED:
-        places = [site / language.folder, stage.aside(language)]
-        here, there = places if language not in languages else places[::-1]
-        if here.exists():
-            shutil.rmtree(there, ignore_errors=True)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            here.rename(there)
 
 
 def write(languages, site=SITE):
     """Write the root; what else lay there is removed."""
     templates = Environment(
-        loader=FileSystemLoader(stage.DOCS / "_templates"), autoescape=True
+        loader=FileSystemLoader(DOCS / "_templates"), autoescape=True
     )
     given = {
         "address": ADDRESS,
@@ -52,7 +37,6 @@ def write(languages, site=SITE):
         "languages": languages,
         "english": ENGLISH,
     }
-    offer(languages, site)
     made = {
         "index.html": templates.get_template("root.html").render(given),
         "404.html": not_found(
@@ -65,24 +49,9 @@ def write(languages, site=SITE):
     for path in site.iterdir():
         if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.copytree(stage.DOCS / "_extra", site, dirs_exist_ok=True)
+    shutil.copytree(DOCS / "_extra", site, dirs_exist_ok=True)
     for name, text in made.items():
         (site / name).write_text(text, encoding="utf-8")
-
-
-def offer(languages, site):
-    """Let all pages lead to the languages that the site has, and to no other:
-    so no page is made again because a translation is under way."""
-    folders = {each.folder for each in languages if len(languages) > 1}
-
-    def shown(lead):
-        return lead[1] if lead[2] in folders else f"<!-- {lead[1]} -->"
-
-    for language in languages:
-        for path in (site / language.folder).rglob("*.html"):
-            text = path.read_text("utf-8")
-            if (offered := LEADS.sub(shown, text)) != text:
-                path.write_text(offered, encoding="utf-8")
 
 
 def pages(folder):

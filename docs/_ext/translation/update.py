@@ -4,72 +4,59 @@ What is translated stays. A changed message becomes fuzzy, with the old one
 beside it. What stands on several pages is translated once.
 """
 
-import sys
-from pathlib import Path
+import json
 
-import joblib
-
-import tutorial
 from languages import TRANSLATED
-from translation import catalogs, lines, messages, pages, words
-
-# What messages depend on beside the script.
-MADE_BY = (
-    *(Path(each.__file__).read_text("utf-8") for each in (lines, messages)),
-    sys.version_info[:2],
-)
+from translation import catalogs, pages, words
 
 
 def wanted():
     """{catalog: {message: note}} of all that the site says in English."""
-    return of_words() | of_pages() | of_tutorials()
-
-
-def of_words():
-    """The words of the mechanism."""
-    return {catalogs.WORDS: {t: note for t, note, _ in words.messages()}}
-
-
-def of_pages():
-    """All pages that are no tutorials, as the English build has read them."""
-    return {
-        name: dict.fromkeys(pages.messages(name), "")
-        for name in catalogs.pages()
-    }
-
-
-def of_tutorials():
-    found = {}
-    for script in tutorial.scripts():
-        name = tutorial.name_of(script)
-        said = _kept(script.read_text(encoding="utf-8"), MADE_BY)
-        page = found[f"tutorials/{name}"] = {}
-        for message in said:
-            page.setdefault(message.text, message.kind)
-        for text in words.looks(name):
-            page.setdefault(text, "look")
+    found = {catalogs.WORDS: {t: note for t, note, _ in words.messages()}}
+    for page, texts in json.loads(pages.FILE.read_text("utf-8")).items():
+        found[page] = dict.fromkeys(texts, "")
     return found
-
-
-@joblib.Memory(tutorial.CACHE, verbose=0).cache
-def _kept(text, made_by):
-    """Between builds as well: each counts the messages of all scripts."""
-    return messages.messages(text)
 
 
 def missing(found, code):
     """{catalog: how many of its messages are not translated}."""
-    return {
-        name: number
-        for name, texts in found.items()
-        for catalog in [catalogs.read(code, name)]
-        if (number := sum(not catalogs.done(catalog.get(t)) for t in texts))
-    }
+    counted = {}
+    for name, texts in found.items():
+        catalog = catalogs.read(code, name)
+        counted[name] = sum(not catalogs.done(catalog.get(t)) for t in texts)
+    return {name: number for name, number in counted.items() if number}
 
 
-def lacking(found):
-    """The same for each language: {language: {catalog: how many}}."""
-    return {each.code: missing(found, each.code) for each in TRANSLATED}
+def summary():
+    """A line for each language that lacks something."""
+    found = wanted()
+    for language in TRANSLATED:
+        if lacking := missing(found, language.code):
+            yield (
+                f"{language.name}: {sum(lacking.values())} messages are shown "
+                f"in English ({', '.join(lacking)}): make translations"
+            )
+
+
+def refreshed(old, texts, memory):
+    """A catalog with these messages, {text: note}, in their order.
+
+    A new message takes the translation that memory has, {text: translation},
+    or as a fuzzy one that of a message which has gone and was much like it.
+    """
+    template = catalogs.Catalog()
+    for text, note in texts.items():
+        template.add(text, auto_comments=[note] * bool(note))
+    for text in texts:
+        if not catalogs.done(old.get(text)) and text in memory:
+            old.delete(text)
+            old.add(text, memory[text])
+    before = {m.id: m.previous_id for m in old if m.previous_id}
+    old.update(template)
+    for text in before.keys() & texts.keys():  # which Babel forgets
+        old[text].previous_id = before[text]
+    old.obsolete.clear()
+    return old
 
 
 def refresh(found, code):
@@ -84,14 +71,13 @@ def refresh(found, code):
     kept = set()
     for name, texts in found.items():
         file = catalogs.path(code, name)
-        new = catalogs.refreshed(old[name], texts.items(), memory)
+        new = refreshed(old[name], texts, memory)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(catalogs.text_of(new, code), encoding="utf-8")
         kept.add(file)
     for file in (catalogs.LOCALE / code).rglob("*.po"):
         if file not in kept:
             file.unlink()
-    catalogs.of_file.cache_clear()
 
 
 def main():

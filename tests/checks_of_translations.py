@@ -1,9 +1,11 @@
 """What a translation must have of its message.
 
-``problems`` names what is missing or broken. What only a reader can judge is
-not asked here.
+``problems`` names what is missing or broken: code, numbers, links, markup.
+``style`` names what is said otherwise than all of the site says it. What only
+a reader can judge is not asked here.
 """
 
+import ast
 import csv
 import functools
 import re
@@ -37,7 +39,7 @@ STYLE = {
 }
 
 
-def problems(source, said, code):
+def problems(source, said):
     """What a translation lacks; a sentence each."""
     if "\n" in said:
         yield "a line ends within it"
@@ -61,6 +63,10 @@ def problems(source, said, code):
         yield "what is bold is not that of the source"
     if found := re.search(r"[*`_][（「『“]", said):
         yield f"no markup ends before an opening bracket: {found[0]}"
+
+
+def style(source, said, code):
+    """Signs, spaces and terms that a language has otherwise."""
     if found := re.search(r"[。，、：；（] | [。，、：；）]", said):
         yield f"a space beside a full-width sign: {found[0]}"
     bare = re.sub(r"[*\\]", "", plain(said, "X"))
@@ -129,3 +135,17 @@ def glossary(code):
             for row in csv.DictReader(stream)
             if "unchecked" not in row["note"]
         ]
+
+
+def same_code(one, other):
+    """Whether two scripts differ in comments and docstrings only."""
+    return _bare(one) == _bare(other)
+
+
+def _bare(script):
+    tree = ast.parse(script)
+    kinds = ast.Module, ast.FunctionDef, ast.ClassDef
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
