@@ -328,7 +328,9 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     monkey = measured(**changes)
     store = pytest.MonkeyPatch()
     with store.context() as patch:
-        patch.setattr(figures.recording, "BY_BUILD", ROOT / "docs/measurements")
+        patch.setattr(
+            figures.recording, "BY_BUILD", ROOT / "docs/measurements"
+        )
         text = figures._said("жж", [monkey])
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
