@@ -3,9 +3,6 @@
 import math
 import os
 import shutil
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +12,19 @@ from project import ENVIRONMENT
 
 import tutorial
 from measurements import (
-    benchmarks,
     counters,
-    gpus,
+    environment,
     measure,
     progress,
     recording,
     replay,
-    todo,
+    run_page,
+    stale,
 )
 
 NAME = "01-traffic"
 SCRIPT = '''
+import os
 import threading
 
 import torch
@@ -85,6 +83,9 @@ def traffic(N, M, counter, provider):
 
 for each in seconds, hits, traffic:
     each.run()
+
+if os.environ.get("STAND_IN_LAUNCHES"):
+    raise SystemExit("under ncu, nothing runs after what that counts")
 '''
 
 
@@ -99,10 +100,9 @@ class Site:
         self.script.write_text(SCRIPT)
         patch.setattr(tutorial, "TUTORIALS", self.script.parent)
         patch.setattr(measure, "LOGS", root / "logs")
-        patch.setattr(gpus, "usable", lambda: ["0"])
         patch.setattr(os, "sched_getaffinity", lambda _: {0})
         there = ENVIRONMENT | {"gpu": "NVIDIA Stand-in 100"}
-        patch.setattr(recording, "environment", lambda _: dict(there))
+        patch.setattr(environment, "here", lambda _: dict(there))
         stand_in = str(HERE / "stand_in")
         patch.setenv("PYTHONPATH", stand_in)
         patch.setenv("PATH", stand_in, prepend=os.pathsep)
@@ -111,25 +111,20 @@ class Site:
         self.said = []
         patch.setattr(progress, "say", self.said.append)
 
-    def jobs(self, **more):
-        self.kept = todo.Kept(self.root)
-        return todo.jobs_for([self.script], self.kept, **more)
+    def pages(self, **more):
+        self.kept = stale.Kept(self.root)
+        return self.kept.pages([self.script], **more)
 
     def measure(self):
         """What went wrong, and what was measured before and is now."""
-        (job,) = self.jobs()
-        job.checks = 1
-        return measure.measure([job], self.kept.keep)
-
-    def count(self, job):
-        """What is sent of the benchmarks that ncu counts for."""
-        with gpus.children() as children:
-            log, compiled = self.root / "count.log", self.root / "compiled"
-            compiled.mkdir(exist_ok=True)
-            return list(counters.count(job, "0", children, str(compiled), log))
+        return measure.measure(self.pages(), self.kept.keep)
 
     def recorded(self):
-        return recording.read(GPU, NAME, self.root)["benchmarks"]
+        data = recording.read(GPU, NAME, self.root)
+        return {
+            plot: its | {"environment": recording.environment_of(data, its)}
+            for plot, its in data["benchmarks"].items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -185,31 +180,31 @@ def test_without_ncu_all_is_there_but_what_it_knows(missing):
     }
 
 
+def test_what_ncu_may_count_now_is_stale(site, missing):
+    (page,) = site.pages()
+    reason = "ncu, the profiler Nsight Compute, is missing"
+    assert page.why == f"hits was not counted: {reason}"
+    (page,) = site.pages(same_machine=True)
+    assert page.why == "ncu was not found, is 2099.1.0.0"
+
+
 @pytest.fixture(scope="module")
 def refused(site, missing):
     """Then ncu is there, but may not read counters."""
-    jobs = site.jobs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAND_IN_NCU", "permission")
-        return jobs, site.count(jobs[0])
-
-
-def test_what_ncu_may_count_now_is_stale(refused):
-    (job,), _ = refused
-    why = "it was not counted: ncu, the profiler Nsight Compute, is missing"
-    assert job.why == {"hits": why, "traffic": why}
+        return site.measure(), site.recorded()
 
 
 def test_without_permission_the_recording_says_so(refused):
-    _, sent = refused
-    measured = {m["benchmark"]: m["measured"] for m in sent[:2]}
-    assert list(measured) == ["hits", "traffic"]
-    for its in measured.values():
-        assert its["reason"] == (
+    problems, recorded = refused
+    assert problems == []
+    for name in ("hits", "traffic"):
+        assert recorded[name]["reason"] == (
             "ncu may not read this GPU's counters (ERR_NVGPUCTRPERM)"
         )
-        assert its["environment"]["ncu"] == "2099.1.0.0"
-    assert numbers(measured["traffic"])[8, "hand"] == (1.0, 1.0, 1.0)
+        assert recorded[name]["environment"]["ncu"] == "2099.1.0.0"
+    assert numbers(recorded["traffic"])[8, "hand"] == (1.0, 1.0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -242,36 +237,31 @@ def test_numbers_arrive_at_their_points(counted):
 
 
 def test_another_ncu_makes_numbers_of_a_live_build_stale(
-    site, missing, counted
+    site, counted, monkeypatch
 ):
-    before, now = missing[1], counted[1]
-    machine = now["hits"]["environment"]
-    assert site.jobs() == site.jobs(machine=machine) == []
-    (job,) = site.jobs(machine=machine | {"ncu": "2100.1"})
-    why = "ncu was 2099.1.0.0, is 2100.1"
-    assert job.why == {"hits": why, "traffic": why}
-    assert todo.other(before["hits"]["environment"], machine) == (
-        "ncu was not found, is 2099.1.0.0"
-    )
-    assert todo.other(before["seconds"]["environment"], machine) is None
+    assert site.pages() == site.pages(same_machine=True) == []
+    monkeypatch.setattr(counters, "version", lambda: "2100.1")
+    assert site.pages() == []
+    (page,) = site.pages(same_machine=True)
+    assert page.why == "ncu was 2099.1.0.0, is 2100.1"
 
 
-def test_make_record_says_what_was_not_counted(site, missing, counted):
-    """Of these two runs, the first alone."""
+def test_make_record_says_what_was_not_counted(site, counted):
+    """In these three runs: ncu is missing, it may not, it counts."""
     lines = [line for line in site.said if "points in" in line]
-    end = "left; not counted: ncu, the profiler Nsight Compute, is missing"
-    found = [line.endswith(end) for line in lines]
-    assert found == [False, True, True, False, False]
+    found = [line.rpartition("; not counted: ")[2][:7] for line in lines]
+    assert found[1:3] == 2 * ["ncu, th"]
+    assert found[4:6] == 2 * ["ncu may"]
+    assert not any("not counted" in lines[i] for i in (0, 3, 6, 7, 8))
 
 
 # What can go wrong, without processes. ---------------------------------------
 
 
 def sent_by_counting(fn, monkeypatch, counter="dram__bytes_read.sum"):
-    monkeypatch.setattr(recording, "environment", lambda _: {})
     sent, names, ended = [], [], []
     stand_in = counters.Counting(
-        lambda **message: sent.append(message), NAME, {}
+        lambda **message: sent.append(message), NAME, {"name": None}
     )
     nvtx = torch.cuda.nvtx
     monkeypatch.setattr(nvtx, "range_push", names.append)
@@ -283,7 +273,7 @@ def sent_by_counting(fn, monkeypatch, counter="dram__bytes_read.sum"):
         *(["N"], [8, 16], "provider", ["triton", "hand"], ["T", "H"], "name"),
         *({"counter": counter}, "", "MB of DRAM"),
     )
-    with replay.replaced(stand_in):
+    with replay.replaced(stand_in), pytest.raises(run_page.EnoughError):
         triton.testing.perf_report(bench)(fn).run()
     assert ended == list(range(len(names)))  # what was started
     return names, sent
@@ -371,38 +361,18 @@ def test_why_nothing_was_counted(said, failed, reason):
     assert counters.why_not(said, failed) == reason
 
 
-def test_a_script_that_fails_is_no_failure_of_ncu(site, tmp_path, monkeypatch):
-    """What ncu counted before that is kept, with no reason."""
-    measured = {"rows": [], "method": "By ncu.", "environment": {}}
-    measured["args"] = {"counter": "dram__bytes_read.sum"}
-    done = {"benchmark": "hits", "measured": measured, "ranges": []}
-    wrong = {"error": "ValueError: no luck"}
-    runs = [([done, wrong], "it ended with 1")] * 2
-    monkeypatch.setattr(counters, "_run", lambda *_: runs.pop(0))
-    job = measure.Job(NAME, site.script, {"hits": "", "traffic": ""}, {})
-    job.counters = benchmarks.counters(site.script)
-    first, second = site.count(job)
-    assert not runs
-    assert first["benchmark"] == "hits"
-    assert "reason" not in first["measured"]
-    assert second == wrong
-
-
-def test_what_a_process_has_started_ends_with_it(tmp_path):
-    """Under ncu, what measures is the child of a child."""
-    with gpus.children() as children:
-        shell = children.start(
-            ["sh", "-c", "sleep 100 & echo $!; wait"],
-            {},
-            stdout=subprocess.PIPE,
-        )
-        pid = shell.stdout.readline().strip()
-    for _ in range(50):
-        state = Path("/proc", pid, "stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail("it still runs")
+def test_what_was_timed_is_replayed_while_others_are_counted():
+    """Under ncu a clock would tell nothing."""
+    rows = [{"N": 8, "provider": "triton", "median": 7.0, "low": 6.0}]
+    rows[0]["high"] = 8.0
+    found = {"timed": {"rows": rows}, "counted": None}
+    stand_in = counters.Counting(None, NAME, found)
+    bench = triton.testing.Benchmark(
+        *(["N"], [8], "provider", ["triton"], ["T"], "timed", {}, "", "µs")
+    )
+    with replay.replaced(stand_in):
+        table = triton.testing.perf_report(bench)(None).run(return_df=True)
+    assert table["T (µs)"].tolist() == [7.0]
 
 
 def test_ncu_is_found_where_installers_put_it(site, tmp_path, monkeypatch):
@@ -414,5 +384,5 @@ def test_ncu_is_found_where_installers_put_it(site, tmp_path, monkeypatch):
         path.write_text(f"#!/bin/sh\necho Version {version}\n" * bool(version))
         path.chmod(0o755)
     path.write_text("#!/bin/sh\nexit 1\n")  # what it should start is gone
-    assert counters.found() == (str(tmp_path / "2024.1/ncu"), "2024.1.0")
+    assert counters.installed() == (str(tmp_path / "2024.1/ncu"), "2024.1.0")
     assert counters.version() == "2024.1.0"

@@ -7,10 +7,12 @@ fixture: a run costs seconds in imports alone.
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,16 +22,15 @@ from measurable import GPU, Measurable, wait_for
 
 import tutorial
 from measurements import (
-    checks,
-    gpus,
+    environment,
     measure,
-    one_tutorial,
-    part,
+    progress,
     record,
     recording,
-    todo,
+    run_page,
+    stale,
 )
-from measurements.reach import Script
+from measurements.children import beside, children, path
 
 NAMES = ("01-double", "02-double")
 POINTS = {
@@ -45,25 +46,21 @@ def project(tmp_path_factory):
     return Measurable(tmp_path_factory.mktemp("measured") / "site", NAMES)
 
 
-def recorded(project, name="01-double"):
-    """The benchmarks of a recording that must be whole."""
-    store = project.root / "docs/measurements"
-    if not recording.path_of(GPU, name, store).exists():
-        return {}
-    return recording.read(GPU, name, store)["benchmarks"]
+def wait_for_triple(project, child, name="02"):
+    """Until a page is in its second benchmark."""
+    wait_for(
+        child,
+        lambda: any("triple" in p for p, _ in project.points(name=name)),
+    )
 
 
 @pytest.fixture(scope="module")
 def interrupted(project):
-    """Two GPUs; Ctrl+C while page 01 is in its second benchmark."""
-    sign = project.sign("wait", "01")
-    sign.touch()
-    child = project.start_record(gpus=2)
+    """Ctrl+C while page 02 is in its second benchmark."""
+    project.sign("wait", "02").touch()
+    child = project.start_record()
     try:
-        wait_for(child, lambda: len(recorded(project, NAMES[1])) == 2)
-        wait_for(
-            child, lambda: any("triple" in p for p, *_ in project.points())
-        )
+        wait_for_triple(project, child)
         child.send_signal(signal.SIGINT)
         said = child.communicate()[0]
     finally:
@@ -71,11 +68,13 @@ def interrupted(project):
     return child.returncode, said
 
 
-def test_an_interrupted_run_keeps_what_is_done(project, interrupted):
+def test_an_interrupted_run_keeps_the_pages_that_are_done(
+    project, interrupted
+):
     status, said = interrupted
     assert status == 1
-    assert list(recorded(project)) == ["double"]
-    assert list(recorded(project, NAMES[1])) == ["double", "triple"]
+    assert list(project.recorded()["benchmarks"]) == ["double", "triple"]
+    assert project.recorded(NAMES[1]) is None
     last = said.splitlines()[-1]
     assert "interrupted" in last and "make record goes on" in last
     assert "Traceback" not in said
@@ -95,10 +94,9 @@ def test_nothing_runs_on(project, interrupted):
 
 def test_it_says_first_what_it_will_measure_and_why(interrupted):
     lines = interrupted[1].splitlines()
-    assert lines[0] == "01-double: double, triple: not measured yet"
-    assert lines[1] == "02-double: double, triple: not measured yet"
+    assert lines[:2] == [f"{name}: not measured yet" for name in NAMES]
     assert all("2 GPU checks passed, 1 skipped" in li for li in lines[2:4])
-    assert "4 benchmarks of 2 tutorials, on 2 GPUs" in lines[4]
+    assert "compiling 2 pages first, in " in lines[4]
 
 
 def test_it_says_after_each_benchmark_how_far_it_is(interrupted):
@@ -106,47 +104,9 @@ def test_it_says_after_each_benchmark_how_far_it_is(interrupted):
         line for line in interrupted[1].splitlines() if "points in" in line
     ]
     assert len(lines) == 3
-    assert lines[-1].startswith(("01-double: double: 6 points", "02-double: "))
+    assert lines[-1].startswith("02-double: double: 6 points in ")
     assert "; 18 of 24 points, " in lines[-1]
     assert lines[-1].endswith(" left")
-
-
-def test_each_tutorial_has_a_gpu_of_its_own(project, interrupted):
-    gpus = [
-        {gpu for _, gpu, _ in project.points(name=n)} for n in ("01", "02")
-    ]
-    assert sorted(gpus, key=str) == [{"0"}, {"1"}]
-
-
-@pytest.mark.parametrize("there", ["nothing", "a folder of that name"])
-def test_gpu_checks_need_no_sphinx(there):
-    """What all tests import first does without what builds the site."""
-    stand = "None" if there == "nothing" else "types.ModuleType('sphinx')"
-    code = (
-        "import runpy, sys, types\n"
-        f"sys.modules['sphinx'] = {stand}\n"
-        "runpy.run_path('conftest.py')"
-    )
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), gpus.path()])
-    env = os.environ | {"PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", code], cwd=here, env=env, check=True)
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_process_sees_the_gpu_that_it_is_given(project, asked):
-    """Though torch counts GPUs when what torch.compile needs is imported."""
-    env = project.env(gpus=2) | ({} if asked else gpus.ASK_NO_CUDA)
-    env["PYTHONPATH"] += os.pathsep + gpus.path()
-    code = (
-        "import torch; assert torch.cuda.is_available()\n"
-        "from measurements import gpus; gpus.take('1')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, text=True, capture_output=True
-    )
-    assert (done.returncode != 0) == asked, done.stderr
-    assert ("was given GPU 1 sees 2 GPUs" in done.stderr) == asked
 
 
 def test_everything_is_compiled_once_before_anything_is_timed(
@@ -155,22 +115,26 @@ def test_everything_is_compiled_once_before_anything_is_timed(
     compiled = [
         (name, point, float(when))
         for name in ("01", "02")
-        for point, _, when in project.points("compiled", name)
+        for point, when in project.points("compiled", name)
     ]
     assert sorted((name, point) for name, point, _ in compiled) == sorted(
         (name, point) for name in ("01", "02") for point in POINTS
     )
     timed = project.points(name="01") + project.points(name="02")
-    assert max(when for *_, when in compiled) < min(float(t[2]) for t in timed)
+    assert max(when for *_, when in compiled) < min(float(t[1]) for t in timed)
+
+
+def test_drawings_do_not_run(project, interrupted):
+    assert not Path(f"{project.told}.drawn").exists()
 
 
 def test_what_is_timed_is_recorded(project, interrupted):
-    benchmark = recorded(project)["double"]
-    environment = benchmark["environment"]
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", environment.pop("date"))
-    driver = environment.pop("driver")
+    data = project.recorded()
+    told = data["environment"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", told.pop("date"))
+    driver = told.pop("driver")
     assert driver == "580.1.2" or Path("/proc/driver/nvidia").exists()
-    assert environment == {
+    assert told == {
         "gpu": "NVIDIA Stand-in 100",
         "cuda": "13.0",
         "torch": torch.__version__,
@@ -178,6 +142,7 @@ def test_what_is_timed_is_recorded(project, interrupted):
         "python": platform.python_version(),
         "checks_passed": 2,
     }
+    benchmark = data["benchmarks"]["double"]
     assert benchmark["method"] == "By a stand-in for a clock."
     assert benchmark["args"] == {"M": 1}
     assert all(row["median"] != 1 for row in benchmark["rows"])
@@ -185,104 +150,67 @@ def test_what_is_timed_is_recorded(project, interrupted):
 
 @pytest.fixture(scope="module")
 def edited(project, interrupted):
-    """The rest of page 01, whose code changes while it is measured."""
-    before = recorded(project)
+    """Page 02 once more, whose code changes while it is measured."""
     project.forget()
-    child = project.start_record("01")
+    child = project.start_record("02")
     try:
-        wait_for(
-            child, lambda: any("triple" in p for p, *_ in project.points())
-        )
-        project.edit("x, y, 3, x.numel()", "x, y, 4, x.numel()")
-        project.sign("wait", "01").unlink()
+        wait_for_triple(project, child)
+        project.edit("x, y, 3, x.numel()", "x, y, 4, x.numel()", NAMES[1])
+        project.sign("wait", "02").unlink()
         said = child.communicate()[0]
     finally:
         child.kill()
-    return child.returncode, said, before
-
-
-def test_only_what_was_left_is_measured(project, edited):
-    assert "01-double: triple: not measured yet" in edited[1]
-    timed = {point for point, *_ in project.points()}
-    assert timed == {point for point in POINTS if "triple" in point}
-
-
-def test_what_passed_is_not_checked_again(edited):
-    assert "01-double: 2 GPU checks passed before" in edited[1]
+    return child.returncode, said
 
 
 def test_a_script_edited_meanwhile_is_not_stamped(project, edited):
-    status, said, before = edited
+    status, said = edited
     assert status == 1
-    assert recorded(project) == before
-    assert (
-        "tutorials/01-double.py was edited while triple was measured" in said
-    )
+    assert project.recorded(NAMES[1]) is None
+    assert "tutorials/02-double.py was edited while it was measured" in said
 
 
 @pytest.fixture(scope="module")
 def failing(project, edited):
-    """A page whose GPU check fails, and one that stops while measured."""
-    before = [recorded(project, name) for name in NAMES]
+    """A page whose GPU check fails, and one that stops while measured; then
+    two that leave in silence."""
+    before = project.recorded()
     project.forget()
     project.sign("wrong", "02").touch()
     project.sign("fail", "01").touch()
-    result = project.make_record("--all")
+    first = project.make_record("--all")
     project.sign("wrong", "02").unlink()
     project.sign("fail", "01").unlink()
-    return *result, before
+    project.sign("exit", "01").touch()
+    project.sign("die", "02").touch()
+    second = project.make_record("--all")
+    project.sign("exit", "01").unlink()
+    project.sign("die", "02").unlink()
+    return first, second, before
 
 
-def test_a_failure_loses_nothing_else(project, failing):
-    status, said, before = failing
+def test_a_failure_loses_nothing(project, failing):
+    (status, said), _, before = failing
     assert status == 1
-    assert recorded(project, NAMES[1]) == before[1]
-    assert not project.points(name="02")
-    now = recorded(project)
-    assert list(now) == ["double"]
-    assert now["double"]["rows"] != before[0]["double"]["rows"]
-    for part_of_it in (
-        "a GPU check of tutorials/02-double.py failed, so it was not measured",
-        "tutorials/01-double.py stopped: ValueError: no luck; "
-        "not measured: triple",
+    assert project.recorded() == before
+    assert not [p for p, _ in project.points(name="02") if "wrong" in p]
+    for part in (
+        "the GPU checks of tutorials/02-double.py: found 1 that failed",
+        "tutorials/01-double.py stopped: ValueError: no luck; it is not rec",
     ):
-        assert f"make record: {part_of_it}" in said
+        assert f"make record: {part}" in said
 
 
-def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
-    project, failing, monkeypatch, capsys
-):
-    """Before anything is measured; or in the middle of a run."""
-    store = project.root / "docs/measurements"
-    benchmark = recorded(project)["double"]
-    monkeypatch.setattr(tutorial, "TUTORIALS", project.root / "tutorials")
-    monkeypatch.setattr(recording, "STORE", store)
-    monkeypatch.setattr(gpus, "there", lambda: True)
-    monkeypatch.setattr(
-        recording, "environment", lambda _: benchmark["environment"]
-    )
-    monkeypatch.setattr(record, "without_gpus", lambda jobs: (jobs, []))
-    monkeypatch.setattr(record, "checked", lambda jobs, again: (jobs, []))
-    folder, kept = store / GPU, store / "kept"
-
-    def measured(jobs, keep):
-        """The folder takes nothing more."""
-        folder.rename(kept)
-        folder.symlink_to("/proc")
-        given = {k: benchmark[k] for k in benchmark.keys() - {"digest"}}
-        keep(jobs[0], "double", given)
-
-    monkeypatch.setattr(record, "measure", measured)
-    with pytest.raises(SystemExit, match=r"01-double\.json cannot be written"):
-        record.main(["--all", "01"])
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match=r"cannot be written.*nothing was"):
-        record.main(["--all", "01"])
-    assert not capsys.readouterr().out
-    folder.unlink()
-    kept.rename(folder)
-    assert list(recorded(project)) == ["double"]
-    assert list(recorded(project, NAMES[1])) == ["double", "triple"]
+def test_a_script_that_leaves_in_silence_is_named(project, failing):
+    _, (status, said), before = failing
+    assert status == 1
+    assert project.recorded() == before
+    assert project.recorded(NAMES[1]) is None
+    for part in (
+        "tutorials/01-double.py stopped: it calls sys.exit, and would not run",
+        "tutorials/02-double.py stopped: it ended with 0 before its last cell",
+    ):
+        assert f"make record: {part}" in said
 
 
 @pytest.fixture(scope="module")
@@ -298,9 +226,9 @@ def whole(project, failing):
 def test_the_next_run_measures_what_is_stale(project, whole):
     (status, said), (first, second), _, _ = whole
     assert status == 0, said
-    assert {point.split(":")[0] for point, *_ in first} == {"triple"}
-    assert not second
-    assert [len(recorded(project, name)) for name in NAMES] == [2, 2]
+    assert not first
+    assert {point for point, _ in second} == POINTS
+    assert all(project.recorded(name) for name in NAMES)
 
 
 def test_fresh_recordings_are_not_measured(whole):
@@ -312,106 +240,161 @@ def test_fresh_recordings_are_not_measured(whole):
     assert not whole[3]
 
 
-def test_why_is_said(project, whole, monkeypatch):
-    """Of a benchmark that is new, changed, of another machine or damaged."""
+@pytest.fixture
+def kept(project, whole, monkeypatch):
+    """The recordings of the project, in this process."""
     store = project.root / "docs/measurements"
     monkeypatch.setattr(tutorial, "TUTORIALS", project.root / "tutorials")
-    there = recorded(project)["double"]["environment"]
-    monkeypatch.setattr(recording, "environment", lambda _: there)
-    kept = todo.Kept(store)
+    monkeypatch.setattr(recording, "STORE", store)
+    there = project.recorded()["environment"]
+    monkeypatch.setattr(environment, "here", lambda _: dict(there))
+    return stale.Kept(store)
+
+
+def test_why_is_said(project, kept):
+    """Of a page that is changed, of another machine or damaged."""
 
     def why(**more):
-        jobs = todo.jobs_for([project.script()], kept, **more)
-        return jobs[0].why if jobs else {}
+        pages = kept.pages([project.script()], **more)
+        return pages[0].why if pages else None
 
-    assert why() == why(machine=there) == {}
-    assert set(why(every=True).values()) == {"all are asked for"}
-    other = there | {"torch": "9.9"}
-    assert why(machine=other)["double"] == (
-        f"torch was {there['torch']}, is 9.9"
-    )
+    assert why() is why(same_machine=True) is None
+    assert why(every=True) == "all are asked for"
+    torch_there = kept.machine["torch"]
+    kept.machine["torch"] = "9.9"
+    assert why() is None
+    assert why(same_machine=True) == f"torch was {torch_there}, is 9.9"
     text = project.script().read_text()
     project.edit("x, y, 2, x.numel()", "x, y, 5, x.numel()")
-    assert why() == {"double": "its code has changed"}
+    assert why() == "its code has changed"
     project.script().write_text(text)
-    path = recording.path_of(GPU, "01-double", store)
-    whole_file = path.read_text()
-    path.write_text(whole_file[:300])
-    assert "cannot be read" in why()["double"]
-    path.write_text(whole_file)
+    file = recording.path_of(GPU, "01-double")
+    whole_file = file.read_text()
+    file.write_text(whole_file[:300])
+    assert "cannot be read" in why()
+    file.write_text(whole_file)
 
 
-def test_a_full_disk_leaves_the_old_recording(project, whole, monkeypatch):
+def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
+    project, kept, monkeypatch, capsys
+):
+    """Before anything is measured; or in the middle of a run."""
+    data = project.recorded()
+    monkeypatch.setattr(record.gpus, "there", lambda: True)
+    monkeypatch.setattr(record, "with_enough_gpus", lambda pages: (pages, []))
+    monkeypatch.setattr(record, "checked", lambda pages: (pages, []))
+    folder, aside = kept.store / GPU, kept.store / "aside"
+
+    def measured(pages, keep):
+        """The folder takes nothing more."""
+        folder.rename(aside)
+        folder.symlink_to("/proc")
+        keep(pages[0], data["environment"], data["benchmarks"])
+
+    monkeypatch.setattr(record, "measure", measured)
+    with pytest.raises(SystemExit, match=r"01-double\.json cannot be written"):
+        record.main(["--all", "01"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"cannot be written.*nothing was"):
+        record.main(["--all", "01"])
+    assert not capsys.readouterr().out
+    folder.unlink()
+    aside.rename(folder)
+    assert project.recorded() == data
+
+
+def test_a_full_disk_leaves_the_old_recording(project, kept):
     """A limit on the size of a file stands for the disk."""
-    resource = pytest.importorskip("resource")
-    store = project.root / "docs/measurements"
-    monkeypatch.setattr(tutorial, "TUTORIALS", project.root / "tutorials")
-    before = recorded(project)
-    monkeypatch.setattr(
-        recording, "environment", lambda _: before["double"]["environment"]
-    )
-    kept = todo.Kept(store)
-    (job,) = todo.jobs_for([project.script()], kept, every=True)
-    measured = {
-        k: v
-        for k, v in before["double"].items()
-        if k not in ("code", "digest")
-    }
-    folder = store / GPU
+    (page,) = kept.pages([project.script()], every=True)
+    data = project.recorded()
+    given = data["environment"], data["benchmarks"]
+    folder = kept.store / GPU
     files = {path: path.read_bytes() for path in folder.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
         with pytest.raises(measure.RefusedError, match="cannot be written"):
-            kept.keep(job, "double", measured)
+            kept.keep(page, *given)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
-    assert kept.keep(job, "double", measured) is None
-    assert "found 'knots'" in kept.keep(
-        job, "double", measured | {"unit": "knots"}
+    assert kept.keep(page, *given) is None
+    given[1]["double"]["unit"] = "knots"
+    assert "is not kept: benchmark double: unit" in kept.keep(page, *given)
+
+
+def test_time_left_is_told_from_points(monkeypatch):
+    said = []
+    monkeypatch.setattr(progress, "say", said.append)
+    page = measure.Page("01", None, "", "", points={"a": 3, "b": 9})
+    times = iter((0.0, 5.0, 10.0))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    told = progress.Progress([page])
+    message = {"benchmark": "a", "seconds": 5, "timed": 4}
+    told.done(page, message | {"measured": {"rows": 3 * [0]}})
+    assert said[0].endswith("3 of 12 points, 5 s so far, 15 s left")
+    told.done(page, message | {"measured": {"rows": 12 * [0]}})
+    assert said[1].endswith("15 of 15 points, 10 s so far, 0 s left")
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path):
+    """Under ncu, what measures is the child of a child."""
+    with children() as running:
+        shell = running.start(
+            ["sh", "-c", "sleep 100 & echo $!; wait"],
+            {},
+            stdout=subprocess.PIPE,
+        )
+        pid = shell.stdout.readline().strip()
+    for _ in range(50):
+        state = Path("/proc", pid, "stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("it still runs")
+
+
+def test_nobody_waits_for_what_runs_beside_a_failure():
+    """As when Ctrl+C comes while all pages are compiled."""
+
+    def work(item):
+        if item:
+            return running.start(["sleep", "100"], {}).wait()
+        while not running.running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), children() as running:
+        beside(running, work, [0, 1, 1], 2)
+    assert time.monotonic() - start < 50
+
+
+@pytest.mark.parametrize("there", ["nothing", "a folder of that name"])
+def test_gpu_checks_need_no_sphinx(there):
+    """What all tests import first does without what builds the site."""
+    stand = "None" if there == "nothing" else "types.ModuleType('sphinx')"
+    code = (
+        "import runpy, sys, types\n"
+        f"sys.modules['sphinx'] = {stand}\n"
+        "runpy.run_path('conftest.py')"
     )
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), path()])
+    env = os.environ | {"PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], cwd=here, env=env, check=True)
 
 
-def test_a_tutorial_without_gpu_checks_is_not_measured(project, monkeypatch):
-    monkeypatch.setattr(recording, "environment", lambda _: {})
-    job = measure.Job("09-new", project.script(), {"new": "new"}, {})
-    passed, (problem,) = checks.checked([job], again=False)
-    assert not passed
-    assert problem.startswith("tutorials/09-new.py has no checks in ")
-
-
-@pytest.mark.parametrize("script", tutorial.scripts(), ids=lambda s: s.stem)
-def test_what_is_run_to_measure_lacks_no_name(script):
-    """Every global name that is used is bound there, or nowhere at all."""
-    import builtins
-
-    name = tutorial.name_of(script)
-    text = script.read_text(encoding="utf-8")
-    plots = list(recording.codes(name))
-    whole = Script(text)
-    kept = {node.lineno for node in part.of(text, plots).body}
-    assert len(kept) < len(whole.body)
-    used, bound = set(), set(vars(builtins))
-    for node, names in zip(whole.body, whole.names, strict=True):
-        if node.lineno in kept:
-            used |= names.used
-            bound |= names.bound
-    assert used <= bound
-
-
-def test_a_part_runs_what_it_is_asked_for(project):
-    text = project.script().read_text()
-    lines = text.splitlines()
-
-    def kept(*plots):
-        tree = part.of(text, plots)
-        return "\n".join(lines[node.lineno - 1] for node in tree.body)
-
-    assert "run(measure_double)" in kept("double")
-    assert "run(measure_triple)" not in kept("double")
-    assert "run(measure_triple)" in kept("double", "triple")
-    assert "assert torch.equal" not in kept("double", "triple")
+def test_to_record_needs_few_packages():
+    """A GPU machine may have those of the tutorials and pytest only."""
+    code = (
+        "import sys\n"
+        "for name in ('sphinx', 'joblib', 'docutils', 'babel', 'xdist'):\n"
+        "    sys.modules[name] = None\n"
+        "from measurements import counters, record, run_page"
+    )
+    env = os.environ | {"PYTHONPATH": path()}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +417,7 @@ def test_a_build_on_a_gpu_measures_and_shows_that(live):
     assert "GPU checks: not run in this build." in page
     assert "NVIDIA Stand-in 100" in page
     store = project.root / "docs/_build/measurements"
-    measured = recording.read(GPU, "01-double", store)["benchmarks"]
+    measured = project.recorded(store=store)["benchmarks"]
     medians = [
         row["median"]
         for row in measured["double"]["rows"]
@@ -481,7 +464,7 @@ def test_live_without_a_gpu_is_refused_in_a_sentence(live):
     assert not project.points()
 
 
-def test_a_live_build_that_fails_says_what_it_keeps(live, tmp_path):
+def test_a_live_build_that_fails_says_so(live):
     project, *_ = live
     shutil.rmtree(project.root / "docs/_build/measurements")
     project.sign("fail").touch()
@@ -490,16 +473,12 @@ def test_a_live_build_that_fails_says_what_it_keeps(live, tmp_path):
     assert done.returncode == 1
     assert (
         "tutorials/01-double.py stopped: ValueError: no luck; "
-        "not measured: triple" in done.stdout
+        "it is not recorded" in done.stdout
     )
     assert done.stdout.strip().splitlines()[-1] == (
         "the next build measures what is left"
     )
     assert not project.began(done.stdout)
-    store = project.root / "docs/_build/measurements"
-    assert list(recording.read(GPU, "01-double", store)["benchmarks"]) == [
-        "double"
-    ]
 
 
 def test_no_process_is_given_what_torch_compile_chose_in_another(
@@ -511,7 +490,7 @@ def test_no_process_is_given_what_torch_compile_chose_in_another(
         (tmp_path / "ab" / name).touch()
     folders = set()
     for _ in range(2):
-        with one_tutorial.choices_of_its_own(tmp_path):
+        with run_page.choices_of_its_own(tmp_path):
             folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
             there = [path.name for path in folder.rglob("*.*")]
             assert there == ["traced.py"]

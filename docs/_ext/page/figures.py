@@ -262,7 +262,7 @@ def _said(name, results):
     if len(bodies) == 1:
         return ".. container:: measured\n" + _indent(bodies[0])
     tabs = "".join(
-        f"\n.. tab-item:: {measured.environment['gpu']}\n"
+        f"\n.. tab-item:: {rst.escape(measured.environment['gpu'])}\n"
         f"   :sync: {measured.gpu}\n" + _indent(body)
         for measured, body in zip(results, bodies, strict=True)
     )
@@ -283,7 +283,7 @@ def _missing(missing):
 def _not_counted(measured):
     """In place of a figure whose numbers only ncu knows."""
     said = _("On %(gpu)s this figure could not be drawn: %(reason)s.") % {
-        "gpu": measured.environment["gpu"],
+        "gpu": rst.escape(measured.environment["gpu"]),
         "reason": rst.escape(measured.reason),
     }
     return _admonition(_("Not counted"), "warning", said)
@@ -382,8 +382,16 @@ def _origin(measured):
 
 
 def _circumstances(measured):
-    """What the numbers depend on: a name and what it was, for each."""
-    env = measured.environment
+    """What the numbers depend on: a name and what it was, for each.
+
+    Of what others may have sent, nothing is markup; the method is what the
+    script's own docstring says.
+    """
+    env = {
+        key: rst.escape(value)
+        for key, value in measured.environment.items()
+        if isinstance(value, str)
+    }
     versions = [
         _("driver %(version)s") % {"version": env["driver"]},
         f"CUDA {env['cuda']}",
@@ -394,14 +402,14 @@ def _circumstances(measured):
     if "ncu" in env:
         versions.append(f"Nsight Compute {env['ncu']}")
     yield _("Versions"), words.in_a_row(versions, _)
-    if "gpus" in env:
+    if gpus := measured.environment.get("gpus"):
         yield (
             _("GPUs"),
             _("%(gpus)s; linked by %(link)s; NCCL %(nccl)s")
             % {
-                "gpus": words.in_a_row(env["gpus"], _),
+                "gpus": words.in_a_row(map(rst.escape, gpus), _),
                 "link": env["link"],
-                "nccl": rst.escape(env["nccl"]),
+                "nccl": env["nccl"],
             },
         )
     if measured.reason:
