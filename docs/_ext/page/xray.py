@@ -41,6 +41,7 @@ class Compiling:
 
     def __init__(self):
         self.pages = {}  # name -> pairs of a call and its result to come
+        self.compilers = None
 
     def start(self, app):
         """Begin with the kernels of pages that have changed."""
@@ -59,30 +60,39 @@ class Compiling:
             ) from None
         # One core is left to the tutorials.
         cores = len(os.sched_getaffinity(0)) - 1
-        compilers = aot.Compilers(max(1, cores))
+        self.compilers = aot.Compilers(max(1, cores))
         self.pages = {
-            name: [(call, compilers.begin(call)) for call in kept.calls(name)]
+            name: [
+                (call, self.compilers.begin(call)) for call in kept.calls(name)
+            ]
             for name in stale
         }
-        compilers.shutdown(wait=False)
 
     def finish(self, app):
         """Keep what came of it."""
-        for name, begun in self.pages.items():
-            try:
-                found = [
-                    (call, limits.by_name(result.result()))
-                    for call, result in begun
-                ]
-            except (RuntimeError, SyntaxError) as error:
-                raise ExtensionError(
-                    "a tutorial cannot be compiled for its X-ray, as "
-                    f"{declared.place(name)} says: {error}"
-                ) from None
-            try:
-                kept.write(name, found)
-            except LookupError as error:
-                raise ExtensionError(str(error)) from None
+        if not self.compilers:
+            return
+        try:
+            for name, begun in self.pages.items():
+                self.keep(name, begun)
+        finally:
+            self.compilers.end()
+
+    def keep(self, name, begun):
+        try:
+            found = [
+                (call, limits.by_name(result.result()))
+                for call, result in begun
+            ]
+        except (RuntimeError, SyntaxError) as error:
+            raise ExtensionError(
+                "a tutorial cannot be compiled for its X-ray, as "
+                f"{declared.place(name)} says: {error}"
+            ) from None
+        try:
+            kept.write(name, found)
+        except LookupError as error:
+            raise ExtensionError(str(error)) from None
 
 
 def add_panels(app, docname, source):
