@@ -146,7 +146,8 @@ def test_the_notebook_runs(stem, tmp_path, monkeypatch):
     # The kernel needs packages of its own; sphinx and the like stay refused.
     # No import of the notebook: those its ranks repeat.
     gate = (
-        f"import sys; sys.path.insert(0, {str(HERE)!r}); import four_packages; "
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); "
+        "import four_packages; "
         "four_packages.install(['ipykernel', 'matplotlib-inline']); "
         f"sys.path.remove({str(HERE)!r})"
     )
