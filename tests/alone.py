@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tutorial import TUTORIALS
 
-GATE = Path(__file__).with_name("only_four.py")
+GATE = Path(__file__).with_name("four_packages.py")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
 # A script sets the switch to the interpreter itself.
 HIDDEN = ("TRITON_INTERPRET", "PYTHONPATH")

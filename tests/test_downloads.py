@@ -145,8 +145,9 @@ def test_the_notebook_runs(stem, tmp_path, monkeypatch):
     # The kernel needs packages of its own; sphinx and the like stay refused.
     # No import of the notebook: those its ranks repeat.
     gate = (
-        f"import sys; sys.path.insert(0, {str(HERE)!r}); import only_four; "
-        "only_four.install(['ipykernel', 'matplotlib-inline']); "
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); "
+        "import four_packages; "
+        "four_packages.install(['ipykernel', 'matplotlib-inline']); "
         f"sys.path.remove({str(HERE)!r})"
     )
     notebook.cells.insert(0, nbformat.v4.new_code_cell(f"exec({gate!r})"))

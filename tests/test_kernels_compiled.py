@@ -5,7 +5,10 @@ of the X-ray panels, which are tested too.
 """
 
 import ast
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -98,6 +101,28 @@ def test_a_file_has_its_page(file):
     assert tutorial.script_of(
         file.relative_to(declared.FOLDER).with_suffix("").as_posix()
     ).exists()
+
+
+def test_the_files_are_read_without_what_a_build_lacks():
+    """Before Sphinx-Gallery runs a tutorial, which says whether triton
+    interprets; and no package of the tests alone is there."""
+    code = (
+        "import sys, tutorial\n"
+        "from compiled import declared\n"
+        "for file in declared.FOLDER.rglob('*.py'):\n"
+        "    name = file.relative_to(declared.FOLDER).with_suffix('')\n"
+        "    assert declared.kernels(name.as_posix())\n"
+        "print([name for name in sys.modules if name in ('triton', "
+        "'hypothesis') or name.startswith('tutorial_')])"
+    )
+    path = tutorial.ROOT / "docs/_ext"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "[]\n", done.stderr[-2000:]
 
 
 # What the compiler says ------------------------------------------------------

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from measurements import (
     run_page,
     stale,
 )
-from measurements.children import path
+from measurements.children import beside, children, path
 
 NAMES = ("01-double", "02-double")
 POINTS = {
@@ -334,6 +335,39 @@ def test_time_left_is_told_from_points(monkeypatch):
     assert said[0].endswith("3 of 12 points, 5 s so far, 15 s left")
     told.done(page, message | {"measured": {"rows": 12 * [0]}})
     assert said[1].endswith("15 of 15 points, 10 s so far, 0 s left")
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path):
+    """Under ncu, what measures is the child of a child."""
+    with children() as running:
+        shell = running.start(
+            ["sh", "-c", "sleep 100 & echo $!; wait"],
+            {},
+            stdout=subprocess.PIPE,
+        )
+        pid = shell.stdout.readline().strip()
+    for _ in range(50):
+        state = Path("/proc", pid, "stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("it still runs")
+
+
+def test_nobody_waits_for_what_runs_beside_a_failure():
+    """As when Ctrl+C comes while all pages are compiled."""
+
+    def work(item):
+        if item:
+            return running.start(["sleep", "100"], {}).wait()
+        while not running.running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), children() as running:
+        beside(running, work, [0, 1, 1], 2)
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.parametrize("there", ["nothing", "a folder of that name"])

@@ -4,7 +4,7 @@ import re
 from importlib.metadata import packages_distributions
 
 import pytest
-from only_four import FOUR
+from four_packages import FOUR
 from packaging.requirements import Requirement
 from project import ROOT
 

@@ -9,25 +9,84 @@ from global_names import names_of
 from project import ROOT
 
 import tutorial
+from cells import shared
 
 SCRIPTS = tutorial.scripts()
 TEXTS = {tutorial.name_of(path): path.read_text("utf-8") for path in SCRIPTS}
 EVERY = pytest.mark.parametrize("stem", TEXTS)
 
 
-def cells(stem):
-    """The code cells of a tutorial."""
-    for cell in re.split(r"^# %%.*\n", TEXTS[stem], flags=re.MULTILINE)[1:]:
-        lines = cell.splitlines()
-        while lines and (not lines[0].strip() or lines[0].startswith("#")):
-            lines.pop(0)
-        yield [line for line in lines if line.strip()]
+CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
+# A cell is folded by its first line, after an empty one: without that the
+# comment would be prose.
+FOLDED = re.compile(r"\n# (Scaffold: |Drawing: |Solution (?=\d))(.*)\n")
+# A comment that was to fold a cell, perhaps.
+NEARLY = re.compile(
+    r"^ *# *(?:scaffold|drawing|solution)s?\b *[:\d]", re.I | re.M
+)
+
+
+def cells(text):
+    """The cells of a script, the introduction before the first left out."""
+    return CELL.split(text)[1:]
 
 
 @EVERY
-def test_cells_are_short(stem):
-    for cell in cells(stem):
-        assert len(cell) <= 40, "\n".join(cell[:3])
+def test_the_first_cell_is_shared(stem):
+    """Imports, the interpreter, and the device, as on every page."""
+    found = FOLDED.match(cells(TEXTS[stem])[0])
+    assert found and found[0].strip() in shared()
+
+
+# The first line that draws a benchmark.
+MEASURES = re.compile(r"^(report\(|judge\(|(\w+ = )?\w+\.run\()", re.MULTILINE)
+
+
+def share_before(text):
+    """Of a text, before its first figure that is measured."""
+    return text[: MEASURES.search(text).start()].count("\n") / text.count("\n")
+
+
+@EVERY
+def test_something_is_measured_in_the_first_third(stem):
+    """Of the script, or of what a reader sees of it."""
+    seen = "".join(c for c in cells(TEXTS[stem]) if not FOLDED.match(c))
+    assert min(share_before(TEXTS[stem]), share_before(seen)) <= 1 / 3
+
+
+@EVERY
+def test_comments_that_fold_are_whole(stem):
+    """Each that looks like one folds its cell and says what it gives."""
+    folded = [m for c in cells(TEXTS[stem]) if (m := FOLDED.match(c))]
+    assert len(NEARLY.findall(TEXTS[stem])) == len(folded)
+    for found in folded:
+        assert found[2].strip(), found[0]
+
+
+@EVERY
+def test_exercises_are_whole(stem):
+    """One or two, each with a hint, a checker, a stub and a solution."""
+    text = TEXTS[stem]
+    folded = [m[1] for c in cells(text) if (m := FOLDED.match(c))]
+    count = folded.count("Solution ")
+    assert 1 <= count <= 2
+    for number in range(1, count + 1):
+        start = text.index(f"Exercise {number}")
+        end = text.index(f"# %%\n\n# Solution {number}")
+        stub, solution = text[start:end], text[end:]
+        assert "\n# **Hint.** " in stub
+        assert f"def exercise_{number}(" in stub
+        # The stub is tried; the solution must pass.
+        assert stub.count(f"exercise_{number}(") == 2
+        assert f"\nassert exercise_{number}(" in solution
+
+
+@EVERY
+def test_drawings_are_folded(stem):
+    for cell in cells(TEXTS[stem]):
+        if re.search(r"^plt\.(figure|subplots)\(", cell, re.MULTILINE):
+            found = FOLDED.match(cell)
+            assert found and found[1] == "Drawing: ", cell[:200]
 
 
 def defined_by(node):

@@ -15,9 +15,9 @@ from docutils import nodes
 from project import ENVIRONMENT, ROOT, rows
 
 import said
-from compiled import kept, limits
+from compiled import limits
 from compiled.sheets import Sheet
-from measurements import replay
+from measurements import recording, replay
 from page import cards, downloads, figures, head, headlines, solutions
 from page.xray import Panel
 from translation import sentences, words
@@ -139,9 +139,9 @@ def test_a_line_of_the_page_becomes_its_figure(tmp_path):
     assert "/images/b_dark.svg\n   :alt: two lines\n" in source[0]
 
 
-def test_a_panel(says, tmp_path):
+def test_a_panel(says):
     says(WORDS)
-    panel = Panel(tmp_path, None, "_f", "", {})
+    panel = Panel(None, "_f", "", {})
     assert "- 线程束内交换\n     - 无\n" in panel.table({8: sheet()})
 
 
@@ -153,16 +153,14 @@ def sheet(**more):
     )  # fmt: skip
 
 
-def test_a_panel_shows_the_comments_of_the_page(tmp_path):
+def test_a_panel_shows_the_comments_of_the_page():
     commented = sheet(ways=[("x = 1  # one", [])])
-    for lines, shown in (
-        (["    x = 1  # 一"], "x = 1  # 一"),
-        (["    x = 12  # 一", "    # x = 1"], "x = 1  # one"),
+    for code, shown in (
+        ("    x = 1  # 一", "x = 1  # 一"),
+        ("    x = 12  # 一\n    # x = 1", "x = 1  # one"),
     ):
-        panel = Panel(tmp_path, None, "_f", "", {}, (), lines)
-        assert (
-            next(panel.ways(commented)) == f"<pre class='bp-way'>{shown}</pre>"
-        )
+        way = next(Panel(None, "_f", "", {}, (), code).ways(commented))
+        assert way == f"<pre class='bp-way'>{shown}</pre>"
 
 
 def test_a_card(says):
@@ -309,23 +307,20 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     monkey = measured(**changes)
     store = pytest.MonkeyPatch()
     with store.context() as patch:
-        patch.setattr(figures.recording, "BY_BUILD", ROOT / "docs/measurements")
+        patch.setattr(figures.recording, "BY_BUILD", recording.STORE)
         text = figures._said("жж", [monkey])
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()
 
 
-def test_no_word_of_a_panel_is_said_in_english_only(
-    says, tmp_path, monkeypatch
-):
+def test_no_word_of_a_panel_is_said_in_english_only(says):
     translator = says(Masked())
     made = sheet(ways=[("x", [("ptx", ["<code>x</code>"])])])
     made.codes = {"sass": "x", "amdgcn": "x"}
     page = SimpleNamespace(N=[8], M=4, dtype="ж")
     found = {("_f", target, 8): made for target in limits.SHOWN}
-    monkeypatch.setattr(kept, "FOLDER", tmp_path / "tutorials" / "xray")
-    panel = Panel(tmp_path, page, "_f", "ж", found, ("1", "2"))
+    panel = Panel(page, "_f", "ж", found, ("1", "2"))
     text = panel.text()
     html = r"<[^>]*>|gfx942|sm_\d+|\.\. raw:: html|:selected:"
     assert left(re.sub(html, "", text)) == []

@@ -248,7 +248,7 @@ def sheet(columns=None, **numbers):
     return Sheet("_f", "sm_90", columns, "triton 3", **given)
 
 
-def test_the_columns_are_those_that_the_kernel_got(tmp_path):
+def test_the_columns_are_those_that_the_kernel_got():
     """A kernel for wide rows is launched with the same ones at each N."""
     page = SimpleNamespace(N=[1024, 512])
     for given, named in (
@@ -260,7 +260,7 @@ def test_the_columns_are_those_that_the_kernel_got(tmp_path):
             ("_f", "sm_90", N): sheet(got)
             for N, got in zip(page.N, given, strict=True)
         }
-        panel = Panel(tmp_path, page, "_f", "", found)
+        panel = Panel(page, "_f", "", found)
         table, ways = panel.tab("sm_90").split("Where lines")
         assert re.findall(r"N = \d+", table) == named
         assert named[0] in ways
@@ -320,13 +320,13 @@ def compiled_by(target):
 
 
 @pytest.mark.parametrize("timed", [(), (version("triton"),)])
-def test_figures_of_the_same_compiler_need_no_word(tmp_path, timed):
-    assert not Panel(tmp_path, None, "_f", "", {}, timed).versions()
-    assert Panel(tmp_path, None, "_f", "", {}, (*timed, "3")).versions()
+def test_figures_of_the_same_compiler_need_no_word(timed):
+    assert not Panel(None, "_f", "", {}, timed).versions()
+    assert Panel(None, "_f", "", {}, (*timed, "3")).versions()
 
 
 def test_the_panel_is_not_in_the_downloads(built):
-    folder = built.root / "docs/tutorials"
+    folder = built.root / "docs/_build/downloads/en"
     given = (folder / SCRIPT).read_bytes()  # behind a head
     assert given.endswith(built.script().read_bytes())
     assert b"X-ray" not in given

@@ -89,22 +89,6 @@ def _head(name):
     return found[1].split("\n\n")
 
 
-def rows(text):
-    """The numbers of the lines of a script that hold its code, no prose."""
-    tree, found = ast.parse(text), set()
-    docstring = ast.get_docstring(tree) is not None
-    for node in tree.body[docstring:]:
-        above = [d.lineno for d in getattr(node, "decorator_list", ())]
-        found.update(range(min([node.lineno, *above]), node.end_lineno + 1))
-    return sorted(found)
-
-
-def packed(text):
-    """The code of a script alone: its line n is line ``rows(text)[n - 1]``."""
-    lines = text.splitlines()
-    return "".join(lines[row - 1] + "\n" for row in rows(text))
-
-
 def load(name, replace=(), interpret=True):
     """Module with the definitions of a tutorial.
 

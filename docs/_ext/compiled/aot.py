@@ -13,6 +13,7 @@ All that this needs of the insides of triton and torch stands here.
 import dataclasses
 import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import subprocess
@@ -114,6 +115,13 @@ class Compilers(ProcessPoolExecutor):
         workers = workers or len(os.sched_getaffinity(0))
         spawn = multiprocessing.get_context("spawn")
         super().__init__(workers, spawn, initializer=_start)
+        # In a process of multiprocessing, which closes the queue at its end
+        # and then waits for those who read it.
+        multiprocessing.util.Finalize(None, self.end, exitpriority=100)
+
+    def end(self):
+        """Leave what has not begun; wait for what has."""
+        self.shutdown(cancel_futures=True)
 
     def begin(self, call):
         """The future list of Built of what a Call launches, in order."""

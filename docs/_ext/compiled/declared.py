@@ -117,10 +117,3 @@ def loaded(name):
 def kernels(name):
     """What a page declares, or None if it has no file."""
     return loaded(name).KERNELS if file_of(name).exists() else None
-
-
-def looks(name):
-    """The texts of a page's panels, each once and in one line."""
-    page = kernels(name)
-    texts = [each.look for each in page.kernels.values()] if page else []
-    return list(dict.fromkeys(" ".join(text.split()) for text in texts))

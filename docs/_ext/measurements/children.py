@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +35,20 @@ class Children:
             kill(child)
         for child in list(self.running):
             child.wait()
+
+
+def beside(running, work, items, at_a_time):
+    """work(item) for all items, so many beside each other; what they gave.
+
+    In threads, for each of them only waits for a process of its own.
+    """
+    with ThreadPoolExecutor(at_a_time) as threads:
+        try:
+            return list(threads.map(work, items))
+        except BaseException:  # Ctrl+C, too: then nobody waits for the others
+            threads.shutdown(wait=False, cancel_futures=True)
+            running.end()
+            raise
 
 
 def kill(child):

@@ -5,11 +5,10 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tutorial
-from measurements.children import children
+from measurements.children import beside, children
 from measurements.measure import LOGS
 from measurements.progress import clock, say
 
@@ -28,16 +27,10 @@ def checked(pages):
     How many passed is known to the page.
     """
     LOGS.mkdir(parents=True, exist_ok=True)
-    with (
-        children() as running,
-        ThreadPoolExecutor(AT_A_TIME) as threads,
-    ):
-        try:
-            found = list(threads.map(lambda page: run(page, running), pages))
-        except BaseException:
-            running.end()
-            threads.shutdown(cancel_futures=True)
-            raise
+    with children() as running:
+        found = beside(
+            running, lambda page: run(page, running), pages, AT_A_TIME
+        )
     passed = [page for page in pages if page.checks != "not run"]
     return passed, [problem for problem in found if problem]
 

@@ -14,19 +14,18 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tutorial
 from measurements import counters, environment, recording
-from measurements.children import children
+from measurements.children import beside, children
 from measurements.progress import Progress, clock, say
 
 LOGS = tutorial.ROOT / "docs" / "_build" / "logs"
 COMPILE_LIMIT = 300  # seconds: beyond, what is left is compiled when timed
-READY_LIMIT = 120  # seconds to import torch, all pages at once
+READY_LIMIT = 300  # seconds to import torch, all pages at once
 
 
 class RefusedError(Exception):
@@ -114,9 +113,7 @@ def compile_in_advance(pages, running, compiled):
             f"points" + (f"; {failed} (see {process.log})" if failed else "")
         )
 
-    # Threads, for each of them only waits for a process of its own.
-    with ThreadPoolExecutor(len(shares)) as threads:
-        list(threads.map(compile_share, shares))
+    beside(running, compile_share, shares, len(shares))
     for page in pages:
         page.points = seen[page.name] or page.points
 

@@ -41,6 +41,7 @@ class Compiling:
 
     def __init__(self):
         self.pages = {}  # name -> pairs of a call and its result to come
+        self.compilers = None
 
     def start(self, app):
         """Begin with the kernels of pages that have changed."""
@@ -59,30 +60,39 @@ class Compiling:
             ) from None
         # One core is left to the tutorials.
         cores = len(os.sched_getaffinity(0)) - 1
-        compilers = aot.Compilers(max(1, cores))
+        self.compilers = aot.Compilers(max(1, cores))
         self.pages = {
-            name: [(call, compilers.begin(call)) for call in kept.calls(name)]
+            name: [
+                (call, self.compilers.begin(call)) for call in kept.calls(name)
+            ]
             for name in stale
         }
-        compilers.shutdown(wait=False)
 
     def finish(self, app):
         """Keep what came of it."""
-        for name, begun in self.pages.items():
-            try:
-                found = [
-                    (call, limits.by_name(result.result()))
-                    for call, result in begun
-                ]
-            except (RuntimeError, SyntaxError) as error:
-                raise ExtensionError(
-                    "a tutorial cannot be compiled for its X-ray, as "
-                    f"{declared.place(name)} says: {error}"
-                ) from None
-            try:
-                kept.write(name, found)
-            except LookupError as error:
-                raise ExtensionError(str(error)) from None
+        if not self.compilers:
+            return
+        try:
+            for name, begun in self.pages.items():
+                self.keep(name, begun)
+        finally:
+            self.compilers.end()
+
+    def keep(self, name, begun):
+        try:
+            found = [
+                (call, limits.by_name(result.result()))
+                for call, result in begun
+            ]
+        except (RuntimeError, SyntaxError) as error:
+            raise ExtensionError(
+                "a tutorial cannot be compiled for its X-ray, as "
+                f"{declared.place(name)} says: {error}"
+            ) from None
+        try:
+            kept.write(name, found)
+        except LookupError as error:
+            raise ExtensionError(str(error)) from None
 
 
 def add_panels(app, docname, source):
@@ -94,12 +104,10 @@ def add_panels(app, docname, source):
     found = kept.read(name)
     lines = source[0].splitlines()
     timed = figures.timed_with(app.srcdir, source[0])
-    script = messages.translated(
-        tutorial.source(name), catalogs.lookup(docname)
-    ).splitlines()
+    # Sphinx translates prose; not the lines of code that a panel shows.
+    code = messages.translated(tutorial.source(name), catalogs.lookup(docname))
     for kernel, entry in page.kernels.items():
-        # Sphinx translates what to look for, as any paragraph.
-        panel = Panel(page, kernel, entry.look, found, timed, script)
+        panel = Panel(page, kernel, entry.look, found, timed, code)
         at = _after_cell(lines, kernel)
         if at is None:
             raise ExtensionError(
@@ -179,10 +187,10 @@ def _listed(parts, how=said.COMMA):
 class Panel:
     """The panel of one kernel, as reStructuredText."""
 
-    def __init__(self, page, name, look, found, timed=(), lines=()):
+    def __init__(self, page, name, look, found, timed=(), code=""):
         self.page, self.name, self.look, self.found = page, name, look, found
         self.timed = timed  # by which versions of triton, the figures were
-        self.lines = lines  # of the script, in the language of the page
+        self.lines = code.splitlines()  # in the language of the page
 
     def text(self):
         tabs = "".join(
@@ -268,7 +276,7 @@ class Panel:
         return text + "\n"
 
     def downloads(self, sheet):
-        """Links to the codes."""
+        """Links to the codes, of which all languages have the same."""
         links = []
         for key, file in sheet.codes.items():
             path = f"/tutorials/xray/{file}"

@@ -1,6 +1,6 @@
 """Run a script where only the tutorials' four packages can be imported.
 
-    python only_four.py SCRIPT [allowed package ...]
+    python four_packages.py SCRIPT [allowed package ...]
 
 Everything that is neither the standard library nor one of the packages, or
 something that they need, is not found.
