@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def sphinx(language, lock, **more):
         [sys.executable, "-m", "sphinx", "-q", *arguments(language)],
         cwd=tutorial.ROOT,
         pass_fds=[lock.fileno(), *more.values()],
+        start_new_session=True,  # which ends without a word: see below
         env=os.environ
         | {
             "SITE_LANGUAGE": language.code,
@@ -81,7 +83,8 @@ def build(lock):
         codes = {each: process.wait() for each, process in started.items()}
     except BaseException:
         for process in started.values():
-            process.terminate()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
         raise
     for language, code in codes.items():
         if code == 0 and not ended.complete(doctrees(language)):
@@ -118,6 +121,7 @@ def must_write(folder):
 def main():
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         must_write(Path(os.environ[name]))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with locked() as lock:
             build(lock)
