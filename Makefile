@@ -136,10 +136,10 @@ run-tools: check-python
 # Installing requirements.txt here would replace the torch of a GPU image.
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
-	sphinx_design, sphinx_copybutton, pytest, joblib, tinycss2, \
-	fontTools, pagefind' 2>/dev/null || { \
+	sphinx_design, sphinx_copybutton, sphinxext.opengraph, pagefind, \
+	pytest' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
-	grep -iE 'sphinx|pytest|joblib|tinycss2|fonttools|pagefind' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
+	grep -iE 'sphinx|pagefind|pytest' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \
 	exit 1; }
 else
 site-tools: $(VENV)/site.stamp

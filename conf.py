@@ -28,21 +28,21 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "sphinxext.opengraph",
     "notfound.extension",
     # our own
     "gallery",
     "incremental",
     "page.cards",
-    "page.copying",
+    "page.code",
     "page.downloads",
     "page.editions",
     "page.figures",
     "page.formulas",
     "page.head",
-    "page.light",
+    "page.loads",
     "page.moving",
     "page.pictures",
-    "page.references",
     "page.search",
     "page.solutions",
     "page.templates",
@@ -188,6 +188,13 @@ search_spellings = [
     ["layernorm", "layer norm"],
     ["rmsnorm", "RMS norm"],
     ["deterministic", "reproducible", "same bits"],
+]
+
+# What a shared link shows, beside what docs/_ext/page/head.py says.
+ogp_site_url = html_baseurl
+ogp_image = "_static/social.png"
+ogp_custom_meta_tags = [
+    '<meta name="twitter:card" content="summary_large_image" />'
 ]
 
 # Copy what can be run: no prompts, no output.

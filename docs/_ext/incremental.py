@@ -31,7 +31,12 @@ from measurements import gpus, recording
 PACKAGES = (
     *("torch", "triton", "numpy", "pandas", "matplotlib"),
     *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
-    *("pydata-sphinx-theme", "sphinx-copybutton", "fonttools", "tinycss2"),
+    *(
+        "pydata-sphinx-theme",
+        "sphinx-copybutton",
+        "pagefind",
+        "sphinxext-opengraph",
+    ),
 )
 # What any page may show, beside its own sources.
 FOLDERS = "_extra", "_fonts", "_static", "_templates", "inventories"

@@ -41,6 +41,15 @@
    end. */
 
 addEventListener("load", () => {
+  // sphinx-copybutton knows few languages: the page says its words.
+  const { copy, success, failure } = document.getElementById("bp-copy").dataset;
+  if (typeof messages === "object") {
+    messages[locale].copy_success = success;
+    messages[locale].copy_failure = failure;
+  }
+  for (const button of document.querySelectorAll("button.copybtn"))
+    button.dataset.tooltip = copy;
+
   for (const kind of ["button.copybtn", ".highlight a.bp-reference"])
     oneStop(`.bd-article ${kind}`);
   // What it would fold is the section that is read.

@@ -3,14 +3,12 @@
 docutils translates LaTeX. A command that it does not know, and what only
 looks like LaTeX, is a warning with its place, and stops the build.
 
-Few readers have a font that can draw formulas, so the site brings one, with
-the letters that its formulas have.
+Few readers have a font that can draw formulas, so the site brings one with
+the letters that they have: see tests/formula_font.py.
 """
 
 import re
-import unicodedata
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
@@ -19,16 +17,6 @@ from sphinx.util.math import get_node_equation_number
 
 # Elements of docutils with a script, and what they are under or over a brace.
 AT_BRACE = {"msub": ("munder", "⏟"), "msup": ("mover", "⏞")}
-FONT = "_fonts/noto-sans-math.woff"
-MADE = "_static/formulas.woff"
-# A browser shows a variable, one letter, as one of these.
-ITALIC = [
-    letter
-    for letter in map(chr, (0x210E, *range(0x1D434, 0x1D7CC)))
-    if unicodedata.name(letter, "").startswith(
-        ("MATHEMATICAL ITALIC", "PLANCK")
-    )
-]
 WIDE = "2em"  # the space of \qquad, where a line may break
 
 logger = logging.getLogger(__name__)
@@ -98,36 +86,6 @@ def visit_block(translator, node):
     raise nodes.SkipNode
 
 
-def plainly(letter):
-    return unicodedata.normalize("NFKC", letter)
-
-
-def write_font(app, pages):
-    """What the formulas of the site need of the font, for site.css."""
-    text = "".join(pages.values())
-    shown = set("".join(re.findall(r"<math.*?</math>", text, re.S)))
-    plain = set(map(plainly, shown))
-    shown.update(letter for letter in ITALIC if plainly(letter) in plain)
-    text = "".join(sorted(shown))
-    made, known = app.outdir / MADE, app.doctreedir / "formulas.txt"
-    if made.exists() and known.exists() and known.read_text("utf-8") == text:
-        return
-    from fontTools import subset
-    from fontTools.ttLib import TTFont
-
-    # A style of Pygments lets all libraries say what they do.
-    subset.log.setLevel("WARNING")
-    # Without the time of the build: the same letters give the same file.
-    font = TTFont(Path(app.srcdir, FONT), recalcTimestamp=False)
-    subsetter = subset.Subsetter(subset.Options(layout_features=["*"]))
-    subsetter.populate(text=text)
-    subsetter.subset(font)
-    font.save(made)
-    known.write_text(text, encoding="utf-8")
-
-
 def setup(app):
-    app.setup_extension("page.written")
-    app.connect("pages-written", write_font)
     app.add_html_math_renderer("mathml", (visit, None), (visit_block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,21 +1,20 @@
 """What a page says of itself to browsers, searches and shared links.
 
-A title that names the subject, a description of whole sentences, an address
-without index.html, and a picture of its own.
+sphinxext-opengraph writes it. Here it is told what it cannot know: the
+subject of a tutorial, its picture, an address without index.html.
 """
 
 import re
+import shutil
 from html import unescape
+from pathlib import Path
 
-from docutils import nodes
 from sphinx.locale import _
 
 from languages import CURRENT
 from page import figures
 from translation import sentences
 
-PICTURE = "_static/social.png"
-MOST = 200  # characters of a description
 # Where a language is spoken, for those who ask.
 LOCALES = {"en": "en_US", "ja": "ja_JP"}
 
@@ -26,30 +25,16 @@ def describe(app, pagename, templatename, context, doctree):
         context["docstitle"] = _(app.config.tagline)
     elif subject:
         context["docstitle"] = f"{subject} — {app.config.project}"
-    if context.get("pageurl"):
-        context["pageurl"] = context["pageurl"].removesuffix("index.html")
-    if doctree is None:
+    if not context.get("pageurl") or doctree is None:
         return
+    context["pageurl"] = context["pageurl"].removesuffix("index.html")
     title = plain(context["title"])
-    picture, words = picture_of(app, pagename, title)
-    context["description"] = description(doctree)
-    context["shared"] = {
+    context["meta"] = (context["meta"] or {}) | {
         "og:title": f"{title} — {subject}" if subject else title,
-        "og:type": "website",
-        "og:locale": LOCALES.get(CURRENT.code, CURRENT.code),
         "og:url": context["pageurl"],
-        "og:site_name": app.config.project,
-        "og:description": context["description"],
-        "og:image": app.config.html_baseurl + picture,
-        "og:image:alt": words,
+        "og:locale": LOCALES.get(CURRENT.code, CURRENT.code),
+        **picture_of(app, pagename, title),
     }
-
-
-def name_links(app):
-    """What leads out of the site, in its language: the theme asks no
-    catalog for these names."""
-    for link in app.config.html_theme_options["icon_links"]:
-        link["name"] = _(link["name"])
 
 
 def section_of(context):
@@ -65,37 +50,32 @@ def plain(title):
     return unescape(re.sub(r"<[^>]+>", "", title))
 
 
-def description(doctree):
-    """The first sentences of a page, as many as fit."""
-    said = ""
-    for paragraph in doctree.findall(nodes.paragraph):
-        if isinstance(paragraph.parent, nodes.Admonition):
-            continue  # in place of a figure
-        text = " ".join(paragraph.astext().split())
-        for sentence in sentences.split(text):
-            longer = sentences.joined([said, sentence])
-            ended = sentence.endswith(tuple(sentences.ENDS))
-            if not ended or (said and len(longer) > MOST):
-                return said
-            said = longer
-    return said
-
-
 def picture_of(app, pagename, title):
-    """A figure of a tutorial, or the picture of the site; and its words."""
+    """The figure of a tutorial and its words, or the picture of the site."""
     name = pagename.removeprefix("tutorials/")
     measured = figures.of_card(app.srcdir, name)
     if name == pagename or measured is None:
-        return PICTURE, f"{app.config.project}: {_(app.config.tagline)}"
-    file = figures.social_picture(app.srcdir, name).name
-    app.builder.images[f"tutorials/images/{file}"] = file
-    words = sentences.joined([_("%(title)s.") % {"title": title},
-                              figures.shown(measured)])  # fmt: skip
-    return f"_images/{file}", words
+        words = f"{app.config.project}: {_(app.config.tagline)}"
+        return {"og:image:alt": words}
+    file = figures.social_picture(app.srcdir, name)
+    images = Path(app.outdir, app.builder.imagedir)
+    images.mkdir(exist_ok=True)
+    shutil.copy2(file, images)
+    address = f"{app.config.html_baseurl}{app.builder.imagedir}/{file.name}"
+    words = [_("%(title)s.") % {"title": title}, figures.shown(measured)]
+    return {"og:image": address, "og:image:alt": sentences.joined(words)}
+
+
+def name_links(app):
+    """What leads out of the site, in its language: the theme asks no
+    catalog for these names."""
+    for link in app.config.html_theme_options["icon_links"]:
+        link["name"] = _(link["name"])
 
 
 def setup(app):
     app.add_config_value("tagline", "", "html", [str])
     app.connect("builder-inited", name_links)
+    # Before sphinxext-opengraph reads it.
     app.connect("html-page-context", describe, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

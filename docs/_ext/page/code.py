@@ -1,11 +1,15 @@
-"""Links to Triton's documentation, at the first use of a function on a page.
+"""Words of code: few elements, and one link for each of Triton's functions.
 
-Sphinx-Gallery links every name in code that an inventory knows. Here the same
-is done for ``tl.load`` and the like in prose; then one link of each remains:
-the first that a reader sees, or the first in a folded cell if no other is.
+Sphinx-Gallery makes an element of each word of code, and links each that an
+inventory knows. Here ``tl.load`` and the like in prose are linked, too; then
+one link of each function remains on a page: the first that a reader sees, or
+the first in a folded cell if no other is. Words that site.css shows as plain
+text are one text: two of three are, and all that looks at the elements of a
+page has less to look at.
 """
 
 import re
+from itertools import groupby
 
 from docutils import nodes
 from sphinx.ext.intersphinx import InventoryAdapter
@@ -13,9 +17,11 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 NAMES = re.compile(r"(tl|triton)((?:\.\w+)+)")
 SHORT = {"tl": "triton.language"}
+# How Pygments marks what site.css shows as plain text.
+PLAIN = {"n", "o", "p", "w", "nb", "bp", "nn", "fm", "vm"}
 
 
-class FirstUse(SphinxPostTransform):
+class WordsOfCode(SphinxPostTransform):
     default_priority = 6  # after Sphinx-Gallery has linked code
     formats = ("html",)
 
@@ -28,6 +34,9 @@ class FirstUse(SphinxPostTransform):
             for name, item in kind.items()
         }
         link_first_uses(self.document, known)
+        for block in self.document.findall(nodes.TextElement):
+            if any(map(is_word, block.children)):
+                block[:] = list(joined(block.children))
 
 
 def link_first_uses(document, known):
@@ -68,6 +77,23 @@ def is_folded(node):
     return False
 
 
+def is_word(node):
+    """Whether this is a word of code that looks like text."""
+    return isinstance(node, nodes.inline) and not PLAIN.isdisjoint(
+        node["classes"]
+    )
+
+
+def joined(words):
+    for plain, some in groupby(
+        words, lambda node: isinstance(node, nodes.Text) or is_word(node)
+    ):
+        if plain:
+            yield nodes.Text("".join(node.astext() for node in some))
+        else:
+            yield from some
+
+
 def setup(app):
-    app.add_post_transform(FirstUse)
+    app.add_post_transform(WordsOfCode)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
