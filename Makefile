@@ -85,7 +85,7 @@ record: run-tools  ## measure on a GPU what is stale: TUTORIALS="layer-norm/01" 
 
 linkcheck: site-tools  ## check links to other sites (needs the network)
 	@$(PY) -m sphinx -q -n -W --keep-going -c . -b linkcheck \
-		-d docs/_build/doctrees/en docs docs/_build/linkcheck && echo "No link is broken."
+		-d docs/_build/doctrees/linkcheck docs docs/_build/linkcheck && echo "No link is broken."
 
 screenshot: test-tools  ## take the picture of the README anew, of the built site
 	@PYTHONPATH=docs/_ext $(PY) tests/screenshot.py

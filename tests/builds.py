@@ -70,9 +70,11 @@ def _build(root, env, log):
 
     doctrees, *how = arguments(env)
     done = main([*how, "-d", str(doctrees)])
-    ready = doctrees / "ready"
-    if done == 0 and ready.exists():  # as translation/build.py says it
-        ready.rename(doctrees / "complete")
+    sys.path.insert(0, "docs/_ext")
+    import ended
+
+    if done == 0:  # as translation/build.py does
+        ended.complete(doctrees)
     sys.exit(done)
 
 
@@ -84,7 +86,9 @@ def arguments(env):
         return Path("doctrees"), *how, "html"
     sys.path.insert(0, "docs/_ext")
     from languages import CURRENT
+    from translation import catalogs
 
+    catalogs.compile_all(CURRENT.code)
     made = Path("docs/_build")
     html = made / "html" / CURRENT.folder
     return made / "doctrees" / CURRENT.folder, *how, str(html)

@@ -19,7 +19,6 @@ from alone import HIDDEN, NO_GPU, run_script
 from page import solutions
 
 SITE = ROOT / "docs" / "_build" / "html" / "en"
-GENERATED = ROOT / "docs" / "tutorials"
 HERE = ROOT / "tests"
 NAMES = list(map(tutorial.name_of, tutorial.scripts()))
 LINE = re.compile(r"Timing needs (a GPU|two GPUs); ")
@@ -27,7 +26,7 @@ LINE = re.compile(r"Timing needs (a GPU|two GPUs); ")
 
 @pytest.fixture(autouse=True)
 def site():
-    if not GENERATED.exists():
+    if not SITE.exists():
         pytest.fail("build the site first: make html")
 
 

@@ -144,14 +144,17 @@ def catalog(*pairs, **more):
     return made
 
 
+LONG = "and " * 30 + "more"
+
+
 def test_a_refreshed_catalog(locale):
     old = catalog(
         ("It stays.", "留下。"),
-        ("A program takes one row.", "一个程序取一行。"),
+        (f"A program takes one row {LONG}.", "一个程序取一行。"),
         ("It goes.", "去。"),
     )
     wanted = {
-        "A program takes two rows.": "",
+        f"A program takes two rows {LONG}.": "",
         "It stays.": "a note",
         "Said elsewhere.": "",
         "Something else entirely.": "",
@@ -164,16 +167,24 @@ def test_a_refreshed_catalog(locale):
     assert said == [None, "留下。", "别处。", None]
     locale("a/page", new)
     read = catalogs.read("zh_CN", "a/page")
-    fuzzy = read.get("A program takes two rows.")
+    fuzzy = read.get(f"A program takes two rows {LONG}.")
     assert fuzzy.fuzzy and fuzzy.string == "一个程序取一行。"
-    assert fuzzy.previous_id == ["A program takes one row."]
+    assert fuzzy.previous_id == [f"A program takes one row {LONG}."]
     # Nothing has changed since: neither has the file.
     again = update.refreshed(read, wanted, {})
     assert catalogs.text_of(again, "zh_CN") == text
     say = catalogs.lookup("a/page", "zh_CN")
     assert say("It stays.") == "留下。"
-    assert say("A program takes two rows.") == "A program takes two rows."
+    assert say(fuzzy.id) == fuzzy.id
     assert catalogs.translations("zh_CN", "a/page")("A comment") == ""
+
+
+def test_a_broken_catalog_is_named(locale):
+    locale("a/page", catalog(("One.", "一。")))
+    file = catalogs.path("zh_CN", "a/page")
+    file.write_text(file.read_text().replace("msgid", "msg", 2))
+    with pytest.raises(SystemExit, match=r"a/page\.po is no catalog: "):
+        catalogs.compile_all("zh_CN")
 
 
 def test_what_has_no_translation_is_counted(locale, tmp_path, monkeypatch):
@@ -299,21 +310,25 @@ def test_translations_keep_code_numbers_links_and_markup(code):
     assert not found, "\n".join(found)
 
 
+def in_language(name, code):
+    """A script with all translations of its catalog."""
+    catalog = catalogs.read(code, f"tutorials/{name}")
+    return messages.translated(
+        SCRIPTS[name], lambda text: catalogs.done(catalog.get(text)) or text
+    )
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_translated_scripts_are_the_same_code(code):
     for name, script in SCRIPTS.items():
-        catalog = catalogs.read(code, f"tutorials/{name}")
-
-        def say(text, catalog=catalog):
-            return catalogs.done(catalog.get(text)) or text
-
-        assert checks.same_code(script, messages.translated(script, say)), name
+        assert checks.same_code(script, in_language(name, code)), name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("code", CODES)
 def test_translations_have_the_style_of_the_site(code):
-    """Its terms, its signs, and the same words for the same sentence."""
+    """Its terms, its signs, the same words for the same sentence, and no
+    comment that makes a line too long; a link may."""
     found = [
         f"{page}: {problem}: {message.string}"
         for page, message in translated(code)
@@ -324,5 +339,11 @@ def test_translations_have_the_style_of_the_site(code):
         if " " in message.id:  # a word may have another meaning elsewhere
             said.setdefault(message.id, set()).add(message.string)
     assert len(said) > 1000
+    found += [
+        f"{name}: {line}"
+        for name in SCRIPTS
+        for line in in_language(name, code).split("\n")
+        if lines.columns(line) > messages.WIDTH and ">`_" not in line
+    ]
     found += [f"said in two ways: {t}" for t in said if len(said[t]) > 1]
     assert not found, "\n".join(found)

@@ -9,9 +9,7 @@ it came from has changed:
   ``mechanism`` has changed, and when the build before did not come to its
   end; otherwise the pages are whose sources have changed.
 
-That a build came to its end is said by a file that is written last, in
-``docs/_build/doctrees/LANG``: here ``ready``, which translation/build.py
-names ``complete`` when Sphinx has ended without a warning.
+Whether a build came to its end is asked in ended.py.
 """
 
 import gc
@@ -22,6 +20,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import ended
 from sphinx.errors import ExtensionError
 
 import gallery
@@ -37,12 +36,7 @@ PACKAGES = (
 # What any page may show, beside its own sources.
 FOLDERS = "_extra", "_fonts", "_static", "_templates", "inventories"
 SETTINGS = "FIGURES", "GITHUB_REPOSITORY", "SITE_URL"
-READY, COMPLETE = "ready", "complete"
 LAST = 10_000  # of those who listen to an event
-OPTIMIZED = (
-    "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those of the "
-    "tutorials must: unset it."
-)
 # Documents leave little garbage: to look for it as often as Python does takes
 # longer than the memory is worth.
 GARBAGE = 50_000, 20, 100
@@ -61,7 +55,10 @@ def digest(*parts):
 def begin(app, config):
     """Forget all if it was made in another way, or never to its end."""
     if sys.flags.optimize:
-        sys.exit(OPTIMIZED)
+        sys.exit(
+            "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those "
+            "of the tutorials must: unset it."
+        )
     modules = sorted(Path(__file__).parent.rglob("*.py"))
     versions = [version(name) for name in PACKAGES]
     made_by = (*modules, sys.version_info[:2], versions, gpus.there())
@@ -69,8 +66,7 @@ def begin(app, config):
     config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
     config.mechanism = mechanism(app, made_by)
     folder = Path(app.doctreedir)
-    complete = folder / COMPLETE
-    if complete.exists() and complete.read_text() == config.mechanism:
+    if ended.known(folder) == config.mechanism:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -135,16 +131,17 @@ def forget_deleted(folder):
     for index in folder.glob("*/index.rst"):
         if index.parent.name not in sections:
             shutil.rmtree(index.parent)
-    for page in folder.rglob("[0-9][0-9]-*.rst"):
-        name = page.relative_to(folder).with_suffix("").as_posix()
-        if not tutorial.script_of(name).exists():
-            for made in page.parent.glob(f"{page.stem}.*"):
-                made.unlink()
+    for ending in ("rst", "running"):
+        for page in folder.rglob(f"[0-9][0-9]-*.{ending}"):
+            name = page.relative_to(folder).with_suffix("").as_posix()
+            if not tutorial.script_of(name).exists():
+                for made in page.parent.glob(f"{page.stem}.*"):
+                    made.unlink()
 
 
 def outdated(app, env, added, changed, removed):
     """Pages whose sources have changed, whatever the times of files say."""
-    Path(app.doctreedir, COMPLETE).unlink(missing_ok=True)
+    ended.forget(Path(app.doctreedir))
     known = getattr(env, "contents", {})
     return [
         name
@@ -181,7 +178,7 @@ def tell(app, env):
 
 def end(app, exception):
     if exception is None and app.builder.name == "html":
-        Path(app.doctreedir, READY).write_text(app.config.mechanism)
+        ended.ready(Path(app.doctreedir), app.config.mechanism)
 
 
 def setup(app):

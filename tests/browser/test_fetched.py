@@ -23,7 +23,8 @@ def source(page, link):
         # The front page offers one of a section.
         return own if own.exists() else offered(link)
     if ending in (".ipynb", ".zip"):
-        return DOCS / folder / name
+        made = DOCS / "_build/downloads/en"
+        return made / folder.relative_to("tutorials") / name
     if ending in (".ttir", ".ttgir", ".ptx", ".sass", ".amdgcn"):
         return DOCS / "tutorials/xray" / name
     if ending == ".csv" or name.endswith(".live.json"):

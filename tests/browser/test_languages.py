@@ -31,6 +31,7 @@ WORDS = {
         "Double sums/01": "翻倍",
         "What it says.": "它说了什么。",
         "a comment": "一个注释",
+        "Copy": "副本",  # the name of a line, which stays in the table
     },
     "translating": None,  # all of it
 }
@@ -116,6 +117,8 @@ def test_a_sentence_without_a_translation_is_shown_under_a_banner(project):
     assert "它说了什么。" in page.get_text()
     assert "The kernel, in its shortest form." in page.get_text()
     assert "# 一个注释" in page.get_text()
+    heads = page.select(".bp-numbers th")
+    assert "Copy" in [head.get_text() for head in heads]
     assert not read(project, CHINESE, WHOLE).select(".bp-untranslated")
     for name in (*PAGES, WHOLE):
         assert not read(project, ENGLISH, name).select(".bp-untranslated")

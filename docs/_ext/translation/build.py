@@ -12,16 +12,17 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import incremental
+import ended
 
 import tutorial
-from languages import ENGLISH, LANGUAGES
-from translation import root, update
+from languages import ENGLISH, LANGUAGES, TRANSLATED
+from translation import catalogs, root, update
 
 BUILD = tutorial.BUILD
 FEW_BYTES = 4 << 20  # on a disk with no more, that is why a build stopped
@@ -41,11 +42,12 @@ def arguments(language):
 
 def sphinx(language, lock, **more):
     """Sphinx, started for a language. It holds the lock, too."""
-    (doctrees(language) / incremental.READY).unlink(missing_ok=True)
+    ended.begin(doctrees(language))
     return subprocess.Popen(
         [sys.executable, "-m", "sphinx", "-q", *arguments(language)],
         cwd=tutorial.ROOT,
         pass_fds=[lock.fileno(), *more.values()],
+        start_new_session=True,  # which ends without a word: see below
         env=os.environ
         | {
             "SITE_LANGUAGE": language.code,
@@ -55,40 +57,42 @@ def sphinx(language, lock, **more):
     )
 
 
-def complete(language):
-    """Note that Sphinx came to its end; whether it did."""
-    ready = doctrees(language) / incremental.READY
-    if ready.exists():
-        ready.replace(ready.with_name(incremental.COMPLETE))
-        return True
-    return False
+def stop(code):
+    """End, and say what Sphinx may not have said."""
+    if shutil.disk_usage(BUILD).free < FEW_BYTES:
+        sys.exit(f"The disk that holds {BUILD} is full: make room.")
+    for path in tutorial.MADE.rglob("*.running"):
+        name = path.relative_to(tutorial.MADE).with_suffix("").as_posix()
+        print(
+            f"tutorials/{name}.py did not come to its end: it failed, as the "
+            "lines above say, or called sys.exit or os._exit.",
+            file=sys.stderr,
+        )
+    sys.exit(code)
 
 
 def build(lock):
     """Build all languages, or end as the first that failed."""
+    for language in TRANSLATED:
+        catalogs.compile_all(language.code)
     seen, told = os.pipe()
     started = {ENGLISH: sphinx(ENGLISH, lock, PAGES_READ=told)}
     try:
         os.close(told)
         if os.read(seen, 1):  # or English has ended before
-            for language in LANGUAGES[1:]:
+            for language in TRANSLATED:
                 started[language] = sphinx(language, lock)
-        ended = {each: process.wait() for each, process in started.items()}
+        codes = {each: process.wait() for each, process in started.items()}
     except BaseException:
         for process in started.values():
-            process.terminate()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
         raise
-    for language, code in ended.items():
-        if code == 0 and not complete(language):
-            running = [path.stem for path in tutorial.MADE.rglob("*.running")]
-            sys.exit(
-                f"{', '.join(running) or 'something'} ended the build: a "
-                "tutorial must not call sys.exit or os._exit"
-            )
-    if failed := [code for code in ended.values() if code]:
-        if shutil.disk_usage(BUILD).free < FEW_BYTES:
-            sys.exit(f"The disk that holds {BUILD} is full: make room.")
-        sys.exit(failed[0])
+    for language, code in codes.items():
+        if code == 0 and not ended.complete(doctrees(language)):
+            codes[language] = 1
+    if failed := [code for code in codes.values() if code]:
+        stop(failed[0])
     root.write(LANGUAGES)
     for line in update.summary():
         print(line)
@@ -117,10 +121,9 @@ def must_write(folder):
 
 
 def main():
-    if sys.flags.optimize:
-        sys.exit(incremental.OPTIMIZED)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         must_write(Path(os.environ[name]))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with locked() as lock:
             build(lock)

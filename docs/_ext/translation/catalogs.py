@@ -32,13 +32,18 @@ def read(code, name):
     if not file.exists():
         return Catalog()
     with file.open("rb") as stream:
-        catalog = pofile.read_po(stream, abort_invalid=True)
+        try:
+            catalog = pofile.read_po(stream, abort_invalid=True)
+        except pofile.PoFileError as error:
+            place = file.relative_to(LOCALE.parents[1])
+            raise SystemExit(f"{place} is no catalog: {error}") from None
     for message in catalog:  # Babel takes what was translated for a comment
         notes = message.user_comments
         before = [n for n in notes if n.startswith("|")]
         message.user_comments = [n for n in notes if n not in before]
         if before:
-            quoted = before[0].partition("msgid ")[2]
+            lines = " ".join(note.removeprefix("|").strip() for note in before)
+            quoted = lines.partition("msgid ")[2]
             message.previous_id = [pofile.denormalize(quoted)]
     return catalog
 

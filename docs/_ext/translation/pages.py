@@ -19,15 +19,19 @@ from translation import catalogs, lines, messages
 # What the English pages say, after a build: {page: [messages]}.
 FILE = tutorial.BUILD / "messages.json"
 # In these the mechanism speaks: its words are in another catalog.
-OWN = {"measured", "bp-xray"}
+OWN = {"measured", "bp-xray", "sphx-glr-footer"}
 
 
 class Messages(SphinxTransform):
-    """Notes what a page says in English."""
+    """Notes what a page says in English, and keeps Sphinx from what it says
+    in the mechanism's words already."""
 
     default_priority = 19  # Sphinx translates at 20
 
     def apply(self, **kwargs):
+        for node in self.document.findall(nodes.TextElement):
+            if is_own(node):
+                node["translatable"] = False
         found = list(dict.fromkeys(said_by(self.document)))
         if CURRENT is not ENGLISH:
             say = catalogs.translations(CURRENT.code, self.env.docname)

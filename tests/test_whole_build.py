@@ -1,0 +1,121 @@
+"""The build of all languages: in order, alone in its checkout, and with a
+sentence for whoever must do something when it stops."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from project import Project
+
+from languages import LANGUAGES
+from translation import build
+
+
+def run(project, **env):
+    """Build as make does; what ended, with all that it said."""
+    given = {"FIGURES": "recorded", "PYTHONPATH": "docs/_ext", "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "translation.build"],
+        cwd=project.root,
+        env=os.environ | given | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return Project(tmp_path_factory.mktemp("whole") / "site")
+
+
+def test_all_languages_are_built_whatever_is_translated(project):
+    done = run(project)
+    assert done.returncode == 0, done.stdout[-3000:]
+    site = project.root / "docs/_build/html"
+    for language in LANGUAGES:
+        page = site / language.folder / "tutorials/01-double.html"
+        assert f'lang="{language.tag}"' in page.read_text()
+    assert (site / "sitemap.xml").exists()
+    assert "日本語" in done.stdout and "are shown in English" in done.stdout
+
+
+def test_a_script_that_ends_the_build_is_named(project):
+    text = project.script().read_text()
+    for end in ("os._exit(0)", "import sys; sys.exit()"):
+        project.script().write_text(f"{text}\n{end}\n")
+        done = run(project)
+        assert done.returncode != 0
+        assert "tutorials/01-double.py did not come to its end" in done.stdout
+    project.script().write_text(text)
+    assert run(project).returncode == 0
+
+
+def test_without_assertions_nothing_is_built(project):
+    done = run(project, PYTHONOPTIMIZE="1")
+    assert done.returncode != 0
+    assert done.stdout.startswith("PYTHONOPTIMIZE (or python -O) lets no")
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "docs/_build"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    if name == "docs/_build":
+        monkeypatch.setattr(build, "BUILD", file)
+    else:
+        monkeypatch.setenv(name, str(file / "below"))
+    with pytest.raises(SystemExit, match=f"{file}.* must be a folder to wri"):
+        build.main()
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A build whose Sphinx ends with a code, and does nothing."""
+    monkeypatch.setattr(build, "BUILD", tmp_path)
+    monkeypatch.setattr(build.root, "write", lambda languages: None)
+    monkeypatch.setattr(build.update, "summary", list)
+
+    def ends(code):
+        monkeypatch.setattr(
+            build,
+            "sphinx",
+            lambda language, lock, **more: SimpleNamespace(wait=lambda: code),
+        )
+
+    return ends
+
+
+def test_a_full_disk_is_said(fake, monkeypatch):
+    fake(2)
+    with pytest.raises(SystemExit) as error:
+        build.build(None)
+    assert error.value.code == 2
+    monkeypatch.setattr(
+        build.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000)
+    )
+    with pytest.raises(SystemExit, match=r"The disk that holds .* is full"):
+        build.build(None)
+
+
+def test_one_build_waits_for_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "BUILD", tmp_path)
+    entered = threading.Event()
+
+    def enter():
+        with build.locked():
+            entered.set()
+
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.3)
+    other.join(5)
+    assert entered.is_set()
+    assert "Another build runs in this checkout" in capsys.readouterr().out
