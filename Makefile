@@ -20,7 +20,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 SITE := docs/_build/html
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 # One more worker than cores: it often waits, for a browser or what it started.
-# A file stays together, for its tests share what takes long to make.
+# A file or page stays together (conftest.py): its tests share what takes long to make.
 PYTEST = $(PY) -m pytest -q -rs $(OPTIONS)
 # What takes long and needs no site runs on the core that its build leaves.
 BESIDE = $(patsubst %,tests/test_%.py,incremental measuring counters environment)
@@ -68,13 +68,14 @@ proof: test-tools
 	@$(PYTEST) $(BESIDE) > docs/_build/beside.log 2>&1 & beside=$$!; \
 	trap "kill $$beside 2>/dev/null" EXIT INT TERM; \
 	FIGURES=recorded $(BUILD) || exit 1; \
-	$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadfile \
+	$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadgroup \
 		--no-loadscope-reorder --ignore tests/gpu \
 		$(BESIDE:%=--ignore %) tests; status=$$?; \
 	wait $$beside || status=$$?; cat docs/_build/beside.log; exit $$status
 
 test-gpu: run-tools  ## the checks that need a GPU
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/gpu
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/gpu \
+		tests/test_conformance.py tests/pages
 
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)

@@ -4,6 +4,7 @@ the tests of each tutorial share."""
 import contextlib
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,14 +54,110 @@ SLOWEST = (
 )
 
 
+PAGES = Path(__file__).with_name("pages")
+# What a test asks for that only a machine without a GPU can give: kernels
+# compiled for GPUs that are not there, what a reader without one sees.
+WITHOUT_A_GPU = {"launches", "output", "alone"}
+# On a GPU these start first; what takes much memory runs in turn.
+LONG_ON_A_GPU = "2_31", "sanitizer", "100_times"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--page",
+        action="append",
+        default=[],
+        metavar="SECTION/STEM",
+        help="all checks of a page: those that it shares, and its own",
+    )
+
+
+def pytest_configure(config):
+    """Who asks for a page collects what may have its tests."""
+    for name in config.getoption("page"):
+        if not (PAGES / f"{name}.py").exists():
+            raise pytest.UsageError(f"--page {name}: no {PAGES}/{name}.py")
+    if config.getoption("page"):
+        own = [str(PAGES / f"{name}.py") for name in config.getoption("page")]
+        config.args = [str(PAGES.with_name("test_conformance.py")), *own]
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Files stay together: their tests share what takes long to make."""
-    items.sort(key=lambda item: rank(item.path.name))
+def pytest_collection_modifyitems(config, items):
+    """Files stay together: their tests share what takes long to make.
+
+    A page is a group, wherever its tests stand. What this machine cannot run
+    is left out: marked gpu without a GPU, and marked cpu with one.
+    """
+    on_gpu = torch.cuda.is_available()
+    other = "cpu" if on_gpu else "gpu"
+    asked = config.getoption("page")
+    kept, left = [], []
+    for item in items:
+        page = page_of(item)
+        elsewhere = item.get_closest_marker(other) or (
+            on_gpu and WITHOUT_A_GPU & set(getattr(item, "fixturenames", ()))
+        )
+        (left if elsewhere or (asked and page not in asked) else kept).append(
+            item
+        )
+        if config.pluginmanager.hasplugin("xdist"):
+            group = page or str(item.path)
+            if on_gpu and page:
+                # Each test alone, but for those that ask for much memory.
+                group = "memory" if "2_31" in item.name else item.nodeid
+            item.add_marker(pytest.mark.xdist_group(group))
+    if left:
+        config.hook.pytest_deselected(items=left)
+    items[:] = kept
+    items.sort(key=rank)
 
 
-def rank(file):
+def page_of(item):
+    """The page that a test belongs to, or nothing."""
+    if mark := item.get_closest_marker("page"):
+        return mark.args[0]
+    if item.path.is_relative_to(PAGES):
+        return item.path.relative_to(PAGES).with_suffix("").as_posix()
+    return ""
+
+
+def rank(item):
+    if torch.cuda.is_available():
+        return not any(part in item.name for part in LONG_ON_A_GPU)
+    file = item.path.name
     return SLOWEST.index(file) if file in SLOWEST else len(SLOWEST)
+
+
+@pytest.fixture(autouse=True)
+def memory():
+    """Leave the memory of a GPU to the checks that run beside this one."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def load(request):
+    """load(form="") gives the page of a file in tests/pages: in the
+    interpreter with its quick edits and a form's, on a GPU as it is."""
+    from conformance.declared import loader
+
+    return loader(request.module.PAGE)
+
+
+@pytest.fixture
+def page(load):
+    """The page, in its first form."""
+    return load()
+
+
+@pytest.fixture
+def unedited(request):
+    """The page as readers have it."""
+    from tutorial import load
+
+    return load(page_of(request.node))
 
 
 @pytest.fixture(scope="session")
@@ -96,4 +193,5 @@ def alone(tmp_path_factory):
 @pytest.fixture
 def output(request, alone):
     """What the tutorial of the module prints."""
-    return alone(request.module.NAME)
+    name = getattr(request.module, "NAME", None)
+    return alone(name or page_of(request.node))

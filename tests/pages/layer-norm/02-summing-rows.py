@@ -1,8 +1,13 @@
 """What must hold of the page "Weight gradients: who adds up the rows?"."""
 
+import functools
+import re
+
+import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page
 
 
 def run(page, M, N, dtype):
@@ -79,3 +84,219 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE = torch.float16, torch.float32
+at = LayerNorm.at
+DESIGNS = ("triton", "columns", "split", "atomics", "rows")
+REPEATABLE = ("triton", "columns", "split")
+
+
+def by(design):
+    """Layer norm whose backward pass is of this design."""
+
+    def function(page):
+        backward = page.DESIGNS[design]
+        return functools.partial(page.layer_norm, backward=backward)
+
+    return function
+
+
+FIRST_TILES = "for start in range(part * ROWS, M, parts * ROWS):"
+PAGE = Page(
+    __file__,
+    LayerNorm(),
+    {design: by(design) for design in DESIGNS},
+    # A program of the interpreter takes 15 ms. With few programs, parts and
+    # rows in a tile, few rows are enough for several turns of every loop.
+    quick=(
+        ("return min(M, NUM_SMS), 16", "return 4, 16"),
+        ("return min(M, min(per_sm, most) * NUM_SMS), 4", "return 4, 4"),
+        ("sums, M, N, 2048 // cols, cols", "sums, M, N, 128 // cols, cols"),
+        ("sums, M, N, 32, 32", "sums, M, N, 4, 32"),
+        ("max(1, min(16, 32768 // x.shape[1]))", "2"),
+    ),
+    cases=(
+        *(at(M, N, HALF) for M, N in ((2, 127), (17, 1023), (2, 4608))),
+        *(at(M, N, function=f) for M, N in ((18, 3), (0, 9)) for f in DESIGNS),
+    ),
+    full=tuple(
+        at(M, N, dtype, function=design)
+        for N in (1000, 1024, 1151, 4608, 8192, 16384)
+        # More rows than programs, but few: random numbers take most of the
+        # time.
+        for M, dtype in (
+            (1151, HALF),
+            (300, torch.bfloat16),
+            (300, SINGLE),
+            (300, torch.float64),
+        )
+        for design in DESIGNS
+    ),
+    mistakes=(
+        Mistake(
+            ValueError, "1 to 16384", lambda ones: (ones(1, 16385), (16385,))
+        ),
+    ),
+    repeatable=REPEATABLE,
+    repeated=tuple(
+        at(4096, N, HALF, function=design)
+        for N in (1024, 4608, 12288)
+        for design in REPEATABLE
+    ),
+    trains=("triton",),
+    huge=(8192,),
+    huge_functions=DESIGNS[:-1],
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=tuple(
+        at(300, 1001, dtype, function=design)
+        for dtype in (HALF, SINGLE)
+        for design in DESIGNS
+    ),
+    mutants={
+        "c1 dropped": ("(wdy - x_hat * c1 - c2)", "(wdy - c2)"),
+        "c2 dropped": ("(wdy - x_hat * c1 - c2)", "(wdy - x_hat * c1)"),
+        "only the last row": ("dw += dy * x_hat", "dw = dy * x_hat"),
+        "every program a row": (
+            "for row in range(tl.program_id(0), M, tl.num_programs(0)):",
+            "for row in range(tl.program_id(0), 4, tl.num_programs(0)):",
+        ),
+        "masked lanes in the variance": (
+            "x = tl.where(cols < N, x - mean, 0)",
+            "x = x - mean",
+        ),
+        "all in the first buffer": (
+            "sums_ptr += tl.program_id(0) * 2 * N\n    tl.store(sums_ptr, dw",
+            "tl.store(sums_ptr, dw",
+        ),
+        "first buffers only": (
+            "mask = (rows < programs) & (cols < WIDTH)",
+            "mask = (rows < 3) & (cols < WIDTH)",
+        ),
+        "a store without its mask": (
+            "tl.store(sums_ptr + N, db, mask=mask)",
+            "tl.store(sums_ptr + N, db)",
+        ),
+        "sums not cleared": (
+            "sums = torch.zeros(1, 2,",
+            "sums = torch.empty(1, 2,",
+        ),
+        "a store for an addition": (
+            'tl.atomic_add(sums_ptr + N, db, mask=mask, sem="relaxed")',
+            "tl.store(sums_ptr + N, db, mask=mask)",
+        ),
+        "one tile a program": (
+            FIRST_TILES,
+            "for start in range(part * ROWS, part * ROWS + 1, parts * ROWS):",
+        ),
+        "no mask on rows": (
+            "mask = (rows < M) & (cols < N)\n        first",
+            "mask = (rows >= 0) & (cols < N)\n        first",
+        ),
+        "parts overlap": (
+            FIRST_TILES,
+            "for start in range(part * ROWS, M, ROWS):",
+        ),
+        "parts write over each other": (
+            "sums_ptr += part * 2 * N + cols",
+            "sums_ptr += cols",
+        ),
+        "statistics in float32 only": (
+            "acc = torch.promote_types(x.dtype, torch.float32)",
+            "acc = torch.float32",
+        ),
+    },
+    kills=tuple(
+        at(M, N, dtype, function=design)
+        for design in DESIGNS[:-1]
+        for M, N, dtype in ((3, 129, torch.float64), (18, 5, SINGLE))
+    ),
+)
+
+
+def test_the_page_as_it_is(unedited):
+    function = by("columns")(unedited)
+    PAGE.operation.run(function, at(140, 17, HALF), unedited.DEVICE)
+
+
+def test_the_order_of_additions_follows_the_programs(unedited):
+    """Why the same bits are promised for the same number of programs."""
+    page = unedited
+    given = page.given(40, 130, SINGLE)
+
+    def dw(programs):
+        sums = torch.empty(programs, 2, 130, device=page.DEVICE)
+        page.by_rows(*given, programs, 4, sums, page._store)
+        return page.add_up(sums, SINGLE)[0]
+
+    assert torch.equal(dw(4), dw(4))
+    assert not torch.equal(dw(4), dw(3))
+
+
+def test_table_counts_what_is_launched(output, unedited, monkeypatch):
+    """Its rows of sums are those that the designs write at 4096 columns on an
+    H200."""
+    written = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    def by_rows(
+        dy, x, w, mean, rstd, P=None, warps=None, sums=None, keep=None
+    ):
+        if sums is not None:
+            written.append(P)
+        return x
+
+    def add_up(sums, dtype):
+        written.append(len(sums))
+        return sums[0]
+
+    monkeypatch.setattr(unedited, "NUM_SMS", 132)
+    monkeypatch.setattr(unedited, "by_rows", by_rows)
+    monkeypatch.setattr(unedited, "add_up", add_up)
+    monkeypatch.setattr(unedited, "_layer_norm_bwd_columns", Kernel())
+    dy, stats = torch.empty(4096, 4096, device="meta"), torch.empty(4096)
+    table = {
+        line[:22].strip(): line.split()[-2:]
+        for line in output.splitlines()
+        if re.match(r".{22} +[35] +\d+ +\d\.\d\d$", line)
+    }
+    assert len(table) == 5
+    for name, design in (
+        ("split, 8 parts", "split"),
+        ("396 buffers", "triton"),
+        ("396 programs, atomics", "atomics"),
+        ("atomics for each row", "rows"),
+    ):
+        written.clear()
+        unedited.DESIGNS[design](dy, dy, dy[0], stats, stats, torch.float16)
+        if design == "split":
+            written *= 2  # by the columns' kernel, which is left out here
+        rows, units = table[name]
+        assert sum(written) == int(rows), name
+        matrices = 5 if design == "split" else 3
+        assert float(units) == round(matrices + int(rows) / 1024, 2)
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 3
+    assert output.count("errors below") == 6
+    toy = re.search(r"dw by columns: error (.*)", output)
+    assert float(toy[1]) < 1e-6
+
+
+def test_the_stub_is_wrong_and_the_solution_right(output):
+    answers = [line for line in output.splitlines() if "buffers:" in line]
+    assert answers[-2:] == ["right buffers: []", "right buffers: [0, 1, 2]"]
+
+
+@pytest.mark.gpu
+def test_atomic_additions_differ(page):
+    given = page.given(4096, 1024, HALF)
+    first = page.atomics(*given, SINGLE)
+    assert any(
+        not torch.equal(first[1], page.atomics(*given, SINGLE)[1])
+        for _ in range(100)
+    )

@@ -1,8 +1,11 @@
 """What must hold of the page "Softmax, both passes"."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import Page, Softmax, SoftmaxCase, guarded_allocations
 
 
 def run(page, M, N, dtype):
@@ -120,3 +123,405 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+NAMES = "softmax", "log_softmax"
+# Narrow rows that are swept, in small tiles.
+SWEEPS = (
+    ("if row < 2048 or (step > 1 and row <= 32768):", "if False:"),
+    ("N * itemsize > 65536", "N > 0"),
+    ('"PAIRS": 32 * warps, "EACH": 16 // itemsize', '"PAIRS": 4, "EACH": 4'),
+    ('"BLOCK": 32768 // itemsize', '"BLOCK": 16'),
+)
+
+
+def at(M, N, dtype=SINGLE, name="softmax", **more):
+    return SoftmaxCase(shape=(M, N), dtype=dtype, function=name, **more)
+
+
+def rows_that_are_not_there(load):
+    """A program of several rows, whose last are beyond the end."""
+    page = load("rows")
+    part = torch.rand(4, 13, device=page.DEVICE)[:3]  # not NaN behind it
+    with guarded_allocations():
+        page.backward(part, part)
+
+
+def x_is_rounded_first(load):
+    page = load("rows")
+    x = 2048 + torch.rand(2, 40, device=page.DEVICE)
+    y, expected = page.softmax(x, 1, HALF), torch.softmax(x.half(), 1)
+    assert torch.allclose(y, expected, atol=1e-4)
+
+
+# On a GPU: both sides of each step of the rules, rows that begin anywhere; in
+# other types a narrow row, the widest in registers and one above.
+STEPS = (1, 2, 3, 7, 8, 31, 64, 127, 128, 129, 255, 256, 257, 1000, 1001)
+STEPS += (2048, 2049, 4096, 4097, 8192, 8193, 16384, 16385, 16391, 32767)
+STEPS += (32768, 32769, 49152, 50257, 65536, 100_003, 2**18, 2**20)
+TYPES = (
+    *((N, torch.bfloat16) for N in STEPS),
+    *((N, HALF) for N in (37, 4096, 16384, 32768, 40000)),
+    *((N, SINGLE) for N in (37, 4096, 8192, 8193, 16384, 16385)),
+    *((N, DOUBLE) for N in (37, 4096, 4097, 8192, 8193)),
+)
+PAIRS_OF_TYPES = (
+    *((half, SINGLE, 301) for half in (HALF, torch.bfloat16)),
+    *((SINGLE, half, 301) for half in (HALF, torch.bfloat16)),
+    (torch.bfloat16, DOUBLE, 30),
+)
+
+PAGE = Page(
+    __file__,
+    Softmax(),
+    {
+        "softmax": lambda page: page.softmax,
+        "log_softmax": lambda page: page.log_softmax,
+    },
+    forms={
+        "": (),
+        # Chunks of 16 columns, so that narrow rows have several.
+        "rows": (
+            ("lanes = 512 // itemsize * warps", "lanes = 16"),
+            (
+                "if row < 2048 or (step > 1 and row <= 32768):",
+                "if row <= 32768:",
+            ),
+        ),
+        "sweeps": SWEEPS,
+    },
+    cases=(
+        # Narrow rows share a program, and a last program has fewer.
+        *(
+            at(9, N, HALF, name)
+            for N in (1, 2, 3, 7, 8, 9, 31, 64, 127, 128, 129, 255)
+            for name in NAMES
+        ),
+        # Both sides of a limit.
+        *(
+            at(1, N, HALF, name)
+            for N in (256, 257, 1000, 4097, 16384, 16385, 32768, 32769, 65539)
+            for name in NAMES
+        ),
+        at(1, 2**20, HALF),
+        # Masked to the last few, where each form has an idle lane or none.
+        *(
+            at(5, N, HALF, name, masked=0.95, form=form)
+            for N in (3, 16, 75)
+            for name in NAMES
+            for form in ("rows", "sweeps")
+        ),
+    ),
+    full=(
+        *(
+            at(1151 if N <= 32768 else 37, N, dtype, name)
+            for N, dtype in TYPES
+            for name in NAMES
+        ),
+        *(
+            at(5, N, dtype, name, masked=0.5)
+            for N, dtype in TYPES
+            for name in NAMES
+        ),
+        *(
+            at(M, N, dtype, name, out=out)
+            for N in (37, 4096, 8192, 16384, 40000)
+            for dtype, out, M in PAIRS_OF_TYPES
+            for name in NAMES
+        ),
+        *(
+            SoftmaxCase(shape=(2, 3, N), dtype=HALF, x=x, dy=dy)
+            for N in (75, 40000, 70001)
+            for x, dy in (
+                ("columns", "transposed"),
+                ("unaligned", "one number"),
+                ("transposed", "every second"),
+                ("one number", "columns"),
+                ("every second", "unaligned"),
+            )
+        ),
+        *(
+            SoftmaxCase(shape=(13, 150, 75), dtype=HALF, dim=d, function=name)
+            for d in (0, 1, 2)
+            for name in NAMES
+        ),
+    ),
+    repeatable=NAMES,
+    repeated=tuple(
+        at(512, N, torch.bfloat16, name)
+        for N in (100, 1000, 4097, 16384, 40000, 100_000)
+        for name in NAMES
+    ),
+    compiled=NAMES,
+    # Each width alone: page 05 is the one for shapes that vary.
+    compile_options={"dynamic": False},
+    compiled_cases=tuple(at(37, N, HALF) for N in (1000, 1001, 40000)),
+    graphs=tuple(at(512, N, HALF) for N in (1000, 16384, 40000)),
+    huge=(127, 8192, 40000, 100_000),
+    huge_functions=("softmax",),
+    sanitizers=("memcheck", "racecheck"),
+    # The last group of a matrix may end outside of it, and memcheck objects;
+    # with 40 rows it does not.
+    sanitized=tuple(
+        at(40, N, torch.bfloat16, name)
+        for N in (100, 1000, 4097, 16384, 40000, 70000)
+        for name in NAMES
+    ),
+    mutants={
+        "rows: the maximum is not subtracted": (
+            "_exp(xs[c].to(acc) - m)",
+            "_exp(xs[c].to(acc))",
+        ),
+        "rows: idle lanes count": (
+            "tl.load(at, mask=some), none)",
+            "tl.load(at, mask=some), none * 0)",
+        ),
+        "rows: the neighbors count": ("tl.where(inside,", "tl.where(some,"),
+        "rows: store into the neighbors": (
+            "tl.store(at, x, mask=inside & (whole == 0))",
+            "tl.store(at, x, mask=whole == 0)",
+        ),
+        "rows: single columns are not stored": (
+            "mask=inside & (whole == 0)",
+            "mask=inside & whole",
+        ),
+        "rows that are not there, forward": ("M - 1)  # the", "M)  # the"),
+        "rows that are not there, backward": ("M - 1)\n    ys", "M)\n    ys"),
+        "rows: dy instead of y dy": (
+            "total += dy if LOG else",
+            "total += dy if True else",
+        ),
+        "the hidden number is not 0": ("dy, dx, 0, M, N", "dy, dx, 1, M, N"),
+        "log: the sum is not subtracted": ("y = d - log if", "y = d if"),
+        "rows, log: y for its power": (
+            "y * (dy - total)\n        _store",
+            "dy - y * total\n        _store",
+        ),
+        "sweeps: the sum of dy dropped": (
+            "y * (dy - total)\n        tl.store",
+            "y * dy\n        tl.store",
+        ),
+        "sweeps: a sum does not shrink": ("s * tl.exp(m - new) +", "s +"),
+        "sweeps: pairs are added as they are": (
+            "tl.sum(s * tl.exp(m - top), 0)",
+            "tl.sum(s, 0)",
+        ),
+        "sweeps: the first maximum is -inf": (
+            "tl.full((PAIRS,), LOWEST, acc)",
+            'tl.full((PAIRS,), float("-inf"), acc)',
+        ),
+        "sweeps: the first tile left out": (
+            "(N - 1) // TILE * TILE - start",
+            "N // TILE * TILE - start",
+        ),
+        "dy with strides of its own": (
+            "backward(y, dy.contiguous(),",
+            "backward(y, dy,",
+        ),
+        "x with strides of its own": (
+            "movedim(dim, -1).contiguous()",
+            "movedim(dim, -1)",
+        ),
+        "the result stays moved": (".movedim(-1, dim).reshape", ".reshape"),
+        "x is not rounded": ("x = x.to(dtype)", "x = x + 0"),
+    },
+    kills=(
+        *(
+            case
+            for name in NAMES
+            for case in (
+                *(
+                    at(2, 43, HALF, name, masked=0.6, form=form)
+                    for form in ("rows", "sweeps")
+                ),
+                *(at(2, 32, name=name, form=f) for f in ("rows", "sweeps")),
+                at(3, 13, HALF, name, form="rows"),
+                at(3, 16, HALF, name, form="rows", scale=30.0),
+                at(3, 40, name=name, form="rows", scale=200.0),
+                SoftmaxCase(
+                    shape=(2, 3, 5),
+                    dim=1,
+                    dy="one number",
+                    function=name,
+                    form="rows",
+                ),
+                SoftmaxCase(
+                    shape=(3, 4, 5), dim=1, function=name, form="rows"
+                ),
+                at(2, 32, HALF, name, dy="transposed", form="rows"),
+            )
+        ),
+        at(2, 40, HALF, out=SINGLE, form="rows"),
+        rows_that_are_not_there,
+        x_is_rounded_first,
+    ),
+)
+FORMS = pytest.mark.parametrize("form", ["rows", "sweeps"])
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+def pair(page, name):
+    """Ours and PyTorch's."""
+    return getattr(page, name), getattr(F, name)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3), (2, 0, 3)])
+def test_odd_shapes(page, shape):
+    for name in NAMES:
+        x = torch.randn(shape, device=page.DEVICE, requires_grad=True)
+        y = getattr(page, name)(x)
+        expected = getattr(F, name)(x.detach(), -1)
+        assert torch.equal(y, expected) and y.shape == x.shape
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert dx.shape == x.shape and not dx.any()
+
+
+@FORMS
+@EACH
+def test_integers_become_another_type(load, name, form):
+    page = load(form)
+    x = torch.arange(6, device=page.DEVICE).view(2, 3)
+    ours, theirs = pair(page, name)
+    expected = theirs(x, -1, dtype=SINGLE)
+    torch.testing.assert_close(ours(x, -1, SINGLE), expected)
+
+
+@FORMS
+@EACH
+def test_what_pytorch_says_of_extremes(load, name, form):
+    """Rows that are masked, infinite, NaN, or at the end of the range."""
+    page = load(form)
+    ours, theirs = pair(page, name)
+    inf, nan = torch.inf, torch.nan
+    low = torch.finfo(torch.float32).min
+    few = [-inf], [low], [-low], [0.0, inf], [nan, 0.0, 0.0], [-inf, low]
+    few += [low, -low, 0.0], [-inf, -inf, 3.0], [1e4, -1e4, 0.0]
+    rows = [([row[0]] * 21 + row)[-21:] for row in few]
+    rows += [([row[-1]] * 21 + row)[-21:] for row in few]
+    x = torch.tensor(rows, device=page.DEVICE, requires_grad=True)
+    found, expected = ours(x), theirs(x, -1)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    dy = torch.ones_like(x)
+    for y in found, expected:
+        (dx,) = torch.autograd.grad(y, x, dy)
+        if y is found:
+            first = dx
+    torch.testing.assert_close(first, dx, equal_nan=True)
+
+
+@FORMS
+@EACH
+def test_gradients_are_derivatives(load, name, form):
+    page = load(form)
+    x = torch.randn(2, 5, device=page.DEVICE, dtype=torch.float64)
+    function = getattr(page, name)
+    assert torch.autograd.gradcheck(function, x.requires_grad_())
+
+
+@FORMS
+def test_rounding_of_y_stays_in_its_sum(load, form):
+    """In 16 bits dx belongs to the y that was returned, rounded as it is:
+    a constant in dy shows it, which the exact y would not."""
+    page = load(form)
+    x = torch.randn(3, 75, device=page.DEVICE).half().requires_grad_()
+    y = page.softmax(x)
+    dy = 1000 + torch.randn(3, 75, device=page.DEVICE).half()
+    (dx,) = torch.autograd.grad(y, x, dy)
+    y, dy = y.detach().double(), dy.double()
+    want = y * (dy - (y * dy).sum(1, keepdim=True))
+    assert (dx - want).norm() <= 1e-3 * want.norm()
+    exact = torch.softmax(x.detach().double(), 1)
+    want = exact * (dy - (exact * dy).sum(1, keepdim=True))
+    assert (dx - want).norm() > 5e-3 * want.norm()
+
+
+@EACH
+def test_both_forms_agree(load, name):
+    """Registers and sweeps differ by a rounding at most."""
+    x = torch.randn(3, 257, device=load().DEVICE)
+    a, b = (getattr(load(f), name)(x) for f in ("rows", "sweeps"))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_every_tile_of_the_first_figure_is_right(page):
+    x = torch.randn(2, 3001, device=page.DEVICE)
+    for plan in page.TILES.values():
+        y = page.in_sweeps(x, plan)
+        torch.testing.assert_close(y, F.softmax(x, 1))
+
+
+def test_a_result_that_is_changed_is_noticed(page):
+    """y is kept for the backward pass: overwriting it must be an error."""
+    x = torch.randn(2, 8, device=page.DEVICE, requires_grad=True)
+    y = page.softmax(x)
+    with torch.no_grad():
+        y += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_rules_answer_for_every_width(unedited, itemsize):
+    page = unedited
+    most = 65536 // itemsize
+    for N in {1, 2, 3, *range(5, most + 1, 13), most // 2, most, 2**20}:
+        for step in {1, 16 // itemsize} if N % (16 // itemsize) else {1}:
+            for rule in page.plan_forward, page.plan_backward:
+                plan = rule(N, itemsize, step)
+                warps = plan["num_warps"]
+                assert warps.bit_count() == 1 and warps <= 32
+                if "ROWS" not in plan:
+                    assert N * itemsize >= 2048
+                    continue
+                chunk, rows = plan["CHUNK"], plan["ROWS"]
+                assert chunk.bit_count() == 1
+                assert rows == 1 or chunk >= N + step - 1
+                held = -(-(N + step - 1) // chunk) * chunk * rows
+                assert held * itemsize <= (4096 + 512) * warps
+
+
+def test_script_runs_alone(output):
+    assert "errors below" in output
+    assert output.count("Timing needs a GPU") == 3
+    assert "Warning" not in output
+
+
+def test_exercise(output):
+    stub, solution = (
+        float(line.rpartition(" ")[2])
+        for line in output.splitlines()
+        if "change of dx" in line
+    )
+    assert stub > 1e-3 > 1e-4 > solution
+
+
+@pytest.mark.gpu
+@EACH
+@pytest.mark.parametrize("N", [21, 5000, 40000])
+def test_what_pytorch_says_of_extremes_of_any_width(page, name, N):
+    ours, theirs = pair(page, name)
+    inf, nan = torch.inf, torch.nan
+    low = torch.finfo(torch.float32).min
+    x = torch.zeros(9, N, device="cuda")
+    x[0], x[1], x[2] = -inf, low, -low
+    x[3, N // 2], x[4, N // 2] = inf, nan
+    x[5], x[6] = -inf, -inf
+    x[5, -1], x[6, 0], x[7, 1::2], x[8, ::2] = 3.0, low, low, -inf
+    x.requires_grad_()
+    found, expected = ours(x), theirs(x, 1)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    dy = torch.randn_like(x)
+    found, expected = (
+        torch.autograd.grad(y, x, dy)[0] for y in (found, expected)
+    )
+    close = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
+    torch.testing.assert_close(found, expected, **close)
+
+
+@pytest.mark.gpu
+def test_every_tile_of_the_first_figure_is_right_at_full_size(page):
+    x, _ = page.inputs(37, 40000, torch.bfloat16)
+    for plan in page.TILES.values():
+        y, want = page.in_sweeps(x.detach(), plan), x.double().softmax(1)
+        assert (y - want).norm() <= 2**-8 * want.norm()

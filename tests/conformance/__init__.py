@@ -1,0 +1,33 @@
+"""What every page must hold, said once; how: see declared.py.
+
+The file of a page, tests/pages/<section>/<stem>.py, imports this package and
+says in PAGE which operation the page computes, for which sizes and types, and
+what else it promises. tests/test_conformance.py asks all of it of all pages,
+in Triton's interpreter and on a GPU. Importing costs little: no tutorial is
+loaded, and no triton.
+"""
+
+from conformance.add_norm import AddNorm, AddNormCase
+from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
+from conformance.declared import Mistake, Page
+from conformance.layer_norm import LayerNorm, LayerNormCase
+from conformance.memory import LAYOUTS, guarded_allocations
+from conformance.rms_norm import RmsNorm, RmsNormCase
+from conformance.softmax import Softmax, SoftmaxCase
+
+__all__ = [
+    "LAYOUTS",
+    "AddNorm",
+    "AddNormCase",
+    "CrossEntropy",
+    "CrossEntropyCase",
+    "LayerNorm",
+    "LayerNormCase",
+    "Mistake",
+    "Page",
+    "RmsNorm",
+    "RmsNormCase",
+    "Softmax",
+    "SoftmaxCase",
+    "guarded_allocations",
+]

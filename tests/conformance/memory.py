@@ -1,0 +1,104 @@
+"""How tensors lie in memory, and bands around them that show a wrong access.
+
+255 in every byte is NaN in each float type: a read of a band shows in the
+result, a write to it is found at the end.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+GUARD = 4096  # bytes of a band
+
+
+def _contiguous(shape, fill):
+    """Between two bands of NaN."""
+    value = fill(shape)
+    return guarded(shape, value.dtype, value.device)[0].copy_(value)
+
+
+def _columns(shape, fill):
+    """Columns of a wider tensor whose other columns are NaN."""
+    value = fill(shape)
+    wide = value.new_full((*shape[:-1], shape[-1] + 19), float("nan"))
+    return wide[..., 7 : 7 + shape[-1]].copy_(value)
+
+
+def _transposed(shape, fill):
+    """The first and the last dimension swapped in memory."""
+    return fill(shape).transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _every_second(shape, fill):
+    """Every second element of a tensor; the others are NaN."""
+    value = fill(shape)
+    return value.new_full((*shape, 2), float("nan"))[..., 0].copy_(value)
+
+
+def _unaligned(shape, fill):
+    """Contiguous, but not at the start of the memory."""
+    value = fill(shape)
+    flat = value.new_full((value.numel() + 1,), float("nan"))
+    return flat[1:].view(shape).copy_(value)
+
+
+def _one_number(shape, fill):
+    """One number with strides of 0, as from sum().backward()."""
+    return fill(()).expand(shape)
+
+
+LAYOUTS = {
+    "contiguous": _contiguous,
+    "columns": _columns,
+    "transposed": _transposed,
+    "every second": _every_second,
+    "unaligned": _unaligned,
+    "one number": _one_number,
+}
+
+
+def guarded(shape, dtype, device):
+    """A tensor of NaN between two bands, and the memory that holds all."""
+    shape = torch.Size(shape)
+    size = shape.numel() * dtype.itemsize
+    memory = torch.full(
+        (size + 2 * GUARD,), 255, dtype=torch.uint8, device=device
+    )
+    return memory[GUARD : GUARD + size].view(dtype).view(shape), memory
+
+
+@contextlib.contextmanager
+def guarded_allocations():
+    """Put bands around every tensor that the code inside allocates.
+
+    What torch.empty gives is NaN, so a read of it, or of a band, shows in the
+    result. At the end the bands must be untouched.
+    """
+    memories = []
+
+    def allocate(*shape, dtype=None, device=None, like=None):
+        if like is not None:
+            shape = like.shape
+            dtype = dtype or like.dtype
+            device = device or like.device
+        elif len(shape) == 1 and not isinstance(shape[0], int):
+            shape = shape[0]
+        dtype = dtype or torch.get_default_dtype()
+        tensor, memory = guarded(shape, dtype, device)
+        memories.append(memory)
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", allocate)
+        patch.setattr(
+            torch, "empty_like", lambda t, **k: allocate(like=t, **k)
+        )
+        patch.setattr(
+            torch, "zeros", lambda *s, **k: allocate(*s, **k).zero_()
+        )
+        yield
+    assert memories, "nothing was allocated"
+    for memory in memories:
+        assert (memory[:GUARD] == 255).all(), "written before a buffer"
+        assert (memory[-GUARD:] == 255).all(), "written behind a buffer"

@@ -1,0 +1,228 @@
+"""Every page holds what its operation asks and what it declares of itself.
+
+All of a page, with its own tests: pytest --page layer-norm/01-layer-norm
+In Triton's interpreter, or on a GPU, where more cases are at full size.
+"""
+
+import pytest
+import torch
+
+from conformance import on_gpu
+from conformance.declared import loader, pages
+from conformance.operation import describe, run
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ModuleNotFoundError:  # a GPU machine may lack it
+    hypothesis = None
+
+ON_GPU = torch.cuda.is_available()
+PAGES = pages()
+
+
+def each(of, name=str, marks=()):
+    """Parametrize: page and one of what of(page) gives; see --page."""
+
+    def parameter(page, one):
+        text = f"{page.name}:{name(one)}"
+        group = pytest.mark.page(page.name)
+        return pytest.param(page, one, id=text, marks=[group, *marks])
+
+    return [
+        parameter(page, one) for page in PAGES.values() for one in of(page)
+    ]
+
+
+def both(of):
+    return pytest.mark.parametrize(("page", "one"), of)
+
+
+def cases(page):
+    """Each case once; on a GPU forms are one."""
+    every = (*page.table(ON_GPU), *page.cases)
+    return dict.fromkeys(every)
+
+
+@both(
+    each(cases, describe)
+    + each(lambda p: p.long_cases, describe, [pytest.mark.long])
+)
+def test_case(page, one):
+    run(page, one, page.load(one.form))
+
+
+@both(each(lambda p: p.mistakes + p.operation.mistakes(), lambda m: m.words))
+def test_mistakes_are_named(page, one):
+    module = page.load()
+
+    def ones(*shape, dtype=torch.float32):
+        return torch.ones(shape, dtype=dtype, device=module.DEVICE)
+
+    for function in page.functions.values():
+        with pytest.raises(one.error, match=one.words):
+            function(module)(*one.arguments(ones), **one.options)
+
+
+@both(each(lambda p: p.functions))
+def test_second_derivative_is_refused(page, one):
+    module = page.load()
+    function = page.functions[one](module)
+    y, x = page.operation.refusable(function, module.DEVICE)
+    loss = y.square().sum()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=page.second_derivative):
+        dx.sum().backward()
+
+
+@both(
+    each(
+        lambda p: [(n, form) for n in p.repeatable for form in p.forms],
+        lambda one: "-".join(filter(None, one)),
+    )
+)
+def test_same_bits_twice(page, one):
+    name, form = one
+    module = page.load(form)
+    case = page.operation.Case(function=name, form=form)
+    tensors = page.operation.tensors(case, module.DEVICE)
+    function = page.function(case, module)
+    first, again = (
+        page.operation.results(function, case, tensors) for _ in "12"
+    )
+    for key, value in first.items():
+        assert torch.equal(value, again[key]), f"{key} differs"
+
+
+@both(each(lambda p: p.mutants, marks=[pytest.mark.cpu]))
+def test_mutants_fail(page, one):
+    """A fault that is planted in the page is noticed; -s prints by what."""
+    by = killed_by(page, page.mutants[one])
+    print(f"\n{page.name} | {one} | {by or 'SURVIVED'}")
+    assert by, f"nothing notices: {one}"
+
+
+def killed_by(page, edit):
+    """The step that notices an edit, and what it says; or None."""
+    edits = edit if isinstance(edit[0], tuple) else (edit,)
+    load = loader(page, edits)
+    for step in page.kills:
+        try:
+            take(page, step, load)
+        except (AssertionError, RuntimeError) as error:
+            name = step.__name__ if callable(step) else describe(step)
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            return f"{name} | {said[0][:100]}"
+    return None
+
+
+def take(page, step, load):
+    if callable(step):
+        step(load)
+    else:
+        run(page, step, load(step.form))
+
+
+@both(
+    each(
+        lambda p: [step for step in p.kills if p.mutants],
+        lambda s: s.__name__ if callable(s) else describe(s),
+    )
+)
+def test_what_notices_mutants_passes(page, one):
+    take(page, one, loader(page))
+
+
+if hypothesis:
+
+    @pytest.mark.long
+    @both(each(lambda p: [""], lambda _: "random"))
+    def test_random_cases(page, one):
+        operation = page.operation
+        axes = {
+            "function": tuple(page.functions),
+            "form": ("",) if ON_GPU else tuple(page.forms),
+            **operation.axes(ON_GPU),
+            **operation.random_axes(),
+        }
+        values = {
+            axis: of if not isinstance(of, tuple) else st.sampled_from(of)
+            for axis, of in axes.items()
+        }
+        rows = st.fixed_dictionaries(values).map(operation.case)
+
+        @hypothesis.settings(
+            max_examples=hypothesis.settings().max_examples // 4,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(
+            rows.filter(lambda case: operation.possible(case, ON_GPU))
+        )
+        def holds(case):
+            run(page, case, page.load(case.form))
+
+        holds()
+
+
+# On a GPU ------------------------------------------------------------------
+
+GPU = pytest.mark.gpu
+
+
+@both(each(lambda p: p.full, describe, [GPU]))
+def test_full_size(page, one):
+    run(page, one, page.load())
+
+
+@both(each(lambda p: p.repeated, describe, [GPU]))
+def test_same_bits_100_times(page, one):
+    on_gpu.same_bits(page, one)
+
+
+@both(
+    each(
+        lambda p: [(f, case) for f in p.compiled for case in p.compiled_cases],
+        lambda one: f"{one[0]}-{describe(one[1])}",
+        [GPU],
+    )
+)
+def test_torch_compile(page, one):
+    on_gpu.compiled(page, *one)
+
+
+@both(each(lambda p: p.graphs, describe, [GPU]))
+def test_cuda_graph(page, one):
+    on_gpu.graph(page, one)
+
+
+@both(each(lambda p: p.trains, marks=[GPU]))
+def test_trains_like_pytorch(page, one):
+    on_gpu.trains(page, one)
+
+
+@both(
+    each(
+        lambda p: [
+            (f, N) for N in p.huge for f in p.huge_functions or p.functions
+        ],
+        lambda one: f"{one[0]}-{one[1]}",
+        [GPU],
+    )
+)
+def test_more_than_2_31_elements(page, one):
+    name, N = one
+    module = page.load()
+    page.operation.huge(page.functions[name](module), module.DEVICE, N)
+
+
+@both(each(lambda p: p.sanitizers, marks=[GPU]))
+def test_sanitizer(page, one):
+    on_gpu.sanitized(page, one)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="there is one GPU, not two"
+)
+@both(each(lambda p: p.functions, marks=[GPU]))
+def test_a_second_gpu(page, one):
+    on_gpu.second(page, one)

@@ -1,0 +1,203 @@
+"""The suite notices faults that are planted in results, not in kernels."""
+
+import pytest
+import torch
+
+from conformance import (
+    AddNorm,
+    CrossEntropy,
+    LayerNorm,
+    LayerNormCase,
+    RmsNorm,
+    Softmax,
+    SoftmaxCase,
+    guarded_allocations,
+)
+from conformance.bounds import Expected, compare
+from conformance.pairs import table
+
+CPU = torch.device("cpu")
+HALF, SINGLE = torch.float16, torch.float32
+
+
+def layer_norm(x, shape, *parameters):
+    """PyTorch's, beside a buffer that torch.empty gave."""
+    torch.empty(1)
+    return torch.nn.functional.layer_norm(x, shape, *parameters)
+
+
+def right(case, operation=None):
+    """The exact results, each rounded to its type."""
+    operation = operation or LayerNorm()
+    tensors, found = operation.tensors(case, CPU), {}
+    empty = torch.empty(case.shape)  # for y, which dx belongs to
+    for _ in "twice":
+        expected = operation.exact(case, tensors, found or {"y": empty})
+        found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    return operation, tensors, found
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, SINGLE])
+def test_what_is_right_passes(dtype):
+    for case, of in (
+        (LayerNormCase(lead=(40,), dtype=dtype), LayerNorm()),
+        (SoftmaxCase(dtype=dtype), Softmax()),
+        (SoftmaxCase(dtype=dtype, function="log_softmax"), Softmax()),
+    ):
+        operation, tensors, found = right(case, of)
+        operation.judge(case, tensors, found)
+
+
+def zero(t):
+    t[(t.numel() // 2)] = 0
+
+
+def few_units(t):
+    """Four in the last place; of float32 a thousandth of the largest."""
+    off = 1e-3 * t.abs().max() if t.dtype == SINGLE else 2.0**-8 * t[7]
+    t[7] += off
+
+
+def swap(t):
+    t[[3, 5]] = t[[5, 3]]
+
+
+def nan(t):
+    t[-1] = float("nan")
+
+
+@pytest.mark.parametrize("fault", [zero, few_units, swap, nan])
+@pytest.mark.parametrize("name", ["y", "dx", "dweight", "dbias"])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_one_element_shows(name, fault, dtype):
+    """As in a matrix of the size that the first page checks on a GPU, where
+    it would be lost in the norm of the whole."""
+    case = LayerNormCase(lead=(151,), shape=(1024,), dtype=dtype)
+    operation, tensors, found = right(case)
+    fault(found[name].view(-1))
+    with pytest.raises(AssertionError, match=rf"{name}: (error|inf).* at "):
+        operation.judge(case, tensors, found)
+
+
+@pytest.mark.parametrize("fault", [zero, few_units, swap, nan])
+@pytest.mark.parametrize("name", ["y", "dx"])
+@pytest.mark.parametrize("log", ["", "log_"])
+def test_one_element_of_a_softmax_shows(name, fault, log):
+    case = SoftmaxCase(shape=(151, 1000), function=f"{log}softmax")
+    operation, tensors, found = right(case, Softmax())
+    fault(found[name].view(-1))
+    with pytest.raises(AssertionError, match=rf"{name}: error .* at "):
+        operation.judge(case, tensors, found)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("operation", [AddNorm(), RmsNorm(), CrossEntropy()])
+def test_one_element_of_any_result_shows(operation, fault):
+    case = operation.Case(dtype=HALF)
+    tensors = operation.tensors(case, CPU)
+    full = tensors["x" if "x" in tensors else "input"]
+    found = {"s": tensors["residual"] + full} if "residual" in tensors else {}
+    expected = operation.exact(case, tensors, found)
+    found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        if whole.numel() > 7:
+            wrong = found | {name: whole.clone()}
+            fault(wrong[name].view(-1)[-30:])  # of a row that counts
+            with pytest.raises(AssertionError, match=r": (error|inf)"):
+                operation.judge(case, tensors, wrong)
+
+
+def test_many_small_errors_show_in_norm():
+    value = torch.full((10_000,), 1.5, dtype=torch.float64)
+    got = (value + 1.2e-6).float()
+    expected = Expected(value, value, SINGLE, count=100)
+    with pytest.raises(AssertionError, match="in norm"):
+        compare("y", got, expected, SINGLE)
+
+
+def test_infinity_must_be_where_it_belongs():
+    value = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    expected = Expected(value, torch.ones(2).double(), SINGLE)
+    compare("y", value.float(), expected, SINGLE)
+    for wrong in [1.0, -1e30], [1.0, torch.inf], [-torch.inf, -torch.inf]:
+        with pytest.raises(AssertionError, match="y: "):
+            compare("y", torch.tensor(wrong), expected, SINGLE)
+
+
+@pytest.mark.parametrize("name", ["dx", "dweight"])
+def test_a_result_of_another_type_or_shape_or_none_shows(name):
+    case = LayerNormCase(lead=(5,))
+    for change in torch.Tensor.half, torch.Tensor.unsqueeze, None:
+        operation, tensors, found = right(case)
+        more = (0,) if change is torch.Tensor.unsqueeze else ()
+        found[name] = change(found[name], *more) if change else None
+        with pytest.raises(AssertionError, match=rf"{name}.*(type|shape|No)"):
+            operation.judge(case, tensors, found)
+
+
+def test_a_gradient_that_is_missing_shows():
+    case = LayerNormCase(lead=(5,))
+    operation, tensors, found = right(case)
+    del found["dbias"]
+    with pytest.raises(AssertionError, match="dbias"):
+        operation.judge(case, tensors, found)
+
+
+@pytest.mark.parametrize("at", [-1, 100])
+def test_a_write_beside_a_buffer_shows(at):
+    with (
+        pytest.raises(AssertionError, match=r"written (before|behind)"),
+        guarded_allocations(),
+    ):
+        t = torch.empty(100)
+        whole = torch.as_strided(t, (300,), (1,), t.storage_offset() - 100)
+        whole[100 + at] = 1.0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "columns", "every second"])
+def test_a_read_beside_an_input_shows(layout):
+    """A sum over one column more than there is."""
+
+    def reads_too_far(x, shape, *parameters):
+        x = x.as_strided((*x.shape[:-1], x.shape[-1] + 1), x.stride())
+        w, b, eps = parameters
+        y = layer_norm(x, x.shape[-1:], None, None, eps)
+        return y[..., :-1].contiguous() * w + b
+
+    case = LayerNormCase(lead=(1,), x=layout)
+    with pytest.raises((AssertionError, RuntimeError)):
+        LayerNorm().run(reads_too_far, case, CPU)
+
+
+def test_an_input_that_is_written_shows():
+    def writes(x, *args):
+        y = layer_norm(x, *args)
+        with torch.no_grad():
+            args[2].zero_()
+        return y
+
+    case = LayerNormCase(lead=(5,), wanted=(False, False, False))
+    with pytest.raises(AssertionError, match="bias was written"):
+        LayerNorm().run(writes, case, CPU)
+
+
+def test_the_table_has_all_pairs():
+    axes = {"a": (1, 2, 3), "b": (4, 5), "c": (6, 7, 8), "d": (9, 10)}
+    rows = table(axes)
+    assert len(rows) < 12
+    for one in axes:
+        for other in set(axes) - {one}:
+            pairs = {(row[one], row[other]) for row in rows}
+            assert len(pairs) == len(axes[one]) * len(axes[other])
+    assert rows == table(axes)
+    assert not [
+        row
+        for row in table(axes, lambda row: (row["a"], row["c"]) != (1, 6))
+        if (row["a"], row["c"]) == (1, 6)
+    ]
+
+
+def test_the_table_of_an_operation_is_about_forty_cases():
+    axes = {"function": ("",), "form": ("",), **LayerNorm().axes(False)}
+    assert 35 < len(LayerNorm().cases(axes, False)) < 60
