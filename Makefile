@@ -23,7 +23,7 @@ INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 # A file or page stays together (conftest.py): its tests share what takes long to make.
 PYTEST = $(PY) -m pytest -q -rs $(OPTIONS)
 # What takes long and needs no site runs on the core that its build leaves.
-BESIDE = $(patsubst %,tests/test_%.py,incremental measuring counters links)
+BESIDE = $(patsubst %,tests/test_%.py,incremental measuring counters environment)
 BUILD = PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 	$(PY) -m translation.build
 

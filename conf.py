@@ -9,7 +9,6 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 from languages import BUILT, CURRENT, ENGLISH  # noqa: E402
-from translation import catalogs  # noqa: E402
 
 # The site ------------------------------------------------------------------
 project = "Both Passes"
@@ -52,8 +51,6 @@ extensions = [
 exclude_patterns = ["_build", "_ext", "_extra"]
 # The catalogs of docs/locale as gettext reads them: see docs/_ext/translation.
 locale_dirs = ["_build/locale"]
-if CURRENT is not ENGLISH:
-    catalogs.compile_all(CURRENT.code)
 gettext_compact = False
 # Each section of the tutorials counts from 01: what names them is their path.
 suppress_warnings = ["sphinx_gallery.duplicate_filename"]

@@ -86,7 +86,9 @@ def arguments(env):
         return Path("doctrees"), *how, "html"
     sys.path.insert(0, "docs/_ext")
     from languages import CURRENT
+    from translation import catalogs
 
+    catalogs.compile_all(CURRENT.code)
     made = Path("docs/_build")
     html = made / "html" / CURRENT.folder
     return made / "doctrees" / CURRENT.folder, *how, str(html)

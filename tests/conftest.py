@@ -44,7 +44,12 @@ with contextlib.suppress(ImportError):  # a GPU machine lacks it, or has a
 # What takes longest starts first, so that no core is idle at the end.
 SLOWEST = (
     *("test_kernels_compiled.py", "test_pages.py", "test_build.py"),
-    *("test_downloads.py", "test_links.py", "test_moving.py", "test_xray.py"),
+    *(
+        "test_downloads.py",
+        "test_environment.py",
+        "test_moving.py",
+        "test_xray.py",
+    ),
     *("test_controls.py", "test_counters.py", "test_sections.py"),
 )
 

@@ -127,6 +127,20 @@ def test_the_passport_shows_it():
     assert "ranks \\= 2" in said[True]
 
 
+def test_what_a_recording_says_is_no_markup():
+    """It may come from someone else's machine."""
+    link = "`x <javascript:f()>`_"
+    told = dict.fromkeys(ENVIRONMENT, link) | LINKED | {"gpu": link}
+    told |= {"date": "2026-01-02", "checks_passed": 7, "link": link}
+    found = replay.Measured(
+        *("double", GPU, told, "µs", {"counter": link}, ["N"]),
+        *({"triton": "Triton"}, "By hand.", rows(), link),
+    )
+    said = figures._said(NAME, [found, found])
+    assert said.count("javascript") > 20
+    assert "`x <javascript" not in said.replace("\\`", "")
+
+
 def test_a_live_page_needs_enough_gpus(project, monkeypatch):
     script = project.script()
     assert gpus.needed(script) == 2

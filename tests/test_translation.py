@@ -179,6 +179,14 @@ def test_a_refreshed_catalog(locale):
     assert catalogs.translations("zh_CN", "a/page")("A comment") == ""
 
 
+def test_a_broken_catalog_is_named(locale):
+    locale("a/page", catalog(("One.", "一。")))
+    file = catalogs.path("zh_CN", "a/page")
+    file.write_text(file.read_text().replace("msgid", "msg", 2))
+    with pytest.raises(SystemExit, match=r"a/page\.po is no catalog: "):
+        catalogs.compile_all("zh_CN")
+
+
 def test_what_has_no_translation_is_counted(locale, tmp_path, monkeypatch):
     file = tmp_path / "messages.json"
     file.write_text(json.dumps({"a/page": ["One.", "Two."]}))
@@ -302,21 +310,25 @@ def test_translations_keep_code_numbers_links_and_markup(code):
     assert not found, "\n".join(found)
 
 
+def in_language(name, code):
+    """A script with all translations of its catalog."""
+    catalog = catalogs.read(code, f"tutorials/{name}")
+    return messages.translated(
+        SCRIPTS[name], lambda text: catalogs.done(catalog.get(text)) or text
+    )
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_translated_scripts_are_the_same_code(code):
     for name, script in SCRIPTS.items():
-        catalog = catalogs.read(code, f"tutorials/{name}")
-
-        def say(text, catalog=catalog):
-            return catalogs.done(catalog.get(text)) or text
-
-        assert checks.same_code(script, messages.translated(script, say)), name
+        assert checks.same_code(script, in_language(name, code)), name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("code", CODES)
 def test_translations_have_the_style_of_the_site(code):
-    """Its terms, its signs, and the same words for the same sentence."""
+    """Its terms, its signs, the same words for the same sentence, and no
+    comment that makes a line too long; a link may."""
     found = [
         f"{page}: {problem}: {message.string}"
         for page, message in translated(code)
@@ -327,5 +339,11 @@ def test_translations_have_the_style_of_the_site(code):
         if " " in message.id:  # a word may have another meaning elsewhere
             said.setdefault(message.id, set()).add(message.string)
     assert len(said) > 1000
+    found += [
+        f"{name}: {line}"
+        for name in SCRIPTS
+        for line in in_language(name, code).split("\n")
+        if lines.columns(line) > messages.WIDTH and ">`_" not in line
+    ]
     found += [f"said in two ways: {t}" for t in said if len(said[t]) > 1]
     assert not found, "\n".join(found)

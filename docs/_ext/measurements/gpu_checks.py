@@ -12,8 +12,8 @@ from measurements.children import beside, children
 from measurements.measure import LOGS
 from measurements.progress import clock, say
 
-# Nothing is timed, but some checks need much of a GPU's memory.
-AT_A_TIME = 4
+# Nothing is timed, but some checks need a third of a GPU's memory.
+AT_A_TIME = 2
 
 
 def command(page):

@@ -65,11 +65,11 @@ def measure(pages, keep):
         if alone := [page for page in pages if page.gpus == 1]:
             compile_in_advance(alone, running, compiled)
             say(f"compiled in {clock(time.monotonic() - start)}")
-        progress = Progress(pages)
         # All start at once: each is ready when its turn comes, and none
         # imports anything while another is timed.
         processes = [Process(page, running, compiled) for page in pages]
         wait_until_ready(processes)
+        progress = Progress(pages)
         problems = [
             measure_page(process, progress, keep) for process in processes
         ]

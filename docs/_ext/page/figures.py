@@ -276,7 +276,7 @@ def _missing(missing):
     return _admonition(
         _("No figure in this preview"),
         "warning",
-        f"``{missing.name}``: {missing.reason}",
+        f"``{missing.name}``: {rst.escape(missing.reason)}",
     )
 
 

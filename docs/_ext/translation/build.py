@@ -21,8 +21,8 @@ from pathlib import Path
 import ended
 
 import tutorial
-from languages import ENGLISH, LANGUAGES
-from translation import root, update
+from languages import ENGLISH, LANGUAGES, TRANSLATED
+from translation import catalogs, root, update
 
 BUILD = tutorial.BUILD
 FEW_BYTES = 4 << 20  # on a disk with no more, that is why a build stopped
@@ -73,12 +73,14 @@ def stop(code):
 
 def build(lock):
     """Build all languages, or end as the first that failed."""
+    for language in TRANSLATED:
+        catalogs.compile_all(language.code)
     seen, told = os.pipe()
     started = {ENGLISH: sphinx(ENGLISH, lock, PAGES_READ=told)}
     try:
         os.close(told)
         if os.read(seen, 1):  # or English has ended before
-            for language in LANGUAGES[1:]:
+            for language in TRANSLATED:
                 started[language] = sphinx(language, lock)
         codes = {each: process.wait() for each, process in started.items()}
     except BaseException:

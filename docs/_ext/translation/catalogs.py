@@ -32,7 +32,11 @@ def read(code, name):
     if not file.exists():
         return Catalog()
     with file.open("rb") as stream:
-        catalog = pofile.read_po(stream, abort_invalid=True)
+        try:
+            catalog = pofile.read_po(stream, abort_invalid=True)
+        except pofile.PoFileError as error:
+            place = file.relative_to(LOCALE.parents[1])
+            raise SystemExit(f"{place} is no catalog: {error}") from None
     for message in catalog:  # Babel takes what was translated for a comment
         notes = message.user_comments
         before = [n for n in notes if n.startswith("|")]
