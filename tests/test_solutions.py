@@ -163,7 +163,7 @@ def test_the_script_holds_it_as_it_is(project):
 
 
 def test_the_notebook_hides_the_code_of_these_cells_only(project):
-    notebook = project.root / "docs/tutorials/01-double.ipynb"
+    (notebook,) = (project.root / "html").rglob("01-double.ipynb")
     cells = json.loads(notebook.read_text())["cells"]
     for key, hides in (
         ("jupyter", {"source_hidden": True}),
