@@ -204,34 +204,3 @@ def test_the_notebook_hides_the_code_of_these_cells_only(project):
 )
 def test_markers(first, kind):
     assert solutions.marked(first + "\nprint()") == kind
-
-
-NOT_FOLDED = """
-# %%
-
-# solution 1
-print()
-
-# %%
-
-# Scaffold:
-print()
-
-# %%
-# Drawing: a line, which is prose without a blank line above it
-print()
-"""
-
-
-def test_markers_that_fold_nothing_stop_the_build(tmp_path):
-    project = Project(tmp_path)
-    project.edit("# What it says.\n", f"# What it says.\n{NOT_FOLDED}")
-    project.record()
-    done = project.build()
-    assert done.returncode != 0
-    lines = [x for x in done.stdout.splitlines() if "would not be folded" in x]
-    assert len(lines) == 3
-    for line, marker in zip(
-        lines, ("solution 1", "Scaffold:", "Drawing: a line"), strict=True
-    ):
-        assert "tutorials/01-double.py: " in line and marker in line

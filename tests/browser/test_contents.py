@@ -6,7 +6,6 @@ import re
 import xml.etree.ElementTree as ET
 from urllib.parse import urlsplit
 
-import jinja2
 import pytest
 from browser import built
 
@@ -240,19 +239,3 @@ def test_colab_only_where_it_leads_somewhere():
             assert found == [f"{expected}.ipynb"]
         else:
             assert found == []
-
-
-@pytest.mark.parametrize("notebooks", ["", "owner/repo/blob/notebooks"])
-def test_colab_link(notebooks):
-    script = "/_downloads/0/01-double.py"
-    template = built.ROOT / "docs/_templates/downloads.html"
-    page = jinja2.Template(template.read_text(encoding="utf-8")).render(
-        _=str,
-        downloads={"py": script},
-        notebooks=notebooks,
-        pagename="tutorials/sums/01-double",
-        pathto=lambda link, resource: link,
-    )
-    links = re.findall(r'href="([^"]*)"', page)
-    colab = [f"{COLAB}{notebooks}/sums/01-double.ipynb"] if notebooks else []
-    assert links == [script, *colab]

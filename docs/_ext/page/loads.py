@@ -38,12 +38,17 @@ BY_PACKAGES = "pydata-sphinx-theme", "sphinx-gallery", "sphinx-design"
 
 
 def choose(app, pagename, templatename, context, doctree):
-    """Leave out what the one stylesheet has, and what is needless."""
+    """Leave out what the one stylesheet has, and what is needless; let no
+    script hold up the page."""
     gone = {f"_static/{name}" for name in (*SHEETS, *NEEDLESS)}
     for files in "css_files", "script_files":
         context[files] = [
             each for each in context[files] if each.filename not in gone
         ]
+    for each in context["script_files"]:
+        # What stands in the page itself changes these options at once.
+        if not str(each.filename).endswith("documentation_options.js"):
+            each.attributes.setdefault("defer", "defer")
     context["stylesheet"] = f"_static/{ONE}"
     context["stylesheet_version"] = changes_with(app)
 

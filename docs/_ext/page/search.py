@@ -1,9 +1,9 @@
 """Search: Pagefind's index of the built pages, section by section.
 
 What a reader looks for is a section, so each is a document of its own:
-Pagefind ranks pages, and shows the sections of a page in their order. What surrounds the tutorials' own words is left out. Where a
-section spells a word in one way, readers may ask for the others that
-``conf.py`` names.
+Pagefind ranks pages, and shows the sections of a page in their order. What
+surrounds the tutorials' own words is left out. Where a section spells a word
+in one way, readers may ask for the others that ``conf.py`` names.
 """
 
 import html
@@ -26,7 +26,8 @@ LEFT_OUT = [
     *(".headerlink", ".eqno", "math", "svg"),
 ]
 ARTICLE = re.compile(
-    r'<article class="bd-article".*?(?=</article>|<div class="sphx-glr-footer)',
+    r'<article class="bd-article".*?'
+    r'(?=</article>|<div class="sphx-glr-footer)',
     re.DOTALL,
 )
 # Of the first picture Pagefind would index the words.
@@ -36,6 +37,10 @@ TITLE = re.compile(r'<h\d>(.*?)<a class="headerlink".*?</h\d>', re.DOTALL)
 PROSE = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 # A word of prose counts as one; in a title Pagefind counts it more often.
 CODE = '<pre data-pagefind-weight="0.2">'
+
+
+def start(app):
+    app.builder.search = False  # Sphinx's own
 
 
 def write(app, exception):
@@ -120,5 +125,6 @@ def others(text, spellings):
 
 def setup(app):
     app.add_config_value("search_spellings", [], "env", [list])
+    app.connect("builder-inited", start)
     app.connect("build-finished", write)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -22,13 +22,7 @@ import re
 
 from docutils import nodes
 from sphinx.locale import _
-from sphinx.util import logging
 from sphinx_design.shared import create_component
-
-# What its writer took for a marker, perhaps.
-NEARLY = re.compile(r"# *(solution|scaffold|drawing)s? *(\d|:|$)", re.I)
-
-logger = logging.getLogger(__name__)
 
 
 def marked(code):
@@ -73,12 +67,8 @@ def fold(app, doctree):
             kind, title = found
             if kind != "scaffold" or docname not in app.config.scaffold_shown:
                 fold_cell(block, kind, title)
-        elif NEARLY.match(code):
-            warn(docname, code)
     for paragraph in list(doctree.findall(nodes.paragraph)):
         fold_hint(paragraph)
-        if marked(f"# {paragraph.astext()}"):
-            warn(docname, paragraph.astext())
     for section in list(doctree.findall(nodes.section)):
         gather(section)
 
@@ -154,16 +144,6 @@ def folded(kind, title, inside):
     dropdown += nodes.rubric(title, title)
     dropdown.extend(inside)
     return dropdown
-
-
-def warn(docname, text):
-    logger.warning(
-        "%s.py: %r would not be folded: a blank line, then '# Solution 1', "
-        "'# Scaffold: what it gives' or '# Drawing: what it shows' begin a "
-        "folded cell",
-        docname,
-        text.split("\n", 1)[0],
-    )
 
 
 def hide_in_notebook(cell):

@@ -1,4 +1,5 @@
-"""Functions lead to Triton's documentation, where a page first uses them."""
+"""Words of code: where a page first uses a function is a link to Triton's
+documentation, and what looks like text is text."""
 
 import functools
 import re
@@ -11,7 +12,7 @@ from docutils.utils import new_document
 from project import ROOT
 from sphinx.util.inventory import InventoryFile
 
-from page import light, references
+from page import code as words
 
 HOME = "https://triton-lang.org/main/"
 FILE = ROOT / "docs/inventories/triton.inv"
@@ -55,7 +56,7 @@ def linked(*parts):
     """Where the links of a page that is made of these parts are left."""
     document = new_document("page")
     document += parts
-    references.link_first_uses(document, KNOWN)
+    words.link_first_uses(document, KNOWN)
     return [
         (link.parent.tagname, link["refuri"])
         for link in document.findall(nodes.reference)
@@ -96,7 +97,7 @@ def test_words_of_code_that_look_plain_are_one_text():
         nodes.inline(text, text, classes=[name]) if name else nodes.Text(text)
         for name, text in tokens
     ]
-    found = [(type(n), n.astext()) for n in light.joined(given)]
+    found = [(type(n), n.astext()) for n in words.joined(given)]
     assert found == [
         (nodes.inline, "def"),
         (nodes.Text, " f(x"),
