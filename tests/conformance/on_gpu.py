@@ -110,10 +110,13 @@ def sanitized(page, tool):
 def watched(name):
     """What runs under the sanitizer: no bands, each tensor an allocation."""
     page = pages()[name]
-    for case in page.sanitized:
+    for step in page.sanitized:
+        if callable(step):
+            step(page.load)
+            continue
         module = page.load()
-        tensors = page.operation.tensors(case, module.DEVICE)
-        page.operation.results(page.function(case, module), case, tensors)
+        tensors = page.operation.tensors(step, module.DEVICE)
+        page.operation.results(page.function(step, module), step, tensors)
 
 
 def second(page, name):
