@@ -115,7 +115,10 @@ def watched(name):
             step(page.load)
             continue
         module = page.load()
-        tensors = page.operation.tensors(step, module.DEVICE)
+        tensors = {
+            name: None if t is None else t.clone()
+            for name, t in page.operation.tensors(step, module.DEVICE).items()
+        }
         page.operation.results(page.function(step, module), step, tensors)
 
 
