@@ -198,6 +198,7 @@ def test_the_page_as_it_is(unedited):
         PAGE.operation.run(by(plan)(unedited), case, unedited.DEVICE)
 
 
+@pytest.mark.cpu  # with two multiprocessors there are fewer programs than rows
 def test_the_order_of_additions_follows_the_programs(page):
     """Why the same bits are promised for the same plan."""
     tensors = page.given(40, 24, SINGLE)
