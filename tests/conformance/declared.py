@@ -60,7 +60,7 @@ class Page:
     trains: tuple = ()  # functions that a model trains with
     huge: tuple = ()  # columns at which M x N passes 2**31
     huge_functions: tuple = ()  # all, if none is named
-    # Tools of compute-sanitizer, and the cases they watch.
+    # Tools of compute-sanitizer, and what they watch: steps as in `kills`.
     sanitizers: tuple = ()
     sanitized: tuple = ()
     # With tensors on a GPU that is not the current one: "right", words of the

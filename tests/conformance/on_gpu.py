@@ -110,16 +110,22 @@ def sanitized(page, tool):
 def watched(name):
     """What runs under the sanitizer: no bands, each tensor an allocation."""
     page = pages()[name]
-    for case in page.sanitized:
+    for step in page.sanitized:
+        if callable(step):
+            step(page.load)
+            continue
         module = page.load()
-        tensors = page.operation.tensors(case, module.DEVICE)
-        page.operation.results(page.function(case, module), case, tensors)
+        tensors = {
+            name: None if t is None else t.clone()
+            for name, t in page.operation.tensors(step, module.DEVICE).items()
+        }
+        page.operation.results(page.function(step, module), step, tensors)
 
 
 def second(page, name):
     """On the current GPU, whichever it is; on another as the page says."""
     module = page.load()
-    case = page.operation.Case(function=name)
+    case = page.operation.usual(function=name)
     function = page.functions[name](module)
     with torch.cuda.device(1):
         run(page, case, module)
