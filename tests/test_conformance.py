@@ -84,7 +84,7 @@ def test_second_derivative_is_refused(page, one):
 def test_same_bits_twice(page, one):
     name, form = one
     module = page.load(form)
-    case = page.operation.Case(function=name, form=form)
+    case = page.operation.usual(function=name, form=form)
     tensors = page.operation.tensors(case, module.DEVICE)
     function = page.function(case, module)
     first, again = (

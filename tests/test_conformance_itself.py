@@ -124,12 +124,17 @@ def test_a_gradient_that_is_missing_shows():
 
 
 @pytest.mark.parametrize("at", [-1, 100])
-def test_a_write_beside_a_buffer_shows(at):
+@pytest.mark.parametrize(
+    "empty",
+    [lambda: torch.empty(100), lambda: torch.ones(1).new_empty(100)],
+    ids=["empty", "new_empty"],
+)
+def test_a_write_beside_a_buffer_shows(empty, at):
     with (
         pytest.raises(AssertionError, match=r"written (before|behind)"),
         guarded_allocations(),
     ):
-        t = torch.empty(100)
+        t = empty()
         whole = torch.as_strided(t, (300,), (1,), t.storage_offset() - 100)
         whole[100 + at] = 1.0
 

@@ -97,6 +97,13 @@ def guarded_allocations():
         patch.setattr(
             torch, "zeros", lambda *s, **k: allocate(*s, **k).zero_()
         )
+        patch.setattr(
+            torch.Tensor,
+            "new_empty",
+            lambda t, *s, **k: allocate(
+                *s, **{"dtype": t.dtype, "device": t.device} | k
+            ),
+        )
         yield
     assert memories, "nothing was allocated"
     for memory in memories:

@@ -119,7 +119,7 @@ def watched(name):
 def second(page, name):
     """On the current GPU, whichever it is; on another as the page says."""
     module = page.load()
-    case = page.operation.Case(function=name)
+    case = page.operation.usual(function=name)
     function = page.functions[name](module)
     with torch.cuda.device(1):
         run(page, case, module)

@@ -49,6 +49,10 @@ def describe(case):
 class Operation:
     Case = AnyCase
 
+    def usual(self, **fields):
+        """The case of a check that any case would do for."""
+        return self.Case(**fields)
+
     def possible(self, case, on_gpu):
         """Whether there is such a case."""
         return True
