@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from conformance import (
+    AddNorm,
+    CrossEntropy,
     LayerNorm,
     LayerNormCase,
+    RmsNorm,
     Softmax,
     SoftmaxCase,
     guarded_allocations,
@@ -85,6 +88,24 @@ def test_one_element_of_a_softmax_shows(name, fault, log):
     fault(found[name].view(-1))
     with pytest.raises(AssertionError, match=rf"{name}: error .* at "):
         operation.judge(case, tensors, found)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("operation", [AddNorm(), RmsNorm(), CrossEntropy()])
+def test_one_element_of_any_result_shows(operation, fault):
+    case = operation.Case(dtype=HALF)
+    tensors = operation.tensors(case, CPU)
+    full = tensors["x" if "x" in tensors else "input"]
+    found = {"s": tensors["residual"] + full} if "residual" in tensors else {}
+    expected = operation.exact(case, tensors, found)
+    found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        if whole.numel() > 7:
+            wrong = found | {name: whole.clone()}
+            fault(wrong[name].view(-1)[-30:])  # of a row that counts
+            with pytest.raises(AssertionError, match=r": (error|inf)"):
+                operation.judge(case, tensors, wrong)
 
 
 def test_many_small_errors_show_in_norm():

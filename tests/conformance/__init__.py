@@ -8,6 +8,7 @@ loaded, and no triton.
 """
 
 from conformance.add_norm import AddNorm, AddNormCase
+from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
 from conformance.declared import Mistake, Page
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
@@ -18,6 +19,8 @@ __all__ = [
     "LAYOUTS",
     "AddNorm",
     "AddNormCase",
+    "CrossEntropy",
+    "CrossEntropyCase",
     "LayerNorm",
     "LayerNormCase",
     "Mistake",

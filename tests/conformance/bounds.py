@@ -36,6 +36,7 @@ class Expected:
     dtype: torch.dtype  # of the result
     count: int = 1  # of the terms in the longest sum
     before: tuple = ()  # types it was rounded to on the way
+    least: float = 0.0  # what any element may be off by, more
 
 
 HALF_UNITS = 8
@@ -67,7 +68,7 @@ def compare(name, got, expected, wide):
         value, got = value.where(finite, zero), got.where(finite, zero)
     size = expected.size.where(finite, 0 * value)
     error = (got - value).abs()
-    rounding, least = 0.0, 0.0
+    rounding, least = 0.0, expected.least
     for kind in (dtype, *expected.before):
         unit = torch.finfo(kind).eps
         # The interpreter cuts bfloat16, not rounds it.
