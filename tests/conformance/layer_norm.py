@@ -73,6 +73,9 @@ class LayerNorm(Operation):
     large: tuple = LARGE  # and of the table on a GPU
     multiple: int = 1  # columns are a multiple of it
     most: int = 2**20  # columns of a random case
+    # Whether x on "meta" is refused without a GPU, too: a page that asks for
+    # the number of the device takes it for the CPU there.
+    meta: bool = True
     Case = LayerNormCase
     at = staticmethod(at)
     named = "x", "weight", "bias"
@@ -165,10 +168,12 @@ class LayerNorm(Operation):
             (value, r"\bx\b|normalized_shape", lambda x, w: (x[:, :0], (0,))),
             (value, r"\bweight\b", lambda x, w: (x, (n,), w[1:])),
             (value, r"\bbias\b", lambda x, w: (x, (n,), None, x[:, 4:])),
-            (value, r"\bx\b", lambda x, w: (x.to("meta"), (n,))),
             (value, r"\bweight\b", lambda x, w: (x, (n,), w.to("meta"))),
             (value, r"\bbias\b", lambda x, w: (x, (n,), w, w.to("meta"))),
         )
+        if self.meta or torch.cuda.is_available():
+            nowhere = value, r"\bx\b", lambda x, w: (x.to("meta"), (n,))
+            calls = *calls, nowhere
 
         def arguments(call):
             return lambda ones: call(ones(2, n), ones(n))

@@ -94,7 +94,7 @@ def trains(page, name):
 WATCHED = """
 import torch
 from conformance import on_gpu
-on_gpu.watched({name!r})
+on_gpu.watched({name!r}, {tool!r})
 torch.cuda.synchronize()
 print("done")
 """
@@ -102,15 +102,15 @@ print("done")
 
 def sanitized(page, tool):
     """compute-sanitizer sees nothing wrong in the cases of the page."""
-    printed = sanitizer.run(tool, WATCHED.format(name=page.name))
+    printed = sanitizer.run(tool, WATCHED.format(name=page.name, tool=tool))
     if tool == "memcheck":
         assert "ERROR SUMMARY: 0 errors" in printed
 
 
-def watched(name):
+def watched(name, tool):
     """What runs under the sanitizer: no bands, each tensor an allocation."""
     page = pages()[name]
-    for step in page.sanitized:
+    for step in (*page.sanitized, *page.sanitized_by.get(tool, ())):
         if callable(step):
             step(page.load)
             continue

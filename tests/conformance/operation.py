@@ -132,6 +132,22 @@ def leaves(tensors, wanted):
     ]
 
 
+def warm(function):
+    """Each call is the second of its kind, and its backward pass, too.
+
+    For pages that keep of a first call what was planned and compiled.
+    """
+
+    def second(*arguments):
+        y = function(*arguments)
+        given = [t for t in arguments if torch.is_tensor(t)]
+        if wanted := [t for t in given if t.requires_grad]:
+            torch.autograd.grad(y, wanted, torch.zeros_like(y))
+        return function(*arguments)
+
+    return second
+
+
 def gradients(outputs, arriving, inputs):
     """Name -> gradient, of the named leaves that want one."""
     asked = {

@@ -2,9 +2,11 @@
 
 import math
 
+import pytest
 import torch
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import LayerNorm, Page
 
 
 def run(page, M, N, dtype):
@@ -108,3 +110,143 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+at = LayerNorm.at
+
+PAGE = Page(
+    __file__,
+    LayerNorm(large=(*LayerNorm.large, ((3,), (8193,)), ((), (20_001,)))),
+    {"layer_norm": lambda page: page.layer_norm},
+    # Tiles of at most 64 lanes: small rows are wide. And groups of programs,
+    # if slices are few.
+    quick=(
+        ("min(size // itemsize,", "min(128 // itemsize,"),
+        ("min(8192 // x.itemsize,", "min(128 // x.itemsize,"),
+        ("min(4096 // x.itemsize,", "min(64 // x.itemsize,"),
+        (
+            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+            "NUM_SMS = 6",
+        ),
+    ),
+    cases=tuple(
+        at(M, N, dtype)
+        for M, N in ((17, 40), (2, 257), (9, 300))
+        for dtype in (HALF, DOUBLE)
+    ),
+    full=(
+        *(
+            at(37, N, dtype)
+            for N in (1, 1151, 8193, 16384, 49160, 131072)
+            for dtype in LayerNorm.dtypes
+        ),
+        *(
+            at(M, N, HALF)
+            for M, N in ((1151, 32768), (600, 65536), (300, 100_003))
+        ),
+        *(
+            at(3, N, dtype)
+            for N in (2**20, 2**20 + 1)
+            for dtype in (HALF, DOUBLE)
+        ),
+    ),
+    repeatable=("layer_norm",),
+    repeated=tuple(at(512, N, HALF) for N in (8192, 32768, 65537)),
+    trains=("layer_norm",),
+    huge=(32768, 12345),
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=(at(3, 20_001, HALF),),
+    mutants={
+        "lanes are not put together": (
+            "tl.sum(m2 + count * d * d) / N",
+            "tl.sum(m2) / N",
+        ),
+        "all lanes count alike": ("< N, LAST + 1, LAST)", "< N, LAST, LAST)"),
+        "the old mean twice": ("m2 += d * d * (1 - share)", "m2 += d * d"),
+        "masked lanes in the variance": (
+            "d = tl.where(cols < N, x.to(acc) - mean, 0)",
+            "d = x.to(acc) - mean",
+        ),
+        "the last tile is not written": (
+            "tile = LAST - i if CACHES else i",
+            "tile = i if i < LAST else 0",
+        ),
+        "c1 without rstd": ("tl.sum(c1) * rstd / N", "tl.sum(c1) / N"),
+        "c2 dropped": ("(wdy - x_hat * c1 - c2) * rstd", "(wdy - x_hat * c1)"),
+        "sums without a place": (
+            "sums_ptr += group * 2 * N + cols",
+            "sums_ptr += cols",
+        ),
+        "every tile once": (
+            "tl.range(group * ROWS, M, groups * ROWS, num_stages=3)",
+            "tl.range(group * ROWS, groups * ROWS, groups * ROWS)",
+        ),
+        "rows that do not exist": (
+            "exists = row < M - first",
+            "exists = row < 2",
+        ),
+        "only the last tile": (
+            "dw += tl.sum(dy * x_hat",
+            "dw = tl.sum(dy * x_hat",
+        ),
+        "dy with strides of its own": (
+            "dy.contiguous(), *ctx.saved",
+            "dy, *ctx.saved",
+        ),
+    },
+    kills=(at(25, 129), at(3, 9, dy="one number")),
+)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("N", [8192, 9001])
+def test_tiles_of_full_size(unedited, N):
+    PAGE.operation.run(unedited.layer_norm, at(2, N, HALF), unedited.DEVICE)
+
+
+def test_without_help_for_the_caches(page):
+    tensors = PAGE.operation.tensors(at(3, 200), page.DEVICE)
+    x, w, b, _ = tensors.values()
+    plain, helped = (page.forward(x, w, b, 1e-5, c) for c in (False, True))
+    assert all(map(torch.equal, plain, helped))
+
+
+@pytest.mark.parametrize("ratio", [1, 100, 10_000])
+def test_variance(unedited, ratio):
+    """Welford's error grows with the mean, that of the squares with its
+    square."""
+    welford, pytorch, squares = (
+        unedited.variance.fn(64, 65536, SINGLE, "forward", ratio, name)[0]
+        for name in ("triton", "torch", "squares")
+    )
+    assert welford < 1e-7 + 1e-9 * ratio
+    assert not unedited.ON_GPU or welford < 1.5 * pytorch
+    assert ratio == 1 or squares > 1e-9 * ratio**2
+
+
+def test_variance_of_lanes_that_differ(page):
+    """A row that climbs: the lanes' means lie apart."""
+    x = torch.arange(500.0, device=page.DEVICE).repeat(2, 1)
+    _, mean, rstd = page.forward(x, None, None, 0.0)
+    expected = x.double().var(1, correction=0) ** -0.5
+    torch.testing.assert_close(mean, x.mean(1))
+    torch.testing.assert_close(rstd.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_exercise(unedited):
+    assert not unedited.exercise_1(unedited._rstd_by_squares)
+    assert unedited.exercise_1(unedited._rstd_shifted)
+
+
+def test_a_masked_lane_is_shifted_too():
+    """The hint of the exercise."""
+    with_zeros = ("other=near) - near", "other=0) - near")
+    page = PAGE.load(edits=[with_zeros])
+    assert not page.exercise_1(page._rstd_shifted)
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 2
+    assert "sums of squares: 0.00000" in output
+    assert output.count("errors below") == 2

@@ -1,8 +1,16 @@
 """What must hold of the page "Programs that share a row"."""
 
+import os
+import re
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page
+from tutorial import source
 
 
 def run(page, M, N, dtype):
@@ -88,3 +96,250 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE = torch.float16, torch.float32
+DTYPES = HALF, torch.bfloat16, SINGLE
+at = LayerNorm.at
+
+PAGE = Page(
+    __file__,
+    LayerNorm(
+        dtypes=DTYPES,  # words hold float32
+        sizes=(
+            ((5,), (40,)),
+            ((2, 3), (5, 8)),
+            ((), (40,)),
+            ((0,), (40,)),
+            ((2, 0), (40,)),
+            ((2, 1, 3), (72,)),
+            ((1,), (8,)),
+        ),
+        large=(
+            ((20, 3), (130, 128)),
+            ((2, 1, 3), (20_000,)),
+            ((), (20_000,)),
+            ((1,), (2**19,)),
+        ),
+        multiple=8,
+        most=384,
+    ),
+    {"layer_norm": lambda page: page.layer_norm},
+    # Slices of 8 to 128 lanes: small rows have several.
+    quick=(
+        ("8192 if ON_GPU else 256", "128"),
+        (
+            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+            "NUM_SMS = 12",
+        ),
+    ),
+    cases=tuple(at(2, 96, dtype) for dtype in DTYPES),
+    full=(
+        *(
+            at(M, N, dtype)
+            for N in (8, 4104, 65536, 131_080, 393_216, 2**19)
+            for M in (1, 37)
+            for dtype in DTYPES
+        ),
+        at(7, 2**20, HALF),
+        at(1, 2**20, torch.bfloat16),
+        *(at(2**26 // N, N, HALF) for N in (32768, 65536, 262_144)),
+    ),
+    mistakes=(
+        Mistake(
+            TypeError,
+            "x.*float64",
+            lambda ones: (ones(2, 8, dtype=torch.float64), 8),
+        ),
+        Mistake(
+            ValueError,
+            "12 columns.*multiples of 8",
+            lambda ones: (ones(2, 12), 12),
+        ),
+        Mistake(
+            ValueError, "Two sweeps", lambda ones: (ones(1, 2**22), 2**22)
+        ),
+    ),
+    repeatable=("layer_norm",),
+    repeated=tuple(at(2**25 // N + 1, N, HALF) for N in (65536, 2**19, 2**20)),
+    graphs=(at(64, 65536, HALF),),  # its words are filled anew
+    trains=("layer_norm",),
+    huge=(65536,),
+    sanitizers=("memcheck",),
+    sanitized=(at(5, 20_008, HALF),),
+    mutants={
+        "slices are not put together": (
+            "tl.sum(m2s + n * d * d, 1)",
+            "tl.sum(m2s, 1)",
+        ),
+        "slices count alike": (
+            "tl.minimum(N - s * WIDTH, WIDTH), 0)",
+            "WIDTH, 0)",
+        ),
+        "words that do not exist": (
+            "return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)",
+            "return a, b",
+        ),
+        "one word for all slices": (
+            "at = words_ptr + row * SLICES + s\n    low",
+            "at = words_ptr + row * SLICES\n    low",
+        ),
+        "masked lanes in m2": (
+            "d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)",
+            "d = x.to(tl.float32) - mean[:, None]",
+        ),
+        "the last tile is not finished": (
+            "tl.range(start, M + step, step, num_stages=3):",
+            "tl.range(start, M, step, num_stages=3):",
+        ),
+        "the last tile of gradients": (
+            "tl.range(start, M + step, step, num_stages=3,\n",
+            "tl.range(start, M, step, num_stages=3,\n",
+        ),
+        "the tile before is this one": ("y = (before.to", "y = (x.to"),
+        "the gradients of this tile": ("_gradients(x1,", "_gradients(x,"),
+        "c1 dropped": ("- (d * c1 + c2)", "- c2"),
+        "c2 dropped": ("- (d * c1 + c2)", "- d * c1"),
+        "rows that do not exist": (
+            "inside & (row < M - first)",
+            "inside & (row < ROWS)",
+        ),
+        "sums without a place": (
+            "sums_ptr += start // ROWS * 2 * N + cols",
+            "sums_ptr += cols",
+        ),
+        "dy with strides of its own": ("= dy.contiguous(),", "= dy,"),
+    },
+    kills=(at(5, 72), at(2, 8, dy="one number")),
+)
+
+
+def test_a_turn_later(unedited):
+    x = torch.arange(64.0, device=unedited.DEVICE).reshape(4, 16)
+    for later in 0, 1:
+        found = unedited.shared_sums(unedited._shared_sums, x, 3, later)
+        assert found.tolist() == 4 * [[2016.0, 85344.0]]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_plans_fit(unedited, itemsize, monkeypatch):
+    """A row has no more slices than programs fit, in powers of two."""
+    monkeypatch.setattr(unedited, "NUM_SMS", 132)
+    monkeypatch.setattr(unedited, "SLICE", 8192)
+    for row in 16, 65536, 2**17 + 16, 2**18, 96 * 8192 + 16, 264 * 8192:
+        for forward in True, False:
+            found = unedited.plan_shared(row // itemsize, itemsize, forward)
+            (rows, lanes), how = found
+            assert lanes & (lanes - 1) == 0
+            assert 132 * how["per_sm"] * lanes * itemsize >= row
+            assert rows * lanes * itemsize <= 32768 // how["per_sm"]
+
+
+@pytest.mark.parametrize("per_sm", [1, 2, 4])
+def test_cuts(unedited, per_sm, monkeypatch):
+    """All programs fit, all columns have a slice, and no slice is idle."""
+    monkeypatch.setattr(unedited, "NUM_SMS", 132)
+    monkeypatch.setattr(unedited, "empty_words", lambda *shape: shape)
+    for N in [8, 4096, 65536, 131080, 393216, 600_000, 2**20]:
+        for M, rows, lanes in (4096, 2, 4096), (3, 2, 4096), (256, 1, 8192):
+            if lanes * 132 * per_sm < N:
+                continue
+            found = unedited.cut(M, N, rows, lanes, per_sm)
+            groups, programs, words, (_, _, width, padded) = found
+            slices = words[1]
+            assert programs == groups * slices <= 132 * per_sm
+            assert (slices - 1) * width < N <= slices * width
+            assert width <= lanes and width % 64 == 0
+            assert slices <= padded
+            tiles = -(-M // rows)
+            # One row more in every group, for the turn that only finishes.
+            assert words[0] >= (tiles + groups) * rows
+            if tiles >= groups + 1:
+                assert programs >= 132 * per_sm // 2
+
+
+def test_empty_is_no_number_and_stands_in_the_ptx(unedited):
+    halves = torch.tensor([unedited.EMPTY]).view(torch.int32)
+    assert halves[0] == halves[1]
+    value = halves.view(SINGLE)[0]
+    quiet = 1 << 22
+    assert value.isnan() and not halves[0] & quiet
+    assert f"0x{unedited.EMPTY:016X};" in source(PAGE.name)
+
+
+def test_exercise(output):
+    found = re.findall(r"^found=([\d.]+); exact: ([\d.]+)$", output, re.M)
+    assert len(found) == 2
+    assert found[0][0] != found[0][1] and found[1][0] == found[1][1]
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 2
+    assert output.count("[2016.0, 85344.0]") == 4
+
+
+def both_passes(page, M, N, dtype):
+    x, w, b, dy = page.inputs(M, N, dtype)
+    torch.autograd.grad(page.layer_norm(x, (N,), w, b), (x, w, b), dy)
+
+
+def test_words_are_whole_in_ptx(launches):
+    """Relaxed accesses of 64 bits, a loop with its trap, and two programs a
+    multiprocessor by registers and shared memory."""
+    from compiled.aot import Call
+
+    values = {"M": 4096, "N": 2**19, "dtype": "float16"}
+    forward, backward = launches([Call(PAGE.name, both_passes, values)])[0]
+    for built, per_sm in (forward, 2), (backward, 1):
+        text = built.text
+        assert "st.relaxed.gpu.global.b64" in text
+        load = r"ld\.relaxed\.gpu\.global\.b64[^@]*@again bra LOAD;\s*@empty"
+        assert re.search(load + r" trap;", text)
+        assert not re.search(r"ld\.relaxed\S*\.v2", text)
+        threads = 32 * built.num_warps * per_sm
+        assert built.registers * threads <= 65536
+        assert per_sm * (built.shared + 1024) <= 233472
+        assert "cp.async" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_thousand_turns_of_many_programs(page, later):
+    x = torch.arange(2048.0, device="cuda").reshape(128, 16) / 2048
+    found = page.shared_sums(page._shared_sums, x, 1000, later)
+    expected = torch.stack([x.sum(), (x * x).sum()]).expand(128, 2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_too_many_programs_are_refused(page):
+    """A cooperative launch fails; it does not hang."""
+    x, out = torch.zeros(2, 16 * 2**17, device="cuda")
+    words = page.empty_words(1, 2**17)
+    with pytest.raises(RuntimeError, match="cooperative"):
+        args = x, out, words, 1, 0, 16, 4
+        page.together(page._shared_sums, 2**17, *args, per_sm=1, warps=4)
+
+
+ALONE = """
+import torch
+from tutorial import load
+soon = "loads, 10000000,", "loads, 1000,"
+page = load("layer-norm/08-shared-rows", [soon])
+x, out = torch.zeros(64, device="cuda"), torch.zeros(8, device="cuda")
+# Three programs, where four words are awaited.
+args = x, out, page.empty_words(1, 4), 1, 0, 16, 4
+page.together(page._shared_sums, 3, *args, per_sm=1, warps=4)
+torch.cuda.synchronize()
+print("no error")
+"""
+
+
+@pytest.mark.gpu
+def test_a_word_that_never_comes_is_an_error():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env
+    )
+    assert done.returncode and "no error" not in done.stdout
+    assert "CUDA error" in done.stderr, done.stderr[-2000:]

@@ -1,8 +1,13 @@
 """What must hold of the page "What a second pass costs"."""
 
+import functools
+
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Kernel, Kernels
+from conformance import LayerNorm, Page
 
 
 def run(page, M, N, dtype):
@@ -89,3 +94,339 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+at = LayerNorm.at
+DESIGNS = "triton", "rows split", "example 53's tiling", "one kernel"
+TWO = DESIGNS[:-1]  # which take rows of any width
+# Tiles so small that a small matrix has several, and rows are swept; and a
+# program of the one kernel has several rows.
+SMALL = (
+    (
+        "block = triton.next_power_of_2(N) if N <= 16384 else 4096\n"
+        "        args",
+        "block = 16\n        args",
+    ),
+    (
+        "EXAMPLE = lambda *_: ((8, 128, 8), (32, 32, 8), 1)",
+        "EXAMPLE = lambda *_: ((2, 16, 4), (4, 16, 4), 1)",
+    ),
+    ("EXAMPLE()[0], tile, parts", "EXAMPLE()[0], (4, 16, 4), 3"),
+    ("NUM_SMS = GPU.multi_processor_count if ON_GPU else 132", "NUM_SMS = 1"),
+)
+
+
+def by(design):
+    def function(page):
+        return functools.partial(page.layer_norm, design=design)
+
+    return function
+
+
+PAGE = Page(
+    __file__,
+    LayerNorm(),
+    {design: by(design) for design in DESIGNS},
+    forms={"": (), "small": SMALL},
+    cases=(
+        # No row, less than a tile, parts that have none.
+        *(
+            at(M, N, function=design, form="small")
+            for M in (0, 1, 5, 13)
+            for N in (1, 16, 33)
+            for design in ("rows split", "one kernel")
+        ),
+        *(
+            at(17, 65, dtype, function=f)
+            for dtype in LayerNorm.dtypes
+            for f in DESIGNS
+        ),
+        at(2, 257),
+        at(2, 2049, HALF),
+        at(1, 16385, HALF),
+    ),
+    full=(
+        *(
+            at(M, N, dtype, function=design)
+            for N in (1000, 1023, 4096, 4608, 16384)
+            for M, dtype in (
+                (1151, HALF),
+                (300, torch.bfloat16),
+                (300, SINGLE),
+            )
+            for design in DESIGNS
+        ),
+        *(
+            at(300, N, DOUBLE, function=design)
+            for N in (33, 1151, 4096)
+            for design in DESIGNS
+        ),
+        *(
+            at(33, N, HALF, function=design)
+            for N in (16385, 65536, 1048583)
+            for design in TWO
+        ),
+        *(at(200_003, N, HALF) for N in (1, 17, 128)),
+    ),
+    repeatable=DESIGNS,
+    repeated=(
+        *(
+            at(1024, N, function=design)
+            for N in (1024, 4608, 8192, 65536)
+            for design in ("triton", "rows split")
+        ),
+        *(at(1024, N, function="one kernel") for N in (1024, 4608, 8192)),
+    ),
+    trains=("triton",),
+    huge=(8192, 2**20),
+    huge_functions=("triton",),
+    sanitizers=("memcheck", "racecheck", "synccheck"),
+    sanitized=(
+        *(at(700, 1001, HALF, function=design) for design in DESIGNS),
+        at(33, 20_001, HALF),
+    ),
+    mutants={
+        "c1 dropped": (
+            "dx = (wdy - x_hat * c1 - c2) * rstd",
+            "dx = (wdy - c2) * rstd",
+        ),
+        "c2 dropped": (
+            "dx = (wdy - x_hat * c1 - c2) * rstd",
+            "dx = (wdy - x_hat * c1) * rstd",
+        ),
+        "the second sweep misses the start": (
+            "start = (N - 1) // COLS * COLS - done if sweep else done",
+            "start = (N - 1) // COLS * COLS if sweep else done",
+        ),
+        "masked lanes in the variance": (
+            "x = tl.where(cols < N, x - mean, 0)",
+            "x = x - mean",
+        ),
+        "the first rows only": (
+            "first = tl.program_id(0).to(tl.int64) * ROWS",
+            "first = tl.program_id(0).to(tl.int64) * 0",
+        ),
+        "columns beyond the end": (
+            "mask, at = there & (col < N), first",
+            "mask, at = there & (col < N + 1), first",
+        ),
+        "parts without a place": (
+            "sums_ptr += part * 2 * N + col",
+            "sums_ptr += col",
+        ),
+        "each part takes all rows": (
+            "range(part * ROWS, M, parts * ROWS)",
+            "range(0, M, ROWS)",
+        ),
+        "the last part forgotten": (
+            "mask = (rows < parts) & (cols < WIDTH)",
+            "mask = (rows < parts - 1) & (cols < WIDTH)",
+        ),
+        "dy with strides of its own": (
+            "given = dy.contiguous(), *",
+            "given = dy, *",
+        ),
+        "only the last row of one kernel": (
+            "        dw += dy * x_hat\n",
+            "        dw = dy * x_hat\n",
+        ),
+    },
+    kills=(
+        at(13, 33, function="rows split", form="small"),
+        at(13, 9, dy="one number", function="one kernel", form="small"),
+    ),
+)
+
+
+def test_all_designs_are_tested(unedited):
+    assert tuple(unedited.DESIGNS) == DESIGNS
+
+
+def test_what_is_too_wide_is_said(unedited):
+    """One kernel holds a row; columns of a tile are counted in 32 bits."""
+    for most, design in (2**14, "one kernel"), (2**25, "triton"):
+        w = torch.ones(1, device=unedited.DEVICE).expand(most + 8)
+        with pytest.raises(ValueError, match=f"of 1 to {most}$"):
+            unedited.layer_norm(w[None], w.shape, w, w, design=design)
+
+
+def test_no_design_is_charged_for_what_is_not_its_own(unedited):
+    """The gradient of w[0] fills and copies a matrix, as part of the time."""
+    x, w, b, dy = unedited.inputs(3, 40, HALF)
+    y = unedited.layer_norm(x, (40,), w, b)
+    with torch.autograd.profiler.profile() as seen:
+        torch.autograd.grad(y, (x, w, b), dy)
+    names = {event.name for event in seen.function_events}
+    assert names and "aten::select_backward" not in names
+
+
+# What the page says ----------------------------------------------------------
+
+
+class Spy:
+    """A kernel that notes its launches, and runs unless it is told not to."""
+
+    def __init__(self, name, kernel, launched):
+        self.name, self.kernel, self.launched = name, kernel, launched
+
+    def __getitem__(self, grid):
+        self.launched.append((self.name, grid))
+        return self.kernel[grid] if self.kernel else lambda *_, **__: None
+
+
+BACKWARD = "dx", "columns", "add_up", "one"
+
+
+def spied(monkeypatch, page, left_out=()):
+    """(kernel, programs) of what will be launched."""
+    launched = []
+    for name in BACKWARD:
+        full = f"_layer_norm_bwd_{name}"
+        kernel = None if name in left_out else getattr(page, full)
+        monkeypatch.setattr(page, full, Spy(name, kernel, launched))
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kernels"),
+    [
+        ("x", ["dx"]),
+        ("w", ["columns", "add_up"]),
+        ("b", ["columns", "add_up"]),
+        ("xwb", ["dx", "columns", "add_up"]),
+    ],
+)
+def test_what_is_not_wanted_is_not_launched(
+    load, monkeypatch, wanted, kernels
+):
+    page = load("small")
+    launched = spied(monkeypatch, page)
+    x = torch.ones(13, 8, device=page.DEVICE)
+    named = {"x": x, "w": x[0].clone(), "b": x[0].clone()}
+    for name in wanted:
+        named[name].requires_grad_()
+    page.layer_norm(x, (8,), named["w"], named["b"]).sum().backward()
+    assert [name for name, _ in launched] == kernels
+    for name, t in named.items():
+        assert (t.grad is not None) == (name in wanted)
+
+
+def test_the_structure_of_the_example(unedited, monkeypatch):
+    """At its own size: 128 programs for dx, 16 of columns, no more."""
+    launched = spied(monkeypatch, unedited, left_out=("dx", "columns"))
+    x, w, _, dy = (t.detach() for t in unedited.inputs(1024, 512, SINGLE))
+    mean = rstd = torch.ones(1024, device=unedited.DEVICE)
+    given = dy, x, w, mean, rstd, SINGLE
+    unedited.DESIGNS["example 53's tiling"](*given)
+    assert launched == [("dx", (128,)), ("columns", (16, 1))]
+    launched.clear()
+    few = dy[:9], x[:9], w, mean[:9], rstd[:9], SINGLE
+    unedited.DESIGNS["one kernel"](*few)
+    assert [name for name, _ in launched] == ["one", "add_up"]
+
+
+def test_a_row_as_wide_as_a_tile(unedited):
+    page = unedited
+    for N in 1, 512, 1024, 4096, 16384:
+        (rows, cols, warps), _, parts = page.wide_tiles(4096, N)
+        assert cols >= N and rows * cols >= 1024 and 4 <= warps <= 32
+        # Some 256 columns for each multiprocessor, each part 64 rows at least.
+        assert parts == min(64, 256 * page.NUM_SMS // N)
+    assert page.wide_tiles(4096, 16385)[0] == (1, 16384, 32)
+    # Tall and narrow matrices have many parts, few rows have one.
+    assert page.split(2**21, 32)[2] == 8 * page.NUM_SMS
+    assert page.split(32, 1024)[2] == page.split(4096, 40000)[2] == 1
+
+
+def documented(x, w, dy, mean, rstd, over, count):
+    """The formula of the example's documentation, with other statistics."""
+    x_hat = (x - mean) * rstd
+    dw, db = (dy * x_hat).sum(over), dy.sum(over)
+    return w * rstd * (dy - (db + x_hat * dw) / count)
+
+
+def test_the_documented_formula_is_that_of_batch_normalization():
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 7, 5, dtype=DOUBLE)
+    w, b = torch.randn(2, 5, dtype=DOUBLE)
+    x.requires_grad_()
+    y = F.batch_norm(x, None, None, w, b, training=True)
+    (expected,) = torch.autograd.grad(y, x, dy)
+    leaf, x = x, x.detach()
+    mean, rstd = x.mean(0), (x.var(0, correction=0) + 1e-5) ** -0.5
+    found = documented(x, w, dy, mean, rstd, 0, 7)
+    torch.testing.assert_close(found, expected)
+    y = F.layer_norm(leaf, (5,), w, b)
+    (expected,) = torch.autograd.grad(y, leaf, dy)
+    mean = x.mean(1, keepdim=True)
+    rstd = (x.var(1, correction=0, keepdim=True) + 1e-5) ** -0.5
+    found = documented(x, w, dy, mean, rstd, 0, 5)
+    assert (found - expected).norm() > 0.1 * expected.norm()
+    # What the kernel of the example computes instead, by its own names.
+    ds, db = ((w * dy * t).sum(1, keepdim=True) for t in (x, 1))
+    b = (db * mean - ds) * rstd**3 / 5
+    c = -b * mean - db * rstd / 5
+    torch.testing.assert_close(rstd * w * dy + b * x + c, expected)
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 3
+    assert "autograd: rows of dx sum to [0. 0. 0.]\n" in output
+    assert "documented: rows of dx sum to [1.11 0.65 3.62]\n" in output
+    assert output.count("errors below") == 4
+
+
+def test_exercise(output, unedited):
+    stub, solution = (
+        float(line.split(": ")[1])
+        for line in output.splitlines()
+        if line.startswith("error of c1")
+    )
+    assert stub > 1e-2 and solution < 1e-9
+    assert not unedited.exercise_1(
+        lambda ds, db, m, r, N: (ds * r / N, db / N)
+    )
+
+
+# What is compiled ------------------------------------------------------------
+
+
+def wider_weights(page, M, N):
+    x, dy = torch.empty(2, M, N, dtype=HALF, device=page.DEVICE)
+    w, b = torch.empty(2, N, device=page.DEVICE)
+    x, w, b = (t.clone().requires_grad_() for t in (x, w, b))
+    y = page.layer_norm(x, (N,), w, b, design="one kernel")
+    torch.autograd.grad(y, (x, w, b), dy)
+
+
+def test_weights_in_float32_fit_beside_rows_in_16_bits(launches):
+    """The loop copies w ahead as well, whose numbers are wider here."""
+    from compiled import occupancy
+    from compiled.aot import Call
+
+    call = Call(PAGE.name, wider_weights, {"M": 8, "N": 8192})
+    kernels = {built.kernel: built for built in launches([call])[0]}
+    limits = occupancy.LIMITS["sm_90"]
+    built = kernels["_layer_norm_bwd_one"]
+    assert built.num_stages == 3
+    assert built.shared <= limits.shared - limits.reserved
+
+
+def only_dx(page, N):
+    x, w, _, dy = (t.detach() for t in page.inputs(64, N, HALF))
+    stats = torch.empty(2, 64, device=page.DEVICE)
+    page.DESIGNS["triton"](dy, x, w, *stats, HALF, True, False)
+
+
+def test_a_row_is_read_once(launches):
+    """What this compiler makes of two sweeps over one tile: 16 bytes of x, dy
+    and w for each thread and tile, and the two numbers of a row."""
+    from compiled.aot import Call
+
+    widths = 1024, 4096, 8192, 16384
+    calls = [Call(PAGE.name, only_dx, {"N": N}) for N in widths]
+    for N, (built,) in zip(widths, launches(calls), strict=True):
+        wide = built.text.count("ld.global.v4")
+        assert wide * 16 * 32 * built.num_warps == 3 * 2 * N
+        assert built.spills == 0

@@ -1,8 +1,17 @@
 """What must hold of the page "Every width: one layer norm for a model"."""
 
+import functools
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import LayerNorm, LayerNormCase, Mistake, Page, warm
+from tutorial import load, source
 
 
 # All kinds at one width; the kernels keep their limits on pages of their own.
@@ -122,3 +131,541 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+at = LayerNorm.at
+KINDS = "chunks", "shifted", "sweeps", "shared"
+# Kernels of both passes that may follow each other at a width.
+PAIRS = {kind: (kind, kind) for kind in KINDS} | {
+    f"{forward}, then {backward}": (forward, backward)
+    for forward, backward in (
+        ("chunks", "shared"),
+        ("shifted", "shared"),
+        ("shifted", "sweeps"),
+        ("chunks", "sweeps"),
+    )
+}
+BY_RULE = "layer_norm", "layer_norm again"
+LIBRARIES = "liger", "apex", "quack", "flash"
+
+
+def force(pair):
+    def function(page):
+        return functools.partial(page.layer_norm, kernels=pair)
+
+    return function
+
+
+class EveryWidth(LayerNorm):
+    """The kernels that the rule picks, and those that are forced."""
+
+    def usual(self, **fields):
+        return at(17, 64, **fields)
+
+    def possible(self, case, on_gpu):
+        """Chunks take rows of 16 bytes; words hold float32, and programs that
+        share a row are few. Forced, rows are no wider than a kernel takes."""
+        if not super().possible(case, on_gpu):
+            return False
+        columns, forced = math.prod(case.shape), case.function in PAIRS
+        row = columns * case.dtype.itemsize
+        if "chunks" in case.function and columns % 8:
+            return False
+        if "shared" in case.function and (
+            case.dtype == DOUBLE or (row > 256 and not on_gpu)
+        ):
+            return False
+        return not forced or row <= 20464
+
+
+# Both sides of each limit: bytes of a row, most bytes that programs share,
+# and the kernels of both passes. A GPU has 132 multiprocessors.
+SHARED = 2 * 132 * 8192
+RULE = (
+    (16, 0, "chunks chunks"),
+    (2, 0, "shifted shifted"),
+    (24, 0, "shifted shifted"),
+    (20480, SHARED, "chunks chunks"),
+    (20496, 0, "chunks sweeps"),
+    (20496, SHARED, "chunks shared"),
+    (49152, 0, "chunks sweeps"),
+    (49168, 0, "sweeps sweeps"),
+    (20462, SHARED, "shifted shifted"),
+    (20466, SHARED, "shifted shared"),
+    (32766, SHARED, "shifted shared"),
+    (32770, SHARED, "shared shared"),
+    (32770, 0, "sweeps sweeps"),
+    (98304, SHARED, "sweeps shared"),
+    (98320, SHARED, "shared shared"),
+    (98320, 0, "sweeps sweeps"),
+    (SHARED, SHARED, "shared shared"),
+    (SHARED + 16, SHARED, "sweeps sweeps"),
+)
+
+
+def the_rule(load):
+    page = load()
+    for row, most, kinds in RULE:
+        assert page.pick(row, most) == tuple(kinds.split())
+
+
+def sizes_of_the_rule():
+    """M, N and a type: around each limit, usual widths, and wide rows."""
+    for limit in 20464, 20480, 24560, 32768, 98304, SHARED:
+        N = limit // 2
+        M = 37 if N < 100_000 else 3
+        yield from (
+            (M, width, HALF) for width in (N - 8, N - 1, N, N + 1, N + 8)
+        )
+        yield M, limit // 4, SINGLE
+        yield M, limit // 8, DOUBLE
+    for N in 1, 2, 8, 37, 1000, 1151, 4097, 4608, 15872:
+        yield 4096, N, HALF
+        yield 1151, N, torch.bfloat16
+        yield 300, N, SINGLE
+        yield 300, N, DOUBLE
+    for N in 2**16 - 1, 2**16, 100_003, 2**20:
+        for M in 1, 6:
+            yield from ((M, N, dtype) for dtype in LayerNorm.dtypes)
+
+
+PAGE = Page(
+    __file__,
+    EveryWidth(
+        sizes=(*LayerNorm.sizes, ((3,), (40,)), ((9,), (2, 8))),
+        large=(
+            *LayerNorm.large,
+            ((20, 3), (130, 127)),
+            ((20, 3), (128, 512)),
+            ((), (20_000,)),
+        ),
+        meta=False,
+    ),
+    {
+        "layer_norm": lambda page: page.layer_norm,
+        "layer_norm again": lambda page: warm(page.layer_norm),
+        **{name: force(pair) for name, pair in PAIRS.items()},
+    },
+    # Tiles so narrow that small rows have several, few programs in the last
+    # kernel, and several tiles for each program.
+    quick=(
+        ("chunk = min(512 // itemsize * warps,", "chunk = min(4 * warps,"),
+        (
+            "rows = 512 // itemsize * warps // chunk",
+            "rows = 8 * warps // chunk",
+        ),
+        ("block = min(size // itemsize,", "block = min(64 // itemsize,"),
+        ("block = min(8192 // size,", "block = min(128 // size,"),
+        ("cols = min(4096 // size,", "cols = min(64 // size,"),
+        ("few), 16)", "few), 128)"),
+        (
+            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+            "NUM_SMS = 2",
+        ),
+    ),
+    cases=(
+        *(at(3, 120, HALF, function=name) for name in PAIRS),
+        *(at(M, 24, function=name) for M in (0, 1, 9) for name in KINDS),
+    ),
+    full=(
+        *(
+            at(*size, function=name)
+            for size in sizes_of_the_rule()
+            for name in BY_RULE
+        ),
+        *(
+            at(701, N, dtype, bias=bias, function=name)
+            for name in KINDS
+            for N in ((4096, 9000) if name == "chunks" else (4095, 9001))
+            for dtype, bias in ((HALF, True), (torch.bfloat16, False))
+        ),
+    ),
+    mistakes=(
+        Mistake(
+            ValueError,
+            "normalized_shape is .*0.*: it has no columns",
+            lambda ones: (ones(2, 0), 0),
+        ),
+        Mistake(
+            ValueError,
+            "eps is -1",
+            lambda ones: (ones(2, 8), 8, None, None, -1),
+        ),
+        Mistake(
+            ValueError,
+            "eps is nan",
+            lambda ones: (ones(2, 8), 8, None, None, math.nan),
+        ),
+    ),
+    repeatable=("layer_norm", *KINDS),
+    repeated=tuple(
+        at(min(512, 2**25 // N), N, HALF)
+        for N in (256, 1000, 1151, 8192, 15872, 65536, 2**20)
+    ),
+    compiled=("layer_norm",),
+    compiled_cases=tuple(
+        LayerNormCase(lead=(4, 37), shape=(N,), dtype=HALF)
+        for N in (1000, 1151, 16384, 65536)
+    ),
+    graphs=tuple(at(512, N, HALF) for N in (1000, 1151, 16384, 65536)),
+    trains=("layer_norm",),
+    huge=(4093, 4096, 12345, 32768),
+    huge_functions=("layer_norm",),
+    sanitizers=("memcheck", "racecheck"),
+    # No shifted rows: their last group may reach beyond the matrix, inside
+    # memory.
+    sanitized=tuple(
+        at(70, N, HALF, function="layer_norm again")
+        for N in (1024, 4608, 20_000)
+    ),
+    # Under racecheck programs are so slow that one stops waiting, and traps.
+    sanitized_by={
+        "memcheck": (at(70, 65536, HALF, function="layer_norm again"),)
+    },
+    elsewhere="is on cuda:1: not the current one",
+    mutants={
+        "rule: sharing everywhere": (
+            "if row <= most else",
+            "if row >= 0 else",
+        ),
+        "rule: 16 bytes": ("if row % 16 > 0:", "if row % 8 > 0:"),
+        "rule: one limit": ("row <= 20480", "row <= 49152"),
+        "one row of sums": (
+            "sums, add_up(P, N)",
+            "sums, add_up(min(P, 1), N)",
+        ),
+        "the kind without eps": ("(shape, eps, kernels,", "(shape, kernels,"),
+        "the kind without rows": (
+            "x.shape, x.dtype, x.device)",
+            "x.shape[-1:], x.dtype, x.device)",
+        ),
+        "dy with strides of its own": (
+            "launch(dy.contiguous(), x,",
+            "launch(dy, x,",
+        ),
+        "means that nobody computed": (
+            "means(dy, x, w, mean, rstd, c)",
+            "pass",
+        ),
+    },
+    kills=(
+        the_rule,
+        at(7, 24),
+        at(7, 24, eps=0.1),
+        at(3, 24),
+        *(at(5, 40, function=name) for name in KINDS),
+        *(at(2, 24, dy="one number", function=name) for name in KINDS),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_plans(page):
+    page.PLANS.clear()
+
+
+@pytest.fixture
+def ones(page):
+    """ones(*shape, dtype=torch.float32)"""
+    return functools.partial(torch.ones, device=page.DEVICE)
+
+
+# The kernels are those of their pages ----------------------------------------
+
+TEXT = source(PAGE.name)
+
+
+def strangers(text):
+    """What is not to the byte what its page has."""
+    from gather import functions, gathered, original
+
+    here = functions(text)
+    return [
+        name
+        for name, number in gathered(text)
+        if original(name, number) != here[name]
+    ]
+
+
+def test_kernels_are_those_of_their_pages():
+    assert strangers(TEXT) == []
+
+
+def test_a_changed_kernel_is_a_stranger():
+    assert strangers(TEXT.replace("total += d * d", "total += d*d", 1)) == [
+        "_layer_norm_fwd_chunks"
+    ]
+
+
+def test_every_kernel_is_from_a_page():
+    from gather import functions, gathered
+
+    names = {name for name, _ in gathered(TEXT)}
+    for name, text in functions(TEXT).items():
+        assert (text.startswith("@triton.jit")) <= (name in names), name
+    pages = {number for _, number in gathered(TEXT)}
+    assert pages == {"05", "06", "07", "08"}
+
+
+# The rule --------------------------------------------------------------------
+
+
+def test_programs_of_chunks(page):
+    """Two on a multiprocessor, of half the warps, for narrow rows alone."""
+    programs = [
+        page.backward_chunks(4096, N, 2)[0] // page.NUM_SMS
+        for N in (1024, 1032, 3072, 3080)
+    ]
+    assert programs == [1, 2, 2, 1]
+
+
+def test_who_may_share(page, monkeypatch):
+    for cuda in False, True:
+        monkeypatch.setattr(page, "CUDA", cuda)
+        for dtype in LayerNorm.dtypes:
+            may = cuda and dtype != DOUBLE
+            assert (page.can_share(dtype) > 0) == may
+
+
+def test_a_plan_asks_the_rule(page, ones):
+    x = ones(2, 24)
+    for N, dtype, kind in (
+        (24, HALF, "chunks"),
+        (23, HALF, "shifted"),
+        (4, SINGLE, "chunks"),
+        (6, SINGLE, "shifted"),
+        (2, DOUBLE, "chunks"),
+    ):
+        page.layer_norm(x[:, :N].to(dtype), N)
+        assert [*page.PLANS.values()][-1].kernels == (kind, kind)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_plans_answer_for_every_width(page, size):
+    """Every width that the rule gives to a kernel has a plan for it."""
+    for N in range(1, 24576, 37):
+        forward, backward = page.pick(N * size, 0)
+        for kinds, kind in (page.FORWARD, forward), (page.BACKWARD, backward):
+            eps = (1e-5,) if kinds is page.FORWARD else ()
+            assert kinds[kind](40, N, size, *eps)
+
+
+@pytest.mark.parametrize("N", [30_000, 65536, 10**6])
+def test_slices_hold_the_row(page, N, monkeypatch):
+    monkeypatch.setattr(page, "NUM_SMS", 132)
+    for rows, lanes, per_sm in (2, 4096, 2), (1, 8192, 1), (2, 2048, 4):
+        groups, grid, shape, tiles = page.cut(64, N, rows, lanes, per_sm)
+        slices = shape[1]
+        assert grid == groups * slices <= 132 * per_sm
+        assert (slices - 1) * tiles["WIDTH"] < N <= slices * tiles["WIDTH"]
+        assert tiles["WIDTH"] <= lanes and slices <= tiles["PADDED"]
+        assert shape[0] >= 64 + groups * rows
+
+
+# Neighbors -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "N"),
+    [
+        *((name, 40 if "chunks" in name else 37) for name in PAIRS),
+        *(
+            pytest.param("layer_norm", N, marks=pytest.mark.gpu)
+            for N in (37, 1151, 4097, 12345, 20001, 65537)
+        ),
+    ],
+)
+def test_neighbors_stay_out(page, name, N):
+    """A row of NaN makes no other row NaN, whatever shares its 16 bytes."""
+    M = 43 if page.ON_GPU else 9
+    x, w, b, dy = page.inputs(M, N, HALF)
+    with torch.no_grad():
+        x[4], dy[7] = math.nan, math.inf
+    y = PAGE.functions[name](page)(x, N, w, b)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    others = [i for i in range(M) if i not in (4, 7)]
+    assert y[others].isfinite().all() and dx[others].isfinite().all()
+    assert y[4].isnan().all() and not dx[7].isfinite().any()
+
+
+# Plans -----------------------------------------------------------------------
+
+
+def test_arguments_of_one_kind_share_a_plan(page, ones):
+    x, w = torch.randn(4, 8, device=page.DEVICE), ones(8)
+    page.layer_norm(x, 8, w, w)
+    ((kind, plan),) = page.PLANS.items()
+    for other, weight in (x + 1, w), (x.T.contiguous().T, w), (x, w.clone()):
+        page.layer_norm(other, (8,), weight, w)
+    page.layer_norm(x.requires_grad_(), [8], w, w).sum().backward()
+    assert list(page.PLANS.items()) == [(kind, plan)]
+
+
+def test_other_arguments_have_plans_of_their_own(page, ones):
+    x, w = ones(4, 8), ones(8)
+    calls = [
+        (x, 8, w, w),
+        (x[:3], 8, w, w),
+        (x.half(), 8, w, w),
+        (x, (4, 8), ones(4, 8)),
+        (x, 8, None, w),
+        (x, 8, w, None),
+        (x, 8, w.half(), w),
+        (x, 8, w, w.half()),
+        (x, 8, w, w, 1e-3),
+    ]
+    for number, call in enumerate(calls, 1):
+        page.layer_norm(*call)
+        assert len(page.PLANS) == number
+    page.layer_norm(*calls[0], kernels=("sweeps", "sweeps"))
+    assert len(page.PLANS) == 10
+
+
+def test_mistakes_leave_no_plan(page, ones):
+    for mistake in (*PAGE.mistakes, *PAGE.operation.mistakes()):
+        for _ in range(2):
+            with pytest.raises(mistake.error, match=mistake.words):
+                page.layer_norm(*mistake.arguments(ones))
+    assert not page.PLANS
+
+
+def test_rows_at_another_address_in_one_plan(page):
+    """The plan of aligned rows, shifted or not, also takes others: kept
+    kernels load by 16 bytes, and they must go another way."""
+    M, widths = (300, (1024, 1151)) if page.ON_GPU else (5, (16, 13))
+    for N in widths:
+        memory = torch.randn(M * N + 1, device=page.DEVICE).half()
+        views = memory[:-1].view(M, N), memory[1:].view(M, N)
+        for x in (*views, *views):
+            page.layer_norm(x, N)
+            y = page.layer_norm(x.detach().requires_grad_(), N)
+            torch.testing.assert_close(y, F.layer_norm(x, (N,)))
+            y.backward(x)
+    assert len(page.PLANS) == 2
+
+
+def test_another_address_goes_another_way(page):
+    """Kernels that begin rows at addresses get multiples of 16 only."""
+    said = []
+
+    class Kernel:
+        fn = staticmethod(lambda x_ptr, y_ptr, ROWS: None)
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: said.append((args[2:], options))
+
+    launch = page.launcher(
+        Kernel(), 3, lambda *_: said.append("other"), num_warps=4, ROWS=2
+    )
+    memory = torch.zeros(64, dtype=HALF, device=page.DEVICE)
+    for tensors in (memory, memory[16:]), (memory, None), (memory, memory[4:]):
+        launch(*tensors)
+    usual = (2,), {"num_warps": 4}
+    assert said == [usual, usual, "other"]
+
+
+@pytest.mark.cpu
+def test_torch_compile_sees_shapes():
+    """Of the operators the compiler sees shapes only; results are ours."""
+    # Loaded last, as operators belong to who registers them last.
+    page = load(PAGE.name, PAGE.quick)
+    function = torch.compile(
+        page.layer_norm, fullgraph=True, backend="aot_eager"
+    )
+    case = LayerNormCase(
+        lead=(3,), shape=(5, 4), dtype=HALF, weight_dtype=SINGLE, bias=False
+    )
+    tensors = PAGE.operation.tensors(case, page.DEVICE)
+    found = PAGE.operation.results(function, case, tensors)
+    PAGE.operation.judge(case, tensors, found)
+
+
+# Other libraries -------------------------------------------------------------
+
+
+def test_a_library_that_fails_has_no_point(page, capsys):
+    def fail():
+        raise RuntimeError("so wide\nnot")
+
+    assert page.attempt(fail, "liger", 4096) is None
+    said = capsys.readouterr().out
+    assert "liger has no point at N = 4096: so wide\n" in said
+    with pytest.raises(RuntimeError):
+        page.attempt(fail, "triton", 4096)
+    assert page.attempt(lambda: 3, "liger", 1) == 3
+
+
+def test_a_library_that_is_not_here_has_no_line(page, capsys, monkeypatch):
+    def missing():
+        raise ImportError("no such thing")
+
+    monkeypatch.setitem(page.LIBRARIES, "liger", ("Liger", missing))
+    page.library.cache_clear()
+    assert page.library("liger") is None is page.library("liger")
+    page.library.cache_clear()
+    said = capsys.readouterr().out
+    assert said == "Liger has no line here: ImportError: no such thing\n"
+
+
+def test_known_refusals(page):
+    assert tuple(page.LIBRARIES) == LIBRARIES
+    assert not page.refuses("triton", 2**21 + 1, 8)
+    assert page.refuses("quack", 1151, 2) and page.refuses("quack", 2**19, 2)
+    assert page.refuses("flash", 32769, 2) and page.refuses("flash", 16385, 4)
+    assert page.refuses("liger", 65537, 2)
+    assert not page.refuses("liger", 65536, 2)
+
+
+def test_broken_points_are_found_in_the_table(page, capsys):
+    import pandas
+
+    def said(table, times=False):
+        """What the page says of a benchmark that answers with this table."""
+        whole = pandas.DataFrame({"N": [1, 2, 3, 4]} | table)
+        page.judge(SimpleNamespace(run=lambda **_: whole.copy()), times)
+        return capsys.readouterr().out
+
+    nan = math.nan
+    ours, nothing = {"Triton (GB/s)": [8.0] * 4}, [nan] * 4
+    broken = said(ours | {"quack (GB/s)": [4.0, 4, 0.5, nan]})
+    mean = "quack: 4.00 (geometric mean), 2.00 at N = 1 to 16.00 at 3"
+    assert mean in broken
+    assert "no points at [4]" in broken
+    assert "far below itself at [3]; mean without these 2.00" in broken
+    slow = {"Triton (µs)": [1.0] * 4, "PyTorch (µs)": [2.0] * 4}
+    times = said(slow, times=True)
+    assert "PyTorch: 2.00" in times and "far below" not in times
+    assert "Timing needs a GPU" in said({"Triton (GB/s)": nothing})
+    assert "quack: no points" in said(ours | {"quack (GB/s)": nothing})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", LIBRARIES)
+def test_libraries_are_called_rightly(page, key):
+    if page.library(key) is None:
+        pytest.skip(f"{key} cannot be imported")
+    x, w, b, dy = page.inputs(128, 1024, HALF)
+    if key == "quack":
+        w, b = (t.detach().float().requires_grad_() for t in (w, b))
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    y = page.library(key)(x, (1024,), w, b)
+    found = y, *torch.autograd.grad(y, (x, w, b), dy)
+    y = F.layer_norm(wide[0], (1024,), *wide[1:])
+    expected = y, *torch.autograd.grad(y, wide, dy.double())
+    for got, want in zip(found, expected, strict=True):
+        assert (got - want).norm() <= 2e-3 * want.norm()
+
+
+def test_script_runs_alone(output):
+    assert "seven layouts are right" in output
+    for kind in KINDS[:3]:  # without CUDA no programs share a row
+        assert re.search(
+            rf"^{kind} +\d+ x \d+, .*: errors below", output, re.M
+        )
+    assert output.count("Timing needs a GPU") == 10
+
+
+def test_exercise(output):
+    assert "ours: True, same result: False" in output  # the stub
+    assert "ours: True, same result: True, parameters kept: True" in output
