@@ -12,6 +12,7 @@ from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
 from conformance.declared import Mistake, Page
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
+from conformance.modules import takes_the_place
 from conformance.operation import warm
 from conformance.rms_norm import RmsNorm, RmsNormCase
 from conformance.softmax import Softmax, SoftmaxCase
@@ -31,5 +32,6 @@ __all__ = [
     "Softmax",
     "SoftmaxCase",
     "guarded_allocations",
+    "takes_the_place",
     "warm",
 ]

@@ -8,7 +8,7 @@ import torch
 from conformance import bounds, layer_norm
 from conformance.bounds import Expected
 from conformance.declared import Mistake
-from conformance.layer_norm import SINGLE, LayerNormCase
+from conformance.layer_norm import HALF, SINGLE, LayerNormCase
 from conformance.memory import LAYOUTS
 from conformance.operation import (
     DTYPES,
@@ -230,16 +230,40 @@ class AddNorm(Operation):
         x.requires_grad_()
         return function(x, x, x.shape[1:])[0], x
 
+    def huge(self, function, device, N, slack=5):
+        case = self.at(5, N, HALF, wanted=(True, False, False, False))
+        huge(self, function, case, device, slack)
+
     def model(self, function):
         """A layer of a model that computes so, and PyTorch's."""
 
         class Norm(torch.nn.LayerNorm):
             def forward(self, x):
                 shape, w, b = self.normalized_shape, self.weight, self.bias
-                return function(x, x, shape, w, b, eps=self.eps)[0]
+                y, s = function(x, x, shape, w, b, eps=self.eps)
+                return y + s
 
         class Theirs(torch.nn.LayerNorm):
             def forward(self, x):
-                return super().forward(x + x)
+                s = x + x
+                return super().forward(s) + s
 
         return Norm, Theirs
+
+
+def huge(operation, function, case, device, slack):
+    """More than 2**31 elements, some of the first and last rows judged."""
+    (N,) = case.shape
+    M = 2**31 // N + slack
+    x = torch.empty(M, N, dtype=case.dtype, device=device)
+    for part in x.split(2**27 // N):
+        part.normal_()
+    few = operation.tensors(case, device)
+    parameters = {name: few[name] for name in operation.named[2:]}
+    leaf = x.detach().requires_grad_()
+    y, s = function(leaf, x, case.shape, *parameters.values(), eps=case.eps)
+    (dx,) = torch.autograd.grad((y, s), leaf, (x, x))
+    for rows in slice(0, 64), slice(M - 64, M):
+        given = dict.fromkeys(("x", "residual", "dy", "ds"), x[rows])
+        found = {"y": y.detach()[rows], "s": s.detach()[rows], "dx": dx[rows]}
+        operation.judge(case, {**given, **parameters}, found)

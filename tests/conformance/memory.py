@@ -2,6 +2,8 @@
 
 255 in every byte is NaN in each float type: a read of a band shows in the
 result, a write to it is found at the end.
+A kernel may also claim that a pointer is a multiple of 16 bytes. Where that is
+false a load of a GPU fails, and the interpreter does not care: it is asked.
 """
 
 import contextlib
@@ -75,7 +77,12 @@ def guarded_allocations():
     What torch.empty gives is NaN, so a read of it, or of a band, shows in the
     result. At the end the bands must be untouched.
     """
-    memories = []
+    memories, false = [], []
+
+    def claim(handle, name, values):
+        handle.attr[name] = values
+        if name == "tt.divisibility" and handle.data.flat[0] % values[0]:
+            false.append(f"{handle.data.flat[0]} as a multiple of {values[0]}")
 
     def allocate(*shape, dtype=None, device=None, like=None):
         if like is not None:
@@ -104,7 +111,12 @@ def guarded_allocations():
                 *s, **{"dtype": t.dtype, "device": t.device} | k
             ),
         )
+        if not torch.cuda.is_available():
+            from triton.runtime.interpreter import TensorHandle
+
+            patch.setattr(TensorHandle, "set_attr", claim)
         yield
+    assert not false, f"a kernel takes {false[0]}"
     assert memories, "nothing was allocated"
     for memory in memories:
         assert (memory[:GUARD] == 255).all(), "written before a buffer"

@@ -5,11 +5,11 @@ import dataclasses
 
 import torch
 
-from conformance import bounds, layer_norm
+from conformance import add_norm, bounds, layer_norm
 from conformance.add_norm import STREAMS
 from conformance.bounds import Expected
 from conformance.declared import Mistake
-from conformance.layer_norm import SINGLE
+from conformance.layer_norm import HALF, SINGLE
 from conformance.memory import LAYOUTS
 from conformance.operation import (
     OWN_LAYOUTS,
@@ -24,8 +24,8 @@ ALL = (True, True, True)
 # Of x, of the residual and of the weight.
 TYPES = (
     *((dtype, stream, None) for dtype, stream in STREAMS),
-    *((half, half, SINGLE) for half in (torch.float16, torch.bfloat16)),
-    *((half, SINGLE, SINGLE) for half in (torch.float16, torch.bfloat16)),
+    *((half, half, SINGLE) for half in (HALF, torch.bfloat16)),
+    *((half, SINGLE, SINGLE) for half in (HALF, torch.bfloat16)),
 )
 
 
@@ -231,12 +231,22 @@ class RmsNorm(Operation):
         x = torch.randn(2, 8, device=device, requires_grad=True)
         return function(x, None, (8,), None)[0], x
 
+    def huge(self, function, device, N, slack=5):
+        case = self.at(5, N, HALF, wanted=(True, False, False))
+        add_norm.huge(self, function, case, device, slack)
+
     def model(self, function):
         """A layer of a model that computes so, and PyTorch's."""
 
         class Norm(torch.nn.RMSNorm):
             def forward(self, x):
                 shape, eps = self.normalized_shape, self.eps
-                return function(x, None, shape, self.weight, eps=eps)[0]
+                y, s = function(x, x, shape, self.weight, eps=eps)
+                return y + s
 
-        return Norm, torch.nn.RMSNorm
+        class Theirs(torch.nn.RMSNorm):
+            def forward(self, x):
+                s = x + x
+                return super().forward(s) + s
+
+        return Norm, Theirs

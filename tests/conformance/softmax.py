@@ -109,6 +109,7 @@ class Softmax(Operation):
         def total(t):
             return t.sum(dim, keepdim=True)
 
+        least = 0.0
         if case.function.startswith("log"):
             want = torch.log_softmax(x, dim)
             power = y.exp()
@@ -121,12 +122,18 @@ class Softmax(Operation):
             want = share
             dx = y * (dy - total(y * dy))
             size = share * spread
-            sizes = y * (dy.abs() + total((y * dy).abs()))
+            factor = dy.abs() + total((y * dy).abs())
+            sizes = y * factor
+            if factor.numel():
+                # A y below the normal numbers may count as 0, and the
+                # interpreter takes one of bfloat16 for another.
+                tiny = torch.finfo(torch.float32).smallest_normal
+                least = tiny * factor.max().item()
         before = (case.out,) if case.out else ()
         return {
             "y": Expected(want, size, kind, N),
             # dx may have had the type of y.
-            "dx": Expected(dx, sizes, case.dtype, N, before),
+            "dx": Expected(dx, sizes, case.dtype, N, before, least),
         }
 
     def mistakes(self):

@@ -1,8 +1,12 @@
 """What must hold of the page "RMS normalization and the residual stream"."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import Mistake, Page, RmsNorm, takes_the_place
+from conformance.add_norm import STREAMS
 
 
 def run(page, M, N, dtype):
@@ -126,3 +130,292 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+BRAIN = torch.bfloat16
+at = RmsNorm.at
+
+
+def rms_norm(page):
+    """Alone, or of a sum: one function."""
+
+    def function(x, residual, *args, **options):
+        if residual is None:
+            return page.rms_norm(x, *args, **options), None
+        return page.add_rms_norm(x, residual, *args, **options)
+
+    return function
+
+
+def the_sum_in_two_steps(load):
+    """s is what it is in two steps; y is the norm of that s, bit for bit."""
+    page = load()
+    given = page.inputs(5, 75, HALF)
+    calls = page.CALLS["triton"], page.CALLS["two steps"]
+    fused, steps = (call(*given[:3]) for call in calls)
+    assert all(map(torch.equal, fused, steps))
+
+
+# Both sides of each step of the rules; in other types, a narrow row and the
+# widest one.
+STEPS = (8, 1000, 2048, 2560, 3072, 3584, 4096, 4104, 5120, 7168, 8192, 8200)
+STEPS += (12288, 12296, 16384)
+TYPES = (
+    *((N, BRAIN) for N in STEPS),
+    *((N, HALF) for N in (37, 2048, 16384)),
+    *((N, SINGLE) for N in (520, 8192)),
+    *((N, DOUBLE) for N in (264, 4096)),
+)
+PAGE = Page(
+    __file__,
+    RmsNorm(),
+    {"rms_norm": rms_norm},
+    # Few programs in the last kernel.
+    quick=(
+        ("(triton.cdiv(N, 16),)", "(triton.cdiv(N, 256),)"),
+        ("*given, 16, early", "*given, 256, early"),
+    ),
+    forms={
+        # Chunks of 16 columns, so that narrow rows have several; each program
+        # has several rows, and hides what it reads.
+        "small": (
+            (
+                "chunk = min(512 // min(sizes) * warps, "
+                "triton.next_power_of_2(N))\n    hint",
+                "chunk = 16\n    hint",
+            ),
+            (
+                "chunk = min(512 // min(sizes) * warps, "
+                "triton.next_power_of_2(N))\n    in_flight",
+                "chunk = 16\n    in_flight",
+            ),
+            (
+                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+                "NUM_SMS = 1",
+            ),
+            ('"HIDE": row > 24576', '"HIDE": True'),
+        ),
+        "wide": (),
+    },
+    cases=(
+        *(
+            at(M, 40, HALF, form=f)
+            for M in (1, 2, 27)
+            for f in ("small", "wide")
+        ),
+        *(at(1, N, HALF, form="wide") for N in (4096, 4097, 14336, 16384)),
+    ),
+    full=(
+        *(
+            at(1151, N, dtype, fused=fused)
+            for N, dtype in TYPES
+            for fused in (True, False)
+        ),
+        *(
+            at(1151, N, half, stream=SINGLE)
+            for N in (37, 4096, 8192, 16384)
+            for half in (HALF, BRAIN)
+        ),
+        *(
+            at(301, N, half, weight_dtype=SINGLE)
+            for N in (37, 4096, 8192, 16384)
+            for half in (HALF, BRAIN)
+        ),
+        *(
+            at(301, N, dtype, stream=stream)
+            for dtype, stream in STREAMS
+            for N in (40, 3000)
+        ),
+        *(at(5, 16384, HALF, used=used) for used in ("y", "s", "ys")),
+    ),
+    mistakes=(
+        Mistake(
+            ValueError,
+            "8193 columns.* 8192",
+            lambda ones: (ones(2, 8193), ones(2, 8193), 8193),
+        ),
+        Mistake(
+            ValueError,
+            "8193 columns.* 8192",
+            lambda ones: (ones(2, 8193), None, 8193),
+        ),
+    ),
+    repeatable=("rms_norm",),
+    repeated=tuple(at(512, N, HALF) for N in (256, 1000, 4096, 16384)),
+    compiled=("rms_norm",),
+    compiled_cases=tuple(at(37, N, HALF) for N in (1000, 16384)),
+    graphs=tuple(at(512, N, HALF) for N in (1000, 16384)),
+    trains=("rms_norm",),
+    huge=(8192,),
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=tuple(at(301, N, HALF) for N in (1000, 16384)),
+    mutants={
+        "the mean is subtracted": (
+            "tl.sum(squares) / N",
+            "tl.sum(squares - s.to(acc)) / N",
+        ),
+        "the row sum dropped": ("dx - s * a, c, N", "dx, c, N"),
+        "one factor r too few": ("* rstd * rstd * rstd", "* rstd * rstd"),
+        "ds dropped": (
+            'dx += _load(ds_ptr + at, c, N, CHUNK, "").to(acc)',
+            "dx += 0",
+        ),
+        "the sum is not rounded": (
+            "(s.to(acc) + more[c].to(acc)).to(more[c].dtype)",
+            "s.to(acc) + more[c].to(acc)",
+        ),
+        "the sum has the type of x": (
+            "(s.to(acc) + more[c].to(acc)).to(more[c].dtype)",
+            "(s.to(acc) + more[c].to(acc)).to(s.dtype)",
+        ),
+        "the hidden number is not 0": (
+            "dx, sums, 0, M, N",
+            "dx, sums, 1, M, N",
+        ),
+        "store without mask": (
+            "tl.store(ptr + col, value, mask=col < N)",
+            "tl.store(ptr + col, value)",
+        ),
+        "w of the first chunk": (
+            '_load(w_ptr, c, N, CHUNK, "")',
+            '_load(w_ptr, 0, N, CHUNK, "")',
+        ),
+        "the last buffer left out": (
+            "(rows < programs) &",
+            "(rows < programs - 1) &",
+        ),
+        "sums of the last row": ("(dws[c] + scaled * s,)", "(scaled * s,)"),
+        "the last row left out": (
+            "tl.program_id(0), M, tl.num_programs(0)",
+            "tl.program_id(0), M - 1, tl.num_programs(0)",
+        ),
+        "dy with strides of its own": (
+            "backward(dy.contiguous(),",
+            "backward(dy,",
+        ),
+        "ds with strides of its own": (
+            "None if ds is None else ds.contiguous()",
+            "ds",
+        ),
+        "residual with strides of its own": (
+            "None if residual is None else residual.contiguous()",
+            "residual",
+        ),
+    },
+    kills=(
+        at(19, 43, HALF),
+        at(19, 43, HALF, stream=SINGLE),
+        at(19, 43, fused=False),
+        at(3, 37, residual="columns"),
+        at(3, 37, dy="one number"),
+        at(3, 37, ds="one number"),
+        the_sum_in_two_steps,
+    ),
+)
+
+
+def test_eps_is_that_of_pytorch(page):
+    """It shows in rows that are smaller than it."""
+    for dtype in HALF, BRAIN, SINGLE:
+        x = torch.full((2, 40), 2.0**-13, dtype=dtype, device=page.DEVICE)
+        expected = F.rms_norm(x, (40,))
+        assert expected.abs().max() < 0.5
+        y, _ = page.add_rms_norm(x, torch.zeros_like(x), 40)
+        for found in y, page.rms_norm(x, (40,)):
+            torch.testing.assert_close(found, expected)
+
+
+def test_large_and_small_numbers(page):
+    """Squares leave the range of float16; rows of 0 stay 0."""
+    x = torch.full((2, 40), 300.0, dtype=HALF, device=page.DEVICE)
+    torch.testing.assert_close(page.rms_norm(x, 40), torch.ones_like(x))
+    y, s = page.add_rms_norm(x, -x, 40)
+    assert not y.any() and not s.any()
+
+
+def test_powers_of_two_keep_every_bit(page):
+    x = torch.randn(3, 75, dtype=DOUBLE, device=page.DEVICE)
+    y = page.rms_norm(x, 75, eps=0.125)
+    assert torch.equal(page.rms_norm(8 * x, 75, eps=64 * 0.125), y)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2,), (2, 2), (2, 4), (2, 8), (4,), (4, 4), (4, 8), (8, 8)]
+)
+def test_rules_answer_for_every_width(unedited, sizes):
+    most = 32768 // min(sizes)
+    for N in {1, 2, 3, *range(5, most, 13), most}:
+        plan = unedited.plan_forward(N, sizes)
+        assert plan["CHUNK"].bit_count() == plan["num_warps"].bit_count() == 1
+        assert 4 <= plan["num_warps"] <= 32
+        plan = unedited.plan_backward(N, (*sizes[-1:], sizes[0], *sizes[1:]))
+        assert plan["CHUNK"].bit_count() == 1 and plan["STAGES"] >= 1
+        assert plan["per_sm"] * plan["num_warps"] in (8, 16)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 7])
+def test_programs_have_as_many_rows(load, sms, monkeypatch):
+    """No program more than there are rounds for."""
+    page = load("wide")
+    monkeypatch.setattr(page, "NUM_SMS", sms)
+    for case in at(27, 40), at(2, 64):
+        PAGE.operation.run(rms_norm(page), case, page.DEVICE)
+
+
+def test_a_module_loads_what_pytorch_saved(page):
+    options = {"eps": 1e-3, "device": page.DEVICE}
+    takes_the_place(torch.nn.RMSNorm, page.RMSNorm, (4, 6), **options)
+
+
+def test_leaves_do_not_share_their_gradient(page):
+    """x and residual get one gradient; added to, it must not be both's."""
+    x, residual = torch.randn(2, 3, 8, device=page.DEVICE)
+    x.requires_grad_(), residual.requires_grad_()
+    y, s = page.add_rms_norm(x, residual, 8)
+    (y.sum() + s.sum()).backward()
+    before = residual.grad.clone()
+    x.grad.zero_()
+    assert torch.equal(residual.grad, before)
+
+
+def test_a_sum_that_is_changed_is_noticed(page):
+    """s is kept for the backward pass: overwriting it must be an error."""
+    x, residual = torch.randn(2, 3, 8, device=page.DEVICE)
+    y, s = page.add_rms_norm(x.requires_grad_(), residual, 8)
+    with torch.no_grad():
+        s += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        y.sum().backward()
+
+
+def test_a_residual_that_is_none_is_refused(page):
+    x = torch.ones(2, 8, device=page.DEVICE)
+    with pytest.raises(TypeError, match="residual"):
+        page.add_rms_norm(x, None, 8)
+
+
+def test_script_runs_alone(output):
+    assert "chunks of 4: True" in output
+    assert output.count("Timing needs a GPU") == 2
+
+
+def test_exercise(output):
+    stub, solution = (
+        float(line.rpartition(" ")[2])
+        for line in output.splitlines()
+        if "product with a row" in line
+    )
+    assert stub > 0.01 > 1e-12 > solution
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_the_ceiling_moves_everything(page, mode):
+    """Each tile moves all rows: sums and copies are right."""
+    for tile in page.TILES:
+        x, residual, w, dy, ds = page.inputs(16, 2048, SINGLE)
+        total = x + residual + (0 if mode == "forward" else ds)
+        page.move(*tile, mode, x, residual, w, dy, ds)()
+        assert torch.equal(dy, total)
+        assert mode == "backward" or torch.equal(ds, total)

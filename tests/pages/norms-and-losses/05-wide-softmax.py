@@ -1,8 +1,18 @@
 """What must hold of the page "Softmax over a million columns"."""
 
+import os
+import re
+import subprocess
+import sys
+import types
+
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import Page, Softmax, SoftmaxCase
+from tutorial import load as as_written
 
 
 def run(page, M, N, dtype):
@@ -149,3 +159,389 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+# Of both passes, where the rule might take others.
+KINDS = {"slices": ("slices", "slices"), "shifted": ("shifted", "page 03")}
+NAMES = "softmax", "log_softmax"
+FORCED = "slices", "log slices", "shifted", "log shifted"
+
+
+def by(name):
+    """Softmax, or its logarithm, whose kernels are of a kind."""
+    kind = name.removeprefix("log ")
+
+    def function(page):
+        def apply(x, log, dtype):
+            # There are no slices of float64.
+            kinds = KINDS[kind] if dtype != DOUBLE else (None, None)
+            return softmax.apply(x, log, dtype, kinds)
+
+        def along(input, dim=-1, dtype=None):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    page, "Softmax", types.SimpleNamespace(apply=apply)
+                )
+                return page.along(input, dim, dtype, name != kind)
+
+        softmax = page.Softmax
+        return along
+
+    return function
+
+
+def at(M, N, dtype=torch.bfloat16, name="softmax", **more):
+    return SoftmaxCase(shape=(M, N), dtype=dtype, function=name, **more)
+
+
+WIDE = (32769, 49152, 50257, 65536, 100_003, 2**17, 2**18, 2**20)
+TYPES = torch.bfloat16, HALF, SINGLE
+GRAPHS = tuple(at(300, N) for N in (50257, 2**17))
+PAGE = Page(
+    __file__,
+    Softmax(
+        # Rows that begin at 16 bytes and anywhere, of several slices.
+        sizes=(
+            ((3, 301), -1),
+            ((5, 320), -1),
+            ((2, 3, 32), 2),
+            ((3, 150, 2), 1),
+            ((9, 136), -1),
+            ((7,), 0),
+            ((0, 3), 1),
+            ((304, 3), 0),
+        )
+    ),
+    {
+        "softmax": lambda page: page.softmax,
+        "log_softmax": lambda page: page.log_softmax,
+        **{name: by(name) for name in FORCED},
+    },
+    # Few programs: a group of them has several rows.
+    quick=(
+        (
+            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+            "NUM_SMS = 1",
+        ),
+    ),
+    # Slices that are full, nearly full and nearly empty; one and many.
+    cases=tuple(
+        at(2, N, HALF, name)
+        for N in (1, 7, 8, 32, 33, 129, 512, 520)
+        for name in FORCED
+    ),
+    full=(
+        # Narrow rows, rows of both passes' limits, rows of a million columns.
+        *(
+            at(M, N, dtype, name)
+            for N in (1, 2, 127, 128, 129, 1000, 4097, 16384, *WIDE)
+            for name in NAMES
+            for M in (1, 37)
+            for dtype in TYPES
+        ),
+        *(at(133, N) for N in (16385, 32768, 32769, 65537, 131_071)),
+        *(at(5, N, DOUBLE) for N in (16385, 32769, 65537, 131_071)),
+        # Also where the rule would take another one.
+        *(
+            at(M, N, dtype, name)
+            for N in (1, 8, 301, 4097, 30_000, 50257, 2**17)
+            for name in FORCED
+            for M in (1, 300)
+            for dtype in (torch.bfloat16, SINGLE)
+        ),
+        *(at(2**27 // N, N) for N in (50257, 2**17)),
+        at(3, 2**24, SINGLE),  # more slices than programs
+        at(20, 70_001, out=SINGLE),
+        at(20, 70_001, dy="one number"),
+        SoftmaxCase(shape=(70_001, 20), dtype=torch.bfloat16, dim=0),
+        *(
+            at(5, 70_001, name=name, x="unaligned", dy="unaligned")
+            for name in ("softmax", "slices", "shifted")
+        ),
+    ),
+    repeatable=(*NAMES, *FORCED),
+    repeated=tuple(at(2**25 // N + 1, N) for N in (1000, 50257, 2**17, 2**20)),
+    graphs=GRAPHS,
+    huge=(50257, 2**17),
+    huge_functions=("softmax",),
+    sanitizers=("memcheck",),
+    # No rows that begin anywhere: their last group may reach beyond the
+    # matrix, inside memory. And no racecheck: programs are so slow there that
+    # one stops waiting, and traps.
+    sanitized=tuple(at(3, N) for N in (4096, 32768, 40_000, 2**17)),
+    mutants={
+        "pairs are not merged": (
+            "s = tl.sum(sums * _exp(ms - m), 0)",
+            "s = tl.sum(sums, 0)",
+        ),
+        "words that do not exist": (
+            "tl.where(part < PARTS, a, LOWEST), tl.where(part < PARTS, b, 0)",
+            "a, b",
+        ),
+        "one word for all slices": (
+            "tl.cast(row, tl.int64) * PARTS + part",
+            "tl.cast(row, tl.int64) * PARTS",
+        ),
+        "lanes of other rows in a sum": (
+            "x = tl.where(inside, x, other)",
+            "x = x",
+        ),
+        "the last row is not finished": (
+            "    last = first + (M - 1 - first) // groups * groups\n    pairs",
+            "    last = first\n    pairs",
+        ),
+        "this row is finished": (
+            "_finish(waits, pairs, y_ptr, before, dtype, LEAST, STEP, LOG)\n"
+            "        m, s",
+            "_finish(words, pairs, y_ptr, before, dtype, LEAST, STEP, LOG)\n"
+            "        m, s",
+        ),
+        "the gradient of this row": (
+            "        _finish_gradient(y1, dy1,",
+            "        _finish_gradient(ys, dys,",
+        ),
+        "columns change places": ("tl.join(low, high)", "tl.join(high, low)"),
+        "full chunks that are not": (
+            "return (c + 1) * chunk <= lanes and (step == 1 or c > 0)",
+            "return (c + 1) * chunk <= lanes",
+        ),
+        "dy with strides of its own": (
+            "ctx.saved_tensors, dy.contiguous()",
+            "ctx.saved_tensors, dy",
+        ),
+        "a view that begins anywhere is not copied": (
+            " % 16 else t for",
+            " % 1 else t for",
+        ),
+    },
+    kills=(
+        at(5, 301, HALF, "slices"),
+        at(4, 301, HALF, "shifted"),
+        at(2, 301, SINGLE, "log slices", dy="one number"),
+        at(3, 304, HALF, "slices", x="unaligned", dy="unaligned"),
+    ),
+)
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_constants_are_those_of_their_page(unedited):
+    three = as_written("norms-and-losses/03-softmax")
+    for name in "LOG2E", "LOWEST":
+        assert getattr(unedited, name).value == getattr(three, name).value
+
+
+@EACH
+def test_rows_of_infinity_and_of_the_lowest_number(page, kind):
+    """Masked entries are 0; a row of nothing else is NaN, as in PyTorch; and
+    no row is changed by another one."""
+    low, infinity = torch.finfo(SINGLE).min, float("inf")
+    x = torch.randn(8, 100_003 if page.ON_GPU else 301)
+    x[0], x[1], x[2, :-101], x[3, 7] = -infinity, low, -infinity, infinity
+    x[4, 300], x[5, ::2] = float("nan"), low
+    x = x.to(page.DEVICE).requires_grad_()
+    for name, theirs in (kind, F.softmax), (f"log {kind}", F.log_softmax):
+        y = by(name)(page)(x)
+        expected = theirs(x.detach(), -1)
+        torch.testing.assert_close(y, expected, equal_nan=True)
+        if name == kind:
+            (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx[[0, 3, 4]].isnan().all()
+    assert dx[[1, 2, 5, 6, 7]].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (0, 3), (3, 0), (2, 1), (0, 2**17)]
+)
+def test_empties_and_single_numbers(page, shape):
+    x = torch.randn(shape, device=page.DEVICE, requires_grad=True)
+    y = page.log_softmax(x, 0 if shape == (0,) else -1)
+    torch.testing.assert_close(y, F.log_softmax(x, -1))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.shape == x.shape
+
+
+def test_torch_compile_takes_many_widths(unedited):
+    """It sees operators, which are those of the page that was loaded last;
+    when a width changes no bit does."""
+    module = unedited
+    torch._dynamo.reset()
+    backend = "inductor" if module.ON_GPU else "aot_eager"
+    compiled = torch.compile(module.softmax, fullgraph=True, backend=backend)
+    for N in (50257, 2**17, 1000, 65536) if module.ON_GPU else (301, 304, 999):
+        x, dy = module.inputs(2, N, torch.bfloat16)
+        y, expected = compiled(x), module.softmax(x)
+        assert torch.equal(y, expected)
+        y, expected = (
+            torch.autograd.grad(out, x, dy)[0] for out in (y, expected)
+        )
+        assert torch.equal(y, expected)
+
+
+# The rule --------------------------------------------------------------------
+
+
+@pytest.fixture
+def h200(unedited, monkeypatch):
+    monkeypatch.setattr(unedited, "NUM_SMS", 132)
+    monkeypatch.setattr(unedited, "WARP", 32)
+    return unedited
+
+
+@pytest.mark.parametrize(
+    ("N", "forward", "backward"),
+    [
+        (1, "page 03", "page 03"),
+        (16384, "page 03", "page 03"),
+        (16385, "shifted", "page 03"),
+        (32768, "page 03", "page 03"),
+        (32769, "shifted", "slices"),
+        (50264, "page 03", "slices"),
+        (57344, "page 03", "slices"),
+        (57352, "shifted", "slices"),
+        (65536, "shifted", "slices"),
+        (65537, "slices", "slices"),
+        (2**20, "slices", "slices"),
+        (2**23, "page 03", "page 03"),  # more slices than programs fit
+    ],
+)
+def test_both_sides_of_each_limit(h200, N, forward, backward):
+    x = torch.empty(1, N, dtype=torch.bfloat16)
+    assert h200.pick(False, x.dtype, x) == forward
+    assert h200.pick(True, x.dtype, x) == backward
+
+
+def test_float64_stays_with_page_03(h200):
+    wide = torch.empty(1, 2**20)
+    assert h200.pick(False, DOUBLE, wide) == "page 03"
+    assert h200.pick(True, DOUBLE, wide.double()) == "page 03"
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_cuts(h200, itemsize):
+    """All lanes have a slice, none is empty, and few lanes are idle."""
+    for backward in False, True:
+        for N in 24577, 32768, 50257, 65537, 100_003, 2**18 + 1, 2**20 - 3:
+            warps, _, chunks = h200.plan_shared(backward, N * itemsize)
+            each = 16 // itemsize
+            parts, width = h200.cut(N, each, warps, chunks)
+            lanes = N + each - 1 if N % each else N
+            assert (parts - 1) * width < lanes <= parts * width
+            assert width * itemsize % 16 == 0
+            assert width <= chunks * 32 * warps * each
+            assert parts * width < 1.05 * N
+
+
+def test_programs_fit(h200):
+    """All programs of a launch run at the same time, at every width."""
+    for N in range(32769, 2**20, 37_003):
+        for backward in False, True:
+            warps, per_sm, chunks = h200.plan_shared(backward, 2 * N)
+            parts, _ = h200.cut(N, 8, warps, chunks)
+            assert parts <= h200.NUM_SMS * per_sm
+
+
+def test_empty_is_no_number(unedited):
+    halves = torch.tensor([unedited.EMPTY.value]).view(torch.int32)
+    quiet = 1 << 22
+    for half in halves:
+        assert half[None].view(SINGLE).isnan() and not half & quiet
+
+
+def test_words_in_ptx(launches, unedited):
+    """One relaxed exchange for a row, polls in a loop with an end, and so few
+    registers that all programs fit."""
+    from compiled.aot import Call
+
+    values = {"M": 1024, "N": 2**17, "dtype": "bfloat16"}
+    for built, backward in zip(
+        launches([Call(PAGE.name, slices, values)])[0],
+        (False, True),
+        strict=True,
+    ):
+        assert "atom.global.gpu.relaxed.exch.b64" in built.text
+        assert "ld.volatile.global.b64" in built.text
+        assert "trap;" in built.text
+        warps, per_sm, _ = unedited.plan_shared(backward, 2**18)
+        assert built.num_warps == warps
+        assert built.registers * 32 * warps * per_sm <= 65536
+        assert per_sm * (built.shared + 1024) <= 233472
+
+
+def test_exercise(output):
+    stub, solution = (
+        [found == exact for found, exact in zip(*pairs, strict=True)]
+        for pairs in (
+            [re.findall(r"-?\w+\.\d\d|-?inf", part) for part in line]
+            for line in re.findall("found: (.*) exact: (.*)", output)
+        )
+    )
+    assert stub == [True, False, True, True] and all(solution)
+
+
+def test_script_runs_alone(output):
+    assert output.count("errors below") == 6
+    assert output.count("Timing needs a GPU") == 4
+
+
+# Programs that wait for each other, on a GPU ---------------------------------
+
+
+@pytest.mark.gpu
+def test_two_streams(page):
+    """Each call has words of its own; a launch waits for room."""
+    x, _ = page.inputs(300, 2**17, torch.bfloat16)
+    x = x.detach()
+    expected, found = page.softmax(x), []
+    torch.cuda.synchronize()
+    for stream in torch.cuda.Stream(), torch.cuda.Stream():
+        with torch.cuda.stream(stream):
+            found += [page.softmax(x) for _ in range(10)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in found)
+
+
+@pytest.mark.gpu
+def test_too_many_programs_are_refused(page, monkeypatch):
+    """A cooperative launch fails; it does not hang."""
+    monkeypatch.setattr(page, "NUM_SMS", 10 * page.NUM_SMS)
+    x = torch.zeros(4096, 2**17, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="cooperative"):
+        page.in_slices(x)
+
+
+ALONE = f"""
+import torch
+from tutorial import load
+page = load("{PAGE.name}", [
+    ("loads == 10_000_000", "loads == 1000"),
+    ("tl.atomic_xchg(at, word,", "tl.atomic_xchg(at, word, part > 0,"),
+])
+# The first slice of each row publishes nothing.
+page.in_slices(torch.zeros(300, 2**17, device="cuda", dtype=torch.bfloat16))
+torch.cuda.synchronize()
+print("no error")
+"""
+
+
+@pytest.mark.gpu
+def test_a_word_that_never_comes_is_an_error():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env
+    )
+    assert done.returncode and "no error" not in done.stdout
+    assert "CUDA error" in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", ["liger", "quack"])
+def test_libraries_are_called_rightly(page, key):
+    if key not in page.CALLS:
+        pytest.skip(f"{key} cannot be imported")
+    x, dy = page.inputs(128, 4096, torch.bfloat16)
+    y, ours = page.CALLS[key](x), page.softmax(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    (dx_ours,) = torch.autograd.grad(ours, x, dy)
+    for got, want in (y, ours), (dx, dx_ours):
+        assert (got - want).norm() <= 2**-7 * want.norm()
