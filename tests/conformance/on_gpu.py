@@ -110,10 +110,16 @@ def sanitized(page, tool):
 def watched(name, tool):
     """What runs under the sanitizer: no bands, each tensor an allocation."""
     page = pages()[name]
-    for case in (*page.sanitized, *page.sanitized_by.get(tool, ())):
+    for step in (*page.sanitized, *page.sanitized_by.get(tool, ())):
+        if callable(step):
+            step(page.load)
+            continue
         module = page.load()
-        tensors = page.operation.tensors(case, module.DEVICE)
-        page.operation.results(page.function(case, module), case, tensors)
+        tensors = {
+            name: None if t is None else t.clone()
+            for name, t in page.operation.tensors(step, module.DEVICE).items()
+        }
+        page.operation.results(page.function(step, module), step, tensors)
 
 
 def second(page, name):

@@ -1,8 +1,14 @@
 """What must hold of the page "A lock, and its race"."""
 
+import functools
+import re
+
+import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page, guarded_allocations
+from tutorial import source
 
 
 def run(page, M, N, dtype):
@@ -62,3 +68,243 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
+at = LayerNorm.at
+PLANS = ("triton", "own buffers", "lock each row")
+
+
+def by(plan):
+    """Layer norm whose backward pass has this plan."""
+
+    def function(page):
+        return functools.partial(page.layer_norm, plan=page.PLANS[plan])
+
+    return function
+
+
+def every_flaw(load):
+    """No tool sees the missing barrier, as the page says."""
+    page = load()
+    tensors, _ = page.given(300, 1024)
+    for flaw in page.FLAWS:
+        page.stage_1(*tensors, (300, 16, 8), flaw)
+
+
+def one_launch(load):
+    page = load()
+    page.exercise_1(page._one_launch_1)
+
+
+PAGE = Page(
+    __file__,
+    LayerNorm(),
+    {plan: by(plan) for plan in PLANS},
+    # Few programs that take several rows, few locks, and several turns of the
+    # loop of stage 2.
+    quick=(
+        ("return (M, min(M, 256), 4) if", "return (M, min(M, 4), 4) if"),
+        ("if ON_GPU else 132  # of an H200", "if ON_GPU else 1"),
+        ("2 * len(w), 256, 16", "2 * len(w), 4, 16"),
+    ),
+    cases=(
+        at(3, 2049, HALF),
+        at(2, 257),
+        *(at(17, 65, HALF, function=plan) for plan in PLANS),
+    ),
+    full=(
+        *(
+            at(M, N, dtype, function=plan)
+            for N in (1000, 1023, 4096, 4608, 16384)
+            # More rows than programs, but few: random numbers take most of
+            # the time.
+            for M, dtype in ((1151, HALF), (300, BFLOAT), (300, SINGLE))
+            for plan in PLANS
+        ),
+        *(at(300, N, DOUBLE) for N in (33, 1151, 8192)),
+    ),
+    mistakes=(
+        Mistake(
+            ValueError, "1 to 16384", lambda ones: (ones(1, 16385), (16385,))
+        ),
+    ),
+    # Where two meet at a lock, their order does not matter.
+    repeatable=("triton", "own buffers"),
+    repeated=tuple(
+        at(4096, N, HALF, function=plan)
+        for N in (1024, 4608, 8192)
+        for plan in ("triton", "own buffers")
+    ),
+    trains=("triton",),
+    huge=(8192,),
+    huge_functions=("triton",),
+    sanitizers=("memcheck", "racecheck", "synccheck"),
+    sanitized=(
+        *(
+            at(300, 1001, dtype, function=plan)
+            for dtype in (HALF, SINGLE)
+            for plan in PLANS
+        ),
+        every_flaw,
+        one_launch,
+    ),
+    mutants={
+        "c1 dropped": ("(wdy - x_hat * c1 - c2) * rstd", "(wdy - c2) * rstd"),
+        "c2 dropped": (
+            "(wdy - x_hat * c1 - c2) * rstd",
+            "(wdy - x_hat * c1) * rstd",
+        ),
+        "masked lanes in the variance": (
+            "x = tl.where(cols < N, x - mean, 0)",
+            "x = x - mean",
+        ),
+        "the lock never reads": (
+            "tl.where(state == 2,",
+            "tl.where(state == 3,",
+        ),
+        "the lock reads what nobody wrote": (
+            "old = cols < tl.where(state == 2, N, 0)",
+            "old = cols < N",
+        ),
+        "all add to the buffers of others": (
+            "buffer = program % buffers",
+            "buffer = program % buffers // 2",
+        ),
+        "own buffers without a place": (
+            "sums_ptr += program * 2 * N + cols",
+            "sums_ptr += cols",
+        ),
+        "every program once": (
+            "for i in range(program, M, tl.num_programs(0)):",
+            "for i in range(program, tl.num_programs(0), tl.num_programs(0)):",
+        ),
+        "only the last row": (
+            "        dw += dy * x_hat",
+            "        dw = dy * x_hat",
+        ),
+        "stage 2 stops early": (
+            "mask = (rows < programs) & (cols < WIDTH)",
+            "mask = (rows < programs - 1) & (cols < WIDTH)",
+        ),
+        "stage 2 has one turn": (
+            "for first in range(0, programs, ROWS):",
+            "for first in range(0, 1, ROWS):",
+        ),
+        "dy with strides of its own": ("dy.contiguous(), ", "dy, "),
+    },
+    kills=tuple(
+        at(M, N, dy=dy, function=plan)
+        for plan in PLANS
+        for M, N, dy in (
+            (3, 129, "contiguous"),
+            (3, 9, "one number"),
+            (13, 9, "contiguous"),
+        )
+    ),
+)
+
+
+def test_rows_wrap_around_the_buffers(page):
+    """Each lock is taken many times; with own buffers there is none."""
+    tensors, expected = page.given(60, 9)
+    for plan in (60, 7, 1), (60, 1, 1), (60, 60, 1), (11, 3, 1), (11, 11, 1):
+        with guarded_allocations():
+            _, sums = page.stage_1(*tensors, plan)
+        assert page.error(sums, expected) < 1e-6
+
+
+def test_the_page_as_it_is(unedited):
+    for plan in PLANS:
+        case = at(17, 40, HALF)
+        PAGE.operation.run(by(plan)(unedited), case, unedited.DEVICE)
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 1
+    assert "sum: 7.0 buffer: 4.0" in output  # the lost addition
+    assert output.count("errors below") == 3
+
+
+def test_exercise(output):
+    assert output.count("wrong columns: []") == 1  # the solution
+    assert output.count("wrong columns: [0, 1, 2") == 1  # the stub
+
+
+def lock(page, M, N, dtype, flaw):
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    mean, rstd = torch.empty(2, M, device=page.DEVICE)
+    page.stage_1(dy, x, dy[0], mean, rstd, (M, 8, 4), flaw)
+
+
+def test_the_parts_of_the_lock_are_in_the_code(launches, unedited):
+    """What Triton makes of the lock, for GPUs that are not here."""
+    from compiled.aot import COMPILER_ADDS_BARRIER, Call
+    from compiled.limits import Facts
+
+    names = [("sm_90", name) for name in unedited.FLAWS]
+    names += [("gfx942", "right"), ("gfx942", "no barrier")]
+    values = {"M": 64, "N": 2048, "dtype": "float16"}
+    calls = [
+        Call(PAGE.name, lock, values | {"flaw": name}, target)
+        for target, name in names
+    ]
+    text = source(PAGE.name)
+    shown = re.findall(r"``((?:st|bar|atom)\.[\w.]+)``", text)
+    right, without = shown[:3], shown[3:]
+    assert right[1] == "bar.sync" and "bar.sync" not in without
+    for (target, name), (built,) in zip(names, launches(calls), strict=True):
+        facts = Facts(built)
+        if name == "right":
+            assert facts.count("release") == 1 and not facts.unsafe, target
+        if name == "no barrier":
+            assert bool(facts.unsafe) != COMPILER_ADDS_BARRIER, target
+        if target == "sm_90":
+            ptx = built.asm["ptx"]
+            assert (".acquire.exch" in ptx) == (name != "no acquire")
+            assert (".release.exch" in ptx) == (name != "no release")
+            # What the page says of the last instructions.
+            steps = re.findall(r"st\.global[.\w]*|bar\.sync|atom[.\w]*", ptx)
+            if name == "right":
+                assert steps[-3:] == right
+            if name == "no barrier" and not COMPILER_ADDS_BARRIER:
+                assert steps[-2:] == without
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [512, 1024, 2048, 4096])
+def test_no_run_of_100_is_wrong(page, N):
+    """The lock under contention, with every number of warps."""
+    wrong = page.race.fn(32768, N, HALF, "backward", "right")
+    assert wrong == [0, 0, 0]
+    tensors, expected = page.given(32768, N)
+    for warps in 1, 4, 8:
+        for buffers in 1, 16, 256:
+            _, sums = page.stage_1(*tensors, (32768, buffers, warps))
+            assert page.error(sums, expected) < 1e-5
+
+
+@pytest.mark.gpu
+def test_the_missing_barrier_is_seen(page):
+    """The narrowest rows of the page lose additions in some run of 100."""
+    (wrong, *_) = page.race.fn(32768, 512, HALF, "backward", "no barrier")
+    assert wrong > 0
+
+
+@pytest.mark.gpu
+def test_the_order_at_a_lock_is_not_fixed(page):
+    """Nothing guarantees a difference; here 512 programs meet at one lock,
+    and all 100 runs would have to come in one order of them."""
+    tensors, _ = page.given(4096, 1024)
+
+    def sums():
+        return page.stage_1(*tensors, (512, 1, 4))[1]
+
+    first = sums()
+    assert not all(torch.equal(sums(), first) for _ in range(100))
+
+
+@pytest.mark.gpu
+def test_one_launch_in_100_runs(page):
+    """The exercise: the last program sums what all others have stored."""
+    assert all(page.exercise_1(page._one_launch_1) for _ in range(100))

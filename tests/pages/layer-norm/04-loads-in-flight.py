@@ -1,8 +1,13 @@
 """What must hold of the page "Loads in flight"."""
 
+import functools
+import re
+
+import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page
 
 
 def run(page, M, N, dtype):
@@ -73,3 +78,356 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
+at = LayerNorm.at
+PLANS = ("triton", "more programs", "one program")
+
+
+def by(plan):
+    """Layer norm whose backward pass has this plan."""
+
+    def function(page):
+        return functools.partial(page.layer_norm, plan=page.PLANS[plan])
+
+    return function
+
+
+def read_two(load):
+    page = load()
+    page.exercise_1(page._read_two_1)
+
+
+PAGE = Page(
+    __file__,
+    LayerNorm(),
+    {plan: by(plan) for plan in PLANS},
+    # A small GPU, so that a program has several rows, and several turns of
+    # the loop that adds up the programs' sums.
+    quick=(
+        ("if ON_GPU else 132  # of an H200", "if ON_GPU else 2"),
+        ("(programs, 2 * N, 256, 16)", "(programs, 2 * N, 4, 16)"),
+    ),
+    cases=(
+        at(3, 2049, HALF),
+        at(2, 257),
+        *(at(17, 65, HALF, function=plan) for plan in PLANS),
+    ),
+    full=(
+        *(
+            at(M, N, dtype, function=plan)
+            for N in (1000, 1023, 4096, 4608, 16384)
+            # More rows than programs, but few: random numbers take most of
+            # the time.
+            for M, dtype in ((1151, HALF), (300, BFLOAT), (300, SINGLE))
+            for plan in PLANS
+        ),
+        *(at(300, N, DOUBLE) for N in (33, 1151, 8192)),
+    ),
+    mistakes=(
+        Mistake(
+            ValueError, "1 to 16384", lambda ones: (ones(1, 16385), (16385,))
+        ),
+    ),
+    repeatable=PLANS,
+    repeated=tuple(
+        at(4096, N, function=plan)
+        for N in (1024, 4608, 8192, 15872)
+        for plan in PLANS
+    ),
+    trains=("triton",),
+    huge=(8192,),
+    huge_functions=("triton",),
+    sanitizers=("memcheck", "racecheck", "synccheck"),
+    sanitized=(
+        *(
+            at(700, N, HALF, function=plan)
+            for N in (1000, 1001)  # copied ahead, and not
+            for plan in PLANS[:2]
+        ),
+        read_two,
+    ),
+    mutants={
+        "c1 dropped": ("(wdy - x_hat * c1 - c2) * rstd", "(wdy - c2) * rstd"),
+        "c2 dropped": (
+            "(wdy - x_hat * c1 - c2) * rstd",
+            "(wdy - x_hat * c1) * rstd",
+        ),
+        "masked lanes in the variance": (
+            "x = tl.where(cols < N, x - mean, 0)",
+            "x = x - mean",
+        ),
+        "sums without a place": (
+            "sums_ptr += tl.program_id(0) * 2 * N + cols",
+            "sums_ptr += cols",
+        ),
+        "every program once": (
+            "tl.range(first, M, step, num_stages=STAGES)",
+            "tl.range(first, step, step, num_stages=STAGES)",
+        ),
+        "only the last row": (
+            "        dw += dy * x_hat",
+            "        dw = dy * x_hat",
+        ),
+        "stage 2 stops early": (
+            "mask = (rows < programs) & (cols < WIDTH)",
+            "mask = (rows < programs - 1) & (cols < WIDTH)",
+        ),
+        "stage 2 has one turn": (
+            "for first in range(0, programs, ROWS):",
+            "for first in range(0, 1, ROWS):",
+        ),
+        "dy with strides of its own": ("dy.contiguous(), x", "dy, x"),
+    },
+    kills=tuple(
+        at(M, N, dy=dy, function=plan)
+        for plan in PLANS
+        for M, N, dy in (
+            (3, 129, "contiguous"),
+            (3, 9, "one number"),
+            (9, 9, "contiguous"),
+        )
+    ),
+)
+
+
+def test_the_page_as_it_is(unedited):
+    for plan in PLANS:
+        case = at(17, 40, HALF)
+        PAGE.operation.run(by(plan)(unedited), case, unedited.DEVICE)
+
+
+@pytest.mark.cpu  # with two multiprocessors there are fewer programs than rows
+def test_the_order_of_additions_follows_the_programs(page):
+    """Why the same bits are promised for the same plan."""
+    tensors = page.given(40, 24, SINGLE)
+    first, again, other = (
+        page.backward(*tensors, (programs, 1, 2), SINGLE)[1]
+        for programs in (2, 2, 3)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_every_lane_reads_what_its_last_load_says(page):
+    """Also where what is read is not 0."""
+    x = 8 * (torch.arange(200, dtype=torch.int32, device=page.DEVICE) % 3)
+    expected = torch.arange(8, device=page.DEVICE)
+    for _ in range(7):
+        expected += 8 + x[expected]
+    end = torch.zeros_like(x[:8])
+    page._read[(2,)](x, end, 7, LANES=4)
+    assert end.tolist() == expected.tolist()
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 1
+    places = "[40, 41, 42, 43, 44, 45, 46, 47]"
+    assert f"5 steps of 2 × 4 lanes, and at {places}" in output
+    assert output.count("errors below") == 2
+
+
+def test_counted_bytes_in_flight(output):
+    """Of x and dy: a row more for each stage above one."""
+    line = r"N = (\d+), programs (\d), stages (\d): +(\d+) KB"
+    found = re.findall(line, output)
+    assert len(found) == 8
+    for N, programs, stages, kilobytes in (map(int, line) for line in found):
+        rows = programs * (1 if stages == 1 else stages - 1)
+        assert kilobytes == rows * 2 * 2 * N // 1024
+
+
+def test_exercise(output):
+    right = output.split("right lanes: ")[1:]
+    stub, solution = (line.splitlines()[0] for line in right)
+    assert "False" in stub and "False" not in solution
+
+
+@pytest.mark.cpu
+def test_plans_of_the_page(unedited):
+    """Programs, warps, stages, on an H200."""
+    page = unedited
+    found = {N: page.best_plan(N) for N in (200, 1024, 2048, 4096, 8192, 9000)}
+    assert found == {
+        200: (3, 4, 5),
+        1024: (3, 4, 5),
+        2048: (2, 4, 5),
+        4096: (1, 4, 5),
+        8192: (1, 8, 5),
+        9000: (1, 16, 1),
+    }
+
+
+# What is counted by hand, beside what is compiled ----------------------------
+
+
+def backward(page, M, N, dtype, plan):
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    mean, rstd = torch.empty(2, M, device=page.DEVICE)
+    page.backward(dy, x, dy[0], mean, rstd, plan, dtype)
+
+
+def backward_calls(plans):
+    from compiled.aot import Call
+
+    values = {"M": 4096, "dtype": "float16"}
+    return [
+        Call(PAGE.name, backward, values | {"N": N, "plan": plan})
+        for N, plan in plans
+    ]
+
+
+def test_counted_by_hand_and_compiled(launches, unedited):
+    """What the page says of registers, and of shared memory."""
+    from compiled import occupancy
+    from compiled.limits import Facts
+
+    page = unedited
+    plans = [(N, page.one_stage(N)) for N in page.WIDTHS]
+    plans += [(N, page.best_plan(N)) for N in page.WIDTHS]
+    every = launches(backward_calls(plans))
+    for (N, plan), (built, _) in zip(plans, every, strict=True):
+        per_sm, warps, stages = plan
+        assert built.spills == 0
+        most, *_ = occupancy.occupancy(
+            "sm_90", built.registers, built.shared, warps
+        )
+        assert most // warps >= per_sm, N  # all run at a time
+        if stages == 1:  # four numbers a lane, and 32 more a thread
+            by_hand = 65536 // (4 * N + 32 * 32 * warps)
+            assert abs(most // warps - min(by_hand, 64 // warps)) <= 1, N
+            assert N < 8192 or most // warps == by_hand == 1
+        assert (Facts(built).count("copy") > 0) == (stages > 1)
+        rows = 3 * N * 2 * (stages - 1)  # x, dy and w
+        assert stages == 1 or rows <= built.shared <= rows + 1024
+
+
+def test_what_the_page_says_of_warps(launches):
+    """4096 columns: three programs of 4 warps fit, of 8 they do not; 8192
+    columns in 4 warps: some numbers are kept in memory. So are some of wider
+    rows, if their loop copies ahead."""
+    from compiled import occupancy
+
+    plans = [(4096, (3, 8, 1)), (8192, (1, 4, 1)), (8704, (1, 16, 2))]
+    ((eight, _), (four, _), (ahead, _)) = launches(backward_calls(plans))
+    most, *_ = occupancy.occupancy("sm_90", eight.registers, eight.shared, 8)
+    assert most // 8 == 2
+    assert four.spills > 0 < ahead.spills
+
+
+def best_plans(page, M, widths, dtype):
+    for N in widths:
+        backward(page, M, N, dtype, page.best_plan(N, dtype.itemsize))
+
+
+def test_best_plan_fits_into_the_shared_memory_of_an_older_gpu(launches):
+    from compiled import occupancy
+    from compiled.aot import Call
+
+    values = {"M": 8, "widths": [8192, 16384], "dtype": "float16"}
+    (built,) = launches([Call(PAGE.name, best_plans, values, "sm_80")])
+    limits = occupancy.LIMITS["sm_80"]
+    kernels = [b for b in built if b.kernel == "_layer_norm_bwd"]
+    assert [b.num_stages for b in kernels] == [4, 1]
+    for kernel in kernels:
+        assert kernel.shared <= limits.shared - limits.reserved
+
+
+def test_no_stages_are_tried_that_an_older_gpu_has_no_room_for(
+    unedited, monkeypatch
+):
+    """A launch that asks for too much would end the page there."""
+    from compiled import occupancy
+
+    page = unedited
+    limits = occupancy.LIMITS["sm_80"]
+    monkeypatch.setattr(page, "SHARED", limits.shared - limits.reserved)
+    monkeypatch.setattr(page, "ON_GPU", True)
+    launched = []
+
+    def timed(function):
+        function()
+        return 1, 1, 1
+
+    def launch(dy, x, w, mean, rstd, plan, dtype):
+        launched.append((x.shape[1], plan[2]))
+
+    monkeypatch.setattr(page, "device_time", timed)
+    monkeypatch.setattr(page, "backward", launch)
+    small = page.given
+    monkeypatch.setattr(page, "given", lambda M, *of: small(2, *of))
+    table = page.turn("stages", [1, 4, 5], page.best_plan)
+    page.plt.close("all")
+    tried = [(N, stages) for stages in (1, 4, 5) for N in page.WIDTHS]
+    assert launched == [one for one in tried if one != (8192, 5)]
+    assert table.isna().sum().tolist() == [0, 0, 1]
+
+
+def wider_weights(page, M, N):
+    x, dy = torch.empty(2, M, N, dtype=HALF, device=page.DEVICE)
+    w, b = torch.empty(2, N, device=page.DEVICE)
+    x, w, b = (t.clone().requires_grad_() for t in (x, w, b))
+    torch.autograd.grad(page.layer_norm(x, (N,), w, b), (x, w, b), dy)
+
+
+def test_weights_in_float32_fit_beside_rows_in_16_bits(launches):
+    """The loop copies w ahead as well, whose numbers are wider here."""
+    from compiled import occupancy
+    from compiled.aot import Call
+
+    ((_, built, _),) = launches(
+        [Call(PAGE.name, wider_weights, {"M": 8, "N": 8192})]
+    )
+    limits = occupancy.LIMITS["sm_90"]
+    assert built.kernel == "_layer_norm_bwd" and built.num_stages == 3
+    assert built.shared <= limits.shared - limits.reserved
+
+
+@pytest.mark.gpu
+def test_every_knob_is_right(page):
+    for N in page.WIDTHS:
+        tensors = page.given(1151, N, HALF)
+        dy, x, _, mean, rstd = (t.double() for t in tensors)
+        x_hat = (x - mean) * rstd  # mean and rstd are columns
+        expected = torch.stack([(dy * x_hat).sum(0), dy.sum(0)])
+        few, warps, _ = page.best_plan(N)
+        for plan in (
+            page.one_stage(N),
+            (8, 8, 1),
+            *((few, warps, stages) for stages in (2, 3, 4, 5)),
+        ):
+            _, out = page.backward(*tensors, plan, SINGLE)
+            difference = (out - expected).norm()
+            assert difference <= 1e-5 * expected.norm(), (N, plan)
+
+
+def compiled(page, N, warps, stages):
+    dy, x, w, mean, rstd = page.given(64, N, HALF)
+    sums = torch.empty(8, 2, N, device=page.DEVICE)
+    return page._layer_norm_bwd[(8,)](
+        dy, x, w, mean, rstd, torch.empty_like(x), sums, 64, N, N, stages,
+        num_warps=warps,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_compiled_as_the_page_says(page):
+    """Four numbers a lane and some 32 more a thread; copies ahead."""
+    for N in page.WIDTHS:
+        _, warps, _ = page.one_stage(N)
+        built = compiled(page, N, warps, 1)
+        assert built.n_regs == pytest.approx(32 + N // (8 * warps), rel=0.25)
+        assert built.n_spills == 0
+        assert "cp.async.c" not in built.asm["ptx"]
+        assert "cp.async.c" in compiled(page, N, warps, 4).asm["ptx"]
+    assert compiled(page, 8192, 4, 1).n_spills > 0
+
+
+@pytest.mark.gpu
+def test_reading(page):
+    """Every program has read its part of the last rows."""
+    x = torch.zeros(50, 7, 1024, dtype=torch.int32, device=page.DEVICE)
+    lanes = torch.arange(x[0].numel(), device=page.DEVICE)
+    for steps in 49, 50:
+        page._read[(7,)](x, end := x[0].clone(), steps, LANES=1024)
+        assert torch.equal(end.flatten(), (lanes + steps * 7168).int())

@@ -1,8 +1,10 @@
 """What must hold of the page "Chunks instead of padding"."""
 
+import pytest
 import torch
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page
 
 
 def run(page, M, N, dtype):
@@ -101,3 +103,215 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
+at = LayerNorm.at
+NO_GRADIENTS = 3 * (False,)
+
+# Chunks of 16 or 32 columns, so that narrow rows have several, and few
+# programs, so that each has several tiles.
+SMALL = (
+    ("chunk = min(512 // itemsize * warps,", "chunk = min(8 * warps,"),
+    ("rows = 512 // itemsize * warps // chunk", "rows = 16 * warps // chunk"),
+    ("if ON_GPU else 4", "if ON_GPU else 2"),
+)
+PAGE = Page(
+    __file__,
+    LayerNorm(
+        multiple=8,
+        sizes=(
+            ((5,), (40,)),
+            ((2, 3), (4, 6)),
+            ((), (8,)),
+            ((2, 0), (2, 4)),
+            ((17,), (24,)),
+            ((2, 1, 3), (136,)),
+            ((1,), (8,)),
+        ),
+        large=(((20, 30), (40, 25)), ((1000,), (8,)), ((130,), (1024,))),
+        most=2560,  # in float64
+    ),
+    {"layer_norm": lambda page: page.layer_norm},
+    # Few programs in the second kernel.
+    quick=(
+        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
+        ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
+    ),
+    forms={"": (), "small": SMALL},
+    cases=(
+        *(
+            at(130, 8, dtype, form=form)
+            for dtype in LayerNorm.dtypes
+            for form in ("", "small")
+        ),
+        # The widest rows with gradients, and without.
+        at(1, 10240, HALF),
+        at(2, 32768, HALF, wanted=NO_GRADIENTS),
+    ),
+    # Both sides of each step of the formulas; in other types, which have the
+    # same plans for as many bytes, a narrow row and the widest one.
+    full=(
+        *(
+            at(1151, N, HALF)
+            for N in (8, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8200, 10240)
+        ),
+        *(
+            at(1151, N, dtype)
+            for dtype, widths in (
+                (BFLOAT, (1032, 10240)),
+                (SINGLE, (520, 5120)),
+                (DOUBLE, (264, 2560)),
+            )
+            for N in widths
+        ),
+        *(
+            at(301, N, HALF, wanted=NO_GRADIENTS)
+            for N in (16384, 16392, 24576, 32768)
+        ),
+    ),
+    mistakes=(
+        *(
+            Mistake(
+                ValueError, "eps", lambda ones: (ones(2, 8), 8), {"eps": eps}
+            )
+            for eps in (-1e-5, float("nan"))
+        ),
+        Mistake(
+            ValueError,
+            "1151 .*multiples of 8.*11-every-width",
+            lambda ones: (ones(2, 1151), 1151),
+        ),
+        Mistake(
+            ValueError, "16392 .*16384", lambda ones: (ones(2, 16392), 16392)
+        ),
+        Mistake(
+            ValueError,
+            "5128 .*5120",
+            lambda ones: (ones(2, 5128).requires_grad_(), 5128),
+        ),
+    ),
+    repeatable=("layer_norm",),
+    repeated=tuple(at(4096, N, HALF) for N in (1024, 4608, 10240)),
+    trains=("layer_norm",),
+    huge=(8192,),
+    sanitizers=("memcheck", "racecheck", "synccheck"),
+    sanitized=tuple(
+        at(701, N, dtype)
+        for N, dtype in ((1000, HALF), (4608, HALF), (40, SINGLE))
+    ),
+    mutants={
+        "idle lanes in the variance": (
+            "d = tl.where(col < N, xs[c].to(acc) - mean, 0)",
+            "d = xs[c].to(acc) - mean",
+        ),
+        "columns without a mask": ("mask = mask & (col < N)", "mask = mask"),
+        "rows without a mask": ("mask = row < left", "mask = row < ROWS"),
+        "the first chunk only": (
+            "col = c * CHUNK + tl.arange(0, CHUNK)[None, :]",
+            "col = tl.arange(0, CHUNK)[None, :]",
+        ),
+        "w of the first chunk": (
+            "tl.load(w_ptr + at, ",
+            "tl.load(w_ptr + at % CHUNK, ",
+        ),
+        "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
+        "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
+        "sums of the last tile": (
+            "new_dws += (dws[c] + dw,)",
+            "new_dws += (dw,)",
+        ),
+        "one buffer for all": ("ptr += tl.program_id(0) * 2 * N", "ptr += 0"),
+        "one tile a program": (
+            "tl.program_id(0) * ROWS, M, tl",
+            "tl.program_id(0) * ROWS, 4, tl",
+        ),
+        "the last buffer left out": (
+            "mask = (rows < programs) &",
+            "mask = (rows < programs - 1) &",
+        ),
+        "dy with strides of its own": (
+            "backward(dy.contiguous(),",
+            "backward(dy,",
+        ),
+    },
+    kills=(
+        at(40, 24, form="small"),
+        at(3, 40, form="small"),
+        at(3, 24, form="small", dy="one number"),
+    ),
+)
+
+
+# Bytes of an element -> columns of the widest row without gradients, and with.
+WIDEST = {2: (32768, 10240), 4: (16384, 5120), 8: (8192, 2560)}
+
+
+@pytest.mark.parametrize("itemsize", WIDEST)
+def test_formulas_answer_for_every_width(page, itemsize):
+    """Powers of two, full warps, and what a thread holds within its limit."""
+    for rule, most in zip(
+        (page.plan_forward, page.plan_backward), WIDEST[itemsize], strict=True
+    ):
+        for N in range(8, most + 1, 8):
+            plan = rule(N, itemsize)
+            rows, chunk, warps = (
+                plan[key] for key in ("ROWS", "CHUNK", "num_warps")
+            )
+            assert all(v & (v - 1) == 0 for v in (rows, chunk, warps))
+            assert 2 <= warps <= 16 and rows * chunk * itemsize >= 64
+            width = -(-N // chunk) * chunk
+            assert width - N < chunk
+            held = rows * width * itemsize // (32 * warps)
+            if "STAGES" in plan:
+                tiles = plan["STAGES"] - 1
+                assert 1 <= tiles <= 3
+                assert 2 * tiles * rows * width * itemsize <= 98304
+                assert held <= 80  # 40 columns of 16 bits
+                assert rows <= 8
+            else:
+                pairs = 2 if N * itemsize <= 2048 else 1
+                assert held <= 128
+                assert rows * chunk * itemsize == 512 * warps * pairs
+
+
+def test_padded_is_one_tile(page):
+    rule = page.padded(page.plan_backward)
+    plan = rule(4608, 2)
+    assert (plan["ROWS"], plan["CHUNK"], plan["STAGES"]) == (1, 8192, 4)
+
+    def tile(x, shape, w, b, eps):
+        return page.trained_by(rule)(x, shape, w, b)
+
+    M, N = (1151, 4608) if page.ON_GPU else (3, 24)
+    PAGE.operation.run(tile, at(M, N), page.DEVICE)
+
+
+def test_script_runs_alone(output):
+    assert "chunks of 4: True" in output
+    assert output.count("Timing needs a GPU") == 5
+
+
+def test_exercise(output):
+    assert "rows of 13 ones: [16.0" in output  # the stub
+    assert output.count("rows of 13 ones: [13.0, 13.0, 13.0]") == 1
+
+
+def one_tile(page, M, N, dtype, more):
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    mean, rstd = torch.empty(2, M, device=page.DEVICE)
+    plan = page.padded(page.plan_backward)(N, x.itemsize) | more
+    dx = torch.empty_like(x)
+    page.backward(dy, x, dy[0], mean, rstd, dx, dy[:2], plan)
+
+
+def test_loads_ahead_would_spill_a_tile(launches):
+    """Beyond 8192 columns, so there the tile has one stage."""
+    from compiled.aot import Call
+
+    values = {"M": 4096, "N": 8704, "dtype": "float16"}
+    (alone, _), (ahead, _) = launches(
+        Call(PAGE.name, one_tile, values | {"more": more})
+        for more in ({}, {"STAGES": 2})
+    )
+    assert alone.spills == 0 < ahead.spills

@@ -1,8 +1,10 @@
 """What must hold of the page "Rows that begin anywhere"."""
 
+import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page, guarded_allocations
 
 
 def run(page, M, N, dtype):
@@ -77,3 +79,203 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
+at = LayerNorm.at
+NO_GRADIENTS = 3 * (False,)
+
+# Narrow chunks, so that narrow rows have several, and 8 programs, each with
+# several tiles.
+SMALL = (
+    ('"CHUNK": chunk, "ROWS": max(1024 // itemsize // tile, 1)',
+     '"CHUNK": min(chunk, 16), "ROWS": 2'),
+    ('"CHUNK": chunk, "ROWS": max(1024 // itemsize // chunk, 1)',
+     '"CHUNK": min(chunk, 16), "ROWS": 2'),
+    ("if ON_GPU else 4", "if ON_GPU else 1"),
+)  # fmt: skip
+# Columns on both sides of each step of the formulas.
+STEPS = (1, 7, 507, 2047, 2101, 4097, 4609, 5099, 5101, 8401, 10231)
+LOAD_W = "    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)\n"
+PAGE = Page(
+    __file__,
+    LayerNorm(),
+    {"layer_norm": lambda page: page.layer_norm},
+    # Few programs in the second kernel.
+    quick=(
+        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
+        ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
+    ),
+    forms={"": (), "small": SMALL},
+    cases=(
+        *(
+            at(M, N, dtype, form="small")
+            for dtype in LayerNorm.dtypes
+            for M, N in ((19, 17), (20, 35), (5, 48))
+        ),
+        # The widest rows with gradients, and without.
+        at(1, 10231, HALF),
+        at(2, 16383, HALF, wanted=NO_GRADIENTS),
+    ),
+    # In other types, which have the same plans for as many bytes, a narrow row
+    # and the widest one.
+    full=(
+        *(at(1151, N, HALF) for N in STEPS),
+        *(
+            at(1151, N, dtype)
+            for dtype, widths in (
+                (BFLOAT, (1151, 10231)),
+                (SINGLE, (257, 5115)),
+                (DOUBLE, (129, 2557)),
+            )
+            for N in widths
+        ),
+        *(
+            at(301, N, HALF, wanted=NO_GRADIENTS)
+            for N in (12345, 16381, 16384)
+        ),
+    ),
+    mistakes=(
+        Mistake(
+            ValueError,
+            "eps",
+            lambda ones: (ones(2, 8), 8),
+            {"eps": float("nan")},
+        ),
+        Mistake(
+            ValueError,
+            "8193 .*11-every-width",
+            lambda ones: (ones(2, 8193), 8193),
+        ),
+        Mistake(
+            ValueError,
+            "5117 .*11-every-width",
+            lambda ones: (ones(2, 5117).requires_grad_(), 5117),
+        ),
+    ),
+    repeatable=("layer_norm",),
+    repeated=tuple(at(4096, N, HALF) for N in (1151, 4097, 10231)),
+    trains=("layer_norm",),
+    huge=(8191,),
+    sanitizers=("memcheck", "racecheck", "synccheck"),
+    # 704 rows end at a multiple of 16 bytes: no load is out of bounds.
+    sanitized=tuple(
+        at(704, N, dtype)
+        for N, dtype in ((1001, HALF), (4097, HALF), (41, SINGLE))
+    ),
+    mutants={
+        "columns of other rows in the sums": (
+            "        x = tl.where(inside, x, 0)\n    return x",
+            "        x = x\n    return x",
+        ),
+        "groups written as a whole": (
+            "mask=mask & whole)",
+            "mask=mask & (lane // STEP * STEP < N + shift))",
+        ),
+        "edges not written": (
+            "mask=mask & inside & (whole == 0)",
+            "mask=mask & inside & (lane < 0)",
+        ),
+        "the shift of row 0": (
+            f"    shift = i % STEP * N % STEP\n{LOAD_W}    bs",
+            f"    shift = i * 0\n{LOAD_W}    bs",
+        ),
+        "w without the shift": ("lane - shift + tl.zeros", "lane + tl.zeros"),
+        "sums with the shift": (
+            "ptr += tl.program_id(0) * 2 * N - shift",
+            "ptr += tl.program_id(0) * 2 * N",
+        ),
+        "rows without a mask": (
+            "mask = row < M - first\n        if",
+            "mask = row < M\n        if",
+        ),
+        "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
+        "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
+        "sums of the last tile": (
+            "new_dbs += (dbs[c] + db,)",
+            "new_dbs += (db,)",
+        ),
+        "programs of other shifts": (
+            'fit = max(NUM_SMS * warps // plan["num_warps"] // step, 1)\n'
+            "    return step *",
+            "fit = 3\n    return 1 *",
+        ),
+        "dy with strides of its own": ("dy.contiguous()", "dy"),
+    },
+    kills=(
+        at(20, 35, HALF, form="small"),
+        at(3, 9, form="small", dy="one number"),
+    ),
+)
+
+
+@pytest.mark.parametrize("first", [0, 3, 8])
+@pytest.mark.parametrize("more", [0, 5, 8])
+def test_columns_of_a_wider_matrix(load, first, more):
+    """Views are read where they are; the other columns are NaN."""
+    page, operation = load("small"), PAGE.operation
+    M, N = (1151, 4097) if page.ON_GPU else (11, 21)
+    case = at(M, N, HALF)
+    tensors = operation.tensors(case, page.DEVICE)
+    wide = tensors["x"].new_full((M, first + N + more), float("nan"))
+    x = wide[:, first : first + N].copy_(tensors["x"])
+    tensors["x"] = x
+    assert more + first == 0 or x.stride(0) > N
+    with guarded_allocations():
+        found = operation.results(page.layer_norm, case, tensors)
+    operation.judge(case, tensors, found)
+
+
+def test_when_lanes_are_shifted(page):
+    def step(*shape, first=0, dtype=HALF, cut=None):
+        flat = torch.zeros(first + 4096, dtype=dtype)[first:]
+        x = flat[: shape[0] * shape[1]].view(shape)
+        return page.lane_step(cut or shape[1], x[:, :cut])
+
+    assert step(3, 13) == 8 and step(3, 13, dtype=SINGLE) == 4
+    assert step(3, 16) == 1  # all rows are aligned
+    assert step(3, 13, first=1) == 1  # no row begins where y's does
+    assert step(3, 21, cut=13) == 8 and step(3, 16, cut=13) == 1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_formulas_answer_for_every_width(page, itemsize):
+    """Powers of two, and what a thread and a multiprocessor hold."""
+    for step in 1, 16 // itemsize:
+        for rule, most in (
+            (page.plan_forward, 32768),
+            (page.plan_backward, 20464),
+        ):
+            for N in {*range(1, 300), *range(301, most // itemsize + 1, 37)}:
+                if step > 1 and N % step == 0:
+                    continue
+                plan = rule(N, itemsize, step)
+                rows, chunk, warps = (
+                    plan[key] for key in ("ROWS", "CHUNK", "num_warps")
+                )
+                assert all(v & (v - 1) == 0 for v in (rows, chunk, warps))
+                assert warps <= 8
+                lanes = -(-(N + step - 1) // chunk) * chunk
+                assert lanes - N < chunk + step
+                matrices = 2 if rule is page.plan_backward else 1
+                tile = matrices * rows * lanes * itemsize
+                ahead = (plan["STAGES"] - 1) * tile * (8 // warps)
+                assert ahead <= 128 * 1024 or N < 64
+
+
+def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 2
+    assert f"13 ones: {8 * [13.0]}" in output
+
+
+def test_exercise(output):
+    said = "so far apart: "
+    assert output.count(said + str(dict.fromkeys((13, 14, 20, 24), 8))) == 1
+    assert output.count(said + "{13: 8, 14: 4, 20: 2, 24: 1}") == 1
+
+
+@pytest.mark.parametrize("N", range(1, 33))
+def test_distance_is_the_least(page, N):
+    """Of the solution."""
+    least = next(d for d in range(1, 9) if d * N % 8 == 0)
+    assert page.distance_1(N) == least
