@@ -160,6 +160,19 @@ def test_a_write_beside_a_buffer_shows(empty, at):
         whole[100 + at] = 1.0
 
 
+def test_an_allocation_that_a_page_has_kept_is_guarded_each_time():
+    with guarded_allocations():
+        kept = torch.empty
+        kept(3)
+    assert kept(3).untyped_storage().nbytes() == 3 * 4
+    with (
+        pytest.raises(AssertionError, match="written behind"),
+        guarded_allocations(),
+    ):
+        t = kept(3)
+        torch.as_strided(t, (4,), (1,), t.storage_offset())[3] = 1.0
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "columns", "every second"])
 def test_a_read_beside_an_input_shows(layout):
     """A sum over one column more than there is."""

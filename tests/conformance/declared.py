@@ -63,7 +63,7 @@ class Page:
     # Tools of compute-sanitizer, and what they watch: steps as in `kills`.
     sanitizers: tuple = ()
     sanitized: tuple = ()
-    # Further cases of one tool alone: its name -> cases.
+    # Further steps for one tool alone: its name -> steps.
     sanitized_by: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     # With tensors on a GPU that is not the current one: "right", words of the
     # error, or nothing if the page promises nothing.

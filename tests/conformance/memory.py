@@ -70,6 +70,30 @@ def guarded(shape, dtype, device):
     return memory[GUARD : GUARD + size].view(dtype).view(shape), memory
 
 
+_empty = torch.empty
+_running = []  # of each guarded_allocations that runs, its memories
+
+
+def _allocate(*shape, dtype=None, device=None, like=None):
+    if like is not None:
+        shape = like.shape
+        dtype = dtype or like.dtype
+        device = device or like.device
+    elif len(shape) == 1 and not isinstance(shape[0], int):
+        shape = shape[0]
+    dtype = dtype or torch.get_default_dtype()
+    if not _running:  # a page has kept it, as a part of a plan
+        return _empty(shape, dtype=dtype, device=device)
+    tensor, memory = guarded(shape, dtype, device)
+    _running[-1].append(memory)
+    return tensor
+
+
+def _new_empty(tensor, *shape, **given):
+    like = {"dtype": tensor.dtype, "device": tensor.device}
+    return _allocate(*shape, **like | given)
+
+
 @contextlib.contextmanager
 def guarded_allocations():
     """Put bands around every tensor that the code inside allocates.
@@ -84,38 +108,24 @@ def guarded_allocations():
         if name == "tt.divisibility" and handle.data.flat[0] % values[0]:
             false.append(f"{handle.data.flat[0]} as a multiple of {values[0]}")
 
-    def allocate(*shape, dtype=None, device=None, like=None):
-        if like is not None:
-            shape = like.shape
-            dtype = dtype or like.dtype
-            device = device or like.device
-        elif len(shape) == 1 and not isinstance(shape[0], int):
-            shape = shape[0]
-        dtype = dtype or torch.get_default_dtype()
-        tensor, memory = guarded(shape, dtype, device)
-        memories.append(memory)
-        return tensor
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", allocate)
+        patch.setattr(torch, "empty", _allocate)
         patch.setattr(
-            torch, "empty_like", lambda t, **k: allocate(like=t, **k)
+            torch, "empty_like", lambda t, **k: _allocate(like=t, **k)
         )
         patch.setattr(
-            torch, "zeros", lambda *s, **k: allocate(*s, **k).zero_()
+            torch, "zeros", lambda *s, **k: _allocate(*s, **k).zero_()
         )
-        patch.setattr(
-            torch.Tensor,
-            "new_empty",
-            lambda t, *s, **k: allocate(
-                *s, **{"dtype": t.dtype, "device": t.device} | k
-            ),
-        )
+        patch.setattr(torch.Tensor, "new_empty", _new_empty)
         if not torch.cuda.is_available():
             from triton.runtime.interpreter import TensorHandle
 
             patch.setattr(TensorHandle, "set_attr", claim)
-        yield
+        _running.append(memories)
+        try:
+            yield
+        finally:
+            _running.pop()
     assert not false, f"a kernel takes {false[0]}"
     assert memories, "nothing was allocated"
     for memory in memories:

@@ -164,8 +164,9 @@ class EveryWidth(LayerNorm):
         return at(17, 64, **fields)
 
     def possible(self, case, on_gpu):
-        """Chunks take rows of 16 bytes; words hold float32, and programs that
-        share a row are few. Forced, rows are no wider than a kernel takes."""
+        """Chunks take rows of 16 bytes. Words hold float32, and programs that
+        share a row hold 256 bytes of it in the interpreter. Forced, rows are
+        no wider than every kernel takes."""
         if not super().possible(case, on_gpu):
             return False
         columns, forced = math.prod(case.shape), case.function in PAIRS
