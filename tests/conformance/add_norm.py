@@ -139,7 +139,10 @@ class AddNorm(Operation):
         given = [tensors[name] for name in self.named]
         inputs = dict(zip(self.named, leaves(given, case.wanted), strict=True))
         x, residual, weight, bias = inputs.values()
-        pair = function(x, residual, case.shape, weight, bias, eps=case.eps)
+        options = {"eps": case.eps}
+        if self.share is not None:
+            options["p"] = case.p
+        pair = function(x, residual, case.shape, weight, bias, **options)
         outputs = dict(zip("ys", pair, strict=True))
         found = {name: t.detach() for name, t in outputs.items()}
         used = [n for n in case.used if outputs[n].requires_grad]

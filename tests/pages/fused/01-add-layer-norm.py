@@ -1,8 +1,12 @@
 """What must hold of the page "Add, then normalize"."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import AddNorm, AddNormCase, Page, takes_the_place
+from conformance.add_norm import STREAMS
 
 
 def run(page, M, N, dtype):
@@ -138,3 +142,247 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE = torch.float16, torch.float32
+at = AddNorm.at
+
+
+def given(page, N=40, **more):
+    """x, the residual, the parameters and the gradients that arrive."""
+    case = AddNormCase(shape=(N,), **more)
+    return PAGE.operation.tensors(case, page.DEVICE).values()
+
+
+def y_is_of_the_rounded_sum(load):
+    page = load()
+    x, r, *_ = given(page, dtype=HALF)
+    y, s, *_ = page.forward(x, r, None, None, 1e-5)
+    assert (y - F.layer_norm(s.double(), (40,))).norm() < 2**-11 * y.norm()
+
+
+# Both sides of each step of the formulas.
+STEPS = (1, 31, 512, 1000, 1024, 1025, 2048, 4096, 4104, 8192, 8200, 10240)
+STEPS += (12288, 14336)
+PAGE = Page(
+    __file__,
+    AddNorm(),
+    {"add_layer_norm": lambda page: page.add_layer_norm},
+    # Few programs in the second kernel.
+    quick=(
+        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
+        ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
+    ),
+    forms={
+        # Chunks of 16 columns, so that narrow rows have several, and each
+        # program has several tiles.
+        "small": (
+            ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
+            (
+                "rows = min(1024 // itemsize * warps // chunk, 8)",
+                "rows = min(8 * warps // chunk, 8)",
+            ),
+            (
+                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+                "NUM_SMS = 1",
+            ),
+        ),
+        "wide": (),
+    },
+    cases=(
+        *(at(9, 136, dtype, stream) for dtype, stream in STREAMS),
+        at(1, 14336, HALF, form="wide"),
+        at(1, 7168, form="wide"),
+        # Wider rows: an addition and kernels that stream, with the same rule
+        # of types. In 16 bits PyTorch adds, and rounds, what arrives at s.
+        at(2, 14337, HALF, weight=False, used="y", form="wide"),
+        at(2, 14337, HALF, used="s", form="wide"),
+        at(2, 7200, HALF, SINGLE, dy="columns", form="wide"),
+        at(2, 7200, wanted=(True, True, False, True), form="wide"),
+    ),
+    full=(
+        *(at(1151, N, HALF) for N in STEPS),
+        *(at(301, N, torch.bfloat16) for N in STEPS),
+        *(at(301, (N + 1) // 2) for N in STEPS),
+        *(
+            at(301, N, dtype, stream)
+            for dtype, stream in STREAMS
+            for N in (650, 3000)
+        ),
+        *(
+            at(301, N, dtype, SINGLE)
+            for N in (14337, 20480, 100_003)
+            for dtype in (HALF, SINGLE)
+        ),
+        *(
+            at(301, N, torch.bfloat16, weight=False, used="y")
+            for N in (14337, 20480, 100_003)
+        ),
+    ),
+    repeatable=("add_layer_norm",),
+    repeated=(
+        *(at(2048, N, HALF) for N in (1024, 4608, 12288)),
+        at(512, 20480, HALF),
+    ),
+    trains=("add_layer_norm",),
+    huge=(8192,),
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=(
+        *(at(301, N, HALF, SINGLE) for N in (1000, 10240, 20480)),
+        at(301, 40),
+    ),
+    mutants={
+        "the sum is not rounded": (
+            "(s.to(acc) + r.to(acc)).to(r.dtype)",
+            "s.to(acc) + r.to(acc)",
+        ),
+        "the residual forgotten": ("(s.to(acc) + r.to(acc))", "(s.to(acc))"),
+        "idle lanes in the variance": (
+            "d = tl.where(mask, s.to(acc) - mean, 0)",
+            "d = s.to(acc) - mean",
+        ),
+        "ds forgotten": (
+            "g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)",
+            "g += 0.0",
+        ),
+        "ds of another row": (
+            "tl.load(ds_ptr + at,",
+            "tl.load(ds_ptr + at - start,",
+        ),
+        "c1 dropped": ("(d * c1 + c2)", "c2"),
+        "c2 dropped": ("(d * c1 + c2)", "d * c1"),
+        "w dropped": ("rstd * w.to(acc)", "rstd"),
+        "sums of the last tile": ("(dbs[c] + dy,)", "(dy,)"),
+        "one buffer for all": (
+            "sums_ptr += tl.program_id(0) * 2 * N",
+            "sums_ptr += 0",
+        ),
+        "one tile a program": (
+            "tl.program_id(0) * ROWS, M, tl",
+            "tl.program_id(0) * ROWS, 4, tl",
+        ),
+        "y in the type of s": (
+            "y, plan = torch.empty_like(x)",
+            "y, plan = torch.empty_like(r)",
+        ),
+        "no gradient for the residual": ("zip((dx, dx,", "zip((dx, 0 * dx,"),
+        "gradients with strides of their own": (
+            "t.reshape(s.shape).contiguous()",
+            "t.reshape(s.shape)",
+        ),
+    },
+    kills=(
+        at(40, 24),
+        at(3, 40, HALF, SINGLE),
+        at(3, 24, dy="one number", ds="columns"),
+        y_is_of_the_rounded_sum,
+    ),
+)
+
+
+def test_wider_rows_need_no_pytorch(load, monkeypatch):
+    def refused(*_, **__):
+        raise AssertionError("not a kernel of ours")
+
+    monkeypatch.setattr(F, "layer_norm", refused)
+    page = load("wide")
+    PAGE.operation.run(page.add_layer_norm, at(1, 7200), page.DEVICE)
+
+
+@pytest.mark.parametrize("N", [40, 7200])
+def test_without_a_residual(load, N):
+    page = load("wide")
+    x, _, w, b, dy, _ = given(page, N)
+    found = []
+    for norm in page.add_layer_norm, None:
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        if norm is None:
+            y = F.layer_norm(leaves[0], (N,), *leaves[1:])
+        else:
+            y, s = norm(leaves[0], None, N, *leaves[1:])
+            assert s is leaves[0]
+        found.append((y, *torch.autograd.grad(y, leaves, dy)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_module_loads_what_pytorch_saved(page, bias):
+    options = {"bias": bias, "device": page.DEVICE}
+    takes_the_place(
+        torch.nn.LayerNorm, page.LayerNorm, (4, 6), 1e-3, **options
+    )
+
+
+def test_weight_and_bias_of_two_types(page):
+    x, r, w, b, dy, ds = given(page)
+    w, b = w.half().requires_grad_(), b.double().requires_grad_()
+    y, s = page.add_layer_norm(x, r, 40, w, b)
+    dw, db = torch.autograd.grad((y, s), (w, b), (dy, ds), allow_unused=True)
+    assert (dw.dtype, db.dtype) == (HALF, torch.float64)
+    torch.testing.assert_close(db, dy.double().sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_two_leaves_are_not_one_tensor(page):
+    """A .grad of its own: who clips one must not clip the other."""
+    x, r, *_ = given(page)
+    x, r = x.clone().requires_grad_(), r.clone().requires_grad_()
+    y, s = page.add_layer_norm(x, r, 40)
+    (y.square().sum() + s.sum()).backward()
+    assert torch.equal(x.grad, r.grad)
+    assert x.grad.data_ptr() != r.grad.data_ptr()
+
+
+def test_a_sum_that_changes_before_the_backward_pass(page):
+    x, r, *_ = given(page)
+    y, s = page.add_layer_norm(x.requires_grad_(), r, 40)
+    with torch.no_grad():
+        s.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_formulas_answer_for_every_width(unedited, itemsize):
+    for N in range(1, 28672 // itemsize + 1):
+        plan = unedited.plan_forward(N, itemsize)
+        assert N <= plan["BLOCK"] < 2 * N
+        assert plan["num_warps"] in (1, 2, 4, 8, 16)
+        assert plan["BLOCK"] * itemsize <= 2048 * plan["num_warps"]
+        plan = unedited.plan_backward(N, itemsize)
+        rows, chunk, warps = (
+            plan[key] for key in ("ROWS", "CHUNK", "num_warps")
+        )
+        assert all(v & (v - 1) == 0 for v in (rows, chunk, warps))
+        assert warps in (4, 8) and rows <= 8
+        width = -(-N // chunk) * chunk
+        assert width - N < chunk
+        assert rows * width * itemsize <= 4096 * warps or rows == 1
+        assert 1 <= plan["STAGES"] <= 4
+
+
+def test_both_ways_agree(page):
+    x, r, w, b, *_ = given(page)
+    (y, s, *_), (z, *_) = (
+        page.WAYS[name](x, r, None, w, b) for name in ("triton", "both")
+    )
+    torch.testing.assert_close(y, z)
+    assert torch.equal(s, x + r)
+
+
+def test_the_chain_is_pytorch(page):
+    x, r, w, b, *_ = given(page)
+    y, s = page.chain(x, r, (40,), w, b)
+    assert torch.equal(s, x + r)
+    assert torch.equal(y, F.layer_norm(s, (40,), w, b))
+
+
+def test_script_runs_alone(output):
+    assert "y is right: True" in output
+    assert output.count(": right") == 2
+    assert output.count("Timing needs a GPU") == 3
+
+
+def test_exercise(page, output):
+    assert not page.exercise_1(page._sum_of_three)
+    assert page.exercise_1(page._sum_of_three_1)
+    assert output.count("0 sums are wrong") == 2  # 120 of the stub

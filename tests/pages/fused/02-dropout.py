@@ -1,8 +1,13 @@
 """What must hold of the page "Dropout without a mask"."""
 
+import functools
+
+import pytest
 import torch
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import AddNorm, AddNormCase, Mistake, Page
+from conformance.add_norm import STREAMS
 
 
 def run(page, M, N, dtype):
@@ -89,3 +94,259 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE = torch.float16, torch.float32
+SEED = 2**40 + 1
+
+
+def share(case, device):
+    """What each element is multiplied by: shown by an x of 1."""
+    M, N = (torch.Size(s).numel() for s in (case.lead, case.shape))
+    kept = share_of(M, N, case.p, str(device))
+    return kept.reshape(case.lead + case.shape)
+
+
+@functools.cache
+def share_of(M, N, p, device):
+    if p == 1:
+        return torch.zeros(M, N, dtype=torch.float64, device=device)
+    p = round(p * 2**32) / 2**32  # compared with 32 bits
+    return PAGE.load().kept(M, N, p, SEED) / (1 - p)
+
+
+def at(M, N, dtype=SINGLE, stream=None, p=0.25, **more):
+    return AddNorm.at(M, N, dtype, stream, p=p, **more)
+
+
+# Both sides of each step of the formulas.
+STEPS = (1, 31, 512, 1000, 1024, 1025, 2048, 4096, 4104, 8191, 8192)
+PAGE = Page(
+    __file__,
+    AddNorm(share=share, more=(("p", (0.25, 0.0, 0.999, 1.0)),)),
+    {
+        "dropout_add_layer_norm": lambda page: functools.partial(
+            page.dropout_add_layer_norm, seed=SEED
+        )
+    },
+    # Few programs in the last kernel.
+    quick=(
+        ("* 16 + tl.arange(0, 16)", "* 256 + tl.arange(0, 256)"),
+        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
+    ),
+    forms={
+        # Chunks of 16 columns, so that narrow rows have several, and each
+        # program has several tiles.
+        "small": (
+            ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
+            (
+                "rows = min(1024 // itemsize * warps // chunk, 8)",
+                "rows = min(8 * warps // chunk, 8)",
+            ),
+            (
+                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+                "NUM_SMS = 1",
+            ),
+        ),
+        "wide": (),
+    },
+    cases=(at(1, 8192, HALF, form="wide"), at(5, 40, form="wide")),
+    full=(
+        *(at(1151, N, HALF) for N in STEPS),
+        *(at(301, N, torch.bfloat16) for N in STEPS),
+        *(at(301, (N + 1) // 2) for N in STEPS),
+        *(
+            at(301, N, dtype, stream)
+            for dtype, stream in STREAMS
+            for N in (650, 2000)
+        ),
+        *(at(301, 1000, HALF, p=p) for p in (0.0, 0.999, 1.0)),
+    ),
+    mistakes=(
+        *(
+            Mistake(
+                ValueError,
+                f"p is {p}",
+                lambda ones, p=p: (ones(2, 8), ones(2, 8), 8, None, None, p),
+            )
+            for p in (1.5, float("nan"))
+        ),
+        Mistake(
+            ValueError,
+            "8193 .*16 KB",
+            lambda ones: (ones(1, 8193).half(), ones(1, 8193).half(), 8193),
+        ),
+    ),
+    repeatable=("dropout_add_layer_norm",),
+    repeated=tuple(at(1024, N, HALF, p=0.1) for N in (1000, 4096, 8192)),
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=(at(301, 1000, HALF), at(301, 4096, HALF), at(301, 40)),
+    mutants={
+        "no scale": ("x * scale, 0)", "x, 0)"),
+        "another mask in the backward pass": (
+            "g = _dropout(g, seed,",
+            "g = _dropout(g, seed + 1,",
+        ),
+        "rows of a tile alike": (
+            "g = _dropout(g, seed, row,",
+            "g = _dropout(g, seed, row * 0 + first,",
+        ),
+        "the bits of the first chunk": (
+            "_dropout(g, seed, row, c,",
+            "_dropout(g, seed, row, 0,",
+        ),
+        "the gradient of x is not dropped": (
+            "            g = _dropout(g, seed, row, c, DROP)\n",
+            "",
+        ),
+        "ds forgotten": (
+            "g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)",
+            "g += 0.0",
+        ),
+        "dropped after the sum": (
+            "_dropout(x.to(acc), seed, row, 0, DROP) + r.to(acc)",
+            "_dropout(x.to(acc) + r.to(acc), seed, row, 0, DROP)",
+        ),
+        "y in the type of s": (
+            "y, s, plan = torch.empty_like(x)",
+            "y, s, plan = torch.empty_like(r)",
+        ),
+        "dx in the type of s": (
+            "torch.empty_like(s, dtype=kind)",
+            "torch.empty_like(s)[..., :1]",
+        ),
+        "one buffer for all": (
+            "sums_ptr += tl.program_id(0) * 2 * N",
+            "sums_ptr += 0",
+        ),
+        "gradients with strides of their own": (
+            "t.reshape(s.shape).contiguous()",
+            "t.reshape(s.shape)",
+        ),
+    },
+    kills=(
+        at(20, 40),
+        at(3, 40, HALF, SINGLE),
+        at(3, 24, dy="one number", ds="columns"),
+    ),
+)
+
+
+def given(page, M=4, N=40):
+    case = AddNormCase(lead=(M,), shape=(N,))
+    tensors = PAGE.operation.tensors(case, page.DEVICE)
+    return tensors["x"], tensors["residual"], N
+
+
+def test_everything_dropped(page):
+    x, residual, N = given(page)
+    x[0, 0] = float("inf")
+    _, s = page.dropout_add_layer_norm(x, residual, N, p=1)
+    assert torch.equal(s, residual)
+
+
+@pytest.mark.parametrize("off", [{"p": 0}, {"training": False}])
+def test_nothing_dropped(page, off):
+    x, residual, N = given(page)
+    y, s = page.dropout_add_layer_norm(x, residual, N, **off)
+    assert torch.equal(s, x + residual)
+    x.requires_grad_(), residual.requires_grad_()
+    y, s = page.dropout_add_layer_norm(x, residual, N, **off)
+    dx, dr = torch.autograd.grad((y + s).sum(), (x, residual))
+    assert torch.equal(dx, dr)
+
+
+def test_two_calls_differ_and_a_seed_of_torch_repeats_them(page):
+    x, residual, N = given(page)
+
+    def sums():
+        return [page.dropout_add_layer_norm(x, residual, N)[1] for _ in "12"]
+
+    torch.manual_seed(3)
+    first, second = sums()
+    torch.manual_seed(3)
+    again = sums()
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again[0]) and torch.equal(second, again[1])
+
+
+def test_a_seed_that_is_given_leaves_the_generator_alone(page):
+    x, residual, N = given(page)
+    for more in {"seed": 3}, {"training": False}, {"p": 0}, {"p": 1}:
+        state = torch.get_rng_state()
+        page.dropout_add_layer_norm(x, residual, N, **more)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_checkpoint_repeats_its_mask(page):
+    x, residual, N = given(page)
+    x.requires_grad_()
+
+    def f(x):
+        return page.dropout_add_layer_norm(x, residual, N)[1]
+
+    s = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)
+    s.sum().backward()
+    assert torch.equal(x.grad != 0, s != residual)
+
+
+def test_seeds(page):
+    seeds = (0, 1, 16, 2**31, 2**32, 2**32 + 1, 2**62)
+    masks = [page.kept(8, 128, 0.5, seed) for seed in seeds]
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert not torch.equal(mask, other)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.25, 0.5])
+def test_share_and_neighbors(page, p):
+    M, N = (4096, 8192) if page.ON_GPU else (32, 2048)
+    mask = page.kept(M, N, p, seed=12)
+    sigma = (p * (1 - p) / mask.numel()) ** 0.5
+    assert abs(mask.mean() - (1 - p)) < 4 * sigma
+    for other in (
+        *(mask.roll(by, 1) for by in (1, 2, 3, 4)), mask.roll(1, 0),
+    ):  # fmt: skip
+        assert abs((mask * other).mean() - (1 - p) ** 2) < 5 * sigma
+    for dim, size in (0, M), (1, N):
+        spread = (p * (1 - p) / size) ** 0.5
+        largest = (mask.mean(dim) - (1 - p)).abs().max()
+        assert largest < 6 * spread + 4 / size
+
+
+def test_the_mask_depends_on_seed_row_and_column_only(page):
+    mask = page.kept(5, 96, 0.5, 7)
+    assert torch.equal(mask[:3, :50], page.kept(3, 50, 0.5, 7))
+    ones = torch.ones(5, 96, device=page.DEVICE)
+    alone = page.drop(ones, 0.5, 7)
+    assert torch.equal(alone != 0, mask != 0)
+
+
+@pytest.mark.parametrize("four", [True, False])
+def test_dropout_alone(page, four):
+    x = torch.rand(3, 3000, device=page.DEVICE) + 1
+    y = page.drop(x, 0.25, 5, four)
+    assert abs((y != 0).float().mean() - 0.75) < 0.03
+    torch.testing.assert_close(y, torch.where(y != 0, x / 0.75, 0))
+
+
+def test_script_runs_alone(output):
+    assert output.count("expected 0.562") == 2
+    assert output.count(": right") == 2
+    assert output.count("Timing needs a GPU") == 3
+
+
+def test_exercise(output):
+    assert "each time: True - none in evaluation: False" in output
+    assert "each time: True - none in evaluation: True" in output
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(page):
+    """A position of 32 bits would repeat the mask."""
+    M, N = 2**31 // 8192 + 5, 8192
+    x = torch.ones(M, N, dtype=HALF, device="cuda")
+    _, s, *_ = page.forward(x, torch.zeros_like(x), None, None, 1e-5, 0.5, 9)
+    for rows in slice(0, 64), slice(M - 64, M):
+        assert 0.49 < (s[rows] != 0).double().mean() < 0.51
+    assert not torch.equal(s[:5], s[-5:])

@@ -1,8 +1,14 @@
 """What must hold of the page "A function as a constant"."""
 
+import dataclasses
+
+import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
+from conformance import LayerNorm, Mistake, Page
+from conformance.operation import DTYPES
 
 
 def run(page, M, N, dtype):
@@ -97,3 +103,267 @@ KERNELS = Kernels(
         ),
     },
 )
+
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+NAMES = "silu", "gelu", "gelu_tanh"
+at = LayerNorm.at
+
+
+class SumsOfOneType(LayerNorm):
+    """Both sums are stored in the type of w, or without w in that of x; so db
+    may be rounded to it on the way to its own."""
+
+    def exact(self, case, tensors, found):
+        every = super().exact(case, tensors, found)
+        x, weight, bias = (tensors[name] for name in self.named)
+        stored = x.dtype if weight is None else weight.dtype
+        if "dbias" in every and bias.dtype != stored:
+            every["dbias"] = dataclasses.replace(
+                every["dbias"], before=(stored,)
+            )
+        return every
+
+
+def of_identity(page):
+    """A plain layer norm."""
+    from activations import identity
+
+    def norm(x, shape, weight=None, bias=None, eps=1e-5):
+        given = x, shape, weight, bias, identity
+        return page.activation_layer_norm(*given, eps=eps)
+
+    return norm
+
+
+def compare(page, name, M, N, dtype, weight=True, bias=True):
+    """Against PyTorch in float64; the name of an activation, or sigmoid."""
+    from activations import sigmoid
+
+    ours = sigmoid if name == "sigmoid" else name
+    theirs = torch.sigmoid if name == "sigmoid" else page.TORCH[name]
+    given = [t.detach() for t in page.inputs(M, N, dtype)]
+    given[0] = 3 * given[0]
+
+    def results(norm, kind):
+        x, w, b, dy = (t.to(kind) for t in given)
+        leaves = [x, *[w] * weight, *[b] * bias]
+        for t in leaves:
+            t.requires_grad_()
+        y = norm(x, w if weight else None, b if bias else None)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    found = results(
+        lambda x, w, b: page.activation_layer_norm(x, N, w, b, ours), dtype
+    )
+    expected = results(
+        lambda x, w, b: F.layer_norm(theirs(x), (N,), w, b), DOUBLE
+    )
+    unit = torch.finfo(dtype).eps / 2
+    factor = {SINGLE: 32, DOUBLE: 64}.get(dtype, 1)
+    if dtype == torch.bfloat16 and not page.ON_GPU:
+        factor = 2  # the interpreter cuts
+    # One column has no slope: dx is what rounding leaves of dy times rstd.
+    wide = torch.finfo(torch.promote_types(dtype, SINGLE)).eps
+    rest = wide * 1e5**0.5 * given[3].double().norm() * (N == 1)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        limit = 1.1 * factor * unit * want.norm() + rest
+        error = (got - want).norm()
+        assert error <= limit, f"{error:.1e} > {limit:.1e}, {N} columns"
+
+
+def silu_in_many_tiles(load):
+    compare(load(), "silu", 41, 23, SINGLE)
+
+
+def an_activation_of_0_that_is_not_0(load):
+    compare(load(), "sigmoid", 3, 23, SINGLE)
+
+
+PAGE = Page(
+    __file__,
+    SumsOfOneType(),
+    {"identity": of_identity},
+    # Few programs in the last kernel.
+    quick=(
+        ("* 16 + tl.arange(0, 16)", "* 256 + tl.arange(0, 256)"),
+        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
+    ),
+    forms={
+        # Chunks of 16 columns, so that narrow rows have several, and each
+        # program has several tiles.
+        "small": (
+            ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
+            (
+                "rows = 512 // itemsize * warps // chunk",
+                "rows = 4 * warps // chunk",
+            ),
+            (
+                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
+                "NUM_SMS = 1",
+            ),
+        ),
+        "wide": (),
+    },
+    cases=(at(1, 8192, HALF, form="wide"), at(5, 72)),
+    mistakes=(
+        Mistake(
+            ValueError, "4097 .*16 KB", lambda ones: (ones(2, 4097), 4097)
+        ),
+    ),
+    repeatable=("identity",),
+    repeated=tuple(at(1101, N, HALF) for N in (1000, 3072, 8192)),
+    huge=(8192,),
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=(at(301, 1000, HALF), at(301, 4096, HALF), at(301, 40)),
+    mutants={
+        "idle lanes in the mean": (
+            "held += (tl.where(mask, a, 0),)",
+            "held += (a,)",
+        ),
+        "idle lanes in the variance": (
+            "d = tl.where(mask, held[c] - mean, 0)",
+            "d = held[c] - mean",
+        ),
+        "no slope": ("(d * c1 + c2)) * slope", "(d * c1 + c2))"),
+        "c1 dropped": ("(d * c1 + c2)", "c2"),
+        "c2 dropped": ("(d * c1 + c2)", "d * c1"),
+        "x in place of its function": (
+            "d, dy = a - mean, dys",
+            "d, dy = xs[c].to(acc) - mean, dys",
+        ),
+        "sums of the last tile": ("(dbs[c] + dy,)", "(dy,)"),
+        "one buffer for all": (
+            "sums_ptr += tl.program_id(0) * 2 * N",
+            "sums_ptr += 0",
+        ),
+        "the slope of a sigmoid": (
+            "return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))\n\n\n"
+            "report(",
+            "return x * sigmoid, sigmoid * (1 - sigmoid)\n\n\nreport(",
+        ),
+        "dy with strides of its own": (
+            "dy.reshape(x.shape).contiguous()",
+            "dy.reshape(x.shape)",
+        ),
+    },
+    kills=(
+        silu_in_many_tiles,
+        an_activation_of_0_that_is_not_0,
+        at(3, 24, dy="one number"),
+    ),
+)
+ACTIVATION = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@ACTIVATION
+def test_activations(page, name, dtype):
+    compare(page, name, 5, 45, dtype)
+
+
+def test_an_activation_of_0_that_is_not_0(page):
+    compare(page, "sigmoid", 3, 70, SINGLE)
+
+
+def test_the_widest_row(load):
+    compare(load("wide"), "silu", 1, 8192, HALF)
+
+
+def test_an_activation_that_is_not_there_is_named(page):
+    x = torch.ones(2, 8, device=page.DEVICE)
+    with pytest.raises(ValueError, match="relu is none of"):
+        page.activation_layer_norm(x, 8, activation="relu")
+
+
+@ACTIVATION
+def test_value_and_slope_far_out(page, name):
+    count = 2048 if page.ON_GPU else 64
+    near = torch.linspace(-50, 50, count, dtype=DOUBLE)
+    far = torch.tensor([-1e30, -1e4, -90.0, -43.1, 20.1, 90.0, 1e4, 1e30])
+    x = torch.cat([near, far.double()]).requires_grad_()
+    want = page.TORCH[name](x)
+    (slope_of,) = torch.autograd.grad(want.sum(), x)
+    slope_of = slope_of.nan_to_num(0, 0, 0)
+    x = x.detach().float().to(page.DEVICE)
+    slope = torch.empty_like(x)
+    y = page.apply(x, page.ACTIVATIONS[name], slope)
+    # A GPU approximates powers.
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    if page.ON_GPU:
+        close = {"rtol": 2e-5, "atol": 2e-6}
+    for got, expected in (y, want.detach()), (slope, slope_of):
+        torch.testing.assert_close(got.double().cpu(), expected, **close)
+
+
+@ACTIVATION
+def test_nan_stays_nan(page, name):
+    x = torch.tensor([1.0, float("nan"), 2.0, 3.0], device=page.DEVICE)
+    y = page.apply(x, page.ACTIVATIONS[name])
+    assert y.isnan().tolist() == [False, True, False, False]
+
+
+def test_plain_and_fast_agree(page):
+    x = torch.linspace(-20, 20, 999, device=page.DEVICE)
+    slopes = torch.empty(2, 999, device=page.DEVICE)
+    y = page.apply(x, page._silu_plain, slopes[0])
+    torch.testing.assert_close(page.apply(x, page._silu, slopes[1]), y)
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_formulas_answer_for_every_width(unedited, itemsize):
+    page = unedited
+    for N in range(1, 16384 // itemsize + 1):
+        for rule in page.plan_forward, page.plan_backward:
+            plan = rule(N, itemsize)
+            rows, chunk, warps = (
+                plan[key] for key in ("ROWS", "CHUNK", "num_warps")
+            )
+            assert all(v & (v - 1) == 0 for v in (rows, chunk, warps))
+            assert 2 <= warps <= 16 and rows >= 1
+            width = -(-N // chunk) * chunk
+            assert width - N < chunk
+            if rule is page.plan_forward and N * itemsize > 512:
+                # 60 columns of 16 bits a thread
+                assert width * itemsize <= 3840 * warps
+                # Of wide rows at most a ninth of the lanes are idle, or one
+                # chunk of 1 KB.
+                idle = (width - N) * itemsize
+                assert N * itemsize <= 2048 or (
+                    8 * idle <= N * itemsize or idle < 1024
+                )
+            assert 1 <= plan.get("STAGES", 1) <= 4
+
+
+def test_script_runs_alone(output):
+    assert "SiLU is right: True" in output
+    assert output.count(": right") == 3
+    assert output.count("Timing needs a GPU") == 4
+
+
+def test_exercise(output):
+    assert output.count("dx is right: False") == 1  # the stub
+    assert output.count("dx is right: True") == 1
+
+
+STEPS = (1, 31, 512, 768, 1000, 1024, 1536, 1544, 3072, 3080, 4096, 6152)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [*STEPS, 7168, 7281, 8191, 8192])
+@ACTIVATION
+def test_activations_at_full_size(page, name, N):
+    """Both sides of each step of the formulas."""
+    compare(page, name, 1101, N, HALF)
+    compare(page, name, 301, N, torch.bfloat16)
+    compare(page, name, 301, (N + 1) // 2, SINGLE)
+    compare(page, name, 301, (N + 3) // 4, DOUBLE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1000, 8192])
+def test_without_parameters(page, N):
+    for weight, bias in (True, False), (False, True), (False, False):
+        compare(page, "silu", 301, N, HALF, weight, bias)
