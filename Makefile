@@ -28,7 +28,7 @@ BUILD = PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 	$(PY) -m translation.build
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview translations serve test test-all proof test-gpu test-triton-versions record linkcheck bench-build lighthouse screenshot \
+.PHONY: help html preview translations serve test test-all proof test-gpu test-triton-versions record linkcheck lighthouse screenshot \
 	lint cells lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
@@ -69,13 +69,12 @@ proof: test-tools
 	trap "kill $$beside 2>/dev/null" EXIT INT TERM; \
 	FIGURES=recorded $(BUILD) || exit 1; \
 	$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadgroup \
-		--no-loadscope-reorder --ignore tests/gpu \
+		--no-loadscope-reorder \
 		$(BESIDE:%=--ignore %) tests; status=$$?; \
 	wait $$beside || status=$$?; cat docs/_build/beside.log; exit $$status
 
 test-gpu: run-tools  ## the checks that need a GPU
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/gpu \
-		tests/test_conformance.py tests/pages
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/test_conformance.py tests/pages
 
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)
@@ -90,9 +89,6 @@ linkcheck: site-tools  ## check links to other sites (needs the network)
 
 screenshot: test-tools  ## take the picture of the README anew, of the built site
 	@PYTHONPATH=docs/_ext $(PY) tests/screenshot.py
-
-bench-build: site-tools  ## measure the build's budgets
-	@PYTHONPATH=docs/_ext $(PY) tests/bench_build.py
 
 lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
 	@PYTHONPATH=tests:docs/_ext $(PY) tests/bench_lighthouse.py $(PAGES)

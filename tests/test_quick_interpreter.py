@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-import layer_norm_cases as cases
 import quick_interpreter
+from conformance import LayerNorm
 from tutorial import load
 
 if torch.cuda.is_available():
@@ -33,10 +33,11 @@ def both():
 def test_a_norm_has_the_same_bits(both, N, dtype):
     """This page has a reduction of its own."""
     page = load("layer-norm/06-unaligned-rows")
-    case = cases.Case((2,), (N,), dtype)
-    given = case.tensors(page.DEVICE)
-    slow, quick = both(lambda: cases.gradients(page.layer_norm, case, *given))
-    assert all(map(torch.equal, slow, quick))
+    operation, case = LayerNorm(), LayerNorm.at(2, N, dtype)
+    given = operation.tensors(case, page.DEVICE)
+    slow, quick = both(lambda: operation.results(page.layer_norm, case, given))
+    assert list(slow) == list(quick) == ["y", "dx", "dweight", "dbias"]
+    assert all(map(torch.equal, slow.values(), quick.values()))
 
 
 @triton.jit

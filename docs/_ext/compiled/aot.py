@@ -178,10 +178,7 @@ def _compiled(call):
         name: getattr(torch, value) if name == "dtype" else value
         for name, value in call.values.items()
     }
-    if call.run.isidentifier():
-        getattr(declared.loaded(call.tutorial), call.run)(module, **values)
-    else:
-        exec(call.run, module.__dict__ | values)
+    getattr(declared.loaded(call.tutorial), call.run)(module, **values)
     if call.last:
         launched = {kernel: (kernel, *more) for kernel, *more in launched}
         launched = launched.values()

@@ -2,6 +2,7 @@
 processes that run them: gloo without a GPU, NCCL with."""
 
 import functools
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -9,7 +10,6 @@ import traceback
 from itertools import accumulate, pairwise
 
 import torch
-import torch._dynamo  # collectives import it late: once is enough
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -32,10 +32,12 @@ def run(world, function, *args, replace=()):
     start = "spawn" if torch.cuda.is_available() else "fork"
     context = multiprocessing.get_context(start)
     loaded(replace)  # before a fork: once for all ranks
+    importlib.import_module("torch._dynamo")  # collectives import it late
+
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             given = rank, world, folder, replace, theirs, function, args
             processes.append(context.Process(target=_be, args=given))
             processes[-1].start()
@@ -59,6 +61,9 @@ def _be(rank, world, folder, replace, pipe, function, args):
         page.WORLD = world
         page.join(rank, f"file://{folder}/ranks")
         pipe.send(function(page, *args))
+        # Who leaves early breaks the connections that others still make: all
+        # stay until each has answered, and are ended then.
+        pipe.poll(LIMIT)
     except Exception:
         pipe.send(traceback.format_exc())
     pipe.close()
@@ -247,21 +252,27 @@ def peers(page, M, N):
     return found
 
 
-def on_gpus(page):
-    """Everything that is asked of GPUs, for processes start slowly there."""
-    found = {"graphs": {}, "bits": {}, "errors": {}}
+def everything(page):
+    """What the ranks of one set try; more on GPUs. Once for all tests, for
+    processes start slowly."""
+    found = {"errors": {}}
+    M, N = (515, 2000) if page.ON_GPU else (5, 20)
+    widths = (64, 4096, 16384, 32768) if page.ON_GPU else (N,)
     for shard in SHARDS:
         for how in SPLITS:
-            key = shard, how, 2000, "float32"
-            found["errors"][key] = errors(page, shard, how, 515, 2000)
-        for N in 64, 4096, 16384, 32768:
+            key = shard, how, N, torch.float32
+            found["errors"][key] = errors(page, shard, how, M, N)
+        split = "even" if page.ON_GPU else "uneven"
+        for width in widths:
             for dtype in torch.bfloat16, torch.float16, torch.float32:
-                key = shard, "even", N, str(dtype).removeprefix("torch.")
-                given = page, shard, "even", 515, N, dtype
+                key = shard, split, width, dtype
+                given = page, shard, split, M, width, dtype
                 found["errors"][key] = errors(*given)
-        given = page, shard, "uneven", 515, 2000
+        given = page, shard, "uneven", M, N
         found["errors"][shard, "mean"] = errors(*given, mean=1e4)
-        found["graphs"][shard] = graphs(page, shard, 512, 4096)
-        found["bits"][shard] = bits(page, shard, 512, 4096, 100)
-    found["peers"] = peers(page, 512, 4096)
+    if page.ON_GPU:
+        for shard in SHARDS:
+            found["graphs", shard] = graphs(page, shard, 512, 4096)
+            found["bits", shard] = bits(page, shard, 512, 4096, 100)
+        found["peers"] = peers(page, 512, 4096)
     return found
