@@ -39,7 +39,7 @@ extensions = [
     "page.figures",
     "page.formulas",
     "page.head",
-    "page.loads",
+    "page.loaded_files",
     "page.moving",
     "page.pictures",
     "page.search",

@@ -47,7 +47,7 @@ SLOWEST = (
     *(
         "test_downloads.py",
         "test_environment.py",
-        "test_moving.py",
+        "test_two_stages.py",
         "test_xray.py",
     ),
     *("test_controls.py", "test_counters.py", "test_sections.py"),
@@ -144,7 +144,7 @@ def memory():
 def load(request):
     """load(form="") gives the page of a file in tests/pages: in the
     interpreter with its quick edits and a form's, on a GPU as it is."""
-    from conformance.declared import loader
+    from conformance.page_files import loader
 
     return loader(request.module.PAGE)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conformance import on_gpu
-from conformance.declared import loader, pages
 from conformance.operation import describe, run
+from conformance.page_files import loader, pages
 
 try:
     import hypothesis

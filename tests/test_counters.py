@@ -135,57 +135,17 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def missing(site):
-    """Everything is measured where there is no ncu."""
+    """Everything is measured where there is no ncu; then ncu may count."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "which", lambda _: None)
-        return site.measure(), site.recorded()
-
-
-def test_without_ncu_the_recording_says_so(missing):
-    problems, recorded = missing
-    assert problems == []
-    assert list(recorded) == ["seconds", "hits", "traffic"]
-    for name in ("hits", "traffic"):
-        assert recorded[name]["reason"] == (
-            "ncu, the profiler Nsight Compute, is missing"
-        )
-        assert recorded[name]["environment"]["ncu"] == "not found"
-    assert "reason" not in recorded["seconds"]
-    assert "ncu" not in recorded["seconds"]["environment"]
-
-
-def numbers(benchmark):
-    """{(N, provider): (median, low, high)}"""
-    return {
-        (row["N"], row["provider"]): tuple(row[v] for v in recording.VALUES)
-        for row in benchmark["rows"]
-    }
-
-
-NONE = (None,) * 3
-
-
-def test_without_ncu_all_is_there_but_what_it_knows(missing):
-    _, recorded = missing
-    assert set(numbers(recorded["hits"]).values()) == {NONE}
-    assert numbers(recorded["traffic"]) == {
-        (n, provider): (1.0, 1.0, 1.0) if provider == "hand" else NONE
-        for n in (8, 16)
-        for provider in ("triton", "torch", "hand")
-    }
-    assert numbers(recorded["seconds"])[8, "torch"] == (8.0, 4.0, 16.0)
-    assert recorded["traffic"]["args"] == {
-        "counter": "dram__bytes_read.sum",
-        "M": 1,
-    }
-
-
-def test_what_ncu_may_count_now_is_stale(site, missing):
-    (page,) = site.pages()
-    reason = "ncu, the profiler Nsight Compute, is missing"
-    assert page.why == f"hits was not counted: {reason}"
-    (page,) = site.pages(same_machine=True)
-    assert page.why == "ncu was not found, is 2099.1.0.0"
+        done = site.measure(), site.recorded()
+    assert [page.why for page in site.pages()] == [
+        "hits was not counted: " + MISSING
+    ]
+    assert [page.why for page in site.pages(same_machine=True)] == [
+        "ncu was not found, is 2099.1.0.0"
+    ]
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -196,15 +156,51 @@ def refused(site, missing):
         return site.measure(), site.recorded()
 
 
-def test_without_permission_the_recording_says_so(refused):
-    problems, recorded = refused
+NONE = (None,) * 3
+BY_HAND = (1.0,) * 3
+MISSING = "ncu, the profiler Nsight Compute, is missing"
+
+
+def numbers(benchmark):
+    """{(N, provider): (median, low, high)}"""
+    return {
+        (row["N"], row["provider"]): tuple(row[v] for v in recording.VALUES)
+        for row in benchmark["rows"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("run", "reason", "ncu"),
+    [
+        ("missing", MISSING, "not found"),
+        (
+            "refused",
+            "ncu may not read this GPU's counters (ERR_NVGPUCTRPERM)",
+            "2099.1.0.0",
+        ),
+    ],
+)
+def test_where_ncu_counts_nothing_the_recording_says_so(
+    run, reason, ncu, request
+):
+    """And all is there but what only ncu knows."""
+    problems, recorded = request.getfixturevalue(run)
     assert problems == []
+    assert list(recorded) == ["seconds", "hits", "traffic"]
     for name in ("hits", "traffic"):
-        assert recorded[name]["reason"] == (
-            "ncu may not read this GPU's counters (ERR_NVGPUCTRPERM)"
-        )
-        assert recorded[name]["environment"]["ncu"] == "2099.1.0.0"
-    assert numbers(recorded["traffic"])[8, "hand"] == (1.0, 1.0, 1.0)
+        assert recorded[name]["reason"] == reason
+        assert recorded[name]["environment"]["ncu"] == ncu
+    assert "reason" not in recorded["seconds"]
+    assert "ncu" not in recorded["seconds"]["environment"]
+    assert set(numbers(recorded["hits"]).values()) == {NONE}
+    assert numbers(recorded["traffic"]) == {
+        (n, provider): BY_HAND if provider == "hand" else NONE
+        for n in (8, 16)
+        for provider in ("triton", "torch", "hand")
+    }
+    assert numbers(recorded["seconds"])[8, "torch"] == (8.0, 4.0, 16.0)
+    args = {"counter": "dram__bytes_read.sum", "M": 1}
+    assert recorded["traffic"]["args"] == args
 
 
 @pytest.fixture(scope="module")

@@ -49,32 +49,30 @@ def test_one_gpu_is_not_enough(project):
 
 
 @pytest.fixture(scope="module")
-def measured(project):
+def recorded(project):
     status, said = project.make_record(gpus=3)
     assert status == 0, said
     return project.recorded()["benchmarks"]
 
 
-def test_what_they_share_is_not_compiled_in_advance(project, measured):
+def test_what_they_share_is_not_compiled_in_advance(project, recorded):
     assert len(project.points()) == 2 * 3 + 2 * 3
     assert not project.points("compiled")
 
 
-def test_ranks_that_are_not_there_are_a_gap(measured):
-    gaps = {
-        r["ranks"]: r["median"] is None for r in measured["triple"]["rows"]
-    }
-    assert gaps == {2: False, 3: False, 8: True}
-
-
-def test_what_they_are_is_recorded(measured):
+def test_what_they_are_is_recorded(recorded):
     """Of those that are measured, not of all that are there."""
     both = ("double", 2, "NV99"), ("triple", 3, "NV99 and PHB")
     for name, count, link in both:
-        its = measured[name]["environment"]
+        its = recorded[name]["environment"]
         assert its["gpus"] == count * ["NVIDIA Stand-in 100"]
         assert its["link"] == link
         assert its["nccl"].split()[0] == "2.99.1"
+    # Ranks that are not there are a gap.
+    assert {
+        (row["ranks"], row["median"] is None)
+        for row in recorded["triple"]["rows"]
+    } == {(2, False), (3, False), (8, True)}
 
 
 @pytest.mark.parametrize(
@@ -95,11 +93,8 @@ def test_links_are_those_of_the_gpus_in_use(
     monkeypatch.setenv("PATH", str(HERE / "stand_in"), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert environment.link(count) == found
-
-
-def test_no_table_of_links(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment.link(2) == "unknown"
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi
+    assert environment.link(count) == "unknown"
 
 
 def test_settings_of_nccl_are_told(monkeypatch):
@@ -113,18 +108,27 @@ def test_settings_of_nccl_are_told(monkeypatch):
     assert "DEBUG" not in environment.nccl()
 
 
+def measured(told, **more):
+    return replay.Measured(
+        name="double",
+        gpu=GPU,
+        environment=ENVIRONMENT | {"gpu": "A"} | told,
+        unit="µs",
+        x_names=["N"],
+        names={"triton": "Triton"},
+        method="By hand.",
+        rows=rows(),
+        **more,
+    )
+
+
 def test_the_passport_shows_it():
-    said = {}
-    for linked in {}, LINKED:
-        found = replay.Measured(
-            *("double", GPU, ENVIRONMENT | {"gpu": "A"} | linked, "µs"),
-            *({"ranks": 2}, ["N"], {"triton": "Triton"}, "By hand.", rows()),
-            live=True,
-        )
-        said[bool(linked)] = figures.passport(NAME, found)
-    assert ":GPUs: A, A; linked by NV99; NCCL 2.99.1\n" in said[True]
-    assert ":GPUs:" not in said[False]
-    assert "ranks \\= 2" in said[True]
+    args = {"ranks": 2}
+    said = figures.passport(NAME, measured(LINKED, args=args, live=True))
+    assert ":GPUs: A, A; linked by NV99; NCCL 2.99.1\n" in said
+    assert "ranks \\= 2" in said
+    said = figures.passport(NAME, measured({}, args=args, live=True))
+    assert ":GPUs:" not in said
 
 
 def test_what_a_recording_says_is_no_markup():
@@ -132,10 +136,7 @@ def test_what_a_recording_says_is_no_markup():
     link = "`x <javascript:f()>`_"
     told = dict.fromkeys(ENVIRONMENT, link) | LINKED | {"gpu": link}
     told |= {"date": "2026-01-02", "checks_passed": 7, "link": link}
-    found = replay.Measured(
-        *("double", GPU, told, "µs", {"counter": link}, ["N"]),
-        *({"triton": "Triton"}, "By hand.", rows(), link),
-    )
+    found = measured(told, args={"counter": link}, reason=link)
     said = figures._said(NAME, [found, found])
     assert said.count("javascript") > 20
     assert "`x <javascript" not in said.replace("\\`", "")
@@ -164,7 +165,7 @@ def test_how_many_a_page_needs(tmp_path, code, count):
     assert gpus.needed(tmp_path / "page.py") == count
 
 
-def test_a_build_on_fewer_gpus_shows_what_was_recorded(project, measured):
+def test_a_build_on_fewer_gpus_shows_what_was_recorded(project, recorded):
     conf = project.root / "conf.py"
     conf.write_text(conf.read_text().replace("nvidia-h200", GPU))
     done = project.build_on(1)

@@ -92,21 +92,16 @@ def test_nothing_runs_on(project, interrupted):
     assert not left
 
 
-def test_it_says_first_what_it_will_measure_and_why(interrupted):
+def test_it_says_what_it_will_measure_and_how_far_it_is(interrupted):
     lines = interrupted[1].splitlines()
     assert lines[:2] == [f"{name}: not measured yet" for name in NAMES]
     assert all("2 GPU checks passed, 1 skipped" in li for li in lines[2:4])
     assert "compiling 2 pages first, in " in lines[4]
-
-
-def test_it_says_after_each_benchmark_how_far_it_is(interrupted):
-    lines = [
-        line for line in interrupted[1].splitlines() if "points in" in line
-    ]
-    assert len(lines) == 3
-    assert lines[-1].startswith("02-double: double: 6 points in ")
-    assert "; 18 of 24 points, " in lines[-1]
-    assert lines[-1].endswith(" left")
+    done = [line for line in lines if "points in" in line]
+    assert len(done) == 3
+    assert done[-1].startswith("02-double: double: 6 points in ")
+    assert "; 18 of 24 points, " in done[-1]
+    assert done[-1].endswith(" left")
 
 
 def test_everything_is_compiled_once_before_anything_is_timed(
@@ -122,10 +117,7 @@ def test_everything_is_compiled_once_before_anything_is_timed(
     )
     timed = project.points(name="01") + project.points(name="02")
     assert max(when for *_, when in compiled) < min(float(t[1]) for t in timed)
-
-
-def test_drawings_do_not_run(project, interrupted):
-    assert not Path(f"{project.told}.drawn").exists()
+    assert not Path(f"{project.told}.drawn").exists()  # nor do drawings run
 
 
 def test_what_is_timed_is_recorded(project, interrupted):
@@ -155,7 +147,7 @@ def edited(project, interrupted):
     child = project.start_record("02")
     try:
         wait_for_triple(project, child)
-        project.edit("x, y, 3, x.numel()", "x, y, 4, x.numel()", NAMES[1])
+        project.edit("return 3 * x", "return 4 * x", NAMES[1])
         project.sign("wait", "02").unlink()
         said = child.communicate()[0]
     finally:
@@ -170,47 +162,47 @@ def test_a_script_edited_meanwhile_is_not_stamped(project, edited):
     assert "tutorials/02-double.py was edited while it was measured" in said
 
 
+# What two pages do at a time, and what is said of each. It fails, exits or
+# dies in its second benchmark; or its checks fail, and it is not measured.
+FAILURES = [
+    {
+        "fail-01": "tutorials/01-double.py stopped: ValueError: no luck; it ",
+        "wrong-02": "the GPU checks of tutorials/02-double.py: found 1 that f",
+    },
+    {
+        "exit-01": "tutorials/01-double.py stopped: it calls sys.exit, and w",
+        "die-02": "tutorials/02-double.py stopped: it ended with 0 before it",
+    },
+]
+
+
 @pytest.fixture(scope="module")
 def failing(project, edited):
-    """A page whose GPU check fails, and one that stops while measured; then
-    two that leave in silence."""
-    before = project.recorded()
-    project.forget()
-    project.sign("wrong", "02").touch()
-    project.sign("fail", "01").touch()
-    first = project.make_record("--all")
-    project.sign("wrong", "02").unlink()
-    project.sign("fail", "01").unlink()
-    project.sign("exit", "01").touch()
-    project.sign("die", "02").touch()
-    second = project.make_record("--all")
-    project.sign("exit", "01").unlink()
-    project.sign("die", "02").unlink()
-    return first, second, before
+    """Both pages fail, and fail otherwise."""
+    before, runs = project.recorded(), []
+    for failures in FAILURES:
+        project.forget()
+        signs = [project.sign(*each.split("-")) for each in failures]
+        for sign in signs:
+            sign.touch()
+        done = project.make_record("--all")
+        for sign in signs:
+            sign.unlink()
+        timed = bool(project.points(name="02"))
+        runs.append((*done, timed, project.recorded()))
+    return before, runs
 
 
-def test_a_failure_loses_nothing(project, failing):
-    (status, said), _, before = failing
-    assert status == 1
-    assert project.recorded() == before
-    assert not [p for p, _ in project.points(name="02") if "wrong" in p]
-    for part in (
-        "the GPU checks of tutorials/02-double.py: found 1 that failed",
-        "tutorials/01-double.py stopped: ValueError: no luck; it is not rec",
-    ):
-        assert f"make record: {part}" in said
-
-
-def test_a_script_that_leaves_in_silence_is_named(project, failing):
-    _, (status, said), before = failing
-    assert status == 1
-    assert project.recorded() == before
+def test_a_failure_is_named_and_loses_nothing(project, failing):
+    before, runs = failing
+    for failures, run in zip(FAILURES, runs, strict=True):
+        status, said, timed, recorded = run
+        assert status == 1
+        assert recorded == before
+        assert timed == ("wrong-02" not in failures)
+        for sentence in failures.values():
+            assert f"make record: {sentence}" in said
     assert project.recorded(NAMES[1]) is None
-    for part in (
-        "tutorials/01-double.py stopped: it calls sys.exit, and would not run",
-        "tutorials/02-double.py stopped: it ended with 0 before its last cell",
-    ):
-        assert f"make record: {part}" in said
 
 
 @pytest.fixture(scope="module")
@@ -223,21 +215,16 @@ def whole(project, failing):
     return first, points, project.make_record(), project.points()
 
 
-def test_the_next_run_measures_what_is_stale(project, whole):
-    (status, said), (first, second), _, _ = whole
-    assert status == 0, said
+def test_only_what_is_stale_is_measured(project, whole):
+    (status, said), (first, second), (again, then), measured = whole
+    assert status == again == 0, said
     assert not first
     assert {point for point, _ in second} == POINTS
     assert all(project.recorded(name) for name in NAMES)
-
-
-def test_fresh_recordings_are_not_measured(whole):
-    status, said = whole[2]
-    assert status == 0
-    assert said.strip() == (
+    assert then.strip() == (
         "make record: every recording is fresh (ALL=1 measures all)"
     )
-    assert not whole[3]
+    assert not measured
 
 
 @pytest.fixture
@@ -265,7 +252,7 @@ def test_why_is_said(project, kept):
     assert why() is None
     assert why(same_machine=True) == f"torch was {torch_there}, is 9.9"
     text = project.script().read_text()
-    project.edit("x, y, 2, x.numel()", "x, y, 5, x.numel()")
+    project.edit("return 2 * x", "return 5 * x")
     assert why() == "its code has changed"
     project.script().write_text(text)
     file = recording.path_of(GPU, "01-double")
@@ -370,31 +357,28 @@ def test_nobody_waits_for_what_runs_beside_a_failure():
     assert time.monotonic() - start < 50
 
 
-@pytest.mark.parametrize("there", ["nothing", "a folder of that name"])
-def test_gpu_checks_need_no_sphinx(there):
-    """What all tests import first does without what builds the site."""
-    stand = "None" if there == "nothing" else "types.ModuleType('sphinx')"
+CHECKS = "sys.path.insert(0, '.'); runpy.run_path('conftest.py')"
+RECORD = "from measurements import counters, record, run_page"
+
+
+@pytest.mark.parametrize(
+    ("code", "lacks"),
+    [
+        (CHECKS, {"sphinx": None}),
+        (CHECKS, {"sphinx": "a folder of that name"}),
+        (RECORD, dict.fromkeys(["sphinx", "joblib", "babel", "xdist"])),
+    ],
+)
+def test_a_gpu_machine_needs_few_packages(code, lacks):
+    """Those of the tutorials and pytest: nothing that builds the site."""
     code = (
         "import runpy, sys, types\n"
-        f"sys.modules['sphinx'] = {stand}\n"
-        "runpy.run_path('conftest.py')"
+        f"for name, there in {lacks}.items():\n"
+        "    sys.modules[name] = there and types.ModuleType(name)\n" + code
     )
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), path()])
-    env = os.environ | {"PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", code], cwd=here, env=env, check=True)
-
-
-def test_to_record_needs_few_packages():
-    """A GPU machine may have those of the tutorials and pytest only."""
-    code = (
-        "import sys\n"
-        "for name in ('sphinx', 'joblib', 'docutils', 'babel', 'xdist'):\n"
-        "    sys.modules[name] = None\n"
-        "from measurements import counters, record, run_page"
-    )
     env = os.environ | {"PYTHONPATH": path()}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=here, env=env, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -425,24 +409,16 @@ def test_a_build_on_a_gpu_measures_and_shows_that(live):
     ]
     assert f"double: {medians}" in page
     assert not (project.root / "docs/measurements" / GPU).exists()
-
-
-def test_its_numbers_can_be_downloaded(live):
-    project, *_ = live
-    source = project.root / "docs/_build/measurements" / GPU / "01-double.json"
     copies = list((project.root / "html/_downloads").glob("*/01-double.json"))
+    source = store / GPU / "01-double.json"
     assert [copy.read_bytes() for copy in copies] == [source.read_bytes()]
 
 
 def test_what_is_fresh_is_not_measured_again(live):
+    """And a preview never measures."""
     project, _, _, again = live
     assert again.returncode == 0, again.stdout[-3000:]
-    assert not project.points()
     assert project.executed(again.stdout) == 0
-
-
-def test_a_preview_never_measures(live):
-    project, *_ = live
     done = project.build_on(1, "preview")
     assert done.returncode == 0, done.stdout[-3000:]
     assert not project.points()
@@ -453,12 +429,9 @@ def test_live_without_a_gpu_is_refused_in_a_sentence(live):
     project, *_ = live
     done = project.build_on(1, "live", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
-    assert (
-        done.stdout.strip()
-        .splitlines()[-1]
-        .startswith(
-            "FIGURES=live measures every figure, and torch finds no GPU here"
-        )
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith(
+        "FIGURES=live measures every figure, and torch finds no GPU here"
     )
     assert "Traceback" not in done.stdout
     assert not project.points()
@@ -481,32 +454,30 @@ def test_a_live_build_that_fails_says_so(live):
     assert not project.began(done.stdout)
 
 
+def choose(cache):
+    """Let torch note what is fastest, under a name of its own making."""
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache(dir=cache):
+        made = AutotuneCache.create({}, str(cache / "ab" / "k.py"), "")
+        made.save(triton.Config({"BLOCK": 8}), 1)
+
+
 def test_no_process_is_given_what_torch_compile_chose_in_another(
     monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of who runs the tests")
-    (tmp_path / "ab").mkdir()
-    for name in ("traced.py", "kernel.best_config"):
-        (tmp_path / "ab" / name).touch()
+    choose(tmp_path)
+    (choice,) = (file for file in tmp_path.rglob("*") if file.is_file())
+    choice.with_name("traced.py").touch()
     folders = set()
     for _ in range(2):
         with run_page.choices_of_its_own(tmp_path):
             folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
             there = [path.name for path in folder.rglob("*.*")]
             assert there == ["traced.py"]
-            (folder / "ab" / "kernel.best_config").touch()
+            (folder / choice.relative_to(tmp_path)).touch()
         assert not folder.exists()
         folders.add(folder)
     assert len(folders) == 2
-
-
-def test_a_choice_of_torch_compile_is_known_by_its_name(tmp_path):
-    """What choices_of_its_own leaves out is what torch writes."""
-    from torch._inductor.runtime.autotune_cache import AutotuneCache
-    from torch._inductor.utils import fresh_cache
-
-    with fresh_cache(dir=tmp_path):
-        made = AutotuneCache.create({}, str(tmp_path / "ab" / "k.py"), "")
-        made.save(triton.Config({"BLOCK": 8}), 1)
-    (choice,) = (p for p in tmp_path.rglob("*") if p.is_file())
-    assert choice.match("*.best_config")

@@ -59,10 +59,9 @@ def test_what_is_saved_is_loaded(store):
     )
 
 
-def test_prose_does_not_make_a_recording_stale(store):
-    recording.save(data(), GPU, NAME)
-    store.write_text(SCRIPT.replace("# A comment", "# %%\n# Prose"))
-    assert recording.load(GPU, NAME)
+def test_a_gpu_is_a_folder():
+    folder = recording.slug("AMD Instinct MI300X (OAM)")
+    assert folder == "amd-instinct-mi300x-oam"
 
 
 def refused(match):
@@ -79,16 +78,14 @@ def refused(match):
     return line
 
 
-def test_code_makes_it_stale(store):
+def test_code_makes_it_stale_and_prose_does_not(store):
     recording.save(data(), GPU, NAME)
+    store.write_text(SCRIPT.replace("# A comment", "# %%\n# Prose"))
+    assert recording.load(GPU, NAME)
     store.write_text(SCRIPT.replace("SCALE = 2.0", "SCALE = 3.0"))
     line = refused("is stale")
     assert f"found {recording.read(GPU, NAME)['code']}" in line
     assert f"expected {recording.code_of(NAME)}" in line
-
-
-def test_a_missing_file_is_named(store):
-    refused("is missing")
 
 
 @pytest.mark.parametrize("text", ["x = (\n", 'x = """\n'])
@@ -99,7 +96,29 @@ def test_a_script_that_cannot_be_read_is_named(store, text):
     assert str(error.value).startswith("tutorials/01-double.py: ")
 
 
-# What is wrong with a recording: each is an edit of one of four kinds. -------
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (lambda text: text[:200], "cannot be read"),
+        (lambda text: "", "cannot be read"),
+        (lambda text: "[" * 100_000, "cannot be read"),
+        (
+            lambda text: text.replace('"median"', '"median": 7, "median"', 1),
+            "cannot be read (found 'median' twice, expected each key once)",
+        ),
+        (lambda text: "[]", "is damaged: it: found []"),
+        (lambda text: "{}", "is damaged: code: found None"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(store, edit, what):
+    """Missing, cut short, too deep, with a key that stands twice."""
+    refused("is missing")
+    path = recording.save(data(), GPU, NAME)
+    path.write_text(edit(path.read_text()))
+    refused(what)
+
+
+# What is wrong with a recording: an edit of it, and what is said. ------------
 
 SPEED, CALL, ERROR, BITS = KINDS = {
     "speed": "GB/s",
@@ -107,6 +126,7 @@ SPEED, CALL, ERROR, BITS = KINDS = {
     "error": "relative error",
     "bits": "different results of 100",
 }
+NONE = "expected a finite number"
 
 
 @pytest.fixture
@@ -120,7 +140,7 @@ def edited(store):
     recording.save(whole, GPU, NAME)
     assert recording.load(GPU, NAME) == whole
 
-    def said(edit, benchmark=SPEED, sealed=True):
+    def said(edit, benchmark, sealed=True):
         copy = json.loads(json.dumps(whole))
         edit(copy["benchmarks"][benchmark] if benchmark else copy)
         if sealed:
@@ -137,28 +157,30 @@ def first(**values):
     return lambda benchmark: benchmark["rows"][0].update(values)
 
 
-def test_numbers_out_of_order(edited):
-    for values in ({"median": 9999.0}, {"low": 9999.0}, {"high": 1.0}):
-        line = edited(first(**values))
-        assert "row 1 ((8,), 'triton'): low, median, high: found " in line
-        assert "expected this order" in line
+def fourth(**values):
+    return lambda benchmark: benchmark["rows"][3].update(values)
+
+
+def told(**values):
+    return lambda whole: whole["environment"].update(values)
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "value"),
+    ("benchmark", "value", "expected"),
     [
-        *((SPEED, v) for v in (math.inf, math.nan, 0, -1.0, "fast", True, [])),
-        (SPEED, None),  # the others are numbers
-        (SPEED, 10**400),
-        (CALL, 0.0),
-        (ERROR, -1e-9),
-        (ERROR, math.inf),
+        *((SPEED, v, NONE) for v in (math.inf, math.nan, 0, -1.0, 10**400)),
+        *((SPEED, v, NONE) for v in ("fast", True, [])),
+        (SPEED, None, NONE),  # the others are numbers
+        (CALL, 0.0, f"{NONE}, above 0"),
+        (ERROR, -1e-9, f"{NONE}, 0 or more"),
+        (ERROR, math.inf, NONE),
+        (BITS, 101, f"{NONE}, 0 or more, at most 100"),
     ],
 )
 @pytest.mark.parametrize("key", recording.VALUES)
-def test_a_number_that_is_none(edited, benchmark, value, key):
+def test_a_number_that_is_none(edited, benchmark, value, expected, key):
     line = edited(first(**{key: value}), benchmark)
-    assert f"{key}: found {value}, expected a finite number" in line
+    assert f"{key}: found {value}, {expected}" in line
 
 
 def test_an_error_may_be_zero_and_all_may_be_null(edited):
@@ -169,34 +191,7 @@ def test_an_error_may_be_zero_and_all_may_be_null(edited):
             edited(first(**row), ERROR)
 
 
-def test_a_count_above_100(edited):
-    line = edited(first(median=101, low=101, high=101), BITS)
-    assert "found 101, expected a finite number, 0 or more, at most 100" in (
-        line
-    )
-
-
-def test_a_gpu_that_is_not_its_folder(edited):
-    line = edited(lambda d: d["environment"].update(gpu="NVIDIA H100"), None)
-    assert "environment, gpu: found NVIDIA H100 in the folder nvidia-h200" in (
-        line
-    )
-    assert "expected the folder nvidia-h100" in line
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda d: d["benchmarks"][SPEED]["rows"][0].update(median=20.5),
-        lambda d: d["benchmarks"][SPEED]["args"].update(M=1024),
-        lambda d: d["benchmarks"][SPEED].update(method="By eye."),
-        lambda d: d["benchmarks"][SPEED]["rows"].reverse(),
-        lambda d: d["benchmarks"].pop(SPEED),
-        lambda d: d["environment"].update(date="2026-11-20"),
-    ],
-)
-def test_a_digest_that_does_not_fit(edited, edit):
-    assert "digest: found " in edited(edit, None, sealed=False)
+ORDER = "row 1 ((8,), 'triton'): low, median, high: found "
 
 
 @pytest.mark.parametrize(
@@ -206,6 +201,8 @@ def test_a_digest_that_does_not_fit(edited, edit):
             (lambda b, key=key: b.pop(key), f"{key}: found None")
             for key in recording.BENCHMARK
         ),
+        *((first(**{k: 9999.0}), ORDER) for k in ("median", "low")),
+        (first(high=1.0), ORDER),
         (lambda b: b.update(more=1), "it: found the key more"),
         (lambda b: b.update(environment=[1]), "environment: found [1]"),
         (lambda b: b.update(environment={"gpu": "H"}), "environment: found {"),
@@ -214,20 +211,16 @@ def test_a_digest_that_does_not_fit(edited, edit):
         (lambda b: b.update(rows=[]), "rows: found []"),
         (lambda b: b.update(rows={"N": 1}), "rows: found {'N': 1}"),
         (lambda b: b["rows"].pop(), "rows: found nothing for ((16,), 'copy')"),
+        (lambda b: b["rows"].append(b["rows"][0]), "row 7: found ((8,)"),
         (lambda b: b["rows"][3].pop("median"), "row 4: found {"),
         (lambda b: b["rows"][3].pop("N"), "row 4: found {"),
-        (lambda b: b["rows"][3].update(more=1), "row 4: found {"),
-        (lambda b: b["rows"][3].update(N=math.nan), "row 4, N: found nan"),
-        (lambda b: b["rows"][3].update(N=[8]), "row 4, N: found [8]"),
-        (lambda b: b["rows"].append(b["rows"][0]), "row 7: found ((8,)"),
+        (fourth(more=1), "row 4: found {"),
+        (fourth(N=math.nan), "row 4, N: found nan"),
+        (fourth(N=[8]), "row 4, N: found [8]"),
     ],
 )
 def test_what_is_wrong_with_a_benchmark(edited, edit, place):
-    assert f"benchmark {SPEED}: {place}" in edited(edit)
-
-
-def told(**changes):
-    return lambda whole: whole["environment"].update(changes)
+    assert f"benchmark {SPEED}: {place}" in edited(edit, SPEED)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +237,11 @@ def told(**changes):
             )
             for key in recording.ENVIRONMENT
         ),
+        (
+            told(gpu="NVIDIA H100"),
+            "environment, gpu: found NVIDIA H100 in the folder nvidia-h200, "
+            "expected the folder nvidia-h100",
+        ),
         (told(date="2099-13-45"), "environment, date: found 2099-13-45"),
         (told(checks_passed=-3), "environment, checks_passed: found -3"),
         (told(checks_passed=True), "environment, checks_passed: found True"),
@@ -258,26 +256,19 @@ def test_what_is_wrong_with_the_whole(edited, edit, place):
     assert place in edited(edit, None)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"benchmarks": []}', "3"])
-def test_what_is_no_recording(store, text):
-    recording.save(data(), GPU, NAME).write_text(text)
-    refused("is damaged")
-
-
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda text: text[:200],
-        lambda text: text.replace('"median": ', '"median": 7, "median": ', 1),
-        lambda text: "[" * 100_000,
-        lambda text: "",
+        lambda d: d["benchmarks"][SPEED]["rows"][0].update(median=20.5),
+        lambda d: d["benchmarks"][SPEED]["args"].update(M=1024),
+        lambda d: d["benchmarks"][SPEED].update(method="By eye."),
+        lambda d: d["benchmarks"][SPEED]["rows"].reverse(),
+        lambda d: d["benchmarks"].pop(SPEED),
+        told(date="2026-11-20"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(store, edit):
-    """Cut short, with a key that stands twice, too deep, or empty."""
-    path = recording.save(data(), GPU, NAME)
-    path.write_text(edit(path.read_text()))
-    refused("cannot be read")
+def test_a_digest_that_does_not_fit(edited, edit):
+    assert "digest: found " in edited(edit, None, sealed=False)
 
 
 def counted(**changes):
@@ -398,19 +389,7 @@ def test_tutorials_in_sections(store):
     assert "make record TUTORIALS=layer-norm/01 " in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "folder"),
-    [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-        ("AMD Instinct MI300X (OAM)", "amd-instinct-mi300x-oam"),
-    ],
-)
-def test_a_gpu_is_a_folder(gpu, folder):
-    assert recording.slug(gpu) == folder
-
-
-COMMITTED = sorted((ROOT / "docs/measurements").rglob("*.json"))
+COMMITTED = sorted(recording.STORE.rglob("*.json"))
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)

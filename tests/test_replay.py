@@ -55,6 +55,17 @@ def session(*gpus, **changes):
     )
 
 
+def replayed(fn=unmeasurable, played=None, stored=None, **changes):
+    """The table of a benchmark that gets what was recorded of another."""
+    played = played or session("h200", **(stored or {}))
+    with replay.replaced(replay.Runner(played)):
+        return mark(fn, **changes).run(return_df=True)
+
+
+def columns(table):
+    return [name.removesuffix(" (GB/s)") for name in table.columns]
+
+
 @pytest.fixture
 def measuring():
     """What measures a page; it sends to a list."""
@@ -87,30 +98,25 @@ def test_record_then_replay_gives_the_same_numbers(measuring):
     data = recording.sealed(data | {"benchmarks": {"double": stored}})
     assert recording.problem(data, "h200") is None
     played = session("h200", **stored)
-    with replay.replaced(replay.Runner(played)):
-        again = mark(unmeasurable).run(return_df=True)
+    again = replayed(played=played)
     replay.require_all(played)
     assert live.equals(again)
     assert stored["method"] == "By hand."
 
 
-def test_the_patch_is_taken_back():
+def test_what_is_replaced_is_given_back():
     run, do_bench = triton.testing.Mark._run, triton.testing.do_bench
     with replay.replaced(print), replay.watching(session("h200")):
         assert triton.testing.Mark._run is not run
         assert triton.testing.do_bench is not do_bench
     with pytest.raises(ZeroDivisionError), replay.replaced(print):
         1 / 0  # noqa: B018
-    assert triton.testing.Mark._run is run
-    assert triton.testing.do_bench is do_bench
-
-
-def test_the_measuring_function_is_given_back():
-    played = session("h200")
     ours = mark(unmeasurable)
-    with replay.replaced(replay.Runner(played)):
+    with replay.replaced(replay.Runner(session("h200"))):
         ours.run()
     assert ours.fn is unmeasurable
+    assert triton.testing.Mark._run is run
+    assert triton.testing.do_bench is do_bench
 
 
 def by_eye(M, N, provider):
@@ -118,7 +124,7 @@ def by_eye(M, N, provider):
 
 
 SIZES = {"x_vals": [8, 16, 32]}
-MORE = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
+RENAMED = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ MORE = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
     [
         (SIZES, "x values", "[(8,), (16,)]", "[(8,), (16,), (32,)]"),
         ({"x_vals": [16, 8]}, "x values", "[(8,), (16,)]", "[(16,), (8,)]"),
-        (MORE, "providers", "['copy', 'torch', 'triton']", "['a', 'b']"),
+        (RENAMED, "providers", "['copy', 'torch', 'triton']", "['a', 'b']"),
         ({"args": {"M": 1}}, "args", "{'M': 4096}", "{'M': 1}"),
         ({"x_names": ["K"]}, "x_names", "['N']", "['K']"),
         ({"ylabel": "µs"}, "unit", "GB/s", "µs"),
@@ -136,13 +142,8 @@ MORE = {"line_vals": ["a", "b"], "line_names": ["A", "B"]}
 def test_a_recording_of_another_benchmark_is_named(
     own, place, found, expected
 ):
-    fn = own.get("fn", unmeasurable)
-    own = {key: value for key, value in own.items() if key != "fn"}
-    with (
-        replay.replaced(replay.Runner(session("h200"))),
-        pytest.raises(recording.RecordingError) as error,
-    ):
-        mark(fn, **own).run()
+    with pytest.raises(recording.RecordingError) as error:
+        replayed(**own)
     line = str(error.value)
     assert "\n" not in line
     for part in (
@@ -174,12 +175,13 @@ def test_the_method_says_what_ncu_was_told(method, fits):
     assert (problem is None) == fits, problem
 
 
-def test_numbers_of_no_benchmark_are_named():
+def test_a_removed_benchmark_and_a_new_one_are_named():
     played = session("h200")
     with pytest.raises(recording.RecordingError, match="double: found its n"):
         replay.require_all(played)
-    with replay.replaced(replay.Runner(played)):
-        mark(unmeasurable).run()
+    with pytest.raises(recording.RecordingError, match="triple: found nothi"):
+        replayed(plot_name="triple")
+    replayed(played=played)
     replay.require_all(played)
 
 
@@ -187,10 +189,9 @@ def test_two_x_names_are_two_numbers():
     two = [
         {"M": m, **row} for m, row in zip((1, 1, 1, 2, 2, 2), rows(), strict=1)
     ]
-    played = session("h200", rows=two, x_names=["M", "N"], args={})
+    stored = {"rows": two, "x_names": ["M", "N"], "args": {}}
     own = {"x_names": ["M", "N"], "x_vals": [(1, 8), (2, 16)], "args": {}}
-    with replay.replaced(replay.Runner(played)):
-        table = mark(unmeasurable, **own).run(return_df=True)
+    table = replayed(stored=stored, **own)
     assert table["Triton (GB/s)"].tolist() == [1000.25, 2000.5]
 
 
@@ -207,35 +208,21 @@ def test_the_figure_is_the_one_that_the_benchmark_drew():
 
     plt.figure("double")  # a name proves nothing
     played = session("h200")
-    with replay.replaced(replay.Runner(played)):
-        mark(unmeasurable).run()
+    replayed(played=played)
     (measured,) = played.results["double"]
     assert measured.figure is plt.gcf()
     assert measured.figure is not plt.figure("double")
 
 
-def test_a_benchmark_that_was_not_recorded_is_named():
-    with (
-        replay.replaced(replay.Runner(session("h200"))),
-        pytest.raises(recording.RecordingError, match="triple: found nothing"),
-    ):
-        mark(unmeasurable, plot_name="triple").run()
-
-
 def test_an_optional_peer_is_drawn_if_and_only_if_it_was_recorded():
     more = [row | {"provider": "liger"} for row in rows()[::3]]
-    with replay.replaced(replay.Runner(session("h200", rows=rows() + more))):
-        table = mark(unmeasurable).run(return_df=True)
-    assert [c.removesuffix(" (GB/s)") for c in table.columns] == [
-        *("N", "Triton", "PyTorch", "Liger", "Copy")
-    ]
+    table = replayed(stored={"rows": rows() + more})
+    assert columns(table) == ["N", "Triton", "PyTorch", "Liger", "Copy"]
     apex = {
         "line_vals": ["triton", "torch", "apex", "copy"],
         "line_names": ["Triton", "PyTorch", "Apex", "Copy"],
     }
-    with replay.replaced(replay.Runner(session("h200"))):
-        table = mark(unmeasurable, **apex).run(return_df=True)
-    assert "Apex (GB/s)" not in table.columns
+    assert "Apex" not in columns(replayed(**apex))
 
 
 def test_peers_have_the_capitals_of_their_makers():
@@ -249,11 +236,8 @@ def test_peers_have_the_capitals_of_their_makers():
         for row in rows()[::3]
         for name in typed["line_vals"]
     ]
-    with replay.replaced(replay.Runner(session("h200", rows=found))):
-        table = mark(unmeasurable, **typed).run(return_df=True)
-    assert [c.removesuffix(" (GB/s)") for c in table.columns] == [
-        *("N", "Two At A Lock", "torch.compile", "quack")
-    ]
+    table = replayed(stored={"rows": found}, **typed)
+    assert columns(table) == ["N", "Two At A Lock", "torch.compile", "quack"]
 
 
 def test_without_a_recording_there_is_no_figure():
@@ -262,9 +246,7 @@ def test_without_a_recording_there_is_no_figure():
 
     empty = replay.Session("01-double", live=False, reason="none")
     mine = plt.figure("a drawing").number
-    with replay.replaced(replay.Runner(empty)):
-        ours = mark(lambda M, N, provider: 3 * [math.nan])
-        table = ours.run(return_df=True)
+    table = replayed(lambda M, N, provider: 3 * [math.nan], played=empty)
     assert table["Triton (GB/s)"].isna().all()
     assert plt.get_fignums() == [mine]
     (missing,) = empty.results["double"]
@@ -274,16 +256,14 @@ def test_without_a_recording_there_is_no_figure():
 def test_null_is_a_gap():
     holes = rows()
     holes[0] |= {"median": None, "low": None, "high": None}
-    with replay.replaced(replay.Runner(session("h200", rows=holes))):
-        table = mark(unmeasurable).run(return_df=True)
+    table = replayed(stored={"rows": holes})
     assert math.isnan(table["Triton (GB/s)"][0])
     assert recording.point(float("nan"))["median"] is None
 
 
 def test_every_gpu_gets_a_figure_and_the_default_the_table():
     played = session("h200", "a100")
-    with replay.replaced(replay.Runner(played)):
-        table = mark(unmeasurable).run(return_df=True)
+    table = replayed(played=played)
     assert [m.gpu for m in played.results["double"]] == ["h200", "a100"]
     assert table["Triton (GB/s)"][0] == 1000.25
 

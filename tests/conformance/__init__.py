@@ -9,11 +9,11 @@ loaded, and no triton.
 
 from conformance.add_norm import AddNorm, AddNormCase
 from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
-from conformance.declared import Mistake, Page
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
+from conformance.page_files import Mistake, Page
 from conformance.rms_norm import RmsNorm, RmsNormCase
 from conformance.softmax import Softmax, SoftmaxCase
 

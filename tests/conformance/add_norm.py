@@ -7,7 +7,6 @@ import torch
 
 from conformance import bounds, layer_norm
 from conformance.bounds import Expected
-from conformance.declared import Mistake
 from conformance.layer_norm import HALF, SINGLE, LayerNormCase
 from conformance.memory import LAYOUTS
 from conformance.operation import (
@@ -19,6 +18,7 @@ from conformance.operation import (
     gradients,
     leaves,
 )
+from conformance.page_files import Mistake
 
 # One rule on all pages: y has the type of x, and s that of the residual, which
 # is that of x or a wider one.

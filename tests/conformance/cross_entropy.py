@@ -6,9 +6,9 @@ import dataclasses
 import torch
 
 from conformance.bounds import Expected
-from conformance.declared import Mistake
 from conformance.layer_norm import SINGLE
 from conformance.operation import AnyCase, Operation
+from conformance.page_files import Mistake
 
 DTYPES = torch.float16, torch.bfloat16, SINGLE
 SIZES = ((3, 37), (4, 136), (5, 203), (9, 64), (3, 257), (3, 7), (1, 1))

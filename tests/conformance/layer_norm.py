@@ -7,7 +7,6 @@ import torch
 
 from conformance import bounds
 from conformance.bounds import Expected
-from conformance.declared import Mistake
 from conformance.memory import LAYOUTS
 from conformance.operation import (
     DTYPES,
@@ -18,6 +17,7 @@ from conformance.operation import (
     gradients,
     leaves,
 )
+from conformance.page_files import Mistake
 
 HALF, SINGLE = torch.float16, torch.float32
 EVERY = (True, True, True)

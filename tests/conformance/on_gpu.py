@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sanitizer
-from conformance.declared import pages
 from conformance.operation import run
+from conformance.page_files import pages
 
 
 def same_bits(page, case, times=100):

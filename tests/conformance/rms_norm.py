@@ -8,7 +8,6 @@ import torch
 from conformance import add_norm, bounds, layer_norm
 from conformance.add_norm import STREAMS
 from conformance.bounds import Expected
-from conformance.declared import Mistake
 from conformance.layer_norm import HALF, SINGLE
 from conformance.memory import LAYOUTS
 from conformance.operation import (
@@ -19,6 +18,7 @@ from conformance.operation import (
     gradients,
     leaves,
 )
+from conformance.page_files import Mistake
 
 ALL = (True, True, True)
 # Of x, of the residual and of the weight.

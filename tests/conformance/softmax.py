@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from conformance import bounds
 from conformance.bounds import Expected
-from conformance.declared import Mistake
 from conformance.memory import LAYOUTS
 from conformance.operation import DTYPES, AnyCase, Operation, filler
+from conformance.page_files import Mistake
 
 # Shapes and the dimension along which the numbers are divided.
 SIZES = (

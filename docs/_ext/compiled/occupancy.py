@@ -6,7 +6,7 @@ the AMD instruction set reference with LLVM's AMDGPU usage guide.
 
 from dataclasses import dataclass
 
-from said import N_
+from words_later import N_
 
 
 @dataclass(frozen=True)

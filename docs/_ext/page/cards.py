@@ -11,8 +11,8 @@ from docutils import nodes
 from sphinx.locale import _
 from sphinx.util.docutils import SphinxDirective
 
-import said as words
 import tutorial
+import words_later as words
 from measurements import recording
 from page import figures, headlines
 from translation import catalogs, sentences

@@ -27,8 +27,8 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 import tutorial
 from languages import CURRENT, ENGLISH
 from page import solutions
-from said import N_
 from translation import catalogs, lines, messages
+from words_later import N_
 
 PACKAGES = "torch", "triton", "matplotlib", "pandas"
 CHECK = """

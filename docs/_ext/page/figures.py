@@ -22,9 +22,9 @@ from sphinx.errors import ExtensionError
 from sphinx.locale import _
 from sphinx.util import logging, rst
 
-import said as words
 import style
 import tutorial
+import words_later as words
 from measurements import recording, replay
 from measurements.replay import Measured, Missing
 from page import headlines

@@ -7,7 +7,7 @@ nobody chooses it. Everything is computed from the recording.
 from dataclasses import dataclass
 
 from measurements import recording
-from said import N_
+from words_later import N_
 
 # How many times as fast, from numbers of these units.
 FASTER = {

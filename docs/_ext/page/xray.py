@@ -17,14 +17,14 @@ from sphinx.locale import _
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx_design.tabs import sd_tab_label
 
-import said
 import tutorial
+import words_later
 from compiled import aot, declared, kept, limits
 from compiled.occupancy import occupancy
 from languages import CURRENT, ENGLISH
 from page import figures
-from said import AND, N_
 from translation import catalogs, messages, sentences
+from words_later import AND, N_
 
 # What the levels of code are called.
 CODES = {
@@ -180,8 +180,8 @@ def widths(sheet, kind):
     )
 
 
-def _listed(parts, how=said.COMMA):
-    return said.said(said.listed(parts, how) or "", _)
+def _listed(parts, how=words_later.COMMA):
+    return words_later.said(words_later.listed(parts, how) or "", _)
 
 
 class Panel:

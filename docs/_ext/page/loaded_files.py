@@ -70,8 +70,8 @@ def join(app, exception):
     text, faces = FACE.subn("", text)
     if not glyphs or not faces:
         raise ExtensionError(
-            "page/loads.py: the theme's stylesheets have no icon font in the "
-            f"form that it takes out: {glyphs} letters, {faces} faces found"
+            "page/loaded_files.py: the theme's stylesheets have no icon font "
+            f"in the form it takes out: {glyphs} letters, {faces} faces found"
         )
     text = LIGHT.sub(":not([data-theme=dark])", text)
     (static / ONE).write_text(text, encoding="utf-8")
