@@ -14,7 +14,7 @@ each_page = pytest.mark.parametrize("name", built.PAGES)
 @each_page
 def test_a_page_is_light(name):
     soup = built.soup(name)
-    sheets = soup.select("link[rel=stylesheet]")
+    sheets = soup.select("head > link[rel=stylesheet]")
     assert "_static/all.css?v=" in sheets[0]["href"]
     # Beside it a page has that of its moving picture alone.
     assert len(sheets) == 1 + bool(soup.select("figure.bp-stages"))
@@ -100,7 +100,7 @@ LOOKS = """() => Object.fromEntries(CSS.map(css => {
 )
 
 
-@pytest.mark.parametrize("theme", ["light"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["index.html", FIRST])
 def test_without_a_script_a_page_looks_the_same(browser, base, name, theme):
     looks = []
