@@ -103,7 +103,10 @@ def test_passports_are_complete(name):
 
 @each_tutorial
 def test_solutions_are_folded(name):
-    solutions = built.soup(name).select("details.bp-solution")
+    soup = built.soup(name)
+    assert soup.select(".sphx-glr-footer")
+    assert not soup.select("details .sphx-glr-footer")
+    solutions = soup.select("details.bp-solution")
     titles = [s.summary.get_text().strip() for s in solutions]
     assert any(re.match(r"Solution 1\b", title) for title in titles)
     for solution in solutions:

@@ -7,6 +7,8 @@ from browser import built
 from browser.test_pages import VIEWS
 from playwright.sync_api import expect
 
+from page import loads
+
 FIRST = "tutorials/layer-norm/01-layer-norm.html"
 PHONE = VIEWS["phone"]
 each_page = pytest.mark.parametrize("name", built.PAGES)
@@ -29,6 +31,10 @@ def test_a_page_is_light(name):
         assert int(image["width"]) > 0 < int(image["height"])
     if name in built.TUTORIALS:
         assert not soup.select(".highlight-Python span.n")
+    # What the stylesheet leaves out, for no page has it.
+    classes = {name for tag in soup.select("[class]") for name in tag["class"]}
+    styled = {name for name in classes if loads.OF_UNUSED.search(f".{name}")}
+    assert not styled
 
 
 @each_page

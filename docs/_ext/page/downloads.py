@@ -194,7 +194,8 @@ def offer(app, docname, source):
     if name == docname or not tutorial.script_of(name).exists():
         return
     text = ITS_NOTE.sub("", source[0])
-    footer = ".. container:: sphx-glr-footer\n"
+    # A comment, as before a cell: what is folded ends there.
+    footer = ".. downloads\n\n.. container:: sphx-glr-footer\n"
     for ending, words in OFFERED.items():
         file = f"{name.rpartition('/')[2]}.{ending}"
         footer += (
