@@ -335,9 +335,3 @@ def test_a_timing_without_passport_stops_the_build(project):
         "except Exception:\n    plt.figure('a figure with no passport')\n",
     )
     stops(project, "tutorials/01-double.py: a figure without a passport")
-
-
-def test_an_unknown_mode_is_refused(project):
-    done = project.build("sometimes")
-    assert done.returncode != 0
-    assert "FIGURES=sometimes" in done.stdout
