@@ -5,9 +5,11 @@ import math
 import pytest
 import triton.testing
 from project import ENVIRONMENT, rows
+from sphinx.errors import ExtensionError
 
 from measurements import recording, replay
 from measurements.run_page import Measuring
+from page import figures
 
 
 def benchmark(**changes):
@@ -297,3 +299,27 @@ def test_timing_outside_a_benchmark_is_noticed(monkeypatch):
     with replay.watching(live):
         triton.testing.do_bench(print)
     assert live.timed_outside
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "plt.gca().get_lines()[0].set_ydata([9000, 9999])",
+        "plt.gca().get_lines()[0].set_color('green')",
+        "plt.gca().set_ylabel('TB/s')",
+        "plt.gcf().legends[0].get_texts()[0].set_text('PyTorch')",
+        "plt.gcf().text(0.5, 0.5, '9000 GB/s')",
+        "plt.plot([8, 16], [9000, 9999])",
+    ],
+)
+def test_a_measured_figure_that_was_changed_is_refused(change):
+    import matplotlib.pyplot as plt
+
+    played = session("h200")
+    with replay.replaced(replay.Runner(played)):
+        mark(unmeasurable).run(show_plots=True)
+    (results,) = played.results.values()
+    figures._require_unchanged(played, results)
+    exec(change, {"plt": plt})
+    with pytest.raises(ExtensionError, match="expected what the benchmark"):
+        figures._require_unchanged(played, results)

@@ -61,8 +61,9 @@ def test_a_page_has_its_own_numbers_and_files(project, read, name):
     }
     recorded = project.recording(name).read_bytes()
     assert files["json"].read_bytes() == recorded
-    first = files["csv"].read_text().splitlines()[1]
-    assert first.startswith(f"8,triton,{speed},")
+    names, first, *_ = files["csv"].read_text().splitlines()
+    assert names == "N,provider,median,low,high,unit"
+    assert first == f"8,triton,{speed},{speed - 1},{speed + 1},GB/s"
     script = files["py"].read_bytes()
     assert script.endswith(project.script(name).read_bytes())
     with zipfile.ZipFile(files["zip"]) as archive:

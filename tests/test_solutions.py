@@ -157,11 +157,6 @@ def test_a_hint_is_folded_and_nothing_else(page):
     assert "stub printed" in printed(page)
 
 
-def test_the_script_holds_it_as_it_is(project):
-    script = project.root / "docs/_build/downloads/en/01-double.py"
-    assert script.read_text().endswith(project.script().read_text())
-
-
 def test_the_notebook_hides_the_code_of_these_cells_only(project):
     notebook = project.root / "docs/_build/downloads/en/01-double.ipynb"
     cells = json.loads(notebook.read_text())["cells"]

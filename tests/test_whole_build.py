@@ -48,18 +48,35 @@ def test_a_script_that_ends_the_build_is_named(project):
     text = project.script().read_text()
     for end in ("os._exit(0)", "import sys; sys.exit()"):
         project.script().write_text(f"{text}\n{end}\n")
+        project.record()
         done = run(project)
         assert done.returncode != 0
         assert "tutorials/01-double.py did not come to its end" in done.stdout
     project.script().write_text(text)
+    project.record()
     assert run(project).returncode == 0
 
 
-def test_without_assertions_nothing_is_built(project):
-    done = run(project, PYTHONOPTIMIZE="1")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"PYTHONOPTIMIZE": "1"}, "PYTHONOPTIMIZE (or python -O) lets no"),
+        ({"FIGURES": "sometimes"}, "FIGURES=sometimes: it must be one of"),
+        (
+            {"FIGURES": "live", "CUDA_VISIBLE_DEVICES": "nonsense"},
+            "FIGURES=live measures every figure, and torch finds no GPU here "
+            "(CUDA_VISIBLE_DEVICES is nonsense); without",
+        ),
+    ],
+)
+def test_what_is_refused_is_said_and_the_site_stays(project, asked, said):
+    page = project.root / "docs/_build/html/en/tutorials/01-double.html"
+    before = page.read_bytes()
+    done = run(project, **asked)
     assert done.returncode != 0
-    assert done.stdout.startswith("PYTHONOPTIMIZE (or python -O) lets no")
+    assert done.stdout.startswith(said)
     assert len(done.stdout.splitlines()) == 1
+    assert page.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "docs/_build"])
@@ -72,6 +89,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, monkeypatch):
         monkeypatch.setenv(name, str(file / "below"))
     with pytest.raises(SystemExit, match=f"{file}.* must be a folder to wri"):
         build.main()
+
+
+def test_a_folder_of_another_user_is_named(tmp_path, monkeypatch):
+    (tmp_path / "kept" / "roots").mkdir(parents=True)
+    build.must_write(tmp_path)
+    monkeypatch.setattr(build.os, "access", lambda p, _: "roots" not in str(p))
+    with pytest.raises(SystemExit, match="kept/roots must be a folder to wr"):
+        build.must_write(tmp_path)
 
 
 @pytest.fixture

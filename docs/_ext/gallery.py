@@ -131,9 +131,14 @@ def hide_gpus(app, config):
 
 
 def check_recordings(app, config):
-    """Measure, or stop before anything runs if a recording does not fit."""
+    """Measure, or stop if a recording does not fit: before anything runs, and
+    before incremental.py removes what was made in another way."""
+    if sys.flags.optimize:
+        sys.exit(
+            "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those "
+            "of the tutorials must: unset it."
+        )
     mode, gpu = config.measured_figures, config.measured_gpu
-    config.sphinx_gallery_conf["measured"] = {"mode": mode, "gpu": gpu}
     # A reader's mistake needs a sentence, not the report that Sphinx makes of
     # an error: hence sys.exit.
     if mode not in MODES:
@@ -143,11 +148,13 @@ def check_recordings(app, config):
         os.environ["TRITON_INTERPRET"] = "1"
         if mode == "live":
             sys.exit(
-                "FIGURES=live measures every figure, and torch finds no GPU "
-                "here; without FIGURES the recorded figures are shown"
+                f"FIGURES=live measures every figure, and {gpus.none()}; "
+                "without FIGURES the recorded figures are shown"
             )
     if mode == "preview" or CURRENT is not ENGLISH:
         return
+    if os.environ.get("CUDA_VISIBLE_DEVICES") and not gpus.there():
+        say(f"{gpus.none()}: the recorded figures are shown")
     problems = record.for_a_build() if measures(mode) else []
     for path in tutorial.scripts() if not problems else ():
         try:
@@ -158,10 +165,17 @@ def check_recordings(app, config):
         sys.exit("\n".join(problems))
 
 
+def hand_over(app, config):
+    """Where begin finds it; Sphinx-Gallery has checked its settings."""
+    mode, gpu = config.measured_figures, config.measured_gpu
+    config.sphinx_gallery_conf["measured"] = {"mode": mode, "gpu": gpu}
+
+
 def setup(app):
     figures_mode = os.environ.get("FIGURES", "auto")
     app.add_config_value("measured_figures", figures_mode, "env", [str])
     app.add_config_value("measured_gpu", "nvidia-h200", "env", [str])
     app.connect("config-inited", hide_gpus, priority=1)
-    app.connect("config-inited", check_recordings)
+    app.connect("config-inited", check_recordings, priority=2)
+    app.connect("config-inited", hand_over)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

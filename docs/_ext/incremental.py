@@ -59,11 +59,6 @@ def digest(*parts):
 
 def begin(app, config):
     """Forget all if it was made in another way, or never to its end."""
-    if sys.flags.optimize:
-        sys.exit(
-            "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those "
-            "of the tutorials must: unset it."
-        )
     modules = sorted(Path(__file__).parent.rglob("*.py"))
     versions = [version(name) for name in PACKAGES]
     made_by = (*modules, sys.version_info[:2], versions, gpus.there())

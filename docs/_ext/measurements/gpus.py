@@ -1,6 +1,7 @@
 """The GPUs of this machine, and how many of them a page is measured with."""
 
 import ast
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def there():
     import torch
 
     return torch.cuda.is_available()
+
+
+def none():
+    """That there is no GPU, and what hides them if something does."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = f" (CUDA_VISIBLE_DEVICES is {asked})" if asked else ""
+    return f"torch finds no GPU here{why}"
 
 
 def folder():

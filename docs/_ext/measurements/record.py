@@ -28,7 +28,7 @@ def main(arguments=None):
         scripts = pick(given.tutorials)
         if not gpus.there():
             raise RefusedError(
-                "no GPU here; run make record on a machine with a GPU "
+                f"{gpus.none()}; run make record on a machine with a GPU "
                 "(make html and make test need none)"
             )
         kept = Kept(recording.STORE)

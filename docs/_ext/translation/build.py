@@ -112,17 +112,23 @@ def locked():
 
 
 def must_write(folder):
+    """End with a sentence if a folder is not for writing, or one below it:
+    whoever built as root has left such."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         sys.exit(f"{folder} must be a folder to write in: {error.strerror}.")
+    for below, _, _ in os.walk(folder):
+        if not os.access(below, os.W_OK | os.X_OK):
+            sys.exit(f"{below} must be a folder to write in.")
 
 
 def main():
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         must_write(Path(os.environ[name]))
+    must_write(tutorial.MADE)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with locked() as lock:
