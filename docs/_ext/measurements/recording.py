@@ -212,10 +212,16 @@ def _benchmark_problem(data, benchmark, gpu):
     )
 
 
-def _environment_problem(environment, gpu):
-    for key in ENVIRONMENT:
-        if environment.get(key) in (None, ""):
+def _lacking(environment, keys):
+    for key in keys:
+        if environment.get(key) in (None, "", []):
             return _differs(f"environment, {key}", "nothing", "what it was")
+    return None
+
+
+def _environment_problem(environment, gpu):
+    if found := _lacking(environment, ENVIRONMENT):
+        return found
     for key, value in environment.items():
         each = value if key == "gpus" and isinstance(value, list) else [value]
         count = isinstance(value, int) and value >= 0
@@ -243,8 +249,8 @@ def _counter_problem(benchmark, environment):
     counted by hand is there all the same.
     """
     counted = "counter" in benchmark["args"]
-    if counted and not environment.get("ncu"):
-        return _differs("environment, ncu", "nothing", "what it was")
+    if counted and (found := _lacking(environment, ["ncu"])):
+        return found
     if "reason" not in benchmark:
         return None
     reason = benchmark["reason"]
@@ -269,9 +275,8 @@ def _ranks_problem(benchmark, environment):
     """What is missing of GPUs that a benchmark has together."""
     if not (together := ranks(benchmark)):
         return None
-    for key in SEVERAL:
-        if not environment.get(key):
-            return _differs(f"environment, {key}", "nothing", "what it was")
+    if found := _lacking(environment, SEVERAL):
+        return found
     there = environment["gpus"]
     if there != together * [environment["gpu"]]:
         expected = f"{together} of {environment['gpu']}"
