@@ -212,16 +212,10 @@ def _benchmark_problem(data, benchmark, gpu):
     )
 
 
-def _lacking(environment, keys):
-    for key in keys:
-        if environment.get(key) in (None, "", []):
-            return _differs(f"environment, {key}", "nothing", "what it was")
-    return None
-
-
 def _environment_problem(environment, gpu):
-    if found := _lacking(environment, ENVIRONMENT):
-        return found
+    for key in ENVIRONMENT:
+        if environment.get(key) in (None, ""):
+            return _differs(f"environment, {key}", "nothing", "what it was")
     for key, value in environment.items():
         each = value if key == "gpus" and isinstance(value, list) else [value]
         count = isinstance(value, int) and value >= 0
@@ -249,8 +243,8 @@ def _counter_problem(benchmark, environment):
     counted by hand is there all the same.
     """
     counted = "counter" in benchmark["args"]
-    if counted and (found := _lacking(environment, ["ncu"])):
-        return found
+    if counted and not environment.get("ncu"):
+        return _differs("environment, ncu", "nothing", "what it was")
     if "reason" not in benchmark:
         return None
     reason = benchmark["reason"]
@@ -275,8 +269,9 @@ def _ranks_problem(benchmark, environment):
     """What is missing of GPUs that a benchmark has together."""
     if not (together := ranks(benchmark)):
         return None
-    if found := _lacking(environment, SEVERAL):
-        return found
+    for key in SEVERAL:
+        if not environment.get(key):
+            return _differs(f"environment, {key}", "nothing", "what it was")
     there = environment["gpus"]
     if there != together * [environment["gpu"]]:
         expected = f"{together} of {environment['gpu']}"
