@@ -175,7 +175,9 @@ html_context = {
     else "",
 }
 
-# What a reader may type for what a section says: see docs/_ext/page/search.py.
+# What is found after all other pages, for few readers ask for it, and what
+# they may type for what a section says: see docs/_ext/page/search.py.
+search_aside = ["add-a-tutorial", "how-it-is-built", "translating"]
 search_spellings = [
     ["bf16", "bfloat16", "16 bits"],
     ["colab", "notebook"],

@@ -104,8 +104,11 @@ def pytest_collection_modifyitems(config, items):
         if config.pluginmanager.hasplugin("xdist"):
             group = page or str(item.path)
             if on_gpu and page:
-                # Each test alone, but for those that ask for much memory.
+                # Each test alone, but for those that ask for much memory, and
+                # for those that share what several GPUs gave.
                 group = "memory" if "2_31" in item.name else item.nodeid
+                if "ranks" in getattr(item, "fixturenames", ()):
+                    group = page
             item.add_marker(pytest.mark.xdist_group(group))
     if left:
         config.hook.pytest_deselected(items=left)

@@ -8,7 +8,7 @@ import jinja2
 import pytest
 from bs4 import BeautifulSoup
 from docutils import nodes
-from project import ROOT, Project
+from project import ROOT
 
 import style
 from page import moving
@@ -41,14 +41,6 @@ def test_other_pages_load_nothing_of_it():
         text = page.read_text(encoding="utf-8")
         its = page == SITE / "tutorials" / f"{PAGE}.html"
         assert ("_static/two-stages.js?" in text) == its, page
-
-
-@pytest.mark.parametrize("ending", ["py", "ipynb", "zip"])
-def test_downloads_know_nothing_of_it(ending):
-    stem = PAGE.rpartition("/")[2]
-    (download,) = (SITE / "_downloads").glob(f"*/{stem}.{ending}")
-    content = download.read_bytes()
-    assert not any(mark.encode() in content for mark in MARKS)
 
 
 def rendered(translate=str):
@@ -107,14 +99,6 @@ def test_the_colors_are_those_of_the_figures():
     assert found == expected
 
 
-def test_nothing_is_asked_of_another_host():
-    for name in ("two-stages-model.js", "two-stages.js", "two-stages.css"):
-        text = (STATIC / name).read_text(encoding="utf-8")
-        hosts = set(re.findall(r"https?://([^/\"]+)", text))
-        assert hosts <= {"www.w3.org"}  # the name of SVG, not an address
-        assert "import" not in text and "@import" not in text
-
-
 def document(code):
     block = nodes.literal_block(code, code)
     return nodes.section("", nodes.paragraph("", "x"), block)
@@ -155,20 +139,3 @@ def test_a_page_without_the_cell_stops_the_build(app, code, monkeypatch):
     assert len(tree) == 2
     (warning,) = said
     assert "no cell defines f" in warning
-
-
-def test_a_build_with_the_picture(tmp_path):
-    project = Project(tmp_path)
-    conf = project.root / "conf.py"
-    text = conf.read_text()
-    old = f'"tutorials/{PAGE}": {{\n        "after": "{FUNCTION}"'
-    assert old in text
-    new = '"tutorials/01-double": {\n        "after": "_double"'
-    conf.write_text(text.replace(old, new))
-    done = project.build()
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert 'class="bp-stages"' in project.page("01-double")
-    conf.write_text(text.replace(old, new.replace("_double", "_missing")))
-    done = project.build()
-    assert done.returncode != 0
-    assert "no cell defines _missing" in done.stdout + (done.stderr or "")

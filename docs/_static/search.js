@@ -10,6 +10,8 @@
   // How much a word counts in the title of a section, spelled so or in another
   // way, and in the title of its page.
   const metaWeights = { title: 2, titled: 2, page: 0.5 };
+  // Between a share of the words of a section, 1, and how often it has one, 0.
+  const ranking = { metaWeights, termFrequency: 0.4 };
 
   const dialog = document.getElementById("pst-search-dialog");
   const field = dialog.querySelector("input");
@@ -27,7 +29,7 @@
   const pagefind = () => (loaded ??= load());
   async function load() {
     const api = await import(at("../pagefind/pagefind.js"));
-    await api.options({ excerptLength: 24, ranking: { metaWeights } });
+    await api.options({ excerptLength: 24, ranking });
     await api.init();
     return api;
   }

@@ -4,12 +4,12 @@ import re
 
 import pytest
 from browser import built
+from browser.test_pages import VIEWS
 from playwright.sync_api import expect
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 FIRST = "tutorials/layer-norm/01-layer-norm.html"
 on_first = pytest.mark.parametrize("name", [FIRST])
-PHONE = {"viewport": {"width": 390, "height": 844}}
 
 
 def test_an_old_address_leads_on(page):
@@ -18,7 +18,7 @@ def test_an_old_address_leads_on(page):
 
 
 @on_first
-@pytest.mark.parametrize("view", [{}, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("view", [{}, VIEWS["phone"]], ids=["desk", "phone"])
 def test_theme_switch(page, view, name):
     page.goto(name)
     html = page.locator("html")
@@ -36,15 +36,6 @@ def test_theme_switch(page, view, name):
         expect(figure.locator(f"img.only-{other}")).to_be_hidden()
     page.reload()  # it is remembered
     expect(html).to_have_attribute("data-theme", "dark")
-
-
-@on_first
-@pytest.mark.parametrize("view", [{"color_scheme": "dark"}])
-def test_theme_follows_the_system(page, view, name):
-    page.goto(name)
-    figure = page.locator("div.measured").first
-    expect(figure.locator("img.only-dark")).to_be_visible()
-    expect(figure.locator("img.only-light")).to_be_hidden()
 
 
 # The first button is clicked with the mouse, which takes seconds; the others
@@ -179,29 +170,6 @@ def test_tab_reaches_everything(page, name, more):
 
 
 @on_first
-def test_enter_opens_the_numbers(page, name):
-    page.goto(name)
-    numbers = page.locator("details.bp-numbers").first
-    table = numbers.locator("table")
-    expect(table).to_be_hidden()
-    numbers.locator("summary").focus()
-    page.keyboard.press("Enter")
-    expect(table).to_be_visible()
-    page.keyboard.press("Enter")
-    expect(table).to_be_hidden()
-
-
-@on_first
-def test_solution_opens_with_a_click(page, name):
-    page.goto(name)
-    solution = page.locator("details.bp-solution").first
-    code = solution.locator("pre").first
-    expect(code).to_be_hidden()
-    solution.locator("summary").click()
-    expect(code).to_be_visible()
-
-
-@on_first
 def test_arrows_lead_from_a_copy_button_to_the_next(page, name):
     page.goto(name)
     buttons = page.locator("article button.copybtn:visible")
@@ -237,13 +205,3 @@ def test_skip_link_leads_to_the_text(page):
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(page).to_have_url(re.compile("#main-content$"))
-
-
-@pytest.mark.parametrize("view", [PHONE], ids=["phone"])
-def test_menu_on_a_phone(page, view):
-    page.goto("index.html")
-    page.locator(".primary-toggle").click()
-    link = page.locator("#pst-primary-sidebar-modal a:visible").first
-    expect(link).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(link).to_be_hidden()

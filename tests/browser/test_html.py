@@ -42,13 +42,3 @@ def test_no_page_names_a_path_of_the_machine_that_built_it():
     paths = str(built.ROOT), "site-packages"
     found = {page for page in texts for path in paths if path in texts[page]}
     assert not found
-
-
-def test_an_error_is_found(tmp_path):
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<!doctype html><html lang=en><title>Bad</title>"
-        "<p id=one>One</p><p id=one>Two</p>"
-    )
-    (error,) = errors([bad])
-    assert "Duplicate ID" in error

@@ -164,18 +164,6 @@ def test_page(page, name):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", built.PAGES)
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_page_as_it_is_loaded(page, view, name):
-    """By a reader who has this view, and unfolds nothing."""
-    watch = Watch(page)
-    page.goto(name)
-    assert page.evaluate(WIDER) <= 0
-    found = [*watch.faults, *violations(page)]
-    assert not found, "\n".join(found)
-
-
 LINKS = '<a href="#">here</a>' * 60
 BAD = f"""<!doctype html><html lang="en" data-theme="light"><title>Bad</title>
 <main><h1>Bad</h1><p style="color: #999; width: 3000px">pale</p>

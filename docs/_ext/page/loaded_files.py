@@ -32,8 +32,10 @@ NEEDLESS = (
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 GLYPH = re.compile(r"(?<=\})[^{}@]*\{--fa:[^{}]*\}")
 FACE = re.compile(r"@font-face\s*\{[^}]*Font ?Awesome[^}]*\}")
-# Without JavaScript nothing chooses a theme, and the light one holds.
-LIGHT = re.compile(r'\[data-theme="?light"?\]')
+# Without JavaScript nothing chooses a theme: the system's holds, by a second
+# copy of the stylesheet in which its rules are those of a page without choice.
+THEMES = "light", "dark"
+NO_CHOICE = "[data-theme=auto]"
 BY_PACKAGES = "pydata-sphinx-theme", "sphinx-gallery", "sphinx-design"
 
 
@@ -47,9 +49,11 @@ def choose(app, pagename, templatename, context, doctree):
         ]
     for each in context["script_files"]:
         # What stands in the page itself changes these options at once.
-        if not str(each.filename).endswith("documentation_options.js"):
+        name = str(each.filename or "documentation_options.js")
+        if not name.endswith("documentation_options.js"):
             each.attributes.setdefault("defer", "defer")
     context["stylesheet"] = f"_static/{ONE}"
+    context["themes"] = {theme: f"_static/{theme}.css" for theme in THEMES}
     context["stylesheet_version"] = changes_with(app)
 
 
@@ -73,8 +77,11 @@ def join(app, exception):
             "page/loaded_files.py: the theme's stylesheets have no icon font "
             f"in the form it takes out: {glyphs} letters, {faces} faces found"
         )
-    text = LIGHT.sub(":not([data-theme=dark])", text)
     (static / ONE).write_text(text, encoding="utf-8")
+    for theme in THEMES:
+        chosen = re.compile(rf'\[data-theme="?{theme}"?\]')
+        copy = chosen.sub(NO_CHOICE, text)
+        (static / f"{theme}.css").write_text(copy, encoding="utf-8")
 
 
 def setup(app):

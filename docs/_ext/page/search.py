@@ -3,7 +3,8 @@
 What a reader looks for is a section, so each is a document of its own:
 Pagefind ranks pages, and shows the sections of a page in their order. What
 surrounds the tutorials' own words is left out. Where a section spells a word
-in one way, readers may ask for the others that ``conf.py`` names.
+in one way, readers may ask for the others that ``conf.py`` names, as it does
+the pages that are written for others than readers of tutorials.
 """
 
 import html
@@ -36,7 +37,8 @@ SECTION = re.compile(r'<section\b[^>]*\bid="([^"]*)">')
 TITLE = re.compile(r'<h\d>(.*?)<a class="headerlink".*?</h\d>', re.DOTALL)
 PROSE = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 # A word of prose counts as one; in a title Pagefind counts it more often.
-CODE = '<pre data-pagefind-weight="0.2">'
+CODE = '<pre data-pagefind-weight="0.3">'
+ASIDE = '<body data-pagefind-weight="0.2">'
 
 
 def start(app):
@@ -61,6 +63,8 @@ def index(app):
             text = Path(app.builder.get_output_path(page)).read_text("utf-8")
             Path(site, page).mkdir(parents=True, exist_ok=True)
             for anchor, content in sections(text, app.config.search_spellings):
+                if page in app.config.search_aside:
+                    content = content.replace("<body>", ASIDE)
                 file = Path(site, page, f"{anchor}.html")
                 file.write_text(content, encoding="utf-8")
         command = [sys.executable, "-m", "pagefind", "--quiet", "--site", site]
@@ -125,6 +129,7 @@ def others(text, spellings):
 
 def setup(app):
     app.add_config_value("search_spellings", [], "env", [list])
+    app.add_config_value("search_aside", [], "env", [list])
     app.connect("builder-inited", start)
     app.connect("build-finished", write)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
