@@ -36,7 +36,7 @@ extensions = [
     "page.code",
     "page.downloads",
     "page.editions",
-    "page.figures",
+    "page.passports",
     "page.formulas",
     "page.head",
     "page.loaded_files",

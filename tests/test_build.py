@@ -10,7 +10,7 @@ from bs4 import BeautifulSoup
 from project import ENVIRONMENT, ROOT, Project, rows
 
 from measurements import recording
-from page import figures
+from page import passports
 
 MEND = "on a GPU run: make record TUTORIALS=01"
 
@@ -138,7 +138,7 @@ def test_a_figure_of_zeros_is_a_sentence():
     row = dict.fromkeys(recording.VALUES, 0.0) | {"provider": "a_"}
     its = {"names": {"a_": "A_"}, "unit": "wrong runs of 100", "reason": ""}
     measured = SimpleNamespace(rows=[row], **its)
-    text = figures._shown(measured)
+    text = passports._shown(measured)
     assert "All numbers are 0" in text
     assert "wrong runs of 100: 0 at every size" in text
     assert "image" not in text

@@ -179,6 +179,7 @@ def numbers(benchmark):
             "2099.1.0.0",
         ),
     ],
+    ids=["no ncu", "no permission"],
 )
 def test_where_ncu_counts_nothing_the_recording_says_so(
     run, reason, ncu, request

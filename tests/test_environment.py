@@ -6,7 +6,7 @@ from measurable import GPU, HERE, Measurable
 from project import ENVIRONMENT, rows
 
 from measurements import environment, gpus, replay
-from page import figures
+from page import passports
 
 NAME = "01-double"
 LINKED = {"gpus": ["A", "A"], "link": "NV99", "nccl": "2.99.1"}
@@ -124,10 +124,10 @@ def measured(told, **more):
 
 def test_the_passport_shows_it():
     args = {"ranks": 2}
-    said = figures.passport(NAME, measured(LINKED, args=args, live=True))
+    said = passports.passport(NAME, measured(LINKED, args=args, live=True))
     assert ":GPUs: A, A; linked by NV99; NCCL 2.99.1\n" in said
     assert "ranks \\= 2" in said
-    said = figures.passport(NAME, measured({}, args=args, live=True))
+    said = passports.passport(NAME, measured({}, args=args, live=True))
     assert ":GPUs:" not in said
 
 
@@ -137,7 +137,7 @@ def test_what_a_recording_says_is_no_markup():
     told = dict.fromkeys(ENVIRONMENT, link) | LINKED | {"gpu": link}
     told |= {"date": "2026-01-02", "checks_passed": 7, "link": link}
     found = measured(told, args={"counter": link}, reason=link)
-    said = figures._said(NAME, [found, found])
+    said = passports.with_passports(NAME, [found, found])
     assert said.count("javascript") > 20
     assert "`x <javascript" not in said.replace("\\`", "")
 

@@ -18,7 +18,7 @@ import words_later as later
 from compiled import limits
 from compiled.sheets import Sheet
 from measurements import recording, replay
-from page import cards, downloads, figures, headlines, solutions
+from page import cards, downloads, figures, headlines, passports, solutions
 from page.xray import Panel
 from translation import sentences, words
 
@@ -108,7 +108,7 @@ def test_a_template(says):
 
 def test_a_figure(says):
     says(WORDS)
-    text = figures._said("01-double", [measured()])
+    text = passports.with_passports("01-double", [measured()])
     assert "**反向传播\\, M \\= 4096\\, ж。** 记录于 2026-01-02。7 " in text
     assert ":Method: 手工，20 % 和 80 %\n" in text
     assert (
@@ -132,7 +132,7 @@ def test_a_line_of_the_page_becomes_its_figure(tmp_path):
     env = SimpleNamespace(note_dependency=noted.append)
     app = SimpleNamespace(srcdir=tmp_path, env=env)
     source = ["Prose.\n\n.. measured:: a\n\n.. drawing:: b two lines\n"]
-    figures.say(app, "tutorials/01-double", source)
+    passports.say(app, "tutorials/01-double", source)
     assert noted == [str(figures.file_of(tmp_path, "a"))]
     assert source[0].startswith("Prose.\n\n.. container:: measured\n")
     assert ":alt: Line plot of µж against N from 8 to 16 (B" in source[0]
@@ -231,7 +231,7 @@ def test_the_messages_are_those_of_all_that_speaks():
     assert len(MESSAGES) == len(list(words.messages()))
     for text, file in (
         ("Close", "docs/_templates/close-drawer.html"),
-        ("Recorded %(date)s.", "docs/_ext/page/figures.py"),
+        ("Recorded %(date)s.", "docs/_ext/page/passports.py"),
         ("Forward", "docs/_ext/page/headlines.py"),
         ("%(count)s × %(bytes)s bytes", "docs/_ext/page/xray.py"),
         ("Color mode", "docs/_ext/translation/words.py"),
@@ -304,8 +304,8 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     monkey = measured(**changes)
     store = pytest.MonkeyPatch()
     with store.context() as patch:
-        patch.setattr(figures.recording, "BY_BUILD", recording.STORE)
-        text = figures._said("жж", [monkey])
+        patch.setattr(recording, "BY_BUILD", recording.STORE)
+        text = passports.with_passports("жж", [monkey])
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()

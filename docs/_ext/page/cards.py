@@ -14,7 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 import tutorial
 import words_later as words
 from measurements import recording
-from page import figures, headlines
+from page import captions, figures, headlines
 from translation import catalogs, sentences
 
 
@@ -126,7 +126,7 @@ class TutorialCards(OfTutorials):
                 alt="",
                 classes=[f"only-{theme}", "bp-card-picture"],
             )
-        caption = figures.caption(measured)
+        caption = captions.caption(measured)
         yield nodes.paragraph("", caption, classes=["bp-card-caption"])
 
 

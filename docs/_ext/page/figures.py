@@ -1,34 +1,28 @@
-"""From a figure of a tutorial to what the page shows.
+"""From a cell that has run to files: pictures, numbers, and a line for each.
 
-A measured figure gets its passport, a table of its numbers, and links to them
-as CSV and JSON. Its alt text is made from the numbers. Where all of them are
-0, a sentence stands in place of an empty chart. Any other figure is a
-drawing: its alt text is the figure's own name, ``plt.figure("...")``.
+A figure that a benchmark has measured gets a line with the file of its
+numbers, as page/passports.py shows them. Any other figure is a drawing: its
+alt text is the figure's own name, ``plt.figure("...")``.
 
-When a cell has run, ``scraped`` saves pictures and numbers, and writes a line
-for each figure. ``say`` puts the words in its place when Sphinx reads the
-page: so the tutorials run once for all languages.
+The words come when Sphinx reads the page: so the tutorials run once for all
+languages.
 """
 
 import csv
 import io
 import json
-import math
 import re
 from dataclasses import fields
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
-from sphinx.locale import _
-from sphinx.util import logging, rst
+from sphinx.util import logging
 
 import style
 import tutorial
-import words_later as words
 from measurements import recording, replay
 from measurements.replay import Measured, Missing
-from page import headlines
-from translation import sentences
+from page import captions, headlines
 
 # The line of a measured figure, with its file, and that of a drawing, with
 # its picture and what it shows.
@@ -80,15 +74,10 @@ def scraped(session, gallery_conf):
             )
         picture = _picture(session, figure, srcdir)
         parts.append(f"\n.. drawing:: {picture} {name}\n\n")
-    for results in session.results.values():
+    for name, results in list(session.results.items()):
         if isinstance(results[0], Missing):
             parts.append(_saved(session, results, srcdir))
-            results[0] = None
-    session.results = {
-        name: results
-        for name, results in session.results.items()
-        if results[0] is not None
-    }
+            del session.results[name]
     plt.close("all")
     return "\n".join(parts)
 
@@ -150,10 +139,10 @@ def _measured(session, results, srcdir, figure=None):
     for measured in results:
         measured.picture = (
             ""
-            if measured.reason or _nothing_drawn(measured)
+            if measured.reason or captions.nothing_drawn(measured)
             else _picture(session, figure or measured.figure, srcdir)
         )
-        file = _folder(srcdir, "raw") / _csv_name(session.name, measured)
+        file = _folder(srcdir, "raw") / csv_name(session.name, measured)
         file.write_text(_csv(measured), encoding="utf-8")
     return _saved(session, results, srcdir)
 
@@ -195,14 +184,20 @@ def _keep_for_card(session, measured, srcdir):
     compares = headlines.compares(measured.unit, measured.rows)
     backward = "backward" in str(measured.args.get("mode"))
     rank = 1 + 2 * compares + backward
-    if rank <= session.card or measured.reason or _nothing_drawn(measured):
+    if (
+        rank <= session.card
+        or measured.reason
+        or captions.nothing_drawn(measured)
+    ):
         return
     session.card, name = rank, session.name
     measured.picture = f"card_{tutorial.file_name(name)}"
     _save_picture(measured.figure, srcdir, measured.picture)
     save(srcdir, measured.picture, [measured])
     social_picture(srcdir, name).write_bytes(
-        style.social(measured.figure, tutorial.title(name), caption(measured))
+        style.social(
+            measured.figure, tutorial.title(name), captions.caption(measured)
+        )
     )
 
 
@@ -228,197 +223,6 @@ def _folder(srcdir, name):
     return folder
 
 
-def say(app, docname, source):
-    """Put the figures of a tutorial, in words, into its text."""
-    name = docname.removeprefix("tutorials/")
-    if name == docname:
-        return
-
-    def measured(line):
-        app.env.note_dependency(str(file_of(app.srcdir, line[1])))
-        return _said(name, saved(app.srcdir, line[1]))
-
-    def drawing(line):
-        return _image(line[1], line[2])  # Sphinx translates it
-
-    source[0] = DRAWING.sub(drawing, MEASURED.sub(measured, source[0]))
-
-
-def _image(name, alt):
-    """Both forms of a picture; the page shows the one of its theme."""
-    return "".join(
-        f".. image:: /tutorials/images/{name}{ending}.svg\n"
-        f"   :alt: {alt}\n"
-        f"   :class: only-{theme} bp-figure\n\n"
-        for ending, theme in (("", "light"), ("_dark", "dark"))
-    )
-
-
-def _said(name, results):
-    """A measured figure with its passport; a tab for each GPU."""
-    if isinstance(results[0], Missing):
-        return _missing(results[0])
-    bodies = [_shown(each) + passport(name, each) for each in results]
-    if len(bodies) == 1:
-        return ".. container:: measured\n" + _indent(bodies[0])
-    tabs = "".join(
-        f"\n.. tab-item:: {rst.escape(measured.environment['gpu'])}\n"
-        f"   :sync: {measured.gpu}\n" + _indent(body)
-        for measured, body in zip(results, bodies, strict=True)
-    )
-    return (
-        ".. container:: measured\n\n"
-        "   .. tab-set::\n      :sync-group: gpu\n" + _indent(tabs, 6)
-    )
-
-
-def _missing(missing):
-    return _admonition(
-        _("No figure in this preview"),
-        "warning",
-        f"``{missing.name}``: {rst.escape(missing.reason)}",
-    )
-
-
-def _not_counted(measured):
-    """In place of a figure whose numbers only ncu knows."""
-    said = _("On %(gpu)s this figure could not be drawn: %(reason)s.") % {
-        "gpu": rst.escape(measured.environment["gpu"]),
-        "reason": rst.escape(measured.reason),
-    }
-    return _admonition(_("Not counted"), "warning", said)
-
-
-def _nothing_drawn(measured):
-    """Whether a figure would be empty: no number, or all of them 0."""
-    return not any(row["median"] for row in measured.rows)
-
-
-def _all_zero(measured):
-    """In place of a figure in which all lines lie on the axis."""
-    said = _("%(unit)s: 0 at every size, of all: %(names)s.") % {
-        "unit": rst.escape(measured.unit),
-        "names": rst.escape(words.in_a_row(measured.names.values(), _)),
-    }
-    return _admonition(_("All numbers are 0"), "note", said)
-
-
-def _admonition(title, kind, text):
-    return f"\n.. admonition:: {title}\n   :class: {kind}\n\n   {text}\n\n"
-
-
-def _shown(measured):
-    """The figure, or a sentence that says why there is none."""
-    if measured.reason:
-        return _not_counted(measured)
-    if _nothing_drawn(measured):
-        return _all_zero(measured)
-    return "\n" + _image(measured.picture, alt_text(measured))
-
-
-def _indent(text, width=3):
-    pad = " " * width
-    return "\n" + "".join(
-        pad + line if line.strip() else line
-        for line in text.splitlines(keepends=True)
-    )
-
-
-def passport(name, measured):
-    """Where the numbers of a figure come from, and the numbers."""
-    store = recording.BY_BUILD if measured.live else recording.STORE
-    raw = recording.path_of(measured.gpu, name, store)
-    raw = raw.relative_to(tutorial.ROOT / "docs").as_posix()
-    file = _csv_name(name, measured)
-    header, *rows = (
-        ",".join(_quoted(cell) for cell in row) for row in _table(measured)
-    )
-    lines = [
-        ".. container:: passport",
-        "",
-        f"   {_origin(measured)}",
-        "",
-        *(f"   :{key}: {said}" for key, said in _circumstances(measured)),
-        "",
-        "   .. dropdown:: "
-        + _("The numbers (%(unit)s)") % {"unit": measured.unit},
-        "      :class-container: bp-numbers",
-        "",
-        # (gettext does not look into an f-string)
-        "      :" + _("Data") + f": :download:`CSV </tutorials/raw/{file}>`",
-        f"         :download:`JSON </{raw}>`",
-        "",
-        "      .. csv-table::",
-        f"         :header: {header}",
-        "         :class: bp-table",
-        "",
-        *(f"         {row}" for row in rows),
-        "",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _origin(measured):
-    """What was measured, when, and what was checked before."""
-    date = {"date": measured.environment["date"]}
-    if measured.live:
-        said = _("Measured on this machine, by this build, %(date)s.") % date
-    else:
-        said = _("Recorded %(date)s.") % date
-    checks = measured.environment["checks_passed"]
-    if isinstance(checks, int):
-        checked = _("%(count)s GPU checks passed before recording.") % {
-            "count": checks
-        }
-    else:
-        checked = _("GPU checks: not run in this build.")
-    # Translators: of each figure; the part in stars is bold.
-    return _("**%(caption)s.** %(recorded)s %(checked)s") % {
-        "caption": rst.escape(caption(measured)),
-        "recorded": said,
-        "checked": checked,
-    }
-
-
-def _circumstances(measured):
-    """What the numbers depend on: a name and what it was, for each.
-
-    Of what others may have sent, nothing is markup; the method is what the
-    script's own docstring says.
-    """
-    env = {
-        key: rst.escape(value)
-        for key, value in measured.environment.items()
-        if isinstance(value, str)
-    }
-    versions = [
-        _("driver %(version)s") % {"version": env["driver"]},
-        f"CUDA {env['cuda']}",
-        f"torch {env['torch']}",
-        f"triton {env['triton']}",
-        f"Python {env['python']}",
-    ]
-    if "ncu" in env:
-        versions.append(f"Nsight Compute {env['ncu']}")
-    yield _("Versions"), words.in_a_row(versions, _)
-    if gpus := measured.environment.get("gpus"):
-        yield (
-            _("GPUs"),
-            _("%(gpus)s; linked by %(link)s; NCCL %(nccl)s")
-            % {
-                "gpus": words.in_a_row(map(rst.escape, gpus), _),
-                "link": env["link"],
-                "nccl": env["nccl"],
-            },
-        )
-    if measured.reason:
-        yield _("Not counted"), rst.escape(measured.reason)
-    if counter := measured.args.get("counter"):
-        yield _("Counted"), rst.escape(counter)
-    yield _("Method"), _(measured.method)
-
-
 def timed_with(srcdir, text):
     """The versions of triton that the passports of a page's text name."""
     return sorted(
@@ -431,35 +235,7 @@ def timed_with(srcdir, text):
     )
 
 
-def _quoted(cell):
-    return '"' + str(cell).replace('"', '""') + '"'
-
-
-def caption(measured):
-    """What a figure shows of what: pass, sizes, type, and GPU."""
-    parts = circumstances(measured), measured.environment["gpu"]
-    return words.in_a_row(filter(None, parts), _)
-
-
-def circumstances(measured):
-    """Pass, sizes and types of a benchmark, in words."""
-    args = dict(measured.args)
-    mode = args.pop("mode", None)
-    args.pop("counter", None)  # how it was counted, not what
-    passes = {
-        "forward": _("Forward pass"),
-        "backward": _("Backward pass"),
-        "forward and backward": _("Forward and backward pass"),
-    }
-    parts = []
-    if mode in passes:
-        parts = [passes[mode]]
-    elif mode:
-        args = {"mode": mode} | args
-    return words.in_a_row([*parts, *headlines.said(args)], _)
-
-
-def _csv_name(name, measured):
+def csv_name(name, measured):
     # Page, benchmark and GPU in the name: no two downloads share it.
     return f"{tutorial.file_name(name)}.{measured.name}.{measured.gpu}.csv"
 
@@ -472,85 +248,3 @@ def _csv(measured):
     for row in measured.rows:
         table.writerow([*map(row.get, names), measured.unit])
     return text.getvalue()
-
-
-def _by_x(measured):
-    """The rows by x: {x: {provider: row}}, in the order of the recording."""
-    table = {}
-    for row in measured.rows:
-        x = tuple(row[name] for name in measured.x_names)
-        table.setdefault(x, {})[row["provider"]] = row
-    return table
-
-
-def _table(measured):
-    """The medians as a table of texts, a row for each x."""
-    yield [*measured.x_names, *measured.names.values()]
-    for x, rows in _by_x(measured).items():
-        yield [
-            *x,
-            *(number(rows[p]["median"]) for p in measured.names),
-        ]
-
-
-def number(value):
-    """A number as people read it: three digits, or whole when large."""
-    if value is None:
-        return "–"
-    if value == 0 or (abs(value) >= 100 and not math.isinf(value)):
-        return f"{value:,.0f}"
-    if abs(value) < 0.001:
-        return f"{value:.1e}"
-    return f"{value:.3g}"
-
-
-def alt_text(measured):
-    return sentences.joined(
-        [shown(measured), _("The table below has every number.")]
-    )
-
-
-def shown(measured):
-    """What the figure shows, in words made from its numbers."""
-    table = _by_x(measured)
-    xs = list(table)
-    first, last = (words.in_a_row(map(str, x), _) for x in (xs[0], xs[-1]))
-    lines = []
-    for provider, name in measured.names.items():
-        values = [
-            table[x][provider]["median"]
-            for x in xs
-            if table[x][provider]["median"] is not None
-        ]
-        if values:
-            least, most = number(min(values)), number(max(values))
-            lines.append(
-                _("%(name)s from %(least)s to %(most)s")
-                % {"name": name, "least": least, "most": most}
-            )
-    args = circumstances(measured)
-    said = (
-        _(
-            "Line plot of %(unit)s against %(x)s from %(first)s to %(last)s "
-            "(%(circumstances)s): %(lines)s."
-        )
-        if args
-        else _(
-            "Line plot of %(unit)s against %(x)s from %(first)s to %(last)s: "
-            "%(lines)s."
-        )
-    )
-    return said % {
-        "unit": measured.unit,
-        "x": words.in_a_row(measured.x_names, _),
-        "first": first,
-        "last": last,
-        "circumstances": args,
-        "lines": words.said(words.listed(lines, words.SEMICOLON), _),
-    }
-
-
-def setup(app):
-    # Behind what looks for the lines of figures.
-    app.connect("source-read", say, priority=600)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}

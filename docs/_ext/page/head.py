@@ -12,7 +12,7 @@ from pathlib import Path
 from sphinx.locale import _
 
 from languages import CURRENT
-from page import figures
+from page import captions, figures
 from translation import sentences
 
 # Where a language is spoken, for those who ask.
@@ -62,7 +62,7 @@ def picture_of(app, pagename, title):
     images.mkdir(exist_ok=True)
     shutil.copy2(file, images)
     address = f"{app.config.html_baseurl}{app.builder.imagedir}/{file.name}"
-    words = [_("%(title)s.") % {"title": title}, figures.shown(measured)]
+    words = [_("%(title)s.") % {"title": title}, captions.shown(measured)]
     return {"og:image": address, "og:image:alt": sentences.joined(words)}
 
 

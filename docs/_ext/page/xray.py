@@ -11,6 +11,7 @@ import html
 import os
 import re
 from importlib.metadata import version
+from textwrap import indent
 
 from sphinx.errors import ExtensionError
 from sphinx.locale import _
@@ -196,17 +197,18 @@ class Panel:
         tabs = "".join(
             f".. tab-item:: {target}\n   :sync: {target}\n"
             + ("   :selected:\n" if target == limits.DEFAULT else "")
-            + _indent(self.tab(target))
+            + f"\n{indent(self.tab(target), '   ')}"
             for target in limits.SHOWN
         )
         body = (
             f"{self.look}\n\n{self.counted()}"
-            "\n\n.. tab-set::\n   :sync-group: target\n" + _indent(tabs)
+            "\n\n.. tab-set::\n   :sync-group: target\n\n"
+            + indent(tabs, "   ")
         )
         title = _("X-ray of ``%(kernel)s``") % {"kernel": self.name}
         return (
             f"\n.. dropdown:: {title}\n"
-            "   :class-container: bp-xray\n" + _indent(body) + "\n"
+            "   :class-container: bp-xray\n\n" + indent(body, "   ") + "\n"
         )
 
     def counted(self):
@@ -245,7 +247,10 @@ class Panel:
         ways = "\n".join(self.ways(first))
         return (
             f"{self.table(found)}{where}\n\n"
-            f".. raw:: html\n{_indent(ways)}\n\n" + self.downloads(first)
+            ".. raw:: html\n\n"
+            + indent(ways, "   ")
+            + "\n\n"
+            + self.downloads(first)
         )
 
     def ways(self, sheet):
@@ -294,15 +299,6 @@ def _with_its_comment(line, lines):
         return line
     alike = (each.strip() for each in lines)
     return next((x for x in alike if x.startswith(code + hash_)), line)
-
-
-def _indent(text, width=3):
-    """A block under a directive."""
-    pad = " " * width
-    return "\n" + "".join(
-        pad + line if line.strip() else line
-        for line in text.splitlines(keepends=True)
-    )
 
 
 class ValidTabs(SphinxPostTransform):

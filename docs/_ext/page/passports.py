@@ -1,0 +1,217 @@
+"""A figure on its page: with its passport, and a tab for each GPU.
+
+A measured figure gets its passport, a table of its numbers, and links to them
+as CSV and JSON. Its alt text is made from the numbers. Where all of them are
+0, a sentence stands in place of an empty chart.
+"""
+
+from textwrap import indent
+
+from sphinx.locale import _
+from sphinx.util import rst
+
+import tutorial
+import words_later as words
+from measurements import recording
+from measurements.replay import Missing
+from page import captions, figures
+
+
+def say(app, docname, source):
+    """Put the figures of a tutorial, in words, into its text."""
+    name = docname.removeprefix("tutorials/")
+    if name == docname:
+        return
+
+    def measured(line):
+        app.env.note_dependency(str(figures.file_of(app.srcdir, line[1])))
+        return with_passports(name, figures.saved(app.srcdir, line[1]))
+
+    def drawing(line):
+        return _image(line[1], line[2])  # Sphinx translates it
+
+    source[0] = figures.DRAWING.sub(
+        drawing, figures.MEASURED.sub(measured, source[0])
+    )
+
+
+def _image(name, alt):
+    """Both forms of a picture; the page shows the one of its theme."""
+    return "".join(
+        f".. image:: /tutorials/images/{name}{ending}.svg\n"
+        f"   :alt: {alt}\n"
+        f"   :class: only-{theme} bp-figure\n\n"
+        for ending, theme in (("", "light"), ("_dark", "dark"))
+    )
+
+
+def with_passports(name, results):
+    """A measured figure with its passport; a tab for each GPU."""
+    if isinstance(results[0], Missing):
+        return _missing(results[0])
+    bodies = [_shown(each) + passport(name, each) for each in results]
+    if len(bodies) == 1:
+        return ".. container:: measured\n\n" + indent(bodies[0], "   ")
+    tabs = "".join(
+        f"\n.. tab-item:: {rst.escape(measured.environment['gpu'])}\n"
+        f"   :sync: {measured.gpu}\n\n" + indent(body, "   ")
+        for measured, body in zip(results, bodies, strict=True)
+    )
+    return (
+        ".. container:: measured\n\n"
+        "   .. tab-set::\n      :sync-group: gpu\n\n" + indent(tabs, "      ")
+    )
+
+
+def _missing(missing):
+    return _admonition(
+        _("No figure in this preview"),
+        "warning",
+        f"``{missing.name}``: {rst.escape(missing.reason)}",
+    )
+
+
+def _not_counted(measured):
+    """In place of a figure whose numbers only ncu knows."""
+    said = _("On %(gpu)s this figure could not be drawn: %(reason)s.") % {
+        "gpu": rst.escape(measured.environment["gpu"]),
+        "reason": rst.escape(measured.reason),
+    }
+    return _admonition(_("Not counted"), "warning", said)
+
+
+def _all_zero(measured):
+    """In place of a figure in which all lines lie on the axis."""
+    said = _("%(unit)s: 0 at every size, of all: %(names)s.") % {
+        "unit": rst.escape(measured.unit),
+        "names": rst.escape(words.in_a_row(measured.names.values(), _)),
+    }
+    return _admonition(_("All numbers are 0"), "note", said)
+
+
+def _admonition(title, kind, text):
+    return f"\n.. admonition:: {title}\n   :class: {kind}\n\n   {text}\n\n"
+
+
+def _shown(measured):
+    """The figure, or a sentence that says why there is none."""
+    if measured.reason:
+        return _not_counted(measured)
+    if captions.nothing_drawn(measured):
+        return _all_zero(measured)
+    return "\n" + _image(measured.picture, captions.alt_text(measured))
+
+
+def passport(name, measured):
+    """Where the numbers of a figure come from, and the numbers."""
+    store = recording.BY_BUILD if measured.live else recording.STORE
+    raw = recording.path_of(measured.gpu, name, store)
+    raw = raw.relative_to(tutorial.ROOT / "docs").as_posix()
+    file = figures.csv_name(name, measured)
+    header, *rows = (
+        ",".join(_quoted(cell) for cell in row) for row in _table(measured)
+    )
+    lines = [
+        ".. container:: passport",
+        "",
+        f"   {_origin(measured)}",
+        "",
+        *(f"   :{key}: {said}" for key, said in _circumstances(measured)),
+        "",
+        "   .. dropdown:: "
+        + _("The numbers (%(unit)s)") % {"unit": measured.unit},
+        "      :class-container: bp-numbers",
+        "",
+        # (gettext does not look into an f-string)
+        "      :" + _("Data") + f": :download:`CSV </tutorials/raw/{file}>`",
+        f"         :download:`JSON </{raw}>`",
+        "",
+        "      .. csv-table::",
+        f"         :header: {header}",
+        "         :class: bp-table",
+        "",
+        *(f"         {row}" for row in rows),
+        "",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _origin(measured):
+    """What was measured, when, and what was checked before."""
+    date = {"date": measured.environment["date"]}
+    if measured.live:
+        said = _("Measured on this machine, by this build, %(date)s.") % date
+    else:
+        said = _("Recorded %(date)s.") % date
+    checks = measured.environment["checks_passed"]
+    if isinstance(checks, int):
+        checked = _("%(count)s GPU checks passed before recording.") % {
+            "count": checks
+        }
+    else:
+        checked = _("GPU checks: not run in this build.")
+    # Translators: of each figure; the part in stars is bold.
+    return _("**%(caption)s.** %(recorded)s %(checked)s") % {
+        "caption": rst.escape(captions.caption(measured)),
+        "recorded": said,
+        "checked": checked,
+    }
+
+
+def _circumstances(measured):
+    """What the numbers depend on: a name and what it was, for each.
+
+    Of what others may have sent, nothing is markup; the method is what the
+    script's own docstring says.
+    """
+    env = {
+        key: rst.escape(value)
+        for key, value in measured.environment.items()
+        if isinstance(value, str)
+    }
+    versions = [
+        _("driver %(version)s") % {"version": env["driver"]},
+        f"CUDA {env['cuda']}",
+        f"torch {env['torch']}",
+        f"triton {env['triton']}",
+        f"Python {env['python']}",
+    ]
+    if "ncu" in env:
+        versions.append(f"Nsight Compute {env['ncu']}")
+    yield _("Versions"), words.in_a_row(versions, _)
+    if gpus := measured.environment.get("gpus"):
+        yield (
+            _("GPUs"),
+            _("%(gpus)s; linked by %(link)s; NCCL %(nccl)s")
+            % {
+                "gpus": words.in_a_row(map(rst.escape, gpus), _),
+                "link": env["link"],
+                "nccl": env["nccl"],
+            },
+        )
+    if measured.reason:
+        yield _("Not counted"), rst.escape(measured.reason)
+    if counter := measured.args.get("counter"):
+        yield _("Counted"), rst.escape(counter)
+    yield _("Method"), _(measured.method)
+
+
+def _quoted(cell):
+    return '"' + str(cell).replace('"', '""') + '"'
+
+
+def _table(measured):
+    """The medians as a table of texts, a row for each x."""
+    yield [*measured.x_names, *measured.names.values()]
+    for x, rows in captions.by_x(measured).items():
+        yield [
+            *x,
+            *(captions.number(rows[p]["median"]) for p in measured.names),
+        ]
+
+
+def setup(app):
+    # Behind what looks for the lines of figures.
+    app.connect("source-read", say, priority=600)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
