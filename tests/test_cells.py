@@ -56,6 +56,14 @@ def test_an_edit_of_the_source_reaches_every_copy(folder):
     assert "mask = row <= left" in written(GATHERING, folder)
 
 
+def test_a_line_that_does_not_begin_its_cell_is_named(folder):
+    """Under a heading nothing would be written for it."""
+    name, line = "fused/02-dropout", "# Scaffold: the clock, and what"
+    edit(folder, name, f"# %%\n\n{line}", f"# %%\n# Prose.\n\n{line}")
+    with pytest.raises(LookupError, match=r"02-dropout.py: .* the clock"):
+        cells.changed(folder)
+
+
 def test_an_import_that_a_page_does_not_use_is_left_out():
     name, line = "norms-and-losses/04-cross-entropy", "import matplotlib"
     assert line in "".join(shared().values())

@@ -72,6 +72,10 @@ def test_what_a_script_says():
     assert messages.messages(SCRIPT) == SAID
 
 
+def test_a_cell_may_have_comments_alone():
+    assert messages.messages("# One.\n") == ["One."]
+
+
 def test_a_script_in_other_words():
     said = messages.translated(SCRIPT, lambda text: f"<{text}>")
     assert checks.same_code(SCRIPT, said)

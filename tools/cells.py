@@ -47,6 +47,12 @@ def written(name, folder=TUTORIALS):
     for i, cell in enumerate(cells):
         title = TITLE.match(cell)
         if not title:
+            for line in cell.splitlines():
+                if line in known:
+                    raise LookupError(
+                        f"tutorials/{name}.py: no cell begins with "
+                        f'"{line}": put # %% and an empty line before it'
+                    )
             continue
         if title[1] in known:
             others = "".join(cells[:i] + cells[i + 1 :])

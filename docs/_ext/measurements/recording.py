@@ -93,10 +93,10 @@ def number(name):
 
 def mend(name):
     """The commands that bring a recording in order."""
-    return (
-        f"on a GPU run: make record TUTORIALS={number(name)} "
-        "(to build without its figures: make preview)"
-    )
+    run = f"on a GPU run: make record TUTORIALS={number(name)}"
+    if os.environ.get("FIGURES") == "preview":
+        return run
+    return f"{run} (to build without its figures: make preview)"
 
 
 def where(gpu, name):

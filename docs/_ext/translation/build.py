@@ -64,8 +64,9 @@ def stop(code):
     for path in tutorial.MADE.rglob("*.running"):
         name = path.relative_to(tutorial.MADE).with_suffix("").as_posix()
         print(
-            f"tutorials/{name}.py did not come to its end: it failed, as the "
-            "lines above say, or called sys.exit or os._exit.",
+            f"tutorials/{name}.py did not come to its end: it failed, or what "
+            "reads its cells did, as the lines above say, or it called "
+            "sys.exit or os._exit.",
             file=sys.stderr,
         )
     sys.exit(code)

@@ -38,7 +38,7 @@ def translated(script, say, width=WIDTH):
 
 
 def _docstring(node):
-    first = node.body[0]
+    first = node.body[0] if node.body else None  # a cell of comments has none
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         return first if isinstance(first.value.value, str) else None
     return None
