@@ -53,33 +53,37 @@ def scraped(session, gallery_conf):
             _require_unchanged(session, results)
             _keep_for_card(session, results[0], srcdir)
             parts.append(_measured(session, results, srcdir))
-            continue
-        if measured := _drawn_from(figure, known.values()):
+        elif measured := _drawn_from(figure, known.values()):
             for axes in figure.axes:
                 axes.grid(not axes.images)  # no lines across a map
             parts.append(_measured(session, [measured], srcdir, figure))
-            continue
-        if session.timed_outside:
-            raise ExtensionError(
-                f"tutorials/{session.name}.py: a figure without a passport: "
-                "something was timed outside triton.testing.perf_report, so "
-                "nobody can tell where its numbers come from"
-            )
-        name = figure.get_label()
-        if not name:
-            logger.warning(
-                "tutorials/%s.py: a figure without a description: name it, "
-                "plt.figure('what the picture shows')",
-                session.name,
-            )
-        picture = _picture(session, figure, srcdir)
-        parts.append(f"\n.. drawing:: {picture} {name}\n\n")
+        else:
+            parts.append(_drawing(session, figure, srcdir))
     for name, results in list(session.results.items()):
         if isinstance(results[0], Missing):
             parts.append(_saved(session, results, srcdir))
             del session.results[name]
     plt.close("all")
     return "\n".join(parts)
+
+
+def _drawing(session, figure, srcdir):
+    """Save a figure that shows no measured number."""
+    if session.timed_outside:
+        raise ExtensionError(
+            f"tutorials/{session.name}.py: a figure without a passport: "
+            "something was timed outside triton.testing.perf_report, so "
+            "nobody can tell where its numbers come from"
+        )
+    name = figure.get_label()
+    if not name:
+        logger.warning(
+            "tutorials/%s.py: a figure without a description: name it, "
+            "plt.figure('what the picture shows')",
+            session.name,
+        )
+    picture = _picture(session, figure, srcdir)
+    return f"\n.. drawing:: {picture} {name}\n\n"
 
 
 def _require_unchanged(session, results):
