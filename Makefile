@@ -28,7 +28,7 @@ BUILD = PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 	$(PY) -m translation.build
 
 .DEFAULT_GOAL := help
-.PHONY: help html preview translations serve test test-all proof test-gpu test-triton-versions record linkcheck lighthouse screenshot \
+.PHONY: help html preview translations serve test test-all proof beside with-site test-gpu test-triton-versions record linkcheck lighthouse screenshot \
 	lint cells lock clean check-python site-tools test-tools run-tools
 
 help:  ## show this list
@@ -64,14 +64,14 @@ proof: test-tools
 		$(wildcard .github/workflows/*.yml)
 	@echo "Building the site from clean; beside it $(BESIDE)"
 	@rm -rf docs/_build docs/tutorials
-	@mkdir -p docs/_build
-	@$(PYTEST) $(BESIDE) > docs/_build/beside.log 2>&1 & beside=$$!; \
-	trap "kill $$beside 2>/dev/null" EXIT INT TERM; \
-	FIGURES=recorded $(BUILD) || exit 1; \
-	$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadgroup \
+	@$(MAKE) --no-print-directory -j2 beside with-site OPTIONS='$(OPTIONS)'
+beside:
+	@said=$$($(PYTEST) $(BESIDE) 2>&1); status=$$?; echo "$$said"; exit $$status
+with-site:
+	@FIGURES=recorded $(BUILD)
+	@$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadgroup \
 		--no-loadscope-reorder \
-		$(BESIDE:%=--ignore %) tests; status=$$?; \
-	wait $$beside || status=$$?; cat docs/_build/beside.log; exit $$status
+		$(BESIDE:%=--ignore %) tests
 
 test-gpu: run-tools  ## the checks that need a GPU
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/test_conformance.py tests/pages

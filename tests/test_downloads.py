@@ -202,7 +202,10 @@ def test_the_notebook_reads_like_the_page(stem):
     text = "\n".join(
         c.source for c in notebook.cells if c.cell_type == "markdown"
     )
-    for raw in (":math:", ":func:", ":doc:", ":ref:", "\n.. ", ">`_", ")_"):
+    assert not re.findall(r":[a-z]+:`", text)  # a role
+    # sphinx-gallery leaves the second underscore of an anonymous link, and
+    # no notebook knows how wide \text is with an underscore in it.
+    for raw in ("\n.. ", ">`_", ")_", r"\text{GROUP_"):
         assert raw not in text, f"{raw} in the notebook of {stem}"
     assert "](/" not in text
     assert "file:" not in text

@@ -171,9 +171,13 @@ def equals_clean(project):
     done = project.build()
     assert done.returncode == 0, done.stdout[-3000:]
     clean = site(project)
-    assert {n for n in clean if clean[n] != latest.get(n)} == set()
+    assert differing(clean, latest) == set()
     left = latest.keys() - clean.keys()
     assert not [name for name in left if not name.startswith("_")]
+
+
+def differing(clean, latest):
+    return {name for name in clean if clean[name] != latest.get(name)}
 
 
 def test_an_older_file_is_a_change(project):
@@ -199,29 +203,59 @@ MOMENTS = "env-before-read-docs", "html-page-context", "build-finished"
 
 @pytest.fixture(scope="module")
 def killable(tmp_path_factory):
+    """A project that is built, with two sites of clean builds: before and
+    after a change of a page whose title others show."""
     project = Project(tmp_path_factory.mktemp("killable") / "site")
     with (project.root / "conf.py").open("a") as conf:
         conf.write(KILL)
+    holds = "assert torch.equal(y, 2 * x)"
+    project.change(holds, f'{holds} and "FAIL" not in os.environ')
+    change(project)
     assert project.build().returncode == 0
+    project.after = site(project)
+    change(project, back=True)
+    for folder in ("html", "doctrees", "docs/tutorials"):
+        shutil.rmtree(project.root / folder)
+    assert project.build().returncode == 0
+    project.before = site(project)
+    shutil.copytree(project.root, kept(project))
     return project
 
 
+@pytest.fixture
+def whole(killable):
+    """As it was built, before the change."""
+    shutil.rmtree(killable.root)
+    shutil.copytree(kept(killable), killable.root)
+    return killable
+
+
+TITLE, CHANGED = "How to translate", "How to transpose"
+
+
+def change(project, back=False):
+    page = project.root / "docs/translating.rst"
+    old, new = (CHANGED, TITLE) if back else (TITLE, CHANGED)
+    title, *rest = page.read_text().split("\n")
+    assert title == old
+    page.write_text("\n".join([new, *rest]))
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_after_a_killed_build_the_next_is_whole(killable, moment):
-    style = killable.root / "docs/_static/site.css"  # on which all depends
-    style.write_text(style.read_text() + f"/* killed at {moment} */\n")
-    assert killable.build(KILL_AT=moment).returncode == -9
-    assert killable.build().returncode == 0
-    equals_clean(killable)
+def test_after_a_killed_build_the_next_is_whole(whole, moment):
+    change(whole)
+    assert whole.build(KILL_AT=moment).returncode == -9
+    assert whole.build().returncode == 0
+    assert differing(whole.after, site(whole)) == set()
 
 
-def test_after_a_failing_tutorial_the_next_build_is_whole(killable):
+def test_after_a_failing_tutorial_the_next_build_is_whole(whole):
     """The script is as it was when all was well, but not what it made."""
-    script = killable.script()
-    text = script.read_text()
-    killable.edit("assert torch.equal(y, 2 * x)", "assert torch.equal(y, x)")
+    text = whole.script().read_text()
+    whole.edit("# What it says.", "# What it said.")
     for _ in range(2):
-        assert killable.build().returncode != 0
-    script.write_text(text)
-    assert killable.build().returncode == 0
-    equals_clean(killable)
+        done = whole.build(FAIL="1")
+        assert "tutorials/01-double.py failed" in done.stdout
+    whole.script().write_text(text)
+    assert whole.build().returncode == 0
+    assert differing(whole.before, site(whole)) == set()

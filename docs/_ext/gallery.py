@@ -57,6 +57,8 @@ def begin(gallery_conf, script_vars):
         warnings.filterwarnings(
             "ignore", module=r"triton\.runtime\.interpreter"
         )
+        # plt.show() says that it shows nothing: figures are scraped.
+        warnings.filterwarnings("ignore", message=".* is non-interactive")
         changes.callback(finish, name, script_vars, time.monotonic())
         gallery_conf["restore"] = changes.pop_all().close
     return []

@@ -45,9 +45,10 @@ WIDEST_OF_THREE = 20
 
 def begin():
     """Give matplotlib this look, and nothing that a script has set before."""
-    from sphinx_gallery.scrapers import _import_matplotlib
+    import matplotlib
+    import matplotlib.pyplot as plt
 
-    _, plt = _import_matplotlib()  # and see that it draws into no window
+    matplotlib.use("agg")  # which draws into no window
     plt.rcdefaults()
     plt.rcParams.update(rc_params())
 
