@@ -215,9 +215,9 @@ def test_a_figure_has_a_passport_if_it_shows_the_numbers(tmp_path):
         project.change(says, says + figure, tutorial)
     done = project.build()
     assert done.returncode == 0, done.stdout[-3000:]
-    for tutorial, (name, _, passports) in DRAWN.items():
+    for tutorial, (name, _, count) in DRAWN.items():
         page = project.page(tutorial)
-        assert page.count("GPU checks passed") == passports
+        assert page.count("GPU checks passed") == count
         assert (f'alt="{name}"' in page) == (passports == 1)
 
 
