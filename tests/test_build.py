@@ -218,7 +218,7 @@ def test_a_figure_has_a_passport_if_it_shows_the_numbers(tmp_path):
     for tutorial, (name, _, count) in DRAWN.items():
         page = project.page(tutorial)
         assert page.count("GPU checks passed") == count
-        assert (f'alt="{name}"' in page) == (passports == 1)
+        assert (f'alt="{name}"' in page) == (count == 1)
 
 
 def test_a_measured_figure_that_was_changed_stops_the_build(project):
