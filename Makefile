@@ -69,12 +69,12 @@ beside:
 	@said=$$($(PYTEST) $(BESIDE) 2>&1); status=$$?; echo "$$said"; exit $$status
 with-site:
 	@FIGURES=recorded $(BUILD)
-	@$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadgroup \
+	@$(PYTEST) -n $$(($(WORKERS) + 1)) --dist loadscope \
 		--no-loadscope-reorder \
 		$(BESIDE:%=--ignore %) tests
 
 test-gpu: run-tools  ## the checks that need a GPU
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup tests/test_conformance.py tests/pages
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope tests/test_conformance.py tests/pages
 
 test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
 	@$(PY) tests/triton_versions.py $(TRITON)

@@ -4,6 +4,7 @@ the tests of each tutorial share."""
 import contextlib
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,10 @@ SLOWEST = (
 
 
 PAGES = Path(__file__).with_name("pages")
+# A page in the name of a test: of its own, or of those that all pages share.
+PAGE_OF_ID = re.compile(
+    r"\bpages/(.+)\.py::|\btest_conformance\.py::\w+\[([^:\]]+):"
+)
 # What a test asks for that only a machine without a GPU can give: kernels
 # compiled for GPUs that are not there, what a reader without one sees.
 WITHOUT_A_GPU = {"launches", "output", "alone"}
@@ -84,11 +89,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Files stay together: their tests share what takes long to make.
-
-    A page is a group, wherever its tests stand. What this machine cannot run
-    is left out: marked gpu without a GPU, and marked cpu with one.
-    """
+    """What this machine cannot run is left out: marked gpu without a GPU, and
+    marked cpu with one."""
     on_gpu = torch.cuda.is_available()
     other = "cpu" if on_gpu else "gpu"
     asked = config.getoption("page")
@@ -101,15 +103,6 @@ def pytest_collection_modifyitems(config, items):
         (left if elsewhere or (asked and page not in asked) else kept).append(
             item
         )
-        if config.pluginmanager.hasplugin("xdist"):
-            group = page or str(item.path)
-            if on_gpu and page:
-                # Each test alone, but for those that ask for much memory, and
-                # for those that share what several GPUs gave.
-                group = "memory" if "2_31" in item.name else item.nodeid
-                if "ranks" in getattr(item, "fixturenames", ()):
-                    group = page
-            item.add_marker(pytest.mark.xdist_group(group))
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
@@ -123,6 +116,34 @@ def page_of(item):
     if item.path.is_relative_to(PAGES):
         return item.path.relative_to(PAGES).with_suffix("").as_posix()
     return ""
+
+
+@pytest.hookimpl(optionalhook=True)  # a GPU machine may lack xdist
+def pytest_xdist_make_scheduler(config, log):
+    """Tests that share something run in one process, one after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return together(nodeid, torch.cuda.is_available())
+
+    return Together(config, log)
+
+
+def together(nodeid, on_gpu):
+    """What a test has in common with those that stay with it.
+
+    A page, wherever its tests stand, or a file: they share what takes long to
+    make. On a GPU each test goes alone, but for those that ask for much
+    memory, and for those that share what several GPUs gave.
+    """
+    page = PAGE_OF_ID.search(nodeid)
+    page = page and (page[1] or page[2])
+    if not on_gpu:
+        return page or nodeid.partition("::")[0]
+    if "2_31" in nodeid:
+        return "memory"
+    return page if page and page.startswith("several-gpus/") else nodeid
 
 
 def rank(item):

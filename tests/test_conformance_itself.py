@@ -219,3 +219,20 @@ def test_the_table_has_all_pairs():
 def test_the_table_of_an_operation_is_about_forty_cases():
     axes = {"function": ("",), "form": ("",), **LayerNorm().axes(False)}
     assert 35 < len(LayerNorm().cases(axes, False)) < 60
+
+
+@pytest.mark.parametrize(
+    ("test", "alone", "on_gpu"),
+    [
+        ("pages/a-b/01-c.py::test_x[2:3]", "a-b/01-c", None),
+        ("test_conformance.py::test_case[a-b/01-c:x=1,y]", "a-b/01-c", None),
+        ("test_words.py::test_x[a:b]", "tests/test_words.py", None),
+        ("pages/a-b/01-c.py::test_more_than_2_31", "a-b/01-c", "memory"),
+        ("pages/several-gpus/01-c.py::test_x", *2 * ["several-gpus/01-c"]),
+    ],
+)
+def test_what_shares_something_runs_together(test, alone, on_gpu):
+    from conftest import together
+
+    assert together(f"tests/{test}", False) == alone
+    assert together(f"tests/{test}", True) == (on_gpu or f"tests/{test}")

@@ -7,7 +7,7 @@ from browser import built
 from browser.test_pages import VIEWS
 from playwright.sync_api import expect
 
-from page import loads
+from page import loaded_files
 
 FIRST = "tutorials/layer-norm/01-layer-norm.html"
 PHONE = VIEWS["phone"]
@@ -37,7 +37,9 @@ def test_a_page_is_light(name):
 def test_the_stylesheet_leaves_out_what_no_page_has(name):
     text = (built.SITE / name).read_text("utf-8")  # a soup takes seconds
     classes = " ".join(re.findall(r'class="([^"]*)"', text)).split()
-    styled = [each for each in classes if loads.OF_UNUSED.match(f".{each}")]
+    styled = [
+        each for each in classes if loaded_files.OF_UNUSED.match(f".{each}")
+    ]
     assert not styled
 
 

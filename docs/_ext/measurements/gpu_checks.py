@@ -1,5 +1,7 @@
 """The GPU checks of pages, which pass before anything is recorded."""
 
+import importlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -8,17 +10,23 @@ from collections import Counter
 from pathlib import Path
 
 import tutorial
-from measurements.children import beside, children
+from measurements.children import children
 from measurements.measure import LOGS
 from measurements.progress import clock, say
 
-# Nothing is timed, but some checks need a third of a GPU's memory.
-AT_A_TIME = 2
-
 
 def command(page):
-    """What runs the checks of a page."""
-    return [sys.executable, "-m", "pytest", "-q", "--page", page.name]
+    """What runs the checks of a page: on all cores, for nothing is timed.
+
+    tests/conftest.py lets those that need much memory run in turn.
+    """
+    run = [sys.executable, "-m", "pytest", "-q", "--page", page.name]
+    try:
+        importlib.import_module("xdist")
+    except ImportError:
+        return run  # one after the other
+    cores = len(os.sched_getaffinity(0))
+    return [*run, "-n", str(cores), "--dist", "loadscope"]
 
 
 def checked(pages):
@@ -28,9 +36,7 @@ def checked(pages):
     """
     LOGS.mkdir(parents=True, exist_ok=True)
     with children() as running:
-        found = beside(
-            running, lambda page: run(page, running), pages, AT_A_TIME
-        )
+        found = [run(page, running) for page in pages]
     passed = [page for page in pages if page.checks != "not run"]
     return passed, [problem for problem in found if problem]
 
