@@ -230,12 +230,12 @@ def best_of_three_compilations(function, measure):
     torch.compile tries a few kernels and keeps the fastest. Which one that is
     can depend on luck, so nothing of an earlier try is taken over.
     """
-    # We run a backward pass many times, so torch.compile must not reuse the
-    # memory of what the forward pass saved for it.
-    torch._functorch.config.donated_buffer = False
     results = []
     for _ in range(3):
         torch._dynamo.reset()
+        # We run a backward pass many times, so torch.compile must not reuse
+        # the memory of what the forward pass saved for it.
+        torch._functorch.config.donated_buffer = False
         with torch._inductor.utils.fresh_inductor_cache():
             results.append(measure(torch.compile(function, dynamic=False)))
     return max(results)
