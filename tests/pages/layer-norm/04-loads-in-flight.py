@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import tutorial
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page
 
@@ -448,3 +449,43 @@ def test_reading(page):
     for steps in 49, 50:
         page._read[(7,)](x, end := x[0].clone(), steps, LANES=1024)
         assert torch.equal(end.flatten(), (lanes + steps * 7168).int())
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    calls = []
+
+    def speed(bytes_moved, call):
+        call()
+        calls.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = tutorial.load(
+        PAGE.name, (("if ON_GPU else 132  # of an H200", "if ON_GPU else 2"),)
+    )
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    bench = page.bench_backward.benchmarks
+    for provider in bench.line_vals:
+        del calls[:]
+        values = {"M": 5, "N": 24, "provider": provider}
+        assert page.bench_backward.fn(**bench.args | values) == (2, 1, 3)
+        tiles = 6 if provider == "copy" else 1
+        assert calls == tiles * [3 * 5 * 24 * 2]
+    for benchmark, knob in (
+        (page.bench_programs, "programs"),
+        (page.bench_warps, "warps"),
+        (page.bench_stages, "stages"),
+    ):
+        bench = benchmark.benchmarks
+        for N in bench.line_vals:
+            del calls[:]
+            values = {"M": 2, knob: bench.x_vals[-1], "provider": N}
+            assert benchmark.fn(**bench.args | values) == [100, 50, 150]
+            assert calls == 7 * [3 * 2 * int(N) * 2]
+    del calls[:]
+    assert page.bench_reading.fn(KB=1, MB=1, provider="reading") == (2, 1, 3)
+    assert calls == [488 * 2 * 1024]
