@@ -512,11 +512,12 @@ report(bench_sweeps)
 
 # %%
 # Both read a row from memory once: the second of two sweeps finds it in a
-# cache. On the H200, at 4096 columns, one sweep reaches NN% of the copy and
-# two reach NN%; at 16384 columns it is NN% and NN%.
-# Two sweeps are slow where rows are narrower than two warps load at once: NN%
-# against NN% at 128 columns. And they are slow where rows begin anywhere: NN%
-# against NN% at 4097. There ``plan_forward``, the rule, takes one sweep.
+# cache. On the H200, at 4096 columns, one sweep reaches NN% of the copy, and
+# two reach NN%; at 16384 columns one reaches NN%, and two reach NN%.
+# Two sweeps are slow where rows are narrower than two warps load at once: at
+# 128 columns they reach NN%, and one sweep NN%. And they are slow where rows
+# begin anywhere: at 4097 columns they reach NN%, and one sweep NN%. In both
+# cases ``plan_forward``, the rule, takes one sweep.
 #
 # How fast is the rule? `Liger <https://github.com/linkedin/Liger-Kernel>`_ and
 # `quack <https://github.com/Dao-AILab/quack>`_ are measured where they can be
