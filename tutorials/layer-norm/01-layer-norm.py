@@ -248,8 +248,9 @@ def best_of_three_compilations(function, measure):
 
 def report(benchmark):
     """Draw a benchmark, and print each speed in % of the ceiling."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
-    # perf_report writes "Copy (GB/s)": keep only the name.
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    # perf_report writes widths as 1024.0, and "Copy (GB/s)": keep 1024, "Copy".
+    table = table.astype({"N": int}).set_index("N")
     table.columns = [column.split(" (")[0] for column in table.columns]
     if table.isna().all(axis=None):
         print("Timing needs a GPU; the page shows recorded figures.")

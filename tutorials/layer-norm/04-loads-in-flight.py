@@ -165,7 +165,7 @@ speeds = table.iloc[:, 0]  # the only line
 knee = speeds[speeds >= 0.9 * speeds.max()].first_valid_index()
 if knee:  # it was measured
     print(f"1 KB comes after {1024 * NUM_SMS / speeds[1]:.0f} ns")
-    print(f"90% of {speeds.max():.0f} GB/s: with {knee} KB in flight")
+    print(f"90% of {speeds.max():.0f} GB/s: with {knee:.0f} KB in flight")
 
 # %%
 # On the left a step takes little more than one latency, whatever it asks for:
@@ -770,8 +770,9 @@ def best_of_three_compilations(function, measure):
 
 def report(benchmark):
     """Draw a benchmark, and print each speed in % of the ceiling."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
-    # perf_report writes "Copy (GB/s)": keep only the name.
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    # perf_report writes widths as 1024.0, and "Copy (GB/s)": keep 1024, "Copy".
+    table = table.astype({"N": int}).set_index("N")
     table.columns = [column.split(" (")[0] for column in table.columns]
     if table.isna().all(axis=None):
         print("Timing needs a GPU; the page shows recorded figures.")
