@@ -771,7 +771,7 @@ def best_of_three_compilations(function, measure):
 def report(benchmark):
     """Draw a benchmark, and print each speed in % of the ceiling."""
     table = benchmark.run(show_plots=ON_GPU, return_df=True)
-    # perf_report writes widths as 1024.0, and "Copy (GB/s)": keep 1024, "Copy".
+    # perf_report writes 1024.0 and "Copy (GB/s)": we want 1024 and "Copy".
     table = table.astype({"N": int}).set_index("N")
     table.columns = [column.split(" (")[0] for column in table.columns]
     if table.isna().all(axis=None):
