@@ -604,7 +604,19 @@ def test_known_refusals(page):
     assert not page.refuses("liger", 65536, 2)
     assert page.refuses("fla", 32769, 2) and not page.refuses("fla", 32768, 2)
     assert page.refuses("apex", 4608, 2) and not page.refuses("apex", 1536, 2)
-    assert not page.refuses("cudnn", 1151, 2)
+    assert page.refuses("cudnn", 1536, 2) and not page.refuses(
+        "cudnn", 2048, 2
+    )
+
+
+def test_a_line_without_points_is_not_drawn(page, monkeypatch):
+    monkeypatch.setattr(page, "ON_GPU", True)
+    monkeypatch.setattr(page, "library", lambda key: key != "fla")
+    usual = ["triton", "torch", "torch.compile"]
+    odd = [*page.lines([1151, 40001], HALF)]
+    assert odd == [*usual, "liger", "flash"]
+    many = [*page.lines([1151, 2048], HALF)]
+    assert many == [*usual, "liger", "apex", "quack", "flash", "cudnn"]
 
 
 def test_broken_points_are_found_in_the_table(page, capsys):
@@ -684,13 +696,13 @@ def test_a_line_that_is_slow_alone_shows_it(page, monkeypatch):
 def test_the_fastest_batch_counts(page, monkeypatch):
     """Each batch makes all its calls; the shortest one says how long."""
     monkeypatch.setattr(page.torch.cuda, "synchronize", lambda: None)
-    now = iter([0, 90, 100, 130, 200, 260])  # 90, 30 and 60 s for 30 calls
+    now = iter([0, 60, 100, 120, 200, 240])  # 60, 20 and 40 s for 20 calls
     monkeypatch.setattr(
         page, "time", SimpleNamespace(perf_counter=lambda: next(now))
     )
     made = []
     assert page.fastest_batch(lambda: made.append(1)) == pytest.approx(1e6)
-    assert len(made) == 90
+    assert len(made) == 60
 
 
 def test_each_pass_has_its_best_compilation(page, monkeypatch):
