@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import inspect
 import os
 import shutil
@@ -44,6 +45,12 @@ def also(page, M, N, dtype):
     # page._layer_norm_bwd_slices, whose panels are on page 07 of layer norm.
     stats = page.forward_of_rows(x, w, b, 1e-5)[1]
     page.backward_of_rows(dy, x, w, stats)
+
+
+def whole_rows(page, M, N, dtype):
+    x = torch.empty(M, N, dtype=dtype, device=page.DEVICE)
+    w = torch.empty(N, dtype=dtype, device=page.DEVICE)
+    page.forward(x, w, w, 1e-5)
 
 
 def ask_for_gpus(page):
@@ -120,6 +127,40 @@ else:
     # The interpreter cuts bfloat16, and does not round it.
     LIMITS[torch.bfloat16] = 2**-7
 EACH = pytest.mark.parametrize("shard", several.SHARDS)
+
+
+SIXTEEN_WARPS = (
+    (
+        "elif block <= 16384:\n        # Sixteen",
+        "elif block <= 8192:\n        # ",
+    ),
+)
+
+
+@CPU  # with the compiler of the X-rays
+@pytest.mark.parametrize("replace", [(), SIXTEEN_WARPS])
+def test_as_much_is_in_flight_at_all_wide_rows(launches, replace):
+    """Bytes of the rows that a multiprocessor has at a time, alone; sixteen
+    warps were too many for 16384 columns."""
+    from compiled.aot import Call
+    from compiled.occupancy import occupancy
+
+    given = {"M": 4096, "dtype": "bfloat16"}
+    widths = 8192, 16384, 32768
+    calls = [
+        Call(several.NAME, whole_rows, given | {"N": N}, replace=replace)
+        for N in widths
+    ]
+    found = []
+    for N, (built,) in zip(widths, launches(calls), strict=True):
+        warps, *_ = occupancy(
+            "sm_90", built.registers, built.shared, built.num_warps
+        )
+        found.append(warps // built.num_warps * N * 2)
+    expected = [65536, 65536, 65536]
+    if replace:
+        expected[1] = 32768
+    assert found == expected
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -442,8 +483,8 @@ def test_gpus_that_disagree():
         {"weight": None},
         {"shard": "columns"},
         {"eps": 1e-3},
-        {"x": lambda t: t.to("cuda:0")},
-        {"weight": lambda t: t.to("cuda:0")},
+        {"x": functools.partial(torch.Tensor.to, device="cuda:0")},
+        {"weight": functools.partial(torch.Tensor.to, device="cuda:0")},
     )
     found = several.run(2, several.disagree, *changes)
     for mine, theirs in zip(*found, strict=True):
