@@ -509,7 +509,7 @@ def ceiling(reads, writes, shape, dtype):
     count = target[0].numel()
     speeds = []
     for block_size, warps in (
-        (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8)
+        (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
     ):  # fmt: skip
 
         def move(block_size=block_size, warps=warps):
