@@ -1944,8 +1944,8 @@ for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
 # compared with ours of the same turn.
 #
 # PyTorch's own cure for host time is beside ours:
-# ``torch.compile(mode="reduce-overhead")`` replays CUDA graphs, and copies
-# into them what is not a parameter, here ``x`` and ``dy``.
+# ``torch.compile(mode="reduce-overhead")`` replays CUDA graphs, after it has
+# copied the inputs to where these read.
 # A CUDA graph of our call, made by hand, takes the time of the device.
 
 # %%
