@@ -1457,8 +1457,8 @@ except ValueError as error:
 # Is it right?
 # ------------
 #
-# Every computation rounds, so we compare with one that rounds far less: we take
-# the same inputs in float64 and let PyTorch compute both passes.
+# Every computation rounds, so we compare with one that rounds far less: we
+# take the same inputs in float64 and let PyTorch compute both passes.
 # We look at each element, because one wrong element in nine million would not
 # show in an average. It may be off by two things:
 #
