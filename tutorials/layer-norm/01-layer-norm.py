@@ -1232,8 +1232,8 @@ def add_up_buffers(buffers, dtype):
 # - **Buffers.** Each program means one more buffer to write and read back. In
 #   narrow rows more programs would fit than we start, but they hardly pay.
 #
-# A program that is alone on its SM gets 16 warps, because all of the SM's
-# threads have to come from it.
+# A program that is alone on its SM gets 16 warps, because all the threads of
+# the SM have to come from it.
 
 
 def count_sms():
@@ -1649,8 +1649,12 @@ report(bench_backward)
 #   new width, and its host code is in C++. Ours is in Python, and with small
 #   matrices you wait for it: see `Host time <10-host-time.html>`_.
 # - **Libraries have kernels of their own.** `Every width
-#   <11-every-width.html>`_ measures those of Liger, quack, Apex and
-#   flash-attn, and says where they are faster.
+#   <11-every-width.html>`_ measures those of `Liger
+#   <https://github.com/linkedin/Liger-Kernel>`_, `quack
+#   <https://github.com/Dao-AILab/quack>`_, `Apex
+#   <https://github.com/NVIDIA/apex>`_ and `flash-attn
+#   <https://github.com/Dao-AILab/flash-attention>`_, and says where they are
+#   faster.
 #
 # Exercise 1: the backward pass of RMS norm
 # -----------------------------------------
@@ -1717,7 +1721,7 @@ assert exercise_1(rms_norm_dx_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, from what each moves to how fast it is.
+# These are the designs of this page: what each moves, how fast it is, and why.
 #
 # Forward:
 #
@@ -1729,7 +1733,7 @@ assert exercise_1(rms_norm_dx_1)
 # - **PyTorch** asks for three matrices, because it reads each row twice. On
 #   the H200 it reaches NN% to NN% of a copy.
 # - **torch.compile** reaches NN% to NN% of a copy on the H200. We have not
-#   looked inside.
+#   looked at its kernels.
 #
 # Backward:
 #
@@ -1738,7 +1742,7 @@ assert exercise_1(rms_norm_dx_1)
 # - **PyTorch** moves five matrices or more, because it reads ``x`` and ``dy``
 #   again. On the H200 it reaches NN% to NN% of the copy.
 # - **torch.compile** reaches NN% to NN% of the copy on the H200. We have not
-#   looked inside.
+#   looked at its kernels.
 #
 # And of any kernel:
 #
