@@ -902,8 +902,8 @@ dram_reads.run(show_plots=ON_GPU)
 # **Why.**
 # What matters is how much all running programs need *together*.
 # Up to 65536 columns, the registers of an SM are enough for so many programs
-# that all 132 SMs together work on 17 MB: on four rows each at 16384 columns,
-# on one row each at 65536.
+# that all 132 SMs together work on 17 MB at most: on four rows each at 16384
+# columns, on one row each at 65536.
 # L2 holds that, so only the first sweep goes to DRAM.
 # At 131072 columns the compiler happens to need fewer registers, and three
 # programs fit on an SM. Their rows of 256 KB make 104 MB in all, and L2 is
