@@ -516,7 +516,7 @@ def ceiling(reads, writes, shape, dtype):
 # %%
 # Whoever we compare with is at its best, too.
 # ``torch.compile`` tries a few kernels and keeps the fastest. Which one that
-# is can be luck, so we let it compile three times.
+# is can be luck, so we let it choose three times.
 
 # %%
 
