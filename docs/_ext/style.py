@@ -39,6 +39,12 @@ LINES = {
 }
 # Peers that a machine may lack: drawn when they were recorded.
 OPTIONAL = ("liger", "apex", "quack", "flash")
+# Whoever is no kernel of ours and no ceiling: who a page has to beat.
+RIVALS = {
+    provider: name
+    for provider, (name, _, _) in LINES.items()
+    if provider not in ("triton", "copy")
+}
 # Letters of a name, if three stand beside each other in a legend.
 WIDEST_OF_THREE = 20
 
@@ -181,6 +187,42 @@ def social(figure, title, caption):
     picture = io.BytesIO()
     card.savefig(picture, format="png", transparent=False)
     return picture.getvalue()
+
+
+def for_a_card(figure):
+    """Give a figure the form for a card, a third of a page wide: smaller, with
+    words of the same size."""
+    figure.set_size_inches(4.4, 3.3)
+    for legend in list(figure.legends):
+        lines = legend.legend_handles
+        names = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        figure.legend(
+            lines, names, fontsize=11, ncols=2, loc="outside upper left",
+            columnspacing=1, handlelength=1.5, borderaxespad=0,
+        )  # fmt: skip
+    for axes in figure.axes:
+        if axes.get_xscale() == "linear" and axes.xaxis.get_ticklabels():
+            axes.xaxis.get_major_locator().set_params(nbins=5)
+
+
+def outlined(figure):
+    """Leave only the lines of a figure, for a picture as small as a word."""
+    figure.set_size_inches(1.6, 0.9)
+    for legend in list(figure.legends):
+        legend.remove()
+    for axes in figure.axes:
+        axes.set(xlabel="", ylabel="", title="")
+        axes.grid(False)
+        axes.tick_params(
+            which="both", length=0, labelbottom=False, labelleft=False
+        )
+        for spine in axes.spines.values():
+            spine.set_color(LIGHT["faint"])
+        for band in axes.collections:
+            band.set_visible(False)
+        for line in axes.get_lines():
+            line.set_linewidth(1.4)
 
 
 def svg(figure):

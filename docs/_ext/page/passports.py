@@ -46,10 +46,16 @@ def _image(name, alt):
 
 
 def with_passports(name, results):
-    """A measured figure with its passport; a tab for each GPU."""
+    """A measured figure with its passport; a tab for each GPU.
+
+    The tabs of a page change together, and the choice holds on other pages:
+    sphinx-design keeps it in the browser.
+    """
     if isinstance(results[0], Missing):
         return _missing(results[0])
     bodies = [_shown(each) + passport(name, each) for each in results]
+    for i in range(1, len(bodies)):
+        bodies[i] += _printed(results[0])
     if len(bodies) == 1:
         return ".. container:: measured\n\n" + indent(bodies[0], "   ")
     tabs = "".join(
@@ -61,6 +67,14 @@ def with_passports(name, results):
         ".. container:: measured\n\n"
         "   .. tab-set::\n      :sync-group: gpu\n\n" + indent(tabs, "      ")
     )
+
+
+def _printed(default):
+    """What the choice of another GPU does not change on a page."""
+    said = _("What the cells of this page print is of %(gpu)s.") % {
+        "gpu": rst.escape(default.environment["gpu"])
+    }
+    return f".. rst-class:: bp-note\n\n{said}\n"
 
 
 def _missing(missing):
