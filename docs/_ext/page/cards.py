@@ -76,7 +76,6 @@ class OfTutorials(SphinxDirective):
                 return recording.load(gpu, name)
         return None
 
-
     def measured(self, name):
         """The figure of a tutorial's card, or None."""
         measured = figures.of_card(self.env.srcdir, name)

@@ -160,6 +160,11 @@ def _saved(session, results, srcdir):
 
 def save(srcdir, name, results):
     """Keep what a page says of a figure."""
+    file_of(srcdir, name).write_text(text_of(results), encoding="utf-8")
+
+
+def text_of(results):
+    """What is kept of a figure."""
     kept = [
         {
             each.name: getattr(one, each.name)
@@ -168,8 +173,7 @@ def save(srcdir, name, results):
         }
         for one in results
     ]
-    text = json.dumps(kept, indent=1, ensure_ascii=False)
-    file_of(srcdir, name).write_text(text, encoding="utf-8")
+    return json.dumps(kept, indent=1, ensure_ascii=False)
 
 
 def saved(srcdir, name):

@@ -81,7 +81,9 @@ def of(data):
         return None
     first = (on_device or whole_calls)[0]
     passes = [_speed(each, _sizes(each)) for each in _by_pass(on_device)]
-    calls = [_speed(each, [_called_at(each)]) for each in _by_pass(whole_calls)]
+    calls = [
+        _speed(each, [_called_at(each)]) for each in _by_pass(whole_calls)
+    ]
     return Headline(
         passes=passes,
         calls=calls,
