@@ -62,7 +62,7 @@ root_doc = "index"
 # The tutorials -------------------------------------------------------------
 # The GPU whose recordings a page shows first.
 measured_gpu = "nvidia-h200"
-# The page whose kernels are compared on all GPUs: see docs/_ext/page/shares.py.
+# The page whose kernels are compared on all GPUs: docs/_ext/page/shares.py.
 compared_page = "layer-norm/01-layer-norm"
 
 sphinx_gallery_conf = {
