@@ -165,8 +165,7 @@ def _as_points(axes, lines, names):
         line.set(linestyle="none", marker=marker, markersize=9)
         if marker == "o":
             line.set(markerfacecolor="none", markeredgewidth=1.8)
-    for band in axes.collections:
-        band.set_visible(False)
+    _hide_bands(axes)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
 
 
@@ -191,7 +190,9 @@ def social(figure, title, caption):
 
 def for_a_card(figure):
     """Give a figure the form for a card, a third of a page wide: smaller, with
-    words of the same size."""
+    words of the same size, and without quantiles."""
+    from matplotlib.ticker import MaxNLocator
+
     figure.set_size_inches(4.4, 3.3)
     for legend in list(figure.legends):
         lines = legend.legend_handles
@@ -202,8 +203,15 @@ def for_a_card(figure):
             columnspacing=1, handlelength=1.5, borderaxespad=0,
         )  # fmt: skip
     for axes in figure.axes:
-        if axes.get_xscale() == "linear" and axes.xaxis.get_ticklabels():
-            axes.xaxis.get_major_locator().set_params(nbins=5)
+        _hide_bands(axes)
+        ticks = axes.xaxis.get_major_locator()
+        if isinstance(ticks, MaxNLocator):
+            ticks.set_params(nbins=5)
+
+
+def _hide_bands(axes):
+    for band in axes.collections:
+        band.set_visible(False)
 
 
 def outlined(figure):
@@ -219,8 +227,7 @@ def outlined(figure):
         )
         for spine in axes.spines.values():
             spine.set_color(LIGHT["faint"])
-        for band in axes.collections:
-            band.set_visible(False)
+        _hide_bands(axes)
         for line in axes.get_lines():
             line.set_linewidth(1.4)
 

@@ -139,9 +139,9 @@ def test_the_figure_of_all_gpus(project):
     text = said(figure.select_one(".passport"))
     for part in (
         "M = 4096, float16 . Computed from the recordings of Double 01 .",
-        "NVIDIA-H200 : Recorded 2026-01-02. 7 GPU checks passed",
-        "NVIDIA-A100 : Recorded 2026-01-02. 7 GPU checks passed",
-        "Copy, Forward : 4,000 GB/s on NVIDIA-H200, 2,000 GB/s on "
+        "NVIDIA-H200 : driver 1.2.3, CUDA 13.0",
+        "Python 3.12.0. Recorded 2026-01-02. 7 GPU checks passed",
+        "Copy, forward : 4,000 GB/s on NVIDIA-H200, 2,000 GB/s on "
         "NVIDIA-A100 at N = 16",
         "N Forward, NVIDIA-H200 Forward, NVIDIA-A100 8 50 50 16 50 50",
     ):

@@ -167,7 +167,7 @@ def speeds(data):
         # Translators: some speeds, and the size of which they are.
         at = _("%(speeds)s at %(size)s") % {
             "speeds": faster(each),
-            "size": words.in_a_row(headline.called_at, _),
+            "size": unbroken(words.in_a_row(headline.called_at, _)),
         }
         lines += line(headlines.CALLS[each.mode], each, at)
     where = words.in_a_row([*headline.where, ""], _)  # the date follows
@@ -190,15 +190,20 @@ def line(name, speed, text):
 
 def faster(speed):
     """How many times as fast, and as what."""
-    # Translators: how many times as fast, and as what.
-    return words.in_a_row(
-        [
-            _("%(speed)s × %(rival)s")
-            % {"speed": f"{times:.2f}", "rival": _(name)}
-            for name, times in speed.over
-        ],
-        _,
-    )
+    said = []
+    for name, times in speed.over:
+        # Translators: how many times as fast, and as what.
+        text = _("%(speed)s × %(rival)s") % {
+            "speed": f"{times:.2f}",
+            "rival": _(name),
+        }
+        said.append(unbroken(text))
+    return words.in_a_row(said, _)
+
+
+def unbroken(text):
+    """Words that stay in one line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def setup(app):

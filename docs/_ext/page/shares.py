@@ -20,8 +20,15 @@ from languages import CURRENT, ENGLISH
 from measurements import recording
 from measurements.replay import Measured
 from page import captions, figures, headlines, passports
+from translation import sentences
+from words_later import N_
 
 MODES = "forward", "backward"
+# The ceiling of a pass.
+COPIES = {
+    "forward": N_("Copy, forward"),
+    "backward": N_("Copy, backward"),
+}
 OURS, COPY = "triton", "copy"
 UNIT = "% of copy"
 
@@ -244,9 +251,10 @@ def _sources(recorded):
     for gpu, data in recorded.items():
         first = next(iter(compared.values()))[gpu]
         environment = recording.environment_of(data, first)
-        said = passports.when(environment)
         env = passports.escaped(environment)
-        yield env["gpu"], " ".join([*said, passports.versions(env)])
+        versions = _("%(title)s.") % {"title": passports.versions(env)}
+        said = [versions, *passports.when(environment)]
+        yield env["gpu"], sentences.joined(said)
     for mode, its in compared.items():
         tables = {gpu: speeds(each) for gpu, each in its.items()}
         common = [
@@ -269,7 +277,7 @@ def _sources(recorded):
         size = zip(first["x_names"], last, strict=True)
         at = words.in_a_row([f"{name} = {value}" for name, value in size], _)
         yield (
-            _("Copy, %(pass)s") % {"pass": _(headlines.PASSES[mode])},
+            _(COPIES[mode]),
             _("%(speeds)s at %(size)s")
             % {"speeds": words.in_a_row(speed, _), "size": at},
         )
