@@ -40,10 +40,11 @@ LINES = {
 # Peers that a machine may lack: drawn when they were recorded.
 OPTIONAL = ("liger", "apex", "quack", "flash")
 # Whoever is no kernel of ours and no ceiling: who a page has to beat.
+NO_RIVALS = ("triton", "CUDA graph", "copy")
 RIVALS = {
     provider: name
     for provider, (name, _, _) in LINES.items()
-    if provider not in ("triton", "copy")
+    if provider not in NO_RIVALS
 }
 # Letters of a name, if three stand beside each other in a legend.
 WIDEST_OF_THREE = 20
