@@ -39,6 +39,8 @@ LINES = {
 }
 # Peers that a machine may lack: drawn when they were recorded.
 OPTIONAL = ("liger", "apex", "quack", "flash")
+# Letters of a name, if three stand beside each other in a legend.
+WIDEST_OF_THREE = 20
 # Whoever is no kernel of ours and no ceiling: who a page has to beat.
 NO_RIVALS = ("triton", "CUDA graph", "copy")
 RIVALS = {
@@ -46,8 +48,6 @@ RIVALS = {
     for provider, (name, _, _) in LINES.items()
     if provider not in NO_RIVALS
 }
-# Letters of a name, if three stand beside each other in a legend.
-WIDEST_OF_THREE = 20
 
 
 def begin():

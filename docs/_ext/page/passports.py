@@ -127,7 +127,7 @@ def passport(name, measured):
         "",
         f"   {_origin(measured)}",
         "",
-        *(f"   :{key}: {said}" for key, said in _circumstances(measured)),
+        *(f"   :{key}: {said}" for key, said in circumstances(measured)),
         "",
         indent(numbers(measured, links), "   "),
     ]
@@ -194,14 +194,27 @@ def when(environment, live=False):
     return said, checked
 
 
-def _circumstances(measured):
+def circumstances(measured):
     """What the numbers depend on: a name and what it was, for each.
 
     Of what others may have sent, nothing is markup; the method is what the
     script's own docstring says.
     """
-    env = escaped(measured.environment)
-    yield _("Versions"), versions(env)
+    env = {
+        key: rst.escape(value)
+        for key, value in measured.environment.items()
+        if isinstance(value, str)
+    }
+    versions = [
+        _("driver %(version)s") % {"version": env["driver"]},
+        f"CUDA {env['cuda']}",
+        f"torch {env['torch']}",
+        f"triton {env['triton']}",
+        f"Python {env['python']}",
+    ]
+    if "ncu" in env:
+        versions.append(f"Nsight Compute {env['ncu']}")
+    yield _("Versions"), words.in_a_row(versions, _)
     if gpus := measured.environment.get("gpus"):
         yield (
             _("GPUs"),
@@ -217,29 +230,6 @@ def _circumstances(measured):
     if counter := measured.args.get("counter"):
         yield _("Counted"), rst.escape(counter)
     yield _("Method"), _(measured.method)
-
-
-def escaped(environment):
-    """The texts of an environment, of which nothing is markup."""
-    return {
-        key: rst.escape(value)
-        for key, value in environment.items()
-        if isinstance(value, str)
-    }
-
-
-def versions(env):
-    """What ran on a GPU, in which versions."""
-    found = [
-        _("driver %(version)s") % {"version": env["driver"]},
-        f"CUDA {env['cuda']}",
-        f"torch {env['torch']}",
-        f"triton {env['triton']}",
-        f"Python {env['python']}",
-    ]
-    if "ncu" in env:
-        found.append(f"Nsight Compute {env['ncu']}")
-    return words.in_a_row(found, _)
 
 
 def _quoted(cell):

@@ -251,10 +251,18 @@ def _sources(recorded):
     for gpu, data in recorded.items():
         first = next(iter(compared.values()))[gpu]
         environment = recording.environment_of(data, first)
-        env = passports.escaped(environment)
-        versions = _("%(title)s.") % {"title": passports.versions(env)}
-        said = [versions, *passports.when(environment)]
-        yield env["gpu"], sentences.joined(said)
+        measured = Measured(
+            name="",
+            gpu=gpu,
+            names={},
+            **(first | {"environment": environment}),
+        )
+        _name, versions = next(passports.circumstances(measured))
+        said = [
+            _("%(title)s.") % {"title": versions},
+            *passports.when(environment),
+        ]
+        yield rst.escape(environment["gpu"]), sentences.joined(said)
     for mode, its in compared.items():
         tables = {gpu: speeds(each) for gpu, each in its.items()}
         common = [
