@@ -1,0 +1,18 @@
+"""Numbers with a unit in what is no page: README, docs, sections.
+
+``docs/_ext/measurements/claims.py`` explains CLAIMS and FACTS.
+"""
+
+FACTS = {
+    "above 1 × ours are faster": "how to read the lines below",
+}
+
+# In any text of the site.
+EVERYWHERE = {
+    text: "the quantiles that a clock returns beside the median"
+    for text in (
+        "20 % and 80 % quantiles",
+        "20% and 80% quantiles",
+        "median, 20 %, 80 %",
+    )
+}
