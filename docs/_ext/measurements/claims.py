@@ -185,11 +185,13 @@ def claims(name):
         for claim in made(figures(name)):
             yield " ".join(claim.split())
     except Exception as error:
-        kind = "" if isinstance(error, ClaimError) else type(error).__name__
+        why = str(error)
+        if not isinstance(error, ClaimError):
+            why = f"{type(error).__name__}: {error}"
         after = f", after {unmarked(claim)!r}" if claim else ""
         where = tutorial.file_of(name).relative_to(tutorial.ROOT)
         raise ClaimError(
-            f"{where}: a claim cannot be computed{after}: {kind} {error}"
+            f"{where}: a claim cannot be computed{after}: {why}"
         ) from None
 
 
@@ -215,6 +217,18 @@ def wrong(name, said=None):
                 f"{where}: the claim {right!r} stands nowhere: write it, or "
                 "take it out of CLAIMS"
             )
+
+
+def all_wrong():
+    """The same of all pages, and of the site; nothing stops it."""
+    for name in names():
+        try:
+            yield from wrong(name)
+        except ClaimError as error:
+            yield str(error)
+        except Exception as error:  # a file that cannot be read here
+            where = tutorial.file_of(name).relative_to(tutorial.ROOT)
+            yield f"{where} cannot be read: {type(error).__name__}: {error}"
 
 
 def problems(name):
