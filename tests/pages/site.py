@@ -3,7 +3,10 @@
 ``docs/_ext/measurements/claims.py`` explains CLAIMS and FACTS.
 """
 
+from measurements import spread
+
 FACTS = {
+    f"at most {spread.MOST:.0%} of the median apart": "what is refused",
     "above 1 × ours are faster": "how to read the lines below",
 }
 
