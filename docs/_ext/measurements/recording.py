@@ -220,8 +220,9 @@ def _environment_problem(environment, gpu):
         each = [value]
         if key == "gpus" and isinstance(value, list):
             each = value
-        if key == "libraries" and isinstance(value, dict):
-            each = [*value, *value.values()]
+        if key == "libraries":
+            its = isinstance(value, dict)
+            each = [*value, *value.values()] if its else [None]
         count = isinstance(value, int) and value >= 0
         if key == "checks_passed" and count and value is not True:
             continue
