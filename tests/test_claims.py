@@ -27,7 +27,7 @@ How fast?
 
 def double(x):
     """median, 20 % and 80 % quantiles."""
-    print(f"{x:.2f} times as fast")
+    print(f"{x:.2f} times as fast, {x:5%}")
     return 2 * x  # 10% of the elements are dropped
 '''
 CLAIMS = """
@@ -227,6 +227,21 @@ def test_a_claim_of_new_numbers_is_told_with_place_and_right_text(
     site.record()
     record.say_what_is_wrong()
     assert not capsys.readouterr().err
+
+
+def test_of_two_sentences_of_one_form_the_wrong_one_is_named(site):
+    site.edit(PAGE, "no ratio.", "no ratio. It has 50% here. It has 90% here.")
+    site.claim("    yield (\n", """    for x in 1024, 4096:
+        yield f"It has {double.share('triton', x)}% here"
+    yield (
+""")  # fmt: skip
+    assert site.problems() == []
+    site.record(at_1024=600, at_4096=1800)
+    told = [each for each in claims.wrong(NAME) if "It has" in each]
+    assert told == [
+        f"{PAGE}:11: there stands 'It has 50% here', and right is 'It has "
+        "60% here'"
+    ]
 
 
 def test_make_record_says_the_rest_where_one_file_cannot_be_read(site):

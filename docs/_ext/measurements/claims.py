@@ -131,6 +131,9 @@ def _strings(tree):
                 part.value if isinstance(part, ast.Constant) else "{}"
                 for part in node.values
             )
+        elif isinstance(node, ast.FormattedValue):
+            inside.add(id(node.format_spec))
+            continue
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             said = node.value
         else:
@@ -199,13 +202,20 @@ def wrong(name, said=None):
     """A sentence for each claim that its page does not make: what stands
     there, and what is right."""
     said = texts_of(name) if said is None else said
-    for claim in claims(name):
+    bound = list(claims(name))
+    all_right = set(map(unmarked, bound))
+    for claim in bound:
         right = unmarked(claim)
         if any(right in text.said for text in said):
             continue
         parts = re.split(MARKED, claim)
         pattern = DIGITS.join(map(re.escape, parts))
-        found = [(t, m) for t in said for m in re.finditer(pattern, t.said)]
+        found = [
+            (text, match)
+            for text in said
+            for match in re.finditer(pattern, text.said)
+            if match[0] not in all_right
+        ]
         for text, match in found:
             yield (
                 f"{text.place(match.start())}: there stands {match[0]!r}, and "
