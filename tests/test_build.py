@@ -285,11 +285,18 @@ def test_an_unnamed_drawing_is_named(project):
     stops(project, "tutorials/01-double.py", "figure without a description")
 
 
-def test_a_timing_without_passport_stops_the_build(project):
+@pytest.mark.parametrize(
+    "clock",
+    [
+        "triton.testing.do_bench(lambda: None)",
+        "__import__('torch').cuda.Event.elapsed_time(None, None)",
+    ],
+)
+def test_a_timing_without_passport_stops_the_build(project, clock):
     project.change(
         "# What it says.",
         "# What it says.\n\nimport matplotlib.pyplot as plt\n\n"
-        "try:\n    triton.testing.do_bench(lambda: None)\n"
+        f"try:\n    {clock}\n"
         "except Exception:\n    plt.figure('a figure with no passport')\n",
     )
     stops(project, "tutorials/01-double.py: a figure without a passport")

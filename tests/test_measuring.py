@@ -4,6 +4,7 @@ One project lives through all that may happen to ``make record``, a step a
 fixture: a run costs seconds in imports alone.
 """
 
+import ast
 import os
 import platform
 import re
@@ -565,3 +566,25 @@ def test_no_process_is_given_what_torch_compile_chose_in_another(
         assert not folder.exists()
         folders.add(folder)
     assert len(folders) == 2
+
+
+def test_the_clock_of_a_page_is_not_read_in_advance(monkeypatch, capsys):
+    """Each page has the same; what it would time is called once."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    script = (
+        "calls = []\n"
+        "def device_time(call):\n"
+        "    raise AssertionError('it was read')\n"
+        "def speed(call):\n"
+        "    return device_time(call)\n"
+        "times = speed(lambda: calls.append('called'))\n"
+    )
+    space = {}
+    compiling = run_page.Compiling(print, "01", (0, 1))
+    compiling.execute(ast.parse(script), "01.py", space)
+    assert space["times"] == [1.0] * 3
+    assert space["calls"] == ["called"]
+    measuring, space = run_page.Measuring(print, "01"), {}
+    with pytest.raises(AssertionError, match="it was read"):
+        measuring.execute(ast.parse(script), "01.py", space)
+    assert measuring.seconds > 0

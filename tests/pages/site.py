@@ -7,6 +7,7 @@ from measurements import spread
 
 FACTS = {
     f"at most {spread.MOST:.0%} of the median apart": "what is refused",
+    "above 102% of their copy": "what tests/test_clock.py asks about",
     "above 1 × ours are faster": "how to read the lines below",
 }
 
