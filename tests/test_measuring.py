@@ -357,7 +357,7 @@ def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
     monkeypatch.setattr(record, "checked", lambda pages: (pages, []))
     folder, aside = kept.store / GPU, kept.store / "aside"
 
-    def measured(pages, keep):
+    def measured(pages, keep, calm):
         """The folder takes nothing more."""
         folder.rename(aside)
         folder.symlink_to("/proc")
