@@ -25,6 +25,8 @@ RENAMED = {
     ("layer-norm/06-unaligned-rows", "plan_fwd_shifted"): "plan_forward",
     ("layer-norm/06-unaligned-rows", "plan_bwd_shifted"): "plan_backward",
     ("layer-norm/07-two-sweeps", "plan_sweeps"): "plan",
+    ("layer-norm/07-two-sweeps", "forward_in_sweeps"): "forward",
+    ("layer-norm/07-two-sweeps", "backward_in_sweeps"): "backward",
 }
 
 CELL = re.compile(r"^(?=# %%)", re.MULTILINE)

@@ -80,9 +80,12 @@ def slug(gpu):
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
-def gpus(name):
-    """The folders that hold a recording of a page."""
-    folders = sorted(p.name for p in STORE.glob("*/"))
+def gpus(name, first=""):
+    """The folders that hold a recording of a page; one of them first."""
+    folders = sorted(
+        (folder.name for folder in STORE.glob("*/")),
+        key=lambda gpu: (gpu != first, gpu),
+    )
     return [gpu for gpu in folders if path_of(gpu, name).exists()]
 
 
