@@ -18,7 +18,15 @@ import words_later as later
 from compiled import limits
 from compiled.sheets import Sheet
 from measurements import recording, replay
-from page import cards, downloads, figures, headlines, passports, solutions
+from page import (
+    cards,
+    downloads,
+    figures,
+    headlines,
+    passports,
+    shares,
+    solutions,
+)
 from page.xray import Panel
 from translation import sentences, words
 
@@ -117,6 +125,15 @@ def test_a_figure(says):
     ) in text
 
 
+def test_a_figure_names_the_libraries_that_it_shows():
+    libraries = {"liger": "liger-kernel 0.6", "torch": "cuDNN 9.10.2"}
+    environment = measured().environment | {"libraries": libraries}
+    text = passports.with_passports("ж", [measured(environment=environment)])
+    (versions,) = re.findall(":Versions: (.*)", text)
+    assert ", cuDNN 9.10.2" in versions
+    assert "liger" not in versions
+
+
 def test_what_a_cell_saved_is_what_a_page_shows(tmp_path):
     kept = measured(reason="ж", environment=ENVIRONMENT)
     figures.save(tmp_path, "a", [kept, replay.Missing("ж", "none")])
@@ -168,6 +185,7 @@ def test_a_card(says):
     benchmark = {
         "unit": "GB/s",
         "args": {"mode": "forward"},
+        "method": "",
         "x_names": ["N"],
         "rows": [
             row | {"provider": {"torch": "rows"}.get(name, name)}
@@ -177,7 +195,8 @@ def test_a_card(says):
     }
     data = {"environment": ENVIRONMENT | {"gpu": "ж"}}
     box = cards.speeds(data | {"benchmarks": {"double": benchmark}})
-    assert "收集各行后的 PyTorch 的 1.33 倍" in box.astext()
+    said = " ".join(box.astext().split())
+    assert "收集各行后的 PyTorch 的 1.33 倍" in said
 
 
 @pytest.mark.parametrize(
@@ -307,6 +326,26 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
         patch.setattr(recording, "BY_BUILD", recording.STORE)
         text = passports.with_passports("жж", [monkey])
     assert left(text) == []
+    own = {"by hand, 20 % and 80 %"}
+    assert translator.asked - own <= MESSAGES.keys()
+
+
+def test_no_word_of_a_second_gpu_is_said_in_english_only(says):
+    translator = says(Masked())
+    text = passports.with_passports("жж", [measured(), measured()])
+    assert left(re.sub(r"\.\. (tab-item|rst-class)::.*", "", text)) == []
+    benchmark = {
+        "unit": "GB/s",
+        "args": {"M": 4096, "mode": "backward"},
+        "x_names": ["N"],
+        "method": "by hand, 20 % and 80 %",
+        "rows": rows(),
+    }
+    environment = measured().environment
+    data = {"environment": environment, "benchmarks": {"ж": benchmark}}
+    recorded = {"ж": data, "б": data}
+    text = shares.text("ж", recorded, shares.shares(recorded))
+    assert left(re.sub(f":doc:.*|{shares.UNIT}", "", text)) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()
 
