@@ -1414,7 +1414,7 @@ def cudnn():
 
 
 def tries_take_less_time(kernel):
-    """A library's clock runs each try for 125 ms at each width."""
+    """A library's own clock runs each try for longer than it needs."""
     while not hasattr(kernel, "configs"):  # something wraps what tries
         kernel = kernel.fn
     kernel.do_bench = functools.partial(
@@ -1739,7 +1739,7 @@ def copied(M, N, dtype, mode):
 
 
 @functools.cache
-def compiled(M, N, dtype):
+def best_compilations(M, N, dtype):
     """The speeds of torch.compile in both passes: {pass: speed}.
 
     To compile takes longer than to measure, so each compilation is measured
@@ -1747,7 +1747,7 @@ def compiled(M, N, dtype):
     """
     backward = []
 
-    def measure(f):
+    def both_passes(f):
         passes = "forward", "backward"
         first, second = (
             speed(
@@ -1758,7 +1758,7 @@ def compiled(M, N, dtype):
         backward.append(second)
         return first
 
-    forward = best_of_three_compilations(pytorch, measure)
+    forward = best_of_three_compilations(pytorch, both_passes)
     return {"forward": forward, "backward": max(backward)}
 
 
@@ -1795,7 +1795,7 @@ def on_device(name, mode, widths, dtype=torch.float16, rungs=()):
         if provider == "copy":
             return copied(M, N, dtype, mode)
         if provider == "torch.compile":
-            return compiled(M, N, dtype)[mode]
+            return best_compilations(M, N, dtype)[mode]
 
         def timed():
             call = prepared(provider, M, N, dtype, mode)
@@ -2035,7 +2035,7 @@ def whole_calls(mode):
                 calls[provider] = call
         return in_turns(calls)
 
-    def measure(M, N, dtype, mode, provider):
+    def of_all_turns(M, N, dtype, mode, provider):
         """Whole calls, until the device has finished, with L2 as they leave
         it: in each of 15 rounds all lines take turns, each with the fastest
         of three batches of 20 calls. Median of ours; another line's is that
@@ -2052,7 +2052,7 @@ def whole_calls(mode):
         f"layer-norm-every-call-{mode.replace(' ', '-')}",
         {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="µs",
     )  # fmt: skip
-    return triton.testing.perf_report(mark)(measure)
+    return triton.testing.perf_report(mark)(of_all_turns)
 
 
 # %%
