@@ -1953,7 +1953,7 @@ for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
 # Scaffold: whole calls in turns.
 
 
-def fastest_batch(call, batches=3, times=20):
+def fastest_batch(call, batches=5, times=20):
     """µs of a call: many in a row, until the device has finished.
 
     What disturbs the host makes a batch longer, never shorter.
@@ -2038,7 +2038,7 @@ def whole_calls(mode):
     def of_all_turns(M, N, dtype, mode, provider):
         """Whole calls, until the device has finished, with L2 as they leave
         it: in each of 15 rounds all lines take turns, each with the fastest
-        of three batches of 20 calls. Median of ours; another line's is that
+        of five batches of 20 calls. Median of ours; another line's is that
         times its ratio to ours in the same round, median, 20% and 80%
         quantiles."""
         if not ON_GPU:
