@@ -104,8 +104,6 @@ moving_pictures = {
         "programs": 4,
     },
 }
-# Pages that show the cells that others fold.
-scaffold_shown = ["tutorials/layer-norm/01-layer-norm"]
 
 # What Triton documents, so that its functions link there. From its pages of
 # reference, by hand: building needs no network.

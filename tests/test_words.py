@@ -125,6 +125,15 @@ def test_a_figure(says):
     ) in text
 
 
+def test_a_figure_names_the_libraries_that_it_shows():
+    libraries = {"liger": "liger-kernel 0.6", "torch": "cuDNN 9.10.2"}
+    environment = measured().environment | {"libraries": libraries}
+    text = passports.with_passports("ж", [measured(environment=environment)])
+    (versions,) = re.findall(":Versions: (.*)", text)
+    assert ", cuDNN 9.10.2" in versions
+    assert "liger" not in versions
+
+
 def test_what_a_cell_saved_is_what_a_page_shows(tmp_path):
     kept = measured(reason="ж", environment=ENVIRONMENT)
     figures.save(tmp_path, "a", [kept, replay.Missing("ж", "none")])

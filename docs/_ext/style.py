@@ -19,6 +19,8 @@ PALETTE = {
     "amber": ("#9a6b00", "#f2c44d"),
     "sky": ("#2f86a6", "#9fe0f5"),
     "grey": ("#6b7280", "#a5acb8"),
+    "olive": ("#617300", "#b9d136"),
+    "indigo": ("#4a3fb8", "#a897ff"),
 }
 LIGHT = {name: pair[0] for name, pair in PALETTE.items()}
 # What scripts may say in plain matplotlib, and its dark partner.
@@ -35,10 +37,15 @@ LINES = {
     "apex": ("Apex", "purple", "-"),
     "quack": ("quack", "sky", "-."),
     "flash": ("flash-attn", "grey", "-"),
+    "cudnn": ("cuDNN", "olive", "-"),
+    "fla": ("fla", "indigo", "-."),
+    # Ours, and torch.compile, when the host has nothing to do.
+    "CUDA graph": ("CUDA graph", "blue", ":"),
+    "reduce-overhead": ("reduce-overhead", "amber", ":"),
     "copy": ("Copy", "ink", "--"),
 }
 # Peers that a machine may lack: drawn when they were recorded.
-OPTIONAL = ("liger", "apex", "quack", "flash")
+OPTIONAL = ("liger", "apex", "quack", "flash", "cudnn", "fla")
 # Letters of a name, if three stand beside each other in a legend.
 WIDEST_OF_THREE = 20
 # Whoever is no kernel of ours and no ceiling: who a page has to beat.

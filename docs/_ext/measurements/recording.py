@@ -220,7 +220,12 @@ def _environment_problem(environment, gpu):
         if environment.get(key) in (None, ""):
             return _differs(f"environment, {key}", "nothing", "what it was")
     for key, value in environment.items():
-        each = value if key == "gpus" and isinstance(value, list) else [value]
+        each = [value]
+        if key == "gpus" and isinstance(value, list):
+            each = value
+        if key == "libraries":
+            its = isinstance(value, dict)
+            each = [*value, *value.values()] if its else [None]
         count = isinstance(value, int) and value >= 0
         if key == "checks_passed" and count and value is not True:
             continue

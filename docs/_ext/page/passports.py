@@ -212,6 +212,12 @@ def circumstances(measured):
         f"triton {env['triton']}",
         f"Python {env['python']}",
     ]
+    libraries = measured.environment.get("libraries", {})
+    versions += [
+        rst.escape(libraries[provider])
+        for provider in measured.names
+        if provider in libraries
+    ]
     if "ncu" in env:
         versions.append(f"Nsight Compute {env['ncu']}")
     yield _("Versions"), words.in_a_row(versions, _)
