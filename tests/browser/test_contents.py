@@ -41,6 +41,27 @@ def test_figures_have_both_forms_and_words(name):
             assert b["src"] == a["src"].replace(".svg", "_dark.svg")
 
 
+INDEXES = [page for page in built.PAGES if page.endswith("index.html")]
+
+
+@pytest.mark.parametrize("page", INDEXES)
+def test_what_leads_to_a_tutorial_has_its_picture(page):
+    """In both forms; the words beside it say what it shows."""
+    leading = built.soup(page).select(".bp-card, .bp-step")
+    expected = len(built.TUTORIALS) if page == "index.html" else 1
+    assert len(leading) >= expected
+    for each in leading:
+        for form in "light", "dark":
+            (image,) = each.select(f"img.only-{form}")
+            assert image["alt"] == ""
+            assert image["loading"] == "lazy"
+            file = (built.SITE / page).parent / image["src"]
+            text = file.read_text(encoding="utf-8")
+            # Wider ones would have small letters in a card.
+            (width,) = re.findall(r'viewBox="0 0 (\S+) ', text)
+            assert float(width) < 330
+
+
 @each_tutorial
 def test_passports_are_complete(name):
     # A passport stands under a figure, never by itself.
