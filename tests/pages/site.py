@@ -8,6 +8,9 @@ from measurements import spread
 FACTS = {
     f"at most {spread.MOST:.0%} of the median apart": "what is refused",
     "above 102% of their copy": "what tests/test_clock.py asks about",
+    "that of an H100 moves 3.35 TB/s, and that of an H200 4.8 TB/s": (
+        "NVIDIA's data sheets of both"
+    ),
     "above 1 × ours are faster": "how to read the lines below",
     "moves 3.35 TB/s, and that of an H200 4.8 TB/s": "by the data sheets",
 }

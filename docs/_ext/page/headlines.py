@@ -13,13 +13,9 @@ from statistics import median
 import style
 import words_later as words
 from measurements import recording
+from measurements.figure import FASTER
 from words_later import N_, Said
 
-# How many times as fast, from numbers of these units.
-FASTER = {
-    "GB/s": lambda ours, theirs: ours / theirs,
-    "µs": lambda ours, theirs: theirs / ours,
-}
 PASSES = {
     "forward": N_("Forward"),
     "backward": N_("Backward"),

@@ -127,7 +127,7 @@ FACTS = {
 }
 
 
-def CLAIMS(figure):  # noqa: N802
+def CLAIMS(figure):
     forward = figure("layer-norm-forward", "H200")
     ours = forward.shares("triton")
     torch_s = forward.shares("torch")
