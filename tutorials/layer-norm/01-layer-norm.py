@@ -642,14 +642,14 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200, our kernel reaches NN% of a copy at 4096 columns, and between
-# NN% and NN% over all widths.
-# PyTorch reaches NN% of a copy at 4096 columns. Ours is NN to NN times as fast
-# as PyTorch at every width.
+# On the H200, our kernel reaches 90% of a copy at 4096 columns, and between
+# 76% and 94% over all widths.
+# PyTorch reaches 58% of a copy at 4096 columns. Ours is 1.5 to 1.8 times as
+# fast as PyTorch at every width.
 # With torch.compile, the speed changes from width to width: on the H200 it is
-# between NN% and NN% of a copy.
-# On the H100, our kernel reaches between NN% and NN% of a copy over all
-# widths, and PyTorch reaches between NN% and NN%.
+# between 39% and 93% of a copy.
+# On the H100, our kernel reaches between 80% and 98% of a copy over all
+# widths, and PyTorch reaches between 56% and 70%.
 #
 # **Why.**
 # Each byte moves once, just as in a copy.
@@ -826,14 +826,14 @@ report(bench_sweeps)
 # %%
 # **What the figure shows.**
 # It hardly does.
-# On the H200, three sweeps reach between NN% and NN% of a copy from 4608
-# columns on, and a row in registers reaches between NN% and NN%.
+# On the H200, three sweeps reach between 86% and 94% of a copy from 4608
+# columns on, and a row in registers reaches between 88% and 93%.
 # Up to 4096 columns a row is a single tile, and both kernels do nearly the
 # same work.
 #
 # **How precise is this?**
 # The kernel in registers was measured for both figures. On the H200, its
-# shares of the copy differ by up to NN points between them, at NNNN columns.
+# shares of the copy differ by up to 7 points between them, at 4096 columns.
 # So a smaller difference between two kernels means nothing.
 #
 # **Why.**
@@ -899,8 +899,8 @@ dram_reads.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, three sweeps read NN times the bytes of ``x`` from DRAM at
-# 65536 columns, and NN times at 131072 columns.
+# On the H200, three sweeps read 1.01 times the bytes of ``x`` from DRAM at
+# 65536 columns, and 3.01 times at 131072 columns.
 #
 # **Why.**
 # What matters is how much all running programs need *together*.
@@ -1589,11 +1589,11 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200, our backward pass reaches NN% of the copy at 4096 columns, and
-# between NN% and NN% over all widths.
-# PyTorch reaches NN% of the copy at 4096 columns. Ours is NN to NN times as
-# fast as PyTorch at every width, and NN to NN times as fast as torch.compile.
-# On the H100, our backward pass reaches between NN% and NN% of the copy over
+# On the H200, our backward pass reaches 71% of the copy at 4096 columns, and
+# between 52% and 71% over all widths.
+# PyTorch reaches 39% of the copy at 4096 columns. Ours is 1.5 to 2.1 times as
+# fast as PyTorch at every width, and 1.3 to 2.1 times as fast as torch.compile.
+# On the H100, our backward pass reaches between 60% and 85% of the copy over
 # all widths.
 #
 # **Why we are ahead of PyTorch.**
@@ -1604,24 +1604,21 @@ report(bench_backward)
 #
 # **Why we are behind the copy.**
 # A program requests a row, waits for it, computes, and only then requests the
-# next one. Three things decide how busy that keeps the memory, and our table
-# has the first two:
+# next one. So what counts is how much the programs of an SM request at a time,
+# the last column of our table. Compare it with the figure of the H200:
 #
-# - **The bytes that are requested at a time.** On the H200, one program to an
-#   SM reaches NN% of the copy with 32 KB, at 8192 columns, and NN% with 48 KB,
-#   at 12288 columns.
-# - **The programs on an SM.** With 32 KB at a time, four programs reach NN%
-#   of the copy on the H200, at 2048 columns. The single program at 8192
-#   columns requests as much, and reaches NN%: while it computes, its SM
-#   requests nothing.
-# - **The buffers.** At 1024 columns, the programs write 6.5 MB of buffers and
-#   read them back, beside matrices of 25 MB. So six programs there are not
-#   ahead of four at 1536 columns, which request as much at a time: on the H200
-#   they reach NN% and NN% of the copy.
+# - With 24 KB, at 1024 and 1536 columns, we reach 52% and 56% of the copy.
+# - With 32 to 36 KB, at 2048, 3072, 4608, 8192 and 8704 columns, we reach
+#   between 59% and 65%.
+# - With 48 KB, at 4096, 6144 and 12288 columns, we reach between 71% and 71%.
+#
+# Whether one program requests them or three makes little difference.
+# At 1024 columns there is more to move, too: the programs write 6.5 MB of
+# buffers and read them back, beside matrices of 25 MB.
 #
 # One width does not fit.
 # At 15872 columns the program requests 62 KB, more than at any other width,
-# and reaches NN% of the copy on the H200.
+# and reaches 53% of the copy on the H200.
 # A tile of 16384 columns takes 16 bytes for each column. That is 256 KB, all
 # the registers of an SM, and nothing is left for intermediate results.
 # The compiler has to *spill* some of them: it keeps them in memory.
@@ -1641,7 +1638,7 @@ report(bench_backward)
 # When should you not use this function?
 #
 # - **torch.compile can be faster forward.** On the H200 it is faster than ours
-#   at NNNN columns.
+#   at 1024 columns, and on the H100 at 1024, 6144 and 8192 columns.
 # - **torch.compile fuses.** It can compute a layer norm together with what
 #   comes before and after it, and that can save whole matrices. We have to do
 #   it by hand, as in `Add, then normalize <../fused/01-add-layer-norm.html>`_.
@@ -1728,23 +1725,23 @@ assert exercise_1(rms_norm_dx_1)
 #
 # Forward:
 #
-# - **A row in registers** moves two matrices. On the H200 it reaches NN% to
-#   NN% of a copy, because each byte moves once.
+# - **A row in registers** moves two matrices. On the H200 it reaches 76% to
+#   94% of a copy, because each byte moves once.
 # - **Three sweeps** ask for four matrices, and two of them come from DRAM or
-#   go there. On the H200 they reach NN% to NN% of a copy from 4608 columns on,
+#   go there. On the H200 they reach 86% to 94% of a copy from 4608 columns on,
 #   because L2 still has the row.
 # - **PyTorch** asks for three matrices, because it reads each row twice. On
-#   the H200 it reaches NN% to NN% of a copy.
-# - **torch.compile** reaches NN% to NN% of a copy on the H200. We have not
+#   the H200 it reaches 44% to 58% of a copy.
+# - **torch.compile** reaches 39% to 93% of a copy on the H200. We have not
 #   looked at its kernels.
 #
 # Backward:
 #
 # - **A buffer for each program** moves three matrices and the buffers. On the
-#   H200 it reaches NN% to NN% of the copy, because programs wait for rows.
+#   H200 it reaches 52% to 71% of the copy, because programs wait for rows.
 # - **PyTorch** moves five matrices or more, because it reads ``x`` and ``dy``
-#   again. On the H200 it reaches NN% to NN% of the copy.
-# - **torch.compile** reaches NN% to NN% of the copy on the H200. We have not
+#   again. On the H200 it reaches 30% to 39% of the copy.
+# - **torch.compile** reaches 30% to 52% of the copy on the H200. We have not
 #   looked at its kernels.
 #
 # And of any kernel:

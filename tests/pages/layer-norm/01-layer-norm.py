@@ -204,33 +204,35 @@ def CLAIMS(figure):
         N: backward.share("triton", N) for N in backward.medians["triton"]
     }
     yield (
-        f"On the H200, one program to an SM reaches {share[8192]}% of the "
-        f"copy with 32 KB, at 8192 columns, and {share[12288]}% with 48 KB, "
-        "at 12288 columns."
+        "With 24 KB, at 1024 and 1536 columns, we reach "
+        f"{share[1024]}% and {share[1536]}% of the copy."
     )
+    some = backward.at(2048, 3072, 4608, 8192, 8704).shares("triton")
     yield (
-        f"With 32 KB at a time, four programs reach {share[2048]}% of the "
-        "copy on the H200, at 2048 columns. The single program at 8192 "
-        f"columns requests as much, and reaches {share[8192]}%:"
+        "With 32 to 36 KB, at 2048, 3072, 4608, 8192 and 8704 columns, we "
+        f"reach between {some.least}% and {some.most}%."
     )
+    many = backward.at(4096, 6144, 12288).shares("triton")
     yield (
-        f"on the H200 they reach {share[1024]}% and {share[1536]}% of the "
-        "copy."
+        "With 48 KB, at 4096, 6144 and 12288 columns, we reach between "
+        f"{many.least}% and {many.most}%."
     )
     yield (
         "At 15872 columns the program requests 62 KB, more than at any other "
         f"width, and reaches {share[15872]}% of the copy on the H200."
     )
-    faster = [
-        str(N)
-        for N in forward.medians["triton"]
-        if forward.ratio("torch.compile", "triton", N) > 1
-    ]
-    yield (
-        "On the H200 it is faster than ours at "
-        f"{' and '.join(filter(None, (', '.join(faster[:-1]), faster[-1])))} "
-        "columns."
-    )
+    faster = {
+        card: [
+            N
+            for N in forward.medians["triton"]
+            if figure("layer-norm-forward", card).ratio(
+                "torch.compile", "triton", N
+            )
+            > 1
+        ]
+        for card in ("H200", "H100")
+    }
+    assert faster == {"H200": [1024], "H100": [1024, 6144, 8192]}
 
     yield (
         f"On the H200 it reaches {ours.least}% to {ours.most}% of a copy, "

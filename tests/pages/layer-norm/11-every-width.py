@@ -231,6 +231,9 @@ def sizes_of_the_rule():
             yield from ((M, N, dtype) for dtype in LayerNorm.dtypes)
 
 
+# What no benchmark measures, and why it is so.
+FACTS = {"512 MB": "the largest matrix that the script asks for"}
+
 PAGE = Page(
     __file__,
     EveryWidth(
