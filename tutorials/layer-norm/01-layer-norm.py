@@ -1592,7 +1592,8 @@ report(bench_backward)
 # On the H200, our backward pass reaches 71% of the copy at 4096 columns, and
 # between 52% and 71% over all widths.
 # PyTorch reaches 39% of the copy at 4096 columns. Ours is 1.5 to 2.1 times as
-# fast as PyTorch at every width, and 1.3 to 2.1 times as fast as torch.compile.
+# fast as PyTorch at every width, and 1.3 to 2.1 times as fast as
+# torch.compile.
 # On the H100, our backward pass reaches between 60% and 85% of the copy over
 # all widths.
 #

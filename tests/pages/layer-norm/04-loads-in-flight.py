@@ -101,6 +101,72 @@ def read_two(load):
     page.exercise_1(page._read_two_1)
 
 
+def CLAIMS(figure):
+    knee = figure("layer-norm-loads-knee", "H200")
+    yield (
+        f"On the H200, 32 KB in flight give {knee.median('reading', 32)} "
+        f"GB/s, and 64 KB only {knee.median('reading', 64)} GB/s."
+    )
+    programs = figure("layer-norm-loads-programs", "H200")
+    of_width = {N: programs.medians[str(N)] for N in (1024, 4096, 8192)}
+    best = {N: max(found, key=found.get) for N, found in of_width.items()}
+    assert of_width[1024][best[1024]] - of_width[1024][6] < 1
+    yield (
+        f"On the H200 the best number of programs is {best[1024]} at 1024 "
+        "columns, where 6 are as good within a point, "
+        f"{best[4096]} at 4096 and {best[8192]} at 8192."
+    )
+    stages = figure("layer-norm-loads-stages", "H200")
+    one, two, three, five = (
+        stages.share("4096", number) for number in (1, 2, 3, 5)
+    )
+    yield (
+        f"On the H200, at 4096 columns, one stage reaches {one}% of the copy, "
+        f"two reach {two}%, three {three}% and five {five}%; at 8192 columns "
+        f"three reach {stages.share('8192', 3)}% and five "
+        f"{stages.share('8192', 5)}%."
+    )
+    stages = figure("layer-norm-loads-stages", "H100")
+    yield (
+        "On the H100, at 4096 columns, one stage reaches "
+        f"{stages.share('4096', 1)}% and five reach "
+        f"{stages.share('4096', 5)}%."
+    )
+    warps = figure("layer-norm-loads-occupancy", "H200")
+    yield (
+        "With stages (Triton) fewer warps run: on the H200 "
+        f"{warps.median('triton', 4096):.0f}% at 4096 columns, where more "
+        f"programs have {warps.median('more programs', 4096):.0f}%."
+    )
+    backward = figure("layer-norm-loads-backward", "H200")
+    yield (
+        "The knee is that of the kernel above, which on the H200 reads "
+        f"{knee.all_medians('reading').most} GB/s; the copy moves "
+        f"{backward.median('copy', 8192)} GB/s at 8192 columns, and must have "
+        "more in flight."
+    )
+    narrow, wide = backward.between(0, 8192), backward.between(8193)
+    ahead, many = narrow.shares("triton"), narrow.shares("more programs")
+    same = wide.shares("triton")
+    compiled = backward.shares("torch.compile")
+    pytorch = backward.shares("torch")
+    yield (
+        f"On the H200 stages reach {ahead.least}% to {ahead.most}% of the "
+        f"copy up to 8192 columns, and more programs {many.least}% to "
+        f"{many.most}%; above, the three plans are the same and reach "
+        f"{same.least}% to {same.most}%. torch.compile, the best of three "
+        f"compilations, reaches {compiled.least}% to {compiled.most}% at all "
+        f"widths, PyTorch {pytorch.least}% to {pytorch.most}%."
+    )
+    narrow = figure("layer-norm-loads-backward", "H100").between(0, 8192)
+    ahead, many = narrow.shares("triton"), narrow.shares("more programs")
+    yield (
+        "On the H100, whose memory is slower, stages reach "
+        f"{ahead.least}% to {ahead.most}% of its copy up to 8192 columns, and "
+        f"more programs {many.least}% to {many.most}%."
+    )
+
+
 # Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
     "all of them read 256 MB": "the argument MB of the benchmark",

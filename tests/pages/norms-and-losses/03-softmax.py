@@ -175,6 +175,100 @@ PAIRS_OF_TYPES = (
     (torch.bfloat16, DOUBLE, 30),
 )
 
+
+def CLAIMS(figure):
+    pairs = figure("softmax-pairs", "H200")
+    thread, program, lane = (
+        pairs.shares(each) for each in ("triton", "program", "lane")
+    )
+    yield (
+        f"On the H200 a pair for each thread reaches {thread.least}% to "
+        f"{thread.most}% of the copy, a pair for the program "
+        f"{program.least}% to {program.most}%, and a pair for each lane "
+        f"{lane.least}% to {lane.most}%."
+    )
+    sweeps = figure("softmax-sweeps", "H200")
+    one = {N: sweeps.share("one sweep", N) for N in (128, 4096, 4097, 16384)}
+    two = {N: sweeps.share("two sweeps", N) for N in (*one, 1024)}
+    yield (
+        f"On the H200, at 4096 columns, one sweep reaches {one[4096]}% of the "
+        f"copy, and two reach {two[4096]}%; at 16384 columns one reaches "
+        f"{one[16384]}%, and two reach {two[16384]}%. "
+        "Two sweeps are slow where rows are narrower than two warps load at "
+        f"once: at 128 columns they reach {two[128]}%, and one sweep "
+        f"{one[128]}%. And they are slow where rows begin anywhere: at 4097 "
+        f"columns they reach {two[4097]}%, and one sweep {one[4097]}%."
+    )
+    yield (
+        "At 1024 columns two sweeps are faster than the copy: they reach "
+        f"{two[1024]}% of it."
+    )
+    forward = figure("softmax-forward", "H200")
+    ours = forward.between(1024, 57344).shares("triton")
+    yield (
+        f"On the H200 ours reaches {ours.least}% to {ours.most}% of the copy "
+        "from 1024 to 57344 columns, and "
+        f"{forward.share('triton', 65536)}% at 65536, where the cache no "
+        "longer holds all rows. "
+        "Below, at 128 and 256 columns, it reaches "
+        f"{forward.share('triton', 128)}% and {forward.share('triton', 256)}"
+        f"%, torch.compile {forward.share('torch.compile', 128)}% and "
+        f"{forward.share('torch.compile', 256)}%, quack "
+        f"{forward.share('quack', 128)}% and {forward.share('quack', 256)}%. "
+        "At 4096 columns torch.compile reaches "
+        f"{forward.share('torch.compile', 4096)}%, PyTorch "
+        f"{forward.share('torch', 4096)}%, Liger "
+        f"{forward.share('liger', 4096)}% and quack "
+        f"{forward.share('quack', 4096)}%. "
+        "In the widest rows quack is ahead: it reaches "
+        f"{forward.share('quack', 57344)}% at 57344 columns, where ours "
+        f"reaches {forward.share('triton', 57344)}%, and "
+        f"{forward.share('quack', 65536)}% at 65536."
+    )
+    backward = figure("softmax-backward", "H200")
+    yield (
+        "On the H200, at 4096 columns, ours reaches "
+        f"{backward.share('triton', 4096)}% of the copy, torch.compile "
+        f"{backward.share('torch.compile', 4096)}%, PyTorch "
+        f"{backward.share('torch', 4096)}%, Liger "
+        f"{backward.share('liger', 4096)}% and quack "
+        f"{backward.share('quack', 4096)}%; at 16384 columns ours reaches "
+        f"{backward.share('triton', 16384)}% and torch.compile "
+        f"{backward.share('torch.compile', 16384)}%. At 4097, where rows "
+        f"begin anywhere, ours reaches {backward.share('triton', 4097)}% and "
+        f"torch.compile {backward.share('torch.compile', 4097)}%."
+    )
+    some = backward.at(2048, 4096, 8192, 16384)
+    assert some.ratios("torch.compile", "triton").least > 1
+    assert backward.at(2048, 4096, 8192).shares("torch.compile").least > 100
+    yield (
+        "From 2048 to 16384 columns torch.compile is faster than ours, and up "
+        "to 8192 it is faster than the copy, too: "
+        f"{backward.share('torch.compile', 2048)}% at 2048."
+    )
+    wide = backward.between(40960, 57344)
+    theirs, ours = wide.shares("quack"), wide.shares("triton")
+    yield (
+        "at 65536 columns ours reaches "
+        f"{backward.share('triton', 65536)}%, Liger "
+        f"{backward.share('liger', 65536)}% and quack "
+        f"{backward.share('quack', 65536)}%. "
+        "From 40960 to 57344 columns quack still reaches "
+        f"{theirs.least}% to {theirs.most}%, and ours {ours.least}% to "
+        f"{ours.most}%."
+    )
+
+
+HINT = "it loads with a hint for the L2 cache, and the copy has none"
+UNKNOWN = "the page says that the cause is not known"
+ABOVE_A_COPY = {
+    ("softmax-sweeps", "two sweeps", 1024): HINT,
+    ("softmax-forward", "triton", 1024): HINT,
+    ("softmax-backward", "torch.compile", 2048): UNKNOWN,
+    ("softmax-backward", "torch.compile", 4096): UNKNOWN,
+    ("softmax-backward", "torch.compile", 8192): UNKNOWN,
+}
+
 PAGE = Page(
     __file__,
     Softmax(),
