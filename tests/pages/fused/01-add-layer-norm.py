@@ -245,22 +245,13 @@ PAGE = Page(
             "g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)",
             "g += 0.0",
         ),
-        "ds of another row": (
-            "tl.load(ds_ptr + at,",
-            "tl.load(ds_ptr + at - start,",
-        ),
+        "ds of another row": ("ds_ptr + at", "ds_ptr + at - start"),
         "c1 dropped": ("(d * c1 + c2)", "c2"),
         "c2 dropped": ("(d * c1 + c2)", "d * c1"),
         "w dropped": ("rstd * w.to(acc)", "rstd"),
         "sums of the last tile": ("(dbs[c] + dy,)", "(dy,)"),
-        "one buffer for all": (
-            "sums_ptr += tl.program_id(0) * 2 * N",
-            "sums_ptr += 0",
-        ),
-        "one tile a program": (
-            "tl.program_id(0) * ROWS, M, tl",
-            "tl.program_id(0) * ROWS, 4, tl",
-        ),
+        "one buffer for all": ("tl.program_id(0) * 2 * N", "0"),
+        "one tile a program": ("(0) * ROWS, M, tl", "(0) * ROWS, 4, tl"),
         "y in the type of s": (
             "y, plan = torch.empty_like(x)",
             "y, plan = torch.empty_like(r)",

@@ -218,10 +218,7 @@ PAGE = Page(
     sanitizers=("memcheck", "racecheck"),
     sanitized=(at(301, 1000, HALF), at(301, 4096, HALF), at(301, 40)),
     mutants={
-        "idle lanes in the mean": (
-            "held += (tl.where(mask, a, 0),)",
-            "held += (a,)",
-        ),
+        "idle lanes in the mean": ("(tl.where(mask, a, 0),)", "(a,)"),
         "idle lanes in the variance": (
             "d = tl.where(mask, held[c] - mean, 0)",
             "d = held[c] - mean",
@@ -229,24 +226,15 @@ PAGE = Page(
         "no slope": ("(d * c1 + c2)) * slope", "(d * c1 + c2))"),
         "c1 dropped": ("(d * c1 + c2)", "c2"),
         "c2 dropped": ("(d * c1 + c2)", "d * c1"),
-        "x in place of its function": (
-            "d, dy = a - mean, dys",
-            "d, dy = xs[c].to(acc) - mean, dys",
-        ),
+        "x in place of its function": ("d, dy = a", "d, dy = xs[c].to(acc)"),
         "sums of the last tile": ("(dbs[c] + dy,)", "(dy,)"),
-        "one buffer for all": (
-            "sums_ptr += tl.program_id(0) * 2 * N",
-            "sums_ptr += 0",
-        ),
+        "one buffer for all": ("tl.program_id(0) * 2 * N", "0"),
         "the slope of a sigmoid": (
             "return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))\n\n\n"
             "report(",
             "return x * sigmoid, sigmoid * (1 - sigmoid)\n\n\nreport(",
         ),
-        "dy with strides of its own": (
-            "dy.reshape(x.shape).contiguous()",
-            "dy.reshape(x.shape)",
-        ),
+        "dy with strides of its own": ("(x.shape).contiguous()", "(x.shape)"),
     },
     kills=(
         silu_in_many_tiles,

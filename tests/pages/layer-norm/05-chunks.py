@@ -211,29 +211,14 @@ PAGE = Page(
             "col = c * CHUNK + tl.arange(0, CHUNK)[None, :]",
             "col = tl.arange(0, CHUNK)[None, :]",
         ),
-        "w of the first chunk": (
-            "tl.load(w_ptr + at, ",
-            "tl.load(w_ptr + at % CHUNK, ",
-        ),
+        "w of the first chunk": ("w_ptr + at", "w_ptr + at % CHUNK"),
         "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
         "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
-        "sums of the last tile": (
-            "new_dws += (dws[c] + dw,)",
-            "new_dws += (dw,)",
-        ),
+        "sums of the last tile": ("(dws[c] + dw,)", "(dw,)"),
         "one buffer for all": ("ptr += tl.program_id(0) * 2 * N", "ptr += 0"),
-        "one tile a program": (
-            "tl.program_id(0) * ROWS, M, tl",
-            "tl.program_id(0) * ROWS, 4, tl",
-        ),
-        "the last buffer left out": (
-            "mask = (rows < programs) &",
-            "mask = (rows < programs - 1) &",
-        ),
-        "dy with strides of its own": (
-            "backward(dy.contiguous(),",
-            "backward(dy,",
-        ),
+        "one tile a program": ("(0) * ROWS, M, tl", "(0) * ROWS, 4, tl"),
+        "the last buffer left out": ("rows < programs", "rows < programs - 1"),
+        "dy with strides of its own": ("dy.contiguous()", "dy"),
     },
     kills=(
         at(40, 24, form="small"),

@@ -172,29 +172,17 @@ PAGE = Page(
             "mask=mask & whole)",
             "mask=mask & (lane // STEP * STEP < N + shift))",
         ),
-        "edges not written": (
-            "mask=mask & inside & (whole == 0)",
-            "mask=mask & inside & (lane < 0)",
-        ),
+        "edges not written": ("inside & (whole == 0)", "inside & (lane < 0)"),
         "the shift of row 0": (
             f"    shift = i % STEP * N % STEP\n{LOAD_W}    bs",
             f"    shift = i * 0\n{LOAD_W}    bs",
         ),
         "w without the shift": ("lane - shift + tl.zeros", "lane + tl.zeros"),
-        "sums with the shift": (
-            "ptr += tl.program_id(0) * 2 * N - shift",
-            "ptr += tl.program_id(0) * 2 * N",
-        ),
-        "rows without a mask": (
-            "mask = row < M - first\n        if",
-            "mask = row < M\n        if",
-        ),
+        "sums with the shift": ("(0) * 2 * N - shift", "(0) * 2 * N"),
+        "rows without a mask": ("mask = row < M - first", "mask = row < M"),
         "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
         "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
-        "sums of the last tile": (
-            "new_dbs += (dbs[c] + db,)",
-            "new_dbs += (db,)",
-        ),
+        "sums of the last tile": ("(dbs[c] + db,)", "(db,)"),
         "programs of other shifts": (
             'fit = max(NUM_SMS * warps // plan["num_warps"] // step, 1)\n'
             "    return step *",

@@ -187,50 +187,20 @@ PAGE = Page(
         at(33, 20_001, HALF),
     ),
     mutants={
-        "c1 dropped": (
-            "dx = (wdy - x_hat * c1 - c2) * rstd",
-            "dx = (wdy - c2) * rstd",
-        ),
-        "c2 dropped": (
-            "dx = (wdy - x_hat * c1 - c2) * rstd",
-            "dx = (wdy - x_hat * c1) * rstd",
-        ),
-        "the second sweep misses the start": (
-            "start = (N - 1) // COLS * COLS - done if sweep else done",
-            "start = (N - 1) // COLS * COLS if sweep else done",
-        ),
+        "c1 dropped": ("(wdy - x_hat * c1 - c2) * rstd", "(wdy - c2) * rstd"),
+        "c2 dropped": ("(wdy - x_hat * c1 - c2)", "(wdy - x_hat * c1)"),
+        "the second sweep misses the start": ("COLS - done if", "COLS if"),
         "masked lanes in the variance": (
             "x = tl.where(cols < N, x - mean, 0)",
             "x = x - mean",
         ),
-        "the first rows only": (
-            "first = tl.program_id(0).to(tl.int64) * ROWS",
-            "first = tl.program_id(0).to(tl.int64) * 0",
-        ),
-        "columns beyond the end": (
-            "mask, at = there & (col < N), first",
-            "mask, at = there & (col < N + 1), first",
-        ),
-        "parts without a place": (
-            "sums_ptr += part * 2 * N + col",
-            "sums_ptr += col",
-        ),
-        "each part takes all rows": (
-            "range(part * ROWS, M, parts * ROWS)",
-            "range(0, M, ROWS)",
-        ),
-        "the last part forgotten": (
-            "mask = (rows < parts) & (cols < WIDTH)",
-            "mask = (rows < parts - 1) & (cols < WIDTH)",
-        ),
-        "dy with strides of its own": (
-            "given = dy.contiguous(), *",
-            "given = dy, *",
-        ),
-        "only the last row of one kernel": (
-            "        dw += dy * x_hat\n",
-            "        dw = dy * x_hat\n",
-        ),
+        "the first rows only": ("to(tl.int64) * ROWS", "to(tl.int64) * 0"),
+        "columns beyond the end": ("(col < N), first", "(col < N + 1), first"),
+        "parts without a place": ("part * 2 * N + col", "col"),
+        "each part takes all rows": ("part * ROWS, M, parts *", "0, M,"),
+        "the last part forgotten": ("(rows < parts)", "(rows < parts - 1)"),
+        "dy with strides of its own": ("dy.contiguous()", "dy"),
+        "only the last row of one kernel": ("+= dy * x_hat", "= dy * x_hat"),
     },
     kills=(
         at(13, 33, function="rows split", form="small"),

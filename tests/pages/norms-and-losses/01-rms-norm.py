@@ -251,49 +251,25 @@ PAGE = Page(
     sanitizers=("memcheck", "racecheck"),
     sanitized=tuple(at(301, N, HALF) for N in (1000, 16384)),
     mutants={
-        "the mean is subtracted": (
-            "tl.sum(squares) / N",
-            "tl.sum(squares - s.to(acc)) / N",
-        ),
+        "the mean is subtracted": ("sum(squares)", "sum(squares - s.to(acc))"),
         "the row sum dropped": ("dx - s * a, c, N", "dx, c, N"),
         "one factor r too few": ("* rstd * rstd * rstd", "* rstd * rstd"),
-        "ds dropped": (
-            'dx += _load(ds_ptr + at, c, N, CHUNK, "").to(acc)',
-            "dx += 0",
-        ),
+        "ds dropped": ('_load(ds_ptr + at, c, N, CHUNK, "").to(acc)', "0"),
         "the sum is not rounded": (
             "(s.to(acc) + more[c].to(acc)).to(more[c].dtype)",
             "s.to(acc) + more[c].to(acc)",
         ),
-        "the sum has the type of x": (
-            "(s.to(acc) + more[c].to(acc)).to(more[c].dtype)",
-            "(s.to(acc) + more[c].to(acc)).to(s.dtype)",
-        ),
-        "the hidden number is not 0": (
-            "dx, sums, 0, M, N",
-            "dx, sums, 1, M, N",
-        ),
-        "store without mask": (
-            "tl.store(ptr + col, value, mask=col < N)",
-            "tl.store(ptr + col, value)",
-        ),
+        "the sum has the type of x": ("to(more[c].dtype)", "to(s.dtype)"),
+        "the hidden number is not 0": ("dx, sums, 0, M", "dx, sums, 1, M"),
+        "store without mask": ("col, value, mask=col < N", "col, value"),
         "w of the first chunk": (
             '_load(w_ptr, c, N, CHUNK, "")',
             '_load(w_ptr, 0, N, CHUNK, "")',
         ),
-        "the last buffer left out": (
-            "(rows < programs) &",
-            "(rows < programs - 1) &",
-        ),
+        "the last buffer left out": ("rows < programs", "rows < programs - 1"),
         "sums of the last row": ("(dws[c] + scaled * s,)", "(scaled * s,)"),
-        "the last row left out": (
-            "tl.program_id(0), M, tl.num_programs(0)",
-            "tl.program_id(0), M - 1, tl.num_programs(0)",
-        ),
-        "dy with strides of its own": (
-            "backward(dy.contiguous(),",
-            "backward(dy,",
-        ),
+        "the last row left out": ("program_id(0), M", "program_id(0), M - 1"),
+        "dy with strides of its own": ("dy.contiguous()", "dy"),
         "ds with strides of its own": (
             "None if ds is None else ds.contiguous()",
             "ds",

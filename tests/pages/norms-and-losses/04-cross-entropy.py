@@ -240,10 +240,7 @@ PAGE = Page(
         "edges of the row before": ("& (col >= -head)", ""),
         "edges of the row behind": (" & (col < N - head)\n", "\n"),
         "one group too many": ("else group < groups", "else group <= groups"),
-        "one group too few": (
-            "else group < groups",
-            "else group < groups - 1",
-        ),
+        "one group too few": ("group < groups", "group < groups - 1"),
         "blocks without a mask are left out": (
             "tl.range(0, tl.minimum(groups, FULL)",
             "tl.range(0, 0",
@@ -260,14 +257,8 @@ PAGE = Page(
             "            sum_x = tl.sum(sum_x)\n",
             "            sum_x = tl.max(sum_x)\n",
         ),
-        "weights of the first columns": (
-            "else w_ptr + head\n",
-            "else w_ptr\n",
-        ),
-        "no smoothing in the gradient": (
-            "dx -= e if w_ptr",
-            "dx -= 0 if w_ptr",
-        ),
+        "weights of the first columns": ("else w_ptr + head", "else w_ptr"),
+        "no smoothing in the gradient": ("dx -= e if", "dx -= 0 if"),
         "no smoothing at the target": ("g * (1 - SMOOTH) * w_t", "g * w_t"),
         "z without its factor": ("g * (2 * Z) * lse", "g * Z * lse"),
         "no z in the loss": ("loss + Z * lse * lse", "loss"),
@@ -276,20 +267,14 @@ PAGE = Page(
             "tl.where(live, total, 1)",
             'm, total = tl.where(live, lse, float("inf")), 1.0',
         ),
-        "ignored rows count": (
-            "tl.where(live, tl.where(exists",
-            "tl.where(t == t, tl.where(exists",
-        ),
+        "ignored rows count": ("live, tl.where", "t == t, tl.where"),
         "ignored rows have a gradient": (
             'm, total = tl.where(live, m, float("inf"))',
             "m, total = m",
         ),
         "one gradient for all rows": ("row * stride", "0 * row"),
         "the mean divides once": ("g / ctx.count if ctx.mean else g", "g"),
-        "ahead forgets the factor": (
-            "        _scale[",
-            "        ctx.mean or _scale[",
-        ),
+        "ahead forgets the factor": ("_scale[", "ctx.mean or _scale["),
     },
     kills=(
         at(203),

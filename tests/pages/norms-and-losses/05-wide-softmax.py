@@ -271,22 +271,13 @@ PAGE = Page(
     # one stops waiting, and traps.
     sanitized=tuple(at(3, N) for N in (4096, 32768, 40_000, 2**17)),
     mutants={
-        "pairs are not merged": (
-            "s = tl.sum(sums * _exp(ms - m), 0)",
-            "s = tl.sum(sums, 0)",
-        ),
+        "pairs are not merged": ("(sums * _exp(ms - m), 0)", "(sums, 0)"),
         "words that do not exist": (
             "tl.where(part < PARTS, a, LOWEST), tl.where(part < PARTS, b, 0)",
             "a, b",
         ),
-        "one word for all slices": (
-            "tl.cast(row, tl.int64) * PARTS + part",
-            "tl.cast(row, tl.int64) * PARTS",
-        ),
-        "lanes of other rows in a sum": (
-            "x = tl.where(inside, x, other)",
-            "x = x",
-        ),
+        "one word for all slices": ("PARTS + part", "PARTS"),
+        "lanes of other rows in a sum": ("tl.where(inside, x, other)", "x"),
         "the last row is not finished": (
             "    last = first + (M - 1 - first) // groups * groups\n    pairs",
             "    last = first\n    pairs",
@@ -306,14 +297,8 @@ PAGE = Page(
             "return (c + 1) * chunk <= lanes and (step == 1 or c > 0)",
             "return (c + 1) * chunk <= lanes",
         ),
-        "dy with strides of its own": (
-            "ctx.saved_tensors, dy.contiguous()",
-            "ctx.saved_tensors, dy",
-        ),
-        "a view that begins anywhere is not copied": (
-            " % 16 else t for",
-            " % 1 else t for",
-        ),
+        "dy with strides of its own": ("dy.contiguous()", "dy"),
+        "a view that begins anywhere is not copied": ("16 else t", "1 else t"),
     },
     kills=(
         at(5, 301, HALF, "slices"),
