@@ -178,14 +178,8 @@ PAGE = Page(
         # program has several tiles.
         "small": (
             ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
-            (
-                "rows = min(1024 // itemsize * warps // chunk, 8)",
-                "rows = min(8 * warps // chunk, 8)",
-            ),
-            (
-                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-                "NUM_SMS = 1",
-            ),
+            ("1024 // itemsize * warps // chunk, 8", "8 * warps // chunk, 8"),
+            ("if ON_GPU else 4", "if ON_GPU else 1"),
         ),
         "wide": (),
     },

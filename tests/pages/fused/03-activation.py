@@ -195,14 +195,8 @@ PAGE = Page(
         # program has several tiles.
         "small": (
             ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
-            (
-                "rows = 512 // itemsize * warps // chunk",
-                "rows = 4 * warps // chunk",
-            ),
-            (
-                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-                "NUM_SMS = 1",
-            ),
+            ("512 // itemsize * warps // chunk", "4 * warps // chunk"),
+            ("if ON_GPU else 4", "if ON_GPU else 1"),
         ),
         "wide": (),
     },

@@ -125,10 +125,7 @@ PAGE = Page(
         ("min(size // itemsize,", "min(128 // itemsize,"),
         ("min(8192 // x.itemsize,", "min(128 // x.itemsize,"),
         ("min(4096 // x.itemsize,", "min(64 // x.itemsize,"),
-        (
-            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-            "NUM_SMS = 6",
-        ),
+        ("if ON_GPU else 4", "if ON_GPU else 6"),
     ),
     cases=tuple(
         at(M, N, dtype)

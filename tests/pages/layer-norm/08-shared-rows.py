@@ -135,10 +135,7 @@ PAGE = Page(
     # Slices of 8 to 128 lanes: small rows have several.
     quick=(
         ("8192 if ON_GPU else 256", "128"),
-        (
-            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-            "NUM_SMS = 12",
-        ),
+        ("if ON_GPU else 4", "if ON_GPU else 12"),
     ),
     cases=tuple(at(2, 96, dtype) for dtype in DTYPES),
     full=(

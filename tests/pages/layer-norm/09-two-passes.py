@@ -103,15 +103,8 @@ TWO = DESIGNS[:-1]  # which take rows of any width
 # Tiles so small that a small matrix has several, and rows are swept; and a
 # program of the one kernel has several rows.
 SMALL = (
-    (
-        "block = triton.next_power_of_2(N) if N <= 16384 else 4096\n"
-        "        args",
-        "block = 16\n        args",
-    ),
-    (
-        "EXAMPLE = lambda *_: ((8, 128, 8), (32, 32, 8), 1)",
-        "EXAMPLE = lambda *_: ((2, 16, 4), (4, 16, 4), 1)",
-    ),
+    ("triton.next_power_of_2(N) if N <= 16384 else 4096", "16"),
+    ("_: ((8, 128, 8), (32, 32, 8), 1)", "_: ((2, 16, 4), (4, 16, 4), 1)"),
     ("EXAMPLE()[0], tile, parts", "EXAMPLE()[0], (4, 16, 4), 3"),
     ("NUM_SMS = GPU.multi_processor_count if ON_GPU else 132", "NUM_SMS = 1"),
 )

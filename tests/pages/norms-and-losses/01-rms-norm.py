@@ -190,10 +190,7 @@ PAGE = Page(
                 "triton.next_power_of_2(N))\n    in_flight",
                 "chunk = 16\n    in_flight",
             ),
-            (
-                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-                "NUM_SMS = 1",
-            ),
+            ("if ON_GPU else 4", "if ON_GPU else 1"),
             ('"HIDE": row > 24576', '"HIDE": True'),
         ),
         "wide": (),

@@ -158,10 +158,7 @@ PAGE = Page(
                 "triton.next_power_of_2(N))",
                 "chunk = 16",
             ),
-            (
-                "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-                "NUM_SMS = 1",
-            ),
+            ("if ON_GPU else 4", "if ON_GPU else 1"),
         ),
         "wide": (),
     },

@@ -219,12 +219,7 @@ PAGE = Page(
         **{name: by(name) for name in FORCED},
     },
     # Few programs: a group of them has several rows.
-    quick=(
-        (
-            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-            "NUM_SMS = 1",
-        ),
-    ),
+    quick=(("count if ON_GPU else 4", "count if ON_GPU else 1"),),
     # Slices that are full, nearly full and nearly empty; one and many.
     cases=tuple(
         at(2, N, HALF, name)
