@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compiled.declared import Case, Kernel, Kernels
+from compiled.declared import Case, Kernel, Kernels, of_page
 from conformance import AddNorm, AddNormCase, Page, takes_the_place
 from conformance.add_norm import STREAMS
 
@@ -89,50 +89,19 @@ KERNELS = Kernels(
             spills={12288: 8, 14336: 88},  # 8 in float16
             shared=232448,  # all that a program may have on sm_90
         ),
-        "_add_up_chunks": Kernel(
-            look="""
-            A program reads the sums of all programs, 16 columns of each, by 16
-            bytes.
-            On sm_90 and sm_100 it starts early.
-            """,
-            true=lambda code: [
-                code.narrow("load") == 0,
-                (code.count("early") == 1)
-                == (code.target in ("sm_90", "sm_100")),
-            ],
-            narrow_stores=1,  # of 16 columns
-        ),
-        "_layer_norm_fwd_sweeps": Kernel(
+        **of_page("layer-norm/05-chunks", "_add_up_chunks"),
+        **of_page(
+            "layer-norm/07-two-sweeps",
+            "_layer_norm_fwd_sweeps",
             look="""
             ``x``, here the sum, is loaded in two loops, the second time from a
             cache if it is still there; all loads are by 16 bytes.
             """,
-            true=lambda code: [
-                len(code.lines("load")) == 4,
-                code.narrow("load") == 0,
-            ],
-            narrow_stores=2,  # mean and rstd
         ),
-        "_layer_norm_bwd_means": Kernel(
-            look="""
-            This kernel reads both matrices and stores two numbers a row.
-            """,
-            true=lambda code: [
-                code.narrow("store") == code.count("store") == 2
-            ],
-            narrow_loads=2,  # mean and rstd
-            narrow_stores=2,  # c1 and c2
-        ),
-        "_layer_norm_bwd_slices": Kernel(
-            look="""
-            Rows come by asynchronous copies into shared memory; the sums for
-            ``dw`` and ``db`` stay in registers and are stored once, after the
-            loop.
-            """,
-            true=lambda code: [(code.count("copy", 16) > 0) != code.amd],
-            narrow_loads=12,  # statistics and means of the rows of a tile
-            narrow_copies=12,
-            copies=True,
+        **of_page(
+            "layer-norm/07-two-sweeps",
+            "_layer_norm_bwd_means",
+            "_layer_norm_bwd_slices",
         ),
     },
     cases={

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compiled.declared import Case, Kernel, Kernels
+from compiled.declared import Case, Kernel, Kernels, of_page
 from conformance import LayerNorm, Mistake, Page
 from conformance.operation import DTYPES
 
@@ -87,14 +87,7 @@ KERNELS = Kernels(
             narrow_stores=8,  # sums of narrow rows
             shared=232448,  # all that a program may have on sm_90
         ),
-        "_add_up": Kernel(
-            look="""
-            A program reads the sums of all programs, 16 columns of each, by 16
-            bytes.
-            """,
-            true=lambda code: [code.narrow("load") == 0],
-            narrow_stores=1,  # of 16 columns
-        ),
+        **of_page("fused/02-dropout", "_add_up"),
     },
     cases={
         "gelu": Case(
