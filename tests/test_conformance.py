@@ -94,6 +94,11 @@ def test_same_bits_twice(page, one):
         assert torch.equal(value, again[key]), f"{key} differs"
 
 
+@both(each(lambda p: [""] * bool(p.prints), lambda _: "alone"))
+def test_the_script_prints(page, one, output):
+    assert {words: output.count(words) for words in page.prints} == page.prints
+
+
 @both(each(lambda p: p.mutants, marks=[pytest.mark.cpu]))
 def test_mutants_fail(page, one):
     """A fault that is planted in the page is noticed; -s prints by what."""

@@ -68,6 +68,8 @@ class Page:
     # With tensors on a GPU that is not the current one: "right", words of the
     # error, or nothing if the page promises nothing.
     elsewhere: str = ""
+    # What the script prints, alone and without a GPU: words -> how often.
+    prints: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Faults: name -> an edit (old, new) that some step of `kills` must notice.
     # A step is a case, or a function of `load`, as tests have it. The old text
     # occurs once. What a fault writes beside a buffer must stay in its band

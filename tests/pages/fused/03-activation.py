@@ -204,6 +204,13 @@ PAGE = Page(
     huge=(8192,),
     sanitizers=("memcheck", "racecheck"),
     sanitized=(at(301, 1000, HALF), at(301, 4096, HALF), at(301, 40)),
+    prints={
+        "Timing needs a GPU": 4,
+        ": right": 3,
+        "SiLU is right: True": 1,
+        "dx is right: False": 1,  # the stub
+        "dx is right: True": 1,
+    },
     mutants={
         "idle lanes in the mean": ("(tl.where(mask, a, 0),)", "(a,)"),
         "idle lanes in the variance": (
@@ -236,10 +243,6 @@ ACTIVATION = pytest.mark.parametrize("name", NAMES)
 @ACTIVATION
 def test_activations(page, name, dtype):
     compare(page, name, 5, 45, dtype)
-
-
-def test_an_activation_of_0_that_is_not_0(page):
-    compare(page, "sigmoid", 3, 70, SINGLE)
 
 
 def test_the_widest_row(load):
@@ -310,17 +313,6 @@ def test_formulas_answer_for_every_width(unedited, itemsize):
                     8 * idle <= N * itemsize or idle < 1024
                 )
             assert 1 <= plan.get("STAGES", 1) <= 4
-
-
-def test_script_runs_alone(output):
-    assert "SiLU is right: True" in output
-    assert output.count(": right") == 3
-    assert output.count("Timing needs a GPU") == 4
-
-
-def test_exercise(output):
-    assert output.count("dx is right: False") == 1  # the stub
-    assert output.count("dx is right: True") == 1
 
 
 STEPS = (1, 31, 512, 768, 1000, 1024, 1536, 1544, 3072, 3080, 4096, 6152)
