@@ -542,36 +542,3 @@ def test_threads_and_streams_share_a_plan(page):
     results = [result for part in found.values() for result in part]
     assert len(results) == 240
     assert all(torch.equal(result, expected) for result in results)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="there is one GPU, not two"
-)
-def test_two_devices_have_plans_of_their_own(page):
-    given = page.inputs(64, 96, HALF)
-    expected = step(page.layer_norm, *given)
-    with torch.cuda.device(1):
-        there = [t.detach().to("cuda:1").requires_grad_() for t in given]
-        for _ in range(2):
-            got = step(page.layer_norm, *there)
-            assert torch.equal(got, expected.to("cuda:1"))
-        with pytest.raises(ValueError, match="x is on cuda:0"):
-            page.layer_norm(given[0], (96,))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("provider", ["CUDA graph", "torch.compile", "torch"])
-def test_what_is_timed_runs(page, provider):
-    with torch.cuda.stream(torch.cuda.Stream()):
-        f = page.LADDER[provider]
-        call = page.prepared(provider, f, 64, 96, HALF)
-        (us,) = page.in_turns({provider: call}, rounds=3, times=3).values()
-    assert 0 < us[1] <= us[0] <= us[2]
-
-
-@pytest.mark.gpu
-def test_the_parts_of_a_call_are_timed(page):
-    calls = page.parts(16, 256, HALF)
-    found = page.in_turns(calls, rounds=3, times=3)
-    assert all(0 < low <= us <= high for us, low, high in found.values())

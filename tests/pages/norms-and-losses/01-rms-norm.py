@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Mistake, Page, RmsNorm, takes_the_place
 from conformance.add_norm import STREAMS
+from conformance.rms_norm import both_norms
 
 
 def run(page, M, N, dtype):
@@ -137,17 +138,6 @@ BRAIN = torch.bfloat16
 at = RmsNorm.at
 
 
-def rms_norm(page):
-    """Alone, or of a sum: one function."""
-
-    def function(x, residual, *args, **options):
-        if residual is None:
-            return page.rms_norm(x, *args, **options), None
-        return page.add_rms_norm(x, residual, *args, **options)
-
-    return function
-
-
 def the_sum_in_two_steps(load):
     """s is what it is in two steps; y is the norm of that s, bit for bit."""
     page = load()
@@ -170,7 +160,7 @@ TYPES = (
 PAGE = Page(
     __file__,
     RmsNorm(),
-    {"rms_norm": rms_norm},
+    {"rms_norm": both_norms},
     # Few programs in the last kernel.
     quick=(
         ("(triton.cdiv(N, 16),)", "(triton.cdiv(N, 256),)"),
@@ -337,7 +327,7 @@ def test_programs_have_as_many_rows(load, sms, monkeypatch):
     page = load("wide")
     monkeypatch.setattr(page, "NUM_SMS", sms)
     for case in at(27, 40), at(2, 64):
-        PAGE.operation.run(rms_norm(page), case, page.DEVICE)
+        PAGE.operation.run(both_norms(page), case, page.DEVICE)
 
 
 def test_a_module_loads_what_pytorch_saved(page):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Mistake, Page, RmsNorm, takes_the_place
 from conformance.add_norm import STREAMS
+from conformance.rms_norm import both_norms
 
 
 def run(page, M, N, dtype):
@@ -93,17 +94,6 @@ BOTH = HALF, torch.bfloat16
 at = RmsNorm.at
 
 
-def rms_norm(page):
-    """Alone, or of a sum: one function."""
-
-    def function(x, residual, *args, **options):
-        if residual is None:
-            return page.rms_norm(x, *args, **options), None
-        return page.add_rms_norm(x, residual, *args, **options)
-
-    return function
-
-
 def normalizes_the_sum_as_it_is_rounded(load):
     page = load()
     x, residual, w = page.inputs(5, 75, HALF)[:3]
@@ -143,7 +133,7 @@ def bits_of_gemma(load):
 PAGE = Page(
     __file__,
     RmsNorm(more=(("offset", (0.0, 1.0)),)),
-    {"rms_norm": rms_norm},
+    {"rms_norm": both_norms},
     forms={
         # Chunks of 16 columns, so that narrow rows have several, and each
         # program has several rows.
