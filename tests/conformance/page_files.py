@@ -22,6 +22,17 @@ class Mistake:
     options: Mapping = dataclasses.field(default_factory=dict)
 
 
+def too_wide(columns, words, inputs=lambda x: (x,), wanted=False):
+    """Rows of so many columns, which want a gradient or do not; inputs are
+    the arguments before the normalized shape."""
+
+    def arguments(ones):
+        x = ones(2, columns).requires_grad_(wanted)
+        return *inputs(x), (columns,)
+
+    return Mistake(ValueError, words, arguments)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Page:
     """PAGE = Page(__file__, operation, functions, ...), in a page's file.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels, of_page
-from conformance import LayerNorm, Mistake, Page
+from conformance import LayerNorm, Page, too_wide
 from conformance.operation import DTYPES
 
 
@@ -194,11 +194,7 @@ PAGE = Page(
         "wide": (),
     },
     cases=(at(1, 8192, HALF, form="wide"), at(5, 72)),
-    mistakes=(
-        Mistake(
-            ValueError, "4097 .*16 KB", lambda ones: (ones(2, 4097), 4097)
-        ),
-    ),
+    mistakes=(too_wide(4097, "4097 .*16 KB"),),
     repeatable=("identity",),
     repeated=tuple(at(1101, N, HALF) for N in (1000, 3072, 8192)),
     huge=(8192,),

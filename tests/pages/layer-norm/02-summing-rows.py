@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
-from conformance import LayerNorm, Mistake, Page
+from conformance import LayerNorm, Page, too_wide
 
 
 def run(page, M, N, dtype):
@@ -133,11 +133,7 @@ PAGE = Page(
         )
         for design in DESIGNS
     ),
-    mistakes=(
-        Mistake(
-            ValueError, "1 to 16384", lambda ones: (ones(1, 16385), (16385,))
-        ),
-    ),
+    mistakes=(too_wide(16385, "1 to 16384"),),
     repeatable=REPEATABLE,
     repeated=tuple(
         at(4096, N, HALF, function=design)

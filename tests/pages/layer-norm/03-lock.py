@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled.declared import Kernel, Kernels
-from conformance import LayerNorm, Mistake, Page, guarded_allocations
+from conformance import LayerNorm, Page, guarded_allocations, too_wide
 from tutorial import source
 
 
@@ -124,11 +124,7 @@ PAGE = Page(
         ),
         *(at(300, N, DOUBLE) for N in (33, 1151, 8192)),
     ),
-    mistakes=(
-        Mistake(
-            ValueError, "1 to 16384", lambda ones: (ones(1, 16385), (16385,))
-        ),
-    ),
+    mistakes=(too_wide(16385, "1 to 16384"),),
     # Where two meet at a lock, their order does not matter.
     repeatable=("triton", "own buffers"),
     repeated=tuple(

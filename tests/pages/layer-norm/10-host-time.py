@@ -10,14 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from compiled.declared import Kernel, Kernels
-from conformance import (
-    LAYOUTS,
-    LayerNorm,
-    LayerNormCase,
-    Mistake,
-    Page,
-    warm,
-)
+from conformance import LAYOUTS, LayerNorm, LayerNormCase, Page, too_wide, warm
 
 
 def run(page, M, N, dtype):
@@ -127,13 +120,7 @@ PAGE = Page(
         )
         for name in FUNCTIONS
     ),
-    mistakes=(
-        Mistake(
-            ValueError,
-            "16385.*Every width",
-            lambda ones: (ones(1, 16385), 16385),
-        ),
-    ),
+    mistakes=(too_wide(16385, "16385.*Every width"),),
     repeatable=tuple(FUNCTIONS),
     repeated=tuple(at(4096, N) for N in (1024, 4608, 8192, 15872)),
     graphs=(at(1151, 1000, HALF),),
