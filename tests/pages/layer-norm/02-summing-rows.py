@@ -8,6 +8,7 @@ import torch
 
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Page, too_wide
+from conformance.layer_norm import full_size
 
 
 def run(page, M, N, dtype):
@@ -102,6 +103,7 @@ def by(design):
     return function
 
 
+WIDTHS = (1000, 1024, 1151, 4608, 8192, 16384)
 FIRST_TILES = "for start in range(part * ROWS, M, parts * ROWS):"
 PAGE = Page(
     __file__,
@@ -120,19 +122,7 @@ PAGE = Page(
         *(at(M, N, HALF) for M, N in ((2, 127), (17, 1023), (2, 4608))),
         *(at(M, N, function=f) for M, N in ((18, 3), (0, 9)) for f in DESIGNS),
     ),
-    full=tuple(
-        at(M, N, dtype, function=design)
-        for N in (1000, 1024, 1151, 4608, 8192, 16384)
-        # More rows than programs, but few: random numbers take most of the
-        # time.
-        for M, dtype in (
-            (1151, HALF),
-            (300, torch.bfloat16),
-            (300, SINGLE),
-            (300, torch.float64),
-        )
-        for design in DESIGNS
-    ),
+    full=full_size(DESIGNS, WIDTHS, WIDTHS),
     mistakes=(too_wide(16385, "1 to 16384"),),
     repeatable=REPEATABLE,
     repeated=tuple(

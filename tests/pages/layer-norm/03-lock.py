@@ -8,6 +8,7 @@ import torch
 
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Page, guarded_allocations, too_wide
+from conformance.layer_norm import full_size
 from tutorial import source
 
 
@@ -114,14 +115,7 @@ PAGE = Page(
         *(at(17, 65, HALF, function=plan) for plan in PLANS),
     ),
     full=(
-        *(
-            at(M, N, dtype, function=plan)
-            for N in (1000, 1023, 4096, 4608, 16384)
-            # More rows than programs, but few: random numbers take most of
-            # the time.
-            for M, dtype in ((1151, HALF), (300, BFLOAT), (300, SINGLE))
-            for plan in PLANS
-        ),
+        *full_size(PLANS, double=()),
         *(at(300, N, DOUBLE) for N in (33, 1151, 8192)),
     ),
     mistakes=(too_wide(16385, "1 to 16384"),),

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Page
+from conformance.layer_norm import full_size
 
 
 def run(page, M, N, dtype):
@@ -140,21 +141,7 @@ PAGE = Page(
         at(1, 16385, HALF),
     ),
     full=(
-        *(
-            at(M, N, dtype, function=design)
-            for N in (1000, 1023, 4096, 4608, 16384)
-            for M, dtype in (
-                (1151, HALF),
-                (300, torch.bfloat16),
-                (300, SINGLE),
-            )
-            for design in DESIGNS
-        ),
-        *(
-            at(300, N, DOUBLE, function=design)
-            for N in (33, 1151, 4096)
-            for design in DESIGNS
-        ),
+        *full_size(DESIGNS, double=(33, 1151, 4096)),
         *(
             at(33, N, HALF, function=design)
             for N in (16385, 65536, 1048583)

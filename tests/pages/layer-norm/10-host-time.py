@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from compiled.declared import Kernel, Kernels
 from conformance import LAYOUTS, LayerNorm, LayerNormCase, Page, too_wide, warm
+from conformance.layer_norm import full_size
 
 
 def run(page, M, N, dtype):
@@ -109,17 +110,7 @@ PAGE = Page(
         at(3, 2049, HALF),
         *(at(17, 65, HALF, function=name) for name in FUNCTIONS),
     ),
-    full=tuple(
-        at(M, N, dtype, function=name)
-        for N in (1000, 1023, 4096, 4608, 16384)
-        for M, dtype in (
-            (1151, HALF),
-            (300, torch.bfloat16),
-            (300, SINGLE),
-            (30, DOUBLE),
-        )
-        for name in FUNCTIONS
-    ),
+    full=full_size(FUNCTIONS),
     mistakes=(too_wide(16385, "16385.*Every width"),),
     repeatable=tuple(FUNCTIONS),
     repeated=tuple(at(4096, N) for N in (1024, 4608, 8192, 15872)),
