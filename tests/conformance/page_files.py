@@ -83,9 +83,9 @@ class Page:
     prints: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Faults: name -> an edit (old, new) that some step of `kills` must notice.
     # A step is a case, or a function of `load`, as tests have it. The old text
-    # occurs once. What a fault writes beside a buffer must stay in its band
-    # (GUARD in memory.py), or the process ends: make the tiles of `quick`
-    # small enough.
+    # occurs once, and says no more of the script than that takes. What a fault
+    # writes beside a buffer must stay in its band (GUARD in memory.py), or the
+    # process ends: make the tiles of `quick` small enough.
     mutants: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     kills: tuple = ()
 
