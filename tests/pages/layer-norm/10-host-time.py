@@ -266,19 +266,6 @@ def test_plans_are_few(page, ones):
     assert len(page.PLANS) == 1
 
 
-def test_what_is_allocated_is_dense(unedited, ones):
-    x, w, b = ones(5, 2, 3).half(), ones(2, 3).half(), ones(2, 3).double()
-    plan = unedited.Plan(torch.Size([2, 3]), x, w, b, 1e-5, unedited.jit)
-    for pattern, shape, dtype in (
-        (plan.stats, (5, 2), SINGLE),
-        (plan.sums, (5, 2, 6), SINGLE),
-        (plan.db, (2, 3), DOUBLE),
-    ):
-        made = torch.empty_like(pattern)
-        assert (made.shape, made.dtype) == (shape, dtype)
-        assert made.is_contiguous() and pattern.untyped_storage().nbytes() <= 8
-
-
 # What is kept of a launch ----------------------------------------------------
 
 

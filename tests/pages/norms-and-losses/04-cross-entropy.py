@@ -318,14 +318,11 @@ def test_all_rows_ignored(page, reduction):
 @pytest.mark.parametrize("value", [-INF, LOWEST, -1e4, 3e38, INF])
 def test_extreme_logits(page, value):
     """Some, all but one, and all of a row; at the target and elsewhere."""
-    x = torch.randn(5, 37, device=page.DEVICE)
-    x[0, 3:9] = value
-    x[1, 1:] = value
-    x[2, :] = value
-    x[3, 2] = value
     target = torch.tensor([0, 0, 1, 2, 3], device=page.DEVICE)
-    same(page, x, target, reduction="none")
-    same(page, x[:, :36].contiguous(), target, reduction="none")
+    for N in (36, 37, 50257) if page.ON_GPU else (36, 37):
+        x = torch.randn(5, N, device=page.DEVICE)
+        x[0, 3:9], x[1, 1:], x[2, :], x[3, 2] = 4 * (value,)
+        same(page, x, target, reduction="none")
 
 
 def test_minus_infinity_and_smoothing(page):
@@ -556,15 +553,6 @@ def test_exercise(output):
 
 
 # On a GPU, at full size ------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("value", [-INF, LOWEST, 1e4])
-def test_extreme_logits_of_wide_rows(page, value):
-    x = torch.randn(4, 50257, device="cuda")
-    x[0, 3:999], x[1, 1:], x[2, :] = value, value, value
-    target = torch.tensor([0, 0, 1, -100], device="cuda")
-    same(page, x, target, reduction="none")
 
 
 @pytest.mark.gpu

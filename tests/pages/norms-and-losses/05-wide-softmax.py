@@ -217,11 +217,17 @@ PAGE = Page(
     },
     # Few programs: a group of them has several rows.
     quick=(("count if ON_GPU else 4", "count if ON_GPU else 1"),),
-    # Slices that are full, nearly full and nearly empty; one and many.
-    cases=tuple(
-        at(2, N, HALF, name)
-        for N in (1, 7, 8, 32, 33, 129, 512, 520)
-        for name in FORCED
+    cases=(
+        # Slices that are full, nearly full and nearly empty; one and many.
+        *(
+            at(2, N, HALF, name)
+            for N in (1, 7, 8, 32, 33, 129, 512, 520)
+            for name in FORCED
+        ),
+        *(
+            SoftmaxCase(shape=shape, function="log_softmax")
+            for shape in ((), (0,), (3, 0), (2, 1), (0, 2**17))
+        ),
     ),
     full=(
         # Narrow rows, rows of both passes' limits, rows of a million columns.
@@ -329,17 +335,6 @@ def test_rows_of_infinity_and_of_the_lowest_number(page, kind):
             (dx,) = torch.autograd.grad(y.sum(), x)
     assert dx[[0, 3, 4]].isnan().all()
     assert dx[[1, 2, 5, 6, 7]].abs().max() < 1e-6
-
-
-@pytest.mark.parametrize(
-    "shape", [(), (0,), (0, 3), (3, 0), (2, 1), (0, 2**17)]
-)
-def test_empties_and_single_numbers(page, shape):
-    x = torch.randn(shape, device=page.DEVICE, requires_grad=True)
-    y = page.log_softmax(x, 0 if shape == (0,) else -1)
-    torch.testing.assert_close(y, F.log_softmax(x, -1))
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    assert dx.shape == x.shape
 
 
 def test_torch_compile_takes_many_widths(unedited):
