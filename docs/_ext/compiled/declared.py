@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from tutorial import ROOT
@@ -123,8 +123,8 @@ def kernels(name):
 def of_page(name, *kernels_of_it, **changes):
     """Kernels in a cell that a page has from another one, as the file of
     that page describes them, but for some changes: {name: Kernel}."""
-    there = kernels(name).kernels
+    there, changes = kernels(name).kernels, {"page": name, **changes}
     return {
-        kernel: replace(there[kernel], page=name, **changes)
+        kernel: Kernel(**vars(there[kernel]) | changes)
         for kernel in kernels_of_it
     }
