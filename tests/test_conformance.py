@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance import on_gpu
-from conformance.operation import describe, run
+from conformance.operation import describe, leaves, run
 from conformance.page_files import loader, pages
 
 try:
@@ -75,6 +75,45 @@ def test_second_derivative_is_refused(page, one):
         dx.sum().backward()
 
 
+def of_a_sum(page, one):
+    """y and s of leaves x and residual."""
+    module, operation = page.load(), page.operation
+    case = operation.Case(function=one)
+    tensors = operation.tensors(case, module.DEVICE)
+    x, residual = leaves([tensors["x"], tensors["residual"]], 2 * (True,))
+    function = page.functions[one](module)
+    return x, residual, function(x, residual, case.shape, None)
+
+
+def sums(page):
+    """Functions of x and a residual, which give their sum, too."""
+    named = getattr(page.operation, "named", ())
+    return page.functions if "residual" in named else ()
+
+
+SUMS = each(sums)
+
+
+@both(SUMS)
+def test_a_sum_that_changes_before_the_backward_pass(page, one):
+    """s is kept for it: overwriting it must be an error."""
+    _, _, (y, s) = of_a_sum(page, one)
+    with torch.no_grad():
+        s += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        y.sum().backward()
+
+
+@both(SUMS)
+def test_leaves_do_not_share_their_gradient(page, one):
+    """x and residual get the same one: who clips it must not clip both."""
+    x, residual, (y, s) = of_a_sum(page, one)
+    (y.square().sum() + s.sum()).backward()
+    before = residual.grad.clone()
+    x.grad.zero_()
+    assert torch.equal(residual.grad, before) and before.any()
+
+
 @both(
     each(
         lambda p: [(n, form) for n in p.repeatable for form in p.forms],
@@ -92,6 +131,11 @@ def test_same_bits_twice(page, one):
     )
     for key, value in first.items():
         assert torch.equal(value, again[key]), f"{key} differs"
+
+
+@both(each(lambda p: [""] * bool(p.prints), lambda _: "alone"))
+def test_the_script_prints(page, one, output):
+    assert {words: output.count(words) for words in page.prints} == page.prints
 
 
 @both(each(lambda p: p.mutants, marks=[pytest.mark.cpu]))

@@ -9,11 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import tutorial
-from compiled import declared, limits
+from compiled import declared, kept, limits
 from compiled.aot import COMPILER_ADDS_BARRIER, TARGETS, Call
 
 PUBLISHED = list(map(tutorial.name_of, tutorial.scripts()))
@@ -123,6 +124,21 @@ def test_the_files_are_read_without_what_a_build_lacks():
         text=True,
     )
     assert done.stdout == "[]\n", done.stderr[-2000:]
+
+
+def test_a_kernel_of_another_page_is_what_its_file_says(monkeypatch, tmp_path):
+    """And panels are made anew when that changes."""
+    name, other = "fused/01-add-layer-norm", "layer-norm/07-two-sweeps"
+    kernel = "_layer_norm_bwd_means"
+    here, there = (PAGES[page].kernels[kernel] for page in (name, other))
+    assert here == replace(there, page=other)
+    before, file_of = kept.made_from(name), declared.file_of
+    (tmp_path / "page.py").write_text("another")
+    changed = {other: tmp_path / "page.py"}
+    monkeypatch.setattr(
+        declared, "file_of", lambda page: changed.get(page) or file_of(page)
+    )
+    assert kept.made_from(name) != before
 
 
 # What the compiler says ------------------------------------------------------

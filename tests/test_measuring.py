@@ -25,7 +25,6 @@ import tutorial
 from measurements import (
     environment,
     measure,
-    progress,
     record,
     recording,
     run_page,
@@ -393,20 +392,6 @@ def test_a_full_disk_leaves_the_old_recording(project, kept):
     assert kept.keep(page, *given) is None
     given[1]["double"]["unit"] = "knots"
     assert "is not kept: benchmark double: unit" in kept.keep(page, *given)
-
-
-def test_time_left_is_told_from_points(monkeypatch):
-    said = []
-    monkeypatch.setattr(progress, "say", said.append)
-    page = measure.Page("01", None, "", "", points={"a": 3, "b": 9})
-    times = iter((0.0, 5.0, 10.0))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
-    told = progress.Progress([page])
-    message = {"benchmark": "a", "seconds": 5, "timed": 4}
-    told.done(page, message | {"measured": {"rows": 3 * [0]}})
-    assert said[0].endswith("3 of 12 points, 5 s so far, 15 s left")
-    told.done(page, message | {"measured": {"rows": 12 * [0]}})
-    assert said[1].endswith("15 of 15 points, 10 s so far, 0 s left")
 
 
 def test_what_a_process_has_started_ends_with_it(tmp_path):

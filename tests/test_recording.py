@@ -59,11 +59,6 @@ def test_what_is_saved_is_loaded(store):
     )
 
 
-def test_a_gpu_is_a_folder():
-    folder = recording.slug("AMD Instinct MI300X (OAM)")
-    assert folder == "amd-instinct-mi300x-oam"
-
-
 def refused(match):
     """One sentence, with the file and what to do."""
     parts = (
@@ -341,20 +336,6 @@ def test_several_gpus_are_named(store, its):
 
 
 # Files -----------------------------------------------------------------------
-
-
-def test_an_interrupted_write_leaves_the_old_file_whole(store, monkeypatch):
-    path = recording.save(data(), GPU, NAME)
-    before = path.read_text()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        recording.save(data(method="another"), GPU, NAME)
-    assert path.read_text() == before
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_tutorials_in_sections(store):

@@ -13,7 +13,7 @@ from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
-from conformance.page_files import Mistake, Page
+from conformance.page_files import Mistake, Page, too_wide
 from conformance.rms_norm import RmsNorm, RmsNormCase
 from conformance.softmax import Softmax, SoftmaxCase
 
@@ -33,5 +33,6 @@ __all__ = [
     "SoftmaxCase",
     "guarded_allocations",
     "takes_the_place",
+    "too_wide",
     "warm",
 ]

@@ -66,6 +66,26 @@ def at(M, N, dtype=SINGLE, **more):
     return LayerNormCase(lead=(M,), shape=(N,), dtype=dtype, **more)
 
 
+WIDTHS = (1000, 1023, 4096, 4608, 16384)
+
+
+def full_size(functions, widths=WIDTHS, double=WIDTHS):
+    """Cases for a GPU: usual widths, and others, in all types. There are more
+    rows than programs, but few: random numbers take most of the time."""
+    kinds = (
+        (1151, HALF, widths),
+        (300, torch.bfloat16, widths),
+        (300, SINGLE, widths),
+        (300, torch.float64, double),
+    )
+    return tuple(
+        at(M, N, dtype, function=function)
+        for M, dtype, columns in kinds
+        for N in columns
+        for function in functions
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerNorm(Operation):
     dtypes: tuple = DTYPES  # that are taken

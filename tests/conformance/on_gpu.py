@@ -1,6 +1,9 @@
 """Checks that need a GPU."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,6 +92,18 @@ def trains(page, name):
     ours, theirs = (losses(layer, module.DEVICE) for layer in layers)
     assert theirs[-1] < 0.9 * theirs[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)
+
+
+def dies(code):
+    """Who waits for what never comes ends with an error, and does not hang;
+    alone, for no process can use a GPU after that."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    code += "\ntorch.cuda.synchronize()\nprint('no error')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env
+    )
+    assert done.returncode and "no error" not in done.stdout
+    assert "CUDA error" in done.stderr, done.stderr[-2000:]
 
 
 WATCHED = """

@@ -22,6 +22,17 @@ class Mistake:
     options: Mapping = dataclasses.field(default_factory=dict)
 
 
+def too_wide(columns, words, inputs=lambda x: (x,), wanted=False):
+    """Rows of so many columns, which want a gradient or do not; inputs are
+    the arguments before the normalized shape."""
+
+    def arguments(ones):
+        x = ones(2, columns).requires_grad_(wanted)
+        return *inputs(x), (columns,)
+
+    return Mistake(ValueError, words, arguments)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Page:
     """PAGE = Page(__file__, operation, functions, ...), in a page's file.
@@ -68,11 +79,13 @@ class Page:
     # With tensors on a GPU that is not the current one: "right", words of the
     # error, or nothing if the page promises nothing.
     elsewhere: str = ""
+    # What the script prints, alone and without a GPU: words -> how often.
+    prints: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Faults: name -> an edit (old, new) that some step of `kills` must notice.
     # A step is a case, or a function of `load`, as tests have it. The old text
-    # occurs once. What a fault writes beside a buffer must stay in its band
-    # (GUARD in memory.py), or the process ends: make the tiles of `quick`
-    # small enough.
+    # occurs once, and says no more of the script than that takes. What a fault
+    # writes beside a buffer must stay in its band (GUARD in memory.py), or the
+    # process ends: make the tiles of `quick` small enough.
     mutants: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     kills: tuple = ()
 

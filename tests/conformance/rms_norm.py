@@ -250,3 +250,14 @@ class RmsNorm(Operation):
                 return super().forward(s) + s
 
         return Norm, Theirs
+
+
+def both_norms(page):
+    """A page's norm alone, and its norm of a sum, as one function."""
+
+    def function(x, residual, *args, **options):
+        if residual is None:
+            return page.rms_norm(x, *args, **options), None
+        return page.add_rms_norm(x, residual, *args, **options)
+
+    return function

@@ -99,7 +99,7 @@ class Softmax(Operation):
         kind, dim = case.out or case.dtype, case.dim
         x = tensors["x"].to(kind).double()
         dy, y = tensors["dy"].double(), found["y"].double()
-        N = x.shape[dim]
+        N = x.shape[dim] if x.dim() else 1
         below = x - x.amax(dim, keepdim=True) if x.numel() else x
         far = below.masked_fill(below == -torch.inf, 0).abs()
         share = torch.softmax(x, dim)

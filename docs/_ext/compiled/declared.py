@@ -44,6 +44,7 @@ class Kernel:
     # "any" if they need not be.
     copies: bool | str = False
     releases: int = 0  # of a lock; each needs a barrier before it
+    page: str = ""  # whose file says this, if it is another one: see of_page
 
     def __post_init__(self):
         object.__setattr__(self, "look", inspect.cleandoc(self.look))
@@ -95,3 +96,13 @@ def place(name):
 def kernels(name):
     """What a page declares, or None if it has no file."""
     return loaded(name).KERNELS if file_of(name).exists() else None
+
+
+def of_page(name, *kernels_of_it, **changes):
+    """Kernels in a cell that a page has from another one, as the file of
+    that page describes them, but for some changes: {name: Kernel}."""
+    there, changes = kernels(name).kernels, {"page": name, **changes}
+    return {
+        kernel: Kernel(**vars(there[kernel]) | changes)
+        for kernel in kernels_of_it
+    }

@@ -83,7 +83,10 @@ def fresh(name):
 def made_from(name):
     """A hash of everything that the panels of a page depend on."""
     made_by = sorted(Path(__file__).parent.glob("*.py"))
-    files = tutorial.script_of(name), declared.file_of(name), *made_by
+    declares = declared.kernels(name).kernels.values()
+    named = {name} | {kernel.page for kernel in declares if kernel.page}
+    said = map(declared.file_of, sorted(named))
+    files = tutorial.script_of(name), *said, *made_by
     found = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     found.update(f"{version('triton')} {version('torch')}".encode())
     return found.hexdigest()
