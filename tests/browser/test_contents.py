@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import xml.etree.ElementTree as ET
 from urllib.parse import urlsplit
 
 import pytest
@@ -209,18 +208,6 @@ def test_each_tutorial_has_a_picture_of_its_own():
         assert 1.8 <= width / height <= 2.1
         pictures[name] = data
     assert len(set(pictures.values())) == len(pictures)
-
-
-def test_sitemap():
-    tree = ET.parse(built.WHOLE / "sitemap.xml")
-    listed = {
-        loc.text.partition("://")[2].partition("/")[2]
-        for loc in tree.findall(".//{*}loc")
-    }
-    folder = built.prefix().lstrip("/")
-    assert {folder + page for page in built.TUTORIALS} <= listed
-    assert folder in listed
-    assert not {folder + "404.html", folder + "search.html"} & listed
 
 
 @pytest.mark.parametrize("name", [".nojekyll", "404.html"])
