@@ -64,8 +64,6 @@ def test_a_page_has_its_own_numbers_and_files(project, read, name):
     assert first == f"8,triton,{speed},{speed - 1},{speed + 1},GB/s"
     script = files["py"].read_bytes()
     assert script.endswith(project.script(name).read_bytes())
-    with zipfile.ZipFile(files["zip"]) as archive:
-        assert archive.read(project.script(name).name) == script
     notebook = json.loads(files["ipynb"].read_text())
     title = "".join(notebook["cells"][1]["source"]).splitlines()
     assert f"# Double {name.removesuffix('-double')}" in title

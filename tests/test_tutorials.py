@@ -289,16 +289,3 @@ def test_what_is_no_speed_is_let_pass(words):
 def test_prose_is_not_code():
     script = "x = 1\n# One\n# two.\ny = '4200 GB/s'\n"
     assert list(prose(script)) == ["", "One two."]
-
-
-@EVERY
-def test_drawings_are_named(stem):
-    """Their names become alt texts; measured figures make their own."""
-    for node in ast.walk(ast.parse(TEXTS[stem])):
-        if not isinstance(node, ast.Call):
-            continue
-        call = ast.unparse(node.func)
-        assert call != "plt.subplots", node.lineno  # its names get lost
-        if call == "plt.figure":
-            name = node.args and node.args[0]
-            assert isinstance(name, ast.Constant), node.lineno
