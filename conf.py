@@ -43,6 +43,7 @@ extensions = [
     "page.moving",
     "page.pictures",
     "page.search",
+    "page.shares",
     "page.solutions",
     "page.templates",
     "page.xray",
@@ -61,6 +62,8 @@ root_doc = "index"
 # The tutorials -------------------------------------------------------------
 # The GPU whose recordings a page shows first.
 measured_gpu = "nvidia-h200"
+# The page whose kernels are compared on all GPUs: docs/_ext/page/shares.py.
+compared_page = "layer-norm/01-layer-norm"
 
 sphinx_gallery_conf = {
     # English runs the tutorials; the others read what it has made of them.
@@ -101,8 +104,6 @@ moving_pictures = {
         "programs": 4,
     },
 }
-# Pages that show the cells that others fold.
-scaffold_shown = ["tutorials/layer-norm/01-layer-norm"]
 
 # What Triton documents, so that its functions link there. From its pages of
 # reference, by hand: building needs no network.

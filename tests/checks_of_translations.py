@@ -11,6 +11,7 @@ import functools
 import re
 from collections import Counter
 
+from measurements import claims
 from translation.catalogs import LOCALE
 
 LITERAL = re.compile(r"``.+?``")
@@ -57,12 +58,54 @@ def problems(source, said):
         if what != "number":
             for part in parts(said).keys() - parts(source).keys():
                 yield f"{what} {part} is not in the source"
+    for part in typed(source, said):
+        yield f"{part}: only the translation says so"
     if plain(said).count("`"):
         yield "markup is broken: a ` is left"
     if len(BOLD.findall(source)) != len(BOLD.findall(said)):
         yield "what is bold is not that of the source"
     if found := re.search(r"[*`_][（「『“]", said):
         yield f"no markup ends before an opening bracket: {found[0]}"
+
+
+# Words of numbers: English ones, and those that stand before 倍.
+VALUES = {word: str(i) for i, word in enumerate(claims.WORDS.split("|"), 2)}
+VALUES |= {"twice": "2", "double": "2", "hundred": "100", "half": "0.5"}
+CJK_VALUES = {sign: str(i) for i, sign in enumerate("一二三四五六七八九十", 1)}
+CJK_VALUES |= {"两": "2", "一": "2"}  # 一倍 more is twice as much
+UNITS = {
+    "µs": ("us", "μs", "微秒", "マイクロ秒", "microsecond"),
+    "ms": ("毫秒", "ミリ秒", "millisecond"),
+    "s": ("秒", "second"),
+    "min": ("分", "minute"),
+    "%": ("percent", "per cent"),
+}
+
+
+def typed(source, said):
+    """Numbers with a unit that a translation has and its message has not."""
+    source, said = plain(source), plain(said)
+    words = re.findall(r"[a-z]+", source.lower())
+    alone = {n.replace(",", "") for n in NUMBER.findall(source)}
+    alone |= {VALUES[word] for word in words if word in VALUES}
+    pairs = {_measure(*each) for each in claims.numbers(source)}
+    for at, number, unit in claims.numbers(said):
+        value, its_unit = _measure(at, number, unit)
+        if value == "1" and its_unit in ("s", "min", "倍"):
+            continue  # 1 秒あたり is a second, 1 倍半 half as much again
+        fine = value in alone if unit == "倍" else (value, its_unit) in pairs
+        if not fine:
+            yield f"{number} {unit}"
+    for sign in re.findall(r"([一二三四五六七八九十两])倍(?![数率])", said):
+        if CJK_VALUES[sign] not in alone:
+            yield f"{sign}倍"
+
+
+def _measure(_at, number, unit):
+    unit = unit.removesuffix("s") if len(unit) > 2 else unit
+    same = (kind for kind, others in UNITS.items() if unit in others)
+    value = VALUES.get(number, number.replace(",", ""))
+    return value, next(same, unit)
 
 
 def style(source, said, code):

@@ -96,6 +96,13 @@ def timed(function, N, provider):
         tell("compiled", point)
         return ms
     tell("timed", point)
+    if function is triple and N == 16 and sign("disturb"):
+        # In the test's file: how many calls are still disturbed.
+        left = Path(os.environ["TOLD"] + f".disturb-{{NAME}}")
+        count = int(left.read_text())
+        if count:
+            left.write_text(str(count - 1))
+            return [ms[0], 0.8 * ms[0], 1.2 * ms[0]]
     while function is triple and sign("wait"):
         time.sleep(0.05)
     if function is triple and sign("fail"):

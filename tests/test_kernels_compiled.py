@@ -95,11 +95,11 @@ def test_every_kernel_is_declared(name):
 
 
 @pytest.mark.parametrize(
-    "file", sorted(declared.FOLDER.rglob("*.py")), ids=lambda file: file.stem
+    "file", sorted(tutorial.FILES.glob("*/*.py")), ids=lambda file: file.stem
 )
 def test_a_file_has_its_page(file):
     assert tutorial.script_of(
-        file.relative_to(declared.FOLDER).with_suffix("").as_posix()
+        file.relative_to(tutorial.FILES).with_suffix("").as_posix()
     ).exists()
 
 
@@ -109,8 +109,8 @@ def test_the_files_are_read_without_what_a_build_lacks():
     code = (
         "import sys, tutorial\n"
         "from compiled import declared\n"
-        "for file in declared.FOLDER.rglob('*.py'):\n"
-        "    name = file.relative_to(declared.FOLDER).with_suffix('')\n"
+        "for file in tutorial.FILES.glob('*/*.py'):\n"
+        "    name = file.relative_to(tutorial.FILES).with_suffix('')\n"
         "    assert declared.kernels(name.as_posix())\n"
         "print([name for name in sys.modules if name in ('triton', "
         "'hypothesis') or name.startswith('tutorial_')])"

@@ -4,6 +4,7 @@ One project lives through all that may happen to ``make record``, a step a
 fixture: a run costs seconds in imports alone.
 """
 
+import ast
 import os
 import platform
 import re
@@ -28,6 +29,7 @@ from measurements import (
     record,
     recording,
     run_page,
+    spread,
     stale,
 )
 from measurements.children import beside, children, path
@@ -227,6 +229,89 @@ def test_only_what_is_stale_is_measured(project, whole):
     assert not measured
 
 
+@pytest.fixture(scope="module")
+def disturbed(project, whole):
+    """Points of one size lie far apart: once, and as often as they are
+    measured."""
+    before, runs = project.recorded(), []
+    for times in "1", "99":
+        project.forget()
+        project.sign("disturb").write_text(times)
+        done = project.make_record("--all", "01")
+        runs.append((*done, project.points(), project.recorded()))
+        project.sign("disturb").unlink()
+    return before, runs
+
+
+AGAIN = [f"triple:16:{each}" for each in ("triton", "torch", "copy")]
+TOO_WIDE = (
+    "triple, triton at N = 16: the spread, (high - low) / median, is 40%"
+)
+
+
+def test_a_size_whose_points_lie_far_apart_is_measured_again(disturbed):
+    before, ((status, said, points, recorded), _) = disturbed
+    assert status == 0, said
+    assert f"01-double: {TOO_WIDE}; measured again" in said
+    timed = [point for point, _ in points]
+    assert timed[:12] == [*dict.fromkeys(timed)] and set(timed) == POINTS
+    assert timed[12:] == AGAIN
+    assert recorded != before
+    rows = recorded["benchmarks"]["triple"]["rows"]
+    assert not any(map(spread.wide, recorded["benchmarks"].values()))
+    assert len(rows) == 6
+
+
+def test_what_does_not_calm_down_is_refused(disturbed):
+    _, ((*_, before), (status, said, points, recorded)) = disturbed
+    assert status == 1
+    assert (
+        f"make record: tutorials/01-double.py stopped: {TOO_WIDE}, and 2 more,"
+        " after 4 tries, and at most 15% is recorded; see what else runs on "
+        "this machine; it is not recorded (see "
+    ) in said
+    assert [point for point, _ in points][12:] == 3 * AGAIN
+    assert recorded == before
+
+
+def row(N, provider, low, median, high):
+    values = {"median": median, "low": low, "high": high}
+    return {"N": N, "provider": provider} | values
+
+
+def test_of_what_points_may_lie_apart():
+    """Of what is no time or speed, and of old recordings, nothing is asked."""
+    rows = [row(8, "a", 93, 100, 107), row(8, "b", 92, 100, 108)]
+    rows += [row(16, "a", 93, 100, 107), row(16, "b", None, None, None)]
+    timed = {"unit": "µs", "args": {}, "x_names": ["N"], "rows": rows}
+    assert spread.wide(timed) == rows[1:2]
+    assert spread.quiet(timed) == rows[2:]
+    assert "b at N = 8: the spread, (high - low) / median, is 16%" in (
+        spread.said("double", timed)
+    )
+    for other in {"unit": "relative error"}, {"args": {"counter": "dram"}}:
+        assert not spread.wide(timed | other)
+
+
+def test_measured_libraries_are_named_with_their_versions(monkeypatch):
+    there = {"liger-kernel": "0.6", "nvidia-cudnn-frontend": "1.32"}
+
+    def version(name):
+        if name not in there:
+            raise environment.PackageNotFoundError
+        return there[name]
+
+    monkeypatch.setattr(environment, "version", version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    providers = ["triton", "liger", "cudnn", "quack", "copy"]
+    rows = [row(8, provider, 1, 1, 1) for provider in providers]
+    rows.append(row(8, "flash", None, None, None))
+    assert environment.libraries([{"rows": rows}]) == {
+        "liger": "liger-kernel 0.6",
+        "cudnn": "nvidia-cudnn-frontend 1.32, cuDNN 9.10.2",
+    }
+
+
 @pytest.fixture
 def kept(project, whole, monkeypatch):
     """The recordings of the project, in this process."""
@@ -272,7 +357,7 @@ def test_a_folder_that_cannot_be_written_stops_with_a_sentence(
     monkeypatch.setattr(record, "checked", lambda pages: (pages, []))
     folder, aside = kept.store / GPU, kept.store / "aside"
 
-    def measured(pages, keep):
+    def measured(pages, keep, calm):
         """The folder takes nothing more."""
         folder.rename(aside)
         folder.symlink_to("/proc")
@@ -481,3 +566,25 @@ def test_no_process_is_given_what_torch_compile_chose_in_another(
         assert not folder.exists()
         folders.add(folder)
     assert len(folders) == 2
+
+
+def test_the_clock_of_a_page_is_not_read_in_advance(monkeypatch, capsys):
+    """Each page has the same; what it would time is called once."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    script = (
+        "calls = []\n"
+        "def device_time(call):\n"
+        "    raise AssertionError('it was read')\n"
+        "def speed(call):\n"
+        "    return device_time(call)\n"
+        "times = speed(lambda: calls.append('called'))\n"
+    )
+    space = {}
+    compiling = run_page.Compiling(print, "01", (0, 1))
+    compiling.execute(ast.parse(script), "01.py", space)
+    assert space["times"] == [1.0] * 3
+    assert space["calls"] == ["called"]
+    measuring, space = run_page.Measuring(print, "01"), {}
+    with pytest.raises(AssertionError, match="it was read"):
+        measuring.execute(ast.parse(script), "01.py", space)
+    assert measuring.seconds > 0

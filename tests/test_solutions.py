@@ -89,18 +89,6 @@ def test_a_scaffold_is_folded_with_what_it_printed(page):
     assert "scaffold printed" not in page.get_text()
 
 
-@pytest.mark.parametrize("shown", [[], ["tutorials/a"]])
-def test_the_page_that_explains_the_scaffold_shows_it(shown):
-    block = nodes.literal_block(text="# Scaffold: a\n", language="Python")
-    tree = nodes.section("", block)
-    app = SimpleNamespace(
-        env=SimpleNamespace(docname="tutorials/a"),
-        config=SimpleNamespace(scaffold_shown=shown),
-    )
-    solutions.fold(app, tree)
-    assert (tree[0] is block) == bool(shown)
-
-
 def test_scaffolds_that_follow_each_other_are_under_one_line():
     cells = [
         part
@@ -113,10 +101,7 @@ def test_scaffolds_that_follow_each_other_are_under_one_line():
     words = nodes.paragraph(text="Words of the page.")
     cells[6:6] = [nodes.comment(text="GENERATED"), words]
     tree = nodes.section("", *cells)
-    app = SimpleNamespace(
-        env=SimpleNamespace(docname="tutorials/a"),
-        config=SimpleNamespace(scaffold_shown=[]),
-    )
+    app = SimpleNamespace(env=SimpleNamespace(docname="tutorials/a"))
     solutions.fold(app, tree)
     shown = [child for child in tree if not isinstance(child, nodes.comment)]
     group, between, alone = shown

@@ -13,7 +13,7 @@ import words_later as later
 from compiled import limits
 from compiled.sheets import Sheet
 from measurements import recording, replay
-from page import cards, figures, headlines, passports, solutions
+from page import cards, figures, headlines, passports, shares, solutions
 from page.xray import Panel
 from translation import sentences, words
 
@@ -63,6 +63,15 @@ def measured(**changes):
         "picture": "ж_001",
     }
     return replay.Measured(**(values | changes))
+
+
+def test_a_figure_names_the_libraries_that_it_shows():
+    libraries = {"liger": "liger-kernel 0.6", "torch": "cuDNN 9.10.2"}
+    environment = measured().environment | {"libraries": libraries}
+    text = passports.with_passports("ж", [measured(environment=environment)])
+    (versions,) = re.findall(":Versions: (.*)", text)
+    assert ", cuDNN 9.10.2" in versions
+    assert "liger" not in versions
 
 
 def test_what_a_cell_saved_is_what_a_page_shows(tmp_path):
@@ -225,6 +234,26 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     assert translator.asked - own <= MESSAGES.keys()
 
 
+def test_no_word_of_a_second_gpu_is_said_in_english_only(says):
+    translator = says(Masked())
+    text = passports.with_passports("жж", [measured(), measured()])
+    assert left(re.sub(r"\.\. (tab-item|rst-class)::.*", "", text)) == []
+    benchmark = {
+        "unit": "GB/s",
+        "args": {"M": 4096, "mode": "backward"},
+        "x_names": ["N"],
+        "method": "by hand, 20 % and 80 %",
+        "rows": rows(),
+    }
+    environment = measured().environment
+    data = {"environment": environment, "benchmarks": {"ж": benchmark}}
+    recorded = {"ж": data, "б": data}
+    text = shares.text("ж", recorded, shares.shares(recorded))
+    assert left(re.sub(f":doc:.*|{shares.UNIT}", "", text)) == []
+    own = {"by hand, 20 % and 80 %"}
+    assert translator.asked - own <= MESSAGES.keys()
+
+
 def test_no_word_of_a_panel_is_said_in_english_only(says):
     translator = says(Masked())
     made = sheet(ways=[("x", [("ptx", ["<code>x</code>"])])])
@@ -240,7 +269,12 @@ def test_no_word_of_a_panel_is_said_in_english_only(says):
 
 def test_no_word_of_a_card_is_said_in_english_only(says):
     translator = says(Masked())
-    benchmark = {"unit": "GB/s", "args": {"mode": "forward"}, "rows": rows()}
+    benchmark = {
+        "unit": "GB/s",
+        "args": {"mode": "forward"},
+        "method": "",
+        "rows": rows(),
+    }
     text = cards.speeds(
         {
             "environment": measured().environment,

@@ -16,6 +16,8 @@ from pathlib import Path
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
+# What it explained before, on pages that are not yet written anew.
+BEFORE = "layer-norm/02-summing-rows"
 # Functions that have a name of their own on a page that gathers many.
 RENAMED = {
     ("layer-norm/05-chunks", "plan_fwd_chunks"): "plan_forward",
@@ -23,6 +25,8 @@ RENAMED = {
     ("layer-norm/06-unaligned-rows", "plan_fwd_shifted"): "plan_forward",
     ("layer-norm/06-unaligned-rows", "plan_bwd_shifted"): "plan_backward",
     ("layer-norm/07-two-sweeps", "plan_sweeps"): "plan",
+    ("layer-norm/07-two-sweeps", "forward_in_sweeps"): "forward",
+    ("layer-norm/07-two-sweeps", "backward_in_sweeps"): "backward",
 }
 
 CELL = re.compile(r"^(?=# %%)", re.MULTILINE)
@@ -36,8 +40,12 @@ def read(name, folder=TUTORIALS):
 
 def shared(folder=TUTORIALS):
     """The cells of the page that explains them: {first line: text}."""
-    cells = CELL.split(read(EXPLAINED, folder))
-    return {m[1]: cell.strip() for cell in cells if (m := TITLE.match(cell))}
+    found = {}
+    for page in BEFORE, EXPLAINED:
+        for cell in CELL.split(read(page, folder)):
+            if title := TITLE.match(cell):
+                found[title[1]] = cell.strip()
+    return found
 
 
 def written(name, folder=TUTORIALS):

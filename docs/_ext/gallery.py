@@ -109,13 +109,14 @@ def open_session(name, mode, gpu):
 def recordings(name, mode, gpu):
     """What was measured for a tutorial: {GPU: recording}.
 
-    By this build, or else by all GPUs, the default one first.
+    By this build, or else by all GPUs that have a recording of it, the
+    default one first. If none has, the default one's is missing.
     """
     if measures_page(mode, name):
         mine = gpus.folder()
         return {mine: recording.load(mine, name, recording.BY_BUILD)}
-    others = [other for other in recording.gpus(name) if other != gpu]
-    return {each: recording.load(each, name) for each in (gpu, *others)}
+    recorded = recording.gpus(name, gpu) or [gpu]
+    return {each: recording.load(each, name) for each in recorded}
 
 
 def scraper(block, block_vars, gallery_conf):
@@ -157,7 +158,7 @@ def check_recordings(app, config):
         return
     if os.environ.get("CUDA_VISIBLE_DEVICES") and not gpus.there():
         say(f"{gpus.none()}: the recorded figures are shown")
-    problems = record.for_a_build() if measures(mode) else []
+    problems = record.for_a_build() if measures(mode) else unknown(gpu)
     for path in tutorial.scripts() if not problems else ():
         try:
             recordings(tutorial.name_of(path), mode, gpu)
@@ -165,6 +166,18 @@ def check_recordings(app, config):
             problems.append(str(error))
     if problems:
         sys.exit("\n".join(problems))
+
+
+def unknown(gpu):
+    """That nothing was recorded on the GPU that pages show first, if others
+    have recordings: then its name is wrong."""
+    known = sorted(folder.name for folder in recording.STORE.glob("*/"))
+    if gpu in known or not known:
+        return []
+    return [
+        f"conf.py: measured_gpu: found {gpu!r}, expected a folder of "
+        f"docs/measurements: {', '.join(known)}"
+    ]
 
 
 def hand_over(app, config):

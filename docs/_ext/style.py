@@ -19,6 +19,8 @@ PALETTE = {
     "amber": ("#9a6b00", "#f2c44d"),
     "sky": ("#2f86a6", "#9fe0f5"),
     "grey": ("#6b7280", "#a5acb8"),
+    "olive": ("#617300", "#b9d136"),
+    "indigo": ("#4a3fb8", "#a897ff"),
 }
 LIGHT = {name: pair[0] for name, pair in PALETTE.items()}
 # What scripts may say in plain matplotlib, and its dark partner.
@@ -35,12 +37,24 @@ LINES = {
     "apex": ("Apex", "purple", "-"),
     "quack": ("quack", "sky", "-."),
     "flash": ("flash-attn", "grey", "-"),
+    "cudnn": ("cuDNN", "olive", "-"),
+    "fla": ("fla", "indigo", "-."),
+    # Ours, and torch.compile, when the host has nothing to do.
+    "CUDA graph": ("CUDA graph", "blue", ":"),
+    "reduce-overhead": ("reduce-overhead", "amber", ":"),
     "copy": ("Copy", "ink", "--"),
 }
 # Peers that a machine may lack: drawn when they were recorded.
-OPTIONAL = ("liger", "apex", "quack", "flash")
+OPTIONAL = ("liger", "apex", "quack", "flash", "cudnn", "fla")
 # Letters of a name, if three stand beside each other in a legend.
 WIDEST_OF_THREE = 20
+# Whoever is no kernel of ours and no ceiling: who a page has to beat.
+NO_RIVALS = ("triton", "CUDA graph", "copy")
+RIVALS = {
+    provider: name
+    for provider, (name, _, _) in LINES.items()
+    if provider not in NO_RIVALS
+}
 
 
 def begin():
@@ -159,8 +173,7 @@ def _as_points(axes, lines, names):
         line.set(linestyle="none", marker=marker, markersize=9)
         if marker == "o":
             line.set(markerfacecolor="none", markeredgewidth=1.8)
-    for band in axes.collections:
-        band.set_visible(False)
+    _hide_bands(axes)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
 
 
@@ -181,6 +194,50 @@ def social(figure, title, caption):
     picture = io.BytesIO()
     card.savefig(picture, format="png", transparent=False)
     return picture.getvalue()
+
+
+def for_a_card(figure):
+    """Give a figure the form for a card, a third of a page wide: smaller, with
+    words of the same size, and without quantiles."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure.set_size_inches(4.4, 3.3)
+    for legend in list(figure.legends):
+        lines = legend.legend_handles
+        names = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        figure.legend(
+            lines, names, fontsize=11, ncols=2, loc="outside upper left",
+            columnspacing=1, handlelength=1.5, borderaxespad=0,
+        )  # fmt: skip
+    for axes in figure.axes:
+        _hide_bands(axes)
+        ticks = axes.xaxis.get_major_locator()
+        if isinstance(ticks, MaxNLocator):
+            ticks.set_params(nbins=5)
+
+
+def _hide_bands(axes):
+    for band in axes.collections:
+        band.set_visible(False)
+
+
+def outlined(figure):
+    """Leave only the lines of a figure, for a picture as small as a word."""
+    figure.set_size_inches(1.6, 0.9)
+    for legend in list(figure.legends):
+        legend.remove()
+    for axes in figure.axes:
+        axes.set(xlabel="", ylabel="", title="")
+        axes.grid(False)
+        axes.tick_params(
+            which="both", length=0, labelbottom=False, labelleft=False
+        )
+        for spine in axes.spines.values():
+            spine.set_color(LIGHT["faint"])
+        _hide_bands(axes)
+        for line in axes.get_lines():
+            line.set_linewidth(1.4)
 
 
 def svg(figure):

@@ -5,7 +5,9 @@ compiled kernels are kept: in the checkout.
 """
 
 import ast
+import functools
 import hashlib
+import importlib.util
 import linecache
 import os
 import re
@@ -17,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "docs" / "_build"
 # What is measured, compiled and hashed: in English.
 TUTORIALS = ROOT / "tutorials"
+# What must hold of each, what it says of kernels, what its numbers rest on.
+FILES = ROOT / "tests" / "pages"
 # What Sphinx-Gallery makes of it.
 MADE = ROOT / "docs" / "tutorials"
 
@@ -61,6 +65,23 @@ def name_of(script):
 def script_of(name):
     """The script of a tutorial."""
     return TUTORIALS / f"{name}.py"
+
+
+def file_of(name):
+    """The file of a page, for example of ``layer-norm/01-layer-norm``."""
+    return FILES / f"{name}.py"
+
+
+@functools.cache
+def loaded(name):
+    """The module of that file; it may import what stands in tests/."""
+    path = file_of(name)
+    if (tests := str(FILES.parent)) not in sys.path:
+        sys.path.append(tests)
+    spec = importlib.util.spec_from_file_location(f"of {name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def file_name(name):

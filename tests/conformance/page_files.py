@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import tutorial
-from compiled.declared import FOLDER, loaded
+from tutorial import FILES, loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Page:
 
 
 def name_of(file):
-    return Path(file).relative_to(FOLDER).with_suffix("").as_posix()
+    return Path(file).relative_to(FILES).with_suffix("").as_posix()
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def loader(page, edits=()):
 @functools.cache
 def pages():
     """Name -> what the page declares, of all pages that do."""
-    files = sorted(FOLDER.glob("*/[0-9][0-9]-*.py"))
+    files = sorted(FILES.glob("*/[0-9][0-9]-*.py"))
     return {
         name: loaded(name).PAGE
         for name in map(name_of, files)

@@ -59,38 +59,58 @@ print("5 steps of 2 × 4 lanes, and at", end.tolist())
 
 # %%
 
-# Scaffold: the clock, and what its figures say.
+# Scaffold: the clock.
 
 
-def device_time(fn):
-    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+def device_time(call):
+    """µs on the GPU: median, 20% and 80% quantiles.
+
+    Two CUDA graphs are replayed in turns. One overwrites L2 and makes the
+    call, several times over; the other only overwrites L2. The difference is
+    the time of the calls.
+    """
     if not ON_GPU:
-        return 3 * [float("nan")]
-    fn()  # compiles
-    graph = torch.cuda.CUDAGraph()  # replayed without Python
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        fn()
-    # do_bench overwrites the L2 cache before each replay.
-    return triton.testing.do_bench(
-        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
-    )
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+
+    def elapsed(action):
+        """ms from the start of an action on the GPU to its end."""
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        action()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    call()  # compiles the kernels
+    calls = 8
+    if elapsed(call) > 1:
+        calls = 1  # a long call needs no company
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def recorded(call):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(calls):
+                larger_than_l2.zero_()
+                call()
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    with_calls = recorded(call)
+    without = recorded(lambda: None)
+    times = []
+    for _ in range(25):
+        difference = elapsed(with_calls.replay) - elapsed(without.replay)
+        times.append(1000 * difference / calls)
+    times.sort()
+    return times[12], times[5], times[19]
 
 
-def speed(moved, fn):
-    """GB/s of a function that must move so many bytes."""
-    ms, low, high = device_time(fn)
-    return [moved / t * 1e-6 for t in (ms, high, low)]
-
-
-def report(benchmark):
-    """Draw a benchmark; print our speed over that of the others."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
-    table.columns = [name.split(" (")[0] for name in table.columns]
-    if table.isna().all(axis=None):
-        return print("Timing needs a GPU; the page shows recorded figures.")
-    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
-    print(f"speed of {table.columns[0]} divided by that of")
-    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
+def speed(bytes_moved, call):
+    """GB/s of a call that must move so many bytes: median, low, high."""
+    median, short, long = device_time(call)
+    return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
 
 
 # %%
@@ -101,38 +121,57 @@ GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
 SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
 
-KNEE = triton.testing.Benchmark(
-    ["KB"], [1, 2, 4, 8, 16, 32, 64], "provider", ["reading"], ["Reading"],
-    "layer-norm-loads-knee", {"MB": 256}, x_log=True,
-    xlabel="KB in flight on a multiprocessor", ylabel="GB/s",
-)  # fmt: skip
+# %%
+
+# Scaffold: a benchmark of loads that wait for each other.
 
 
-@triton.testing.perf_report(KNEE)
-def reading(KB, MB, provider):
-    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
-    median, 20 % and 80 % quantiles."""
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["KB"],
+        x_vals=[1, 2, 4, 8, 16, 32, 64],
+        x_log=True,
+        xlabel="KB in flight on a multiprocessor",
+        line_arg="provider",
+        line_vals=["reading"],
+        line_names=["Reading"],
+        ylabel="GB/s",
+        plot_name="layer-norm-loads-knee",
+        args={"MB": 256},
+    )
+)
+def bench_reading(KB, MB, provider):
+    """Device time: a CUDA graph of several calls, each after L2 was
+    overwritten, less the graph without the calls; median, 20% and 80%
+    quantiles."""
     if not ON_GPU:
-        return 3 * [float("nan")]
-    lanes = 256 * KB  # of 4 bytes
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    lanes = 256 * KB  # each reads 4 bytes
     steps = MB * 10**6 // (4 * NUM_SMS * lanes)
     x = torch.zeros(steps, NUM_SMS, lanes, dtype=torch.int32, device=DEVICE)
-    args, warps = (x, torch.empty_like(x[0]), steps), min(lanes // 32, 16)
-    fn = lambda: _read[(NUM_SMS,)](*args, LANES=lanes, num_warps=warps)
-    return speed(x.nbytes, fn)
+    end = torch.empty_like(x[0])
+    warps = min(lanes // 32, 16)
+
+    def run():
+        _read[(NUM_SMS,)](x, end, steps, LANES=lanes, num_warps=warps)
+
+    return speed(x.nbytes, run)
 
 
-speeds = reading.run(show_plots=ON_GPU, return_df=True)
-speeds = speeds.set_index("KB").iloc[:, 0]
+# %%
+
+table = bench_reading.run(show_plots=ON_GPU, return_df=True).set_index("KB")
+speeds = table.iloc[:, 0]  # the only line
 knee = speeds[speeds >= 0.9 * speeds.max()].first_valid_index()
 if knee:  # it was measured
     print(f"1 KB comes after {1024 * NUM_SMS / speeds[1]:.0f} ns")
-    print(f"90 % of {speeds.max():.0f} GB/s: with {knee} KB in flight")
+    print(f"90% of {speeds.max():.0f} GB/s: with {knee:.0f} KB in flight")
 
 # %%
 # On the left a step takes little more than one latency, whatever it asks for:
 # more bytes in flight, more bytes a second.
-# From the *knee* on, said above, more brings little; 64 KB are even slower.
+# From the *knee* on, which the last line above names, more brings little.
+# On the H200, 32 KB in flight give NN GB/s, and 64 KB give NN GB/s.
 # Each multiprocessor needs at least the knee in flight, all the time.
 #
 # One row at a time
@@ -212,56 +251,140 @@ def backward(dy, x, w, mean, rstd, plan, dtype=None):
 # --------------------
 #
 # One change: more programs on each multiprocessor.
-# The measure is an addition, "copy" for short: like a backward pass, it must
-# read two matrices and write one.
+# The measure is a plain kernel, "copy" for short: like a backward pass, it
+# must read two matrices and write one. Six tiles are tried; the best counts.
+
+# %%
+
+# Scaffold: the ceiling.
 
 
-WIDTHS, KNOBS = [1024, 4096, 8192], ["programs", "warps", "stages"]
+@triton.jit
+def _move(
+    source_ptr,  # (READS, count)
+    target_ptr,  # (WRITES, count)
+    count,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    count = tl.cast(count, tl.int64)
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    index = start + tl.arange(0, BLOCK_SIZE)
+    mask = index < count
+    total = tl.load(source_ptr + index, mask=mask)
+    for i in tl.static_range(1, READS):
+        total += tl.load(source_ptr + i * count + index, mask=mask)
+    for i in tl.static_range(WRITES):
+        tl.store(target_ptr + i * count + index, total, mask=mask)
+
+
+def ceiling(reads, writes, shape, dtype):
+    """GB/s of a kernel that reads and writes so many matrices and does nothing
+    else. Several tiles are tried; the best one counts."""
+    source = torch.randn(reads, *shape, device=DEVICE).to(dtype)
+    target = torch.empty(writes, *shape, dtype=dtype, device=DEVICE)
+    count = target[0].numel()
+    speeds = []
+    for block_size, warps in (
+        (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
+    ):  # fmt: skip
+
+        def move(block_size=block_size, warps=warps):
+            _move[(triton.cdiv(count, block_size),)](
+                source_ptr=source,
+                target_ptr=target,
+                count=count,
+                READS=reads,
+                WRITES=writes,
+                BLOCK_SIZE=block_size,
+                num_warps=warps,
+            )
+
+        speeds.append(speed(source.nbytes + target.nbytes, move))
+    return max(speeds)
+
+
+# %%
+
+# Scaffold: the speed of a plan.
+
+WIDTHS = [1024, 4096, 8192]
 
 
 def given(M, N, dtype):
     """dy, x, w, and the mean and rstd that a forward pass has saved."""
     dy, x = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
     w = torch.rand(N, device=DEVICE, dtype=dtype)
-    return dy, x, w, *torch.native_layer_norm(x, (N,), w, w, 1e-5)[1:]
+    _, mean, rstd = torch.native_layer_norm(x, (N,), w, w, 1e-5)
+    return dy, x, w, mean, rstd
 
 
-def turn(knob, values, plan_of):
-    """Draw the figure of a knob: one change to the plan of a width."""
+def percent_of_copy(M, N, dtype, plan):
+    """Speed of a backward pass in % of the copy's: median, low, high."""
+    copy, _, _ = ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+    tensors = given(M, N, dtype)
+    x = tensors[1]
 
-    def measure(M, dtype, mode, provider, **value):
-        """Time of an addition over that of a backward pass, CUDA graphs with
-        an overwritten L2 cache; median, 20 % and 80 % quantiles."""
-        plan = [*plan_of(N := int(provider))]
-        room, plan[KNOBS.index(knob)] = plan[2], value[knob]
-        if not ON_GPU or plan[2] > room:  # not enough shared memory
-            return 3 * [float("nan")]
-        dy, x, *_ = tensors = given(M, N, dtype)
-        best, _, _ = device_time(lambda: torch.add(x, dy))
-        ms, low, high = device_time(lambda: backward(*tensors, plan, dtype))
-        return [100 * best / t for t in (ms, high, low)]
+    def run():
+        backward(*tensors, plan, dtype)
 
-    mark = triton.testing.Benchmark(
-        [knob], values, "provider", [str(N) for N in WIDTHS],
-        [f"N = {N}" for N in WIDTHS], f"layer-norm-loads-{knob}",
-        {"M": 4096, "dtype": torch.float16, "mode": "backward"},
-        xlabel=knob, ylabel="% of copy",
-    )  # fmt: skip
-    figure = triton.testing.perf_report(mark)(measure)
-    return figure.run(show_plots=ON_GPU, return_df=True).set_index(knob)
+    return [100 * ours / copy for ours in speed(3 * x.nbytes, run)]
 
-
-def one_stage(N, _=2):
-    """What is best with one stage; page 01 has it, too."""
-    many = 6 if N <= 1024 else 4 if N <= 2048 else 3 if N <= 4096 else 2
-    return (many, 4, 1) if N < 8192 else (1, 16, 1)
-
-
-by_programs = turn("programs", [1, 2, 3, 4, 6, 8], one_stage)
 
 # %%
-# ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB:
-# narrow rows take more programs: at the three widths 8 (or 6), 3 and 1.
+# The plan that is best with one stage, as `Layer normalization, both passes
+# <01-layer-norm.html>`_ has it:
+
+
+def one_stage(N, itemsize=2):
+    if N >= 8192:
+        return 1, 16, 1
+    for limit, programs in ((1024, 6), (2048, 4), (4096, 3)):
+        if limit >= N:
+            return programs, 4, 1
+    return 2, 4, 1
+
+
+# %%
+
+# Scaffold: a benchmark of programs.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["programs"],
+        x_vals=[1, 2, 3, 4, 6, 8],
+        xlabel="programs",
+        line_arg="provider",
+        line_vals=[str(N) for N in WIDTHS],
+        line_names=[f"N = {N}" for N in WIDTHS],
+        ylabel="% of copy",
+        plot_name="layer-norm-loads-programs",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_programs(programs, M, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each after L2 was
+    overwritten, less the graph without the calls; median, 20% and 80%
+    quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    N = int(provider)
+    _, warps, stages = one_stage(N)
+    return percent_of_copy(M, N, dtype, (programs, warps, stages))
+
+
+# %%
+
+by_programs = bench_programs.run(show_plots=ON_GPU, return_df=True)
+by_programs = by_programs.set_index("programs")
+
+# %%
+# ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB, so
+# narrow rows need more programs.
+# On the H200 the best numbers of programs are NN at 1024 columns, NN at 4096
+# and NN at 8192.
 # And while one program works, another has loads in flight.
 #
 # But a multiprocessor has 65536 registers for the programs that it runs.
@@ -276,7 +399,38 @@ by_programs = turn("programs", [1, 2, 3, 4, 6, 8], one_stage)
 #
 # One change: the warps of a program, with 6, 3 and 1 programs.
 
-by_warps = turn("warps", [4, 8, 16, 32], one_stage)
+# %%
+
+# Scaffold: a benchmark of warps.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["warps"],
+        x_vals=[4, 8, 16, 32],
+        xlabel="warps",
+        line_arg="provider",
+        line_vals=[str(N) for N in WIDTHS],
+        line_names=[f"N = {N}" for N in WIDTHS],
+        ylabel="% of copy",
+        plot_name="layer-norm-loads-warps",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_warps(warps, M, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each after L2 was
+    overwritten, less the graph without the calls; median, 20% and 80%
+    quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    N = int(provider)
+    programs, _, stages = one_stage(N)
+    return percent_of_copy(M, N, dtype, (programs, warps, stages))
+
+
+# %%
+
+bench_warps.run(show_plots=ON_GPU)
 
 # %%
 # Warps do not add bytes: a row is a row.
@@ -330,40 +484,99 @@ def best_plan(N, itemsize=2):
     return per_sm, warps, stages if block <= 8192 else 1
 
 
-by_stages = turn("stages", [1, 2, 3, 4, 5], best_plan)
+# %%
+
+# Scaffold: a benchmark of stages.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["stages"],
+        x_vals=[1, 2, 3, 4, 5],
+        xlabel="stages",
+        line_arg="provider",
+        line_vals=[str(N) for N in WIDTHS],
+        line_names=[f"N = {N}" for N in WIDTHS],
+        ylabel="% of copy",
+        plot_name="layer-norm-loads-stages",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_stages(stages, M, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each after L2 was
+    overwritten, less the graph without the calls; median, 20% and 80%
+    quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    N = int(provider)
+    programs, warps, most = best_plan(N)
+    if stages > most:  # shared memory has no room for them
+        return 3 * [float("nan")]
+    return percent_of_copy(M, N, dtype, (programs, warps, stages))
+
 
 # %%
-# With two there is room for one row, asked for when the one before is done:
-# that is slower than one stage. From three on there is always a row in
-# flight; at 8192 columns three do, though the plan takes five.
+
+by_stages = bench_stages.run(show_plots=ON_GPU, return_df=True)
+by_stages = by_stages.set_index("stages")
+
+# %%
+# With two stages there is room for one row, which is asked for when the one
+# before is done. From three on there is always a row in flight.
+# On the H200, at 4096 columns, one stage reaches NN% of the copy, two reach
+# NN%, three NN% and five NN%; at 8192 columns three reach NN% and five NN%.
 # The compiler copies all loads of the loop, so a third of a stage holds ``w``.
 # A copy has 4 bytes or more: with odd ``N`` in 16 bits rows are not copied.
 #
 # *Occupancy* is the share of warps in use; ``ncu``, a profiler, counts it:
 
 PLANS = {
-    "triton": best_plan, "more programs": one_stage,
+    "triton": best_plan,
+    "more programs": one_stage,
     "one program": lambda *sizes: (1, *one_stage(*sizes)[1:]),
-}  # fmt: skip
-METRIC = "sm__warps_active.avg.pct_of_peak_sustained_active"
-LINES = [f"{p}{by}" for p in list(PLANS)[:2] for by in ("", ", by hand")]
-OCCUPANCY = triton.testing.Benchmark(
-    ["N"], WIDTHS, "provider", LINES, [line.capitalize() for line in LINES],
-    "layer-norm-loads-occupancy", ylabel="% of warps",
-    args={"M": 4096, "dtype": torch.float16, "mode": "backward",
-          "counter": METRIC},
-)  # fmt: skip
+}
+
+# %%
+
+# Scaffold: a benchmark that ncu counts.
 
 
-@triton.testing.perf_report(OCCUPANCY)
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=WIDTHS,
+        line_arg="provider",
+        line_vals=[
+            "triton",
+            "triton, by hand",
+            "more programs",
+            "more programs, by hand",
+        ],
+        line_names=[
+            "Triton",
+            "Triton, by hand",
+            "More programs",
+            "More programs, by hand",
+        ],
+        ylabel="% of warps",
+        plot_name="layer-norm-loads-occupancy",
+        args={
+            "M": 4096,
+            "dtype": torch.float16,
+            "mode": "backward",
+            "counter": "sm__warps_active.avg.pct_of_peak_sustained_active",
+        },
+    )
+)
 def occupancy(M, N, dtype, mode, counter, provider):
     """Warps that run on a multiprocessor, on average, of all that can."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    name, *by_hand = provider.split(", ")
-    per_sm, warps, _ = plan = PLANS[name](N)
-    if by_hand:
-        threads = per_sm * warps * 32
+    name = provider.removesuffix(", by hand")
+    plan = PLANS[name](N)
+    if name != provider:
+        programs, warps, _ = plan
+        threads = programs * warps * 32
         return 100 * threads / GPU.max_threads_per_multi_processor
     tensors = given(M, N, dtype)
     backward(*tensors, plan)  # compiles
@@ -372,11 +585,14 @@ def occupancy(M, N, dtype, mode, counter, provider):
     return 3 * [float("nan")]  # only ncu knows
 
 
+# %%
+
 occupancy.run(show_plots=ON_GPU)
 
 # %%
-# With stages (Triton) fewer warps run, and the speed is higher, as the list
-# below shows: bytes in flight count, and warps are one way to have them.
+# With stages (Triton) fewer warps run: on the H200 NN% at 4096 columns, where
+# more programs have NN%. The speed is higher all the same, as the list below
+# shows: bytes in flight count, and warps are one way to have them.
 #
 # Counted and measured
 # --------------------
@@ -384,18 +600,27 @@ occupancy.run(show_plots=ON_GPU)
 # What each plan has in flight, beside the knee, and what it brings:
 
 for column, N in enumerate(WIDTHS):
-    for per_sm, _, stages in {plan(N): 0 for plan in PLANS.values()}:
-        flying = per_sm * max(stages - 1, 1) * 2 * N * 2 / 1024  # x, dy
-        said = f"N = {N}, programs {per_sm}, stages {stages}: {flying:3.0f} KB"
-        if knee:
-            alone = stages == 1
-            row = by_programs.loc[per_sm] if alone else by_stages.loc[stages]
-            said += f", {100 * flying / knee:3.0f} % of the knee"
-            said += f", {row.iloc[column]:3.0f} % of the copy"
-        print(said)
+    plans = {plan(N) for plan in PLANS.values()}  # each of them once
+    for programs, _, stages in sorted(plans):
+        rows = programs * max(stages - 1, 1)
+        flying = rows * 2 * N * 2 / 1024  # x and dy, of 2 bytes
+        line = (
+            f"N = {N}, programs {programs}, stages {stages}: {flying:3.0f} KB"
+        )
+        if knee:  # it was measured
+            if stages == 1:
+                percent = by_programs.loc[programs].iloc[column]
+            else:
+                percent = by_stages.loc[stages].iloc[column]
+            line += f", {100 * flying / knee:3.0f}% of the knee"
+            line += f", {percent:3.0f}% of the copy"
+        print(line)
 
 # %%
-# The knee is too low for a copy, and a program at work has one row less ahead.
+# Why is twice the knee not enough?
+# The knee is that of the kernel above, which on the H200 reads NN GB/s; the
+# copy moves NN GB/s at 8192 columns, and must have more in flight.
+# A program at work has one row less ahead than the list counts.
 # And loads are not all: in the last round some programs have no row, and then
 # a second launch reads the sums, more of them where programs are many.
 #
@@ -464,9 +689,13 @@ def layer_norm(
             raise TypeError(f"{name} is {t.dtype}: floats are taken")
         if t.device != x.device or t.device.type != DEVICE.type:
             raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
+        if t.is_cuda and t.get_device() != torch.cuda.current_device():
+            raise ValueError(f"{name} is on {t.device}: not the current one")
         if shape != (t.shape[-len(shape) :] if name == "x" else t.shape):
             shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
             raise ValueError(f"the shape of {name} is {shapes}")
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}: 0 or more is taken")
     if not 0 < (N := shape.numel()) <= 16384:
         raise ValueError(f"normalized_shape is {(*shape,)}: not 1 to 16384")
     rows, w, b = x.reshape(-1, N), w.reshape(N), b.reshape(N)
@@ -512,41 +741,115 @@ for dtype in torch.float32, torch.float16:
 # %%
 # At all widths:
 
-PEERS = {"torch": "PyTorch", "torch.compile": "torch.compile", "copy": "Copy"}
-SPEED = triton.testing.Benchmark(
-    ["N"], [512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
-    "provider", [*PLANS, *PEERS],
-    [*(p.capitalize() for p in PLANS), *PEERS.values()],
-    "layer-norm-loads-backward",
-    {"M": 4096, "dtype": torch.float16, "mode": "backward"}, ylabel="GB/s",
-)  # fmt: skip
+# %%
+
+# Scaffold: torch.compile at its best.
 
 
-@triton.testing.perf_report(SPEED)
-def backward_speed(M, N, dtype, mode, provider):
-    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
-    median, 20 % and 80 % quantiles."""
-    if not ON_GPU:
-        return 3 * [float("nan")]
-    x, w, b, dy = inputs(M, N, dtype)
-    f, out = F.layer_norm, torch.empty_like(dy)
-    if provider in PLANS:
-        f = lambda *t: layer_norm(*t, plan=PLANS[provider])
-    if provider == "torch.compile":
-        torch._dynamo.reset()  # nothing is left of other shapes
-        torch._functorch.config.donated_buffer = False  # runs many times
-        f = torch.compile(lambda *t: F.layer_norm(*t), dynamic=False)
-    y, grad = f(x, (N,), w, b), torch.autograd.grad
-    fn = lambda: grad(y, (x, w, b), dy, retain_graph=True)
-    if provider == "copy":
-        fn = lambda: torch.add(x.detach(), dy, out=out)
-    return speed(3 * dy.nbytes, fn)
+def best_of_three_compilations(function, measure):
+    """The best of what measure(compiled function) returns.
 
+    torch.compile tries several forms of a kernel and keeps the fastest. Which
+    one that is can depend on luck, so it chooses three times.
+    """
+    # A choice is not kept on disk, nor in memory.
+    torch._inductor.config.autotune_local_cache = False
+    # We run a backward pass many times, so torch.compile must not reuse the
+    # memory of what the forward pass saved for it.
+    torch._functorch.config.donated_buffer = False
+    results = []
+    for _ in range(3):
+        torch._dynamo.reset()
+        torch._inductor.utils.clear_caches()
+        results.append(measure(torch.compile(function, dynamic=False)))
+    return max(results)
 
-report(backward_speed)
 
 # %%
-# Up to 8192 columns stages are fastest; above, the three plans are the same.
+
+# Scaffold: a report.
+
+
+def report(benchmark):
+    """Draw a benchmark, and print each speed in % of the ceiling."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    # perf_report writes 1024.0 and "Copy (GB/s)": we want 1024 and "Copy".
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    percent = 100 * table.div(table["Copy"], axis="index")
+    percent = percent.drop(columns="Copy")
+    print("speed in % of the speed of the copy")
+    print(percent.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: a benchmark of the backward pass.
+
+
+def pytorch(x, shape, w, b):
+    return F.layer_norm(x, shape, w, b)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[512 * i for i in (2, 3, 4, 6, 8, 9, 12, 16, 17, 20, 31)],
+        line_arg="provider",
+        line_vals=[*PLANS, "torch", "torch.compile", "copy"],
+        line_names=[
+            "Triton",
+            "More programs",
+            "One program",
+            "PyTorch",
+            "torch.compile",
+            "Copy",
+        ],
+        ylabel="GB/s",
+        plot_name="layer-norm-loads-backward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each after L2 was
+    overwritten, less the graph without the calls; median, 20% and 80%
+    quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider == "copy":  # x and dy are read, dx is written
+        return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+    x, w, b, dy = inputs(M, N, dtype)
+
+    def measure(function):
+        y = function(x, (N,), w, b)
+
+        def run():
+            torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+        return speed(3 * x.nbytes, run)
+
+    if provider == "torch":
+        return measure(pytorch)
+    if provider == "torch.compile":
+        return best_of_three_compilations(pytorch, measure)
+    plan = PLANS[provider]
+    return measure(lambda *tensors: layer_norm(*tensors, plan=plan))
+
+
+# %%
+
+report(bench_backward)
+
+# %%
+# On the H200 stages reach NN% to NN% of the copy up to 8192 columns, and more
+# programs NN% to NN%; above, the three plans are the same and reach NN% to
+# NN%. torch.compile, the best of three compilations, reaches NN% to NN% at all
+# widths, PyTorch NN% to NN%.
+# Libraries are measured in `Every width <11-every-width.html>`_.
+#
 # Just above a power of two nearly half of the lanes have nothing to do, which
 # `Chunks instead of padding <05-chunks.html>`_ mends.
 #

@@ -11,16 +11,11 @@ function that calls the wrappers of the page, and with it
     })
 """
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 
-from tutorial import ROOT
-
-FOLDER = ROOT / "tests" / "pages"
+from tutorial import ROOT, file_of, loaded
 
 # A number, or {N: number} of those N that have one.
 Limit = int | float | dict[int, int]
@@ -92,26 +87,9 @@ class Kernels:
     also: Callable | None = None
 
 
-def file_of(name):
-    """The file of a page, for example of ``layer-norm/01-layer-norm``."""
-    return FOLDER / f"{name}.py"
-
-
 def place(name):
-    """The same, as a message names it."""
+    """The file of a page, as a message names it."""
     return file_of(name).relative_to(ROOT)
-
-
-@cache
-def loaded(name):
-    """The module of that file; it may import what stands in tests/."""
-    path = file_of(name)
-    if (tests := str(FOLDER.parent)) not in sys.path:
-        sys.path.append(tests)
-    spec = importlib.util.spec_from_file_location(f"of {name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def kernels(name):

@@ -5,7 +5,20 @@ import platform
 import re
 import subprocess
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+# How providers are called, in their first word, and what is installed then.
+LIBRARIES = {
+    "liger": "liger-kernel",
+    "quack": "quack-kernels",
+    "flash": "flash-attn",
+    "apex": "apex",
+    "cudnn": "nvidia-cudnn-frontend",
+    "fla": "fla-core",
+    "cce": "cut-cross-entropy",
+    "cut": "cut-cross-entropy",
+}
 
 
 def here(checks_passed):
@@ -23,6 +36,35 @@ def here(checks_passed):
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "checks_passed": checks_passed,
     }
+
+
+def libraries(benchmarks):
+    """The versions of the libraries that were measured, by provider."""
+    found = {}
+    for benchmark in benchmarks:
+        for row in benchmark["rows"]:
+            word = re.split(r"[^a-z0-9]", row["provider"].lower())[0]
+            if word not in LIBRARIES or row["median"] is None:
+                continue
+            versions = []
+            try:
+                name = LIBRARIES[word]
+                versions.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                pass
+            if word == "cudnn":
+                versions.append(f"cuDNN {cudnn()}")
+            if versions:
+                found[row["provider"]] = ", ".join(versions)
+    return found
+
+
+def cudnn():
+    """The version of the cuDNN that torch has: 91002 is 9.10.2."""
+    import torch
+
+    number = torch.backends.cudnn.version() or 0
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def driver():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tutorial
-from measurements import counters, environment, recording
+from measurements import counters, environment, recording, spread
 from measurements.children import beside, children
 from measurements.progress import Progress, clock, say
 
@@ -48,11 +48,12 @@ class Page:
         return LOGS / f"{tutorial.file_name(self.name)}.{what}.log"
 
 
-def measure(pages, keep):
+def measure(pages, keep, calm=False):
     """Measure pages; what went wrong, a sentence each.
 
     keep(page, benchmarks) is called with each page that is done; it gives
-    None, or why it was not kept.
+    None, or why it was not kept. With calm, a page whose points lie too far
+    apart is not (see spread).
     """
     start = time.monotonic()
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,8 @@ def measure(pages, keep):
         wait_until_ready(processes)
         progress = Progress(pages)
         problems = [
-            measure_page(process, progress, keep) for process in processes
+            measure_page(process, progress, keep, calm)
+            for process in processes
         ]
     say(f"measured in {clock(time.monotonic() - start)}")
     return [problem for problem in problems if problem]
@@ -128,7 +130,7 @@ def wait_until_ready(processes):
     limit.cancel()
 
 
-def measure_page(process, progress, keep):
+def measure_page(process, progress, keep, calm=False):
     """Measure a page: what is timed, then what ncu counts; what went wrong."""
     page, start, failed = process.page, time.monotonic(), []
     found, counted = {}, {}  # by benchmark, in the order of the page
@@ -147,6 +149,8 @@ def measure_page(process, progress, keep):
 
     take(process.run())
     log = process.log
+    if calm and not failed:
+        failed += measure_again(process, found)
     if counted and not failed:
         log = page.log("count")
         take(counters.count(page, found, counted, process, log))
@@ -173,20 +177,58 @@ def measure_page(process, progress, keep):
             own |= environment.linked(count)
         if own:
             measured["environment"] = own
+    if libraries := environment.libraries(found.values()):
+        machine["libraries"] = libraries
     return keep(page, machine, found)
+
+
+def measure_again(process, found):
+    """Measure anew, some times, the sizes at which points lie too far apart;
+    why that did not help, if so. What is quiet is kept."""
+
+    def disturbed():
+        timed = {plot: each for plot, each in found.items() if each}
+        return [
+            spread.said(plot, each)
+            for plot, each in timed.items()
+            if spread.wide(each)
+        ]
+
+    for _ in range(spread.TRIES):
+        if not (sentences := disturbed()) or process.running.ended:
+            return []
+        for sentence in sentences:
+            say(f"{process.page.name}: {sentence}; measured again")
+        kept = {p: spread.quiet(each) for p, each in found.items() if each}
+        again = Process(
+            process.page, process.running, process.compiled, kept=kept
+        )
+        again.await_ready()
+        for message in again.run():
+            if "error" in message:
+                return [message["error"]]
+            if "measured" in message:
+                found[message["benchmark"]] = message["measured"]
+    return [
+        f"{sentence}, after {spread.TRIES + 1} tries, and at most "
+        f"{spread.MOST:.0%} is recorded; see what else runs on this machine"
+        for sentence in disturbed()
+    ]
 
 
 class Process:
     """A process that runs one page and sends what it finds."""
 
-    def __init__(self, page, running, compiled, share=None, memory=1):
+    def __init__(
+        self, page, running, compiled, share=None, memory=1, kept=None
+    ):
         self.page, self.running, self.compiled = page, running, compiled
         self.log = page.log(f"compile-{share[0] + 1}" if share else "measure")
         # One thread each: compiling already has a process for each core, and
         # timing is disturbed by none.
         env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         env |= {"OMP_NUM_THREADS": "1"} if share else {}
-        with self.log.open("w") as log:
+        with self.log.open("a" if kept else "w") as log:
             self.child = running.start(
                 [sys.executable, "-m", "measurements.run_page"],
                 env,
@@ -196,6 +238,7 @@ class Process:
             )
         task = {"name": page.name, "script": str(page.script)}
         task |= {"compiled": compiled, "share": share, "memory": memory}
+        task |= {"kept": kept or {}}
         self.say(json.dumps(task))
 
     def say(self, line):

@@ -4,14 +4,17 @@
 
 Needs torch, triton, matplotlib, pandas and pytest, not Sphinx. Only pages
 whose recording is missing or stale are measured. First their GPU checks run; a
-page that fails one is not measured. Each page is written when it is done.
+page that fails one is not measured, and one whose times lie too far apart is
+not recorded. Each page is written when it is done. Last it is said which
+sentences the new numbers make wrong; the recordings are good all the same, and
+so is the exit status.
 """
 
 import argparse
 import sys
 
 import tutorial
-from measurements import gpus, recording
+from measurements import claims, gpus, recording
 from measurements.gpu_checks import checked
 from measurements.measure import RefusedError, measure
 from measurements.progress import say
@@ -44,7 +47,9 @@ def main(arguments=None):
         kept.require_writable()
         announce(pages)
         pages, problems = checked(pages)
-        problems += measure(pages, kept.keep) if pages else []
+        if pages:
+            problems += measure(pages, kept.keep, calm=True)
+            say_what_is_wrong()
     except (RefusedError, recording.RecordingError, OSError) as error:
         sys.exit(f"make record: {error}")
     except KeyboardInterrupt:
@@ -53,6 +58,17 @@ def main(arguments=None):
         say(f"make record: {problem}")
     if problems:
         sys.exit(f"make record: the rest is written; {again}")
+
+
+def say_what_is_wrong():
+    """The sentences that are not what the recordings say."""
+    if sentences := list(claims.all_wrong()):
+        say(
+            "make record: what was measured is kept, and these sentences are "
+            "not what it says; make test fails until they are mended:"
+        )
+    for sentence in sentences:
+        say(f"  {sentence}")
 
 
 def announce(pages):

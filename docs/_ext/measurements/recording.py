@@ -80,9 +80,12 @@ def slug(gpu):
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
-def gpus(name):
-    """The folders that hold a recording of a page."""
-    folders = sorted(p.name for p in STORE.glob("*/"))
+def gpus(name, first=""):
+    """The folders that hold a recording of a page; one of them first."""
+    folders = sorted(
+        (folder.name for folder in STORE.glob("*/")),
+        key=lambda gpu: (gpu != first, gpu),
+    )
     return [gpu for gpu in folders if path_of(gpu, name).exists()]
 
 
@@ -217,7 +220,12 @@ def _environment_problem(environment, gpu):
         if environment.get(key) in (None, ""):
             return _differs(f"environment, {key}", "nothing", "what it was")
     for key, value in environment.items():
-        each = value if key == "gpus" and isinstance(value, list) else [value]
+        each = [value]
+        if key == "gpus" and isinstance(value, list):
+            each = value
+        if key == "libraries":
+            its = isinstance(value, dict)
+            each = [*value, *value.values()] if its else [None]
         count = isinstance(value, int) and value >= 0
         if key == "checks_passed" and count and value is not True:
             continue

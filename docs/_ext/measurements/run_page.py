@@ -1,10 +1,11 @@
 """Run one page in a process of its own, to compile it or to measure it.
 
 Standard input says what to do, as a line of JSON: the page, its script, where
-compiled code is kept, and, to compile only, which share of the points this
-process does. A second line lets it begin; until then another process may be
-using the GPU. What a benchmark gave is sent as a line of JSON to standard
-output; what the page prints goes to standard error.
+compiled code is kept, to compile only which share of the points this process
+does, and which points need not be measured again. A second line lets it begin;
+until then another process may be using the GPU. What a benchmark gave is sent
+as a line of JSON to standard output; what the page prints goes to standard
+error.
 
 What runs is what the hash of the page covers: all but drawings and solutions.
 """
@@ -35,7 +36,7 @@ def prepare(script):
         importlib.import_module(name)
 
 
-def main(name, script, compiled, share, memory):
+def main(name, script, compiled, share, memory, kept):
     prepare(script)
     send = messages()
     send(ready=True)
@@ -47,7 +48,8 @@ def main(name, script, compiled, share, memory):
         torch.cuda.set_per_process_memory_fraction(memory)
         stand_in, choices = Compiling(send, name, share), nullcontext()
     else:
-        stand_in, choices = Measuring(send, name), choices_of_its_own(compiled)
+        stand_in = Measuring(send, name, kept)
+        choices = choices_of_its_own(compiled)
     follow(script, stand_in, choices)
 
 
@@ -166,7 +168,21 @@ class OnePage:
             plt.close("all")
 
     def execute(self, tree, script, space):
-        exec(compile(tree, script, "exec"), space)
+        for node in tree.body:
+            self.statement(node, script, space)
+
+    def statement(self, node, script, space):
+        exec(compile(ast.Module([node], []), script, "exec"), space)
+        if getattr(node, "name", "") == "device_time":
+            space["device_time"] = self.device_time(space["device_time"])
+
+    def device_time(self, original):
+        """What stands for the clock that a page defines."""
+
+        def device_time(call):
+            return self.clock(lambda call, **_: original(call), call)
+
+        return device_time
 
 
 class Compiling(OnePage):
@@ -176,13 +192,15 @@ class Compiling(OnePage):
         super().__init__(send, name)
         self.mine, self.shares = share
 
-    def execute(self, tree, script, space):
+    def statement(self, node, script, space):
         """What a claim or a check says of such answers stops nothing."""
-        for node in tree.body:
-            try:
-                exec(compile(ast.Module([node], []), script, "exec"), space)
-            except Exception:
-                traceback.print_exc()
+        try:
+            super().statement(node, script, space)
+        except Exception:
+            traceback.print_exc()
+
+    def device_time(self, original):
+        return lambda call: self.clock(None, call, quantiles=(0.5, 0.2, 0.8))
 
     def clock(self, do_bench, fn, *args, quantiles=None, **kwargs):
         import torch
@@ -227,6 +245,10 @@ class Measuring(OnePage):
 
     ranges = ()  # what ncu is to count (see counters)
 
+    def __init__(self, send, name, kept=None):
+        super().__init__(send, name)
+        self.kept = kept or {}  # benchmark -> points that are there already
+
     def clock(self, do_bench, *args, **kwargs):
         start = time.monotonic()
         try:
@@ -244,7 +266,8 @@ class Measuring(OnePage):
         """Run a benchmark with what is called for each point."""
         measured = replay.described(mark, bench)
         rows, start, before = [], time.monotonic(), self.seconds
-        fn = replay.keeping(fn, bench, rows)
+        there = self.kept.get(bench.plot_name, [])
+        fn = replay.keeping(replay.replaying(there, bench, fn), bench, rows)
         with replay.measuring_with(mark, fn):
             table = original(mark, bench, "", False, False, **kwargs)
         self.send(

@@ -7,6 +7,8 @@ Titles and summaries come from the tutorial's first lines, the picture is one
 of its own, and the speeds are computed from the recording at build time.
 """
 
+from contextlib import suppress
+
 from docutils import nodes
 from sphinx.locale import _
 from sphinx.util.docutils import SphinxDirective
@@ -67,16 +69,25 @@ class OfTutorials(SphinxDirective):
 
     def recording(self, name):
         """What was measured for a tutorial, or None."""
-        gpu = self.config.measured_gpu
-        self.env.note_dependency(str(recording.path_of(gpu, name)))
-        try:
-            return recording.load(gpu, name)
-        except recording.RecordingError:
-            return None
+        default = self.config.measured_gpu
+        for gpu in recording.gpus(name, default) or [default]:
+            self.env.note_dependency(str(recording.path_of(gpu, name)))
+            with suppress(recording.RecordingError):
+                return recording.load(gpu, name)
+        return None
+
+    def measured(self, name):
+        """The figure of a tutorial's card, or None."""
+        measured = figures.of_card(self.env.srcdir, name)
+        if measured:
+            self.env.note_dependency(
+                str(figures.file_of(self.env.srcdir, measured.picture))
+            )
+        return measured
 
 
 class TutorialPath(OfTutorials):
-    """A line for each tutorial: title, question, and speed."""
+    """A line for each tutorial: title, question, picture, and speed."""
 
     def list(self, names):
         path = nodes.container(classes=["bp-path"])
@@ -88,6 +99,10 @@ class TutorialPath(OfTutorials):
         step = nodes.container(classes=["bp-step"])
         step += number_and_title
         step += nodes.paragraph("", sentences.split(summary)[0])
+        if self.measured(name):
+            step += both_forms(
+                self.env.srcdir, figures.outline(name), "bp-step-picture"
+            )
         step += speeds(self.recording(name))
         return step
 
@@ -111,23 +126,23 @@ class TutorialCards(OfTutorials):
 
     def pictures(self, name):
         """A measured figure of the tutorial in both forms, and its caption."""
-        srcdir = self.env.srcdir
-        measured = figures.of_card(srcdir, name)
-        if measured is None:
-            return
-        self.env.note_dependency(
-            str(figures.file_of(srcdir, measured.picture))
-        )
-        paths = figures.pictures(srcdir, measured.picture)
-        for path, theme in zip(paths, ("light", "dark"), strict=True):
-            yield nodes.image(
-                uri=f"/tutorials/images/{path.name}",
-                # The title beside it and the caption say what it shows.
-                alt="",
-                classes=[f"only-{theme}", "bp-card-picture"],
+        if measured := self.measured(name):
+            yield from both_forms(
+                self.env.srcdir, measured.picture, "bp-card-picture"
             )
-        caption = captions.caption(measured)
-        yield nodes.paragraph("", caption, classes=["bp-card-caption"])
+            caption = captions.caption(measured)
+            yield nodes.paragraph("", caption, classes=["bp-card-caption"])
+
+
+def both_forms(srcdir, picture, kind):
+    """A picture for light and dark; the words beside it say what it shows."""
+    paths = figures.pictures(srcdir, picture)
+    for path, theme in zip(paths, ("light", "dark"), strict=True):
+        yield nodes.image(
+            uri=f"/tutorials/images/{path.name}",
+            alt="",
+            classes=[f"only-{theme}", kind],
+        )
 
 
 def link_to(env, name, text):
@@ -137,7 +152,7 @@ def link_to(env, name, text):
 
 
 def speeds(data):
-    """Each pass against PyTorch, and of what the numbers are."""
+    """The speed in each pass over that of others, and of what it is."""
     box = nodes.container(classes=["bp-speeds"])
     if data is None:
         box += nodes.paragraph("", _("Not recorded yet."))
@@ -145,25 +160,50 @@ def speeds(data):
     headline = headlines.of(data)
     if headline is None:
         return box
-    said = nodes.paragraph(classes=["bp-card-figure"])
-    for mode, speed in headline.speeds.items():
-        passes = nodes.inline(classes=["bp-said"])
-        kind = mode.split(" ")[0] if " " not in mode else "both"
-        passes += nodes.inline(
-            "", _(headlines.PASSES[mode]), classes=["bp-pass", kind]
-        )
-        # Translators: how many times as fast, and as what.
-        faster = _("%(speed)s × %(rival)s") % {
-            "speed": f"{speed:.2f}",
-            "rival": _(headline.rival),
+    lines = nodes.paragraph(classes=["bp-card-figure"])
+    for each in headline.passes:
+        lines += line(headlines.PASSES[each.mode], each, faster(each))
+    for each in headline.calls:
+        # Translators: some speeds, and the size of which they are.
+        at = _("%(speeds)s at %(size)s") % {
+            "speeds": faster(each),
+            "size": unbroken(words.in_a_row(headline.called_at, _)),
         }
-        passes += nodes.Text(f" {faster}")
-        said += [passes, nodes.Text(" ")]
+        lines += line(headlines.CALLS[each.mode], each, at)
     where = words.in_a_row([*headline.where, ""], _)  # the date follows
     source = nodes.paragraph("", where, classes=["bp-card-source"])
     source += nodes.inline("", headline.date, classes=["bp-date"])
-    box += [said, source]
+    box += [lines, source]
     return box
+
+
+def line(name, speed, text):
+    """What a headline says of a pass."""
+    both = speed.mode == "forward and backward"
+    said = nodes.inline(classes=["bp-said"])
+    said += nodes.inline(
+        "", _(name), classes=["bp-pass", "both" if both else speed.mode]
+    )
+    said += nodes.Text(f" {text}")
+    return [said, nodes.Text(" ")]
+
+
+def faster(speed):
+    """How many times as fast, and as what."""
+    said = []
+    for name, times in speed.over:
+        # Translators: how many times as fast, and as what.
+        text = _("%(speed)s × %(rival)s") % {
+            "speed": f"{times:.2f}",
+            "rival": _(name),
+        }
+        said.append(unbroken(text))
+    return words.in_a_row(said, _)
+
+
+def unbroken(text):
+    """Words that stay in one line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def setup(app):

@@ -51,8 +51,8 @@ def scraped(session, gallery_conf):
             continue
         if results := known.get(id(figure)):
             _require_unchanged(session, results)
-            _keep_for_card(session, results[0], srcdir)
             parts.append(_measured(session, results, srcdir))
+            _keep_for_card(session, results[0], srcdir)
         elif measured := _drawn_from(figure, known.values()):
             for axes in figure.axes:
                 axes.grid(not axes.images)  # no lines across a map
@@ -160,6 +160,11 @@ def _saved(session, results, srcdir):
 
 def save(srcdir, name, results):
     """Keep what a page says of a figure."""
+    file_of(srcdir, name).write_text(text_of(results), encoding="utf-8")
+
+
+def text_of(results):
+    """What is kept of a figure."""
     kept = [
         {
             each.name: getattr(one, each.name)
@@ -168,8 +173,7 @@ def save(srcdir, name, results):
         }
         for one in results
     ]
-    text = json.dumps(kept, indent=1, ensure_ascii=False)
-    file_of(srcdir, name).write_text(text, encoding="utf-8")
+    return json.dumps(kept, indent=1, ensure_ascii=False)
 
 
 def saved(srcdir, name):
@@ -183,8 +187,11 @@ def file_of(srcdir, name):
 
 
 def _keep_for_card(session, measured, srcdir):
-    """The picture of a page's card: a backward pass beside PyTorch's, or else
-    the first figure that was measured."""
+    """The pictures of a page's card: of a backward pass beside PyTorch's, or
+    else of the first figure that was measured.
+
+    They are smaller forms of the figure, which must have been saved before.
+    """
     compares = headlines.compares(measured.unit, measured.rows)
     backward = "backward" in str(measured.args.get("mode"))
     rank = 1 + 2 * compares + backward
@@ -195,14 +202,22 @@ def _keep_for_card(session, measured, srcdir):
     ):
         return
     session.card, name = rank, session.name
-    measured.picture = f"card_{tutorial.file_name(name)}"
-    _save_picture(measured.figure, srcdir, measured.picture)
-    save(srcdir, measured.picture, [measured])
     social_picture(srcdir, name).write_bytes(
         style.social(
             measured.figure, tutorial.title(name), captions.caption(measured)
         )
     )
+    measured.picture = f"card_{tutorial.file_name(name)}"
+    style.for_a_card(measured.figure)
+    _save_picture(measured.figure, srcdir, measured.picture)
+    save(srcdir, measured.picture, [measured])
+    style.outlined(measured.figure)
+    _save_picture(measured.figure, srcdir, outline(name))
+
+
+def outline(name):
+    """What the smallest picture of a tutorial is called."""
+    return f"outline_{tutorial.file_name(name)}"
 
 
 def of_card(srcdir, name):

@@ -1,13 +1,19 @@
-"""What a recording says of a page in a line: its speed over a rival's.
+"""What a recording says of a page in a few lines: its speed over its rivals'.
 
-At one size: the one in the middle of those that all its figures have, so that
-nobody chooses it. Everything is computed from the recording.
+Nobody chooses a size: of a pass it is the median over all sizes that were
+measured. Of whole calls, which the host delays in small sizes and the device
+in large ones, a median would say little: there it is one size, the same on
+all pages. Everything is computed from the recording.
 """
 
+import re
 from dataclasses import dataclass
+from statistics import median
 
+import style
+import words_later as words
 from measurements import recording
-from words_later import N_
+from words_later import N_, Said
 
 # How many times as fast, from numbers of these units.
 FASTER = {
@@ -19,45 +25,78 @@ PASSES = {
     "backward": N_("Backward"),
     "forward and backward": N_("Forward and backward"),
 }
+CALLS = {
+    "forward": N_("Whole call, forward"),
+    "backward": N_("Whole call, backward"),
+    "forward and backward": N_("Whole call, both passes"),
+}
 OURS = "triton"
 # The first that a page is compared with, and its name.
-RIVALS = {"torch": "PyTorch", "rows": N_("PyTorch on gathered rows")}
+FIRST = {"torch": "PyTorch", "rows": N_("PyTorch on gathered rows")}
+# Whoever else is no design of ours, and no ceiling.
+RIVALS = FIRST | style.RIVALS | {"dtensor": "DTensor"}
+BEST = N_("the best rival")
+# How a benchmark of whole calls says what it times.
+WHOLE_CALLS = re.compile(r"(whole )?calls\b", re.IGNORECASE)
+# The size of theirs that a headline names, if it was measured.
+CALLED_AT = (4096,)
+
+
+@dataclass
+class Speed:
+    """Our speed in a pass over that of others, as medians of some sizes."""
+
+    mode: str
+    over: list  # (name, how many times as fast)
+    sizes: list
 
 
 @dataclass
 class Headline:
+    passes: list  # the speed in each pass, on the device
+    calls: list  # and that of whole calls
+    called_at: list  # the size of these, and what else differs
     where: list  # sizes, types and GPU
     date: str
-    speeds: dict  # {pass: our speed over the rival's}
-    rival: str
 
 
-def compares(unit, rows, theirs="torch"):
+def compares(unit, rows):
     """Whether a benchmark compares the speed of a page with a rival's."""
     providers = {row["provider"] for row in rows}
-    return unit in FASTER and {OURS, theirs} <= providers
+    return unit in FASTER and OURS in providers and bool(providers & {*FIRST})
 
 
 def of(data):
     """The headline of a recording, or None."""
-    compared = {theirs: _passes(data, theirs) for theirs in RIVALS}
-    theirs = next((each for each in compared if compared[each]), None)
-    if theirs is None:
+    on_device, whole_calls = [], []
+    for benchmark in data["benchmarks"].values():
+        if not _is_of_a_pass(benchmark):
+            continue
+        if WHOLE_CALLS.match(benchmark["method"]):
+            whole_calls.append(benchmark)
+        else:
+            on_device.append(benchmark)
+    on_device, whole_calls = _alike(on_device), _alike(whole_calls)
+    if not on_device and not whole_calls:
         return None
-    found = compared[theirs]
-    sizes = _sizes(found, theirs)
-    if not sizes:
-        return None
-    size = sizes[len(sizes) // 2]
-    first = next(iter(found.values()))
-    environment = recording.environment_of(data, first)
-    names = zip(first["x_names"], size, strict=True)
-    words = (f"{name} = {value}" for name, value in names)
+    first = (on_device or whole_calls)[0]
+    passes = [_speed(each, _sizes(each)) for each in _by_pass(on_device)]
+    calls = [
+        _speed(each, [_called_at(each)]) for each in _by_pass(whole_calls)
+    ]
     return Headline(
-        [*words, *said(_rest(first)), environment["gpu"]],
-        environment["date"],
-        {mode: _faster(each, size, theirs) for mode, each in found.items()},
-        RIVALS[theirs],
+        passes=passes,
+        calls=calls,
+        called_at=_circumstances_of_calls(whole_calls, first),
+        where=[
+            *_counted(passes, first["x_names"]),
+            *said(_rest(first)),
+            recording.environment_of(data, first)["gpu"],
+        ],
+        date=max(
+            recording.environment_of(data, each)["date"]
+            for each in on_device + whole_calls
+        ),
     )
 
 
@@ -67,28 +106,30 @@ def said(args):
         yield str(value) if name == "dtype" else f"{name} = {value}"
 
 
-def _passes(data, theirs):
-    """{pass: the first benchmark that compares it with a rival}.
-
-    What follows the first differs from it in nothing but the pass.
-    """
-    found = {}
-    for benchmark in data["benchmarks"].values():
-        mode = benchmark["args"].get("mode")
-        if (
-            mode in PASSES
-            and compares(benchmark["unit"], benchmark["rows"], theirs)
-            and all(_alike(benchmark, other) for other in found.values())
-        ):
-            found.setdefault(mode, benchmark)
-    return {mode: found[mode] for mode in PASSES if mode in found}
-
-
-def _alike(one, other):
-    keys = "unit", "x_names"
-    return all(one[key] == other[key] for key in keys) and (
-        _rest(one) == _rest(other)
+def _is_of_a_pass(benchmark):
+    """Whether a benchmark says how fast a pass is beside a rival's."""
+    return (
+        benchmark["args"].get("mode") in PASSES
+        and compares(benchmark["unit"], benchmark["rows"])
+        and bool(_sizes(benchmark))
     )
+
+
+def _alike(benchmarks):
+    """Those that differ in nothing but the pass and the sizes.
+
+    If there are several such groups it is the one with the most rivals, and
+    of these the first.
+    """
+    groups = {}
+    for each in benchmarks:
+        key = each["unit"], str(each["x_names"]), str(_rest(each))
+        groups.setdefault(key, []).append(each)
+
+    def rivals(group):
+        return len({rival for each in group for rival in _rivals(each)})
+
+    return max(groups.values(), key=rivals, default=[])
 
 
 def _rest(benchmark):
@@ -96,27 +137,102 @@ def _rest(benchmark):
     return {name: value for name, value in args if name != "mode"}
 
 
-def _medians(benchmark, provider):
-    """{x: median} of what a provider could do."""
-    return {
-        recording.x_of(row, benchmark["x_names"]): row["median"]
-        for row in benchmark["rows"]
-        if row["provider"] == provider and row["median"]
-    }
+def _rivals(benchmark):
+    providers = {row["provider"] for row in benchmark["rows"]}
+    return [rival for rival in RIVALS if rival in providers]
 
 
-def _sizes(found, theirs):
-    """The sizes that all benchmarks have of ours and of the rival."""
-    tables = [
-        _medians(benchmark, provider)
-        for benchmark in found.values()
-        for provider in (OURS, theirs)
+def _by_pass(benchmarks):
+    """The benchmarks of each pass as one."""
+    for mode in PASSES:
+        its = [each for each in benchmarks if each["args"]["mode"] == mode]
+        if its:
+            rows = [row for each in its for row in each["rows"]]
+            yield its[0] | {"rows": rows}
+
+
+def _table(benchmark):
+    """{size: {provider: median}} of what providers could do.
+
+    What was measured twice counts where it came first.
+    """
+    table = {}
+    for row in benchmark["rows"]:
+        if row["median"]:
+            x = recording.x_of(row, benchmark["x_names"])
+            table.setdefault(x, {}).setdefault(row["provider"], row["median"])
+    return table
+
+
+def _sizes(benchmark):
+    """The sizes that ours and the first rival can do."""
+    return [
+        x
+        for x, speeds in _table(benchmark).items()
+        if OURS in speeds and _first(benchmark) in speeds
     ]
-    return [x for x in tables[0] if all(x in table for table in tables)]
 
 
-def _faster(benchmark, size, theirs):
+def _first(benchmark):
+    return next(each for each in _rivals(benchmark) if each in FIRST)
+
+
+def _called_at(benchmark):
+    sizes = _sizes(benchmark)
+    return CALLED_AT if CALLED_AT in sizes else sizes[len(sizes) // 2]
+
+
+def _speed(benchmark, sizes):
+    """Our speed at some sizes over the first rival's and over the best's."""
+    table, first = _table(benchmark), _first(benchmark)
     faster = FASTER[benchmark["unit"]]
-    return faster(
-        *(_medians(benchmark, each)[size] for each in (OURS, theirs))
+    over_first, over_best, best = [], [], set()
+    for x in sizes:
+        others = {
+            rival: faster(table[x][OURS], table[x][rival])
+            for rival in _rivals(benchmark)
+            if rival in table[x]
+        }
+        least = min(others, key=others.get)
+        best.add(least)
+        over_first.append(others[first])
+        over_best.append(others[least])
+    over = [(RIVALS[first], median(over_first))]
+    if best != {first}:
+        name = RIVALS[best.pop()] if len(best) == 1 else BEST
+        over.append((name, median(over_best)))
+    return Speed(benchmark["args"]["mode"], over, sizes)
+
+
+def _counted(passes, x_names):
+    """Of how many sizes the speeds are medians; of one, which it is."""
+    counts = list(dict.fromkeys(len(each.sizes) for each in passes))
+    if not counts:
+        return []
+    if counts == [1]:
+        return _size(x_names, passes[0].sizes[0])
+    text = (
+        N_("median of %(count)s widths")
+        if x_names == ["N"]
+        else N_("median of %(count)s sizes")
     )
+    return [Said(text, {"count": words.listed(counts, words.AND)})]
+
+
+def _size(x_names, size):
+    pairs = zip(x_names, size, strict=True)
+    return [f"{name} = {value}" for name, value in pairs]
+
+
+def _circumstances_of_calls(whole_calls, first):
+    """The size that a headline names of calls, and which of their arguments
+    are not those of the first benchmark."""
+    if not whole_calls:
+        return []
+    calls, others = whole_calls[0], _rest(first)
+    differs = {
+        name: value
+        for name, value in _rest(calls).items()
+        if others.get(name) != value
+    }
+    return [*_size(calls["x_names"], _called_at(calls)), *said(differs)]

@@ -28,14 +28,14 @@ def say(app, docname, source):
         return with_passports(name, figures.saved(app.srcdir, line[1]))
 
     def drawing(line):
-        return _image(line[1], line[2])  # Sphinx translates it
+        return image(line[1], line[2])  # Sphinx translates it
 
     source[0] = figures.DRAWING.sub(
         drawing, figures.MEASURED.sub(measured, source[0])
     )
 
 
-def _image(name, alt):
+def image(name, alt):
     """Both forms of a picture; the page shows the one of its theme."""
     return "".join(
         f".. image:: /tutorials/images/{name}{ending}.svg\n"
@@ -46,10 +46,15 @@ def _image(name, alt):
 
 
 def with_passports(name, results):
-    """A measured figure with its passport; a tab for each GPU."""
+    """A measured figure with its passport; a tab for each GPU.
+
+    The tabs of a page change together, and the choice holds on other pages:
+    sphinx-design keeps it in the browser.
+    """
     if isinstance(results[0], Missing):
         return _missing(results[0])
     bodies = [_shown(each) + passport(name, each) for each in results]
+    bodies[1:] = [body + _printed(results[0]) for body in bodies[1:]]
     if len(bodies) == 1:
         return ".. container:: measured\n\n" + indent(bodies[0], "   ")
     tabs = "".join(
@@ -61,6 +66,14 @@ def with_passports(name, results):
         ".. container:: measured\n\n"
         "   .. tab-set::\n      :sync-group: gpu\n\n" + indent(tabs, "      ")
     )
+
+
+def _printed(default):
+    """What the choice of another GPU does not change on a page."""
+    said = _("What the cells of this page print is of %(gpu)s.") % {
+        "gpu": rst.escape(default.environment["gpu"])
+    }
+    return f".. rst-class:: bp-note\n\n{said}\n"
 
 
 def _missing(missing):
@@ -99,38 +112,54 @@ def _shown(measured):
         return _not_counted(measured)
     if captions.nothing_drawn(measured):
         return _all_zero(measured)
-    return "\n" + _image(measured.picture, captions.alt_text(measured))
+    return "\n" + image(measured.picture, captions.alt_text(measured))
 
 
 def passport(name, measured):
     """Where the numbers of a figure come from, and the numbers."""
     store = recording.BY_BUILD if measured.live else recording.STORE
-    raw = recording.path_of(measured.gpu, name, store)
-    raw = raw.relative_to(tutorial.ROOT / "docs").as_posix()
-    file = figures.csv_name(name, measured)
-    header, *rows = (
-        ",".join(_quoted(cell) for cell in row) for row in _table(measured)
-    )
+    links = [
+        f":download:`CSV </tutorials/raw/{figures.csv_name(name, measured)}>`",
+        json_of(measured.gpu, name, store),
+    ]
     lines = [
         ".. container:: passport",
         "",
         f"   {_origin(measured)}",
         "",
-        *(f"   :{key}: {said}" for key, said in _circumstances(measured)),
+        *(f"   :{key}: {said}" for key, said in circumstances(measured)),
         "",
-        "   .. dropdown:: "
+        indent(numbers(measured, links), "   "),
+    ]
+    return "\n".join(lines)
+
+
+def json_of(gpu, name, store=recording.STORE, text="JSON"):
+    """A link to a recording."""
+    path = recording.path_of(gpu, name, store)
+    path = path.relative_to(tutorial.ROOT / "docs").as_posix()
+    return f":download:`{text} </{path}>`"
+
+
+def numbers(measured, links):
+    """The numbers of a figure, folded, with links to them as files."""
+    header, *rows = (
+        ",".join(_quoted(cell) for cell in row) for row in _table(measured)
+    )
+    lines = [
+        ".. dropdown:: "
         + _("The numbers (%(unit)s)") % {"unit": measured.unit},
-        "      :class-container: bp-numbers",
+        "   :class-container: bp-numbers",
         "",
         # (gettext does not look into an f-string)
-        "      :" + _("Data") + f": :download:`CSV </tutorials/raw/{file}>`",
-        f"         :download:`JSON </{raw}>`",
+        "   :" + _("Data") + f": {links[0]}",
+        *(f"      {link}" for link in links[1:]),
         "",
-        "      .. csv-table::",
-        f"         :header: {header}",
-        "         :class: bp-table",
+        "   .. csv-table::",
+        f"      :header: {header}",
+        "      :class: bp-table",
         "",
-        *(f"         {row}" for row in rows),
+        *(f"      {row}" for row in rows),
         "",
         "",
     ]
@@ -139,27 +168,33 @@ def passport(name, measured):
 
 def _origin(measured):
     """What was measured, when, and what was checked before."""
-    date = {"date": measured.environment["date"]}
-    if measured.live:
+    recorded, checked = when(measured.environment, measured.live)
+    # Translators: of each figure; the part in stars is bold.
+    return _("**%(caption)s.** %(recorded)s %(checked)s") % {
+        "caption": rst.escape(captions.caption(measured)),
+        "recorded": recorded,
+        "checked": checked,
+    }
+
+
+def when(environment, live=False):
+    """When something was measured, and what was checked before."""
+    date = {"date": environment["date"]}
+    if live:
         said = _("Measured on this machine, by this build, %(date)s.") % date
     else:
         said = _("Recorded %(date)s.") % date
-    checks = measured.environment["checks_passed"]
+    checks = environment["checks_passed"]
     if isinstance(checks, int):
         checked = _("%(count)s GPU checks passed before recording.") % {
             "count": checks
         }
     else:
         checked = _("GPU checks: not run in this build.")
-    # Translators: of each figure; the part in stars is bold.
-    return _("**%(caption)s.** %(recorded)s %(checked)s") % {
-        "caption": rst.escape(captions.caption(measured)),
-        "recorded": said,
-        "checked": checked,
-    }
+    return said, checked
 
 
-def _circumstances(measured):
+def circumstances(measured):
     """What the numbers depend on: a name and what it was, for each.
 
     Of what others may have sent, nothing is markup; the method is what the
@@ -176,6 +211,12 @@ def _circumstances(measured):
         f"torch {env['torch']}",
         f"triton {env['triton']}",
         f"Python {env['python']}",
+    ]
+    libraries = measured.environment.get("libraries", {})
+    versions += [
+        rst.escape(libraries[provider])
+        for provider in measured.names
+        if provider in libraries
     ]
     if "ncu" in env:
         versions.append(f"Nsight Compute {env['ncu']}")

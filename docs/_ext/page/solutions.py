@@ -9,8 +9,7 @@ A cell is folded when its first line is one of these comments:
 
 What the cell of a solution or a scaffold printed and drew is folded with it,
 and scaffolds that follow each other are under one line.
-A paragraph that begins with ``**Hint.**`` is folded too. The page that
-explains the scaffold, named in ``conf.py``, shows it.
+A paragraph that begins with ``**Hint.**`` is folded too.
 
 To the script all of it is plain code and prose. The notebook hides the code
 of these cells until a reader asks for it.
@@ -64,9 +63,7 @@ def fold(app, doctree):
             continue
         code = block.astext().lstrip()
         if found := marked(code):
-            kind, title = found
-            if kind != "scaffold" or docname not in app.config.scaffold_shown:
-                fold_cell(block, kind, title)
+            fold_cell(block, *found)
     for paragraph in list(doctree.findall(nodes.paragraph)):
         fold_hint(paragraph)
     for section in list(doctree.findall(nodes.section)):
@@ -160,6 +157,5 @@ def hide_in_notebook(cell):
 
 
 def setup(app):
-    app.add_config_value("scaffold_shown", [], "env", [list])
     app.connect("doctree-read", fold)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -12,18 +12,38 @@ from conformance import (
     Page,
     guarded_allocations,
 )
-from tutorial import source
 
 
 def run(page, M, N, dtype):
     x, w, b, dy = page.inputs(M, N, dtype)
-    page.in_sweeps(x, w, b, 1e-5)
+    page.forward_in_sweeps(x, w, b, 1e-5)
     y = page.layer_norm(x, (N,), w, b)
     torch.autograd.grad(y, (x, w, b), dy)
 
 
+def run_sweeps(page, M, N, dtype):
+    """Three sweeps alone, which take rows of any width."""
+    x, w, b, _ = page.inputs(M, N, dtype)
+    page.forward_in_sweeps(x, w, b, 1e-5)
+
+
+def run_ceiling(page, M, N, dtype):
+    """A copy, as the ceiling of the page launches it."""
+    source = torch.empty(M, N, dtype=dtype, device=page.DEVICE)
+    page._move[(M,)](
+        source_ptr=source,
+        target_ptr=torch.empty_like(source),
+        count=M * N,
+        READS=1,
+        WRITES=1,
+        BLOCK_SIZE=8192,
+        num_warps=8,
+    )
+
+
 KERNELS = Kernels(
     run=run,
+    also=run_ceiling,
     M=4096,
     N=[4096, 15872],
     dtype="float16",
@@ -92,6 +112,156 @@ KERNELS = Kernels(
 )
 
 
+FACTS = {
+    "about 35 minutes": "the words and the open lines of code, read slowly",
+    "141 GB": "the data sheet of the H200",
+    "60 MB": "what torch says of the L2 of the H200",
+    "it has 80 GB of DRAM, which is also slower, and 50 MB of L2": (
+        "the data sheet of the H100"
+    ),
+    "256 MB": "the tensor of the clock has 2**28 bytes",
+    "all 132 SMs together work on 17 MB": "test_..._rows_in_progress",
+    "make 104 MB in all": "test_..._rows_in_progress",
+    "6.5 MB of buffers": "6 * 132 programs, 2 * 1024 sums of 4 bytes",
+    "matrices of 25 MB": "3 matrices of 4096 * 1024 elements of 2 bytes",
+}
+
+
+def CLAIMS(figure):
+    forward = figure("layer-norm-forward", "H200")
+    ours = forward.shares("triton")
+    torch_s = forward.shares("torch")
+    gain = forward.ratios("triton", "torch")
+    compiled = forward.shares("torch.compile")
+    yield (
+        f"On the H200, our kernel reaches {forward.share('triton', 4096)}% of "
+        f"a copy at 4096 columns, and between {ours.least}% and {ours.most}% "
+        "over all widths. "
+        f"PyTorch reaches {forward.share('torch', 4096)}% of a copy at 4096 "
+        f"columns. Ours is {gain.least} to {gain.most} times as fast as "
+        "PyTorch at every width."
+    )
+    yield (
+        "With torch.compile, the speed changes from width to width: on the "
+        f"H200 it is between {compiled.least}% and {compiled.most}% of a copy."
+    )
+    h100 = figure("layer-norm-forward", "H100")
+    narrow = h100.shares("triton")
+    theirs = h100.shares("torch")
+    yield (
+        f"On the H100, our kernel reaches between {narrow.least}% and "
+        f"{narrow.most}% of a copy over all widths, and PyTorch reaches "
+        f"between {theirs.least}% and {theirs.most}%."
+    )
+
+    sweeps = figure("layer-norm-sweeps", "H200")
+    wide = sweeps.between(4608)
+    three = wide.shares("sweeps")
+    one = wide.shares("triton")
+    yield (
+        f"On the H200, three sweeps reach between {three.least}% and "
+        f"{three.most}% of a copy from 4608 columns on, and a row in "
+        f"registers reaches between {one.least}% and {one.most}%."
+    )
+    apart = {
+        N: abs(forward.share("triton", N) - sweeps.share("triton", N))
+        for N in forward.medians["triton"]
+    }
+    most = max(apart, key=apart.get)
+    yield (
+        "On the H200, its shares of the copy differ by up to "
+        f"{apart[most]} points between them, at {most} columns."
+    )
+
+    dram = figure("layer-norm-dram", "H200")
+    yield (
+        f"On the H200, three sweeps read {dram.median('sweeps', 65536)} times "
+        "the bytes of ``x`` from DRAM at 65536 columns, and "
+        f"{dram.median('sweeps', 131072)} times at 131072 columns."
+    )
+
+    backward = figure("layer-norm-backward", "H200")
+    buffers = backward.shares("triton")
+    pytorch = backward.shares("torch")
+    inductor = backward.shares("torch.compile")
+    over_torch = backward.ratios("triton", "torch")
+    over_compiled = backward.ratios("triton", "torch.compile")
+    yield (
+        "On the H200, our backward pass reaches "
+        f"{backward.share('triton', 4096)}% of the copy at 4096 columns, and "
+        f"between {buffers.least}% and {buffers.most}% over all widths. "
+        f"PyTorch reaches {backward.share('torch', 4096)}% of the copy at "
+        f"4096 columns. Ours is {over_torch.least} to {over_torch.most} times "
+        f"as fast as PyTorch at every width, and {over_compiled.least} to "
+        f"{over_compiled.most} times as fast as torch.compile."
+    )
+    h100 = figure("layer-norm-backward", "H100").shares("triton")
+    yield (
+        f"On the H100, our backward pass reaches between {h100.least}% and "
+        f"{h100.most}% of the copy over all widths."
+    )
+    share = {
+        N: backward.share("triton", N) for N in backward.medians["triton"]
+    }
+    yield (
+        f"On the H200, one program to an SM reaches {share[8192]}% of the "
+        f"copy with 32 KB, at 8192 columns, and {share[12288]}% with 48 KB, "
+        "at 12288 columns."
+    )
+    yield (
+        f"With 32 KB at a time, four programs reach {share[2048]}% of the "
+        "copy on the H200, at 2048 columns. The single program at 8192 "
+        f"columns requests as much, and reaches {share[8192]}%:"
+    )
+    yield (
+        f"on the H200 they reach {share[1024]}% and {share[1536]}% of the "
+        "copy."
+    )
+    yield (
+        "At 15872 columns the program requests 62 KB, more than at any other "
+        f"width, and reaches {share[15872]}% of the copy on the H200."
+    )
+    faster = [
+        str(N)
+        for N in forward.medians["triton"]
+        if forward.ratio("torch.compile", "triton", N) > 1
+    ]
+    yield (
+        "On the H200 it is faster than ours at "
+        f"{' and '.join(filter(None, (', '.join(faster[:-1]), faster[-1])))} "
+        "columns."
+    )
+
+    yield (
+        f"On the H200 it reaches {ours.least}% to {ours.most}% of a copy, "
+        "because each byte moves once."
+    )
+    yield (
+        f"On the H200 they reach {three.least}% to {three.most}% of a copy "
+        "from 4608 columns on, because L2 still has the row."
+    )
+    yield (
+        f"On the H200 it reaches {torch_s.least}% to {torch_s.most}% of a "
+        "copy."
+    )
+    yield (
+        f"**torch.compile** reaches {compiled.least}% to {compiled.most}% of "
+        "a copy on the H200."
+    )
+    yield (
+        f"On the H200 it reaches {buffers.least}% to {buffers.most}% of the "
+        "copy, because programs wait for rows."
+    )
+    yield (
+        f"On the H200 it reaches {pytorch.least}% to {pytorch.most}% of the "
+        "copy."
+    )
+    yield (
+        f"**torch.compile** reaches {inductor.least}% to {inductor.most}% of "
+        "the copy on the H200."
+    )
+
+
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 at = LayerNorm.at
 
@@ -100,7 +270,7 @@ def errors_of_sweeps(page, N, dtype):
     """Relative errors of y, mean and rstd of the kernel with three sweeps."""
     x, w, b, _ = (t.detach() for t in page.inputs(3, N, dtype))
     with guarded_allocations():
-        found = page.in_sweeps(x, w, b, 1e-5)
+        found = page.forward_in_sweeps(x, w, b, 1e-5)
     x, w, b = x.double(), w.double(), b.double()
     rstd = (x.var(dim=1, correction=0) + 1e-5) ** -0.5
     expected = F.layer_norm(x, (N,), w, b), x.mean(dim=1), rstd
@@ -112,6 +282,15 @@ def errors_of_sweeps(page, N, dtype):
 
 def three_sweeps(load):
     assert max(errors_of_sweeps(load(), 4608, SINGLE)) <= 1e-6
+
+
+def negative_eps(load):
+    page = load()
+    try:
+        page.layer_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
 
 
 def wider(which):
@@ -136,9 +315,9 @@ PAGE = Page(
     # Few programs that take several rows, and in the second kernel few that
     # take many columns.
     quick=(
-        ("per_sm * NUM_SMS", "7"),
-        ("triton.cdiv(2 * N, 16), (", "triton.cdiv(2 * N, 512), ("),
-        ("2 * N, 256, 16)", "2 * N, 8, 512)"),
+        ("programs_per_sm * NUM_SMS", "7"),
+        ("columns_per_program = 16", "columns_per_program = 512"),
+        ("ROWS=256", "ROWS=8"),
     ),
     cases=(
         *(at(M, N, HALF) for M, N in ((2, 127), (17, 1023), (2, 4608))),
@@ -168,6 +347,16 @@ PAGE = Page(
         Mistake(
             TypeError, "x", lambda ones: (ones(2, 8).to(torch.float8_e5m2), 8)
         ),
+        Mistake(
+            ValueError,
+            r"\beps is -1e-05\b",
+            lambda ones: (ones(2, 8), 8, ones(8), ones(8), -1e-5),
+        ),
+        Mistake(
+            ValueError,
+            r"\beps is nan\b",
+            lambda ones: (ones(2, 8), 8, None, None, float("nan")),
+        ),
     ),
     repeatable=("layer_norm",),
     repeated=tuple(at(4096, N, HALF) for N in (1024, 4096, 12288)),
@@ -185,6 +374,7 @@ PAGE = Page(
         for N, wanted in ((1001, 3 * (True,)), (16385, 3 * (False,)))
         for dtype in (HALF, SINGLE)
     ),
+    elsewhere="is on cuda:1: not the current one",
     mutants={
         "c2 dropped": (
             "dx = (wdy - x_hat * c1 - c2) * rstd\n            tl",
@@ -194,33 +384,39 @@ PAGE = Page(
             "dx = (wdy - x_hat * c1 - c2) * rstd\n            tl",
             "dx = (wdy - c2) * rstd\n            tl",
         ),
-        "masked lanes in the variance": (
-            "x = tl.where(cols < N, x - mean, 0)  # masked",
-            "x = x - mean  # masked",
+        "masked elements in the variance": (
+            "x_centered = tl.where(mask, x - mean, 0)",
+            "x_centered = x - mean",
         ),
-        "masked lanes in the variance of three sweeps": (
-            "x = tl.where(cols < N, x - mean, 0)\n",
-            "x = x - mean\n",
+        "masked elements in the variance of three sweeps": (
+            "x_centered = tl.where(cols < N, x - mean, 0)",
+            "x_centered = x - mean",
         ),
         "first tile in every sweep": (
-            "cols = start + tl.arange(0, BLOCK)\n        total += tl.load",
-            "cols = tl.arange(0, BLOCK)\n        total += tl.load",
+            "cols = start + tl.arange(0, BLOCK_SIZE)\n"
+            "        x = tl.load(x_ptr + cols, mask=cols < N, other=0)"
+            ".to(acc_dtype)\n"
+            "        total += x\n",
+            "cols = tl.arange(0, BLOCK_SIZE)\n"
+            "        x = tl.load(x_ptr + cols, mask=cols < N, other=0)"
+            ".to(acc_dtype)\n"
+            "        total += x\n",
         ),
         "store without mask": (
-            "\n    tl.store(y_ptr + row * N + cols, y, mask=cols < N)",
-            "\n    tl.store(y_ptr + row * N + cols, y)",
+            "tl.store(y_ptr + row * N + cols, y, mask=mask)",
+            "tl.store(y_ptr + row * N + cols, y)",
         ),
         "rows of other programs": (
             "range(tl.program_id(0), M, tl.num_programs(0))",
             "range(tl.program_id(0), M, tl.num_programs(0) + 1)",
         ),
         "all programs fill the first buffer": (
-            "sums_ptr += tl.program_id(0) * 2 * N + cols",
-            "sums_ptr += cols",
+            "buffer_ptr = buffers_ptr + tl.program_id(0) * 2 * N",
+            "buffer_ptr = buffers_ptr",
         ),
         "sums without mask": (
-            "tl.store(sums_ptr + N, db, mask=mask)",
-            "tl.store(sums_ptr + N, db)",
+            "tl.store(buffer_ptr + N + cols, db, mask=mask)",
+            "tl.store(buffer_ptr + N + cols, db)",
         ),
         "buffers that nobody wrote": (
             "mask = (rows < programs) & (cols < WIDTH)",
@@ -230,23 +426,26 @@ PAGE = Page(
             "tl.sum(total, axis=0), mask=cols < WIDTH",
             "tl.sum(total, axis=0)",
         ),
-        "dy with strides of its own": ("dy.contiguous(), x, w", "dy, x, w"),
+        "dy with strides of its own": ("dy_ptr=dy.contiguous()", "dy_ptr=dy"),
         "x, w and b with strides of their own": (
-            "None if t is None else t.contiguous() for t",
-            "t for t",
+            "return tensor.contiguous()",
+            "return tensor",
         ),
         "statistics in float32 only": (
-            "acc = torch.promote_types(x.dtype, torch.float32)\n"
-            "    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)\n"
-            "    block = triton.next_power_of_2(N)\n",
-            "acc = torch.float32\n"
-            "    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)\n"
-            "    block = triton.next_power_of_2(N)\n",
+            "    acc_dtype = torch.promote_types(x.dtype, torch.float32)\n"
+            "    mean = torch.empty(M, dtype=acc_dtype, device=x.device)\n"
+            "    rstd = torch.empty(M, dtype=acc_dtype, device=x.device)\n"
+            "    block_size",
+            "    acc_dtype = torch.float32\n"
+            "    mean = torch.empty(M, dtype=acc_dtype, device=x.device)\n"
+            "    rstd = torch.empty(M, dtype=acc_dtype, device=x.device)\n"
+            "    block_size",
         ),
         "sums in 16 bits": (
-            "dtype=mean.dtype, **new)",
-            "dtype=x.dtype, **new)",
+            "buffers = torch.empty(shape, dtype=mean.dtype",
+            "buffers = torch.empty(shape, dtype=x.dtype",
         ),
+        "any eps": ("if not eps >= 0:", "if False:"),
     },
     kills=(
         at(3, 129),
@@ -256,6 +455,7 @@ PAGE = Page(
         at(17, 3),  # more rows than programs
         at(40, 8, HALF),
         three_sweeps,
+        negative_eps,
     ),
 )
 
@@ -326,7 +526,7 @@ def test_defaults_are_those_of_pytorch(page):
 
 def test_script_runs_alone(output):
     for dtype in "float16", "float32":
-        assert f"9 x 200, torch.{dtype}: errors below" in output
+        assert f"9 x 200, torch.{dtype}: each element" in output
     assert "nan" not in output.lower()
     assert output.count("Timing needs a GPU") == 3
 
@@ -337,10 +537,53 @@ def test_stub_fails_and_solution_passes(output):
     assert output.count("sums of the rows:") == 2
 
 
-def test_what_the_page_says_of_16_bits():
-    text = " ".join(source(PAGE.name).replace("\n#", "").split())
-    assert "in float16, 0.1 added 4096 times gives 256." in text
-    assert sum(torch.full((4096,), 0.1, dtype=HALF)) == 256
+def test_what_the_page_says_of_16_bits(output):
+    assert "0.1 added 4096 times in torch.float16: 256.0\n" in output
+    assert "0.1 added 4096 times in torch.float32: 409.6\n" in output
+
+
+class OneElement(torch.autograd.Function):
+    """The tensor; but a single element is 0, of it or of its gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, backward):
+        ctx.backward = backward
+        return tensor.clone() if backward else without_one(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.backward:
+            gradient = without_one(gradient)
+        return gradient, None
+
+
+def without_one(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[tensor.numel() // 2] = 0
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("name", ["y", "dx", "dw", "db"])
+def test_the_check_of_the_page_finds_one_zeroed_element(page, name, dtype):
+    def wrong(x, shape, w, b):
+        if name == "dx":
+            x = OneElement.apply(x, True)
+        if name == "dw":
+            w = OneElement.apply(w, True)
+        if name == "db":
+            b = OneElement.apply(b, True)
+        y = F.layer_norm(x.float(), shape, w.float(), b.float()).to(dtype)
+        return OneElement.apply(y, False) if name == "y" else y
+
+    with pytest.raises(AssertionError, match=f"^{name}: "):
+        page.check(wrong, 9, 200, dtype)
+
+
+def test_the_check_of_the_page_finds_sums_in_16_bits():
+    page = PAGE.load(edits=[PAGE.mutants["sums in 16 bits"]])
+    with pytest.raises(AssertionError, match=r"^d[wb]: "):
+        page.check(page.layer_norm, 300, 20, HALF)
 
 
 def test_programs_are_few_enough_for_the_registers(launches):
@@ -357,6 +600,45 @@ def test_programs_are_few_enough_for_the_registers(launches):
         assert N >= 4096 or built.spills == 0
 
 
+def resident(built):
+    """Programs of a kernel that an SM has registers and warps for."""
+    registers = -(-built.registers // 8) * 8  # a thread gets a multiple of 8
+    threads = 32 * built.num_warps
+    return min(65536 // (registers * threads), 2048 // threads)
+
+
+def test_what_the_page_says_of_rows_in_progress(launches):
+    """Of three sweeps, on 132 SMs: 17 MB up to 65536 columns, then 104."""
+    from compiled.aot import Call
+
+    sizes = 16384, 65536, 131072
+    values = {"M": 4096, "dtype": "float16"}
+    calls = [Call(PAGE.name, run_sweeps, values | {"N": N}) for N in sizes]
+    found = {
+        N: resident(built)
+        for N, (built,) in zip(sizes, launches(calls), strict=True)
+    }
+    assert found == {16384: 4, 65536: 1, 131072: 3}
+    megabytes = [132 * found[N] * 2 * N / 1e6 for N in sizes]
+    assert [f"{size:.0f}" for size in megabytes] == ["17", "17", "104"]
+
+
+def test_what_the_page_says_of_programs_that_fit(launches):
+    """More than are started where rows are narrow, elsewhere as many."""
+    from compiled.aot import Call
+
+    sizes = 1024, 2048, 4096, 4608, 6144, 8192, 12288
+    values = {"M": 4096, "dtype": "float16"}
+    calls = [Call(PAGE.name, run, values | {"N": N}) for N in sizes]
+    for N, launched in zip(sizes, launches(calls), strict=True):
+        (built,) = (b for b in launched if b.kernel == "_layer_norm_bwd")
+        started = built.grid[0] // 132
+        if N <= 2048:
+            assert started < resident(built)
+        else:
+            assert started == resident(built)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, SINGLE])
 def test_the_check_of_the_page(page, dtype):
@@ -369,7 +651,7 @@ def test_three_sweeps_of_many_rows(page, N):
     for dtype in HALF, SINGLE, DOUBLE:
         x, w, b, _ = (t.detach() for t in page.inputs(70, N, dtype))
         with guarded_allocations():
-            y, *_ = page.in_sweeps(x, w, b, 1e-5)
+            y, *_ = page.forward_in_sweeps(x, w, b, 1e-5)
         expected = F.layer_norm(x.double(), (N,), w.double(), b.double())
         unit = torch.finfo(dtype).eps * (0.5 if dtype.itemsize == 2 else 8)
         assert (y - expected).norm() <= unit * expected.norm()

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import tutorial
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page
 
@@ -25,6 +26,7 @@ def also(page, M, N, dtype):
         torch.autograd.grad(y, (x, w, b), dy)
     for kernel in (page._read_two, page._read_two_1):
         kernel[(1,)](x.int(), x.int(), 3, LANES=4)
+    page._move[(M,)](x, x, M * N // 2, 2, 1, BLOCK_SIZE=4096)  # the ceiling
 
 
 KERNELS = Kernels(
@@ -99,6 +101,12 @@ def read_two(load):
     page.exercise_1(page._read_two_1)
 
 
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    "all of them read 256 MB": "the argument MB of the benchmark",
+    "90% of {} GB/s": "from which speed on the cell looks for its answer",
+}
+
 PAGE = Page(
     __file__,
     LayerNorm(),
@@ -129,7 +137,17 @@ PAGE = Page(
         Mistake(
             ValueError, "1 to 16384", lambda ones: (ones(1, 16385), (16385,))
         ),
+        *(
+            Mistake(
+                ValueError,
+                "eps is .*0 or more",
+                lambda ones: (ones(2, 4), (4,)),
+                {"eps": eps},
+            )
+            for eps in (-1e-5, float("nan"))
+        ),
     ),
+    elsewhere="is on cuda:1: not the current one",
     repeatable=PLANS,
     repeated=tuple(
         at(4096, N, function=plan)
@@ -347,7 +365,7 @@ def test_no_stages_are_tried_that_an_older_gpu_has_no_room_for(
 
     def timed(function):
         function()
-        return 1, 1, 1
+        return 2, 1, 4
 
     def launch(dy, x, w, mean, rstd, plan, dtype):
         launched.append((x.shape[1], plan[2]))
@@ -356,11 +374,18 @@ def test_no_stages_are_tried_that_an_older_gpu_has_no_room_for(
     monkeypatch.setattr(page, "backward", launch)
     small = page.given
     monkeypatch.setattr(page, "given", lambda M, *of: small(2, *of))
-    table = page.turn("stages", [1, 4, 5], page.best_plan)
-    page.plt.close("all")
+    bytes_moved = 3 * 2 * 2 * 8192
+    speed = bytes_moved / 2 * 1e-3
+    monkeypatch.setattr(page, "ceiling", lambda **of: (2 * speed, 0, 0))
+    measure = page.bench_stages.fn
+    given = {"M": 4096, "dtype": HALF, "mode": "backward"}
     tried = [(N, stages) for stages in (1, 4, 5) for N in page.WIDTHS]
+    for N, stages in tried:
+        found = measure(stages=stages, provider=str(N), **given)
+        if N == 8192 and stages == 4:  # half of the copy, and its quantiles
+            assert found == pytest.approx([50, 25, 100])
+        assert (found[0] != found[0]) == ((N, stages) == (8192, 5))
     assert launched == [one for one in tried if one != (8192, 5)]
-    assert table.isna().sum().tolist() == [0, 0, 1]
 
 
 def wider_weights(page, M, N):
@@ -431,3 +456,43 @@ def test_reading(page):
     for steps in 49, 50:
         page._read[(7,)](x, end := x[0].clone(), steps, LANES=1024)
         assert torch.equal(end.flatten(), (lanes + steps * 7168).int())
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    calls = []
+
+    def speed(bytes_moved, call):
+        call()
+        calls.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = tutorial.load(
+        PAGE.name, (("if ON_GPU else 132  # of an H200", "if ON_GPU else 2"),)
+    )
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    bench = page.bench_backward.benchmarks
+    for provider in bench.line_vals:
+        del calls[:]
+        values = {"M": 5, "N": 24, "provider": provider}
+        assert page.bench_backward.fn(**bench.args | values) == (2, 1, 3)
+        tiles = 6 if provider == "copy" else 1
+        assert calls == tiles * [3 * 5 * 24 * 2]
+    for benchmark, knob in (
+        (page.bench_programs, "programs"),
+        (page.bench_warps, "warps"),
+        (page.bench_stages, "stages"),
+    ):
+        bench = benchmark.benchmarks
+        for N in bench.line_vals:
+            del calls[:]
+            values = {"M": 2, knob: bench.x_vals[-1], "provider": N}
+            assert benchmark.fn(**bench.args | values) == [100, 50, 150]
+            assert calls == 7 * [3 * 2 * int(N) * 2]
+    del calls[:]
+    assert page.bench_reading.fn(KB=1, MB=1, provider="reading") == (2, 1, 3)
+    assert calls == [488 * 2 * 1024]

@@ -97,6 +97,11 @@ SMALL = (
 # Columns on both sides of each step of the formulas.
 STEPS = (1, 7, 507, 2047, 2101, 4097, 4609, 5099, 5101, 8401, 10231)
 LOAD_W = "    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)\n"
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    "eight times as often": "requests of 2 bytes in place of 16",
+}
+
 PAGE = Page(
     __file__,
     LayerNorm(),

@@ -115,6 +115,11 @@ KERNELS = Kernels(
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 at = LayerNorm.at
 
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    f"At most {2**29 >> 20} MB a matrix": "the rows that the benchmark takes",
+}
+
 PAGE = Page(
     __file__,
     LayerNorm(large=(*LayerNorm.large, ((3,), (8193,)), ((), (20_001,)))),

@@ -109,6 +109,12 @@ def three_turns(load):
     page.shared_sums(page._shared_sums, x, 3, 1)
 
 
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    f"a million columns ({2 * 2**20 >> 20} MB)": "2 bytes a column",
+    f"At most {2**29 >> 20} MB a matrix": "the rows that the benchmark takes",
+}
+
 PAGE = Page(
     __file__,
     LayerNorm(

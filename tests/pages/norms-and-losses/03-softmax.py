@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Page, Softmax, SoftmaxCase, guarded_allocations
 
@@ -23,6 +24,8 @@ def also(page, M, N, dtype):
         x, dy = page.inputs(5, N, dtype)
         torch.autograd.grad(page.log_softmax(x), x, dy)
         torch.autograd.grad(page.softmax(x, 0, torch.float64), x, dy.double())
+    for reads in 1, 2:  # the ceilings of both passes
+        page._move[(5,)](x, dy, 5 * 1001 // reads, reads, 1, BLOCK_SIZE=4096)
 
 
 def log(page, M, N, dtype):
@@ -247,6 +250,7 @@ PAGE = Page(
             for name in NAMES
         ),
     ),
+    elsewhere="is on cuda:1: not the current one",
     repeatable=NAMES,
     repeated=tuple(
         at(512, N, torch.bfloat16, name)
@@ -483,7 +487,7 @@ def test_rules_answer_for_every_width(unedited, itemsize):
 
 def test_script_runs_alone(output):
     assert "errors below" in output
-    assert output.count("Timing needs a GPU") == 3
+    assert output.count("Timing needs a GPU") == 4
     assert "Warning" not in output
 
 
@@ -525,3 +529,36 @@ def test_every_tile_of_the_first_figure_is_right_at_full_size(page):
     for plan in page.TILES.values():
         y, want = page.in_sweeps(x.detach(), plan), x.double().softmax(1)
         assert (y - want).norm() <= 2**-8 * want.norm()
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    calls = []
+
+    def speed(bytes_moved, call):
+        call()
+        calls.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = tutorial.load(PAGE.name)
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    matrix = 3 * 264 * 2
+    for benchmark, matrices in (
+        (page.bench_pairs, 2),
+        (page.bench_sweeps, 2),
+        (page.bench_forward, 2),
+        (page.bench_backward, 3),
+    ):
+        bench = benchmark.benchmarks
+        for provider in bench.line_vals:
+            del calls[:]
+            values = {"M": 3, "N": 264, "provider": provider}
+            assert benchmark.fn(**bench.args | values) == (2.0, 1.0, 3.0)
+            tiles = 6 if provider == "copy" else 1
+            assert calls == tiles * [matrices * matrix]
+    assert page.refuses("quack", 4097) and not page.refuses("quack", 4096)
+    assert not page.refuses("liger", 4097)

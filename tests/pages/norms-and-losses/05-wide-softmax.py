@@ -198,6 +198,11 @@ def at(M, N, dtype=torch.bfloat16, name="softmax", **more):
 WIDE = (32769, 49152, 50257, 65536, 100_003, 2**17, 2**18, 2**20)
 TYPES = torch.bfloat16, HALF, SINGLE
 GRAPHS = tuple(at(300, N) for N in (50257, 2**17))
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    f"t most {2**30 * 2 >> 30} GB": "2**30 elements, as inputs() allows",
+}
+
 PAGE = Page(
     __file__,
     Softmax(
