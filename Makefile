@@ -90,8 +90,10 @@ linkcheck: site-tools  ## check links to other sites (needs the network)
 screenshot: test-tools  ## take the picture of the README anew, of the built site
 	@PYTHONPATH=docs/_ext $(PY) tests/screenshot.py
 
-lighthouse: test-tools  ## measure the built site on a phone, and fail below the bars (needs npm)
-	@PYTHONPATH=tests:docs/_ext $(PY) tests/bench_lighthouse.py $(PAGES)
+lighthouse:  ## measure the built site on a phone, and fail below the bars (needs npm)
+	@cd docs/_build && npm exec --yes --package=@lhci/cli@0.15.1 -- \
+		lhci autorun --config=../../tests/lighthouse.json \
+		$(PAGES:%=--collect.url=http://localhost/%)
 
 lint: test-tools  ## format and lint, as make test asks for
 	@$(PY) -m ruff format .

@@ -1,5 +1,6 @@
 """A tutorial as its reader runs it: an empty folder, four packages, no GPU."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -14,22 +15,34 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
 HIDDEN = ("TRITON_INTERPRET", "PYTHONPATH")
 
 
-def run_script(folder, name):
+@functools.cache
+def gate():
+    """What runs scripts, each in a process of its own."""
     env = {k: v for k, v in os.environ.items() if k not in HIDDEN}
-    return subprocess.run(
-        [sys.executable, GATE, name],
-        cwd=folder,
-        capture_output=True,
-        text=True,
+    return subprocess.Popen(
+        [sys.executable, GATE],
         env=env | NO_GPU,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_script(script):
+    """A script that has run in its folder."""
+    print(script, file=gate().stdin, flush=True)
+    status = int(gate().stdout.readline())
+    said = (script.parent.with_suffix(end) for end in (".out", ".err"))
+    return subprocess.CompletedProcess(
+        script, status, *(file.read_text() for file in said)
     )
 
 
 def run_tutorial(folder, name):
     """What a tutorial prints; it leaves no file."""
-    script = shutil.copy(TUTORIALS / f"{name}.py", folder)
-    done = run_script(folder, Path(script).name)
+    script = Path(shutil.copy(TUTORIALS / f"{name}.py", folder))
+    done = run_script(script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "0 active drivers" not in done.stdout + done.stderr
-    assert os.listdir(folder) == [Path(script).name]
+    assert os.listdir(folder) == [script.name]
     return done.stdout

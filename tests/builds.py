@@ -18,8 +18,6 @@ IMPORTS = [
     *("sphinx_gallery.gen_gallery", "sphinx_design", "pydata_sphinx_theme"),
 ]
 
-spent = 0.0  # seconds of processor time in builds that have ended
-
 MECHANISM = Path(__file__).resolve().parents[1] / "docs" / "_ext"
 
 _context = multiprocessing.get_context("forkserver")
@@ -29,26 +27,12 @@ _context.set_forkserver_preload(IMPORTS)
 def build(root, env):
     """Build a project; the finished process, its output in one text."""
     log = root / "build.log"
-    child = _context.Process(target=_forked, args=(root, env, log))
+    child = _context.Process(target=_build, args=(root, env, log))
     child.start()
     child.join()
-    global spent
-    spent += float(_spent(log).read_text())
     return subprocess.CompletedProcess(
         "sphinx", child.exitcode, log.read_text()
     )
-
-
-def _spent(log):
-    """What a build took; its parent is the server, which nobody waits for."""
-    return log.with_suffix(".spent")
-
-
-def _forked(root, env, log):
-    try:
-        _build(root, env, log)
-    finally:
-        _spent(log).write_text(str(sum(os.times()[:4])))
 
 
 def _build(root, env, log):

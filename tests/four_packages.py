@@ -1,15 +1,21 @@
-"""Run a script where only the tutorials' four packages can be imported.
-
-    python four_packages.py SCRIPT [allowed package ...]
+"""Run scripts where only the tutorials' four packages can be imported.
 
 Everything that is neither the standard library nor one of the packages, or
 something that they need, is not found.
+
+Each line of the input names a script; the answer is a line with its exit
+status. A script runs in its folder, in a process of its own: a fork of this
+one, where the imports that take long are done. What it says is in two files
+beside the folder, which end in .out and .err.
 """
 
+import importlib
 import importlib.metadata as metadata
+import os
 import re
 import runpy
 import sys
+from pathlib import Path
 
 FOUR = ("torch", "triton", "matplotlib", "pandas")
 
@@ -63,9 +69,30 @@ def install(packages=()):
     sys.meta_path[:] = [Only(finder, refused) for finder in sys.meta_path]
 
 
-if __name__ == "__main__":
-    script, *more = sys.argv[1:]
-    install(more)
-    sys.argv = [script]
+def serve():
+    """Answer each line; a fork leaves here and runs its script."""
+    # Not triton: a script says first whether it interprets.
+    for name in ("torch", "pandas", "matplotlib.pyplot"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            return run(Path(line.rstrip("\n")))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def run(script):
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, ending in ((1, ".out"), (2, ".err")):
+        with script.parent.with_suffix(ending).open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(script.parent)
+    sys.argv = [script.name]
     sys.path[0] = ""
-    runpy.run_path(script, run_name="__main__")
+    runpy.run_path(script.name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    install()
+    serve()

@@ -3,9 +3,8 @@
 Most of its time goes where nothing is computed: tables of types, shapes and
 types of blocks are made anew for every tensor, shapes that are alike are
 compared number by number, triton.language is searched at every call of a
-device function, every sum of integers is checked for an overflow that only
-debugging reports, and a reduction by a function of a kernel goes element by
-element.
+device function, and every sum of integers is checked for an overflow that only
+debugging reports.
 test_quick_interpreter.py compares the bits. Readers never meet this module:
 pages and downloads run in the interpreter as it is.
 """
@@ -13,10 +12,8 @@ pages and downloads run in the interpreter as it is.
 import functools
 import inspect
 
-import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.errors import InterpreterError
 
 _semantic = interpreter.interpreter_semantic
 # By place and name.
@@ -25,7 +22,6 @@ SLOW = {
     for place, name in (
         (interpreter, "_get_np_dtype"),
         (interpreter, "_patch_lang"),
-        (interpreter.ReduceOps, "generic_reduce"),
         (_semantic, "binary_op_sanitize_overflow_impl"),
         (_semantic, "broadcast_impl_value"),
         (tl.block_type, "__init__"),
@@ -35,7 +31,6 @@ SLOW = {
 (
     _slow_np_dtype,
     _slow_patch_lang,
-    _slow_reduce,
     _slow_overflow,
     _slow_broadcast,
     _slow_block,
@@ -123,58 +118,10 @@ def tensor(self, handle, type):
     }
 
 
-class Branch(Exception):
-    """Many elements at once are neither true nor false."""
-
-
-def _refuse(self):
-    if self.handle.data.size == 1:
-        return bool(self.handle.data)
-    raise Branch
-
-
-def generic_reduce(self, input):
-    """Combine slices along the axis, each element in the same order."""
-    if self.axis is None:
-        return _slow_reduce(self, input)
-    arrays = [np.moveaxis(t.handle.data, self.axis, 0) for t in input]
-    shape = arrays[0].shape[1:]
-    ask, tl.tensor.__bool__ = tl.tensor.__bool__, _refuse
-
-    def tensors(values):
-        """As to_tensor keeps a number: in the type of its input."""
-        return tuple(
-            self.to_tensor(np.asarray(value).reshape(shape)[()], t.dtype)
-            for value, t in zip(values, input, strict=True)
-        )
-
-    try:
-        total = tensors(array[0] for array in arrays)
-        for values in zip(*(array[1:] for array in arrays), strict=True):
-            found = self.combine_fn.fn(*total, *tensors(values))
-            found = found if isinstance(found, tuple) else (found,)
-            total = tensors(t.handle.data for t in found)
-    except (Branch, InterpreterError):  # or what a function it calls met
-        return _slow_reduce(self, input)
-    finally:
-        tl.tensor.__bool__ = ask
-    if not self.keep_dims:
-        return list(total)
-    return [
-        self.to_tensor(
-            np.expand_dims(t.handle.data.reshape(shape), self.axis), t.dtype
-        )
-        for t in total
-    ]
-
-
 QUICK = dict(
     zip(
         SLOW,
-        (
-            *(np_dtype, patch_lang, generic_reduce, overflow),
-            *(broadcast, block, tensor),
-        ),
+        (np_dtype, patch_lang, overflow, broadcast, block, tensor),
         strict=True,
     )
 )

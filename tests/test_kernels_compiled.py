@@ -23,8 +23,8 @@ EVERY = pytest.mark.parametrize("name", PUBLISHED)
 
 
 def some(sizes):
-    """The narrowest, one of the middle and the widest."""
-    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    """The narrowest and the widest; panels have one of the middle."""
+    return sorted({sizes[0], sizes[-1]})
 
 
 # What is tried: which widths, and on which GPUs.

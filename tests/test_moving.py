@@ -9,15 +9,15 @@ import pytest
 from bs4 import BeautifulSoup
 from docutils import nodes
 from project import ROOT
+from sphinx.errors import ExtensionError
 
 import style
 from page import moving
 
 SITE = ROOT / "docs/_build/html/en"
 STATIC = ROOT / "docs/_static"
-TEMPLATE = ROOT / "docs/_templates" / moving.TEMPLATE
+TEMPLATE = ROOT / "docs/_templates" / "two-stages.html"
 PAGE, FUNCTION = "layer-norm/03-lock", "_add_behind_lock"
-MARKS = ("bp-stages", "two-stages", "twoStages")
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +65,6 @@ def test_every_word_can_be_translated():
         assert tag["aria-label"].startswith("«")
 
 
-def test_translators_see_every_word():
-    """What Sphinx's gettext builder finds in the template."""
-    env = jinja2.Environment(extensions=["jinja2.ext.i18n"])
-    source = TEMPLATE.read_text(encoding="utf-8")
-    found = {text for _, _, text in env.extract_translations(source)}
-    assert set(json.loads(rendered()["data-words"]).values()) <= found
-
-
 def test_words_and_states_fit_together():
     """No state without a sentence, no sentence without a state."""
     model = (STATIC / "two-stages-model.js").read_text(encoding="utf-8")
@@ -99,43 +91,10 @@ def test_the_colors_are_those_of_the_figures():
     assert found == expected
 
 
-def document(code):
-    block = nodes.literal_block(code, code)
-    return nodes.section("", nodes.paragraph("", "x"), block)
-
-
-@pytest.fixture
-def app():
-    return SimpleNamespace(
-        confdir=str(ROOT),
-        config=SimpleNamespace(
-            templates_path=["docs/_templates"],
-            moving_pictures={"page": {"after": "f"}},
-        ),
-        env=SimpleNamespace(docname="page", note_dependency=lambda path: None),
-    )
-
-
-def test_place(app):
-    tree = document("import x\n\n\ndef f(a):\n    pass\n")
-    moving.place(app, tree)
-    assert isinstance(tree[2], moving.TwoStages)
-    other = document("def f():\n    pass\n")
-    app.env.docname = "another"
-    moving.place(app, other)
-    assert len(other) == 2
-
-
 @pytest.mark.parametrize("code", ["def ff():", "    def f():", "f()"])
-def test_a_page_without_the_cell_stops_the_build(app, code, monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        moving.logger,
-        "warning",
-        lambda text, *args, **_: said.append(text % args),
-    )
-    tree = document(code)
-    moving.place(app, tree)
-    assert len(tree) == 2
-    (warning,) = said
-    assert "no cell defines f" in warning
+def test_a_page_without_the_cell_stops_the_build(code):
+    block = nodes.literal_block(code, code)
+    config = SimpleNamespace(moving_pictures={"page": {"after": "f"}})
+    app = SimpleNamespace(config=config, env=SimpleNamespace(docname="page"))
+    with pytest.raises(ExtensionError, match="page: no cell defines f"):
+        moving.place(app, nodes.section("", block))

@@ -91,52 +91,6 @@ def test_drawings_are_folded(stem):
             assert found and found[1] == "Drawing: ", cell[:200]
 
 
-def defined_by(node):
-    """The functions, classes and CONSTANTS of a statement at the top level."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return {node.name}
-    return {name for name in names_of(node)[0] if name.isupper()}
-
-
-def used_too_early(text):
-    """(line, name) of what runs before all that it needs is defined.
-
-    A module of definitions does not show it: there all of them come first.
-    """
-    body, early = ast.parse(text).body, set()
-    known = set().union(*map(defined_by, body))
-    bound = set()  # so far, by whatever means
-    needs = {}  # of what is defined so far
-    for node in body:
-        binds, reads, later = names_of(node)
-        left = list((reads - binds) & known)
-        reached = set()
-        while left:
-            name = left.pop()
-            if name not in bound:
-                early.add((node.lineno, name))
-            elif name not in reached:
-                left += needs.get(name, ())
-            reached.add(name)
-        bound |= binds
-        for name in defined_by(node):
-            needs[name] = (reads | later) & known
-    return early
-
-
-@EVERY
-def test_nothing_runs_before_what_it_needs(stem):
-    assert not used_too_early(TEXTS[stem])
-
-
-def test_what_runs_too_early_is_found():
-    kernel = "def f(x):\n    return g(x)\n\n"
-    helper = "def g(x):\n    return x\n\n"
-    assert used_too_early(kernel + "f(1)\n" + helper) == {(4, "g")}
-    assert not used_too_early(kernel + helper + "f(1)\n")
-    assert not used_too_early("g = abs\n" + kernel + "f(1)\n" + helper)
-
-
 # What reads a clock. A number that it gives has no passport, unless a
 # benchmark reaches the line.
 CLOCKS = {
@@ -192,16 +146,3 @@ def test_a_timing_outside_a_benchmark_is_found(clock):
 def test_the_summary_is_one_sentence(stem):
     summary = " ".join(TEXTS[stem].split("\n\n")[1].split())
     assert re.fullmatch(r"[A-Z][^.]+\.", summary), summary
-
-
-@EVERY
-def test_drawings_are_named(stem):
-    """Their names become alt texts; measured figures make their own."""
-    for node in ast.walk(ast.parse(TEXTS[stem])):
-        if not isinstance(node, ast.Call):
-            continue
-        call = ast.unparse(node.func)
-        assert call != "plt.subplots", node.lineno  # its names get lost
-        if call == "plt.figure":
-            name = node.args and node.args[0]
-            assert isinstance(name, ast.Constant), node.lineno

@@ -1,15 +1,10 @@
 """What the mechanism says on pages is said in the language of the site."""
 
 import re
-from gettext import GNUTranslations
-from io import BytesIO
 from types import SimpleNamespace
 
-import jinja2
 import pytest
 import sphinx.locale
-from babel.messages.catalog import Catalog
-from babel.messages.mofile import write_mo
 from bs4 import BeautifulSoup
 from docutils import nodes
 from project import ENVIRONMENT, ROOT, rows
@@ -18,15 +13,7 @@ import words_later as later
 from compiled import limits
 from compiled.sheets import Sheet
 from measurements import recording, replay
-from page import (
-    cards,
-    downloads,
-    figures,
-    headlines,
-    passports,
-    shares,
-    solutions,
-)
+from page import cards, figures, headlines, passports, shares, solutions
 from page.xray import Panel
 from translation import sentences, words
 
@@ -35,21 +22,29 @@ TEMPLATES = ROOT / "docs" / "_templates"
 
 @pytest.fixture
 def says(monkeypatch):
-    """Let Sphinx say words of a tiny catalog, or what a function makes."""
+    """Let Sphinx say what a translator does."""
 
     def install(translator):
-        if isinstance(translator, dict):
-            catalog, file = Catalog(locale="zh_CN"), BytesIO()
-            for text, translation in translator.items():
-                catalog.add(text, translation)
-            write_mo(file, catalog)
-            file.seek(0)
-            translator = GNUTranslations(file)
         known = sphinx.locale.translators
         monkeypatch.setitem(known, ("general", "sphinx"), translator)
         return translator
 
     return install
+
+
+# What begins a folded cell.
+CHINESE = {
+    "Solution": "解答",
+    "Solution %(words)s": "解答 %(words)s",
+    "Scaffold": "脚手架",
+    "Hint": "提示",
+    "Hint %(number)s": "提示 %(number)s",
+}
+
+
+@pytest.fixture
+def chinese(says):
+    says(SimpleNamespace(gettext=lambda text: CHINESE.get(text, text)))
 
 
 def measured(**changes):
@@ -68,61 +63,6 @@ def measured(**changes):
         "picture": "ж_001",
     }
     return replay.Measured(**(values | changes))
-
-
-WORDS = {
-    "Close": "关闭",
-    "Solution": "解答",
-    "Solution %(words)s": "解答 %(words)s",
-    "Scaffold": "脚手架",
-    "Hint": "提示",
-    "Hint %(number)s": "提示 %(number)s",
-    "Backward pass": "反向传播",
-    "Recorded %(date)s.": "记录于 %(date)s。",
-    "**%(caption)s.** %(recorded)s %(checked)s": (
-        "**%(caption)s。** %(recorded)s%(checked)s"
-    ),
-    "by hand, 20 % and 80 %": "手工，20 % 和 80 %",
-    "Line plot of %(unit)s against %(x)s from %(first)s to %(last)s "
-    "(%(circumstances)s): %(lines)s.": (
-        "%(x)s 从 %(first)s 到 %(last)s 的 %(unit)s 曲线"
-        "（%(circumstances)s）：%(lines)s。"
-    ),
-    "%(name)s from %(least)s to %(most)s": (
-        "%(name)s 为 %(least)s 到 %(most)s"
-    ),
-    "%(some)s; %(last)s": "%(some)s；%(last)s",
-    "The table below has every number.": "下表有全部数字。",
-    "none": "无",
-    "Shuffles": "线程束内交换",
-    "PyTorch on gathered rows": "收集各行后的 PyTorch",
-    "%(speed)s × %(rival)s": "%(rival)s 的 %(speed)s 倍",
-    "%(title)s: a tutorial of %(project)s": "%(project)s 的教程：%(title)s",
-}
-
-
-def rendered(name, translator, **values):
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    env = jinja2.Environment(loader=loader, extensions=["jinja2.ext.i18n"])
-    env.install_gettext_translations(translator)
-    env.filters["forceescape"] = lambda s: str(jinja2.filters.escape(str(s)))
-    return env.get_template(name).render(values)
-
-
-def test_a_template(says):
-    text = rendered("close-drawer.html", says(WORDS))
-    assert 'aria-label="关闭"' in text
-
-
-def test_a_figure(says):
-    says(WORDS)
-    text = passports.with_passports("01-double", [measured()])
-    assert "**反向传播\\, M \\= 4096\\, ж。** 记录于 2026-01-02。7 " in text
-    assert ":Method: 手工，20 % 和 80 %\n" in text
-    assert (
-        ":alt: N 从 8 到 16 的 µж 曲线（反向传播, M = 4096）：Ж 为 1,000 到 "
-        "2,000；Б 为 750 到 1,501；Д 为 2,000 到 4,000。下表有全部数字。\n"
-    ) in text
 
 
 def test_a_figure_names_the_libraries_that_it_shows():
@@ -156,12 +96,6 @@ def test_a_line_of_the_page_becomes_its_figure(tmp_path):
     assert "/images/b_dark.svg\n   :alt: two lines\n" in source[0]
 
 
-def test_a_panel(says):
-    says(WORDS)
-    panel = Panel(None, "_f", "", {})
-    assert "- 线程束内交换\n     - 无\n" in panel.table({8: sheet()})
-
-
 def sheet(**more):
     return Sheet(
         *("_f", "sm_90", 8, "triton 3"), programs=3, warps=4, registers=64,
@@ -180,25 +114,6 @@ def test_a_panel_shows_the_comments_of_the_page():
         assert way == f"<pre class='bp-way'>{shown}</pre>"
 
 
-def test_a_card(says):
-    says(WORDS)
-    benchmark = {
-        "unit": "GB/s",
-        "args": {"mode": "forward"},
-        "method": "",
-        "x_names": ["N"],
-        "rows": [
-            row | {"provider": {"torch": "rows"}.get(name, name)}
-            for row in rows()
-            for name in [row["provider"]]
-        ],
-    }
-    data = {"environment": ENVIRONMENT | {"gpu": "ж"}}
-    box = cards.speeds(data | {"benchmarks": {"double": benchmark}})
-    said = " ".join(box.astext().split())
-    assert "收集各行后的 PyTorch 的 1.33 倍" in said
-
-
 @pytest.mark.parametrize(
     ("first", "kind"),
     [
@@ -211,29 +126,18 @@ def test_a_card(says):
         ("# 解答", None),
     ],
 )
-def test_a_marker_in_a_translated_script(says, first, kind):
-    says(WORDS)
+def test_a_marker_in_a_translated_script(chinese, first, kind):
     assert solutions.marked(first) == kind
 
 
 @pytest.mark.parametrize("begins", ["提示 1。", "提示1", "Hint 1."])
-def test_a_hint_in_a_translated_script(says, begins):
-    says(WORDS)
+def test_a_hint_in_a_translated_script(chinese, begins):
     hint = nodes.paragraph("", "", nodes.strong(text=begins))
     hint += nodes.Text(" 先求和。")
     parent = nodes.section("", hint)
     solutions.fold_hint(hint)
     assert parent[0][0].astext() == "提示 1"
     assert parent[0][1].astext() == "先求和。"
-
-
-def test_a_download(says):
-    says(WORDS)
-    script = next(iter(sorted((ROOT / "tutorials").rglob("[0-9]*.py"))))
-    config = SimpleNamespace(
-        html_baseurl="", project="Both Passes", copyright=""
-    )
-    assert downloads.head(script, config).startswith("# Both Passes 的教程：")
 
 
 def test_sentences_without_spaces():
@@ -361,6 +265,24 @@ def test_no_word_of_a_panel_is_said_in_english_only(says):
     html = r"<[^>]*>|gfx942|sm_\d+|\.\. raw:: html|:selected:"
     assert left(re.sub(html, "", text)) == []
     assert translator.asked - CODES <= MESSAGES.keys()
+
+
+def test_no_word_of_a_card_is_said_in_english_only(says):
+    translator = says(Masked())
+    benchmark = {
+        "unit": "GB/s",
+        "args": {"mode": "forward"},
+        "method": "",
+        "rows": rows(),
+    }
+    text = cards.speeds(
+        {
+            "environment": measured().environment,
+            "benchmarks": {"double": benchmark | {"x_names": ["N"]}},
+        }
+    ).astext()
+    assert left(text) == [] and "1.33" in text
+    assert translator.asked - {"PyTorch"} <= MESSAGES.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """X-ray panels: what is read from generated code, and the panel on a page."""
 
-import json
 import re
 import subprocess
 from importlib.metadata import version
@@ -317,21 +316,6 @@ def compiled_by(target):
     tool = Path(knobs.nvidia.nvdisasm.path).with_name(name)
     text = subprocess.run([tool, "--version"], capture_output=True, text=True)
     return f"{said}, ptxas {re.search('release ([0-9.]+)', text.stdout)[1]}"
-
-
-@pytest.mark.parametrize("timed", [(), (version("triton"),)])
-def test_figures_of_the_same_compiler_need_no_word(timed):
-    assert not Panel(None, "_f", "", {}, timed).versions()
-    assert Panel(None, "_f", "", {}, (*timed, "3")).versions()
-
-
-def test_the_panel_is_not_in_the_downloads(built):
-    folder = built.root / "docs/_build/downloads/en"
-    given = (folder / SCRIPT).read_bytes()  # behind a head
-    assert given.endswith(built.script().read_bytes())
-    assert b"X-ray" not in given
-    notebook = json.loads((folder / "01-double.ipynb").read_text())
-    assert "X-ray" not in json.dumps(notebook)
 
 
 def test_the_code_can_be_downloaded(built):

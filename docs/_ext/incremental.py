@@ -17,7 +17,6 @@ import hashlib
 import os
 import shutil
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import ended
@@ -28,16 +27,6 @@ import tutorial
 from languages import BUILT, CURRENT, ENGLISH
 from measurements import gpus, recording
 
-PACKAGES = (
-    *("torch", "triton", "numpy", "pandas", "matplotlib"),
-    *("sphinx", "docutils", "pygments", "sphinx-gallery", "sphinx-design"),
-    *(
-        "pydata-sphinx-theme",
-        "sphinx-copybutton",
-        "pagefind",
-        "sphinxext-opengraph",
-    ),
-)
 # What any page may show, beside its own sources.
 FOLDERS = "_extra", "_fonts", "_static", "_templates", "inventories"
 SETTINGS = "FIGURES", "GITHUB_REPOSITORY", "SITE_URL"
@@ -60,8 +49,10 @@ def digest(*parts):
 def begin(app, config):
     """Forget all if it was made in another way, or never to its end."""
     modules = sorted(Path(__file__).parent.rglob("*.py"))
-    versions = [version(name) for name in PACKAGES]
-    made_by = (*modules, sys.version_info[:2], versions, gpus.there())
+    # The names of these folders have the versions.
+    installed = (Path(folder).glob("*.dist-info") for folder in sys.path)
+    packages = sorted(path.name for each in installed for path in each)
+    made_by = (*modules, sys.version_info[:2], packages, gpus.there())
     # Sphinx-Gallery has not added its objects to its settings yet.
     config.executed_by = digest(*made_by, config.sphinx_gallery_conf)
     config.mechanism = mechanism(app, made_by)

@@ -32,8 +32,7 @@ def base(built_site):
     server.server_close()
 
 
-# One for each module: as long as it is open, nbclient cannot run.
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     path = tools.chromium()
     with sync_playwright() as playwright:

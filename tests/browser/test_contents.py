@@ -1,9 +1,7 @@
 """What stands on the pages: figures, passports, solutions, head matter."""
 
 import json
-import os
 import re
-import xml.etree.ElementTree as ET
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,7 +13,6 @@ from measurements import recording
 
 each_page = pytest.mark.parametrize("name", built.PAGES)
 each_tutorial = pytest.mark.parametrize("name", built.TUTORIALS)
-COLAB = "https://colab.research.google.com/github/"
 
 
 def test_there_are_tutorials():
@@ -230,36 +227,3 @@ def test_each_tutorial_has_a_picture_of_its_own():
         assert 1.8 <= width / height <= 2.1
         pictures[name] = data
     assert len(set(pictures.values())) == len(pictures)
-
-
-def test_sitemap():
-    tree = ET.parse(built.WHOLE / "sitemap.xml")
-    listed = {
-        loc.text.partition("://")[2].partition("/")[2]
-        for loc in tree.findall(".//{*}loc")
-    }
-    folder = built.prefix().lstrip("/")
-    assert {folder + page for page in built.TUTORIALS} <= listed
-    assert folder in listed
-    assert not {folder + "404.html", folder + "search.html"} & listed
-
-
-@pytest.mark.parametrize("name", [".nojekyll", "404.html"])
-def test_files_for_github_pages(name):
-    assert (built.WHOLE / name).is_file()
-
-
-def test_colab_only_where_it_leads_somewhere():
-    """A page links to Colab if a repository was set when it was built."""
-    repository = os.environ.get("GITHUB_REPOSITORY")
-    for name in built.PAGES:
-        found = [
-            a["href"]
-            for a in built.soup(name).find_all("a", href=True)
-            if "colab.research.google.com" in a["href"]
-        ]
-        expected = f"{COLAB}{repository}/blob/notebooks/en/{built.stem(name)}"
-        if repository and name in built.TUTORIALS:
-            assert found == [f"{expected}.ipynb"]
-        else:
-            assert found == []

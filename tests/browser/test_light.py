@@ -7,8 +7,6 @@ from browser import built
 from browser.test_pages import VIEWS
 from playwright.sync_api import expect
 
-from page import loaded_files
-
 FIRST = "tutorials/layer-norm/01-layer-norm.html"
 PHONE = VIEWS["phone"]
 each_page = pytest.mark.parametrize("name", built.PAGES)
@@ -31,16 +29,6 @@ def test_a_page_is_light(name):
         assert int(image["width"]) > 0 < int(image["height"])
     if name in built.TUTORIALS:
         assert not soup.select(".highlight-Python span.n")
-
-
-@each_page
-def test_the_stylesheet_leaves_out_what_no_page_has(name):
-    text = (built.SITE / name).read_text("utf-8")  # a soup takes seconds
-    classes = " ".join(re.findall(r'class="([^"]*)"', text)).split()
-    styled = [
-        each for each in classes if loaded_files.OF_UNUSED.match(f".{each}")
-    ]
-    assert not styled
 
 
 @each_page

@@ -1,8 +1,7 @@
 """The script that a reader downloads, and the links to it on the page.
 
-A download is the script of the repository behind a head: where it comes from,
-what it needs, and a line that says so if that is missing. A notebook has such
-a head as its first cell.
+A download is the script of the repository behind a head: where it comes from
+and what it needs. A notebook says so in its first cell.
 """
 
 import functools
@@ -31,18 +30,11 @@ from translation import catalogs, lines, messages
 from words_later import N_
 
 PACKAGES = "torch", "triton", "matplotlib", "pandas"
-CHECK = """
-import importlib.util
-import sys
-
-needed = "%(packages)s"
-for package in needed.split():
-    if importlib.util.find_spec(package) is None:
-        sys.exit(f"%(missing)s")
-"""
 # A notebook shows every figure that a cell leaves open: without a GPU, charts
 # without a line, or an error if they have a logarithmic scale.
 NO_EMPTY_CHARTS = """
+import sys
+
 
 # %(words)s
 def close_empty_charts():
@@ -69,21 +61,11 @@ ITS_FILES = re.compile(r"^\.\. _sphx_glr_download_.*", re.M | re.S)
 OFFERED = {
     "ipynb": N_("Download Jupyter notebook: %(file)s"),
     "py": N_("Download Python source code: %(file)s"),
-    "zip": N_("Download zipped: %(file)s"),
 }
 FOLDER = tutorial.BUILD / "downloads" / CURRENT.folder
 # All of a kind in one file, offered above the cards of all tutorials.
 OF_ALL = {"py": "tutorials_python.zip", "ipynb": "tutorials_jupyter.zip"}
 A_DATE = 1980, 1, 1, 0, 0, 0  # in an archive, which shall not change
-
-
-def check():
-    """Code that says which package is missing."""
-    missing = _("%(package)s is missing: pip install %(packages)s") % {
-        "package": "{package}",
-        "packages": "{needed}",
-    }
-    return CHECK % {"packages": " ".join(PACKAGES), "missing": missing}
 
 
 def head(script, config):
@@ -104,8 +86,7 @@ def head(script, config):
         _("MIT license, copyright %(copyright)s")
         % {"copyright": config.copyright},
     )
-    comments = "".join(f"# {line}\n" for line in said if line)
-    return f"{comments}{check()}\n"
+    return "".join(f"# {line}\n" for line in said if line) + "\n"
 
 
 def first_cell():
@@ -116,7 +97,7 @@ def first_cell():
     )
     comment = "\n".join(lines.wrapped(words, 70, "# ", "# "))
     empty = _("Where nothing was measured, no chart is drawn.")
-    return f"{comment}\n{check()}{NO_EMPTY_CHARTS % {'words': empty}}"
+    return f"{comment}\n{NO_EMPTY_CHARTS % {'words': empty}}"
 
 
 def notebook(script, gallery_conf):
@@ -149,12 +130,6 @@ def write(app, env, docnames):
         for ending, text in files.items():
             put(f"{name}.{ending}", text.encode())
             of_all[ending][f"{name}.{ending}"] = text
-        put(
-            f"{name}.zip",
-            zipped(
-                {f"{path.stem}.{end}": text for end, text in files.items()}
-            ),
-        )
     for ending, texts in of_all.items():
         put(OF_ALL[ending], zipped(texts))
 

@@ -32,16 +32,6 @@ NEEDLESS = (
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 GLYPH = re.compile(r"(?<=\})[^{}@]*\{--fa:[^{}]*\}")
 FACE = re.compile(r"@font-face\s*\{[^}]*Font ?Awesome[^}]*\}")
-RULE = re.compile(r"(?<=[{}])[^{}@]+\{[^{}]*\}")
-# Beginnings of names of classes that no page has, as test_light.py proves, but
-# Bootstrap and sphinx-design style in a third of their rules.
-OF_UNUSED = re.compile(
-    r"\.(?:accordion|alert|bg|border|bs-popover|btn-group|btn-outline|carousel"
-    r"|form-(?:check|floating|range|select)|g|gx|gy|link|mx|nboutput|offset"
-    r"|pagination|placeholder|popover|progress|px|rounded|spinner"
-    r"|sd-(?:badge|bg|border|btn|col|g|outline|row|steps|text))"
-    r"(?:-[\w-]+)?(?![\w-])"
-)
 # Without JavaScript nothing chooses a theme: the system's holds, by a second
 # copy of the stylesheet in which its rules are those of a page without choice.
 THEMES = "light", "dark"
@@ -87,19 +77,11 @@ def join(app, exception):
             "page/loaded_files.py: the theme's stylesheets have no icon font "
             f"in the form it takes out: {glyphs} letters, {faces} faces found"
         )
-    text = RULE.sub(used, text)
     (static / ONE).write_text(text, encoding="utf-8")
     for theme in THEMES:
         chosen = re.compile(rf'\[data-theme="?{theme}"?\]')
         copy = chosen.sub(NO_CHOICE, text)
         (static / f"{theme}.css").write_text(copy, encoding="utf-8")
-
-
-def used(rule):
-    """A rule, unless each of its selectors needs a class that no page has."""
-    selectors = re.sub(r":not\([^)]*\)", "", rule[0].partition("{")[0])
-    unused = all(map(OF_UNUSED.search, selectors.split(",")))
-    return "" if unused else rule[0]
 
 
 def setup(app):

@@ -9,17 +9,21 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 
+def given_by(env, name, **values):
+    """What a template gives; the page is read again when it changes."""
+    for folder in env.config.templates_path:
+        file = Path(env.app.confdir, folder, name)
+        if file.exists():  # a missing file would always count as changed
+            env.note_dependency(str(file))
+    text = env.app.builder.templates.render(name, values)
+    return nodes.raw("", text, format="html")
+
+
 class Template(SphinxDirective):
     required_arguments = 1
 
     def run(self):
-        name = self.arguments[0]
-        for folder in self.config.templates_path:
-            file = Path(self.env.app.confdir, folder, name)
-            if file.exists():
-                self.env.note_dependency(str(file))
-        text = self.env.app.builder.templates.render(name, {})
-        return [nodes.raw("", text, format="html")]
+        return [given_by(self.env, self.arguments[0])]
 
 
 def setup(app):

@@ -85,7 +85,7 @@ def sitemap(languages, names):
         for each in languages:
             lines.append(
                 f"<url><loc>{escape(address(each, name))}</loc>"
-                f"{others * (len(languages) > 1)}</url>\n"
+                f"{others}</url>\n"
             )
     return "".join([*lines, "</urlset>\n"])
 
