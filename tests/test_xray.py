@@ -367,7 +367,7 @@ def test_what_is_kept_is_whole_and_of_the_page_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "FOLDER", tmp_path / "xray")
     monkeypatch.setattr(kept.tutorial, "script_of", lambda name: script)
     monkeypatch.setattr(kept.declared, "file_of", lambda name: facts)
-    page = SimpleNamespace(kernels={"_f": None})
+    page = SimpleNamespace(kernels={"_f": SimpleNamespace(page=None)})
     monkeypatch.setattr(kept.declared, "kernels", lambda name: page)
     call = SimpleNamespace(run="run", values={"N": 512}, target="sm_90")
 

@@ -32,8 +32,8 @@ def test_theme_switch(page, view, name):
         page.locator(f"button[data-mode={theme}]:visible").first.click()
         expect(html).to_have_attribute("data-theme", theme)
         other = {"dark": "light", "light": "dark"}[theme]
-        expect(figure.locator(f"img.only-{theme}")).to_be_visible()
-        expect(figure.locator(f"img.only-{other}")).to_be_hidden()
+        expect(figure.locator(f"img.only-{theme}").first).to_be_visible()
+        expect(figure.locator(f"img.only-{other}").first).to_be_hidden()
     page.reload()  # it is remembered
     expect(html).to_have_attribute("data-theme", "dark")
 
