@@ -338,10 +338,13 @@ report(bench_pairs)
 # %%
 # On the H200 a pair for each thread reaches 88% to 100% of the copy, a pair
 # for the program 70% to 90%, and a pair for each lane 73% to 84%.
-# A pair for each thread is near the copy where two rows on each multiprocessor
-# are less than the L2 cache holds, so that little of the second sweep comes
-# from memory. `Page 05 <05-wide-softmax.html>`_ counts it on the H200: nothing
-# at 32768 columns, a part at 65536.
+# A pair for each thread is the fastest at every width. From 24576 to 40960
+# columns it reaches 99% to 100%.
+# At 65536 columns it reaches 88%, because a part of the second sweep comes
+# from memory; `page 05 <05-wide-softmax.html>`_ counts it on the H200, and
+# counts nothing at 32768.
+# At 16384 columns it reaches 93% with the 32 warps of this figure. The rule
+# takes 16 there, and reaches 100%, as the next figure shows.
 #
 # One sweep: rows in registers
 # ----------------------------
@@ -520,13 +523,16 @@ report(bench_sweeps)
 # Two sweeps are slow where rows are narrower than two warps load at once: at
 # 128 columns they reach 48%, and one sweep 85%. And they are slow where rows
 # begin anywhere: at 4097 columns they reach 33%, and one sweep 94%. In both
-# cases ``plan_forward``, the rule, takes one sweep.
+# cases ``plan_forward``, the rule, takes one sweep. At all other widths two
+# sweeps are faster than one.
 #
-# At 1024 columns two sweeps are faster than the copy: they reach 109% of it. A
-# better tile is not the reason, since the copy is the best of six. One
-# difference is left that we know of: the first sweep loads with
-# ``evict_last``, which asks the L2 cache to keep a row. The copy asks for
-# nothing, and we have not measured one that does.
+# At 1024 columns two sweeps are faster than the copy: they reach 109% of it,
+# and 107% where the next figure measures them again. We have not found the
+# cause. In trials on an H100, which no recording holds, they were faster than
+# the copy too. Copies with other tiles were not, nor copies that read
+# everything twice, nor copies that wait for a maximum before they store. We
+# have not tried a copy that loads with ``evict_last``, as the first sweep
+# does, to ask the L2 cache to keep a row.
 #
 # How fast is the rule? `Liger <https://github.com/linkedin/Liger-Kernel>`_ and
 # `quack <https://github.com/Dao-AILab/quack>`_ are measured where they can be
@@ -622,8 +628,10 @@ report(bench_forward)
 # and 89% at 65536, where the cache no longer holds all rows.
 # Below, at 128 and 256 columns, it reaches 86% and 88%, torch.compile 49% and
 # 74%, quack 89% and 86%. At 4096 columns torch.compile reaches 43%, PyTorch
-# 32%, Liger 96% and quack 95%. In the widest rows quack is ahead: it reaches
-# 98% at 57344 columns, where ours reaches 93%, and 99% at 65536.
+# 32%, Liger 96% and quack 95%.
+# quack is faster than ours at 128 columns, and from 49152 columns on: it
+# reaches 98% at 57344 columns, where ours reaches 93%, and 99% at 65536.
+# At all other widths ours is the fastest.
 #
 # Backward: from y alone
 # ----------------------
@@ -854,15 +862,22 @@ report(bench_backward)
 # and torch.compile 101%. At 4097, where rows begin anywhere, ours reaches 96%
 # and torch.compile 52%.
 #
-# From 2048 to 16384 columns torch.compile is faster than ours, and up to 8192
-# it is faster than the copy, too: 105% at 2048. The copy is the best of six
-# tiles, so something else than the tile is better in that kernel. We have not
-# found out what.
+# From 1024 to 16384 columns torch.compile is faster than ours, except at 4097:
+# it reaches 94% at 1024 columns, and ours 91%. From 2048 columns on it is also
+# faster than the copy: 105% at 2048, 105% at 4096, 102% at 8192 and 101% at
+# 16384. The copy is the best of six tiles, and that is noisy: where the
+# figures of the forward pass measure the same copy twice, the two lie up to
+# 1.3% apart. That may explain the 101% and most of the 102%, but not the 105%,
+# whose cause we have not found.
 #
-# Above 32768 two sweeps read two matrices, and the cache holds less and less
-# of their rows: at 65536 columns ours reaches 80%, Liger 70% and quack 82%.
-# From 40960 to 57344 columns quack still reaches 99% to 100%, and ours 85% to
-# 93%.
+# Liger is faster than ours at 2048, 8192, 16384, 24576 and 32768 columns, by
+# 2% at most. quack is faster at 1024 and 24576 columns, and above 32768.
+#
+# Above 32768 columns our kernel sweeps twice over two matrices. It reaches 91%
+# at 40960 columns, 93% at 49152, 85% at 57344 and 80% at 65536. How much of
+# the second sweep comes from memory was not counted in this pass.
+# quack reaches 99% to 100% from 40960 to 57344 columns, and 82% at 65536;
+# Liger reaches 67% to 70% from 40960 columns on.
 #
 # Exercise 1: a constant in dy
 # ----------------------------
