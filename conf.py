@@ -23,6 +23,7 @@ html_baseurl = f"{site_url}{CURRENT.folder}/"
 repository = os.environ.get("GITHUB_REPOSITORY", "")
 
 extensions = [
+    "sphinx.ext.autosectionlabel",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "sphinx_design",
@@ -46,6 +47,7 @@ extensions = [
     "page.shares",
     "page.solutions",
     "page.templates",
+    "page.terms",
     "page.xray",
     "translation.pages",
 ]
@@ -57,6 +59,8 @@ gettext_compact = False
 suppress_warnings = ["sphinx_gallery.duplicate_filename"]
 templates_path = ["docs/_templates"]
 nitpicky = True
+# A section has a label, ``:ref:`page:heading```.
+autosectionlabel_prefix_document = True
 root_doc = "index"
 
 # The tutorials -------------------------------------------------------------

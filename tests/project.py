@@ -122,7 +122,7 @@ class Project:
         )
         # Without the site's own tutorials, and what leads to them.
         link = re.compile(
-            r":(?:doc|download):`([^`<]*?)\s+<tutorials/\S+/[^`]*`"
+            r":(?:doc|download|ref):`([^`<]*?)\s+<tutorials/\S+/[^`]*`"
         )
         for page in (self.root / "docs").glob("*.rst"):
             page.write_text(link.sub(r"\1", page.read_text()))

@@ -150,13 +150,15 @@ def contents(app, env, name):
 
 
 def read(app, env):
-    """What is written: all pages if a title, heading or label has changed,
-    for others show it; else those that have been read."""
+    """What is written: all pages if a title, heading, label or term has
+    changed, for others show it; else those that have been read."""
     env.contents = {name: contents(app, env, name) for name in env.found_docs}
     titles = {name: env.titles[name].astext() for name in env.found_docs}
     tocs = {name: env.tocs[name].pformat() for name in env.found_docs}
     labels = env.domains.standard_domain.anonlabels
-    shown = digest(*(sorted(each.items()) for each in (titles, tocs, labels)))
+    terms = env.domains.standard_domain.objects
+    each = titles, tocs, labels, terms
+    shown = digest(*(sorted(places.items()) for places in each))
     before, env.shown = getattr(env, "shown", None), shown
     return [] if before == shown else env.found_docs
 
