@@ -117,6 +117,8 @@ def link_first_uses(document, found, address):
 def is_prose(text):
     """Whether this is running text of the page itself."""
     node = text
+    if text.parent is None:  # in what a module has made, and not from reST
+        return False
     while node := node.parent:
         if isinstance(node, NO_PROSE) or pages.OWN & {*node["classes"]}:
             return False
