@@ -17,11 +17,8 @@ from sphinx.util.docutils import SphinxDirective
 from translation import pages
 
 TUTORIAL = re.compile(r"tutorials/(.*/)?\d\d-[^/]*")
-# What is no running text, or leads elsewhere already.
-NO_PROSE = (
-    *(nodes.title, nodes.caption, nodes.reference, nodes.target),
-    *(nodes.FixedTextElement, nodes.literal, nodes.math, nodes.raw),
-)
+# What in a paragraph is no running text, or leads elsewhere already.
+NO_PROSE = nodes.reference, nodes.target, nodes.literal, nodes.math, nodes.raw
 # In a translation the English stands behind a term: 分块（tile）.
 PARTS = re.compile(r"[（）]")
 LATIN = r"[A-Za-z0-9_-]"
@@ -116,13 +113,12 @@ def link_first_uses(document, found, address):
 
 def is_prose(text):
     """Whether this is running text of the page itself."""
-    node = text
-    if text.parent is None:  # in what a module has made, and not from reST
-        return False
+    node, above = text, []
     while node := node.parent:
         if isinstance(node, NO_PROSE) or pages.OWN & {*node["classes"]}:
             return False
-    return True
+        above.append(node)
+    return any(isinstance(node, nodes.paragraph) for node in above)
 
 
 def link(words, address):
