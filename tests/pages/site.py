@@ -18,7 +18,7 @@ FACTS = {
 # The glossary. What it has measured, on an H100 80GB HBM3 at 1980 MHz, stands
 # in no recording: the glossary says how each was measured.
 L1, L2, DRAM = 26, 153, 362  # ns: a warp follows a chain of 16 KB, 8 MB, 4 GB
-READ_L2, READ_DRAM = 7.3, 3.0  # TB/s: 24 MB again and again, 4 GB once
+READ_L2, READ_DRAM = 7.3, 3.0  # TB/s: 24 MB many times, 4 GB twice
 # 132 SMs, each with 32 banks of 4 bytes a cycle (CUDA programming guide).
 SHARED = 132 * 128 * 1980e6 / 1e12
 # NVIDIA's data sheets.
@@ -37,7 +37,7 @@ FACTS |= {
         f"{MEASURED}; the sizes are those of the data sheets"
     ),
     "in 16 KB for L1, in 8 MB for L2 and in 4 GB for DRAM": "how",
-    "24 MB again and again, and 4 GB once": "how it was measured",
+    "24 MB again and again, and 4 GB twice": "how it was measured",
     "80 GB on an H100, 141 GB on an H200": SHEET,
     "50 MB on an H100 and 60 MB on an H200": "what the driver says",
     f"took {L1} ns on our H100": MEASURED,
