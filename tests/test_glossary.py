@@ -134,6 +134,7 @@ FOUND = {
         (".. container:: measured\n\n   Warps.\n\nA warp.",
          {"warp": "warp"}),
         ("ブロックとロック", {"ロック": "lock"}),
+        ("ブロックとブロック", {}),
         ("开锁的内核（kernel）。", {"内核": "kernel"}),
     ],
 )  # fmt: skip
