@@ -370,10 +370,15 @@ print("3 x 4, y in registers: right")
 # We record the calls once as a *CUDA graph*, and the GPU replays them without
 # Python.
 #
-# **L2 is overwritten before each call.**
+# **L2 holds nothing that a call could use.**
 # A second call would find its input still in L2, where the first call left it.
 # In a model it would not: other layers run in between.
 # So the graph fills a tensor of 256 MB with zeros before each call.
+#
+# That is not enough. L2 does not simply keep what came last. It holds on to
+# what has been used twice, and to what a kernel asked it to keep, and 256 MB
+# of zeros may pass beside it. Therefore each call has inputs and outputs of
+# its own, sixteen times over.
 #
 # Why write, and not just read something else?
 # What a kernel stores stays in L2 as *dirty lines*, which are written back to
@@ -381,8 +386,6 @@ print("3 x 4, y in registers: right")
 # In a model the layer before leaves L2 full of such lines, and in our graph
 # the zeros do: each call has to write lines back before L2 can take new ones,
 # and leaves dirty lines of its own to be written back by the next zeros.
-# Had we only read 256 MB, the lines would be clean. That is another
-# measurement: on an H100, a copy came out a little slower that way.
 #
 # **Start and end are subtracted.**
 # To start a replay takes a few microseconds, as long as a small kernel runs.
@@ -398,54 +401,60 @@ print("3 x 4, y in registers: right")
 # Scaffold: the clock.
 
 
-def device_time(call):
-    """µs on the GPU: median, 20% and 80% quantiles.
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
 
-    Two CUDA graphs are replayed in turns. One overwrites L2 and makes the
-    call, several times over; the other only overwrites L2. The difference is
-    the time of the calls.
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
     """
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
 
-    def elapsed(action):
-        """ms from the start of an action on the GPU to its end."""
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
-        action()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    call()  # compiles the kernels
-    calls = 8
-    if elapsed(call) > 1:
-        calls = 1  # a long call needs no company
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(calls):
-                larger_than_l2.zero_()
-                call()
-        graph.replay()  # the first replay takes longer
-        return graph
-
-    with_calls = recorded(call)
-    without = recorded(lambda: None)
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
     times = []
     for _ in range(25):
-        difference = elapsed(with_calls.replay) - elapsed(without.replay)
-        times.append(1000 * difference / calls)
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
     times.sort()
     return times[12], times[5], times[19]
 
 
-def speed(bytes_moved, call):
+def speed(bytes_moved, prepare):
     """GB/s of a call that must move so many bytes: median, low, high."""
-    median, short, long = device_time(call)
+    median, short, long = device_time(prepare)
     return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
 
 
@@ -490,26 +499,31 @@ def _move(
 def ceiling(reads, writes, shape, dtype):
     """GB/s of a kernel that reads and writes so many matrices and does nothing
     else. Several tiles are tried; the best one counts."""
-    source = torch.randn(reads, *shape, device=DEVICE).to(dtype)
-    target = torch.empty(writes, *shape, dtype=dtype, device=DEVICE)
-    count = target[0].numel()
+    M, N = shape
     speeds = []
     for block_size, warps in (
         (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
     ):  # fmt: skip
 
-        def move(block_size=block_size, warps=warps):
-            _move[(triton.cdiv(count, block_size),)](
-                source_ptr=source,
-                target_ptr=target,
-                count=count,
-                READS=reads,
-                WRITES=writes,
-                BLOCK_SIZE=block_size,
-                num_warps=warps,
-            )
+        def prepare(block_size=block_size, warps=warps):
+            source = torch.randn(reads, M, N, device=DEVICE).to(dtype)
+            target = torch.empty(writes, M, N, dtype=dtype, device=DEVICE)
 
-        speeds.append(speed(source.nbytes + target.nbytes, move))
+            def move():
+                _move[(triton.cdiv(M * N, block_size),)](
+                    source_ptr=source,
+                    target_ptr=target,
+                    count=M * N,
+                    READS=reads,
+                    WRITES=writes,
+                    BLOCK_SIZE=block_size,
+                    num_warps=warps,
+                )
+
+            return move
+
+        bytes_moved = (reads + writes) * M * N * dtype.itemsize
+        speeds.append(speed(bytes_moved, prepare))
     return max(speeds)
 
 
@@ -616,16 +630,19 @@ def pytorch_layer_norm(x, w, b, eps):
     )
 )
 def bench_forward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
-    x, w, b, _ = inputs(M, N, dtype)
 
     def speed_of(function):
-        bytes_moved = 2 * x.nbytes  # read x, write y
-        return speed(bytes_moved, lambda: function(x, w, b, eps=1e-5))
+        def prepare():
+            x, w, b, _ = inputs(M, N, dtype)
+            return lambda: function(x, w, b, eps=1e-5)
+
+        bytes_moved = 2 * M * N * dtype.itemsize  # read x, write y
+        return speed(bytes_moved, prepare)
 
     if provider == "triton":
         return speed_of(forward_in_registers)
@@ -633,7 +650,7 @@ def bench_forward(M, N, dtype, mode, provider):
         return speed_of(pytorch_layer_norm)
     if provider == "torch.compile":
         return best_of_three_compilations(pytorch_layer_norm, speed_of)
-    return ceiling(1, 1, x.shape, dtype)
+    return ceiling(1, 1, (M, N), dtype)
 
 
 # %%
@@ -801,22 +818,26 @@ print("3 x 4, y in three sweeps: right")
     )
 )
 def bench_sweeps(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    x, w, b, _ = inputs(M, N, dtype)
 
     def speed_of(function):
-        bytes_moved = 2 * x.nbytes  # what must move: read x, write y
-        return speed(bytes_moved, lambda: function(x, w, b, eps=1e-5))
+        def prepare():
+            x, w, b, _ = inputs(M, N, dtype)
+            return lambda: function(x, w, b, eps=1e-5)
+
+        # What must move: read x, write y.
+        bytes_moved = 2 * M * N * dtype.itemsize
+        return speed(bytes_moved, prepare)
 
     if provider == "triton":
         return speed_of(forward_in_registers)
     if provider == "sweeps":
         return speed_of(forward_in_sweeps)
-    return ceiling(1, 1, x.shape, dtype)
+    return ceiling(1, 1, (M, N), dtype)
 
 
 # %%
@@ -1557,22 +1578,26 @@ def our_layer_norm(x, w, b, eps):
     )
 )
 def bench_backward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    x, w, b, dy = inputs(M, N, dtype)
 
     def speed_of(function):
         """Of the backward pass alone: the forward pass runs once, before."""
-        y = function(x, w, b, eps=1e-5)
 
-        def backward():
-            torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+        def prepare():
+            x, w, b, dy = inputs(M, N, dtype)
+            y = function(x, w, b, eps=1e-5)
 
-        bytes_moved = 3 * x.nbytes  # read x and dy, write dx
-        return speed(bytes_moved, backward)
+            def backward():
+                return torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+            return backward
+
+        bytes_moved = 3 * M * N * dtype.itemsize  # read x and dy, write dx
+        return speed(bytes_moved, prepare)
 
     if provider == "triton":
         return speed_of(our_layer_norm)
@@ -1580,7 +1605,7 @@ def bench_backward(M, N, dtype, mode, provider):
         return speed_of(pytorch_layer_norm)
     if provider == "torch.compile":
         return best_of_three_compilations(pytorch_layer_norm, speed_of)
-    return ceiling(2, 1, x.shape, dtype)
+    return ceiling(2, 1, (M, N), dtype)
 
 
 # %%

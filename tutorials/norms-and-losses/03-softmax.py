@@ -147,54 +147,60 @@ for plan in TILES.values():
 # Scaffold: the clock.
 
 
-def device_time(call):
-    """µs on the GPU: median, 20% and 80% quantiles.
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
 
-    Two CUDA graphs are replayed in turns. One overwrites L2 and makes the
-    call, several times over; the other only overwrites L2. The difference is
-    the time of the calls.
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
     """
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
 
-    def elapsed(action):
-        """ms from the start of an action on the GPU to its end."""
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
-        action()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    call()  # compiles the kernels
-    calls = 8
-    if elapsed(call) > 1:
-        calls = 1  # a long call needs no company
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(calls):
-                larger_than_l2.zero_()
-                call()
-        graph.replay()  # the first replay takes longer
-        return graph
-
-    with_calls = recorded(call)
-    without = recorded(lambda: None)
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
     times = []
     for _ in range(25):
-        difference = elapsed(with_calls.replay) - elapsed(without.replay)
-        times.append(1000 * difference / calls)
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
     times.sort()
     return times[12], times[5], times[19]
 
 
-def speed(bytes_moved, call):
+def speed(bytes_moved, prepare):
     """GB/s of a call that must move so many bytes: median, low, high."""
-    median, short, long = device_time(call)
+    median, short, long = device_time(prepare)
     return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
 
 
@@ -226,26 +232,31 @@ def _move(
 def ceiling(reads, writes, shape, dtype):
     """GB/s of a kernel that reads and writes so many matrices and does nothing
     else. Several tiles are tried; the best one counts."""
-    source = torch.randn(reads, *shape, device=DEVICE).to(dtype)
-    target = torch.empty(writes, *shape, dtype=dtype, device=DEVICE)
-    count = target[0].numel()
+    M, N = shape
     speeds = []
     for block_size, warps in (
         (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
     ):  # fmt: skip
 
-        def move(block_size=block_size, warps=warps):
-            _move[(triton.cdiv(count, block_size),)](
-                source_ptr=source,
-                target_ptr=target,
-                count=count,
-                READS=reads,
-                WRITES=writes,
-                BLOCK_SIZE=block_size,
-                num_warps=warps,
-            )
+        def prepare(block_size=block_size, warps=warps):
+            source = torch.randn(reads, M, N, device=DEVICE).to(dtype)
+            target = torch.empty(writes, M, N, dtype=dtype, device=DEVICE)
 
-        speeds.append(speed(source.nbytes + target.nbytes, move))
+            def move():
+                _move[(triton.cdiv(M * N, block_size),)](
+                    source_ptr=source,
+                    target_ptr=target,
+                    count=M * N,
+                    READS=reads,
+                    WRITES=writes,
+                    BLOCK_SIZE=block_size,
+                    num_warps=warps,
+                )
+
+            return move
+
+        bytes_moved = (reads + writes) * M * N * dtype.itemsize
+        speeds.append(speed(bytes_moved, prepare))
     return max(speeds)
 
 
@@ -316,19 +327,19 @@ def report(benchmark):
     )
 )
 def bench_pairs(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
     if provider == "copy":  # x is read, y is written
         return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
-    x = torch.randn(M, N, device=DEVICE).to(dtype)
 
-    def run():
-        in_sweeps(x, TILES[provider])
+    def prepare():
+        x = torch.randn(M, N, device=DEVICE).to(dtype)
+        return lambda: in_sweeps(x, TILES[provider])
 
-    return speed(2 * x.nbytes, run)
+    return speed(2 * M * N * dtype.itemsize, prepare)
 
 
 # %%
@@ -494,22 +505,22 @@ def inputs(M, N, dtype):
     )
 )
 def bench_sweeps(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     if provider == "copy":
         return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
-    x, _ = inputs(M, N, dtype)
-    plan = plan_sweeps(N, x.itemsize)
-    if provider == "one sweep":
-        plan = tile_of(N, x.itemsize, step_of(N, x))
 
-    def run():
-        forward(x, plan=plan)
+    def prepare():
+        x, _ = inputs(M, N, dtype)
+        plan = plan_sweeps(N, x.itemsize)
+        if provider == "one sweep":
+            plan = tile_of(N, x.itemsize, step_of(N, x))
+        return lambda: forward(x, plan=plan)
 
-    return speed(2 * x.nbytes, run)
+    return speed(2 * M * N * dtype.itemsize, prepare)
 
 
 # %%
@@ -597,20 +608,20 @@ WIDTHS = [128, 256, 1024, 2048, 4096, 4097, *range(8192, 65537, 8192)]
     )
 )
 def bench_forward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU or refuses(provider, N):
         return 3 * [float("nan")]
     if provider == "copy":
         return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
-    x, _ = inputs(M, N, dtype)
 
     def measure(function):
-        def run():
-            function(x)
+        def prepare():
+            x, _ = inputs(M, N, dtype)
+            return lambda: function(x)
 
-        return speed(2 * x.nbytes, run)
+        return speed(2 * M * N * dtype.itemsize, prepare)
 
     if provider == "triton":
         return measure(forward)
@@ -828,22 +839,21 @@ for N in (100, 8191, 100_003) if ON_GPU else (100, 257, 33001):
     )
 )
 def bench_backward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU or refuses(provider, N):
         return 3 * [float("nan")]
     if provider == "copy":
         return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
-    x, dy = inputs(M, N, dtype)
 
     def measure(function):
-        y = function(x)
+        def prepare():
+            x, dy = inputs(M, N, dtype)
+            y = function(x)
+            return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
 
-        def run():
-            torch.autograd.grad(y, x, dy, retain_graph=True)
-
-        return speed(3 * x.nbytes, run)
+        return speed(3 * M * N * dtype.itemsize, prepare)
 
     if provider == "triton":
         return measure(softmax)

@@ -467,8 +467,8 @@ def test_no_stages_are_tried_that_an_older_gpu_has_no_room_for(
     monkeypatch.setattr(page, "ON_GPU", True)
     launched = []
 
-    def timed(function):
-        function()
+    def timed(prepare):
+        prepare()()
         return 2, 1, 4
 
     def launch(dy, x, w, mean, rstd, plan, dtype):
@@ -478,7 +478,7 @@ def test_no_stages_are_tried_that_an_older_gpu_has_no_room_for(
     monkeypatch.setattr(page, "backward", launch)
     small = page.given
     monkeypatch.setattr(page, "given", lambda M, *of: small(2, *of))
-    bytes_moved = 3 * 2 * 2 * 8192
+    bytes_moved = 3 * 4096 * 2 * 8192
     speed = bytes_moved / 2 * 1e-3
     monkeypatch.setattr(page, "ceiling", lambda **of: (2 * speed, 0, 0))
     measure = page.bench_stages.fn
@@ -567,8 +567,8 @@ def test_every_line_of_the_figures_measures_what_it_says():
     """A call of each provider, at one size: it moves what is counted."""
     calls = []
 
-    def speed(bytes_moved, call):
-        call()
+    def speed(bytes_moved, prepare):
+        prepare()()
         calls.append(bytes_moved)
         return 2.0, 1.0, 3.0
 

@@ -695,8 +695,8 @@ def test_every_line_of_the_figures_measures_what_it_says():
     """A call of each provider, at one size: it moves what is counted."""
     calls = []
 
-    def speed(bytes_moved, call):
-        call()
+    def speed(bytes_moved, prepare):
+        prepare()()
         calls.append(bytes_moved)
         return 2.0, 1.0, 3.0
 
