@@ -664,14 +664,14 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200, our kernel reaches 90% of a copy at 4096 columns, and between
+# On the H200, our kernel reaches 89% of a copy at 4096 columns, and between
 # 76% and 94% over all widths.
 # PyTorch reaches 58% of a copy at 4096 columns. Ours is 1.5 to 1.8 times as
 # fast as PyTorch at every width.
 # With torch.compile, the speed changes from width to width: on the H200 it is
-# between 39% and 93% of a copy.
-# On the H100, our kernel reaches between 80% and 98% of a copy over all
-# widths, and PyTorch reaches between 56% and 70%.
+# between 39% and 90% of a copy.
+# On the H100, our kernel reaches between 81% and 98% of a copy over all
+# widths, and PyTorch reaches between 56% and 71%.
 #
 # **Why.**
 # In our kernel each byte moves once, just as in a copy.
@@ -858,16 +858,16 @@ report(bench_sweeps)
 # %%
 # **What the figure shows.**
 # No, they are hardly slower.
-# On the H200, three sweeps reach between 86% and 94% of a copy from 4608
-# columns on, and a row in registers reaches between 88% and 93%.
-# Up to 4096 columns, where the row is a single tile, they reach between 71%
-# and 87%, and a row in registers reaches between 75% and 87%. There the
+# On the H200, three sweeps reach between 86% and 93% of a copy from 4608
+# columns on, and a row in registers reaches between 89% and 94%.
+# Up to 4096 columns, where the row is a single tile, they reach between 73%
+# and 87%, and a row in registers reaches between 77% and 88%. There the
 # compiler merges the first two sweeps, because they load the same tile.
 #
 # **How precise is this?**
 # The kernel in registers was measured for both figures, so we can compare it
-# with itself. On the H200, its shares of the copy differ by up to 7 points
-# between the two, at 4096 columns, and by up to 2 points from 4608 columns on.
+# with itself. On the H200, its shares of the copy differ by up to 2 points
+# between the two, at 4096 columns.
 # A difference between two kernels has to be larger than that to mean anything.
 #
 # **Why.**
@@ -934,7 +934,7 @@ dram_reads.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, three sweeps read 1.01 times the bytes of ``x`` from DRAM at
-# 65536 columns, and 3.01 times at 131072 columns.
+# 65536 columns, and 3.00 times at 131072 columns.
 # The kernel in registers appears only at 8192 and 16384 columns, because this
 # page does not use it for wider rows.
 #
@@ -1639,10 +1639,10 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200, our backward pass reaches 71% of the copy at 4096 columns, and
-# between 52% and 71% over all widths.
-# PyTorch reaches 39% of the copy at 4096 columns. Ours is 1.5 to 2.1 times as
-# fast as PyTorch at every width, and 1.3 to 2.1 times as fast as
+# On the H200, our backward pass reaches 72% of the copy at 4096 columns, and
+# between 52% and 72% over all widths.
+# PyTorch reaches 39% of the copy at 4096 columns. Ours is 1.6 to 2.1 times as
+# fast as PyTorch at every width, and 1.3 to 2.3 times as fast as
 # torch.compile.
 # On the H100, our backward pass reaches between 60% and 85% of the copy over
 # all widths.
@@ -1660,12 +1660,12 @@ report(bench_backward)
 # next one. So what counts is how much the programs of an SM request at a time,
 # the last column of our table. Compare it with the figure of the H200:
 #
-# - With 24 KB, at 1024 and 1536 columns, we reach 52% and 56% of the copy.
+# - With 24 KB, at 1024 and 1536 columns, we reach 52% and 57% of the copy.
 # - With 32 to 36 KB, at 2048, 3072, 4608, 8192 and 8704 columns, we reach
-#   between 59% and 65%.
-# - With 48 KB, at 4096, 6144 and 12288 columns, we reach 71%.
+#   between 59% and 66%.
+# - With 48 KB, at 4096, 6144 and 12288 columns, we reach 71% to 72%.
 #
-# The H100 shows the same three groups: 60% and 63%, then between 71% and 76%,
+# The H100 shows the same three groups: 60% and 64%, then between 71% and 76%,
 # then between 78% and 85%.
 # On the H200 it makes little difference whether the bytes are requested by one
 # program, as at 12288 columns, or by three, as at 4096.
@@ -1788,20 +1788,20 @@ assert exercise_1(rms_norm_dx_1)
 # - **A row in registers** moves two matrices. On the H200 it reaches 76% to
 #   94% of a copy, because each byte moves once.
 # - **Three sweeps** ask for four matrices, and two of them come from DRAM or
-#   go there. On the H200 they reach 86% to 94% of a copy from 4608 columns on,
+#   go there. On the H200 they reach 86% to 93% of a copy from 4608 columns on,
 #   because L2 still has the row.
 # - **PyTorch** reads each row twice, so it asks for three matrices. On the
 #   H200 it reaches 44% to 58% of a copy.
-# - **torch.compile** reaches 39% to 93% of a copy on the H200. We have not
+# - **torch.compile** reaches 39% to 90% of a copy on the H200. We have not
 #   looked at its kernels.
 #
 # Backward:
 #
 # - **A buffer for each program** moves three matrices and the buffers. On the
-#   H200 it reaches 52% to 71% of the copy, because programs wait for rows.
+#   H200 it reaches 52% to 72% of the copy, because programs wait for rows.
 # - **PyTorch** asks for five matrices or more, because it reads ``x`` and
 #   ``dy`` again. On the H200 it reaches 30% to 39% of the copy.
-# - **torch.compile** reaches 30% to 52% of the copy on the H200. We have not
+# - **torch.compile** reaches 28% to 52% of the copy on the H200. We have not
 #   looked at its kernels.
 #
 # And for kernels in general:

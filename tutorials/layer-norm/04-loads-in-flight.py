@@ -181,8 +181,8 @@ if knee:  # it was measured
 # more bytes in flight, more bytes a second.
 # From the *knee* on, which the last line above names, more brings little, and
 # the most that we tried costs speed.
-# On the H200, 16 KB in flight give 3090 GB/s, 32 KB give 3108 GB/s, and 64 KB
-# only 2265 GB/s. On the H100, they give 2468 GB/s, 2482 GB/s and 2012 GB/s. We
+# On the H200, 16 KB in flight give 3091 GB/s, 32 KB give 3105 GB/s, and 64 KB
+# only 2262 GB/s. On the H100, they give 2473 GB/s, 2485 GB/s and 2013 GB/s. We
 # have not found out why so many bytes of one program are worse.
 # Each multiprocessor needs at least the knee in flight, all the time.
 #
@@ -400,10 +400,10 @@ by_programs = by_programs.set_index("programs")
 # %%
 # ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB, so
 # narrow rows need more programs.
-# On the H200 the best number of programs is 8 at 1024 columns, where 6 are as
-# good within a point, 3 at 4096 and 1 at 8192.
-# On the H100 it is 6 at 1024 columns, where 8 are as good within a point, 3 at
-# 4096 and 1 at 8192.
+# On the H200 the best number of programs is 8 at 1024 columns, where 8 reach
+# 55% of the copy and 6 reach 53%, and 3 at 4096 columns and 1 at 8192.
+# On the H100 the best numbers are the same; at 1024 columns 8 reach 61% there
+# and 6 reach 60%.
 # And while one program works, another has loads in flight.
 #
 # But a multiprocessor has 65536 registers for the programs that it runs.
@@ -543,11 +543,11 @@ by_stages = by_stages.set_index("stages")
 # With two stages there is room for one row, which is asked for when the one
 # before is done. From three on there is always a row in flight.
 # On the H200, at 4096 columns, one stage reaches 44% of the copy, two reach
-# 41%, three 67% and five 80%; at 8192 columns one reaches 58%, two 53%, three
-# 81% and five 81%.
+# 41%, three 67% and five 80%; at 8192 columns one reaches 59%, two 54%, three
+# 82% and five 80%.
 # On the H100, at 4096 columns, one stage reaches 55% of the copy, two reach
-# 52%, three 77% and five 85%; at 8192 columns one reaches 75%, two 71%, three
-# 88% and five 85%.
+# 52%, three 76% and five 84%; at 8192 columns one reaches 75%, two 71%, three
+# 87% and five 85%.
 # So two stages are slower than one, on both cards and at all three widths.
 # Five are faster than three at 1024 and 4096 columns, but not at 8192: our
 # plan has five there, and on the H100 three would be better.
@@ -644,9 +644,9 @@ for column, N in enumerate(WIDTHS):
 
 # %%
 # Why is twice the knee not enough, and even eight times the knee not?
-# The knee is that of the kernel above, which on the H200 reads 3108 GB/s; the
-# copy moves 4123 GB/s at 8192 columns, and must have more in flight. On the
-# H100 the kernel reads 2482 GB/s, and the copy moves 2944 GB/s.
+# The knee is that of the kernel above, which on the H200 reads 3105 GB/s; the
+# copy moves 4100 GB/s at 8192 columns, and must have more in flight. On the
+# H100 the kernel reads 2485 GB/s, and the copy moves 2946 GB/s.
 # A program at work has one row less ahead than the list counts.
 # And loads are not all: in the last round some programs have no row, and then
 # a second launch reads the sums, more of them where programs are many.
@@ -872,14 +872,14 @@ def bench_backward(M, N, dtype, mode, provider):
 report(bench_backward)
 
 # %%
-# On the H200 stages reach 63% to 80% of the copy up to 8192 columns, and more
+# On the H200 stages reach 64% to 81% of the copy up to 8192 columns, and more
 # programs 54% to 73%; above, the three plans are the same and reach 53% to
-# 65%. torch.compile, the best of three compilations, reaches 30% to 49% at all
-# widths, PyTorch 31% to 38%.
-# At 4608 columns stages gain least: 67%, and more programs reach 65%.
-# On the H100, whose memory is slower, stages reach 69% to 85% of its copy up
-# to 8192 columns, and more programs 60% to 83%; above, the three plans reach
-# 65% to 79%. torch.compile reaches 34% to 54%, PyTorch 35% to 41%.
+# 65%. torch.compile, the best of three compilations, reaches 28% to 49% at all
+# widths, PyTorch 30% to 39%.
+# At 4608 columns stages gain least: 66%, and more programs reach 65%.
+# On the H100, whose memory is slower, stages reach 70% to 85% of its copy up
+# to 8192 columns, and more programs 61% to 82%; above, the three plans reach
+# 65% to 78%. torch.compile reaches 34% to 53%, PyTorch 35% to 40%.
 # Libraries are measured in `Every width <11-every-width.html>`_.
 #
 # Just above a power of two nearly half of the lanes have nothing to do, which
