@@ -37,6 +37,7 @@ extensions = [
     "page.downloads",
     "page.editions",
     "page.passports",
+    "page.paths",
     "page.formulas",
     "page.head",
     "page.loaded_files",
