@@ -67,40 +67,40 @@ def test_the_file_is_as_it_is_written(monkeypatch, tmp_path):
 # What a page says ------------------------------------------------------------
 
 
-def said(now=CODE, **changes):
-    return checked.checked(ENTRY | changes, now)
+def row(now=CODE, **changes):
+    return checked.checked("3.9.0", ENTRY | changes, now)
 
 
 def test_what_passed_is_told_with_its_day():
-    assert said() == (
-        "run in the interpreter and compiled for sm_90, 2026-11-25",
-        [],
-    )
+    said = "run in the interpreter and compiled for sm_90, 2026-11-25"
+    assert row() == ("3.9.0", said, (), False)
 
 
 @pytest.mark.parametrize("what", ["interpreter", "compiled"])
 def test_what_broke_is_told_with_its_sentence(what):
-    text, sentences = said(**{what: "ValueError: no"})
-    assert text == "this page breaks with it, 2026-11-25"
-    assert sentences == ["ValueError: no"]
+    found = row(**{what: "ValueError: no"})
+    assert found.said == "this page breaks with it, 2026-11-25"
+    assert found.sentences == ("ValueError: no",)
+    assert found.broke
 
 
 def test_what_is_beyond_a_limit_is_told():
-    text, sentences = said(beyond=["_kernel: spills: limit 0, now 8"])
-    assert "limits" in text
-    assert sentences == ["_kernel: spills: limit 0, now 8"]
+    found = row(beyond=["_kernel: spills: limit 0, now 8"])
+    assert "but not within the limits" in found.said
+    assert found.sentences == ("_kernel: spills: limit 0, now 8",)
+    assert not found.broke
 
 
 @pytest.mark.parametrize("changes", [{}, {"compiled": "ValueError: no"}])
 def test_nothing_is_told_of_code_that_has_changed(changes):
-    text, sentences = said(now="f" * 16, **changes)
-    assert text == "an earlier version of this page was checked, 2026-11-25"
-    assert sentences == []
+    found = row(now="f" * 16, **changes)
+    said = "an earlier version of this page was checked, 2026-11-25"
+    assert found == ("3.9.0", said, (), False)
 
 
 @pytest.fixture
 def versions(monkeypatch, tmp_path):
-    """A file of two versions, in which one page is of today."""
+    """A file of two versions, one of which was tried with today's code."""
     name = NAMES[0]
     monkeypatch.setattr(checked, "FILE", tmp_path / "versions.json")
     now = ENTRY | {"code": recording.code_of(name)}
@@ -109,17 +109,17 @@ def versions(monkeypatch, tmp_path):
 
 
 def test_versions_come_in_their_order(versions):
-    rows = list(checked.rows(versions, "nvidia-h200"))
-    assert [row[0] for row in rows][-2:] == ["3.9.0", "3.10.0"]
-    assert "an earlier version" in rows[-2][1]
-    assert "run in the interpreter" in rows[-1][1]
+    *_, earlier, last = checked.rows(versions, "nvidia-h200")
+    assert (earlier.triton, last.triton) == ("3.9.0", "3.10.0")
+    assert "an earlier version" in earlier.said
+    assert "run in the interpreter" in last.said
 
 
 def test_the_gpus_of_the_recordings_are_named(versions):
     first, *_ = checked.rows(versions, "nvidia-h200")
     data = recording.load("nvidia-h200", versions)["environment"]
-    assert first[0] == data["triton"]
-    assert f"NVIDIA H200 ({data['date']})" in first[1]
+    assert first.triton == data["triton"]
+    assert f"NVIDIA H200 ({data['date']})" in first.said
 
 
 def test_a_recording_that_is_stale_is_not_named(versions, monkeypatch):

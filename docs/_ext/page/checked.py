@@ -10,6 +10,7 @@ page changed says nothing of the page any more, and the page tells that.
 import json
 from contextlib import suppress
 from importlib.metadata import version
+from typing import NamedTuple
 
 from sphinx.locale import _
 
@@ -76,21 +77,29 @@ def depend(app, docname, source):
         app.env.note_dependency(str(FILE))
 
 
+class Row(NamedTuple):
+    """A version of triton, and what was done with it."""
+
+    triton: str
+    said: str
+    sentences: tuple = ()  # what the compiler or the interpreter said
+    broke: bool = False
+
+
 def rows(name, first):
-    """What was checked: pairs of a version and what was done with it, and
-    sentences with which it broke."""
+    """What a page was checked with: by a GPU, by this build, and by others."""
     for triton, where in measured(name, first).items():
         said = _("compiled and measured on %(gpus)s") % {
             "gpus": words.said(words.listed(where, words.AND), _)
         }
-        yield triton, said, []
+        yield Row(triton, said)
     if not gpus.there():
         said = _("run in the interpreter and compiled for sm_90 by this build")
-        yield version("triton"), said, []
+        yield Row(version("triton"), said)
     now = recording.code_of(name)
     for triton, pages in read().items():
         if name in pages:
-            yield triton, *checked(pages[name], now)
+            yield checked(triton, pages[name], now)
 
 
 def measured(name, first):
@@ -104,24 +113,25 @@ def measured(name, first):
     return found
 
 
-def checked(entry, now):
-    """What came of a check, and the sentences with which it broke."""
+def checked(triton, entry, now):
+    """What came of a check of a page, whose code has a hash now."""
     date = {"date": entry["date"]}
     if entry["code"] != now:
         said = _("an earlier version of this page was checked, %(date)s")
-        return said % date, []
+        return Row(triton, said % date)
     if broke(entry):
         said = _("this page breaks with it, %(date)s")
         results = (entry["interpreter"], entry["compiled"])
-        return said % date, [each for each in results if each != PASSED]
+        sentences = tuple(each for each in results if each != PASSED)
+        return Row(triton, said % date, sentences, broke=True)
     if entry["beyond"]:
         said = _(
             "run in the interpreter and compiled for sm_90, %(date)s, but not "
             "within the limits that our tests set"
         )
-        return said % date, entry["beyond"]
+        return Row(triton, said % date, tuple(entry["beyond"]))
     said = _("run in the interpreter and compiled for sm_90, %(date)s")
-    return said % date, []
+    return Row(triton, said % date)
 
 
 def at_the_end(app, pagename, templatename, context, doctree):
@@ -130,7 +140,7 @@ def at_the_end(app, pagename, templatename, context, doctree):
     script = tutorial.script_of(name)
     if doctree is None or name == pagename or not script.exists():
         return
-    found = {"checked": list(rows(name, app.config.measured_gpu))}
+    found = {"rows": list(rows(name, app.config.measured_gpu))}
     context["body"] += app.builder.templates.render("checked.html", found)
 
 
