@@ -122,6 +122,16 @@ def test_the_gpus_of_the_recordings_are_named(versions):
     assert f"NVIDIA H200 ({data['date']})" in first.said
 
 
+@pytest.mark.parametrize("sentence", ["passed", "ValueError: no"])
+def test_a_version_that_ran_on_a_gpu_is_told_once(versions, sentence):
+    data = recording.load("nvidia-h200", versions)
+    triton = data["environment"]["triton"]
+    entry = ENTRY | {"code": data["code"], "interpreter": sentence}
+    checked.write({triton: {versions: entry}})
+    found = [row.triton for row in checked.rows(versions, "nvidia-h200")]
+    assert found.count(triton) == (1 if sentence == "passed" else 2)
+
+
 def test_a_recording_that_is_stale_is_not_named(versions, monkeypatch):
     monkeypatch.setattr(recording, "code_of", lambda name: CODE)
     assert checked.measured(versions, "nvidia-h200") == {}

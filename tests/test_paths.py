@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from browser import built
 from project import ROOT
 
 import tutorial
@@ -158,3 +159,50 @@ def test_a_place_is_found(monkeypatch):
     assert paths.place(DRAFT) is None
     assert paths.neighbor(path, 2) is None
     assert paths.neighbor(path, -1) is None
+
+
+# The built pages -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site():
+    if not built.PAGES:
+        pytest.fail(built.NO_SITE, pytrace=False)
+
+
+@EVERY
+def test_a_page_shows_its_place_its_time_and_what_it_was_checked_with(
+    site, name
+):
+    page = built.soup(f"tutorials/{name}.html")
+    path, number = paths.place(name)
+    strip = page.select_one("h1 ~ .bp-place")
+    words = " ".join(strip.get_text(" ").split())
+    assert f"{path.title} , {number} of {len(path.pages)}" in words
+    assert f"{paths.minutes(name)} min to read" in words
+    assert strip.a["href"].endswith(f"index.html#{path.anchor}")
+    for kind, other in (("prev", number - 2), ("next", number)):
+        link = strip.select_one(f"[rel={kind}]")
+        if neighbor := paths.neighbor(path, other):
+            assert neighbor[1] in link.get_text()
+            assert link["href"].endswith(f"{neighbor[0].split('/')[-1]}.html")
+        else:
+            assert link is None
+    assert "Triton" in page.select_one(".bp-checked dt").get_text()
+
+
+def test_the_front_page_lists_every_page_with_its_time(site):
+    page = built.soup("index.html")
+    shown = [
+        (link["href"], link.find_parent("li").get_text().split("\xa0")[0])
+        for link in page.select(".bp-way li a")
+    ]
+    assert sorted(shown) == sorted(
+        (f"tutorials/{name}.html", f"{paths.title_of(name)} {minutes}")
+        for name in NAMES
+        for minutes in [paths.minutes(name)]
+    )
+    sections = page.select("section.bp-way")
+    assert [section["id"] for section in sections] == [
+        path.anchor for path in paths.paths()
+    ]

@@ -88,7 +88,8 @@ class Row(NamedTuple):
 
 def rows(name, first):
     """What a page was checked with: by a GPU, by this build, and by others."""
-    for triton, where in measured(name, first).items():
+    by_gpu = measured(name, first)
+    for triton, where in by_gpu.items():
         said = _("compiled and measured on %(gpus)s") % {
             "gpus": words.said(words.listed(where, words.AND), _)
         }
@@ -99,7 +100,10 @@ def rows(name, first):
     now = recording.code_of(name)
     for triton, pages in read().items():
         if name in pages:
-            yield checked(triton, pages[name], now)
+            row = checked(triton, pages[name], now)
+            # Of a version that ran on a GPU only what went wrong is new.
+            if triton not in by_gpu or row.sentences:
+                yield row
 
 
 def measured(name, first):

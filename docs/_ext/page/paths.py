@@ -121,15 +121,15 @@ class PathDirective(SphinxDirective):
         self.set_source_info(title)  # for gettext
         section += title
         section += self.parse_content_to_nodes()
-        pages = nodes.enumerated_list()
-        pages += [self.entry(name) for name in path.pages]
-        section += pages
-        # Translators: below the pages of a path; h are hours.
+        # Translators: above the pages of a path; h are hours.
         said = _("%(count)s pages, about %(hours)s h") % {
             "count": len(path.pages),
             "hours": in_hours(path.pages),
         }
         section += nodes.paragraph("", said, classes=["bp-way-time"])
+        pages = nodes.enumerated_list()
+        pages += [self.entry(name) for name in path.pages]
+        section += pages
         return [section]
 
     def entry(self, name):
@@ -170,8 +170,9 @@ def is_tutorial(docname):
     return name != docname and tutorial.script_of(name).exists()
 
 
-def under_title(app, pagename, templatename, context, doctree):
-    """Put the place of a tutorial on its path under its title."""
+def show(app, pagename, templatename, context, doctree):
+    """Put the place of a tutorial on its path under its title, and what
+    comes next there to its end."""
     if doctree is None or not is_tutorial(pagename):
         return
     name = pagename.removeprefix("tutorials/")
@@ -188,9 +189,13 @@ def under_title(app, pagename, templatename, context, doctree):
             "before": neighbor(path, number - 2),
             "after": neighbor(path, number),
         }
-    strip = app.builder.templates.render("place.html", context | found)
+    render, values = app.builder.templates.render, context | found
+    strip = render("place.html", values)
     title = "</h1>\n"
-    context["body"] = context["body"].replace(title, title + strip, 1)
+    body = context["body"].replace(title, title + strip, 1)
+    if found.get("after"):
+        body += render("place.html", values | {"at_end": True})
+    context["body"] = body
 
 
 def neighbor(path, at):
@@ -205,5 +210,5 @@ def setup(app):
     app.add_directive("path", PathDirective)
     app.connect("source-read", depend)
     # Before the downloads come, which stand above.
-    app.connect("html-page-context", under_title, priority=590)
+    app.connect("html-page-context", show, priority=590)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
