@@ -33,6 +33,7 @@ extensions = [
     "gallery",
     "incremental",
     "page.cards",
+    "page.checked",
     "page.code",
     "page.downloads",
     "page.editions",
