@@ -108,6 +108,16 @@ def versions(monkeypatch, tmp_path):
     return name
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_page_was_measured_and_checked(name):
+    """On a GPU, and with every version that was tried."""
+    by_gpu = checked.measured(name, "nvidia-h200")
+    gpus = [each for its in by_gpu.values() for each in its]
+    assert any(each.startswith("NVIDIA H200 (2") for each in gpus)
+    told = {row.triton for row in checked.rows(name, "nvidia-h200")}
+    assert told == {*by_gpu, version("triton"), *KNOWN}
+
+
 def test_versions_come_in_their_order(versions):
     *_, earlier, last = checked.rows(versions, "nvidia-h200")
     assert (earlier.triton, last.triton) == ("3.9.0", "3.10.0")
@@ -117,9 +127,13 @@ def test_versions_come_in_their_order(versions):
 
 def test_the_gpus_of_the_recordings_are_named(versions):
     first, *_ = checked.rows(versions, "nvidia-h200")
-    data = recording.load("nvidia-h200", versions)["environment"]
-    assert first.triton == data["triton"]
-    assert f"NVIDIA H200 ({data['date']})" in first.said
+    data = recording.load("nvidia-h200", versions)
+    days = {
+        recording.environment_of(data, benchmark)["date"]
+        for benchmark in data["benchmarks"].values()
+    }
+    assert first.triton == data["environment"]["triton"]
+    assert f"NVIDIA H200 ({max(days)})" in first.said
 
 
 @pytest.mark.parametrize("sentence", ["passed", "ValueError: no"])

@@ -107,14 +107,20 @@ def rows(name, first):
 
 
 def measured(name, first):
-    """{version of triton: the GPUs on which the page was measured with it}."""
-    found = {}
+    """{version of triton: the GPUs on which the page was measured with it,
+    each with the last day}."""
+    days = {}
     for gpu in recording.gpus(name, first):
         with suppress(recording.RecordingError):
-            environment = recording.load(gpu, name)["environment"]
-            where = f"{environment['gpu']} ({environment['date']})"
-            found.setdefault(environment["triton"], []).append(where)
-    return found
+            data = recording.load(gpu, name)
+            for benchmark in data["benchmarks"].values():
+                env = recording.environment_of(data, benchmark)
+                its = days.setdefault(env["triton"], {})
+                its[env["gpu"]] = max(env["date"], its.get(env["gpu"], ""))
+    return {
+        triton: [f"{gpu} ({day})" for gpu, day in its.items()]
+        for triton, its in days.items()
+    }
 
 
 def checked(triton, entry, now):
