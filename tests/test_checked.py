@@ -151,6 +151,14 @@ def test_a_recording_that_is_stale_is_not_named(versions, monkeypatch):
     assert checked.measured(versions, "nvidia-h200") == {}
 
 
+@pytest.mark.parametrize(
+    ("version", "sorts_as"),
+    [("3.9.0", [3, 9, 0]), ("3.10.0+git1a2b", [3, 10, 0])],
+)
+def test_versions_are_numbers(version, sorts_as):
+    assert checked.numbers(version) == sorts_as
+
+
 # The command -----------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ page changed says nothing of the page any more, and the page tells that.
 """
 
 import json
+import re
 from contextlib import suppress
 from importlib.metadata import version
 from typing import NamedTuple
@@ -54,8 +55,8 @@ def write(found):
 
 
 def numbers(triton):
-    """A version by which versions are sorted."""
-    return [int(part) for part in triton.split(".")]
+    """A version by which versions are sorted; "3.7.1+git" is as 3.7.1."""
+    return [int(part) for part in re.findall(r"\d+", triton.partition("+")[0])]
 
 
 def broke(entry):
@@ -150,7 +151,8 @@ def at_the_end(app, pagename, templatename, context, doctree):
     script = tutorial.script_of(name)
     if doctree is None or name == pagename or not script.exists():
         return
-    found = {"rows": list(rows(name, app.config.measured_gpu))}
+    found = rows(name, app.config.measured_gpu)
+    found = {"rows": sorted(found, key=lambda row: numbers(row.triton))}
     context["body"] += app.builder.templates.render("checked.html", found)
 
 
