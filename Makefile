@@ -76,8 +76,9 @@ with-site:
 test-gpu: run-tools  ## the checks that need a GPU
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope tests/test_conformance.py tests/pages
 
-test-triton-versions: test-tools  ## compile and run the kernels with other versions of triton
-	@$(PY) tests/triton_versions.py $(TRITON)
+test-triton-versions: test-tools  ## try the tutorials with other versions of triton, and write what comes of it
+	@PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(PY) tests/triton_versions.py $(TRITON) --tutorials $(TUTORIALS)
 
 record: run-tools  ## measure on a GPU what is stale: TUTORIALS="layer-norm/01" picks, ALL=1 measures all
 	@PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \

@@ -8,6 +8,7 @@ from pathlib import Path
 import builds
 
 from measurements import code_hash, recording
+from page import paths
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -125,7 +126,8 @@ class Project:
             r":(?:doc|download|ref):`([^`<]*?)\s+<tutorials/\S+/[^`]*`"
         )
         for page in (self.root / "docs").glob("*.rst"):
-            page.write_text(link.sub(r"\1", page.read_text()))
+            text = paths.PATH.sub("", page.read_text())
+            page.write_text(link.sub(r"\1", text))
         shutil.copy(ROOT / "conf.py", self.root)
         (self.root / "tutorials").mkdir()
         index = (ROOT / "tutorials/index.rst").read_text()

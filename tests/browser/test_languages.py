@@ -24,7 +24,7 @@ WHOLE = "translating.html"
 PAGES = ("index.html", "tutorials/index.html", f"tutorials/{NAME}.html")
 # What is translated: of a page, and of a tutorial.
 WORDS = {
-    "index": {"Where to start": "从哪里开始"},
+    "index": {"Paths": "学习路线"},
     f"tutorials/{NAME}": {
         "Double sums/01": "翻倍",
         "What it says.": "它说了什么。",

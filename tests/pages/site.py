@@ -71,7 +71,4 @@ EVERYWHERE = {
         "20% and 80% quantiles",
         "median, 20 %, 80 %",
     )
-} | {
-    f"**Reading time:** about {minutes} minutes": "how long a page is"
-    for minutes in range(5, 65, 5)
 }

@@ -9,7 +9,9 @@ sum back.
 A *pre-norm* transformer adds what each block computes to a *residual stream*,
 :math:`s = x + residual`, and the next block reads it through a layer norm,
 :math:`y = \mathrm{norm}(s) \cdot w + b`. Both results are needed.
-Read `Chunks instead of padding <../layer-norm/05-chunks.html>`_ first.
+
+**What you need:** `Chunks instead of padding
+<../layer-norm/05-chunks.html>`_.
 """
 
 # %%

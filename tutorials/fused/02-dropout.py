@@ -7,8 +7,10 @@ down?
 It draws the same random bits again, from a generator that has no state.
 
 A transformer may drop a share :math:`p` of what it adds to the stream:
-:math:`s = \mathrm{dropout}(x) + residual`. The kernels are those of `Add, then
-normalize <01-add-layer-norm.html>`_.
+:math:`s = \mathrm{dropout}(x) + residual`.
+
+**What you need:** `Add, then normalize <01-add-layer-norm.html>`_, whose
+kernels these are.
 """
 
 # %%

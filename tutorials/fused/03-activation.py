@@ -7,6 +7,9 @@ A function that returns its value and its slope is handed to the kernel as a
 constant, and the compiler puts its instructions in place of the call.
 
 Here it is SiLU, :math:`x` times its sigmoid, or GELU, or one of your own.
+
+**What you need:** `Chunks instead of padding
+<../layer-norm/05-chunks.html>`_.
 """
 
 # %%

@@ -26,8 +26,6 @@ We check every step along the way, and we measure every step.
 
 **What you need:** Python and PyTorch, including what ``backward()`` does.
 You don't need a GPU, and you don't need to have written a kernel before.
-
-**Reading time:** about 40 minutes, without what is folded.
 """
 
 # %%

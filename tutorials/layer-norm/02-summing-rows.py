@@ -7,7 +7,7 @@ program has all rows: who adds them up?
 Each program adds up its own rows in a buffer, and a small kernel adds up the
 buffers: the matrices are read once, and all runs give the same bits.
 
-Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_.
 """
 
 # %%

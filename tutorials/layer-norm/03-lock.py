@@ -6,7 +6,7 @@ How can many programs add to one row of sums without losing an addition?
 With a lock that one atomic exchange takes and another one frees, and a
 barrier in between, where all threads of a program meet.
 
-Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_.
 """
 
 # %%

@@ -6,7 +6,7 @@ Why is a backward pass slow that takes one row at a time?
 Memory answers late, so much must be asked for before the first answer comes:
 with more programs, or by asking ahead.
 
-Read `Layer normalization, both passes <01-layer-norm.html>`_ first.
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_.
 """
 
 # %%

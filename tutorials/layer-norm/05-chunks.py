@@ -6,7 +6,8 @@ How does a row of 4608 columns fit into registers without a tile of 8192?
 Cut it into chunks, of which only the last can have idle lanes, and let narrow
 rows share a program.
 
-The formulas are those of `page 01 <01-layer-norm.html>`_.
+**What you need:** the formulas of `Layer normalization, both passes
+<01-layer-norm.html>`_.
 """
 
 # %%

@@ -6,8 +6,9 @@ Why does layer norm become slow when a row gets one column more?
 A thread loads 16 bytes at once only from a multiple of 16 bytes: so the lanes
 begin at such a place, up to 7 columns before the row.
 
-The formulas are those of `page 01 <01-layer-norm.html>`_, the backward kernel
-that of `Chunks instead of padding <05-chunks.html>`_.
+**What you need:** the formulas of `Layer normalization, both passes
+<01-layer-norm.html>`_, and the backward kernel of `Chunks instead of padding
+<05-chunks.html>`_.
 """
 
 # %%

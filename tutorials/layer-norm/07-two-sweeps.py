@@ -9,6 +9,8 @@ a method that stays right where the mean is large.
 A *sweep* is one read of a row; the streaming kernel of `the first page
 <01-layer-norm.html>`_ makes three, because the variance needs the mean.
 With two, both passes take every width, float64, and any device.
+
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_.
 """
 
 # %%

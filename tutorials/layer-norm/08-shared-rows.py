@@ -8,6 +8,9 @@ each other their sums while they work.
 
 `Two sweeps <07-two-sweeps.html>`_ fetch a row twice if no cache holds it.
 Programs that *wait for each other* fetch it once; the wait must cost no time.
+
+**What you need:** `Two sweeps, and a variance that stays right
+<07-two-sweeps.html>`_.
 """
 
 # %%

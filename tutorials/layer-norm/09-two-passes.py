@@ -10,6 +10,9 @@ tile; in return no program waits for another.
 Example 53 of AMD's `Composable Kernel
 <https://github.com/ROCm/composable_kernel>`_, a library in C++, is built like
 that. This page builds it in Triton; it has not been run on a GPU of AMD.
+
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_,
+and `Loads in flight <04-loads-in-flight.html>`_.
 """
 
 # %%

@@ -6,8 +6,9 @@ Why does a call of layer norm take longer than its kernels, and what helps?
 Python prepares every launch, and the GPU is often done first: remember what
 calls have in common, and launch compiled kernels directly.
 
-With the kernels of `Layer normalization, both passes <01-layer-norm.html>`_
-this page is about what happens before they start, on the *host*.
+**What you need:** the kernels of `Layer normalization, both passes
+<01-layer-norm.html>`_. This page is about what happens before they start, on
+the *host*.
 """
 
 # %%

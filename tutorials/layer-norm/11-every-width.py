@@ -7,6 +7,12 @@ One function picks it by a rule of a few lines, which is not the fastest at
 every width: a figure shows where it errs.
 
 Copy its cells, up to the check, into a model: one kind of GPU a process.
+
+**What you need:** nothing, to use the function. To follow its rule:
+`Chunks instead of padding <05-chunks.html>`_, `Rows that begin anywhere
+<06-unaligned-rows.html>`_, `Two sweeps, and a variance that stays right
+<07-two-sweeps.html>`_, and `Programs that share a row
+<08-shared-rows.html>`_.
 """
 
 # %%

@@ -12,7 +12,8 @@ stands before each block of Llama, Qwen, Mistral and Gemma:
 .. math:: y = \hat{x} \cdot w, \qquad \hat{x} = x \, r, \qquad
    r = \bigl( \frac{1}{N} \sum_j x_j^2 + \epsilon \bigr)^{-1/2}
 
-Read `Chunks instead of padding <../layer-norm/05-chunks.html>`_ first.
+**What you need:** `Chunks instead of padding
+<../layer-norm/05-chunks.html>`_.
 """
 
 # %%

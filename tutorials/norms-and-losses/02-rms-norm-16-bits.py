@@ -6,7 +6,8 @@ Where are the numbers rounded, and what does it cost?
 Once at the end is best and takes no time; models round in other places, and
 a residual stream in float32 moves more bytes.
 
-The kernels are those of `page 01 <01-rms-norm.html>`_, for 1 to 8192 columns.
+**What you need:** `RMS normalization and the residual stream
+<01-rms-norm.html>`_, whose kernels these are, for 1 to 8192 columns.
 """
 
 # %%

@@ -8,6 +8,9 @@ finds the row in a cache, and the backward pass needs only the result.
 
 .. math:: y_j = \frac{e^{x_j - m}}{s}, \qquad m = \max_j x_j, \qquad
    s = \sum_j e^{x_j - m}
+
+**What you need:** `Layer normalization, both passes
+<../layer-norm/01-layer-norm.html>`_.
 """
 
 # %%

@@ -8,6 +8,8 @@ logits, the backward pass makes the gradient.
 
 A row of *logits* has a number for each token that may come next, 128256 in
 Llama 3: few matrices of a training step are larger.
+
+**What you need:** `Softmax, both passes <03-softmax.html>`_.
 """
 
 # %%

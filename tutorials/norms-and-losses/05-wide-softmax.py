@@ -6,9 +6,9 @@ How do you take a softmax of rows that no cache holds, and read them once?
 Many programs hold a row together, and tell each other two numbers: the largest
 element that each has, and the sum of its exponentials.
 
-Read `Softmax, both passes <03-softmax.html>`_ first. How programs wait for
-each other is told in `Programs that share a row
-<../layer-norm/08-shared-rows.html>`_.
+**What you need:** `Softmax, both passes <03-softmax.html>`_, and `Programs
+that share a row <../layer-norm/08-shared-rows.html>`_, where programs wait for
+each other.
 """
 
 # %%

@@ -8,7 +8,9 @@ each column where its rows are: everything else stays where it is.
 
 Models are trained with the columns of a layer spread over GPUs (*tensor
 parallel*), with its rows (*data* or *sequence parallel*), or with both.
-`Layer normalization <../layer-norm/01-layer-norm.html>`_ has the formulas.
+
+**What you need:** the formulas of `Layer normalization, both passes
+<../layer-norm/01-layer-norm.html>`_.
 """
 
 # %%

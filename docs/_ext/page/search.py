@@ -23,6 +23,7 @@ from languages import CURRENT
 LEFT_OUT = [
     *(".bp-xray", ".bp-scaffold", ".bp-drawing", ".bp-numbers", ".passport"),
     *(".bp-cards", ".bp-speeds", ".bp-downloads", ".bp-stages"),
+    *(".bp-place", ".bp-way ol", ".bp-way-time"),
     *(".sphx-glr-script-out", ".sphx-glr-footer", ".sphx-glr-signature"),
     *(".headerlink", ".eqno", "math", "svg"),
 ]

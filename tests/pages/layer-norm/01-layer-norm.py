@@ -113,7 +113,6 @@ KERNELS = Kernels(
 
 
 FACTS = {
-    "about 40 minutes": "the words and the open lines of code, read slowly",
     "141 GB": "the data sheet of the H200",
     "60 MB": "what torch says of the L2 of the H200",
     "it has 80 GB of DRAM, which is also slower, and 50 MB of L2": (
