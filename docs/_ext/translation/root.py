@@ -33,6 +33,7 @@ def write(languages, site=SITE):
     )
     given = {
         "address": ADDRESS,
+        "is_known": is_known(ADDRESS),
         "prefix": urlsplit(ADDRESS).path,
         "languages": languages,
         "english": ENGLISH,
@@ -52,6 +53,11 @@ def write(languages, site=SITE):
     shutil.copytree(DOCS / "_extra", site, dirs_exist_ok=True)
     for name, text in made.items():
         (site / name).write_text(text, encoding="utf-8")
+
+
+def is_known(address):
+    """Whether this is an address of the site that others can reach."""
+    return urlsplit(address).hostname != "localhost"
 
 
 def pages(folder):
