@@ -37,18 +37,15 @@ def markdown(page, folder=built.SITE):
     return (folder / f"{page}.md").read_text("utf-8")
 
 
-def prose(text):
-    """Without blocks of code, code, formulas, and where links lead."""
+def remains(text):
+    """What Markdown does not know: roles, directives, HTML; outside of code
+    and formulas."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    roles = re.findall(r":[a-z]+:`", text)
     text = re.sub(r"\$\$.*?\$\$", "", text, flags=re.S)
     text = re.sub(r"(`+).*?\1|(?<!\\)\$[^$]+\$", "", text, flags=re.S)
-    return LINK.sub("]", text)
-
-
-def remains(text):
-    """What Markdown does not know: roles, directives, HTML."""
-    found = re.compile(r":[a-z]+:`|^\.\. |^ *:\w+:|</?[a-z!]|&[a-z]+;", re.M)
-    return found.findall(prose(text))
+    rest = re.compile(r"^\.\. |^ *:\w+:|</?[a-z!]|&[a-z]+;", re.M)
+    return roles + rest.findall(LINK.sub("]", text))
 
 
 def lost(text):

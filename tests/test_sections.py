@@ -65,7 +65,7 @@ def test_a_page_has_its_own_numbers_and_files(project, read, name):
     script = files["py"].read_bytes()
     assert script.endswith(project.script(name).read_bytes())
     notebook = json.loads(files["ipynb"].read_text())
-    title = "".join(notebook["cells"][1]["source"]).splitlines()
+    title = "".join(notebook["cells"][2]["source"]).splitlines()
     assert f"# Double {name.removesuffix('-double')}" in title
 
 

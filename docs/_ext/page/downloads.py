@@ -19,7 +19,7 @@ from sphinx.transforms import SphinxTransform
 
 import tutorial
 from languages import CURRENT, ENGLISH
-from page import compiled_for, notebooks
+from page import gpu_needs, notebooks
 from translation import catalogs, messages, root
 from words_later import N_
 
@@ -175,7 +175,7 @@ def under_title(app, pagename, templatename, context, doctree):
         if link["reftarget"].rpartition(".")[0].endswith(f"/{name}")
     }
     context["packages"] = " ".join(PACKAGES)
-    context["compiled_for"] = compiled_for.said(name)
+    context["gpu_needs"] = gpu_needs.said(app.srcdir, name)
     links = app.builder.templates.render("downloads.html", context)
     title = "</h1>\n"
     context["body"] = context["body"].replace(title, title + links, 1)

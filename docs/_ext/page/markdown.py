@@ -20,7 +20,7 @@ from sphinx_markdown_builder.translator import MarkdownTranslator
 import tutorial
 import words_later as words
 from languages import BUILT, CURRENT
-from page import compiled_for, dates
+from page import dates, gpu_needs
 from translation import catalogs, sentences
 
 ENDING = ".md"
@@ -138,7 +138,7 @@ def about(app, pagename):
         for date, gpus in dates.measured(app.srcdir, name).items():
             measured = _("Measured %(date)s on %(gpus)s.")
             yield measured % {"date": date, "gpus": words.in_a_row(gpus, _)}
-        if said := compiled_for.said(name):
+        if said := gpu_needs.said(app.srcdir, name):
             yield said
     tagline = sentences.ended(_(config.tagline))
     yield f"{config.project}: {tagline}"
