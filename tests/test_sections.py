@@ -167,6 +167,17 @@ def test_a_page_has_its_downloads_and_its_notebook_on_colab(read, name):
     )
 
 
+@EACH
+def test_the_notebook_for_colab_is_where_its_link_leads(project, read, name):
+    """In the folders that the workflow puts on the branch of notebooks."""
+    link = read(f"tutorials/{name}").select(".bp-downloads a")[-1]["href"]
+    there = link.partition("/blob/notebooks/")[2]
+    assert (project.root / "docs/_build/downloads" / there).is_file()
+    workflow = (ROOT / ".github/workflows/publish.yml").read_text()
+    assert 'cd "docs/_build/downloads/$language"' in workflow
+    assert "git init -q -b notebooks" in workflow
+
+
 def test_every_page_links_to_the_repository(read):
     for page in ("index", "tutorials/z-sums/01-double"):
         header = read(page).select_one(".bd-header")

@@ -40,6 +40,19 @@ class Translator(MarkdownTranslator):
     visit_comment = visit_raw = visit_target = visit_toctree = _skip
     visit_sd_tab_input = _skip
 
+    def _add_anchor(self, anchor):
+        """None: Markdown has no word for it."""
+
+    visit_admonition = MarkdownTranslator._pass
+
+    def visit_title(self, node):
+        if isinstance(node.parent, nodes.admonition):
+            self.visit_sd_tab_label(node)
+        super().visit_title(node)
+
+    def depart_title(self, node):
+        self._pop_context(node)
+
     def visit_sd_tab_label(self, node):
         self.add(f"**{node.astext()}**", prefix_eol=2, suffix_eol=2)
         raise nodes.SkipNode
