@@ -202,9 +202,7 @@ def test_a_reader_can_mend_a_page_or_report_it(project, read, page, source):
     assert mend == f"{home}/edit/main/{source}"
     assert (project.root / source).is_file()
     title = quote(read(page).h1.find(string=True))
-    assert report.startswith(
-        f"{home}/issues/new?title={title}%3A%20&body=http"
-    )
+    assert report == f"{home}/issues/new?title={title}%3A%20&body={page}"
 
 
 def test_the_archives_hold_all(project):
