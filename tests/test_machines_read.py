@@ -37,20 +37,26 @@ def markdown(page, folder=built.SITE):
     return (folder / f"{page}.md").read_text("utf-8")
 
 
+def without_blocks(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def prose(text):
+    """Without code and formulas."""
+    text = re.sub(r"\$\$.*?\$\$", "", without_blocks(text), flags=re.S)
+    return re.sub(r"(`+).*?\1|(?<!\\)\$[^$]+\$", "", text, flags=re.S)
+
+
 def remains(text):
-    """What Markdown does not know: roles, directives, HTML; outside of code
-    and formulas."""
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    roles = re.findall(r":[a-z]+:`", text)
-    text = re.sub(r"\$\$.*?\$\$", "", text, flags=re.S)
-    text = re.sub(r"(`+).*?\1|(?<!\\)\$[^$]+\$", "", text, flags=re.S)
+    """What Markdown does not know: roles, directives, HTML."""
+    roles = re.findall(r":[a-z]+:`", without_blocks(text))
     rest = re.compile(r"^\.\. |^ *:\w+:|</?[a-z!]|&[a-z]+;", re.M)
-    return roles + rest.findall(LINK.sub("]", text))
+    return roles + rest.findall(LINK.sub("]", prose(text)))
 
 
 def lost(text):
     """Addresses of this site that lead to no file, or to no anchor."""
-    for address in set(LINK.findall(text)):
+    for address in set(LINK.findall(prose(text))):
         if not address.startswith(root.ADDRESS):
             assert urlsplit(address).scheme in ("https", "http"), address
             continue
@@ -103,7 +109,8 @@ def test_the_markdown_of_a_tutorial_is_all_of_it(name):
     assert len(re.findall(r"^\[Figure: ", text, re.M)) == len(figures)
     panels = soup.select(".bp-xray > summary .sd-summary-text")
     for panel in panels:
-        assert f"**{panel.get_text()}**" in text
+        kernel = panel.code.get_text()
+        assert f"**X-ray of `{kernel}`**\n" in text
 
 
 @pytest.mark.parametrize(
@@ -241,6 +248,17 @@ def test_titles_and_descriptions_say_triton_and_the_pass(name, language):
             said = f"Triton kernels, .*{each}"
             assert bool(re.search(said, soup.title.string)) == (each in modes)
             assert bool(re.search(said, meta)) == (each in modes)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if re.match("tutorials/.*index", page)]
+)
+def test_a_list_of_tutorials_is_described_by_its_sentences(page):
+    """Not by what its cards say."""
+    soup = built.soup(page)
+    meta = soup.find("meta", attrs={"name": "description"})["content"]
+    first = soup.select_one("article p").get_text()
+    assert meta == " ".join(first.split())
 
 
 def test_titles_differ():

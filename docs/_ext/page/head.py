@@ -11,6 +11,7 @@ import shutil
 from html import escape, unescape
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.locale import _
 
 import tutorial
@@ -46,12 +47,17 @@ def describe(app, pagename, templatename, context, doctree):
         "og:locale": LOCALES.get(CURRENT.code, CURRENT.code),
         **picture_of(app, pagename, title),
     }
+    if name == pagename:
+        return
     if is_tutorial:
         said = description(name, kernels)
-        context["meta"]["og:description"] = said
-        words = escape(said, quote=True)
-        context["metatags"] += f'<meta name="description" content="{words}">'
         context["article"] = article(app, context, name, title, said)
+    else:  # a list, whose cards are not a description
+        said = next(doctree.findall(nodes.paragraph)).astext()
+        said = " ".join(said.split())
+    context["meta"]["og:description"] = said
+    words = escape(said, quote=True)
+    context["metatags"] += f'<meta name="description" content="{words}">'
 
 
 def kernels_of(srcdir, name):

@@ -15,6 +15,7 @@ from urllib.parse import urljoin
 
 from docutils import nodes
 from sphinx.locale import _
+from sphinx_markdown_builder.contexts import SubContextParams, TableContext
 from sphinx_markdown_builder.translator import MarkdownTranslator
 
 import tutorial
@@ -24,6 +25,21 @@ from page import dates, gpu_needs
 from translation import catalogs, sentences
 
 ENDING = ".md"
+
+
+class Table(TableContext):
+    """With its numbers as they are written, and without HTML."""
+
+    def make(self):
+        rows = [
+            [
+                " ".join("".join(cell).split()).replace("|", r"\|")
+                for cell in row
+            ]
+            for row in [*self.headers, *self.body]
+        ]
+        rows[1:1] = [["---"] * len(rows[0])]
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 class Translator(MarkdownTranslator):
@@ -54,7 +70,14 @@ class Translator(MarkdownTranslator):
         self._pop_context(node)
 
     def visit_sd_tab_label(self, node):
-        self.add(f"**{node.astext()}**", prefix_eol=2, suffix_eol=2)
+        """A title in bold, with the code that it names."""
+        said = "".join(
+            f"`{child.astext()}`"
+            if isinstance(child, nodes.literal)
+            else child.astext()
+            for child in node.children
+        )
+        self.add(f"**{said}**", prefix_eol=2, suffix_eol=2)
         raise nodes.SkipNode
 
     def visit_dropdown_title(self, node):
@@ -75,6 +98,12 @@ class Translator(MarkdownTranslator):
     def depart_dropdown_main(self, node):
         pass
 
+    def visit_table(self, node):
+        self._push_context(Table(params=SubContextParams(2, 2)))
+
+    def depart_table(self, node):
+        self._pop_context(node)
+
     def visit_literal_block(self, node):
         """Without the links that a page has in its code."""
         language = node.get("language") or node.get("lang", "")
@@ -84,6 +113,11 @@ class Translator(MarkdownTranslator):
         raise nodes.SkipNode
 
     visit_code_links_block = visit_literal_block
+
+    def visit_math_block(self, node):
+        tex = node.astext().strip()
+        self.add(f"$$\n{tex}\n$$", prefix_eol=2, suffix_eol=2)
+        raise nodes.SkipNode
 
     def visit_literal(self, node):
         mark = "``" if "`" in node.astext() else "`"
@@ -182,6 +216,7 @@ def llms_txt(app):
             % {"copyright": config.copyright},
         ]
     )
+    yield ""
     for each in BUILT:
         if each is not CURRENT:
             there = f"{config.site_url}{each.folder}/llms.txt"
