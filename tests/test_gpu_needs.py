@@ -70,7 +70,7 @@ def test_a_gpu_for_which_a_page_does_not_compile_is_named(monkeypatch):
             target: fits or target != "sm_75" for target in TARGETS
         }
         said = gpu_needs.said(DOCS, name)
-        assert ("They do not for NVIDIA T4 (sm_75)." in said) != fits
+        assert ("They do not for T4 (sm_75)." in said) != fits
 
 
 def test_a_page_of_several_gpus_says_how_many():

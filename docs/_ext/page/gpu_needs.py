@@ -18,7 +18,7 @@ from translation import sentences
 from words_later import AND
 
 # GPUs for which the same is compiled.
-ALIKE = {"sm_90": "NVIDIA H100/H200"}
+ALIKE = {"sm_90": "H100/H200"}
 
 
 # Bytes of an element, by the types that benchmarks name.
@@ -68,7 +68,8 @@ def largest_matrix(measured):
 
 
 def label(target):
-    gpu = ALIKE.get(target, aot.DEVICES[target][0])
+    _vendor, name = aot.DEVICES[target][0].split()
+    gpu = ALIKE.get(target, name)
     return f"{gpu} ({target})"
 
 
