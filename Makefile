@@ -135,7 +135,8 @@ run-tools: check-python
 # Installing requirements.txt here would replace the torch of a GPU image.
 site-tools: check-python
 	@$(PY) -c 'import sphinx, sphinx_gallery, pydata_sphinx_theme, notfound, \
-	sphinx_design, sphinx_copybutton, sphinxext.opengraph, pagefind, \
+	sphinx_design, sphinx_copybutton, sphinx_markdown_builder, \
+	sphinxext.opengraph, pagefind, \
 	pytest' 2>/dev/null || { \
 	echo "make: $(PY) lacks a package that builds the site; install them: \
 	grep -iE 'sphinx|pagefind|pytest' requirements.txt | $(PY) -m pip install -r /dev/stdin" >&2; \

@@ -3,18 +3,23 @@
 It is the script of the repository behind a head, which says what it needs.
 """
 
+import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
+import triton
+import triton.testing
 from nbclient import NotebookClient
 from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
 from alone import HIDDEN, NO_GPU, run_script
-from page import solutions
+from page import downloads, notebooks, solutions
 
 SITE = ROOT / "docs" / "_build" / "html" / "en"
 HERE = ROOT / "tests"
@@ -78,12 +83,128 @@ def test_the_notebook_is_the_script(stem):
     code = [titled(b.content.strip()) for b in blocks if b.type == "code"]
     notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
     first, *others = (cell.strip() for cell in cells(notebook))
-    comment, code_ = first.split("\n\n", 1)
-    assert all(line.startswith("#") for line in comment.splitlines())
-    assert "close_empty_charts" in code_
+    assert first == notebooks.ready(downloads.PACKAGES).strip()
     assert others == [cell for cell in code if cell]
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)
+
+
+@pytest.mark.parametrize("stem", NAMES)
+def test_a_notebook_says_where_it_comes_from_and_asks_for_a_gpu(stem):
+    """What the head of the script says stands above its first cell."""
+    notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
+    first, ready, *_ = notebook.cells
+    said = [line.removeprefix("# ") for line in head(stem).split("\n")[:-2]]
+    assert first.cell_type == "markdown"
+    assert first.source.split("  \n")[:-1] == said
+    assert first.source.endswith("Change runtime type > GPU.")
+    assert notebook.metadata.accelerator == "GPU"
+    assert notebook.metadata.colab.gpuType == "T4"
+    assert ready.source.startswith("# @title Install what is missing")
+    assert ready.metadata.cellView == "form"
+    assert ready.metadata.jupyter.source_hidden
+
+
+class FakeShell:
+    """What a notebook runs in, as far as its first cell asks."""
+
+    def __init__(self):
+        self.ran, self.after = [], []
+        self.events = SimpleNamespace(callbacks={"post_execute": self.after})
+
+    def run_line_magic(self, *magic):
+        self.ran.append(magic)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Runs the first cell, and takes back what it changed."""
+    monkeypatch.setattr(triton.testing.Mark, "run", triton.testing.Mark.run)
+
+    def run():
+        shell = FakeShell()
+        code = notebooks.ready(downloads.PACKAGES)
+        exec(code, {"get_ipython": lambda: shell})
+        return shell
+
+    return run
+
+
+def test_the_first_cell_installs_what_is_missing(start, monkeypatch):
+    assert not start().ran
+    found = importlib.util.find_spec
+    missing = "triton", "pandas"
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda n: None if n in missing else found(n),
+    )
+    assert start().ran == [("pip", "install --quiet triton pandas")]
+
+
+def test_the_first_cell_says_which_gpu_there_is(start, monkeypatch, capsys):
+    start()
+    assert capsys.readouterr().out.startswith("No GPU: Triton interprets")
+    gpu = SimpleNamespace(name="Tesla T4", total_memory=15.8e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
+    start()
+    assert capsys.readouterr().out == "GPU: Tesla T4, 16 GB\n"
+
+
+def lacking():
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+
+def lacking_in_a_graph():
+    """The error that ends the recording of a graph hides the first one."""
+    try:
+        lacking()
+    finally:
+        raise RuntimeError("operation failed due to a previous error")
+
+
+def lacking_shared_memory():
+    raise triton.runtime.errors.OutOfResources(99, 64, "shared memory")
+
+
+def mistaken():
+    raise ValueError("a mistake")
+
+
+def run_until(fail):
+    """A benchmark that fails at its second size."""
+
+    def measure(N, provider):
+        if N == 2:
+            fail()
+        return N, N, N
+
+    bench = triton.testing.Benchmark(
+        ["N"], [1, 2, 3], "provider", ["a"], ["A"], "chart", {}
+    )
+    marked = triton.testing.perf_report(bench)(measure)
+    table = marked.run(return_df=True)
+    assert marked.fn is measure
+    return table.iloc[:, 1].tolist()
+
+
+@pytest.mark.parametrize(
+    "fail", [lacking, lacking_in_a_graph, lacking_shared_memory]
+)
+def test_where_memory_is_too_small_a_notebook_goes_on(fail, start, capsys):
+    with pytest.raises((RuntimeError, triton.runtime.errors.OutOfResources)):
+        run_until(fail)  # as a script does
+    start()
+    assert str(run_until(fail)) == "[1.0, nan, 3.0]"
+    said = "Too little memory, so the figure has a gap: {'N': 2, "
+    assert said in capsys.readouterr().out
+
+
+def test_another_error_stops_a_notebook(start):
+    start()
+    with pytest.raises(ValueError, match="a mistake"):
+        run_until(mistaken)
 
 
 def execute(client):
@@ -128,6 +249,7 @@ def test_the_notebook_runs(stem, tmp_path, monkeypatch):
             assert not shown or "plt." in cell.source, "an empty chart"
     assert not [o for o in outputs if o.output_type == "error"]
     printed = "".join(o.get("text", "") for o in outputs)
+    assert printed.startswith("No GPU: Triton interprets the kernels")
     assert LINE.search(printed)
     assert "0 active drivers" not in printed
     assert not [p for p in tmp_path.iterdir()]
@@ -150,9 +272,9 @@ triton.testing.perf_report(bench)(lambda N, provider: %s).run()
 def test_a_notebook_has_no_empty_chart(number, charts, monkeypatch):
     monkeypatch.delenv("MPLBACKEND")  # figures are shown, as to a reader
     notebook = nbformat.read(download(f"{NAMES[0]}.ipynb"), as_version=4)
-    notebook.cells[1:] = [nbformat.v4.new_code_cell(CHARTS % number)]
+    notebook.cells[2:] = [nbformat.v4.new_code_cell(CHARTS % number)]
     execute(NotebookClient(notebook, timeout=600, kernel_name="python3"))
-    kinds = [o.output_type for o in notebook.cells[1].outputs]
+    kinds = [o.output_type for o in notebook.cells[2].outputs]
     assert "error" not in kinds
     assert kinds.count("display_data") == charts
 
@@ -169,8 +291,12 @@ def test_the_notebook_reads_like_the_page(stem):
     # no notebook knows how wide \text is with an underscore in it.
     for raw in ("\n.. ", ">`_", ")_", r"\text{GROUP_"):
         assert raw not in text, f"{raw} in the notebook of {stem}"
-    assert "](/" not in text
     assert "file:" not in text
+    # Without an address of the site a link to another page leads nowhere.
+    assert all(
+        link.startswith("https://")
+        for link in re.findall(r"\]\(([^)]*)", text)
+    )
     has = any(mark in tutorial.source(stem) for mark in (":math:", ".. math"))
     assert ("$" in text or r"\begin{align}" in text) == has  # its formulas
 

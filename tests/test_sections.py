@@ -65,7 +65,7 @@ def test_a_page_has_its_own_numbers_and_files(project, read, name):
     script = files["py"].read_bytes()
     assert script.endswith(project.script(name).read_bytes())
     notebook = json.loads(files["ipynb"].read_text())
-    title = "".join(notebook["cells"][1]["source"]).splitlines()
+    title = "".join(notebook["cells"][2]["source"]).splitlines()
     assert f"# Double {name.removesuffix('-double')}" in title
 
 
@@ -167,6 +167,17 @@ def test_a_page_has_its_downloads_and_its_notebook_on_colab(read, name):
     )
 
 
+@EACH
+def test_the_notebook_for_colab_is_where_its_link_leads(project, read, name):
+    """In the folders that the workflow puts on the branch of notebooks."""
+    link = read(f"tutorials/{name}").select(".bp-downloads a")[-1]["href"]
+    there = link.partition("/blob/notebooks/")[2]
+    assert (project.root / "docs/_build/downloads" / there).is_file()
+    workflow = (ROOT / ".github/workflows/publish.yml").read_text()
+    assert 'cd "docs/_build/downloads/$language"' in workflow
+    assert "git init -q -b notebooks" in workflow
+
+
 def test_every_page_links_to_the_repository(read):
     for page in ("index", "tutorials/z-sums/01-double"):
         header = read(page).select_one(".bd-header")
@@ -191,9 +202,7 @@ def test_a_reader_can_mend_a_page_or_report_it(project, read, page, source):
     assert mend == f"{home}/edit/main/{source}"
     assert (project.root / source).is_file()
     title = quote(read(page).h1.find(string=True))
-    assert report.startswith(
-        f"{home}/issues/new?title={title}%3A%20&body=http"
-    )
+    assert report == f"{home}/issues/new?title={title}%3A%20&body={page}"
 
 
 def test_the_archives_hold_all(project):

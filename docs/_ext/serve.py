@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 @functools.cache
 def prefix(site):
-    """The folder of the host where a site is to be published."""
+    """The folder of the host where a site is to be published; the host's own
+    if the site does not know its address."""
     front = (Path(site) / "index.html").read_text(encoding="utf-8")
-    (link,) = re.findall(r'<link rel="canonical" href="([^"]*)"', front)
-    return urlsplit(link).path.rpartition("/")[0] + "/"
+    found = re.findall(r'<link rel="canonical" href="([^"]*)"', front)
+    return urlsplit(found[0]).path if found else "/"
 
 
 class Handler(SimpleHTTPRequestHandler):

@@ -46,7 +46,9 @@ def soup(page, folder=SITE):
 
 
 def prefix(folder=SITE):
-    return serve.prefix(folder)
+    """The folder of the host where the site, or a language, is."""
+    below = folder.relative_to(WHOLE).as_posix()
+    return serve.prefix(WHOLE) + ("" if below == "." else f"{below}/")
 
 
 def served():

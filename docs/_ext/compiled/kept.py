@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tutorial
-from compiled import declared, limits, sheets
+from compiled import declared, limits, occupancy, sheets
 
 FOLDER = tutorial.MADE / "xray"
 
@@ -33,6 +33,11 @@ def calls(name):
             last=True,
             then=sheets.full if first else sheets.brief,
         )
+    yield limits.call(
+        *(name, page, page.N[0], limits.SMALLEST),
+        last=True,
+        then=sheets.brief,
+    )
 
 
 def write(name, found):
@@ -67,6 +72,19 @@ def read(name):
         (sheet["kernel"], sheet["target"], N): sheets.Sheet(**sheet)
         for N, sheet in kept["sheets"]
     }
+
+
+def compiled_for(name):
+    """{target: whether all kernels of a page compile for it}, and a program
+    of each has the shared memory that it asks for."""
+    page, found = declared.kernels(name), {}
+    for (_kernel, target, N), sheet in read(name).items():
+        if page.N[0] == N:
+            limit = occupancy.LIMITS[target]
+            fits = sheet.shared <= limit.shared - limit.reserved
+            found[target] = found.get(target, True) and fits
+    targets = limits.SMALLEST, *limits.SHOWN
+    return {target: found.get(target, False) for target in targets}
 
 
 def fresh(name):

@@ -9,6 +9,9 @@ from compiled import aot, machine_code
 
 SHOWN = ("sm_80", "sm_90", "sm_100", "gfx942")  # tabs of a panel
 DEFAULT = "sm_90"
+# A page says whether its kernels compile for this one, which has no tab: it
+# is what a notebook gets for nothing.
+SMALLEST = "sm_75"
 SPILLS_ELSEWHERE = 16  # bytes more on other targets: compilers differ
 
 

@@ -1,55 +1,29 @@
 """The script that a reader downloads, and the links to it on the page.
 
 A download is the script of the repository behind a head: where it comes from
-and what it needs. A notebook says so in its first cell.
+and what it needs. A notebook says so in its first cell: see notebooks.py.
 """
 
 import functools
 import io
-import json
 import platform
 import re
 import shutil
 import sys
 import zipfile
 from importlib.metadata import version
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from urllib.parse import urlsplit
 
 from sphinx import addnodes
 from sphinx.locale import _
 from sphinx.transforms import SphinxTransform
-from sphinx_gallery.notebook import jupyter_notebook
-from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
 from languages import CURRENT, ENGLISH
-from page import solutions
-from translation import catalogs, lines, messages
+from page import gpu_needs, notebooks
+from translation import catalogs, messages, root
 from words_later import N_
 
 PACKAGES = "torch", "triton", "matplotlib", "pandas"
-# A notebook shows every figure that a cell leaves open: without a GPU, charts
-# without a line, or an error if they have a logarithmic scale.
-NO_EMPTY_CHARTS = """
-import sys
-
-
-# %(words)s
-def close_empty_charts():
-    if plt := sys.modules.get("matplotlib.pyplot"):
-        for number in plt.get_fignums():
-            axes = plt.figure(number).axes
-            lines = [line.get_ydata() for ax in axes for line in ax.lines]
-            if lines and all(y != y for line in lines for y in line):  # NaN
-                plt.close(number)
-
-
-if "get_ipython" in globals():
-    after = get_ipython().events.callbacks["post_execute"]
-    after.insert(0, close_empty_charts)
-"""
 # What Sphinx-Gallery says of downloads: at the beginning, and at the end.
 ITS_NOTE = re.compile(
     r"^\.\. only:: html\n\n    \.\. note::\n"
@@ -68,49 +42,34 @@ OF_ALL = {"py": "tutorials_python.zip", "ipynb": "tutorials_jupyter.zip"}
 A_DATE = 1980, 1, 1, 0, 0, 0  # in an archive, which shall not change
 
 
-def head(script, config):
-    """What stands before a script in its download."""
-    name = tutorial.name_of(script)
-    address = f"{config.html_baseurl}tutorials/{name}.html"
-    public = urlsplit(address).hostname != "localhost"
+def address(name, config):
+    """Of the page of a tutorial, or "" if nobody can reach it."""
+    if not root.is_known(config.site_url):
+        return ""
+    return f"{config.html_baseurl}tutorials/{name}.html"
+
+
+def origin(name, config):
+    """Where a download comes from, what it needs, and its license."""
     said = (
         _("%(title)s: a tutorial of %(project)s")
         % {
             "title": catalogs.said(page_of(name), tutorial.title(name)),
             "project": config.project,
         },
-        address if public else "",
+        address(name, config),
         _("Needs: pip install %(packages)s")
         % {"packages": " ".join(PACKAGES)},
         _("Tried with: %(versions)s") % {"versions": versions()},
         _("MIT license, copyright %(copyright)s")
         % {"copyright": config.copyright},
     )
-    return "".join(f"# {line}\n" for line in said if line) + "\n"
+    return list(filter(None, said))
 
 
-def first_cell():
-    """What a notebook begins with."""
-    words = _(
-        "Needs torch, triton, matplotlib and pandas, and a GPU for the "
-        "timings. In Colab: Runtime > Change runtime type > GPU."
-    )
-    comment = "\n".join(lines.wrapped(words, 70, "# ", "# "))
-    empty = _("Where nothing was measured, no chart is drawn.")
-    return f"{comment}\n{NO_EMPTY_CHARTS % {'words': empty}}"
-
-
-def notebook(script, gallery_conf):
-    """The notebook of a script, as Sphinx-Gallery converts it."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder, "script.py")
-        file.write_text(script, encoding="utf-8")
-        blocks = split_code_and_text_blocks(file)[1]
-    settings = gallery_conf | {"first_notebook_cell": first_cell()}
-    made = jupyter_notebook(blocks, settings, str(tutorial.MADE))
-    for cell in made["cells"]:
-        solutions.hide_in_notebook(cell)
-    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+def head(said):
+    """The same before a script."""
+    return "".join(f"# {line}\n" for line in said) + "\n"
 
 
 def write(app, env, docnames):
@@ -123,9 +82,13 @@ def write(app, env, docnames):
         name = tutorial.name_of(path)
         # In a notebook a line ends where a paragraph does.
         unwrapped = in_language(name, width=sys.maxsize)
+        said = origin(name, app.config)
         files = {
-            "py": head(path, app.config) + in_language(name),
-            "ipynb": notebook(unwrapped, app.config.sphinx_gallery_conf),
+            "py": head(said) + in_language(name),
+            "ipynb": notebooks.of(
+                *(unwrapped, said, address(name, app.config), PACKAGES),
+                app.config.sphinx_gallery_conf,
+            ),
         }
         for ending, text in files.items():
             put(f"{name}.{ending}", text.encode())
@@ -212,6 +175,7 @@ def under_title(app, pagename, templatename, context, doctree):
         if link["reftarget"].rpartition(".")[0].endswith(f"/{name}")
     }
     context["packages"] = " ".join(PACKAGES)
+    context["gpu_needs"] = gpu_needs.said(app.srcdir, name)
     links = app.builder.templates.render("downloads.html", context)
     title = "</h1>\n"
     context["body"] = context["body"].replace(title, title + links, 1)

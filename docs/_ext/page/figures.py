@@ -242,16 +242,26 @@ def _folder(srcdir, name):
     return folder
 
 
+def of_page(srcdir, name):
+    """All that a tutorial shows of what was measured, on all GPUs."""
+    page = Path(srcdir, "tutorials", f"{name}.rst")
+    return measured_in(srcdir, page.read_text(encoding="utf-8"))
+
+
+def measured_in(srcdir, text):
+    """The same of the text of a page."""
+    return [
+        each
+        for name in MEASURED.findall(text)
+        for each in saved(srcdir, name)
+        if isinstance(each, Measured)
+    ]
+
+
 def timed_with(srcdir, text):
     """The versions of triton that the passports of a page's text name."""
-    return sorted(
-        {
-            each.environment["triton"]
-            for name in MEASURED.findall(text)
-            for each in saved(srcdir, name)
-            if isinstance(each, Measured)
-        }
-    )
+    found = measured_in(srcdir, text)
+    return sorted({each.environment["triton"] for each in found})
 
 
 def csv_name(name, measured):

@@ -1,40 +1,117 @@
 """What a page says of itself to browsers, searches and shared links.
 
 sphinxext-opengraph writes it. Here it is told what it cannot know: the
-subject of a tutorial, its picture, an address without index.html.
+subject of a tutorial and its passes, its picture, an address without
+index.html. Of a tutorial searches are told as schema.org has it, too.
 """
 
+import json
 import re
 import shutil
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.locale import _
 
+import tutorial
 from languages import CURRENT
-from page import captions, figures
-from translation import sentences
+from page import captions, dates, figures
+from translation import catalogs, root, sentences
 
 # Where a language is spoken, for those who ask.
 LOCALES = {"en": "en_US", "ja": "ja_JP"}
+DESCRIPTION = 300  # letters at most
+LICENSE = "https://spdx.org/licenses/MIT.html"
 
 
 def describe(app, pagename, templatename, context, doctree):
     subject = section_of(context)
+    name = pagename.removeprefix("tutorials/")
+    is_tutorial = name != pagename and tutorial.script_of(name).exists()
+    kernels = kernels_of(app.srcdir, name) if is_tutorial else ""
+    parts = [part for part in (subject, kernels) if part]
     if pagename == app.config.root_doc:
         context["docstitle"] = _(app.config.tagline)
-    elif subject:
-        context["docstitle"] = f"{subject} — {app.config.project}"
-    if not context.get("pageurl") or doctree is None:
+    elif parts:
+        context["docstitle"] = " — ".join([*parts, app.config.project])
+    there = (context.get("pageurl") or "").removesuffix("index.html")
+    # The canonical address of the page, if it has one yet.
+    context["pageurl"] = there if root.is_known(app.config.site_url) else ""
+    if doctree is None:
         return
-    context["pageurl"] = context["pageurl"].removesuffix("index.html")
     title = plain(context["title"])
     context["meta"] = (context["meta"] or {}) | {
         "og:title": f"{title} — {subject}" if subject else title,
-        "og:url": context["pageurl"],
+        "og:url": there,
         "og:locale": LOCALES.get(CURRENT.code, CURRENT.code),
         **picture_of(app, pagename, title),
     }
+    if name == pagename:
+        return
+    if is_tutorial:
+        said = description(name, kernels)
+        context["article"] = article(app, context, name, title, said)
+    else:  # a list, whose cards are not a description
+        said = next(doctree.findall(nodes.paragraph)).astext()
+        said = " ".join(said.split())
+    context["meta"]["og:description"] = said
+    words = escape(said, quote=True)
+    context["metatags"] += f'<meta name="description" content="{words}">'
+
+
+def kernels_of(srcdir, name):
+    """What a tutorial has: kernels in Triton, of the passes it measures."""
+    modes = [str(m.args.get("mode")) for m in figures.of_page(srcdir, name)]
+    forward, backward = (
+        any(each in mode for mode in modes) for each in ("forward", "backward")
+    )
+    if forward and backward:
+        return _("Triton kernels, forward and backward")
+    if backward:
+        return _("Triton kernels, backward pass")
+    if forward:
+        return _("Triton kernels, forward pass")
+    return _("Triton kernels")
+
+
+def description(name, kernels):
+    """A page's question, its kernels, and of its answer what has room."""
+    summary = catalogs.said(f"tutorials/{name}", tutorial.summary(name))
+    question, *answer = sentences.split(summary.replace("``", ""))
+    said = sentences.joined([question, sentences.ended(kernels)])
+    for sentence in answer:
+        longer = sentences.joined([said, sentence])
+        if len(longer) > DESCRIPTION:
+            break
+        said = longer
+    return said
+
+
+def article(app, context, name, title, said):
+    """A tutorial as schema.org describes it, for a page's JSON-LD."""
+    config = app.config
+    by = {"@type": "Organization", "name": config.author}
+    found = {
+        "@context": "https://schema.org",
+        "@type": ["TechArticle", "LearningResource"],
+        "learningResourceType": "tutorial",
+        "headline": title,
+        "description": said,
+        "inLanguage": CURRENT.tag,
+        "author": by,
+        "license": LICENSE,
+        "isAccessibleForFree": True,
+        "datePublished": dates.published(name),
+        "dateModified": dates.modified(app.srcdir, name),
+        "isPartOf": {"@type": "WebSite", "name": config.project},
+    }
+    if context["pageurl"]:
+        found["url"] = context["pageurl"]
+        found["isPartOf"]["url"] = config.html_baseurl
+        found["image"] = context["meta"].get("og:image")
+    found = {key: value for key, value in found.items() if value}
+    return json.dumps(found, ensure_ascii=False).replace("<", r"\u003c")
 
 
 def section_of(context):

@@ -149,11 +149,16 @@ def hide_in_notebook(cell):
     found = cell["cell_type"] == "code" and marked(source)
     if not found:
         return
-    # JupyterLab hides the code by the one, Colab by the others.
-    cell["metadata"]["jupyter"] = {"source_hidden": True}
-    cell["metadata"]["cellView"] = "form"
+    hide_code(cell)
     rest = source.partition("\n")[2]
     cell["source"] = [f"# @title {found[1]}\n{rest}"]
+
+
+def hide_code(cell):
+    """JupyterLab hides the code by the one, Colab by the other, and by a
+    first line that is the title."""
+    cell["metadata"]["jupyter"] = {"source_hidden": True}
+    cell["metadata"]["cellView"] = "form"
 
 
 def setup(app):

@@ -80,16 +80,17 @@ class Compiling:
             self.compilers.end()
 
     def keep(self, name, begun):
-        try:
-            found = [
-                (call, limits.by_name(result.result()))
-                for call, result in begun
-            ]
-        except (RuntimeError, SyntaxError) as error:
-            raise ExtensionError(
-                "a tutorial cannot be compiled for its X-ray, as "
-                f"{declared.place(name)} says: {error}"
-            ) from None
+        found = []
+        for call, result in begun:
+            try:
+                found.append((call, limits.by_name(result.result())))
+            except (RuntimeError, SyntaxError) as error:
+                if call.target == limits.SMALLEST:
+                    continue  # the page says so
+                raise ExtensionError(
+                    "a tutorial cannot be compiled for its X-ray, as "
+                    f"{declared.place(name)} says: {error}"
+                ) from None
         try:
             kept.write(name, found)
         except LookupError as error:

@@ -1,8 +1,8 @@
 """What stands above all languages: the root of the site.
 
 A front page that offers the languages, a page for addresses that lead
-nowhere, which GitHub Pages shows at any depth, the map of all pages, and old
-addresses, which lead on.
+nowhere, which GitHub Pages shows at any depth, the map of all pages, for
+assistants their list, and old addresses, which lead on.
 """
 
 import os
@@ -33,6 +33,7 @@ def write(languages, site=SITE):
     )
     given = {
         "address": ADDRESS,
+        "is_known": is_known(ADDRESS),
         "prefix": urlsplit(ADDRESS).path,
         "languages": languages,
         "english": ENGLISH,
@@ -50,8 +51,14 @@ def write(languages, site=SITE):
         if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(DOCS / "_extra", site, dirs_exist_ok=True)
+    shutil.copy(site / ENGLISH.folder / "llms.txt", site)
     for name, text in made.items():
         (site / name).write_text(text, encoding="utf-8")
+
+
+def is_known(address):
+    """Whether this is an address of the site that others can reach."""
+    return urlsplit(address).hostname != "localhost"
 
 
 def pages(folder):

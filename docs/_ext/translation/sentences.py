@@ -2,6 +2,8 @@
 
 import re
 
+from languages import CURRENT, ENGLISH
+
 ENDS = ".?!。？！"
 WIDE = "。？！：；，、"  # signs that hold the space behind them
 BETWEEN = re.compile(r"(?<=[.?!])\s+(?=\S)|(?<=[。？！])\s*(?=\S)")
@@ -9,6 +11,11 @@ BETWEEN = re.compile(r"(?<=[.?!])\s+(?=\S)|(?<=[。？！])\s*(?=\S)")
 
 def split(text):
     return BETWEEN.split(text)
+
+
+def ended(text):
+    """A text as a sentence of the language that is built."""
+    return text + ("." if CURRENT is ENGLISH else "。")
 
 
 def joined(sentences, by=" "):

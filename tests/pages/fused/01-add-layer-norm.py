@@ -42,6 +42,8 @@ SIZES = {
     "float32": [1024, 4096, 7168],
 }  # fmt: skip
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -33,6 +33,8 @@ def no_dropout(page, M, N, dtype):
     torch.autograd.grad((y, s), (x, r, w, b), (dy, ds))
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -40,6 +40,8 @@ def gelu(page, M, N, dtype):
         torch.autograd.grad(y, (x, w, b), dy)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

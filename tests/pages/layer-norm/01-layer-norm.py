@@ -41,6 +41,8 @@ def run_ceiling(page, M, N, dtype):
     )
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=run_ceiling,

@@ -25,6 +25,8 @@ def also(page, M, N, dtype):
         page.by_rows(*tensors, 6, 4, torch.empty(3, 2, 24), keep)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -27,6 +27,8 @@ def also(page, M, N, dtype):
         kernel[(10,)](x, x, x.int(), x, N=24, BLOCK=32)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

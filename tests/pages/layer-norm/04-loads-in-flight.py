@@ -29,6 +29,8 @@ def also(page, M, N, dtype):
     page._move[(M,)](x, x, M * N // 2, 2, 1, BLOCK_SIZE=4096)  # the ceiling
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

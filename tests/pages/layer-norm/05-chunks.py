@@ -36,6 +36,8 @@ SIZES = {
     "float32": [1024, 2304, 5120],
 }  # fmt: skip
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

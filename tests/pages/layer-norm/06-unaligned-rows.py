@@ -29,6 +29,8 @@ SIZES = {
     "float32": [512, 5110],
 }  # fmt: skip
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

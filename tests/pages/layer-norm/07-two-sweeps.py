@@ -28,6 +28,8 @@ def any_width(page, M, N, dtype):
     torch.autograd.grad(page.layer_norm(x, (N,), w, b), (x, w, b), dy)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -35,6 +35,8 @@ SIZES = {
     "float32": [65536, 262144],
 }  # fmt: skip
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

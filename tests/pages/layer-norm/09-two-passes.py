@@ -25,6 +25,8 @@ def also(page, M, N, dtype):
         torch.autograd.grad(y, (x, b), dy)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

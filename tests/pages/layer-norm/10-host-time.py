@@ -20,6 +20,8 @@ def run(page, M, N, dtype):
     torch.autograd.grad(page.LayerNorm.apply(x, w, b, plan), (x, w, b), dy)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     M=4096,

@@ -47,6 +47,8 @@ def no_spills(code):
     return [code.spills == 0 or code.target != "sm_90"]
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

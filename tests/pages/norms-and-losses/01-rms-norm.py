@@ -45,6 +45,8 @@ SIZES = {
     "float32": [2048, 8192],
 }  # fmt: skip
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -37,6 +37,8 @@ def float32_stream(page, M, N, dtype):
     torch.autograd.grad(out, (x, residual, w), (dy, ds))
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

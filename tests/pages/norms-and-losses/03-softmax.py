@@ -47,6 +47,8 @@ def wide_backward(page, M, N, dtype):
     page.backward(y.detach(), dy)
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -51,6 +51,8 @@ def both_weights(page, M, N, dtype):
     page.sweeps(x, *given, None, x.new_ones(()), x)
 
 
+PUBLISHED = "2026-11-23"
+
 KERNELS = Kernels(
     run=run,
     M=8192,

@@ -40,6 +40,8 @@ def ask_for_gpus(page):
     assert torch.cuda.device_count() == 2
 
 
+PUBLISHED = "2026-11-22"
+
 KERNELS = Kernels(
     run=run,
     also=also,
