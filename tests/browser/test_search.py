@@ -103,6 +103,37 @@ QUESTIONS = {
     },
 }
 
+# Of headings of other sites (Modal's glossary, AMD's, Triton's tutorials) and
+# of what users ask in forums. They were written, and their answers judged by
+# the words of the pages, before anyone looked how the search answers them.
+FROM_ELSEWHERE = {
+    "memory-bound": r"01-layer-norm.html#what-limits-layer-norm",
+    "register pressure": r"05-chunks.html#backward-registers|"
+    r"01-layer-norm.html#backward-a-buffer|01-rms-norm.html#backward-16384",
+    "latency hiding": r"04-loads-in-flight.html",
+    "vectorized load": r"06-unaligned-rows.html|01-layer-norm.html#forward-a",
+    "streaming multiprocessor": r"01-layer-norm.html#a-gpu-in-one-minute",
+    "parallel reduction": r"02-summing-rows.html|"
+    r"layer-norm/01-layer-norm.html#backward-a-buffer",
+    "fused softmax": r"03-softmax.html",
+    "low-memory dropout": r"02-dropout.html",
+    "persistent kernel": r"layer-norm/01-layer-norm.html#backward-a-buffer|"
+    r"04-loads-in-flight.html#first-knob-programs",
+    "how to implement backward": r"layer-norm/01-layer-norm.html",
+    "slower than pytorch": r"#where-pytorch-or-a-library-is-better|"
+    r"10-host-time.html",
+    "cpu overhead": r"10-host-time.html",
+    "large vocabulary": r"04-cross-entropy.html",
+    "nondeterministic": r"02-summing-rows.html#(the-same-bits|atomic-addi)",
+    "deadlock": r"03-lock.html|08-shared-rows.html",
+    "torch.autograd.Function": r"01-layer-norm.html#a-function-to-train-with",
+    "nsight compute": r"01-layer-norm.html#what-comes-from-dram|"
+    r"04-loads-in-flight.html#(third-knob|counted)",
+    "numerical stability": r"03-softmax|07-two-sweeps|04-cross-entropy",
+    "replace nn.LayerNorm": r"11-every-width.html",
+    "all-reduce": r"several-gpus/01-layer-norm.html",
+}
+
 
 def ask(page, words):
     """Type words into the open dialog: where the sections found are."""
