@@ -130,6 +130,12 @@ def test_solutions_are_folded(name):
     for solution in solutions:
         assert "open" not in solution.attrs
         assert solution.select("div.highlight-Python pre")
+@each_page
+def test_what_is_folded_is_folded_once(name):
+    inner = built.soup(name).select("article details details")
+    assert not [each.summary.get_text() for each in inner]
+
+
 
 
 @each_tutorial
