@@ -184,6 +184,7 @@ search_spellings = [
     ["16 bits", "amp", "autocast"],
     ["16 bytes", "coalesced", "coalescing", "vectorized"],
     ["adds up", "reduction"],
+    ["adds up the rows", "parallel reduction"],
     ["backward", "bwd"],
     ["ceiling", "roofline", "speed of light"],
     ["data parallel", "DDP"],

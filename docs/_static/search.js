@@ -67,6 +67,8 @@
     return { found: [...found.values()], all: found.size, part: !whole.all };
   }
 
+  const isTerm = ({ url }) => url.includes("/term-");
+
   /** The sections that have all words of a question, and how many there are. */
   async function having(api, asked) {
     // The index has letters and digits only. Of a question Pagefind drops
@@ -85,9 +87,12 @@
       if (turn) found.sort((one, two) => other(one) - other(two));
       if (found.length) break;
     }
-    // What is written for authors comes last.
-    const aside = ({ meta }) => "aside" in meta;
-    found.sort((one, two) => aside(one) - aside(two));
+    // One term of the glossary says what a word means, others come behind the
+    // sections that use it; what is written for authors comes last.
+    const term = found.find(isTerm);
+    const place = (one) =>
+      "aside" in one.meta ? 2 : isTerm(one) && one !== term ? 1 : 0;
+    found.sort((one, two) => place(one) - place(two));
     return { found, all };
   }
 

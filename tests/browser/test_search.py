@@ -18,7 +18,7 @@ QUESTIONS = {
         # asked in a review of the site
         "race": r"03-lock.html#the-race",
         "atomic": r"02-summing-rows.html#atomic-additions",
-        "spill": r"05-chunks.html#backward-registers",
+        "spill": r"05-chunks.html#backward-registers|#term-spill",
         "welford": r"07-two-sweeps.html#one-change-welford",
         "2**31": r"(10-host-time|02-summing-rows).html#",
         "occupancy": r"04-loads-in-flight.html#",
@@ -210,12 +210,23 @@ def test_most_questions_from_elsewhere_are_answered(opened):
     assert len(wrong) <= 2, "\n".join(f"{w}: {wrong[w]}" for w in wrong)
 
 
+FOR_AUTHORS = r"^(add-a-tutorial|how-it-is-built|translating)\.html"
+
+
 def test_pages_for_authors_come_last(opened):
     found = ask(opened, "benchmark")
-    aside = r"^(add-a-tutorial|how-it-is-built|translating)\.html"
-    authors = [bool(re.search(aside, address)) for address in found]
+    authors = [bool(re.search(FOR_AUTHORS, address)) for address in found]
     assert any(authors)
     assert authors == sorted(authors)
+
+
+def test_one_term_of_the_glossary_comes_before_sections(opened):
+    found = ask(opened, "memory")
+    terms = ["#term-" in a for a in found if not re.search(FOR_AUTHORS, a)]
+    assert terms
+    if True in terms:
+        terms.remove(True)
+    assert terms == sorted(terms)
 
 
 def test_a_formula_leaves_words(opened):
