@@ -1,6 +1,8 @@
 """GPUs that are measured together: what a recording and a page say of them,
 and where there are too few. With a stand-in for the GPUs."""
 
+from dataclasses import replace
+
 import pytest
 from measurable import GPU, HERE, Measurable
 from project import ENVIRONMENT, rows
@@ -124,11 +126,35 @@ def measured(told, **more):
 
 def test_the_passport_shows_it():
     args = {"ranks": 2}
-    said = passports.passport(NAME, measured(LINKED, args=args, live=True))
+    said = passports.passport(NAME, measured(LINKED, args=args, live=True), {})
     assert ":GPUs: A, A; linked by NV99; NCCL 2.99.1\n" in said
     assert "ranks \\= 2" in said
-    said = passports.passport(NAME, measured({}, args=args, live=True))
+    said = passports.passport(NAME, measured({}, args=args, live=True), {})
     assert ":GPUs:" not in said
+
+
+def test_what_an_earlier_passport_says_is_said_once():
+    said = {}
+    texts = [
+        passports.passport(NAME, measured(told, args={"ranks": ranks}), said)
+        for told, ranks in (
+            ({}, 1),
+            ({}, 2),
+            ({"date": "2026-03-04"}, 1),
+            ({}, 3),
+        )
+    ]
+    first, second, other, third = texts
+    assert ":name: passport-1\n" in first
+    assert ":name: passport-2\n" in other
+    for text in first, other:
+        assert ":Versions: driver" in text
+    for ranks, text in ((2, second), (3, third)):
+        assert f"ranks \\= {ranks}" in text
+        assert "as above. <#passport-1>`_" in text
+        assert ":Versions:" not in text
+        assert "checks passed" not in text
+        assert ".. csv-table::" in text
 
 
 def test_what_a_recording_says_is_no_markup():
@@ -137,7 +163,8 @@ def test_what_a_recording_says_is_no_markup():
     told = dict.fromkeys(ENVIRONMENT, link) | LINKED | {"gpu": link}
     told |= {"date": "2026-01-02", "checks_passed": 7, "link": link}
     found = measured(told, args={"counter": link}, reason=link)
-    said = passports.with_passports(NAME, [found, found])
+    other = replace(found, gpu="b")
+    said = passports.with_passports(NAME, [found, other], {})
     assert said.count("javascript") > 20
     assert "`x <javascript" not in said.replace("\\`", "")
 

@@ -89,26 +89,38 @@ def test_a_scaffold_is_folded_with_what_it_printed(page):
     assert "scaffold printed" not in page.get_text()
 
 
+def scaffold(name, *made):
+    code = nodes.literal_block(text=f"# Scaffold: {name}", language="Python")
+    return [nodes.comment(text="GENERATED FROM PYTHON SOURCE"), code, *made]
+
+
 def test_scaffolds_that_follow_each_other_are_under_one_line():
-    cells = [
-        part
-        for name in "abcd"
-        for part in (
-            nodes.comment(text="GENERATED FROM PYTHON SOURCE LINES"),
-            nodes.literal_block(text=f"# Scaffold: {name}", language="Python"),
-        )
-    ]
+    """And what is folded, is folded once: panels stand behind."""
     words = nodes.paragraph(text="Words of the page.")
-    cells[6:6] = [nodes.comment(text="GENERATED"), words]
+    own, panel, alone = (
+        solutions.folded("panel", name, []) for name in ("own", "b", "d")
+    )
+    for each in own, panel, alone:
+        each["container_classes"] = ["bp-xray"]
+    printed = nodes.paragraph(text="printed")
+    cells = [
+        *(own, *scaffold("a"), *scaffold("b", panel, printed)),
+        *(*scaffold("c"), nodes.comment(text="GENERATED"), words),
+        *scaffold("d", alone),
+    ]
     tree = nodes.section("", *cells)
     app = SimpleNamespace(env=SimpleNamespace(docname="tutorials/a"))
     solutions.fold(app, tree)
     shown = [child for child in tree if not isinstance(child, nodes.comment)]
-    group, between, alone = shown
-    assert group[0].astext() == "3 cells of scaffold"
-    assert [cell[0].astext() for cell in group[1:]] == ["a", "b", "c"]
-    assert between is words
-    assert alone[0].astext() == "d"
+    assert shown[0] is own
+    assert shown[2:4] == [panel, words]
+    assert shown[5:] == [alone]
+    group, single = shown[1], shown[4]
+    assert [part.astext() for part in group] == [
+        *("3 cells of scaffold", "# Scaffold: a", "# Scaffold: b"),
+        *("printed", "# Scaffold: c"),
+    ]
+    assert [part.astext() for part in single] == ["d", "# Scaffold: d"]
 
 
 def test_a_drawing_is_shown_and_its_code_folded_under_it(page):

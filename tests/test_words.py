@@ -68,7 +68,9 @@ def measured(**changes):
 def test_a_figure_names_the_libraries_that_it_shows():
     libraries = {"liger": "liger-kernel 0.6", "torch": "cuDNN 9.10.2"}
     environment = measured().environment | {"libraries": libraries}
-    text = passports.with_passports("ж", [measured(environment=environment)])
+    text = passports.with_passports(
+        "ж", [measured(environment=environment)], {}
+    )
     (versions,) = re.findall(":Versions: (.*)", text)
     assert ", cuDNN 9.10.2" in versions
     assert "liger" not in versions
@@ -228,7 +230,7 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     store = pytest.MonkeyPatch()
     with store.context() as patch:
         patch.setattr(recording, "BY_BUILD", recording.STORE)
-        text = passports.with_passports("жж", [monkey])
+        text = passports.with_passports("жж", [monkey], {})
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()
@@ -236,7 +238,7 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
 
 def test_no_word_of_a_second_gpu_is_said_in_english_only(says):
     translator = says(Masked())
-    text = passports.with_passports("жж", [measured(), measured()])
+    text = passports.with_passports("жж", [measured(), measured()], {})
     assert left(re.sub(r"\.\. (tab-item|rst-class)::.*", "", text)) == []
     benchmark = {
         "unit": "GB/s",

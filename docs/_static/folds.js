@@ -16,7 +16,3 @@ for (const each of document.querySelectorAll(
 ))
   sizes.observe(each);
 
-// A printed table keeps its lines, also where a phone wraps others.
-for (const pre of document.querySelectorAll(".sphx-glr-script-out pre"))
-  if (pre.textContent.match(/(\S {2,}\S.*){2}/g)?.length > 1)
-    pre.classList.add("bp-aligned");

@@ -6,6 +6,8 @@
   const here = document.currentScript.src;
   const at = (path) => new URL(path, here).href;
   const MOST = 20; // sections shown
+  const FEW = 3; // sections: others may help
+  const PAUSE = 120; // ms without a new letter
   const FOUND = "found"; // in the address of a result: what to mark
   // How much a word counts in the title of a section, spelled so or in another
   // way, and in the title of its page.
@@ -13,10 +15,15 @@
   // Between a share of the words of a section, 1, and how often it has one, 0.
   const ranking = { metaWeights, termFrequency: 0.4 };
 
+  // What a question has and every page, or none.
+  const TELLS_NOTHING =
+    /^(an?|and|are|can|do|does|for|from|how|in|is|my|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$/i;
+
   const dialog = document.getElementById("pst-search-dialog");
   const field = dialog.querySelector("input");
   const list = document.getElementById("bp-found");
   const count = document.getElementById("bp-found-count");
+  const elsewhere = document.getElementById("bp-found-elsewhere");
 
   function style() {
     if (document.getElementById("bp-search-style")) return;
@@ -44,14 +51,32 @@
     return [...new Set([words, ...begun])];
   }
 
-  /** The sections that have what was asked, and how many there are. */
-  async function answers(api, words, asked) {
+  /** The sections that have what was asked, and how many there are. Where they
+      are few, those follow that have a part of it. */
+  async function answers(api, asked) {
+    const whole = await having(api, asked);
+    const words = telling(asked);
+    if (whole.all >= FEW || words.length < 2) return whole;
+    const each = words.map((word) => having(api, word));
+    const lists = (await Promise.all(each)).map(({ found }) => found);
+    // Of each word the best, then the second best: nobody knows which counts.
+    const turns = lists.flatMap((list) => list.map((one, turn) => [turn, one]));
+    turns.sort(([one], [two]) => one - two);
+    const parts = turns.map(([, one]) => one);
+    const found = new Map([...whole.found, ...parts].map((one) => [one.url, one]));
+    return { found: [...found.values()], all: found.size, part: !whole.all };
+  }
+
+  const isTerm = ({ url }) => url.includes("/term-");
+
+  /** The sections that have all words of a question, and how many there are. */
+  async function having(api, asked) {
+    // The index has letters and digits only. Of a question Pagefind drops
+    // what Unicode calls punctuation: * but not ^.
+    const words = telling(asked).join(" ").replace(/\p{S}/gu, "*");
     let found, all;
     for (const [turn, form] of forms(words).entries()) {
-      const { results } = turn
-        ? await api.search(form)
-        : ((await api.debouncedSearch(form, {}, 120)) ?? {});
-      if (!results || asked !== field.value.trim()) return {}; // asked on
+      const { results } = await api.search(form);
       const first = results.slice(0, turn ? 5 * MOST : MOST);
       const read = await Promise.all(first.map((result) => result.data()));
       found = read.filter(has(asked));
@@ -62,6 +87,12 @@
       if (turn) found.sort((one, two) => other(one) - other(two));
       if (found.length) break;
     }
+    // One term of the glossary says what a word means, others come behind the
+    // sections that use it; what is written for authors comes last.
+    const term = found.find(isTerm);
+    const place = (one) =>
+      "aside" in one.meta ? 2 : isTerm(one) && one !== term ? 1 : 0;
+    found.sort((one, two) => place(one) - place(two));
     return { found, all };
   }
 
@@ -72,17 +103,19 @@
   async function search() {
     style(); // a window in the background gets no focus
     const asked = field.value.trim();
+    const askedOn = () => asked !== field.value.trim();
     try {
       const api = await pagefind();
-      // The index has letters and digits only. Of a question Pagefind drops
-      // what Unicode calls punctuation: * but not ^.
-      const words = asked.replace(/\p{S}/gu, "*");
-      const { found, all } = await answers(api, words, asked);
-      if (!found || asked !== field.value.trim()) return; // asked on
+      await new Promise((done) => setTimeout(done, PAUSE));
+      if (askedOn()) return;
+      const { found, all, part } = await answers(api, asked);
+      if (askedOn()) return;
       const first = found.slice(0, MOST);
       list.replaceChildren(...first.map((result) => shown(result, asked)));
+      elsewhere.hidden = !asked || (all > 0 && !part);
       if (!asked) say("");
       else if (!all) say("none", asked);
+      else if (part) say("part", asked);
       else say(all === 1 ? "one" : "many", all);
     } catch (error) {
       say(location.protocol === "file:" ? "file" : "broken");
@@ -91,9 +124,10 @@
   }
 
   /** Pagefind takes the beginning of a word, however short, for one that no
-      page has. Four letters say that it may be meant. */
+      page has. Most of its letters say that it may be meant. */
   function has(asked) {
-    const all = wordsOf(asked).map((word) => pattern(word, 4));
+    const most = (word) => Math.max(4, Math.ceil(letters(word).length * 0.6));
+    const all = telling(asked).map((word) => pattern(word, most(word)));
     return ({ content, meta }) => {
       const text = [content, ...Object.values(meta)].join(" ");
       return all.every((each) => text.search(each) >= 0);
@@ -102,6 +136,13 @@
 
   function wordsOf(asked) {
     return asked.split(/\s+/).filter((word) => letters(word).length);
+  }
+
+  /** The words of a question that tell sections apart, or all if none does. */
+  function telling(asked) {
+    const words = wordsOf(asked);
+    const some = words.filter((word) => !TELLS_NOTHING.test(word));
+    return some.length ? some : words;
   }
 
   function letters(word) {
@@ -117,7 +158,7 @@
 
   /** A section that was found, as an item of the list. */
   function shown({ url, meta, excerpt }, asked) {
-    const words = wordsOf(asked);
+    const words = telling(asked);
     // The section may spell a word in another way: bf16 = bfloat16.
     for (const pair of meta.also?.split("; ") ?? []) {
       const [other, written] = pair.split(" = ");
@@ -207,7 +248,8 @@
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    const stops = [field, ...list.querySelectorAll("a")];
+    const links = [...dialog.querySelectorAll("a")];
+    const stops = [field, ...links.filter((link) => link.checkVisibility())];
     stops[stops.indexOf(document.activeElement) + step]?.focus();
   });
   field.form.addEventListener("submit", (event) => {

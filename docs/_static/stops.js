@@ -47,8 +47,12 @@ addEventListener("load", () => {
     messages[locale].copy_success = success;
     messages[locale].copy_failure = failure;
   }
-  for (const button of document.querySelectorAll("button.copybtn"))
+  const keys = document.getElementById("bp-copy-keys");
+  for (const button of document.querySelectorAll("button.copybtn")) {
     button.dataset.tooltip = copy;
+    button.dataset.keys = keys.textContent;
+    button.setAttribute("aria-describedby", keys.id);
+  }
 
   for (const kind of ["button.copybtn", ".highlight a.bp-reference"])
     oneStop(`.bd-article ${kind}`);

@@ -59,33 +59,45 @@ def test_what_leads_to_a_tutorial_has_its_picture(page):
             assert float(width) < 330
 
 
+def circumstances(passport):
+    """What a passport says, but its subject and the numbers."""
+    when = passport.p.strong.next_sibling
+    names = [dt.get_text(" ").strip(" :") for dt in passport.dl.select("dt")]
+    values = [dd.get_text(" ").strip() for dd in passport.dl.select("dd")]
+    fields = dict(zip(names, values, strict=True))
+    return " ".join(when.get_text().split()), fields
+
+
 @each_tutorial
 def test_passports_are_complete(name):
     # A passport stands under a figure, never by itself.
     soup = built.soup(name)
     passports = soup.select("div.passport")
     assert passports == soup.select("div.measured div.passport")
+    said = []  # of each GPU, once
     for passport in passports:
-        text = " ".join(passport.p.get_text(" ").split())
+        subject = passport.strong.get_text()
+        csv, data = passport.select("a.download")
+        benchmark, gpu = csv["href"].split("/")[-1].split(".")[1:3]
+        if above := passport.select_one('a[href^="#passport-"]'):
+            source = soup.select_one(above["href"])
+            when, fields = circumstances(source)
+            assert (gpu, when, fields) in said
+            assert not passport.find("dl", recursive=False)
+        else:
+            when, fields = circumstances(passport)
+            assert (gpu, when, fields) not in said
+            said.append((gpu, when, fields))
         kind = r"(Recorded|Measured on this machine, by this build,)"
-        # a benchmark's arguments, the GPU, and when it was measured
         pattern = (
-            rf"\S.*, \S.*\. {kind} 20\d\d-\d\d-\d\d\. "
+            rf"{kind} 20\d\d-\d\d-\d\d\. "
             r"(\d+ GPU checks passed before recording|GPU checks: not run)"
         )
-        assert re.match(pattern, text), text
-        names = [dt.get_text(" ").strip(" :") for dt in passport.select("dt")]
-        fields = dict(
-            zip(
-                names,
-                (dd.get_text(" ").strip() for dd in passport.select("dd")),
-                strict=True,
-            )
-        )
+        assert re.match(pattern, when), when
         counted = "Nsight Compute" in fields["Versions"]
         assert ("GPUs" in fields) <= ("/several-gpus/" in name)
         assert fields.keys() - {"Not counted", "GPUs"} == {
-            *("Versions", "Method", "Data"),
+            *("Versions", "Method"),
             *(["Counted"] if counted else []),
         }
         versions, method = fields["Versions"], fields["Method"]
@@ -95,16 +107,15 @@ def test_passports_are_complete(name):
             versions,
         ), versions
         assert len(method.split()) > 3, method
-        csv, data = passport.select("a.download")
-        benchmark, gpu = csv["href"].split("/")[-1].split(".")[1:3]
         file = (built.SITE / name).parent / data["href"]
         whole = json.loads(file.read_text())
         recorded = whole["benchmarks"][benchmark]
         assert recording.slug(whole["environment"]["gpu"]) == gpu
-        said = passport.strong.get_text()
-        assert whole["environment"]["gpu"] in said
+        # a benchmark's arguments and the GPU
+        assert re.fullmatch(r"\S.*, \S.*\.", subject)
+        assert whole["environment"]["gpu"] in subject
         for key, value in recorded["args"].items():
-            at = fields["Counted"] if key == "counter" else said.lower()
+            at = fields["Counted"] if key == "counter" else subject.lower()
             value = str(value).lower()
             pattern = rf"\b(?i:{key}) = {value}\b|^{value} pass\b"
             there = value in at.split(", ") or re.search(pattern, at)
@@ -117,6 +128,12 @@ def test_passports_are_complete(name):
             cells = [cell.get_text().strip() for cell in row.select("td")]
             assert len(cells) == columns
             assert all(cells)
+
+
+@each_page
+def test_what_is_folded_is_folded_once(name):
+    inner = built.soup(name).select("article details details")
+    assert not [each.summary.get_text() for each in inner]
 
 
 @each_tutorial
@@ -132,6 +149,26 @@ def test_solutions_are_folded(name):
         assert solution.select("div.highlight-Python pre")
 
 
+DRAWN = """all => all.map(a => [
+  a.href, getComputedStyle(a, '::before').content,
+  getComputedStyle(a).counterIncrement])"""
+
+
+@pytest.mark.parametrize("name", [n for n in built.TUTORIALS if "/01-" in n])
+def test_the_list_beside_a_page_has_the_numbers_of_pages(page, name):
+    """Which are those of their files: what is counted is in their order."""
+    page.goto(name)
+    found = page.locator(".bd-docs-nav a").evaluate_all(DRAWN)
+    counted = [each for each in found if each[2] != "none"]
+    numbers = [address.rpartition("/")[2][:2] for address, *_ in counted]
+    pages = sum(
+        each.startswith(name.partition("01-")[0]) for each in built.TUTORIALS
+    )
+    assert numbers == [f"{i:02}" for i in range(1, pages + 1)]
+    drawn = {content for _, content, _ in counted}
+    assert drawn == {"counter(tutorial, decimal-leading-zero)"}
+
+
 @each_tutorial
 def test_kernels_have_their_xray(name):
     kernels = declared.kernels(built.stem(name)).kernels
@@ -141,7 +178,8 @@ def test_kernels_have_their_xray(name):
     for panel in panels:
         assert "open" not in panel.attrs
         tabs = [t.get_text().strip() for t in panel.select("label")]
-        assert tuple(tabs) == limits.SHOWN
+        assert tabs[:2] == ["A100 · sm_80", "H200 · sm_90"]
+        assert tuple(tab.split(" · ")[1] for tab in tabs) == limits.SHOWN
         for tab in panel.select(".sd-tab-content"):
             assert len(tab.select("tbody tr")) == 13
             assert tab.select("pre.bp-way")  # lines that do something

@@ -173,8 +173,17 @@ def test_tab_reaches_everything(page, name, more):
 def test_arrows_lead_from_a_copy_button_to_the_next(page, name):
     page.goto(name)
     buttons = page.locator("article button.copybtn:visible")
-    page.locator("button.copybtn[tabindex='0']").focus()
+    first = page.locator("button.copybtn[tabindex='0']")
+    page.keyboard.press("Tab")  # what is focused now is so by the keyboard
+    first.focus()
     expect(buttons.nth(0)).to_be_focused()
+    # It is said, in sight and to a screen reader.
+    words = page.locator(f"#{first.get_attribute('aria-describedby')}")
+    shown = first.evaluate(
+        "e => [getComputedStyle(e, '::after').visibility, e.dataset.keys]"
+    )
+    assert shown == ["visible", words.text_content()]
+    assert "↓" in shown[1]
     page.keyboard.press("ArrowDown")
     expect(buttons.nth(1)).to_be_focused()
     expect(page.locator("button.copybtn[tabindex='0']")).to_have_count(1)

@@ -133,6 +133,13 @@ def test_without_a_script_a_phone_has_the_menu_below(page, view):
     link = page.locator("#pst-primary-sidebar a:visible").first
     article = page.locator("article").bounding_box()
     assert link.bounding_box()["y"] > article["y"] + article["height"]
+    page.get_by_role("link", name="Menu").click()  # at the top of the page
+    expect(link).to_be_in_viewport()
+
+
+def test_with_a_script_there_is_one_menu(page):
+    page.goto(FIRST)
+    expect(page.locator(".bp-menu")).to_be_hidden()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,18 @@ VIEWS = {
     "dark": {"color_scheme": "dark"},
     "phone": {"color_scheme": "light", "viewport": PHONE},
 }
-# Blocks of code that are wider than their place, of how many; and the size of
-# the smallest letters.
+# Of code, how many blocks have a line in more than one row, which then stands
+# left of its own indentation; and the size of the smallest letters.
 CODE = """(() => {
-  const all = [...document.querySelectorAll('article .highlight pre')];
-  return [all.filter(e => e.scrollWidth > e.clientWidth).length, all.length,
+  const all = [...document.querySelectorAll('article .highlight pre')]
+    .filter(e => e.checkVisibility());
+  const wraps = e => {
+    const {lineHeight, paddingTop, paddingBottom} = getComputedStyle(e);
+    const padding = parseFloat(paddingTop) + parseFloat(paddingBottom);
+    const rows = (e.scrollHeight - padding) / parseFloat(lineHeight);
+    return Math.round(rows) > e.textContent.trimEnd().split('\\n').length;
+  };
+  return [all.filter(wraps).length, all.length,
           Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))];
 })()"""
 # How often a reader presses Tab to come to the next page, with all folded.
@@ -133,10 +140,10 @@ def sideways(page, state):
     page.set_viewport_size(DESK)
 
 
-def small_code(wide, blocks, size):
+def small_code(wrapped, blocks, size):
     """What makes code hard to read on a phone."""
-    if wide >= max(blocks, 1) / 5:
-        yield f"on a phone {wide} of {blocks} code blocks scroll sideways"
+    if wrapped:
+        yield f"on a phone {wrapped} of {blocks} code blocks wrap lines"
     if blocks and size < 13:
         yield f"on a phone code has {size} px"
 
@@ -170,7 +177,8 @@ BAD = f"""<!doctype html><html lang="en" data-theme="light"><title>Bad</title>
 <main><h1>Bad</h1><p style="color: #999; width: 3000px">pale</p>
 <pre><span style="color: #aaa">pale</span></pre>
 <article class="highlight"><p style="width: 600px">cut</p>
-<div class="highlight"><pre style="font-size: 12px">
+<div class="highlight"><pre style="font: 12px/18px monospace;
+white-space: pre-wrap">
 {"wide " * 40}</pre></div></article>
 <img alt="" src="http://other.invalid/x.png"></main>
 <img alt="" src="no-such-picture.png">{LINKS}
@@ -189,7 +197,7 @@ def test_faults_are_found(page):
         "asks another host: http://other.invalid/x.png",
         "HTTP 404: ",
         "console: ",
-        "on a phone 1 of 1 code blocks scroll sideways",
+        "on a phone 1 of 1 code blocks wrap lines",
         "on a phone code has 12 px",
         f"{MOST_STOPS + 1} stops of the Tab key",
         "in the dark the theme is 'light'",

@@ -3,6 +3,8 @@
 A measured figure gets its passport, a table of its numbers, and links to them
 as CSV and JSON. Its alt text is made from the numbers. Where all of them are
 0, a sentence stands in place of an empty chart.
+A passport of which only the subject is new leads to the one that says the
+rest.
 """
 
 from textwrap import indent
@@ -23,9 +25,11 @@ def say(app, docname, source):
     if name == docname:
         return
 
+    said = {}  # by the passports of this page
+
     def measured(line):
         app.env.note_dependency(str(figures.file_of(app.srcdir, line[1])))
-        return with_passports(name, figures.saved(app.srcdir, line[1]))
+        return with_passports(name, figures.saved(app.srcdir, line[1]), said)
 
     def drawing(line):
         return image(line[1], line[2])  # Sphinx translates it
@@ -45,7 +49,7 @@ def image(name, alt):
     )
 
 
-def with_passports(name, results):
+def with_passports(name, results, said):
     """A measured figure with its passport; a tab for each GPU.
 
     The tabs of a page change together, and the choice holds on other pages:
@@ -53,7 +57,7 @@ def with_passports(name, results):
     """
     if isinstance(results[0], Missing):
         return _missing(results[0])
-    bodies = [_shown(each) + passport(name, each) for each in results]
+    bodies = [_shown(each) + passport(name, each, said) for each in results]
     bodies[1:] = [body + _printed(results[0]) for body in bodies[1:]]
     if len(bodies) == 1:
         return ".. container:: measured\n\n" + indent(bodies[0], "   ")
@@ -115,23 +119,47 @@ def _shown(measured):
     return "\n" + image(measured.picture, captions.alt_text(measured))
 
 
-def passport(name, measured):
-    """Where the numbers of a figure come from, and the numbers."""
+def passport(name, measured, said):
+    """Where the numbers of a figure come from, and the numbers.
+
+    ``said`` has what earlier passports of the page say, and their anchors.
+    """
     store = recording.BY_BUILD if measured.live else recording.STORE
     links = [
         f":download:`CSV </tutorials/raw/{figures.csv_name(name, measured)}>`",
         json_of(measured.gpu, name, store),
     ]
-    lines = [
-        ".. container:: passport",
-        "",
-        f"   {_origin(measured)}",
-        "",
-        *(f"   :{key}: {said}" for key, said in circumstances(measured)),
-        "",
-        indent(numbers(measured, links), "   "),
-    ]
-    return "\n".join(lines)
+    caption = rst.escape(captions.caption(measured))
+    facts = [*_facts(measured)]
+    new = f"passport-{len(said) + 1}"
+    anchor = said.setdefault((measured.gpu, *facts), new)
+    if anchor == new:
+        recorded, checked, *fields = facts
+        # Translators: of each figure; the part in stars is bold.
+        origin = _("**%(caption)s.** %(recorded)s %(checked)s") % {
+            "caption": caption,
+            "recorded": recorded,
+            "checked": checked,
+        }
+        lines = [f"   :name: {anchor}", "", f"   {origin}", ""]
+        lines += [f"   {field}" for field in fields]
+    else:
+        rest = _("Date, checks, versions and method as above.")
+        # Translators: of each figure; the part in stars is bold.
+        origin = _("**%(caption)s.** %(rest)s") % {
+            "caption": caption,
+            "rest": f"`{rest} <#{anchor}>`_",
+        }
+        lines = ["", f"   {origin}"]
+    table = indent(numbers(measured, links), "   ")
+    return "\n".join([".. container:: passport", *lines, "", table])
+
+
+def _facts(measured):
+    """All that a passport says but its subject and the numbers."""
+    yield from when(measured.environment, measured.live)
+    for name, value in circumstances(measured):
+        yield f":{name}: {value}"
 
 
 def json_of(gpu, name, store=recording.STORE, text="JSON"):
@@ -164,17 +192,6 @@ def numbers(measured, links):
         "",
     ]
     return "\n".join(lines)
-
-
-def _origin(measured):
-    """What was measured, when, and what was checked before."""
-    recorded, checked = when(measured.environment, measured.live)
-    # Translators: of each figure; the part in stars is bold.
-    return _("**%(caption)s.** %(recorded)s %(checked)s") % {
-        "caption": rst.escape(captions.caption(measured)),
-        "recorded": recorded,
-        "checked": checked,
-    }
 
 
 def when(environment, live=False):

@@ -4,7 +4,8 @@ What a reader looks for is a section, so each is a document of its own:
 Pagefind ranks pages, and shows the sections of a page in their order. What
 surrounds the tutorials' own words is left out. Where a section spells a word
 in one way, readers may ask for the others that ``conf.py`` names, as it does
-the pages that are written for others than readers of tutorials.
+the pages that are written for authors, which search.js shows last. A formula
+is indexed in words, and so is each term of the glossary by itself.
 """
 
 import html
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
@@ -25,7 +27,7 @@ LEFT_OUT = [
     *(".bp-cards", ".bp-speeds", ".bp-downloads", ".bp-stages"),
     *(".bp-place", ".bp-way ol", ".bp-way-time"),
     *(".sphx-glr-script-out", ".sphx-glr-footer", ".sphx-glr-signature"),
-    *(".headerlink", ".eqno", "math", "svg"),
+    *(".headerlink", ".eqno", "svg"),
 ]
 ARTICLE = re.compile(
     r'<article class="bd-article".*?'
@@ -34,12 +36,23 @@ ARTICLE = re.compile(
 )
 # Of the first picture Pagefind would index the words.
 PICTURE = re.compile(r"<img[^>]*>")
-SECTION = re.compile(r'<section\b[^>]*\bid="([^"]*)">')
-TITLE = re.compile(r'<h\d>(.*?)<a class="headerlink".*?</h\d>', re.DOTALL)
+# A section, or a term of the glossary.
+SECTION = re.compile(r'<(?:section\b[^>]*\bid="|dt id="(?=term-))([^"]*)">')
+TITLE = re.compile(r'(.*?)<a class="headerlink".*?</(?:h\d|dt)>', re.DOTALL)
 PROSE = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 # A word of prose counts as one; in a title Pagefind counts it more often.
 CODE = '<pre data-pagefind-weight="0.3">'
-ASIDE = '<body data-pagefind-weight="0.2">'
+MATH = re.compile(r"<math.*?</math>", re.DOTALL)
+# How the parts of a formula are told in a line.
+IN_A_LINE = {
+    "mfrac": "{} / {}",
+    "mover": "{}{}",
+    "msub": "{}_{}",
+    "msubsup": "{}_{}^{}",
+    "msup": "{}^{}",
+    "munder": "{}_{}",
+    "munderover": "{}_{}^{}",
+}
 
 
 def start(app):
@@ -63,9 +76,9 @@ def index(app):
         for page in app.env.found_docs - {"404"}:
             text = Path(app.builder.get_output_path(page)).read_text("utf-8")
             Path(site, page).mkdir(parents=True, exist_ok=True)
-            for anchor, content in sections(text, app.config.search_spellings):
-                if page in app.config.search_aside:
-                    content = content.replace("<body>", ASIDE)
+            aside = page in app.config.search_aside
+            spellings = app.config.search_spellings
+            for anchor, content in sections(text, spellings, aside):
                 file = Path(site, page, f"{anchor}.html")
                 file.write_text(content, encoding="utf-8")
         command = [sys.executable, "-m", "pagefind", "--quiet", "--site", site]
@@ -77,29 +90,47 @@ def index(app):
         raise ExtensionError(f"pagefind: {done.stderr}")
 
 
-def sections(page, spellings):
+def sections(page, spellings, aside=False):
     """The sections of a page: the anchor of each, and its own document."""
     article = PICTURE.sub("", ARTICLE.search(page)[0])
+    article = MATH.sub(in_words, article)
     _, *parts = SECTION.split(article)
     top = None
     for anchor, content in zip(parts[::2], parts[1::2], strict=True):
-        heading = TITLE.search(content)
+        heading = TITLE.match(content)
         title, content = plain(heading[1]), content[heading.end() :]
         if top is None:
             top, anchor = title, "index"
-        elif 'class="bp-cards' in content:
+        elif re.search('class="bp-(cards|path)', content):
             continue  # which lead to others
         page = "" if title is top else top
-        yield anchor, document(title, page, content, spellings)
+        yield anchor, document(title, page, content, spellings, aside)
 
 
-def document(title, page, content, spellings):
+def in_words(formula):
+    """A formula in a line of text, which may be a part of a sentence."""
+    words = words_of(ET.fromstring(formula[0]))
+    words = words.replace("ˆ", "\N{COMBINING CIRCUMFLEX ACCENT}")
+    return html.escape(words, quote=False)
+
+
+def words_of(element):
+    parts = [words_of(child) for child in element]
+    if element.tag in IN_A_LINE:
+        return IN_A_LINE[element.tag].format(*parts)
+    parts = [part for part in (element.text or "", *parts) if part.strip()]
+    text = " ".join(parts)
+    return f"√({text})" if element.tag == "msqrt" else text
+
+
+def document(title, page, content, spellings, aside):
     text = plain(" ".join([title, *PROSE.findall(content)]))
     meta = {
         "title": title,
         "titled": "; ".join(other for other, _ in others(title, spellings)),
         "also": "; ".join(map(" = ".join, others(text, spellings))),
         "page": page,
+        "aside": "yes" if aside else "",
     }
     head = "".join(
         f'<meta data-pagefind-meta="{key}[content]" '

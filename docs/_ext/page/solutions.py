@@ -8,7 +8,8 @@ A cell is folded when its first line is one of these comments:
   picture.
 
 What the cell of a solution or a scaffold printed and drew is folded with it,
-and scaffolds that follow each other are under one line.
+and scaffolds that follow each other are under one line. Nothing that is
+folded has a folded part: the X-ray panels of such a cell stand behind it.
 A paragraph that begins with ``**Hint.**`` is folded too.
 
 To the script all of it is plain code and prose. The notebook hides the code
@@ -72,23 +73,26 @@ def fold(app, doctree):
 
 def gather(section):
     """Put scaffolds that follow each other under one line, when none of the
-    page's own words stands between them."""
-    run = []
+    page's own words stands between them; panels follow that line."""
+    run, panels = [], []
     for child in [*section.children, None]:
         if isinstance(child, nodes.comment | nodes.target):
             continue
-        if child is not None and "bp-scaffold" in child.get(
-            "container_classes", ()
-        ):
+        if child and "bp-scaffold" in child.get("container_classes", ()):
             run.append(child)
+            continue
+        if run and child and is_panel(child):
+            panels.append(child)
             continue
         if len(run) > 1:
             at = section.index(run[0])
-            for cell in run:
-                section.remove(cell)
+            for each in run + panels:
+                section.remove(each)
             title = _("%(count)s cells of scaffold") % {"count": len(run)}
-            section.insert(at, folded("scaffold", title, run))
-        run = []
+            cells = [part for cell in run for part in cell[1:]]
+            group = folded("scaffold", title, cells)
+            section[at:at] = [group, *panels]
+        run, panels = [], []
 
 
 def fold_cell(block, kind, title):
@@ -104,8 +108,14 @@ def fold_cell(block, kind, title):
     if kind == "drawing":
         cell = [*made, folded(kind, title, [block])]
     else:
-        cell = [folded(kind, title, [block, *made])]
+        panels = [each for each in made if is_panel(each)]
+        made = [each for each in made if not is_panel(each)]
+        cell = [folded(kind, title, [block, *made]), *panels]
     parent[start:end] = cell
+
+
+def is_panel(node):
+    return "bp-xray" in node.get("container_classes", ())
 
 
 def fold_hint(paragraph):

@@ -171,6 +171,12 @@ def numbers(sheet):
     )
 
 
+def label(target):
+    """A GPU and what its compiler calls it: ``A100 · sm_80``."""
+    model = aot.DEVICES[target][0].split()[-1]
+    return f"{model} · {target}"
+
+
 def widths(sheet, kind):
     """Instructions by width: ``12 × 16 bytes, 2 × 4 bytes``."""
     return _listed(
@@ -196,7 +202,7 @@ class Panel:
 
     def text(self):
         tabs = "".join(
-            f".. tab-item:: {target}\n   :sync: {target}\n"
+            f".. tab-item:: {label(target)}\n   :sync: {target}\n"
             + ("   :selected:\n" if target == limits.DEFAULT else "")
             + f"\n{indent(self.tab(target), '   ')}"
             for target in limits.SHOWN
