@@ -89,11 +89,20 @@ def attempt(version, names):
         }
         entry |= script | kernels
         print(f"triton {version}: {name}: {said(entry)}", flush=True)
-        found = checked.read()
-        found.setdefault(version, {})[name] = entry
-        checked.write(found)
+        keep(version, name, entry)
         if checked.broke(entry):
             yield f"{name} with triton {version}"
+
+
+def keep(version, name, entry):
+    """Write what came of a page, and forget pages that are gone."""
+    found = checked.read()
+    found.setdefault(version, {})[name] = entry
+    there = chosen([])
+    for pages in found.values():
+        for gone in pages.keys() - set(there):
+            del pages[gone]
+    checked.write(found)
 
 
 def said(entry):

@@ -138,9 +138,9 @@ def test_a_translated_heading_has_the_english_id(project):
         read(project, language, "index.html")
         for language in (ENGLISH, CHINESE)
     )
-    assert english.select_one("#where-to-start > h2")
-    heading = chinese.select_one("#where-to-start > h2")
-    assert heading.find(string=True) == "从哪里开始"
+    assert english.select_one("#paths > h2")
+    heading = chinese.select_one("#paths > h2")
+    assert heading.find(string=True) == "学习路线"
     title = read(project, CHINESE, PAGES[2]).h1
     assert title.find(string=True) == "翻倍"
     assert title.parent["id"] == "double-sums-01"
@@ -230,12 +230,12 @@ def test_the_root_sends_nobody_who_has_chosen(reader, address):
     assert page.url == address
 
 
-TO = "document.querySelector('#where-to-start').scrollIntoView()"
+TO = "document.querySelector('#paths').scrollIntoView()"
 
 
 @pytest.mark.parametrize(
     ("width", "at", "section"),
-    [(390, "", "where-to-start"), (1280, "#what-to-expect", "what-to-expect")],
+    [(390, "", "paths"), (1280, "#what-to-expect", "what-to-expect")],
 )
 def test_the_switch_stays_at_the_section(reader, width, at, section):
     """By the keyboard; nothing of it stands beside the window."""
