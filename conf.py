@@ -220,7 +220,7 @@ search_spellings = [
     ["stays right", "overflow", "numerical stability"],
     ["wait for each other", "deadlock"],
     ["warps", "num_warps"],
-    ["where to start", "prerequisites"],
+    ["where to start", "paths", "prerequisites"],
 ]
 
 # What a shared link shows, beside what docs/_ext/page/head.py says.

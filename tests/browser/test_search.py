@@ -60,7 +60,7 @@ QUESTIONS = {
         "A100": r"how-figures-are-made.html#two-gpus",
         "HBM": r"01-layer-norm.html#a-gpu-in-one-minute|#term-",
         "drop-in": r"11-every-width.html$",
-        "prerequisites": r"index.html#where-to-start",
+        "prerequisites": r"^index.html#(where-to-start|paths)",
         "nan": r"(03|05)-\w*-?softmax.html|04-cross-entropy.html",
         "how to benchmark": r"#device-time|#how-fast-is-it",
         "gradcheck": r"01-layer-norm.html#is-it-right",
