@@ -31,7 +31,6 @@ extensions = [
     "notfound.extension",
     # our own
     "gallery",
-    "incremental",
     "page.cards",
     "page.code",
     "page.downloads",

@@ -3,10 +3,8 @@
 The second GPU is invented, as all numbers here are.
 """
 
-import threading
-
 import pytest
-import serve
+from browser import built
 from browser.conftest import PATIENCE
 from bs4 import BeautifulSoup
 from playwright.sync_api import expect
@@ -37,10 +35,8 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(project):
-    with serve.server(project.root / "html") as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with built.served(project.root / "html") as address:
+        yield address
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ def say(app, docname, source):
         return
 
     def measured(line):
-        app.env.note_dependency(str(figures.file_of(app.srcdir, line[1])))
         return with_passports(name, figures.saved(app.srcdir, line[1]))
 
     def drawing(line):
