@@ -74,11 +74,6 @@ def test_a_script_that_ends_the_build_is_named_and_the_site_stays(project):
     [
         ({"PYTHONOPTIMIZE": "1"}, "PYTHONOPTIMIZE (or python -O) lets no"),
         ({"FIGURES": "sometimes"}, "FIGURES=sometimes: it must be one of"),
-        (
-            {"FIGURES": "live", "CUDA_VISIBLE_DEVICES": "nonsense"},
-            "FIGURES=live measures every figure, and torch finds no GPU here "
-            "(CUDA_VISIBLE_DEVICES is nonsense); without",
-        ),
     ],
 )
 def test_what_is_refused_is_said_and_the_site_stays(project, asked, said):

@@ -31,12 +31,12 @@ from measurements import gpus, record, recording, replay
 from measurements.progress import clock, say
 from page import figures
 
-MODES = ("auto", "recorded", "live", "preview")
+MODES = ("auto", "recorded", "preview")
 
 
 def measures(mode):
     """Whether this build measures, rather than showing recordings."""
-    return mode == "live" or (mode == "auto" and gpus.there())
+    return mode == "auto" and gpus.there()
 
 
 def measures_page(mode, name):
@@ -154,11 +154,6 @@ def check_recordings(app, config):
     if not gpus.there():
         # Before triton is imported: its language is interpreted or it is not.
         os.environ["TRITON_INTERPRET"] = "1"
-        if mode == "live":
-            sys.exit(
-                f"FIGURES=live measures every figure, and {gpus.none()}; "
-                "without FIGURES the recorded figures are shown"
-            )
     if mode == "preview" or CURRENT is not ENGLISH:
         return
     if os.environ.get("CUDA_VISIBLE_DEVICES") and not gpus.there():
