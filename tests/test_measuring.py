@@ -546,11 +546,11 @@ def test_the_clock_of_a_page_is_not_read_in_advance(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     script = (
         "calls = []\n"
-        "def device_time(call):\n"
+        "def device_time(prepare):\n"
         "    raise AssertionError('it was read')\n"
-        "def speed(call):\n"
-        "    return device_time(call)\n"
-        "times = speed(lambda: calls.append('called'))\n"
+        "def speed(prepare):\n"
+        "    return device_time(prepare)\n"
+        "times = speed(lambda: lambda: calls.append('called'))\n"
     )
     space = {}
     compiling = run_page.Compiling(print, "01", (0, 1))

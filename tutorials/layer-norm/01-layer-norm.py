@@ -27,7 +27,7 @@ We check every step along the way, and we measure every step.
 **What you need:** Python and PyTorch, including what ``backward()`` does.
 You don't need a GPU, and you don't need to have written a kernel before.
 
-**Reading time:** about 35 minutes, without what is folded.
+**Reading time:** about 40 minutes, without what is folded.
 """
 
 # %%
@@ -144,8 +144,8 @@ show("db", db)
 # All programs run the same code, but each asks for its own number and works on
 # its own part of the data.
 #
-# The GPUs in our figures, an H100 and an H200, have 132 *streaming
-# multiprocessors* each, or SMs.
+# An H100 and an H200, the GPUs in our figures, have 132 *streaming
+# multiprocessors* (SMs) each.
 # An SM runs several programs at a time. While one waits for memory, another
 # can compute.
 # A program, in turn, consists of *warps*, groups of 32 threads that execute
@@ -196,7 +196,7 @@ plt.axis("off")
 plt.show()
 
 # %%
-# An H100 differs in the left half of the picture only: it has 80 GB of DRAM,
+# An H100 differs only in the left half of the picture: it has 80 GB of DRAM,
 # which is also slower, and 50 MB of L2.
 #
 # What limits layer norm?
@@ -212,7 +212,7 @@ plt.show()
 # more than ten operations in float32, and an H100 even more.
 # So the arithmetic is almost free, and layer norm is *memory-bound*.
 #
-# This also tells us how fast any kernel can be.
+# This also tells us how fast a kernel can be at best.
 # A plain copy reads a matrix and writes a matrix, just as the forward pass
 # must, and it computes nothing.
 # So the speed of a copy is our *ceiling*, or, in the language of the *roofline
@@ -254,7 +254,7 @@ def _layer_norm_fwd(
     y_ptr,  # (M, N)
     mean_ptr,  # (M,): saved for the backward pass
     rstd_ptr,  # (M,): 1 / standard deviation, saved as well
-    eps: tl.constexpr,
+    eps: tl.constexpr,  # added to the variance
     N: tl.constexpr,  # columns
     BLOCK_SIZE: tl.constexpr,  # tile width: a power of two, at least N
 ):
@@ -289,7 +289,7 @@ def _layer_norm_fwd(
     tl.store(rstd_ptr + row, rstd)
 
     # Scale and shift. If w_ptr is None, its lines are not even compiled.
-    # Masked elements of w and b may hold anything: they are not stored.
+    # Masked elements of w and b may hold anything, for they are never stored.
     y = x_centered * rstd
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=mask).to(acc_dtype)
@@ -315,8 +315,8 @@ def _layer_norm_fwd(
 # Bytes that have been requested but have not arrived yet are *in flight*.
 # A memory that is far away stays busy only if many bytes are in flight.
 #
-# We take at least 4 warps, which is Triton's default, and at most 16, because
-# the registers of an SM are divided among all its threads.
+# We take at least 4 warps, which is Triton's default, and at most 16: the more
+# threads share the registers of an SM, the fewer each of them gets.
 # In 16 bits that makes 4 warps up to 8192 columns, and 8 for wider rows.
 
 
@@ -355,8 +355,9 @@ torch.testing.assert_close(y_kernel, y)
 print("3 x 4, y in registers: right")
 
 # %%
-# ``N`` and ``eps`` are ``tl.constexpr``: constants that the compiler uses to
-# simplify the code.
+# ``N``, ``eps`` and ``BLOCK_SIZE`` are ``tl.constexpr``: the compiler knows
+# their values. It needs the size of a tile, and it uses the others to simplify
+# the code.
 # The price is one compilation for each width, at the first call.
 #
 # How fast is it?
@@ -370,82 +371,94 @@ print("3 x 4, y in registers: right")
 # We record the calls once as a *CUDA graph*, and the GPU replays them without
 # Python.
 #
-# **L2 is overwritten before each call.**
+# **L2 holds nothing that a call could use.**
 # A second call would find its input still in L2, where the first call left it.
 # In a model it would not: other layers run in between.
 # So the graph fills a tensor of 256 MB with zeros before each call.
 #
-# Why write, and not just read something else?
-# What a kernel stores stays in L2 as *dirty lines*, which are written back to
-# DRAM only when their place is needed.
-# In a model the layer before leaves L2 full of such lines, and in our graph
-# the zeros do: each call has to write lines back before L2 can take new ones,
-# and leaves dirty lines of its own to be written back by the next zeros.
-# Had we only read 256 MB, the lines would be clean. That is another
-# measurement: on an H100, a copy came out a little slower that way.
+# That is not enough. L2 does not simply keep what came last. It holds on to
+# what has been used twice, and to what a kernel asked it to keep, while the
+# zeros pass. So each call also has inputs and outputs of its own, sixteen
+# times over.
 #
-# **Start and end are subtracted.**
-# To start a replay takes a few microseconds, as long as a small kernel runs.
+# Why do we write zeros, and not just read something else?
+# What a kernel stores stays in L2 at first, in *dirty lines*, and L2 writes
+# them back to DRAM only when it needs their place.
+# In a model, the layer before leaves L2 full of dirty lines. In our graph the
+# zeros do.
+# So each call finds L2 as it would find it in a model, full of lines that have
+# yet to be written back.
+#
+# **The time to start is subtracted.**
+# Starting a replay takes a few microseconds, about as long as a small kernel
+# runs.
 # So our graph holds several calls, and a second graph holds the overwriting
-# alone. The difference of their times is the time of the calls.
+# alone. The difference between their times is the time of the calls.
 #
-# **Chance is shown.**
+# **The spread is shown.**
 # We replay both graphs in turns, 25 times each, and report the median of the
-# differences. The 20% and 80% quantiles tell how far apart they are.
+# differences. The 20% and 80% quantiles are the edges of the shaded bands in
+# the figures: where a band is narrow, all replays took about the same time.
 
 # %%
 
 # Scaffold: the clock.
 
 
-def device_time(call):
-    """µs on the GPU: median, 20% and 80% quantiles.
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
 
-    Two CUDA graphs are replayed in turns. One overwrites L2 and makes the
-    call, several times over; the other only overwrites L2. The difference is
-    the time of the calls.
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
     """
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
 
-    def elapsed(action):
-        """ms from the start of an action on the GPU to its end."""
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
-        action()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    call()  # compiles the kernels
-    calls = 8
-    if elapsed(call) > 1:
-        calls = 1  # a long call needs no company
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(calls):
-                larger_than_l2.zero_()
-                call()
-        graph.replay()  # the first replay takes longer
-        return graph
-
-    with_calls = recorded(call)
-    without = recorded(lambda: None)
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
     times = []
     for _ in range(25):
-        difference = elapsed(with_calls.replay) - elapsed(without.replay)
-        times.append(1000 * difference / calls)
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
     times.sort()
     return times[12], times[5], times[19]
 
 
-def speed(bytes_moved, call):
+def speed(bytes_moved, prepare):
     """GB/s of a call that must move so many bytes: median, low, high."""
-    median, short, long = device_time(call)
+    median, short, long = device_time(prepare)
     return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
 
 
@@ -490,33 +503,39 @@ def _move(
 def ceiling(reads, writes, shape, dtype):
     """GB/s of a kernel that reads and writes so many matrices and does nothing
     else. Several tiles are tried; the best one counts."""
-    source = torch.randn(reads, *shape, device=DEVICE).to(dtype)
-    target = torch.empty(writes, *shape, dtype=dtype, device=DEVICE)
-    count = target[0].numel()
+    M, N = shape
     speeds = []
     for block_size, warps in (
         (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
     ):  # fmt: skip
 
-        def move(block_size=block_size, warps=warps):
-            _move[(triton.cdiv(count, block_size),)](
-                source_ptr=source,
-                target_ptr=target,
-                count=count,
-                READS=reads,
-                WRITES=writes,
-                BLOCK_SIZE=block_size,
-                num_warps=warps,
-            )
+        def prepare(block_size=block_size, warps=warps):
+            source = torch.randn(reads, M, N, device=DEVICE).to(dtype)
+            target = torch.empty(writes, M, N, dtype=dtype, device=DEVICE)
 
-        speeds.append(speed(source.nbytes + target.nbytes, move))
+            def move():
+                _move[(triton.cdiv(M * N, block_size),)](
+                    source_ptr=source,
+                    target_ptr=target,
+                    count=M * N,
+                    READS=reads,
+                    WRITES=writes,
+                    BLOCK_SIZE=block_size,
+                    num_warps=warps,
+                )
+
+            return move
+
+        bytes_moved = (reads + writes) * M * N * dtype.itemsize
+        speeds.append(speed(bytes_moved, prepare))
     return max(speeds)
 
 
 # %%
-# Whoever we compare with is at its best, too.
-# ``torch.compile`` tries a few kernels and keeps the fastest. Which one that
-# is can be luck, so we let it choose three times.
+# What we compare with should be at its best, too.
+# ``torch.compile`` tries a few kernels and keeps the fastest. Its choice can
+# be a matter of luck, so we let it choose three times and show the best of the
+# three.
 
 # %%
 
@@ -543,7 +562,7 @@ def best_of_three_compilations(function, measure):
 
 
 # %%
-# Each benchmark is drawn, and its speeds are printed in % of the ceiling.
+# ``report`` draws a benchmark and prints each speed in % of the ceiling.
 
 # %%
 
@@ -587,7 +606,7 @@ def inputs(M, N, dtype):
 
 
 # %%
-# Each line of the figure is a *provider*: our kernel, PyTorch's layer norm,
+# Each line in the figure is a *provider*: our kernel, PyTorch's layer norm,
 # the same function through ``torch.compile``, and the copy.
 # All but the copy also save what a backward pass needs.
 
@@ -616,16 +635,19 @@ def pytorch_layer_norm(x, w, b, eps):
     )
 )
 def bench_forward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
-    x, w, b, _ = inputs(M, N, dtype)
 
     def speed_of(function):
-        bytes_moved = 2 * x.nbytes  # read x, write y
-        return speed(bytes_moved, lambda: function(x, w, b, eps=1e-5))
+        def prepare():
+            x, w, b, _ = inputs(M, N, dtype)
+            return lambda: function(x, w, b, eps=1e-5)
+
+        bytes_moved = 2 * M * N * dtype.itemsize  # read x, write y
+        return speed(bytes_moved, prepare)
 
     if provider == "triton":
         return speed_of(forward_in_registers)
@@ -633,7 +655,7 @@ def bench_forward(M, N, dtype, mode, provider):
         return speed_of(pytorch_layer_norm)
     if provider == "torch.compile":
         return best_of_three_compilations(pytorch_layer_norm, speed_of)
-    return ceiling(1, 1, x.shape, dtype)
+    return ceiling(1, 1, (M, N), dtype)
 
 
 # %%
@@ -642,34 +664,40 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200, our kernel reaches 90% of a copy at 4096 columns, and between
+# On the H200, our kernel reaches 89% of a copy at 4096 columns, and between
 # 76% and 94% over all widths.
 # PyTorch reaches 58% of a copy at 4096 columns. Ours is 1.5 to 1.8 times as
 # fast as PyTorch at every width.
 # With torch.compile, the speed changes from width to width: on the H200 it is
-# between 39% and 93% of a copy.
-# On the H100, our kernel reaches between 80% and 98% of a copy over all
-# widths, and PyTorch reaches between 56% and 70%.
+# between 39% and 90% of a copy.
+# On the H100, our kernel reaches between 81% and 98% of a copy over all
+# widths, and PyTorch reaches between 56% and 71%.
 #
 # **Why.**
-# Each byte moves once, just as in a copy.
+# In our kernel each byte moves once, just as in a copy.
 # Several programs share an SM, so while one adds up its row, others load
 # theirs.
-# The sums explain part of what is missing: a program can store nothing until
-# it has seen its whole row, and a copy does not have to wait for that.
+# Part of the gap to the copy comes from the sums: a program cannot store
+# anything until it has seen its whole row, while a copy does not have to wait.
+# PyTorch's kernel reads each row twice, once for the sums and once more to
+# normalize it. That need not cost much, as we are about to see. But it also
+# updates the mean and the variance after each element, which is called
+# *Welford's algorithm*, so each of these steps has to wait for the one before.
+# We have not measured which of the two costs more.
 #
 # **What follows.**
-# The lines tend to rise to the right, even the line of the copy, because even
-# a kernel that does nothing takes a moment to start and to finish.
-# So compare a kernel with a copy of the same size, not with the data sheet.
+# The lines tend to rise to the right, and so does that of the copy, because
+# even a kernel that does nothing takes a moment to start and to finish.
+# So compare a kernel with a copy of the same size, and not with the bandwidth
+# on a data sheet.
 #
 # A row of any width
 # ------------------
 #
 # What if a row does not fit into registers?
 #
-# A row of 65536 columns in float32 takes 256 KB, and an SM has no more
-# registers than that.
+# A row of 65536 columns takes 256 KB in float32, which is all the registers of
+# an SM.
 # So we walk along a wide row with a narrow tile and keep only sums.
 # Each walk is a *sweep*, and we need three of them.
 # Here they are for the row 1, 2, 3, 6 and a tile of two:
@@ -737,9 +765,9 @@ def _layer_norm_fwd_streaming(
 
 
 # %%
-# In its launch, the tile has at most 4096 columns, and a wide row gets more
-# warps, 16 from 8192 columns on. An SM can hold 64 warps, so it then works on
-# four rows at most. We will see below what that is good for.
+# We launch it with a tile of at most 4096 columns. A wide row gets more warps:
+# 16 of them from 8192 columns on. An SM can hold 64 warps, so it then works on
+# at most four rows at a time. We will see below how that helps L2.
 
 # %%
 
@@ -781,7 +809,7 @@ print("3 x 4, y in three sweeps: right")
 # %%
 # Three sweeps ask for ``x`` three times and write ``y`` once.
 # That makes four matrices, where the first kernel moves two.
-# Does that show in the speed?
+# Are three sweeps half as fast?
 
 # %%
 
@@ -801,22 +829,26 @@ print("3 x 4, y in three sweeps: right")
     )
 )
 def bench_sweeps(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    x, w, b, _ = inputs(M, N, dtype)
 
     def speed_of(function):
-        bytes_moved = 2 * x.nbytes  # what must move: read x, write y
-        return speed(bytes_moved, lambda: function(x, w, b, eps=1e-5))
+        def prepare():
+            x, w, b, _ = inputs(M, N, dtype)
+            return lambda: function(x, w, b, eps=1e-5)
+
+        # What must move: read x, write y.
+        bytes_moved = 2 * M * N * dtype.itemsize
+        return speed(bytes_moved, prepare)
 
     if provider == "triton":
         return speed_of(forward_in_registers)
     if provider == "sweeps":
         return speed_of(forward_in_sweeps)
-    return ceiling(1, 1, x.shape, dtype)
+    return ceiling(1, 1, (M, N), dtype)
 
 
 # %%
@@ -825,16 +857,18 @@ report(bench_sweeps)
 
 # %%
 # **What the figure shows.**
-# It hardly does.
-# On the H200, three sweeps reach between 86% and 94% of a copy from 4608
-# columns on, and a row in registers reaches between 88% and 93%.
-# Up to 4096 columns a row is a single tile, and both kernels do nearly the
-# same work.
+# No, they are hardly slower.
+# On the H200, three sweeps reach between 86% and 93% of a copy from 4608
+# columns on, and a row in registers reaches between 89% and 94%.
+# Up to 4096 columns, where the row is a single tile, they reach between 73%
+# and 87%, and a row in registers reaches between 77% and 88%. There the
+# compiler merges the first two sweeps, because they load the same tile.
 #
 # **How precise is this?**
-# The kernel in registers was measured for both figures. On the H200, its
-# shares of the copy differ by up to 7 points between them, at 4096 columns.
-# So a smaller difference between two kernels means nothing.
+# The kernel in registers was measured for both figures, so we can compare it
+# with itself. On the H200, its shares of the copy differ by up to 2 points
+# between the two, at 4096 columns.
+# A difference between two kernels has to be larger than that to mean anything.
 #
 # **Why.**
 # We counted what a program *asks for*, not where it comes from.
@@ -900,22 +934,25 @@ dram_reads.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, three sweeps read 1.01 times the bytes of ``x`` from DRAM at
-# 65536 columns, and 3.01 times at 131072 columns.
+# 65536 columns, and 3.00 times at 131072 columns.
+# The kernel in registers appears only at 8192 and 16384 columns, because this
+# page does not use it for wider rows.
 #
 # **Why.**
-# What matters is how much all running programs need *together*.
-# Up to 65536 columns, the registers of an SM are enough for so many programs
-# that all 132 SMs together work on 17 MB at most: on four rows each at 16384
-# columns, on one row each at 65536.
+# What matters is how much space the rows of all running programs take
+# *together*.
+# The warps and registers of an SM limit how many programs it runs at a time:
+# four at 16384 columns, and only one at 65536, because the compiler needs more
+# registers there. Either way, the rows in progress on all 132 SMs take 17 MB.
 # L2 holds that, so only the first sweep goes to DRAM.
-# At 131072 columns the compiler happens to need fewer registers, and three
-# programs fit on an SM. Their rows of 256 KB make 104 MB in all, and L2 is
-# smaller than that.
+# At 131072 columns the compiler happens to need fewer registers again, and
+# three programs fit on an SM. Their rows of 256 KB each make 104 MB in all,
+# more than L2 can hold.
 # By the time a sweep returns to the start of its row, other rows have taken
 # its place.
 #
 # **What follows.**
-# Up to 65536 columns, three sweeps read no more from DRAM than one.
+# Up to 65536 columns, three sweeps read no more from DRAM than one would.
 # For wider rows every sweep counts, and `Two sweeps <07-two-sweeps.html>`_
 # saves one.
 #
@@ -948,7 +985,7 @@ dram_reads.run(show_plots=ON_GPU)
 # **Step 2: back to the variance.**
 # The factor :math:`r` multiplies every element of the row, so its gradient is
 # a sum over the row.
-# The slope of :math:`r` with respect to :math:`\sigma^2` is
+# The derivative of :math:`r` with respect to :math:`\sigma^2` is
 # :math:`-\frac{1}{2} r^3`.
 #
 # .. math:: d\sigma^2 = -\frac{1}{2} \, r^3 \sum_j g_j \, (x_j - \mu)
@@ -965,8 +1002,8 @@ dram_reads.run(show_plots=ON_GPU)
 # An element :math:`x_j` is used in three places: by itself, in the variance
 # and in the mean.
 # So its gradient is the sum of three terms.
-# In the second one the mean is held fixed, for step 3 has already counted what
-# comes through the mean.
+# In the second one the mean is held fixed, because step 3 has already counted
+# what comes through the mean.
 #
 # .. math::
 #
@@ -1015,16 +1052,17 @@ for name, tensor, our_gradient in claims:
 # You can also *see* the formula without any algebra.
 # Add a constant to a row of ``x``, or stretch the row around its mean: apart
 # from epsilon, ``y`` stays the same.
-# The loss stays the same, too, so ``dx`` has no part in these two directions.
+# The loss stays the same, too, so ``dx`` has no component in these two
+# directions.
 # The term :math:`c_2` removes the part of :math:`g` that is constant, and
 # :math:`\hat{x} \, c_1` removes the part that stretches the row.
 #
-# This is also why the forward pass saves the mean and ``rstd``, 8 bytes per
-# row: from these and ``x``, one subtraction and one multiplication give us
-# ``x_hat`` back.
-# To save ``x_hat`` itself would be slower.
-# The forward pass would write a third matrix, and the backward pass would read
-# as much as before: ``x_hat`` in place of ``x``.
+# The formula needs ``x_hat``, and this is why the forward pass saves the mean
+# and ``rstd``, 8 bytes per row: from these and ``x``, one subtraction and one
+# multiplication give us ``x_hat`` back.
+# Saving ``x_hat`` itself would be slower: the forward pass would write a third
+# matrix, and the backward pass would read as much as before, ``x_hat`` in
+# place of ``x``.
 #
 # Backward: a buffer for each program
 # -----------------------------------
@@ -1040,7 +1078,7 @@ for name, tensor, our_gradient in claims:
 # *Atomic* additions or a lock prevent that, but they make programs wait for
 # each other.
 # The order of the additions also differs each time, so the last bits of the
-# sum change from run to run.
+# sum can change from run to run.
 #
 # Instead, we give each program several rows and a *buffer* of its own.
 # The program adds up its rows in registers and stores the two sums in its
@@ -1058,7 +1096,8 @@ torch.testing.assert_close(buffer_0 + buffer_1, db)
 # %%
 # No two programs write to the same place, so no program waits.
 # And because the order of the additions is fixed, the same input gives the
-# same bits every time, on a GPU with as many SMs.
+# same bits every time. A GPU with another number of SMs may give other bits,
+# because it divides the rows among more or fewer programs.
 
 # %%
 
@@ -1171,7 +1210,8 @@ def _layer_norm_bwd(
 # ``2 * N`` columns. The first half of the columns is ``dw``, and the second
 # half is ``db``.
 # Each program adds up 16 columns.
-# Its tile takes 256 buffers at a time, which keeps many bytes in flight.
+# Its tile has two dimensions and takes 256 buffers at a time, which keeps many
+# bytes in flight.
 
 
 @triton.jit
@@ -1188,6 +1228,8 @@ def _layer_norm_bwd_add_up(
     # Each element of the tile has a sum of its own.
     total = tl.zeros((ROWS, COLS), buffers_ptr.dtype.element_ty)
     for first in range(0, programs, ROWS):
+        # [:, None] makes a column of the row numbers, as in NumPy. With the
+        # row of column numbers it gives a tile of ROWS x COLS.
         rows = first + tl.arange(0, ROWS)[:, None]
         mask = (rows < programs) & (cols < WIDTH)
         offsets = rows * WIDTH + cols
@@ -1233,10 +1275,12 @@ def add_up_buffers(buffers, dtype):
 #   fit, but only while a part of the tile is masked: for a row of 8192 columns
 #   or more there is room for just one.
 # - **Buffers.** Each program means one more buffer to write and read back. In
-#   narrow rows more programs would fit than we start, but they hardly pay.
+#   narrow rows more programs would fit than we start. When we tried it on an
+#   H100, one more on each SM made little difference, and several more were
+#   slower.
 #
-# A program that is alone on its SM gets 16 warps, because all the threads of
-# the SM have to come from it.
+# A program that has an SM to itself gets 16 warps, because it has to keep the
+# whole SM busy.
 
 
 def count_sms():
@@ -1279,6 +1323,8 @@ for N in WIDTHS:
 #
 # A ``torch.autograd.Function`` holds both passes and hands tensors from the
 # first to the second.
+# Rows of up to 16384 columns, which is ``MAX_COLUMNS``, stay in registers.
+# Wider rows take three sweeps, and on this page they have no backward pass.
 #
 # It also takes care of layouts. Our kernels expect rows that follow one
 # another in memory, but ``y.sum().backward()``, for instance, hands over a
@@ -1463,12 +1509,12 @@ except ValueError as error:
 # Every computation rounds, so we compare with one that rounds far less: we
 # take the same inputs in float64 and let PyTorch compute both passes.
 # We look at each element, because one wrong element in nine million would not
-# show in an average. It may be off by two things:
+# show in an average. An element may be off by the sum of two amounts:
 #
-# - By half the distance to the next number of its type, because it is rounded
+# - Half the distance to the next number of its type, because it is rounded
 #   when it is stored.
-# - By what the sums before that round in float32. We allow 64 of float32's
-#   steps at the typical size of the whole result.
+# - What the sums before that lose in float32. For this we allow 64 rounding
+#   steps of float32, at the typical size of the whole result.
 
 # %%
 
@@ -1515,7 +1561,7 @@ for dtype in (torch.float16, torch.float32):
 # One more check needs no reference at all.
 # Without ``w`` and ``b``, each row of ``y`` adds up to 0, whatever ``x`` is.
 # So the gradient of this sum must be 0.
-# The check also exercises the ``dy`` with strides of 0.
+# This check also hands our function a ``dy`` with strides of 0.
 
 # x is the matrix of three rows from the beginning, in float64.
 layer_norm(x, normalized_shape=4).sum().backward()
@@ -1531,8 +1577,8 @@ print(f"gradient of the sum of y: {largest:.0e}")
 # So its ceiling reads two matrices and writes one: the line "Copy" is now an
 # addition of two matrices.
 # Our kernels also write the buffers and read them back, and each time that is
-# 8 bytes per column and program. We do not count these bytes: they make us
-# slower, as they should.
+# 8 bytes per column and program. We give ourselves no credit for these bytes:
+# they make us slower, as they should.
 
 # %%
 
@@ -1557,22 +1603,26 @@ def our_layer_norm(x, w, b, eps):
     )
 )
 def bench_backward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    x, w, b, dy = inputs(M, N, dtype)
 
     def speed_of(function):
         """Of the backward pass alone: the forward pass runs once, before."""
-        y = function(x, w, b, eps=1e-5)
 
-        def backward():
-            torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+        def prepare():
+            x, w, b, dy = inputs(M, N, dtype)
+            y = function(x, w, b, eps=1e-5)
 
-        bytes_moved = 3 * x.nbytes  # read x and dy, write dx
-        return speed(bytes_moved, backward)
+            def backward():
+                return torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+            return backward
+
+        bytes_moved = 3 * M * N * dtype.itemsize  # read x and dy, write dx
+        return speed(bytes_moved, prepare)
 
     if provider == "triton":
         return speed_of(our_layer_norm)
@@ -1580,7 +1630,7 @@ def bench_backward(M, N, dtype, mode, provider):
         return speed_of(pytorch_layer_norm)
     if provider == "torch.compile":
         return best_of_three_compilations(pytorch_layer_norm, speed_of)
-    return ceiling(2, 1, x.shape, dtype)
+    return ceiling(2, 1, (M, N), dtype)
 
 
 # %%
@@ -1589,40 +1639,46 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200, our backward pass reaches 71% of the copy at 4096 columns, and
-# between 52% and 71% over all widths.
-# PyTorch reaches 39% of the copy at 4096 columns. Ours is 1.5 to 2.1 times as
-# fast as PyTorch at every width, and 1.3 to 2.1 times as fast as
+# On the H200, our backward pass reaches 72% of the copy at 4096 columns, and
+# between 52% and 72% over all widths.
+# PyTorch reaches 39% of the copy at 4096 columns. Ours is 1.6 to 2.1 times as
+# fast as PyTorch at every width, and 1.3 to 2.3 times as fast as
 # torch.compile.
 # On the H100, our backward pass reaches between 60% and 85% of the copy over
 # all widths.
 #
 # **Why we are ahead of PyTorch.**
 # `PyTorch's kernels <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
-# for ``dw`` and ``db`` read ``x`` and ``dy`` a second time.
-# That makes five matrices instead of three, so even at the full speed of the
-# copy it would get three fifths of it at most.
+# for ``dw`` and ``db`` read ``x`` and ``dy`` again, after the kernel for
+# ``dx`` has read them.
+# Unless L2 still holds them, five matrices have to move instead of three. Then
+# PyTorch can reach at most three fifths of the copy, even with kernels that
+# move bytes as fast as the copy does.
 #
 # **Why we are behind the copy.**
 # A program requests a row, waits for it, computes, and only then requests the
 # next one. So what counts is how much the programs of an SM request at a time,
 # the last column of our table. Compare it with the figure of the H200:
 #
-# - With 24 KB, at 1024 and 1536 columns, we reach 52% and 56% of the copy.
+# - With 24 KB, at 1024 and 1536 columns, we reach 52% and 57% of the copy.
 # - With 32 to 36 KB, at 2048, 3072, 4608, 8192 and 8704 columns, we reach
-#   between 59% and 65%.
-# - With 48 KB, at 4096, 6144 and 12288 columns, we reach between 71% and 71%.
+#   between 59% and 66%.
+# - With 48 KB, at 4096, 6144 and 12288 columns, we reach 71% to 72%.
 #
-# Whether one program requests them or three makes little difference.
+# The H100 shows the same three groups: 60% and 64%, then between 71% and 76%,
+# then between 78% and 85%.
+# On the H200 it makes little difference whether the bytes are requested by one
+# program, as at 12288 columns, or by three, as at 4096.
 # At 1024 columns there is more to move, too: the programs write 6.5 MB of
 # buffers and read them back, beside matrices of 25 MB.
 #
-# One width does not fit.
+# One width does not fit this pattern.
 # At 15872 columns the program requests 62 KB, more than at any other width,
 # and reaches 53% of the copy on the H200.
 # A tile of 16384 columns takes 16 bytes for each column. That is 256 KB, all
 # the registers of an SM, and nothing is left for intermediate results.
-# The compiler has to *spill* some of them: it keeps them in memory.
+# So the compiler has to *spill* some values, which means that it keeps them in
+# memory.
 # Rows of 8704 and of 12288 columns have the same tile and spill nothing,
 # because the compiler drops what is always masked, a quarter of the tile at
 # 12288 columns.
@@ -1643,7 +1699,7 @@ report(bench_backward)
 # - **torch.compile fuses.** It can compute a layer norm together with what
 #   comes before and after it, and that can save whole matrices. We have to do
 #   it by hand, as in `Add, then normalize <../fused/01-add-layer-norm.html>`_.
-# - **PyTorch takes more.** It has second derivatives, and we have none. With
+# - **PyTorch can do more.** It has second derivatives, and we have none. With
 #   gradients, our rows may have at most 16384 columns; `Every width
 #   <11-every-width.html>`_ removes this limit.
 # - **PyTorch starts sooner.** It does not have to compile a kernel for each
@@ -1671,10 +1727,13 @@ report(bench_backward)
 #
 # Write its ``dx``. The stub below forgets that every element of the row is
 # also used in ``r``.
+# Change it in the script or the notebook, and run that until it prints
+# ``right: True``. (Below that line it prints the sums of our solution.)
 #
 # You don't need a reference to see whether you are right.
-# To stretch a row of ``x`` changes nothing in ``y``, so each row of ``dx``
-# times that row of ``x`` must add up to 0. The checker prints these sums.
+# Stretching a row of ``x`` changes nothing in ``y``, so the products of a row
+# of ``dx`` and the same row of ``x`` must add up to 0. The checker prints
+# these sums.
 #
 # **Hint 1.** Go through the four steps above. The first stays as it is. In the
 # second, the mean square takes the place of the variance. There is no third
@@ -1729,29 +1788,29 @@ assert exercise_1(rms_norm_dx_1)
 # - **A row in registers** moves two matrices. On the H200 it reaches 76% to
 #   94% of a copy, because each byte moves once.
 # - **Three sweeps** ask for four matrices, and two of them come from DRAM or
-#   go there. On the H200 they reach 86% to 94% of a copy from 4608 columns on,
+#   go there. On the H200 they reach 86% to 93% of a copy from 4608 columns on,
 #   because L2 still has the row.
-# - **PyTorch** asks for three matrices, because it reads each row twice. On
-#   the H200 it reaches 44% to 58% of a copy.
-# - **torch.compile** reaches 39% to 93% of a copy on the H200. We have not
+# - **PyTorch** reads each row twice, so it asks for three matrices. On the
+#   H200 it reaches 44% to 58% of a copy.
+# - **torch.compile** reaches 39% to 90% of a copy on the H200. We have not
 #   looked at its kernels.
 #
 # Backward:
 #
 # - **A buffer for each program** moves three matrices and the buffers. On the
-#   H200 it reaches 52% to 71% of the copy, because programs wait for rows.
-# - **PyTorch** moves five matrices or more, because it reads ``x`` and ``dy``
-#   again. On the H200 it reaches 30% to 39% of the copy.
-# - **torch.compile** reaches 30% to 52% of the copy on the H200. We have not
+#   H200 it reaches 52% to 72% of the copy, because programs wait for rows.
+# - **PyTorch** asks for five matrices or more, because it reads ``x`` and
+#   ``dy`` again. On the H200 it reaches 30% to 39% of the copy.
+# - **torch.compile** reaches 28% to 52% of the copy on the H200. We have not
 #   looked at its kernels.
 #
-# And of any kernel:
+# And for kernels in general:
 #
 # - A kernel that computes little is only as fast as its memory traffic, so
 #   count bytes first.
 # - What programs ask for is not what DRAM delivers: there are caches in
 #   between.
-# - Bytes in flight keep a memory busy.
+# - A memory stays busy only while enough bytes are in flight.
 # - A sum over all rows needs no lock. Give each program a buffer, and the
 #   result has the same bits every time.
 #

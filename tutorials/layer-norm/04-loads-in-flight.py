@@ -62,54 +62,60 @@ print("5 steps of 2 × 4 lanes, and at", end.tolist())
 # Scaffold: the clock.
 
 
-def device_time(call):
-    """µs on the GPU: median, 20% and 80% quantiles.
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
 
-    Two CUDA graphs are replayed in turns. One overwrites L2 and makes the
-    call, several times over; the other only overwrites L2. The difference is
-    the time of the calls.
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
     """
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
 
-    def elapsed(action):
-        """ms from the start of an action on the GPU to its end."""
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
-        action()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    call()  # compiles the kernels
-    calls = 8
-    if elapsed(call) > 1:
-        calls = 1  # a long call needs no company
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(calls):
-                larger_than_l2.zero_()
-                call()
-        graph.replay()  # the first replay takes longer
-        return graph
-
-    with_calls = recorded(call)
-    without = recorded(lambda: None)
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
     times = []
     for _ in range(25):
-        difference = elapsed(with_calls.replay) - elapsed(without.replay)
-        times.append(1000 * difference / calls)
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
     times.sort()
     return times[12], times[5], times[19]
 
 
-def speed(bytes_moved, call):
+def speed(bytes_moved, prepare):
     """GB/s of a call that must move so many bytes: median, low, high."""
-    median, short, long = device_time(call)
+    median, short, long = device_time(prepare)
     return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
 
 
@@ -141,21 +147,24 @@ SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
     )
 )
 def bench_reading(KB, MB, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
     lanes = 256 * KB  # each reads 4 bytes
     steps = MB * 10**6 // (4 * NUM_SMS * lanes)
-    x = torch.zeros(steps, NUM_SMS, lanes, dtype=torch.int32, device=DEVICE)
-    end = torch.empty_like(x[0])
+    shape = steps, NUM_SMS, lanes
     warps = min(lanes // 32, 16)
 
-    def run():
-        _read[(NUM_SMS,)](x, end, steps, LANES=lanes, num_warps=warps)
+    def prepare():
+        x = torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+        end = torch.empty_like(x[0])
+        return lambda: _read[(NUM_SMS,)](
+            x, end, steps, LANES=lanes, num_warps=warps
+        )
 
-    return speed(x.nbytes, run)
+    return speed(4 * steps * NUM_SMS * lanes, prepare)
 
 
 # %%
@@ -172,8 +181,8 @@ if knee:  # it was measured
 # more bytes in flight, more bytes a second.
 # From the *knee* on, which the last line above names, more brings little, and
 # the most that we tried costs speed.
-# On the H200, 16 KB in flight give 3090 GB/s, 32 KB give 3108 GB/s, and 64 KB
-# only 2265 GB/s. On the H100, they give 2468 GB/s, 2482 GB/s and 2012 GB/s. We
+# On the H200, 16 KB in flight give 3091 GB/s, 32 KB give 3105 GB/s, and 64 KB
+# only 2262 GB/s. On the H100, they give 2473 GB/s, 2485 GB/s and 2013 GB/s. We
 # have not found out why so many bytes of one program are worse.
 # Each multiprocessor needs at least the knee in flight, all the time.
 #
@@ -285,26 +294,31 @@ def _move(
 def ceiling(reads, writes, shape, dtype):
     """GB/s of a kernel that reads and writes so many matrices and does nothing
     else. Several tiles are tried; the best one counts."""
-    source = torch.randn(reads, *shape, device=DEVICE).to(dtype)
-    target = torch.empty(writes, *shape, dtype=dtype, device=DEVICE)
-    count = target[0].numel()
+    M, N = shape
     speeds = []
     for block_size, warps in (
         (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
     ):  # fmt: skip
 
-        def move(block_size=block_size, warps=warps):
-            _move[(triton.cdiv(count, block_size),)](
-                source_ptr=source,
-                target_ptr=target,
-                count=count,
-                READS=reads,
-                WRITES=writes,
-                BLOCK_SIZE=block_size,
-                num_warps=warps,
-            )
+        def prepare(block_size=block_size, warps=warps):
+            source = torch.randn(reads, M, N, device=DEVICE).to(dtype)
+            target = torch.empty(writes, M, N, dtype=dtype, device=DEVICE)
 
-        speeds.append(speed(source.nbytes + target.nbytes, move))
+            def move():
+                _move[(triton.cdiv(M * N, block_size),)](
+                    source_ptr=source,
+                    target_ptr=target,
+                    count=M * N,
+                    READS=reads,
+                    WRITES=writes,
+                    BLOCK_SIZE=block_size,
+                    num_warps=warps,
+                )
+
+            return move
+
+        bytes_moved = (reads + writes) * M * N * dtype.itemsize
+        speeds.append(speed(bytes_moved, prepare))
     return max(speeds)
 
 
@@ -326,13 +340,13 @@ def given(M, N, dtype):
 def percent_of_copy(M, N, dtype, plan):
     """Speed of a backward pass in % of the copy's: median, low, high."""
     copy, _, _ = ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
-    tensors = given(M, N, dtype)
-    x = tensors[1]
 
-    def run():
-        backward(*tensors, plan, dtype)
+    def prepare():
+        tensors = given(M, N, dtype)
+        return lambda: backward(*tensors, plan, dtype)
 
-    return [100 * ours / copy for ours in speed(3 * x.nbytes, run)]
+    bytes_moved = 3 * M * N * dtype.itemsize
+    return [100 * ours / copy for ours in speed(bytes_moved, prepare)]
 
 
 # %%
@@ -368,9 +382,9 @@ def one_stage(N, itemsize=2):
     )
 )
 def bench_programs(programs, M, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     N = int(provider)
@@ -386,10 +400,10 @@ by_programs = by_programs.set_index("programs")
 # %%
 # ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB, so
 # narrow rows need more programs.
-# On the H200 the best number of programs is 8 at 1024 columns, where 6 are as
-# good within a point, 3 at 4096 and 1 at 8192.
-# On the H100 it is 6 at 1024 columns, where 8 are as good within a point, 3 at
-# 4096 and 1 at 8192.
+# On the H200 the best number of programs is 8 at 1024 columns, where 8 reach
+# 55% of the copy and 6 reach 53%, and 3 at 4096 columns and 1 at 8192.
+# On the H100 the best numbers are the same; at 1024 columns 8 reach 61% there
+# and 6 reach 60%.
 # And while one program works, another has loads in flight.
 #
 # But a multiprocessor has 65536 registers for the programs that it runs.
@@ -423,9 +437,9 @@ by_programs = by_programs.set_index("programs")
     )
 )
 def bench_warps(warps, M, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     N = int(provider)
@@ -508,9 +522,9 @@ def best_plan(N, itemsize=2):
     )
 )
 def bench_stages(stages, M, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     N = int(provider)
@@ -529,11 +543,11 @@ by_stages = by_stages.set_index("stages")
 # With two stages there is room for one row, which is asked for when the one
 # before is done. From three on there is always a row in flight.
 # On the H200, at 4096 columns, one stage reaches 44% of the copy, two reach
-# 41%, three 67% and five 80%; at 8192 columns one reaches 58%, two 53%, three
-# 81% and five 81%.
+# 41%, three 67% and five 80%; at 8192 columns one reaches 59%, two 54%, three
+# 82% and five 80%.
 # On the H100, at 4096 columns, one stage reaches 55% of the copy, two reach
-# 52%, three 77% and five 85%; at 8192 columns one reaches 75%, two 71%, three
-# 88% and five 85%.
+# 52%, three 76% and five 84%; at 8192 columns one reaches 75%, two 71%, three
+# 87% and five 85%.
 # So two stages are slower than one, on both cards and at all three widths.
 # Five are faster than three at 1024 and 4096 columns, but not at 8192: our
 # plan has five there, and on the H100 three would be better.
@@ -630,9 +644,9 @@ for column, N in enumerate(WIDTHS):
 
 # %%
 # Why is twice the knee not enough, and even eight times the knee not?
-# The knee is that of the kernel above, which on the H200 reads 3108 GB/s; the
-# copy moves 4123 GB/s at 8192 columns, and must have more in flight. On the
-# H100 the kernel reads 2482 GB/s, and the copy moves 2944 GB/s.
+# The knee is that of the kernel above, which on the H200 reads 3105 GB/s; the
+# copy moves 4100 GB/s at 8192 columns, and must have more in flight. On the
+# H100 the kernel reads 2485 GB/s, and the copy moves 2946 GB/s.
 # A program at work has one row less ahead than the list counts.
 # And loads are not all: in the last round some programs have no row, and then
 # a second launch reads the sums, more of them where programs are many.
@@ -827,22 +841,23 @@ def pytorch(x, shape, w, b):
     )
 )
 def bench_backward(M, N, dtype, mode, provider):
-    """Device time: a CUDA graph of several calls, each after L2 was
-    overwritten, less the graph without the calls; median, 20% and 80%
-    quantiles. Copy: the best of six tiles."""
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     if provider == "copy":  # x and dy are read, dx is written
         return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
-    x, w, b, dy = inputs(M, N, dtype)
 
     def measure(function):
-        y = function(x, (N,), w, b)
+        def prepare():
+            x, w, b, dy = inputs(M, N, dtype)
+            y = function(x, (N,), w, b)
+            return lambda: torch.autograd.grad(
+                y, (x, w, b), dy, retain_graph=True
+            )
 
-        def run():
-            torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
-
-        return speed(3 * x.nbytes, run)
+        return speed(3 * M * N * dtype.itemsize, prepare)
 
     if provider == "torch":
         return measure(pytorch)
@@ -857,14 +872,14 @@ def bench_backward(M, N, dtype, mode, provider):
 report(bench_backward)
 
 # %%
-# On the H200 stages reach 63% to 80% of the copy up to 8192 columns, and more
+# On the H200 stages reach 64% to 81% of the copy up to 8192 columns, and more
 # programs 54% to 73%; above, the three plans are the same and reach 53% to
-# 65%. torch.compile, the best of three compilations, reaches 30% to 49% at all
-# widths, PyTorch 31% to 38%.
-# At 4608 columns stages gain least: 67%, and more programs reach 65%.
-# On the H100, whose memory is slower, stages reach 69% to 85% of its copy up
-# to 8192 columns, and more programs 60% to 83%; above, the three plans reach
-# 65% to 79%. torch.compile reaches 34% to 54%, PyTorch 35% to 41%.
+# 65%. torch.compile, the best of three compilations, reaches 28% to 49% at all
+# widths, PyTorch 30% to 39%.
+# At 4608 columns stages gain least: 66%, and more programs reach 65%.
+# On the H100, whose memory is slower, stages reach 70% to 85% of its copy up
+# to 8192 columns, and more programs 61% to 82%; above, the three plans reach
+# 65% to 78%. torch.compile reaches 34% to 53%, PyTorch 35% to 40%.
 # Libraries are measured in `Every width <11-every-width.html>`_.
 #
 # Just above a power of two nearly half of the lanes have nothing to do, which
