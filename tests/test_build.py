@@ -3,14 +3,12 @@
 import json
 import re
 import xml.etree.ElementTree as ET
-from types import SimpleNamespace
 
 import pytest
 from bs4 import BeautifulSoup
 from project import ENVIRONMENT, ROOT, Project, rows
 
 from measurements import recording
-from page import passports
 
 MEND = "on a GPU run: make record TUTORIALS=01"
 NAMES = ("01-double", "02-double", "03-double")
@@ -156,16 +154,6 @@ def test_the_front_page_computes_its_headline(built):
             "median of 2 widths, M = 4096, float16, NVIDIA-H200, 2026-01-02"
         ) in text
     assert "PyTorch" not in said[2]  # it has no speed
-
-
-def test_a_figure_of_zeros_is_a_sentence():
-    row = dict.fromkeys(recording.VALUES, 0.0) | {"provider": "a_"}
-    its = {"names": {"a_": "A_"}, "unit": "wrong runs of 100", "reason": ""}
-    measured = SimpleNamespace(rows=[row], **its)
-    text = passports._shown(measured)
-    assert "All numbers are 0" in text
-    assert "wrong runs of 100: 0 at every size" in text
-    assert "image" not in text
 
 
 @pytest.fixture

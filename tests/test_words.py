@@ -183,12 +183,12 @@ class Masked:
         return self.gettext(one if n == 1 else many)
 
 
-CODES = {"PTX", "SASS"}
+CODES = {"PTX"}
 # reStructuredText, and names that no language changes.
 MARKUP = re.compile(
     r"\.\. [a-z-]+::|^ *:(?:[a-z-]+):.*(?<!ж)$|</[^>]*>|:download:|N/A"
     r"|\b(?:measured|passport|dtype|CUDA|torch|triton|Python|NCCL|Nsight"
-    r"|Compute|CSV|JSON|Triton IR|GPU IR|PTX|SASS|NVIDIA H200|ptxas)\b",
+    r"|Compute|CSV|JSON|Triton IR|GPU IR|PTX|NVIDIA H200|ptxas)\b",
     re.M,
 )
 
@@ -213,7 +213,6 @@ def left(text):
         {"args": {"mode": "forward", "counter": "ж"}},
         {"args": {"mode": "forward and backward"}},
         {"reason": "ж", "picture": ""},
-        {"rows": [row | {"median": 0.0} for row in rows()]},
         {"environment": measured().environment
          | {"ncu": "1", "gpus": ["ж"], "link": "ж", "nccl": "2",
             "checks_passed": None}},
@@ -254,7 +253,7 @@ def test_no_word_of_a_second_gpu_is_said_in_english_only(says):
 def test_no_word_of_a_panel_is_said_in_english_only(says):
     translator = says(Masked())
     made = sheet(ways=[("x", [("ptx", ["<code>x</code>"])])])
-    made.codes = {"sass": "x", "amdgcn": "x"}
+    made.codes = {"ptx": "x", "amdgcn": "x"}
     page = SimpleNamespace(N=[8], M=4, dtype="ж")
     found = {("_f", target, 8): made for target in limits.SHOWN}
     panel = Panel(page, "_f", "ж", found, ("1", "2"))

@@ -69,7 +69,6 @@ class Call:
     values: dict  # its other arguments; a dtype is its name
     target: str = "sm_90"
     replace: tuple = ()  # pairs (old, new) that edit the source first
-    sass: bool = False  # disassemble as well, where that is possible
     last: bool = False  # of each kernel, only its last launch
     then: Callable | None = None  # what to make of each Built, over there
 
@@ -89,7 +88,7 @@ class Built:
     num_warps: int
     num_stages: int
     tutorial: str
-    asm: dict  # "ttir", "ttgir", then "ptx" and perhaps "sass", or "amdgcn"
+    asm: dict  # "ttir", "ttgir", then "ptx" or "amdgcn"
     grid: tuple = ()  # programs, if it was launched
     columns: int | None = None  # what it was given as N
 
@@ -254,8 +253,6 @@ def _built(call, kernel, grid, args, options):
         for name in ("ttir", "ttgir", "ptx", "amdgcn")
         if name in asm
     }
-    if call.sass and "cubin" in asm:
-        texts["sass"] = _sass(asm["cubin"])
     stages = re.search(r"tt\.num_stages = (\d+)", texts["ttir"])
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     return Built(
@@ -290,36 +287,20 @@ def _ptxas(target):
 
 
 def _resources(cubin):
-    """Registers, and bytes of memory for spilled ones, of a thread."""
+    """Registers, and bytes of memory for spilled ones, of a thread: what a
+    tool that comes with Triton says about a binary."""
     from triton import knobs
 
-    report = _tool(cubin, knobs.nvidia.cuobjdump.path, "-res-usage")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
     return tuple(
         int(re.search(rf"\b{name}:(\d+)", report)[1])
         for name in ("REG", "STACK")
     )
-
-
-def _sass(cubin):
-    """Its instructions, behind comments with the lines of PTX that they come
-    from."""
-    from triton import knobs
-
-    report = _tool(cubin, knobs.nvidia.nvdisasm.path, "-gp", "-c", "-ndf")
-    lines = []
-    for line in report.splitlines():
-        if place := re.search(r'ptx_txt", line (\d+)', line):
-            lines.append(f"\t// PTX line {place[1]}")
-        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
-            lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-def _tool(cubin, *command):
-    """What a tool that comes with Triton says about a binary."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [*command, file.name], check=True, capture_output=True, text=True
-        ).stdout

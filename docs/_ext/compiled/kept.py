@@ -26,13 +26,8 @@ def calls(name):
     """What is compiled for the panels of a page."""
     page = declared.kernels(name)
     for target, N in limits.shown(page):
-        first = page.N[0] == N
-        yield limits.call(
-            *(name, page, N, target),
-            sass=first and target == limits.DEFAULT,  # it takes long
-            last=True,
-            then=sheets.full if first else sheets.brief,
-        )
+        how = sheets.full if page.N[0] == N else sheets.brief
+        yield limits.call(name, page, N, target, last=True, then=how)
 
 
 def write(name, found):

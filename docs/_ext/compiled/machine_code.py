@@ -1,7 +1,7 @@
 """Find the lines of generated code that tell how a kernel works.
 
-``marks(text)`` reads Triton IR, GPU IR, PTX, SASS or AMD assembly and gives
-the loads and stores of global memory with their width, the shuffles of a
+``marks(text)`` reads Triton IR, GPU IR, PTX or AMD assembly and gives the
+loads and stores of global memory with their width, the shuffles of a
 reduction, the barriers, the atomics; each with the line of the tutorial that
 it came from.
 """
@@ -21,7 +21,7 @@ KINDS = {
     "early": "early launch",
     "spill": "spilled register",
 }
-COMMENT = {"sass": "//", "ptx": "//", "ir": "//", "amdgcn": ";"}
+COMMENT = {"ptx": "//", "ir": "//", "amdgcn": ";"}
 
 
 @dataclass
@@ -45,18 +45,13 @@ def language(text):
         return "amdgcn"
     if re.search(r"^\.version \d", text, re.MULTILINE):
         return "ptx"
-    return "ir" if re.search(r"^module\b", text, re.MULTILINE) else "sass"
+    return "ir"
 
 
-def marks(text, script="", ptx=""):
-    """All marks of a text. Lines are those of the file named script.
-
-    SASS is read beside the PTX that it was made from.
-    """
+def marks(text, script=""):
+    """All marks of a text. Lines are those of the file named script."""
     name = language(text)
     lines = text.splitlines()
-    if name == "sass":
-        return _sass_marks(lines, ptx, script)
     sources = {"ptx": _ptx_sources, "amdgcn": _amd_sources, "ir": _ir_sources}
     sources = sources[name](lines, script)
     mark = {"ptx": _ptx, "amdgcn": _amd, "ir": _ir}[name]
@@ -76,8 +71,6 @@ def _instruction(line, name):
         if line.startswith("#"):
             return ""
         line = re.sub(r" loc\(.*| \(\{$", "", line)
-    if name == "sass":
-        line = re.sub(r"/\*[0-9a-f]+\*/", "", line)
     if name == "ptx" and line.lstrip().startswith((".", "//")):
         return ""
     line = line.split(COMMENT[name])[0]
@@ -106,34 +99,6 @@ def _ptx(code):
         ("early", ("griddepcontrol",)),
     ):
         if code.startswith(starts):
-            return kind, 0
-    return None
-
-
-SASS_WIDTHS = (
-    *((".256", 32), (".128", 16), (".64", 8)),
-    *((".U16", 2), (".S16", 2), (".U8", 1), (".S8", 1)),
-)
-
-
-def _sass(code):
-    code = re.sub(r"^@\S+ ", "", code)
-    op = code.split()[0]
-    name = op.split(".")[0]
-    width = next((b for part, b in SASS_WIDTHS if part in op), 4)
-    if kind := {"LDG": "load", "STG": "store", "LDGSTS": "copy"}.get(name):
-        return kind, width
-    if name in ("LDL", "STL"):
-        return "spill", width
-    if op == "BAR.ARV":
-        return None
-    for kind, names in (
-        ("shuffle", ("SHFL", "REDUX", "CREDUX")),
-        ("barrier", ("BAR",)),
-        ("atomic", ("ATOM", "ATOMG", "RED", "REDG")),
-        ("early", ("ACQBULK", "PREEXIT")),
-    ):
-        if name in names:
             return kind, 0
     return None
 
@@ -245,25 +210,6 @@ def _files(text, script):
     """The numbers that PTX or AMD assembly calls a script by."""
     named = re.findall(r'^\s*\.file\s+(\d+) "(.*)"', text, re.MULTILINE)
     return {number for number, path in named if script and script in path}
-
-
-def _sass_marks(lines, ptx, script):
-    """A comment before the instructions names their line of PTX."""
-    sources = _ptx_sources(ptx.splitlines(), script)
-    releases = {m.number for m in marks(ptx) if m.kind == "release"}
-    at, found = 0, []
-    for number, line in enumerate(lines, 1):
-        if place := re.search(r"PTX line (\d+)", line):
-            at = int(place[1])
-            continue
-        code = _instruction(line, "sass")
-        if not code or code.startswith(".") or not (kind := _sass(code)):
-            continue
-        if kind[0] == "atomic" and at in releases:
-            kind = "release", 0
-        source = sources[at - 1] if 0 < at <= len(sources) else None
-        found.append(Mark(*kind, number, code, source))
-    return found
 
 
 def _amd_sources(lines, script):

@@ -12,7 +12,7 @@ from compiled import limits, machine_code
 from tutorial import source
 
 # Which codes there are, from the first level to the last.
-CODES = ("ttir", "ttgir", "ptx", "sass", "amdgcn")
+CODES = ("ttir", "ttgir", "ptx", "amdgcn")
 # The lines of a tutorial that a panel follows down: the first of each kind.
 FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
 
@@ -80,7 +80,7 @@ def _marks(built, key, facts):
     code = built.asm[key]
     if code is built.text:
         return facts.marks
-    return machine_code.marks(code, built.script, built.asm.get("ptx", ""))
+    return machine_code.marks(code, built.script)
 
 
 def _ways(built, found, script):

@@ -143,7 +143,7 @@ def _measured(session, results, srcdir, figure=None):
     for measured in results:
         measured.picture = (
             ""
-            if measured.reason or captions.nothing_drawn(measured)
+            if measured.reason
             else _picture(session, figure or measured.figure, srcdir)
         )
         file = _folder(srcdir, "raw") / csv_name(session.name, measured)
@@ -195,11 +195,7 @@ def _keep_for_card(session, measured, srcdir):
     compares = headlines.compares(measured.unit, measured.rows)
     backward = "backward" in str(measured.args.get("mode"))
     rank = 1 + 2 * compares + backward
-    if (
-        rank <= session.card
-        or measured.reason
-        or captions.nothing_drawn(measured)
-    ):
+    if rank <= session.card or measured.reason:
         return
     session.card, name = rank, session.name
     social_picture(srcdir, name).write_bytes(

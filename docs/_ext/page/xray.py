@@ -32,7 +32,6 @@ CODES = {
     "ttir": "Triton IR",
     "ttgir": "GPU IR",
     "ptx": "PTX",
-    "sass": "SASS",
     "amdgcn": N_("AMD assembly"),
 }
 
