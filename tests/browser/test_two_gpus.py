@@ -85,25 +85,6 @@ def test_a_page_that_lacks_the_chosen_gpu_shows_its_own(reader):
     expect(shown(reader)).to_contain_text("float16, NVIDIA-H200.")
 
 
-def test_all_figures_of_a_page_change_together(reader):
-    """The page is given a copy of its figure, for it has only one."""
-    reader.goto(tutorial(NAMES[0]))
-    html = reader.content()
-    soup = BeautifulSoup(html, "html.parser")
-    figure = soup.select_one(".measured")
-    copy = BeautifulSoup(
-        str(figure).replace("sd-tab-item-", "sd-tab-item-2")
-        .replace("sd-tab-set-", "sd-tab-set-2"), "html.parser",
-    )  # fmt: skip
-    figure.insert_after(copy)
-    reader.route("**/01-double.html", lambda r: r.fulfill(body=str(soup)))
-    reader.reload()
-    expect(shown(reader)).to_have_count(2)
-    reader.get_by_text("NVIDIA-A100", exact=True).last.click()
-    for i in range(2):
-        expect(shown(reader).nth(i)).to_contain_text("NVIDIA-A100.")
-
-
 def test_by_keyboard(reader):
     reader.goto(tutorial(NAMES[0]))
     reader.locator(".measured .sd-tab-set > input").first.focus()
