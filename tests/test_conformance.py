@@ -41,16 +41,18 @@ def both(of):
 # The first rows of a table have most of its pairs, 84 to 100 of 100. On a GPU
 # all are fast; in the interpreter the others are tried every night.
 ROWS = None if ON_GPU else 40
+TABLES = {name: page.table(ON_GPU) for name, page in PAGES.items()}
 
 
 def cases(page):
     """Each case once; on a GPU forms are one."""
-    return dict.fromkeys((*page.table(ON_GPU)[:ROWS], *page.cases))
+    return dict.fromkeys((*TABLES[page.name][:ROWS], *page.cases))
 
 
 def long_cases(page):
-    every = (*page.table(ON_GPU), *page.long_cases)
-    return [case for case in dict.fromkeys(every) if case not in cases(page)]
+    usual = cases(page)
+    every = dict.fromkeys((*TABLES[page.name], *page.long_cases))
+    return [case for case in every if case not in usual]
 
 
 @both(each(cases, describe) + each(long_cases, describe, [pytest.mark.long]))
