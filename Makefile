@@ -23,7 +23,7 @@ INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 # A file or page stays together (conftest.py): its tests share what takes long to make.
 PYTEST = $(PY) -m pytest -q -rs $(OPTIONS)
 # What takes long and needs no site runs on the core that its build leaves.
-BESIDE = $(patsubst %,tests/test_%.py,incremental measuring counters environment)
+BESIDE = $(patsubst %,tests/test_%.py,again measuring counters environment)
 BUILD = PYTHONPATH=docs/_ext$${PYTHONPATH:+:$$PYTHONPATH} \
 	$(PY) -m translation.build
 
@@ -49,7 +49,7 @@ translations: html  ## refresh the catalogs of docs/locale, and print what is mi
 
 serve: check-python  ## show the built site at http://localhost:8000
 	@test -f $(SITE)/index.html || { echo "make serve: run make html first." >&2; exit 1; }
-	@$(PYTHON) docs/_ext/serve.py $(SITE) $(PORT)
+	@$(PYTHON) -m http.server --bind localhost --directory $(SITE) $(PORT)
 
 test: proof  ## everything that proves the project, without a GPU
 test-all: OPTIONS := -m "" --hypothesis-profile=random

@@ -32,7 +32,6 @@ extensions = [
     "notfound.extension",
     # our own
     "gallery",
-    "incremental",
     "page.cards",
     "page.checked",
     "page.code",
@@ -97,9 +96,6 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "notebook_extensions": set(),
     "only_warn_on_example_error": False,
-    "junit": str(ROOT / "docs/_build/test-results/gallery.xml")
-    if CURRENT is ENGLISH
-    else "",
     "notebook_images": True,
 }
 

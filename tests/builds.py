@@ -7,6 +7,7 @@ own, in which nothing of the project has been imported.
 import multiprocessing
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,22 +53,17 @@ def _build(root, env, log):
         del sys.modules[name]
     from sphinx.cmd.build import main
 
-    doctrees, *how = arguments(env)
-    done = main([*how, "-d", str(doctrees)])
-    sys.path.insert(0, "docs/_ext")
-    import ended
-
-    if done == 0:  # as translation/build.py does
-        ended.complete(doctrees)
-    sys.exit(done)
+    doctrees, html = folders(env)
+    shutil.rmtree(html, ignore_errors=True)  # as translation/build.py does
+    how = "-E", "-n", "-W", "--keep-going", "-c", ".", "-d", str(doctrees)
+    sys.exit(main([*how, "docs", str(html)]))
 
 
-def arguments(env):
+def folders(env):
     """Of a build in one of several languages, or of one in English alone: its
-    folder of doctrees, and the others."""
-    how = "-n", "-W", "--keep-going", "-c", ".", "docs"
+    doctrees, and its site."""
     if "SITE_LANGUAGES" not in env:
-        return Path("doctrees"), *how, "html"
+        return Path("doctrees"), Path("html")
     sys.path.insert(0, "docs/_ext")
     from languages import CURRENT
     from translation import catalogs
@@ -75,4 +71,4 @@ def arguments(env):
     catalogs.compile_all(CURRENT.code)
     made = Path("docs/_build")
     html = made / "html" / CURRENT.folder
-    return made / "doctrees" / CURRENT.folder, *how, str(html)
+    return made / "doctrees" / CURRENT.folder, html

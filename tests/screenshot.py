@@ -8,14 +8,12 @@ PAGE = "tutorials/layer-norm/01-layer-norm.html"
 
 def main():
     """The last figure of the first tutorial, as a reader sees it."""
-    server = built.served()
-    base = f"http://127.0.0.1:{server.server_port}{built.prefix()}"
-    with sync_playwright() as playwright:
+    with built.served() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=tools.chromium(), args=["--no-sandbox"]
         )
         page = browser.new_page(
-            base_url=base, viewport={"width": 1280, "height": 800}
+            base_url=f"{address}en/", viewport={"width": 1280, "height": 800}
         )
         page.goto(PAGE, wait_until="networkidle")
         figure = page.locator(".measured").last
@@ -26,7 +24,6 @@ def main():
         page.locator("#pst-page-toc-nav a.active").wait_for()
         page.screenshot(path=built.ROOT / "docs/_static/screenshot.png")
         browser.close()
-    server.shutdown()
 
 
 if __name__ == "__main__":

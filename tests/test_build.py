@@ -2,30 +2,46 @@
 
 import json
 import re
-import xml.etree.ElementTree as ET
-from types import SimpleNamespace
 
 import pytest
 from bs4 import BeautifulSoup
-from project import ENVIRONMENT, ROOT, Project, rows
+from project import ENVIRONMENT, Project, rows
 
 from measurements import recording
-from page import passports
 
 MEND = "on a GPU run: make record TUTORIALS=01"
+NAMES = ("01-double", "02-double", "03-double")
+SAYS = "# What it says.\n"
+
+
+FIGURE = """
+
+import matplotlib.pyplot as plt
+
+if table is not None:
+    plt.figure(num={name!r})
+    plt.imshow({numbers})
+"""
+
+
+DRAWN = {  # by a tutorial: its name, its numbers, and passports on the page
+    "04-double": ("a map", "table.set_index('N').to_numpy()", 2),
+    "05-double": ("double", "[[1.0, 2.0]]", 1),  # a name proves nothing
+    "06-double": ("double", "table.set_index('N').to_numpy() + 1", 1),
+}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A project built once, with two tutorials and two GPUs for the first."""
-    project = Project(tmp_path_factory.mktemp("site"), NAMES)
+    """A project built once, with two GPUs for the first tutorial."""
+    project = Project(tmp_path_factory.mktemp("site"), [*NAMES, *DRAWN])
     project.record("01-double", "nvidia-a100", scale=0.5)
     count(project, NAMES[2])
+    for name, (label, numbers, _) in DRAWN.items():
+        figure = FIGURE.format(name=label, numbers=numbers)
+        project.change(SAYS, SAYS + figure, name)
     project.output = project.build().stdout
     return project
-
-
-NAMES = ("01-double", "02-double", "03-double")
 
 
 def count(project, name):
@@ -57,19 +73,6 @@ def count(project, name):
 def test_it_builds_without_a_warning(built):
     assert "build succeeded." in built.output, built.output[-3000:]
     assert " INFO " not in built.output  # of a library that the build uses
-
-
-def test_the_real_site_ran_every_tutorial():
-    """The junit report of the build that `make test` has just made."""
-    report = ROOT / "docs/_build/test-results/gallery.xml"
-    if not report.exists():
-        pytest.fail("build the site first: make html")
-    suite = ET.parse(report).getroot()
-    suite = suite if suite.tag == "testsuite" else suite.find("testsuite")
-    scripts = list((ROOT / "tutorials").rglob("[0-9][0-9]-*.py"))
-    assert int(suite.get("tests")) == len(scripts)
-    for name in ("failures", "errors", "skipped"):
-        assert int(suite.get(name) or 0) == 0
 
 
 def test_the_figure_is_drawn_from_the_recording(built):
@@ -106,6 +109,9 @@ def test_two_gpus_are_two_tabs(built):
     assert tabs == ["nvidia-h200", "nvidia-a100"]
     assert "rows: [1000.25, 2000.5]" in first  # the default's, not the other's
     assert "data-sync-id" not in second
+    # Of the page that conf.py names, nothing was recorded on two.
+    page = (built.root / "html/how-figures-are-made.html").read_text()
+    assert 'class="measured' not in page
 
 
 def test_where_ncu_could_not_count_the_page_says_so(built):
@@ -134,16 +140,6 @@ def test_the_front_page_computes_its_headline(built):
             "median of 2 widths, M = 4096, float16, NVIDIA-H200, 2026-01-02"
         ) in text
     assert "PyTorch" not in said[2]  # it has no speed
-
-
-def test_a_figure_of_zeros_is_a_sentence():
-    row = dict.fromkeys(recording.VALUES, 0.0) | {"provider": "a_"}
-    its = {"names": {"a_": "A_"}, "unit": "wrong runs of 100", "reason": ""}
-    measured = SimpleNamespace(rows=[row], **its)
-    text = passports._shown(measured)
-    assert "All numbers are 0" in text
-    assert "wrong runs of 100: 0 at every size" in text
-    assert "image" not in text
 
 
 @pytest.fixture
@@ -179,46 +175,68 @@ def test_recordings_that_do_not_fit_stop_the_build(tmp_path):
         assert any(all(part in line for part in parts) for line in lines)
 
 
-def test_what_the_script_asks_otherwise_stops_the_build(project):
-    """Seen only when the benchmark runs: its providers are not in the text."""
-    path = project.recording()
+def without_copy(project, name):
+    """Its providers are not in the text, so the hash knows nothing."""
+    path = project.recording(name)
     data = json.loads(path.read_text())
     benchmark = data["benchmarks"]["double"]
     benchmark["rows"] = [
         row for row in benchmark["rows"] if row["provider"] != "copy"
     ]
     path.write_text(json.dumps(recording.sealed(data)))
-    at = "tutorials/01-double.py", "providers", "'copy'", MEND
-    assert project.began(stops(project, *at))
 
 
-FIGURE = """
-
-import matplotlib.pyplot as plt
-
-if table is not None:
-    plt.figure(num={name!r})
-    plt.imshow({numbers})
-"""
-
-
-DRAWN = {  # by a tutorial: its name, its numbers, and passports on the page
-    "01-double": ("a map", "table.set_index('N').to_numpy()", 2),
-    "02-double": ("double", "[[1.0, 2.0]]", 1),  # a name proves nothing
-    "03-double": ("double", "table.set_index('N').to_numpy() + 1", 1),
+DRAWS = "\nimport matplotlib.pyplot as plt\n\nplt.plot([1, 2])\n"
+# What a tutorial does that stops the build, and what is said of it.
+FAULTS = {
+    "01": (without_copy, ["providers", "'copy'", MEND]),
+    "02": (  # what the docstring says is part of the passport
+        lambda project, name: project.edit(
+            "Invented for a test.", "Timed with care.", name
+        ),
+        [
+            "benchmark double: method: found ",
+            "'Invented for a test.', expected 'Timed with care.'",
+        ],
+    ),
+    "03": (
+        lambda project, name: project.change(
+            SAYS, "# Again.\n\nmeasure.run()\n", name
+        ),
+        ["the benchmark double runs twice"],
+    ),
+    "04": (
+        lambda project, name: project.change(
+            "assert torch.equal(y, 2 * x)", "assert torch.equal(y, x)", name
+        ),
+        [" failed"],
+    ),
+    "05": (
+        lambda project, name: project.change(SAYS, SAYS + DRAWS, name),
+        ["figure without a description"],
+    ),
 }
 
 
-def test_a_figure_has_a_passport_if_it_shows_the_numbers(tmp_path):
-    project = Project(tmp_path, DRAWN)
-    for tutorial, (name, numbers, _) in DRAWN.items():
-        figure = FIGURE.format(name=name, numbers=numbers)
-        says = "# What it says.\n"
-        project.change(says, says + figure, tutorial)
+def test_each_fault_of_a_tutorial_stops_the_build_and_is_named(tmp_path):
+    """All in one build: what fails in a cell stops no other tutorial."""
+    project = Project(tmp_path, [f"{number}-double" for number in FAULTS])
+    for number, (make, _) in FAULTS.items():
+        make(project, f"{number}-double")
     done = project.build()
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.returncode != 0
+    lines = done.stdout.splitlines()
+    for number, (_, parts) in FAULTS.items():
+        parts = [f"tutorials/{number}-double.py", *parts]
+        assert any(all(part in line for part in parts) for line in lines), (
+            parts,
+            done.stdout[-6000:],
+        )
+
+
+def test_a_figure_has_a_passport_if_it_shows_the_numbers(built):
     for tutorial, (name, _, count) in DRAWN.items():
-        page = project.page(tutorial)
+        page = built.page(tutorial)
         assert page.count('<div class="passport ') == count
         assert page.count("GPU checks passed") == 1
         assert (f'alt="{name}"' in page) == (count == 1)
@@ -234,20 +252,6 @@ def test_a_measured_figure_that_was_changed_stops_the_build(project):
     )
     at = "tutorials/01-double.py: the figure of the benchmark double: found "
     stops(project, at, "expected what the benchmark drew")
-
-
-def test_another_way_to_measure_stops_the_build(project):
-    """What the docstring says is part of the passport."""
-    project.edit("Invented for a test.", "Timed with care.")
-    stops(
-        *(project, "01-double.py", "benchmark double: method: found ", MEND),
-        "'Invented for a test.', expected 'Timed with care.'",
-    )
-
-
-def test_a_benchmark_that_runs_twice_stops_the_build(project):
-    project.change("# What it says.\n", "# Again.\n\nmeasure.run()\n")
-    stops(project, "tutorials/01-double.py: the benchmark double runs twice")
 
 
 def test_numbers_of_no_benchmark_stop_the_build(project):
@@ -274,32 +278,11 @@ def test_a_preview_marks_what_is_stale(project):
     assert 'class="measured' not in page
 
 
-def test_a_tutorial_that_raises_is_named(project):
-    project.change("assert torch.equal(y, 2 * x)", "assert torch.equal(y, x)")
-    stops(project, "tutorials/01-double.py failed")
-
-
-def test_an_unnamed_drawing_is_named(project):
+def test_a_timing_without_passport_stops_the_build(project):
     project.change(
         "# What it says.",
         "# What it says.\n\nimport matplotlib.pyplot as plt\n\n"
-        "plt.plot([1, 2])\n",
-    )
-    stops(project, "tutorials/01-double.py", "figure without a description")
-
-
-@pytest.mark.parametrize(
-    "clock",
-    [
-        "triton.testing.do_bench(lambda: None)",
-        "__import__('torch').cuda.Event.elapsed_time(None, None)",
-    ],
-)
-def test_a_timing_without_passport_stops_the_build(project, clock):
-    project.change(
-        "# What it says.",
-        "# What it says.\n\nimport matplotlib.pyplot as plt\n\n"
-        f"try:\n    {clock}\n"
+        "try:\n    triton.testing.do_bench(lambda: None)\n"
         "except Exception:\n    plt.figure('a figure with no passport')\n",
     )
     stops(project, "tutorials/01-double.py: a figure without a passport")

@@ -1,9 +1,9 @@
 """The hash of a page's code: what it covers, and what it leaves out."""
 
 import builtins
+import symtable
 
 import pytest
-from global_names import bound_by, globals_of, table_of
 
 import tutorial
 from measurements import code_hash
@@ -147,6 +147,24 @@ def test_what_is_measured_is_what_is_hashed():
 
 
 # Cells that are left out -----------------------------------------------------
+
+
+def table_of(text):
+    return symtable.symtable(text, "script", "exec")
+
+
+def globals_of(scope):
+    """The global names that a scope uses, or one inside it."""
+    found = {s.get_name() for s in scope.get_symbols() if s.is_global()}
+    return found.union(*map(globals_of, scope.get_children()))
+
+
+def bound_by(text):
+    return {
+        symbol.get_name()
+        for symbol in table_of(text).get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    }
 
 
 def missing(text):

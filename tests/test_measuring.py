@@ -495,18 +495,6 @@ def test_what_is_fresh_is_not_measured_again(live):
     assert "No figure in this preview" in project.page()
 
 
-def test_live_without_a_gpu_is_refused_in_a_sentence(live):
-    project, *_ = live
-    done = project.build_on(1, "live", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1
-    last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith(
-        "FIGURES=live measures every figure, and torch finds no GPU here"
-    )
-    assert "Traceback" not in done.stdout
-    assert not project.points()
-
-
 def test_a_live_build_that_fails_says_so(live):
     project, *_ = live
     shutil.rmtree(project.root / "docs/_build/measurements")

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 import triton.testing
 from project import ENVIRONMENT, rows
 from sphinx.errors import ExtensionError
@@ -293,11 +294,15 @@ def test_a_benchmark_that_runs_twice_is_named(measuring):
                 mark(measure).run()
 
 
-def test_timing_outside_a_benchmark_is_noticed(monkeypatch):
-    monkeypatch.setattr(triton.testing, "do_bench", lambda fn: 1.0)
+@pytest.mark.parametrize(
+    ("owner", "clock"),
+    [(triton.testing, "do_bench"), (torch.cuda.Event, "elapsed_time")],
+)
+def test_timing_outside_a_benchmark_is_noticed(monkeypatch, owner, clock):
+    monkeypatch.setattr(owner, clock, lambda fn: 1.0)
     live = replay.Session("01-double", live=True)
     with replay.watching(live):
-        triton.testing.do_bench(print)
+        getattr(owner, clock)(print)
     assert live.timed_outside
 
 

@@ -8,7 +8,7 @@ from project import Project
 MACHINES = {
     "no driver": {},
     "device files, no driver": {"STAND_IN_NODES": "1"},
-    "hidden": {"STAND_IN_GPUS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    "hidden": {"STAND_IN_GPUS": "1", "CUDA_VISIBLE_DEVICES": "nonsense"},
 }
 
 
@@ -21,6 +21,8 @@ def test_the_recorded_figures_are_shown(tmp_path, machine):
     }
     done = project.build("auto", **env)
     assert done.returncode == 0, done.stdout[-3000:]
+    says_why = "CUDA_VISIBLE_DEVICES is nonsense" in done.stdout
+    assert says_why == (machine == "hidden")
     page = project.page()
     assert "Recorded 2026-01-02." in page
     assert "Measured on this machine" not in page

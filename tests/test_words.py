@@ -87,12 +87,9 @@ def test_what_a_cell_saved_is_what_a_page_shows(tmp_path):
 
 def test_a_line_of_the_page_becomes_its_figure(tmp_path):
     figures.save(tmp_path, "a", [measured()])
-    noted = []
-    env = SimpleNamespace(note_dependency=noted.append)
-    app = SimpleNamespace(srcdir=tmp_path, env=env)
+    app = SimpleNamespace(srcdir=tmp_path)
     source = ["Prose.\n\n.. measured:: a\n\n.. drawing:: b two lines\n"]
     passports.say(app, "tutorials/01-double", source)
-    assert noted == [str(figures.file_of(tmp_path, "a"))]
     assert source[0].startswith("Prose.\n\n.. container:: measured\n")
     assert ":alt: Line plot of µж against N from 8 to 16 (B" in source[0]
     assert "/images/b_dark.svg\n   :alt: two lines\n" in source[0]
@@ -218,7 +215,6 @@ def left(text):
         {"args": {"mode": "forward", "counter": "ж"}},
         {"args": {"mode": "forward and backward"}},
         {"reason": "ж", "picture": ""},
-        {"rows": [row | {"median": 0.0} for row in rows()]},
         {"environment": measured().environment
          | {"ncu": "1", "gpus": ["ж"], "link": "ж", "nccl": "2",
             "checks_passed": None}},
@@ -250,7 +246,7 @@ def test_no_word_of_a_second_gpu_is_said_in_english_only(says):
     environment = measured().environment
     data = {"environment": environment, "benchmarks": {"ж": benchmark}}
     recorded = {"ж": data, "б": data}
-    text = shares.text("ж", recorded, shares.shares(recorded))
+    text = shares.text("ж", recorded, shares.measured(recorded))
     assert left(re.sub(f":doc:.*|{shares.UNIT}", "", text)) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()

@@ -5,11 +5,17 @@ benchmarks. ``scraper`` turns figures into reST. ``reset`` takes everything
 back. ``setup`` is the Sphinx extension: before anything runs it measures (on
 a GPU) and checks all recordings.
 
+What a tutorial made when it ran is kept between builds, for that takes long.
+Sphinx-Gallery looks whether the script has changed, and ``forget_outdated`` at
+all else that its page depends on.
+
 What they share is kept where Sphinx-Gallery hands it to them, and nowhere
 else: the mode in its settings, and a tutorial's session in its variables.
 """
 
+import hashlib
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -25,12 +31,12 @@ from measurements import gpus, record, recording, replay
 from measurements.progress import clock, say
 from page import figures
 
-MODES = ("auto", "recorded", "live", "preview")
+MODES = ("auto", "recorded", "preview")
 
 
 def measures(mode):
     """Whether this build measures, rather than showing recordings."""
-    return mode == "live" or (mode == "auto" and gpus.there())
+    return mode == "auto" and gpus.there()
 
 
 def measures_page(mode, name):
@@ -134,8 +140,7 @@ def hide_gpus(app, config):
 
 
 def check_recordings(app, config):
-    """Measure, or stop if a recording does not fit: before anything runs, and
-    before incremental.py removes what was made in another way."""
+    """Measure, or stop if a recording does not fit: before anything runs."""
     if sys.flags.optimize:
         sys.exit(
             "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those "
@@ -149,11 +154,6 @@ def check_recordings(app, config):
     if not gpus.there():
         # Before triton is imported: its language is interpreted or it is not.
         os.environ["TRITON_INTERPRET"] = "1"
-        if mode == "live":
-            sys.exit(
-                f"FIGURES=live measures every figure, and {gpus.none()}; "
-                "without FIGURES the recorded figures are shown"
-            )
     if mode == "preview" or CURRENT is not ENGLISH:
         return
     if os.environ.get("CUDA_VISIBLE_DEVICES") and not gpus.there():
@@ -186,11 +186,83 @@ def hand_over(app, config):
     config.sphinx_gallery_conf["measured"] = {"mode": mode, "gpu": gpu}
 
 
+def digest(*parts):
+    """A hash of files' contents, given their paths, and of anything else."""
+    found = hashlib.sha256()
+    for part in parts:
+        is_file = isinstance(part, Path) and part.is_file()
+        text = part.read_bytes() if is_file else repr(part).encode()
+        found.update(b"%d " % len(text) + text)
+    return found.hexdigest()
+
+
+def note_what_executes(app, config):
+    """A hash of what all tutorials are executed by."""
+    modules = sorted(Path(__file__).parent.rglob("*.py"))
+    # The names of these folders have the versions.
+    installed = (Path(folder).glob("*.dist-info") for folder in sys.path)
+    packages = sorted(path.name for each in installed for path in each)
+    # Sphinx-Gallery has not added its objects to its settings yet.
+    config.executed_by = digest(
+        *(*modules, sys.version_info[:2], packages, gpus.there()),
+        config.sphinx_gallery_conf,
+    )
+
+
+def forget_outdated(app):
+    """Make tutorials run again whose page depends on what has changed, or
+    that did not come to their end."""
+    if CURRENT is not ENGLISH:
+        return
+    forget_deleted(tutorial.MADE)
+    mode, gpu = app.config.measured_figures, app.config.measured_gpu
+    for script in tutorial.scripts():
+        name = tutorial.name_of(script)
+        if measures_page(mode, name):
+            files = [
+                recording.path_of(gpus.folder(), name, recording.BY_BUILD)
+            ]
+        else:
+            found = recording.gpus(name)
+            files = [recording.path_of(each, name) for each in found]
+        inputs = digest(*files, mode, gpu, app.config.executed_by)
+        stamp = tutorial.MADE / f"{name}.inputs"
+        same = stamp.exists() and stamp.read_text() == inputs
+        if not same or mark(name).exists():
+            (tutorial.MADE / f"{name}.py.md5").unlink(missing_ok=True)
+            stamp.parent.mkdir(parents=True, exist_ok=True)
+            stamp.write_text(inputs)
+
+
+def forget_deleted(folder):
+    """Remove what was made of tutorials and sections that are gone."""
+    sections = tutorial.sections()
+    for script in tutorial.TUTORIALS.glob("*/[0-9][0-9]-*.py"):
+        if script.parent.name not in sections:
+            raise ExtensionError(
+                f"tutorials/{script.parent.name} has no index.rst: a section "
+                "needs a title, a sentence and a toctree"
+            )
+    for index in folder.glob("*/index.rst"):
+        if index.parent.name not in sections:
+            shutil.rmtree(index.parent)
+    for ending in ("rst", "running"):
+        for page in folder.rglob(f"[0-9][0-9]-*.{ending}"):
+            name = page.relative_to(folder).with_suffix("").as_posix()
+            if not tutorial.script_of(name).exists():
+                for made in page.parent.glob(f"{page.stem}.*"):
+                    made.unlink()
+
+
 def setup(app):
     figures_mode = os.environ.get("FIGURES", "auto")
     app.add_config_value("measured_figures", figures_mode, "env", [str])
     app.add_config_value("measured_gpu", "nvidia-h200", "env", [str])
     app.connect("config-inited", hide_gpus, priority=1)
     app.connect("config-inited", check_recordings, priority=2)
+    app.add_config_value("executed_by", "", "", [str])
+    app.connect("config-inited", note_what_executes, priority=5)
     app.connect("config-inited", hand_over)
+    # Sphinx-Gallery runs the tutorials at this event with priority 10.
+    app.connect("builder-inited", forget_outdated, priority=5)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -4,12 +4,13 @@ import functools
 import os
 import re
 import threading
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import serve
 from bs4 import BeautifulSoup
 
-from languages import LANGUAGES
+from languages import ENGLISH, LANGUAGES
 
 HERE = Path(__file__).resolve().parents[2]
 # All languages, and the English pages, which most tests are of.
@@ -46,13 +47,31 @@ def soup(page, folder=SITE):
 
 
 def prefix(folder=SITE):
-    """The folder of the host where the site, or a language, is."""
-    below = folder.relative_to(WHOLE).as_posix()
-    return serve.prefix(WHOLE) + ("" if below == "." else f"{below}/")
+    """Where a folder of the site lies, on this machine."""
+    return "/" if folder == WHOLE else f"/{ENGLISH.folder}/"
 
 
-def served():
-    """Serve the site on a free local port."""
-    server = serve.server(WHOLE)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+class Handler(SimpleHTTPRequestHandler):
+    """As GitHub Pages does it: what is not there has the site's own page."""
+
+    def send_error(self, code, message=None, explain=None):
+        page = Path(self.directory, "404.html")
+        if code != 404 or not page.exists():
+            return super().send_error(code, message, explain)
+        self.send_response(404)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(page.read_bytes())
+
+    def log_message(self, *args):
+        """Nothing: a browser asks for dozens of files a page."""
+
+
+@contextmanager
+def served(folder=WHOLE):
+    """The address of a folder, served on a free port of this machine."""
+    handler = functools.partial(Handler, directory=str(folder))
+    with ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()

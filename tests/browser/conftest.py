@@ -26,10 +26,8 @@ def built_site():
 @pytest.fixture(scope="session")
 def base(built_site):
     """The address of the site, served from this machine."""
-    server = built.served()
-    yield f"http://127.0.0.1:{server.server_port}{built.prefix()}"
-    server.shutdown()
-    server.server_close()
+    with built.served() as address:
+        yield f"{address}{built.prefix().lstrip('/')}"
 
 
 @pytest.fixture(scope="session")

@@ -191,24 +191,6 @@ def test_arrows_lead_from_a_copy_button_to_the_next(page, name):
     expect(buttons.nth(0)).to_be_focused()
 
 
-@on_first
-def test_the_contents_follow_a_dragged_scrollbar(page, name):
-    """It passes by no heading, which is what the theme looks at."""
-    page.goto(name)
-    active = page.locator("#pst-page-toc-nav a.active")
-    headings = page.locator("article section section > h2")
-    jump = "([from, to]) => scrollTo(0, (from + to) / 2)"
-    tops = headings.evaluate_all(
-        "all => all.map(h => h.getBoundingClientRect().top + scrollY)"
-    )
-    for at in (3, 1):
-        page.evaluate(jump, tops[at : at + 2])
-        words = headings.nth(at).evaluate("h => h.firstChild.data")
-        expect(active).to_have_text(words)
-    page.evaluate("scrollTo(0, 0)")
-    expect(active).to_have_count(0)
-
-
 def test_skip_link_leads_to_the_text(page):
     page.goto("index.html")
     page.keyboard.press("Tab")

@@ -1,12 +1,11 @@
 """The languages of the site, on a small copy of the project and in parts."""
 
 import contextlib
-import threading
 import xml.etree.ElementTree as ET
 
 import pytest
-import serve
 from babel.messages.catalog import Catalog
+from browser import built
 from browser.conftest import PATIENCE
 from bs4 import BeautifulSoup
 from docutils.core import publish_doctree
@@ -66,10 +65,8 @@ def same(project, page):
 @pytest.fixture(scope="module")
 def address(project):
     """Both languages, served from this machine."""
-    with serve.server(project.root / "docs/_build/html") as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with built.served(project.root / "docs/_build/html") as address:
+        yield address
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The moving picture of the two stages: its model, drawing and controls."""
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -225,18 +224,6 @@ def test_sliders_change_the_model(page):
     assert picture.sums("buffers") == [str(most)] * 2
     picture.rows.fill("1")
     expect(groups("svg .bp-program")).to_have_count(1)
-
-
-@pytest.mark.parametrize("barrier", [True, False])
-def test_every_step_has_a_sentence(page, barrier):
-    picture = Picture(page)
-    picture.barrier.set_checked(barrier)
-    for rows, step in (1, 0), (3, 1), (7, 1), (8, 0), (8, 2):
-        picture.rows.fill(str(rows))
-        picture.buffers.fill(str(step))
-        for sentence in picture.to_the_end():
-            assert re.fullmatch(r"[A-Z][^{}]+\.", sentence), sentence
-            assert "undefined" not in sentence
 
 
 # How it is shown -----------------------------------------------------------

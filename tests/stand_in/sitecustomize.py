@@ -24,7 +24,9 @@ import time
 def visible():
     there = [str(i) for i in range(int(os.environ.get("STAND_IN_GPUS", 0)))]
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if given is None else [g for g in given.split(",") if g]
+    if given is None:
+        return there
+    return [g for g in given.split(",") if g in there]
 
 
 def do_bench(fn, warmup=25, rep=100, quantiles=None, **_):

@@ -10,6 +10,7 @@ Tokens are compared, not syntax trees: their text is the same in all versions
 of Python.
 """
 
+import functools
 import hashlib
 import io
 import re
@@ -88,6 +89,7 @@ def left_out(cell):
     return False
 
 
+@functools.lru_cache(maxsize=100)
 def statements(text):
     """The logical lines that count: how deep each is, and its tokens."""
     found, depth, line = [], 0, []

@@ -63,7 +63,6 @@ class Session:
     seen: set = field(default_factory=set)  # the benchmarks that ran
     pictures: int = 0  # how many figures were saved
     figures: int = 0  # how many of them have numbers
-    card: int = 0  # how good the figure is that was kept for the card
     timed_outside: bool = False  # a clock was read by no benchmark
     inside: bool = False
 

@@ -98,8 +98,3 @@ def by_x(measured):
         x = recording.x_of(row, measured.x_names)
         table.setdefault(x, {})[row["provider"]] = row
     return table
-
-
-def nothing_drawn(measured):
-    """Whether a figure would be empty: no number, or all of them 0."""
-    return not any(row["median"] for row in measured.rows)

@@ -39,7 +39,6 @@ class OfTutorials(SphinxDirective):
     def section(self, section, names):
         """A section under its title and its sentences."""
         index = tutorial.TUTORIALS / section / "index.rst"
-        self.env.note_dependency(str(index))
         head, lead, *_ = index.read_text(encoding="utf-8").split("\n\n")
         page = f"{section}/index"
         link = link_to(self.env, page, self.said(page, head.split("\n")[0]))
@@ -51,14 +50,10 @@ class OfTutorials(SphinxDirective):
 
     def said(self, page, text):
         """What another page says, from its catalog."""
-        words = catalogs.compiled(f"tutorials/{page}")
-        if words.exists():  # a missing file would always count as changed
-            self.env.note_dependency(str(words))
         return catalogs.said(f"tutorials/{page}", text)
 
     def head(self, name):
         """The number and the linked title of a tutorial; its summary."""
-        self.env.note_dependency(str(tutorial.script_of(name)))
         summary = self.said(name, tutorial.summary(name)).replace("``", "")
         link = link_to(self.env, name, self.said(name, tutorial.title(name)))
         number = name.rpartition("/")[2][:2]
@@ -71,19 +66,13 @@ class OfTutorials(SphinxDirective):
         """What was measured for a tutorial, or None."""
         default = self.config.measured_gpu
         for gpu in recording.gpus(name, default) or [default]:
-            self.env.note_dependency(str(recording.path_of(gpu, name)))
             with suppress(recording.RecordingError):
                 return recording.load(gpu, name)
         return None
 
     def measured(self, name):
         """The figure of a tutorial's card, or None."""
-        measured = figures.of_card(self.env.srcdir, name)
-        if measured:
-            self.env.note_dependency(
-                str(figures.file_of(self.env.srcdir, measured.picture))
-            )
-        return measured
+        return figures.of_card(self.env.srcdir, name)
 
 
 class TutorialPath(OfTutorials):

@@ -67,17 +67,6 @@ def broke(entry):
 # On the page -----------------------------------------------------------------
 
 
-def depend(app, docname, source):
-    """A tutorial is written again when one of these files has changed."""
-    name = docname.removeprefix("tutorials/")
-    if name == docname or not tutorial.script_of(name).exists():
-        return
-    for gpu in recording.gpus(name):
-        app.env.note_dependency(str(recording.path_of(gpu, name)))
-    if FILE.exists():
-        app.env.note_dependency(str(FILE))
-
-
 class Row(NamedTuple):
     """A version of triton, and what was done with it."""
 
@@ -157,6 +146,5 @@ def at_the_end(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
-    app.connect("source-read", depend)
     app.connect("html-page-context", at_the_end, priority=600)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

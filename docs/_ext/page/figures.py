@@ -143,7 +143,7 @@ def _measured(session, results, srcdir, figure=None):
     for measured in results:
         measured.picture = (
             ""
-            if measured.reason or captions.nothing_drawn(measured)
+            if measured.reason
             else _picture(session, figure or measured.figure, srcdir)
         )
         file = _folder(srcdir, "raw") / csv_name(session.name, measured)
@@ -186,22 +186,26 @@ def file_of(srcdir, name):
     return _folder(srcdir, "measured") / f"{name}.json"
 
 
-def _keep_for_card(session, measured, srcdir):
-    """The pictures of a page's card: of a backward pass beside PyTorch's, or
-    else of the first figure that was measured.
+def _plot_of_card(session):
+    """The benchmark whose figure a page's card has: the first of a backward
+    pass beside PyTorch's, or else the first of the most that there is."""
+    data = session.recordings[session.default_gpu]
 
-    They are smaller forms of the figure, which must have been saved before.
-    """
-    compares = headlines.compares(measured.unit, measured.rows)
-    backward = "backward" in str(measured.args.get("mode"))
-    rank = 1 + 2 * compares + backward
-    if (
-        rank <= session.card
-        or measured.reason
-        or captions.nothing_drawn(measured)
-    ):
+    def rank(plot):
+        its = data["benchmarks"][plot]
+        compares = headlines.compares(its["unit"], its["rows"])
+        backward = "backward" in str(its["args"].get("mode"))
+        return "reason" not in its, 2 * compares + backward
+
+    return max(data["benchmarks"], key=rank)
+
+
+def _keep_for_card(session, measured, srcdir):
+    """The pictures of a page's card: smaller forms of one of its figures,
+    which must have been saved before."""
+    if measured.reason or measured.name != _plot_of_card(session):
         return
-    session.card, name = rank, session.name
+    name = session.name
     social_picture(srcdir, name).write_bytes(
         style.social(
             measured.figure, tutorial.title(name), captions.caption(measured)

@@ -1,8 +1,7 @@
 """A figure on its page: with its passport, and a tab for each GPU.
 
 A measured figure gets its passport, a table of its numbers, and links to them
-as CSV and JSON. Its alt text is made from the numbers. Where all of them are
-0, a sentence stands in place of an empty chart.
+as CSV and JSON. Its alt text is made from the numbers.
 A passport of which only the subject is new leads to the one that says the
 rest.
 """
@@ -28,7 +27,6 @@ def say(app, docname, source):
     said = {}  # by the passports of this page
 
     def measured(line):
-        app.env.note_dependency(str(figures.file_of(app.srcdir, line[1])))
         return with_passports(name, figures.saved(app.srcdir, line[1]), said)
 
     def drawing(line):
@@ -97,15 +95,6 @@ def _not_counted(measured):
     return _admonition(_("Not counted"), "warning", said)
 
 
-def _all_zero(measured):
-    """In place of a figure in which all lines lie on the axis."""
-    said = _("%(unit)s: 0 at every size, of all: %(names)s.") % {
-        "unit": rst.escape(measured.unit),
-        "names": rst.escape(words.in_a_row(measured.names.values(), _)),
-    }
-    return _admonition(_("All numbers are 0"), "note", said)
-
-
 def _admonition(title, kind, text):
     return f"\n.. admonition:: {title}\n   :class: {kind}\n\n   {text}\n\n"
 
@@ -114,8 +103,6 @@ def _shown(measured):
     """The figure, or a sentence that says why there is none."""
     if measured.reason:
         return _not_counted(measured)
-    if captions.nothing_drawn(measured):
-        return _all_zero(measured)
     return "\n" + image(measured.picture, captions.alt_text(measured))
 
 

@@ -137,7 +137,6 @@ class PathDirective(SphinxDirective):
         script = tutorial.script_of(name)
         if not script.exists():
             raise self.error(f"a path names {name}, which is no tutorial")
-        self.env.note_dependency(str(script))
         link = link_to(self.env, name, title_of(name))
         time = nodes.inline("", said_minutes(name), classes=["bp-minutes"])
         words = nodes.paragraph("", "", link, nodes.Text(" "), time)
@@ -157,12 +156,6 @@ def said_minutes(name):
 
 
 # On a tutorial ---------------------------------------------------------------
-
-
-def depend(app, docname, source):
-    """A tutorial is written again when the paths have changed."""
-    if is_tutorial(docname):
-        app.env.note_dependency(str(INDEX))
 
 
 def is_tutorial(docname):
@@ -208,7 +201,6 @@ def neighbor(path, at):
 
 def setup(app):
     app.add_directive("path", PathDirective)
-    app.connect("source-read", depend)
     # Before the downloads come, which stand above.
     app.connect("html-page-context", show, priority=590)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,9 +1,9 @@
 """One page's kernels on several GPUs: ``.. shares-of-copy::``.
 
 The figure shows their speed in % of that of the copy on the same GPU, a line
-for each GPU, and its passport says how fast the copies are. All of it is
-computed from the recordings of ``compared_page`` in conf.py. Where fewer than
-two of them fit there is nothing to compare, and the directive says nothing.
+for each GPU. All of it is computed from the recordings of ``compared_page`` in
+conf.py. Where fewer than two of them fit there is nothing to compare, and the
+directive says nothing.
 """
 
 from contextlib import suppress
@@ -21,22 +21,16 @@ from measurements import recording
 from measurements.replay import Measured
 from page import captions, figures, headlines, passports
 from translation import sentences
-from words_later import N_
 
 MODES = "forward", "backward"
-# The ceiling of a pass.
-COPIES = {
-    "forward": N_("Copy, forward"),
-    "backward": N_("Copy, backward"),
-}
 OURS, COPY = "triton", "copy"
 UNIT = "% of copy"
 
 
-def recordings(name, default):
+def recordings(config):
     """{GPU: recording}: those that fit the page, if they are two or more."""
-    found = {}
-    for gpu in recording.gpus(name, default):
+    name, found = config.compared_page, {}
+    for gpu in recording.gpus(name, config.measured_gpu):
         with suppress(recording.RecordingError):
             found[gpu] = recording.load(gpu, name)
     return found if len(found) > 1 else {}
@@ -47,87 +41,68 @@ def benchmarks(recorded):
     found = {}
     for mode in MODES:
         its = {gpu: _benchmark(data, mode) for gpu, data in recorded.items()}
-        if its and all(its.values()):
+        alike = [each and (each["args"], each["x_names"])
+                 for each in its.values()]  # fmt: skip
+        if its and all(each and each == alike[0] for each in alike):
             found[mode] = its
-    first = next((b for its in found.values() for b in its.values()), None)
-    return {
-        mode: its
-        for mode, its in found.items()
-        if all(_circumstances(b) == _circumstances(first)
-               for b in its.values())
-    }  # fmt: skip
-
-
-def _circumstances(benchmark):
-    args = {k: v for k, v in benchmark["args"].items() if k != "mode"}
-    return args, benchmark["x_names"]
+    return found
 
 
 def _benchmark(data, mode):
-    """The first that has our speed in a pass beside the copy's and a rival's,
-    or None."""
+    """The first that compares our speed in a pass, also with a copy."""
     for benchmark in data["benchmarks"].values():
-        if (
-            benchmark["unit"] == "GB/s"
-            and benchmark["args"].get("mode") == mode
-            and headlines.compares(benchmark["unit"], benchmark["rows"])
-            and speeds(benchmark)
-        ):
+        compares = headlines.compares(benchmark["unit"], benchmark["rows"])
+        in_mode = benchmark["args"].get("mode") == mode
+        if compares and in_mode and shares(benchmark):
             return benchmark
     return None
 
 
-def speeds(benchmark):
-    """{size: (our speed, the copy's)} where both were measured."""
-    medians = {}
+def shares(benchmark):
+    """{size: our speed in % of the copy's} where both were measured."""
+    medians = {OURS: {}, COPY: {}}
     for row in benchmark["rows"]:
-        x = recording.x_of(row, benchmark["x_names"])
-        medians[x, row["provider"]] = row["median"]
-    sizes, _providers = recording.grid(benchmark)
+        if row["provider"] in medians and row["median"]:
+            x = recording.x_of(row, benchmark["x_names"])
+            medians[row["provider"]][x] = row["median"]
     return {
-        x: (medians[x, OURS], medians[x, COPY])
-        for x in sizes
-        if medians.get((x, OURS)) and medians.get((x, COPY))
+        x: 100 * ours / medians[COPY][x]
+        for x, ours in medians[OURS].items()
+        if x in medians[COPY] and benchmark["unit"] == "GB/s"
     }
 
 
-def shares(recorded):
-    """Our speed in % of the copy's on the same GPU, as what a figure shows: a
-    provider for each pass and GPU. None if there is nothing to compare."""
+def measured(recorded):
+    """The shares as what a figure shows, a provider for each pass and GPU;
+    None if there is nothing to compare."""
     compared = benchmarks(recorded)
     if not compared:
         return None
-    tables = {
-        (mode, gpu): speeds(benchmark)
-        for mode, its in compared.items()
-        for gpu, benchmark in its.items()
-    }
-    first = next(iter(next(iter(compared.values())).values()))
-    args, x_names = _circumstances(first)
-    rows = []
-    for x in sorted({x for table in tables.values() for x in table}):
-        size = dict(zip(x_names, x, strict=True))
-        for (mode, gpu), table in tables.items():
-            share = None
-            if x in table:
-                ours, copy = table[x]
-                share = 100 * ours / copy
-            values = dict.fromkeys(recording.VALUES, share)
-            rows.append(size | {"provider": f"{mode} {gpu}"} | values)
+    tables, names = {}, {}
+    for mode, its in compared.items():
+        for gpu, benchmark in its.items():
+            line = f"{mode} {gpu}"
+            tables[line] = shares(benchmark)
+            names[line] = words.in_a_row(
+                [_(headlines.PASSES[mode]), _gpu(recorded[gpu])], _
+            )
+    args, x_names = benchmark["args"], benchmark["x_names"]
+    rows = [
+        dict(zip(x_names, x, strict=True))
+        | {"provider": line}
+        | dict.fromkeys(recording.VALUES, table.get(x))
+        for x in sorted({x for table in tables.values() for x in table})
+        for line, table in tables.items()
+    ]
     return Measured(
         name="shares-of-copy",
         gpu="",
         environment={},
         unit=UNIT,
-        args=args,
+        args={name: value for name, value in args.items() if name != "mode"},
         x_names=x_names,
-        names={
-            f"{mode} {gpu}": words.in_a_row(
-                [_(headlines.PASSES[mode]), _gpu(recorded[gpu])], _
-            )
-            for mode, gpu in tables
-        },
-        method="",
+        names=names,
+        method=benchmark["method"],
         rows=rows,
     )
 
@@ -148,10 +123,10 @@ def draw(recorded):
     for axes, (mode, its) in zip(panels[0], compared.items(), strict=True):
         # A marker tells the lines apart without colors.
         for marker, benchmark in zip("os^D", its.values(), strict=False):
-            table = speeds(benchmark)
+            table = shares(benchmark)
             axes.plot(
                 [x[0] for x in table],
-                [100 * ours / copy for ours, copy in table.values()],
+                list(table.values()),
                 marker=marker,
                 markersize=5,
             )
@@ -162,7 +137,7 @@ def draw(recorded):
     panels[0][0].set_ylabel(UNIT)
     figure.legend(
         panels[0][0].get_lines(),
-        [_gpu(data) for data in recorded.values()],
+        list(map(_gpu, recorded.values())),
         fontsize=11,
         ncols=2,
         loc="outside upper left",
@@ -177,54 +152,39 @@ def picture_of(name):
 
 
 def keep(app):
-    """Draw the figure once, for all languages. Its file of numbers is there in
-    any case, so that Sphinx sees when there is something to show."""
-    if CURRENT is not ENGLISH:
-        return
-    name = app.config.compared_page
-    recorded = recordings(name, app.config.measured_gpu)
-    picture = picture_of(name)
-    found = shares(recorded)
-    if found:
-        for path, text in zip(
-            figures.pictures(app.srcdir, picture), draw(recorded), strict=True
-        ):
-            write_changed(path, text)
-    text = figures.text_of([found] if found else [])
-    write_changed(figures.file_of(app.srcdir, picture), text)
-
-
-def write_changed(path, text):
-    """Write a file whose text is another: Sphinx looks at its time."""
-    if not path.exists() or path.read_text("utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+    """Draw the figure once, for all languages."""
+    recorded = recordings(app.config) if CURRENT is ENGLISH else {}
+    if benchmarks(recorded):
+        picture = picture_of(app.config.compared_page)
+        paths = figures.pictures(app.srcdir, picture)
+        for path, text in zip(paths, draw(recorded), strict=True):
+            path.write_text(text, encoding="utf-8")
 
 
 class SharesOfCopy(SphinxDirective):
     def run(self):
-        name = self.config.compared_page
-        file = figures.file_of(self.env.srcdir, picture_of(name))
-        if not file.exists():
+        recorded = recordings(self.config)
+        if not (found := measured(recorded)):
             return []
-        self.env.note_dependency(str(file))
-        recorded = recordings(name, self.config.measured_gpu)
-        if not (found := shares(recorded)):
-            return []
-        for gpu in recorded:
-            self.env.note_dependency(str(recording.path_of(gpu, name)))
-        return self.parse_text_to_nodes(text(name, recorded, found))
+        said = text(self.config.compared_page, recorded, found)
+        return self.parse_text_to_nodes(said)
 
 
 def text(name, recorded, found):
     """The figure and its passport."""
+    links = [
+        passports.json_of(gpu, name, text=f"JSON, {_gpu(data)}")
+        for gpu, data in recorded.items()
+    ]
     passport = [
         ".. container:: passport",
         "",
         "   " + _origin(name, found),
         "",
-        *(f"   :{key}: {said}" for key, said in _sources(recorded)),
+        *(f"   :{gpu}: {said}" for gpu, said in _sources(recorded)),
+        "   :" + _("Method") + f": {_(found.method)}",
         "",
-        indent(passports.numbers(found, _links(name, recorded)), "   "),
+        indent(passports.numbers(found, links), "   "),
     ]
     body = passports.image(picture_of(name), captions.alt_text(found))
     body += "\n".join(passport)
@@ -232,71 +192,31 @@ def text(name, recorded, found):
 
 
 def _origin(name, found):
+    caption = (
+        _("Speed of our kernels over that of the copy on each GPU"),
+        rst.escape(captions.circumstances(found)),
+    )
     # Translators: of the figure of one page's kernels on several GPUs.
     return _("**%(caption)s.** Computed from the recordings of %(page)s.") % {
-        "caption": words.in_a_row(
-            [
-                _("Speed of our kernels over that of the copy on each GPU"),
-                rst.escape(captions.circumstances(found)),
-            ],
-            _,
-        ),
+        "caption": words.in_a_row(caption, _),
         "page": f":doc:`/tutorials/{name}`",
     }
 
 
 def _sources(recorded):
-    """Each GPU with what ran on it; the speed of the copies; the clock."""
-    compared = benchmarks(recorded)
-    for gpu, data in recorded.items():
-        first = next(iter(compared.values()))[gpu]
-        environment = recording.environment_of(data, first)
+    """Each GPU with what ran on it, and when."""
+    for gpu, benchmark in next(iter(benchmarks(recorded).values())).items():
+        environment = recording.environment_of(recorded[gpu], benchmark)
         measured = Measured(
             name="",
             gpu=gpu,
             names={},
-            **(first | {"environment": environment}),
+            **(benchmark | {"environment": environment}),
         )
         _name, versions = next(passports.circumstances(measured))
-        said = [
-            _("%(title)s.") % {"title": versions},
-            *passports.when(environment),
-        ]
+        title = _("%(title)s.") % {"title": versions}
+        said = [title, *passports.when(environment)]
         yield rst.escape(environment["gpu"]), sentences.joined(said)
-    for mode, its in compared.items():
-        tables = {gpu: speeds(each) for gpu, each in its.items()}
-        common = [
-            x
-            for x in next(iter(tables.values()))
-            if all(x in table for table in tables.values())
-        ]
-        if not common:
-            continue
-        last = common[-1]
-        speed = [
-            _("%(speed)s GB/s on %(gpu)s")
-            % {
-                "speed": captions.number(table[last][1]),
-                "gpu": rst.escape(_gpu(recorded[gpu])),
-            }
-            for gpu, table in tables.items()
-        ]
-        first = next(iter(its.values()))
-        size = zip(first["x_names"], last, strict=True)
-        at = words.in_a_row([f"{name} = {value}" for name, value in size], _)
-        yield (
-            _(COPIES[mode]),
-            _("%(speeds)s at %(size)s")
-            % {"speeds": words.in_a_row(speed, _), "size": at},
-        )
-    yield _("Method"), _(first["method"])
-
-
-def _links(name, recorded):
-    return [
-        passports.json_of(gpu, name, text=f"JSON, {_gpu(data)}")
-        for gpu, data in recorded.items()
-    ]
 
 
 def setup(app):

@@ -3,18 +3,12 @@
 For a drawing with words: gettext finds them in a template.
 """
 
-from pathlib import Path
-
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 
 def given_by(env, name, **values):
-    """What a template gives; the page is read again when it changes."""
-    for folder in env.config.templates_path:
-        file = Path(env.app.confdir, folder, name)
-        if file.exists():  # a missing file would always count as changed
-            env.note_dependency(str(file))
+    """What a template gives."""
     text = env.app.builder.templates.render(name, values)
     return nodes.raw("", text, format="html")
 

@@ -102,7 +102,6 @@ def add_panels(app, docname, source):
     name = docname.removeprefix("tutorials/")
     if name == docname or not (page := declared.kernels(name)):
         return
-    app.env.note_dependency(str(kept.file_of(name)))
     found = kept.read(name)
     lines = source[0].splitlines()
     timed = figures.timed_with(app.srcdir, source[0])

@@ -4,8 +4,12 @@ English runs the tutorials. The others read what it has made of them, as soon
 as its pages have been read, and are built beside each other. Then comes what
 stands above all languages.
 
-What stops a build is said in a sentence. The next one makes again whatever
-did not come to its end: see incremental.py.
+All is read and written anew, in a folder of its own, which takes the place of
+the site when everything has ended well: so a build that is interrupted or
+fails leaves the site as it was. What a tutorial made when it ran is kept, and
+so is what was compiled: see gallery.py and compiled/kept.py.
+
+What stops a build is said in a sentence.
 """
 
 import contextlib
@@ -18,31 +22,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-import ended
-
 import tutorial
 from languages import ENGLISH, LANGUAGES, TRANSLATED
 from translation import catalogs, root, update
 
 BUILD = tutorial.BUILD
+UNFINISHED = BUILD / "unfinished"
 FEW_BYTES = 4 << 20  # on a disk with no more, that is why a build stopped
 
 
-def doctrees(language):
-    """Where Sphinx keeps what it has read."""
-    return BUILD / "doctrees" / language.folder
-
-
 def arguments(language):
-    """What Sphinx is told for a language."""
-    folders = "docs", str(root.SITE / language.folder)
-    how = ["-n", "-W", "--keep-going", "-c", ".", "-d"]
-    return [*how, str(doctrees(language)), *folders]
+    """What Sphinx is told for a language: to know nothing of builds before."""
+    how = ["-E", "-n", "-W", "--keep-going", "-c", ".", "-d"]
+    how.append(str(BUILD / "doctrees" / language.folder))
+    return [*how, "docs", str(UNFINISHED / language.folder)]
 
 
 def sphinx(language, lock, **more):
     """Sphinx, started for a language. It holds the lock, too."""
-    ended.begin(doctrees(language))
     return subprocess.Popen(
         [sys.executable, "-m", "sphinx", "-q", *arguments(language)],
         cwd=tutorial.ROOT,
@@ -61,7 +58,7 @@ def stop(code):
     """End, and say what Sphinx may not have said."""
     if shutil.disk_usage(BUILD).free < FEW_BYTES:
         sys.exit(f"The disk that holds {BUILD} is full: make room.")
-    for path in tutorial.MADE.rglob("*.running"):
+    for path in unended():
         name = path.relative_to(tutorial.MADE).with_suffix("").as_posix()
         print(
             f"tutorials/{name}.py did not come to its end: it failed, or what "
@@ -72,8 +69,14 @@ def stop(code):
     sys.exit(code)
 
 
+def unended():
+    """The marks of tutorials that did not come to their end."""
+    return list(tutorial.MADE.rglob("*.running"))
+
+
 def build(lock):
     """Build all languages, or end as the first that failed."""
+    remove(UNFINISHED)
     for language in TRANSLATED:
         catalogs.compile_all(language.code)
     seen, told = os.pipe()
@@ -89,14 +92,29 @@ def build(lock):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
         raise
-    for language, code in codes.items():
-        if code == 0 and not ended.complete(doctrees(language)):
-            codes[language] = 1
     if failed := [code for code in codes.values() if code]:
         stop(failed[0])
-    root.write(LANGUAGES)
+    if unended():  # os._exit(0) says that all is well
+        stop(1)
+    root.write(LANGUAGES, UNFINISHED)
+    put_in_place()
     for line in update.summary():
         print(line)
+
+
+def put_in_place():
+    """Let what was built be the site."""
+    before = BUILD / "before"
+    remove(before)
+    if root.SITE.exists():
+        root.SITE.rename(before)
+    UNFINISHED.rename(root.SITE)
+    remove(before)
+
+
+def remove(folder):
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -135,7 +153,7 @@ def main():
         with locked() as lock:
             build(lock)
     except KeyboardInterrupt:
-        sys.exit("Interrupted: the next build makes again what is missing.")
+        sys.exit("Interrupted: the site is as it was.")
     except OSError as error:
         sys.exit(f"The build stopped: {error}.")
 

@@ -7,6 +7,7 @@ makes of them.
 """
 
 import gettext
+import shutil
 from io import BytesIO
 
 from babel.messages import mofile, pofile
@@ -55,23 +56,15 @@ def done(message):
 
 
 def compile_all(code):
-    """Write the catalogs of a language as gettext reads them: those that have
-    changed, so that pages which depend on others stay."""
+    """Write the catalogs of a language as gettext reads them."""
+    shutil.rmtree(COMPILED / code, ignore_errors=True)
     written = LOCALE / code / "LC_MESSAGES"
-    made = COMPILED / code / "LC_MESSAGES"
-    wanted = set()
     for file in written.rglob("*.po"):
         name = file.relative_to(written).with_suffix("")
-        target = made / name.with_suffix(".mo")
-        content = BytesIO()
-        mofile.write_mo(content, read(code, name.as_posix()))
-        wanted.add(target)
-        if target.exists() and target.read_bytes() == content.getvalue():
-            continue
+        target = COMPILED / code / "LC_MESSAGES" / name.with_suffix(".mo")
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content.getvalue())
-    for target in set(made.rglob("*.mo")) - wanted:
-        target.unlink()
+        with target.open("wb") as stream:
+            mofile.write_mo(stream, read(code, name.as_posix()))
 
 
 class Untranslated(gettext.NullTranslations):
@@ -99,11 +92,6 @@ def lookup(name, code=CURRENT.code):
 def said(name, text):
     """A message of a page in the language of this build."""
     return lookup(name)(" ".join(text.split()))
-
-
-def compiled(name):
-    """The file that the words of a page come from; there may be none."""
-    return COMPILED / CURRENT.code / "LC_MESSAGES" / f"{name}.mo"
 
 
 def text_of(catalog, code):

@@ -7,6 +7,7 @@ those that have no translation.
 """
 
 import json
+import os
 
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
@@ -20,6 +21,7 @@ from translation import catalogs, lines, messages
 FILE = tutorial.BUILD / "messages.json"
 # In these the mechanism speaks: its words are in another catalog.
 OWN = {"measured", "bp-xray", "sphx-glr-footer"}
+LAST = 10_000  # of those who listen to an event
 
 
 class Messages(SphinxTransform):
@@ -100,8 +102,10 @@ def noted(env):
     return env.messages_of_pages
 
 
-def forget(app, env, docname):
-    noted(env).pop(docname, None)
+def tell(app, env):
+    """Let the build go on with other languages: all is there for them."""
+    if pipe := os.environ.get("PAGES_READ"):
+        os.write(int(pipe), b".")
 
 
 def write(app, exception):
@@ -116,6 +120,6 @@ def write(app, exception):
 def setup(app):
     app.add_transform(Messages)
     app.add_transform(Cells)
-    app.connect("env-purge-doc", forget)
+    app.connect("env-updated", tell, priority=LAST)
     app.connect("build-finished", write)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

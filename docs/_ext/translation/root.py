@@ -26,8 +26,8 @@ ARTICLE = re.compile(r'<article class="bd-article">(.*?)</article>', re.S)
 ANCHOR = re.compile(r'<a class="headerlink".*?</a>|(?<=<section) id="[^"]*"')
 
 
-def write(languages, site=SITE):
-    """Write the root; what else lay there is removed."""
+def write(languages, site):
+    """Write the root of a site whose languages have been built."""
     templates = Environment(
         loader=FileSystemLoader(DOCS / "_templates"), autoescape=True
     )
@@ -46,10 +46,6 @@ def write(languages, site=SITE):
         ),
         "sitemap.xml": sitemap(languages, pages(site / ENGLISH.folder)),
     }
-    kept = {each.folder for each in languages}
-    for path in site.iterdir():
-        if path.name not in kept:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(DOCS / "_extra", site, dirs_exist_ok=True)
     shutil.copy(site / ENGLISH.folder / "llms.txt", site)
     for name, text in made.items():
