@@ -73,9 +73,10 @@
   async function having(api, asked) {
     // The index has letters and digits only. Of a question Pagefind drops
     // what Unicode calls punctuation: * but not ^.
-    const words = telling(asked).join(" ").replace(/\p{S}/gu, "*");
+    const words = telling(asked);
+    const said = words.join(" ").replace(/\p{S}/gu, "*");
     let found, all;
-    for (const [turn, form] of forms(words).entries()) {
+    for (const [turn, form] of forms(said).entries()) {
       const { results } = await api.search(form);
       const first = results.slice(0, turn ? 5 * MOST : MOST);
       const read = await Promise.all(first.map((result) => result.data()));
@@ -88,10 +89,15 @@
       if (found.length) break;
     }
     // One term of the glossary says what a word means, others come behind the
-    // sections that use it; what is written for authors comes last.
+    // sections that use it; what is written for authors comes last, or first
+    // if its title is what was asked.
     const term = found.find(isTerm);
-    const place = (one) =>
-      "aside" in one.meta ? 2 : isTerm(one) && one !== term ? 1 : 0;
+    const titled = ({ meta }) =>
+      words.length > 1 && words.every((word) => meta.title.search(pattern(word)) >= 0);
+    const place = (one) => {
+      if ("aside" in one.meta) return titled(one) ? -1 : 2;
+      return isTerm(one) && one !== term ? 1 : 0;
+    };
     found.sort((one, two) => place(one) - place(two));
     return { found, all };
   }
@@ -124,9 +130,11 @@
   }
 
   /** Pagefind takes the beginning of a word, however short, for one that no
-      page has. Most of its letters say that it may be meant. */
+      page has. Most of its letters say that it may be meant; a name of code
+      has all of them. */
   function has(asked) {
-    const most = (word) => Math.max(4, Math.ceil(letters(word).length * 0.6));
+    const most = (word) =>
+      Math.max(4, Math.ceil(letters(word).length * (word.includes("_") ? 1 : 0.6)));
     const all = telling(asked).map((word) => pattern(word, most(word)));
     return ({ content, meta }) => {
       const text = [content, ...Object.values(meta)].join(" ");

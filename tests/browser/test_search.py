@@ -67,6 +67,11 @@ QUESTIONS = {
         "gradient wrong": r"09-two-passes.html#find-the-error",
         "online softmax": r"03-softmax.html#one-sweep-for-maximum-and-sum",
         "layer norm backward triton": r"layer-norm/01-layer-norm.html",
+        # asked in a third review, of which 16 of twenty were answered
+        "atomic_cas": r"03-lock.html#the-lock",
+        "kernel hangs": r"(03-lock|08-shared-rows).html|#term-cooperative",
+        "wrong device": r"10-host-time.html#a-plain-function|01-layer-norm",
+        "add a tutorial": r"add-a-tutorial.html$",
     },
     "zh-cn": {
         "层归一化": r"01-layer-norm.html$",
