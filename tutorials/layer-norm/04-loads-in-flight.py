@@ -296,9 +296,9 @@ if knee:  # it was measured
 
 # %%
 # **What the figure shows.**
-# On the H200, 1 KB in flight on each SM gives 375 GB/s, 8 KB give 2232 GB/s,
+# On the H200, 1 KB in flight on each SM gives 375 GB/s, 8 KB give 2233 GB/s,
 # 16 KB give 3091 GB/s, 32 KB give 3105 GB/s, and 64 KB only 2262 GB/s.
-# On the H100, the same steps give 357 GB/s, 1992 GB/s, 2473 GB/s, 2485 GB/s
+# On the H100, the same steps give 357 GB/s, 1993 GB/s, 2473 GB/s, 2485 GB/s
 # and 2013 GB/s.
 #
 # **Why.**
@@ -592,7 +592,7 @@ by_programs = by_programs.set_index("programs")
 # At 1024 columns more programs help all the way, up to 8, which reach 55%. At
 # 4096 columns three are best and reach 73%. At 8192 columns nothing beats one.
 # On the H100 the best numbers of programs are the same, and they reach 61%,
-# 80% and 75%.
+# 79% and 75%.
 #
 # **Why more programs help.**
 # A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
@@ -675,9 +675,9 @@ bench_warps.run(show_plots=ON_GPU)
 # **What the figure shows.**
 # No, more warps mostly make it slower.
 # On the H200, at 4096 columns, 4 warps reach 73% of the copy, 8 reach 55%, and
-# 32 reach 39%. At 1024 columns 4 and 8 warps are alike with 54%, and 16 reach
-# 39%. Only at 8192 columns are 4 warps too few: they reach 43%, and 16 reach
-# 61%.
+# 32 reach 39%. At 1024 columns 4 and 8 warps are alike with 54% and 53%, and
+# 16 reach 39%. Only at 8192 columns are 4 warps too few: they reach 43%, and
+# 16 reach 60%.
 # The H100 shows the same: 80%, 64% and 49% at 4096 columns, 61%, 60% and 48%
 # at 1024 columns, and 53% and 75% at 8192 columns.
 #
@@ -853,9 +853,9 @@ by_stages = by_stages.set_index("stages")
 #
 # **What follows.**
 # 64 KB in flight on each SM, four times the knee, are enough.
-# Our plan is not the best one everywhere. On the H100, whose memory is slower,
-# four stages are a little faster than five at all three widths, and at 8192
-# columns three are faster on both cards.
+# Our plan is not the best one everywhere. At 8192 columns three stages are a
+# little faster than five, on both cards. On the H100, whose memory is slower,
+# four are as good as five or a little better at all three widths.
 #
 # There is one more condition. An asynchronous copy moves 4, 8 or 16 bytes, and
 # their address must be a multiple of that. If ``N`` is odd, rows of 16-bit
@@ -979,9 +979,10 @@ for column, N in enumerate(WIDTHS):
 #   columns. On the H100 the kernel reads 2485 GB/s, and the copy moves 2946
 #   GB/s.
 # - **The last round.** With 6 programs on each SM, 792 programs share 4096
-#   rows. So they take 5.2 rows on average, but some take 6, and the others
-#   wait for them: a seventh of the time is lost. With 8 programs it is 3.9
-#   rows of 4, which is one reason why 8 are better than 6 at 1024 columns.
+#   rows. That is 5.2 rows for each, so some take six rows and the others five,
+#   and in the last round most of the programs are gone. With 8 programs it is
+#   3.9 rows for each, so nearly all take four. This is one reason why 8 are
+#   better than 6 at 1024 columns.
 # - **Buffers, and the second kernel.** Here, stages gain once more, because
 #   they need fewer programs: at 4096 columns the buffers of one program on
 #   each SM take 4.3 MB, and those of three take 13 MB.
@@ -1246,26 +1247,35 @@ report(bench_backward)
 # On the H100 stages reach 70% to 85% of its copy up to 8192 columns, and more
 # programs reach 61% to 82%. Above 8192 columns the three plans reach 62% to
 # 79%.
-# Stages are 1.5 to 2.3 times as fast as PyTorch on the H200, and 1.8 to 2.3
-# times on the H100.
+# On the H200 stages are 1.6 to 2.3 times as fast as PyTorch, and 1.3 to 2.5
+# times as fast as torch.compile. On the H100 they are 1.8 to 2.3 and 1.5 to
+# 2.4 times as fast.
 #
 # **How precise is this?**
-# Above 8192 columns all three lines show the same kernel. On the H200 they
-# differ by at most 0.2%, on the H100 by up to 5%, at 15872 columns.
-# A smaller difference than that means nothing.
+# Some plans stand in two figures of this page. Their shares of the copy differ
+# by up to 1.1 points between the two.
+# And above 8192 columns all three lines show the same kernel. They differ by
+# at most 0.2% there, but at 15872 columns on the H100 by 5%.
 #
 # **Why.**
-# At 8192 columns there is room for one program only, and more of them are no
-# help, so there stages gain most: on the H200 they are 1.3 times as fast as
-# more programs.
-# They gain least at 4608 columns, where they reach 66% and more programs reach
-# 65%. The tile has 8192 lanes there, and 3584 of them have nothing to do. But
-# they take registers and time like all others. In such a row it is the work
-# that takes long, and loads in flight do not shorten it.
+# On the H200 stages gain most at 8192 columns, where they are 1.3 times as
+# fast as more programs. There is room for one program only, so nothing else
+# can load while it works.
+# On the H100 they gain less, 1.0 to 1.1 times: its memory is slower, so more
+# programs keep it busy more easily.
+#
+# At 4608 columns, though, stages gain almost nothing on the H200: they reach
+# 66%, and more programs reach 65%.
+# The tile has 8192 lanes there. 3584 of them have nothing to do, but they take
+# time and registers like all others.
+# If a program moved its rows as fast as the copy, each row would take 0.9 µs
+# on the H200. It takes 1.4 µs, and not much less on the H200 than on the H100,
+# where it takes 1.5 µs. So here it is not the memory that the program waits
+# for.
 #
 # **What follows.**
-# A tile should fit its row. `Chunks instead of padding <05-chunks.html>`_ does
-# that.
+# A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
+# makes it fit.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
