@@ -62,8 +62,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # SM, 153 ns if it is in L2, and 362 ns if it comes from DRAM.
 # (We measured this with a chain of loads, each of which says where the next
 # one has to read.)
-# In 362 ns the clock of an H100 ticks some 700 times. This is a long time to
-# do nothing.
+# In 362 ns the clock of an H100 ticks some 700 times, and that is a long time
+# to do nothing.
 #
 # The *bandwidth* of a memory is how many bytes it delivers in a second.
 # From the DRAM of the same H100 we could read 3.0 TB/s.
@@ -84,8 +84,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #   8 KB in flight, and not just now and then, but all the time.
 #
 # The law also says what happens otherwise. If an SM has only 4 KB in flight,
-# its pipe is half full, and half of the bandwidth is all that it can get,
-# however fast it computes.
+# its pipe is half full, and it can get at most half of its share of the
+# bandwidth, however fast it computes.
 
 # %%
 
@@ -306,7 +306,7 @@ if knee:  # it was measured
 # requests, so twice the bytes in flight are nearly twice the speed.
 # We can turn Little's law around and compute this latency: 1 KB on each of
 # 132 SMs, divided by the speed, is 361 ns on the H200 and 378 ns on the H100.
-# The chain of loads needed 362 ns there, so the two agree.
+# A load of the chain took 362 ns there, which is about the same.
 #
 # On the right the memory is busy. For the H100 the law asked for 8 KB, but
 # with 8 KB we get only 80% of the best speed.
@@ -615,10 +615,10 @@ by_programs = by_programs.set_index("programs")
 #   32 × 512 = 49152 registers. A second program does not fit: it waits until
 #   the first has ended.
 #
-# So what if we start four at 4096 columns? Three of them work on three
-# quarters of the rows, at 73% of the copy, and when they are done, the fourth
-# works on the rest alone, at 44%. Together that would be 63%. On the H200 we
-# measured 61%.
+# So what if we start four at 4096 columns? On the H200 three of them work on
+# three quarters of the rows, at 73% of the copy, and when they are done, the
+# fourth works on the rest alone, at 44%. Together that would be 63%, and we
+# measured 61%. On the H100 it would be 71%, and we measured 67%.
 #
 # *Buffers.* Each program stores its sums in a buffer, and the second kernel
 # reads them back. With 8 programs on each SM, the buffers of 1024 columns take
