@@ -316,8 +316,8 @@ if knee:  # it was measured
 # and 1741 ns with 32 KB. In the last case twice the bytes take twice the time,
 # and nothing is gained.
 #
-# Two things we cannot explain. With 64 KB the kernel is slower than with 32
-# KB, on both cards.
+# There are two things that we cannot explain. With 64 KB the kernel is slower
+# than with 32 KB, on both cards.
 # And its best speed on the H100 is less than the 3.0 TB/s from above, which
 # another kernel reads, with eight programs on each SM instead of one.
 #
@@ -337,7 +337,9 @@ if knee:  # it was measured
 # knob, and 1 turns it off.
 # A program takes row after row: it requests a row of ``x`` and of ``dy``,
 # waits for them, computes, stores ``dx``, and only then requests the next
-# row. While it computes, it has nothing in flight.
+# row.
+# At 4096 columns, in 16 bits, that is 16 KB in flight while it waits. This is
+# just the knee. But while it computes, it has nothing in flight.
 
 
 @triton.jit
@@ -634,7 +636,7 @@ by_programs = by_programs.set_index("programs")
 # Second knob: warps
 # ------------------
 #
-# Do more warps have more loads in flight?
+# Do more warps help?
 # We start 6, 3 and 1 programs on each SM, as in our plans, and change only the
 # warps of each program.
 
@@ -673,7 +675,7 @@ bench_warps.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# No, more warps mostly make it slower.
+# No, they mostly make it slower.
 # On the H200, at 4096 columns, 4 warps reach 73% of the copy, 8 reach 55%, and
 # 32 reach 39%. At 1024 columns 4 and 8 warps are alike with 54% and 53%, and
 # 16 reach 39%. Only at 8192 columns are 4 warps too few: they reach 43%, and
@@ -707,7 +709,7 @@ bench_warps.run(show_plots=ON_GPU)
 # Third knob: stages
 # ------------------
 #
-# Can a single program have loads in flight while it computes?
+# Can a program have loads in flight while it computes?
 #
 # At 8192 columns there is room for just one program on an SM.
 # On the H200 it takes 32 rows, one after the other, and the whole pass takes
@@ -723,12 +725,12 @@ bench_warps.run(show_plots=ON_GPU)
 # copies* (``cp.async``). They bring the bytes to shared memory, while the
 # threads do something else. So rows in flight take no registers.
 #
-# There is room for two rows in shared memory, always one less than there are
-# stages. In each turn of the loop, the program
+# Shared memory then has slots for two rows, always one less than there are
+# stages. In each iteration of the loop, the program
 #
 # 1. waits for the oldest row that it has requested,
 # 2. moves it from shared memory to registers and works on it,
-# 3. requests another row, into the place that is now free.
+# 3. requests another row, into the slot that is now free.
 
 # %%
 
@@ -753,8 +755,8 @@ for row in range(3):
     draw_bar(start, LOAD, 5, row)
     draw_bar(start + LOAD, WORK, 4, row)
 
-# Three stages: a row takes the place of the row before the last, when that
-# one is done.
+# Three stages: a row takes the slot of the row before the last, when that one
+# is done.
 done = [0, 0]
 for row in range(5):
     start = done[row]
@@ -772,14 +774,14 @@ plt.show()
 # %%
 # With one stage, nothing is loaded while the program works. With three stages
 # there is always a row on its way.
-# Two stages would not help: there is one place, and it is free again only when
-# the program has worked on its row.
+# Two stages would not help: there is a single slot, and it is free again only
+# when the program has worked on its row.
 #
 # Which plan should we try? Rows in flight need no programs of their own now,
 # so one program on an SM will do, or up to three if the rows are narrow.
-# In each stage there is a row of ``x``, one of ``dy``, and also ``w``, because
-# the compiler copies whatever the loop loads. We take as many stages as fit
-# into shared memory, but at most five.
+# A slot holds a row of ``x``, one of ``dy``, and also ``w``, because the
+# compiler copies whatever the loop loads. We take as many slots as fit into
+# shared memory, but at most four, for five stages.
 # A row of more than 8192 columns stays with one stage: its tile has 16384
 # lanes, and their four numbers take all 65536 registers of an SM. A loop with
 # copies needs a few more.
@@ -790,7 +792,7 @@ def best_plan(N, itemsize=2):
     per_sm, warps = min(max(4096 // block, 1), 3), max(block // 1024, 4)
     # Of the shared memory of a program, 2 KB are left for the sums.
     room = SHARED // per_sm - 2048
-    # One place less than stages; each holds x, dy and w.
+    # One slot less than stages; each holds x, dy and w.
     stages = 1 + min(room // (3 * block * itemsize), 4)
     return per_sm, warps, stages if block <= 8192 else 1
 
@@ -861,8 +863,8 @@ by_stages = by_stages.set_index("stages")
 # their address must be a multiple of that. If ``N`` is odd, rows of 16-bit
 # numbers begin anywhere. They are not copied, and stages change nothing.
 #
-# Is that not occupancy?
-# ----------------------
+# Isn't that just occupancy?
+# --------------------------
 #
 # *Occupancy* is the share of the 64 warps of an SM that are in use.
 # You will often read that a kernel needs a high occupancy to hide latency. So
@@ -969,15 +971,16 @@ for column, N in enumerate(WIDTHS):
         print(line)
 
 # %%
-# At each width, whoever has more in flight is faster, but not in proportion:
+# At each width, a plan with more in flight is faster, but not in proportion:
 # even eight times the knee is not enough to reach the copy. What is missing?
 #
 # - **The program works, too.** These bytes are in flight while it waits. While
 #   it works, there is a row less, and with one stage there is nothing.
-# - **The copy needs more than the knee.** The knee is that of our reading
-#   kernel, which on the H200 reads 3105 GB/s; the copy moves 4100 GB/s at 8192
-#   columns. On the H100 the kernel reads 2485 GB/s, and the copy moves 2946
-#   GB/s.
+# - **A copy keeps the memory busier.** The knee is that of our reading kernel,
+#   which on the H200 reads 3105 GB/s. The copy moves 4100 GB/s at 8192
+#   columns, and a third of that is stores. The busier a memory is, the later
+#   it answers, and the more must be in flight. On the H100 the kernel reads
+#   2485 GB/s, and the copy moves 2946 GB/s.
 # - **The last round.** With 6 programs on each SM, 792 programs share 4096
 #   rows. That is 5.2 rows for each, so some take six rows and the others five,
 #   and in the last round most of the programs are gone. With 8 programs it is
@@ -1040,7 +1043,7 @@ class LayerNorm(torch.autograd.Function):
         args = x, w, b, y, mean, rstd, eps, N, block
         _layer_norm_fwd[(M,)](*args, num_warps=warps)
         ctx.save_for_backward(x, w, mean, rstd)
-        # A stage has room for w as well, whose numbers may be wider than x's.
+        # A slot holds w as well, whose numbers may be wider than those of x.
         ctx.b_dtype, ctx.plan = b.dtype, plan(N, max(x.itemsize, w.itemsize))
         return y
 
@@ -1269,9 +1272,8 @@ report(bench_backward)
 # The tile has 8192 lanes there. 3584 of them have nothing to do, but they take
 # time and registers like all others.
 # If a program moved its rows as fast as the copy, each row would take 0.9 µs
-# on the H200. It takes 1.4 µs, and not much less on the H200 than on the H100,
-# where it takes 1.5 µs. So here it is not the memory that the program waits
-# for.
+# on the H200. It takes 1.4 µs, hardly less than on the H100, where it takes
+# 1.5 µs. So it is not the memory that the program waits for here.
 #
 # **What follows.**
 # A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
@@ -1287,7 +1289,7 @@ report(bench_backward)
 #   second program nor for stages. At 15872 columns on the H200 we are at 53%
 #   of the copy, and torch.compile is at 42%.
 # - **The plan is made for one kind of GPU.** A GPU with less shared memory
-#   gets fewer stages, and we have not measured any.
+#   gets fewer stages, and we have not tried one.
 # - **PyTorch can do more.** It has second derivatives and rows of any width.
 #   It also leaves out gradients that nobody wants, and ours does not.
 # - **torch.compile can fuse** a layer norm with what comes before and after.
@@ -1367,7 +1369,7 @@ assert exercise_1(_read_two_1)
 #   while it works. It reaches 24%, 44% and 61% of the copy.
 # - **More programs** have 24, 48 and 32 KB in flight. They reach 53%, 73% and
 #   61% of the copy. Registers and buffers limit them.
-# - **More warps** have no more bytes in flight, and less room.
+# - **More warps** have no more bytes in flight, and fewer programs fit.
 # - **Stages** have 48, 64 and 128 KB in flight while they wait, and 36, 48 and
 #   96 KB while they work. They reach 63%, 80% and 80% of the copy. Shared
 #   memory limits them, and the work on each row.
@@ -1379,7 +1381,7 @@ assert exercise_1(_read_two_1)
 # - A busy memory answers later than an idle one, so the law gives the least
 #   that you need.
 # - Occupancy is one way to have bytes in flight, not an aim in itself.
-# - Asking ahead costs shared memory. More programs cost registers.
+# - Requesting ahead costs shared memory. More programs cost registers.
 #
 # **Next:** why should a row of 4608 columns take the registers of 8192?
 # `Chunks instead of padding <05-chunks.html>`_ cuts rows into pieces that fit.
