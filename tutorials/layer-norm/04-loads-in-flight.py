@@ -3,10 +3,28 @@ Loads in flight
 ===============
 
 Why is a backward pass slow that takes one row at a time?
-Memory answers late, so much must be asked for before the first answer comes:
-with more programs, or by asking ahead.
+Memory answers late, so a kernel must request many bytes before the first of
+them arrive: with more programs, or by requesting rows ahead of time.
 
-**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_.
+The backward pass of `Layer normalization, both passes <01-layer-norm.html>`_
+is further behind a copy than its forward pass, because its programs wait for
+rows.
+On this page we find out how many bytes a GPU must have requested at any
+moment. Then we turn three knobs, one at a time, and look at what each of them
+brings and what it costs.
+
+**What you will learn**
+
+- How Little's law tells you how many bytes must be in flight.
+- How to measure, with a kernel of five lines, how many of them each
+  multiprocessor of a GPU needs.
+- What more programs, more warps and more stages do to the bytes in flight.
+- How ``num_stages`` makes the compiler request rows ahead of time, which is
+  called *pipelining*.
+- Why a kernel with a lower occupancy can be the faster one.
+
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_,
+above all its backward kernel. You don't need a GPU.
 """
 
 # %%
@@ -33,29 +51,123 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# The *latency* of memory is the time from a load to its value, its *bandwidth*
-# the bytes that it hands out in a second.
-# What is *in flight* was asked for and is not there yet; it comes within one
-# latency: **bytes in flight = bandwidth × latency** (Little's law).
+# How many bytes must be in flight?
+# ---------------------------------
 #
-# This kernel has as many bytes in flight as we like.
-# Each *lane*, a place of a program's tile, reads 4 bytes, all of them 0.
-# The compiler cannot know that, so where a lane reads next depends on what it
-# has read: no load can start before the last one has ended.
+# When a thread loads a number, the number does not come at once.
+# The time from the request to the answer is the *latency* of the memory.
+# On an H100, a load takes 26 ns if the number is in the small cache inside the
+# SM, 153 ns if it is in L2, and 362 ns if it comes from DRAM.
+# (We measured this with a chain of loads, each of which says where the next
+# one has to read.)
+# In 362 ns the clock of an H100 ticks some 700 times, and that is a long time
+# to do nothing.
+#
+# The *bandwidth* of a memory is how many bytes it delivers in a second.
+# From the DRAM of the same H100 we could read 3.0 TB/s.
+#
+# Think of the memory as a pipe. It is as long as the latency: what goes in at
+# one end comes out at the other 362 ns later.
+# And it is as wide as the bandwidth: in each nanosecond, 3000 bytes can come
+# out.
+# Bytes that have been requested and have not arrived yet are *in flight*.
+# They are what is in the pipe, and a full pipe holds
+#
+# **bytes in flight = bandwidth × latency**
+#
+# This is *Little's law*. For our H100 it says:
+#
+# - 3.0 TB/s × 362 ns = 1.1 MB. So much must be in flight on the whole GPU.
+# - The GPU has 132 streaming multiprocessors (SMs), so each of them must have
+#   8 KB in flight, and not just now and then, but all the time.
+#
+# The law also says what happens otherwise. If an SM has only 4 KB in flight,
+# its pipe is half full, and it can get at most half of its share of the
+# bandwidth, however fast it computes.
+
+# %%
+
+# Drawing: the pipe of an SM with 1 KB, 4 KB and 8 KB in flight.
+
+plt.figure(
+    "A pipe from DRAM to an SM, as long as the latency, 362 ns; it holds 8 "
+    "KB, so with 1 KB in flight it delivers an eighth of the bandwidth, with "
+    "4 KB a half, and with 8 KB all of it",
+    figsize=(7.5, 3.4),
+)
+length = 8  # KB, when the pipe is full
+parts = ((1, "an eighth"), (4, "a half"), (8, "all"))
+for row, (in_flight, share) in enumerate(parts):
+    height = -1.5 * row
+    for border in (height - 0.4, height + 0.4):
+        plt.plot((0, length), (border, border), color="gray", lw=2)
+    spacing = length / in_flight  # the answers come in regular intervals
+    for i in range(in_flight):
+        middle = (i + 0.5) * spacing
+        plt.barh(height, 0.84, left=middle - 0.42, height=0.6, color="C0")
+        plt.text(
+            middle, height, "1 KB", color="white", ha="center", va="center"
+        )
+    plt.text(-0.2, height, "DRAM", ha="right", va="center")
+    plt.text(length + 0.9, height, "SM", ha="left", va="center")
+    plt.annotate(
+        "",
+        xy=(length + 0.8, height),
+        xytext=(length + 0.1, height),
+        arrowprops={"arrowstyle": "->"},
+    )
+    plt.text(length + 1.7, height, f"{share} of\nthe bandwidth", va="center")
+plt.annotate(
+    "", xy=(length, 0.75), xytext=(0, 0.75), arrowprops={"arrowstyle": "<->"}
+)
+plt.text(length / 2, 0.85, "latency: 362 ns", ha="center", va="bottom")
+plt.axis((-1.4, 12, -3.6, 1.4))
+plt.axis("off")
+plt.show()
+
+# %%
+# How many does an SM really need?
+# --------------------------------
+#
+# The law needs the latency, and 362 ns is that of a memory that has nothing
+# else to do. A busy memory may take longer.
+# So let's not only compute but measure, with a kernel that has exactly as many
+# bytes in flight as we want.
+#
+# A program of this kernel has a tile of ``LANES`` elements, and we call each
+# of them a *lane*.
+# A lane reads one number of 4 bytes, adds what it has read to its position,
+# moves on, and reads again.
+# All the numbers are 0, so the addition changes nothing. But the compiler
+# cannot know that. A lane knows where to read next only once it has the number
+# before, so it can never have more than one load in flight.
 
 
 @triton.jit
 def _read(x_ptr, end_ptr, steps, LANES: tl.constexpr):
+    # At first, the programs read the first numbers of x side by side.
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     at = lanes
     for _ in range(steps):
+        # All programs together move on by as many numbers as they have lanes.
+        # The load is part of the sum, so the next one has to wait for it.
         at += tl.num_programs(0) * LANES + tl.load(x_ptr + at)
+    # Something must depend on the loads, or the compiler would drop them.
     tl.store(end_ptr + lanes, at)
 
+
+# %%
+# Two programs of four lanes each read eight numbers in every step.
+# Lane 0 reads the numbers 0, 8, 16, 24 and 32, and after five steps it is at
+# 40. The other seven are right behind it:
 
 zeros = torch.zeros(40, dtype=torch.int32, device=DEVICE)
 _read[(2,)](zeros, end := torch.empty_like(zeros[:8]), 5, LANES=4)
 print("5 steps of 2 × 4 lanes, and at", end.tolist())
+
+# %%
+# The clock is that of `Layer normalization, both passes
+# <01-layer-norm.html>`_, which explains it.
 
 # %%
 
@@ -120,9 +232,11 @@ def speed(bytes_moved, prepare):
 
 
 # %%
-# A GPU is many *multiprocessors*, each with registers and loads of its own.
-# One program on each, and all of them read 256 MB:
+# We start one program on each SM, and together they read 256 MB.
+# The number of lanes then says how much each SM has in flight at most: 256
+# lanes are 1 KB, and 16384 lanes are 64 KB.
 
+# The interpreter counts for an H200.
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H200
 SHARED = GPU.shared_memory_per_block_optin if ON_GPU else 232_448
@@ -171,76 +285,140 @@ def bench_reading(KB, MB, provider):
 
 table = bench_reading.run(show_plots=ON_GPU, return_df=True).set_index("KB")
 speeds = table.iloc[:, 0]  # the only line
+
+# From how many KB on is the speed within 90% of the best?
 knee = speeds[speeds >= 0.9 * speeds.max()].first_valid_index()
 if knee:  # it was measured
     print(f"1 KB comes after {1024 * NUM_SMS / speeds[1]:.0f} ns")
     print(f"90% of {speeds.max():.0f} GB/s: with {knee:.0f} KB in flight")
 
 # %%
-# On the left a step takes little more than one latency, whatever it asks for:
-# more bytes in flight, more bytes a second.
-# From the *knee* on, which the last line above names, more brings little, and
-# the most that we tried costs speed.
-# On the H200, 16 KB in flight give 3091 GB/s, 32 KB give 3105 GB/s, and 64 KB
-# only 2262 GB/s. On the H100, they give 2473 GB/s, 2485 GB/s and 2013 GB/s. We
-# have not found out why so many bytes of one program are worse.
-# Each multiprocessor needs at least the knee in flight, all the time.
+# **What the figure shows.**
+# On the H200, 1 KB in flight on each SM gives 375 GB/s, 8 KB give 2233 GB/s,
+# 16 KB give 3091 GB/s, 32 KB give 3105 GB/s, and 64 KB only 2262 GB/s.
+# On the H100, the same steps give 357 GB/s, 1993 GB/s, 2473 GB/s, 2485 GB/s
+# and 2013 GB/s.
 #
-# One row at a time
-# -----------------
+# **Why.**
+# On the left the pipe is almost empty. A step takes one latency, whatever it
+# requests, so twice the bytes in flight are nearly twice the speed.
+# We can turn Little's law around and compute this latency: 1 KB on each of
+# 132 SMs, divided by the speed, is 361 ns on the H200 and 378 ns on the H100.
+# A load of the chain took 362 ns there, which is about the same.
+#
+# On the right the memory is busy. For the H100 the law asked for 8 KB, but
+# with 8 KB we get only 80% of the best speed.
+# The reason is that requests have to wait for each other when there are many
+# of them, so the latency grows. The law, turned around again, tells by how
+# much: on the H100 a step takes 543 ns with 8 KB in flight, 874 ns with 16 KB,
+# and 1741 ns with 32 KB. In the last case twice the bytes take twice the time,
+# and nothing is gained.
+#
+# There are two things that we cannot explain. With 64 KB the kernel is slower
+# than with 32 KB, on both cards.
+# And its best speed on the H100 is less than the 3.0 TB/s from above, which
+# another kernel reads, with eight programs on each SM instead of one.
+#
+# **What follows.**
+# The point from which on more brings little is called the *knee*. We take the
+# first speed that is within 90% of the best: on both cards that is 16 KB.
+# The law's 8 KB are a lower bound, and each SM needs about twice as much in
+# flight, all the time.
+#
+# Backward, one row at a time
+# ---------------------------
+#
+# How many bytes does our backward pass have in flight?
 #
 # This is the backward kernel of `Layer normalization, both passes
-# <01-layer-norm.html>`_ with one more knob, ``STAGES``; 1 is off.
-# A program takes row after row: it asks for ``x`` and ``dy``, waits, works,
-# stores ``dx``, and only then asks for the next row.
-# While it works, it has nothing in flight.
+# <01-layer-norm.html>`_, with one new argument, ``STAGES``. That is our third
+# knob, and 1 turns it off.
+# A program takes row after row: it requests a row of ``x`` and of ``dy``,
+# waits for them, computes, stores ``dx``, and only then requests the next
+# row.
+# At 4096 columns, in 16 bits, that is 16 KB in flight while it waits. This is
+# just the knee. But while it computes, it has nothing in flight.
 
 
 @triton.jit
 def _layer_norm_bwd(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr,
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,)
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N)
     sums_ptr,  # (programs, 2, N): the sums of each program, for dw and db
-    M, N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    M,  # rows
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # tile width: a power of two, at least N
+    STAGES: tl.constexpr,  # New: how far ahead rows are requested
+):
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     acc = mean_ptr.dtype.element_ty  # float32; float64 for float64
+
+    # The sums over our rows stay in registers from the first row to the last.
     dw = tl.zeros((BLOCK,), acc)
     db = tl.zeros((BLOCK,), acc)
     first, step = tl.program_id(0), tl.num_programs(0)
+    # New: tl.range is a range that the compiler may pipeline.
     for i in tl.range(first, M, step, num_stages=STAGES):
+        # Request a row of x and one of dy. In 16 bits that is 4 * N bytes.
         at = tl.cast(i, tl.int64) * N + cols  # M * N may pass 2**31
         x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
         dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+
+        # From here on the program needs them, so it waits.
         rstd = tl.load(rstd_ptr + i)
         x_hat = (x - tl.load(mean_ptr + i)) * rstd
+
+        # This row's terms of dw and db.
         dw += dy * x_hat
         db += dy
+
+        # The formula for dx.
         wdy = dy * tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
         c1 = tl.sum(x_hat * wdy) / N
         c2 = tl.sum(wdy) / N
         tl.store(dx_ptr + at, (wdy - x_hat * c1 - c2) * rstd, mask=mask)
+
+    # Store both sums in the buffer of this program: dw first, then db.
     sums_ptr += tl.program_id(0) * 2 * N + cols
     tl.store(sums_ptr, dw, mask=mask)
     tl.store(sums_ptr + N, db, mask=mask)
 
 
+# %%
+# The second kernel, which adds up the buffers of all programs, is that of the
+# same page.
+
+
 @triton.jit
 def _layer_norm_bwd_add_up(
-    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
-    programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,  # (programs, WIDTH)
+    grads_ptr,  # (WIDTH,): dw, then db
+    programs,  # how many buffers there are
+    WIDTH: tl.constexpr,  # 2 * N
+    ROWS: tl.constexpr,  # buffers loaded at a time
+    COLS: tl.constexpr,  # columns per program
+):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+
+    # Each element of the tile has a sum of its own.
     total = tl.zeros((ROWS, COLS), sums_ptr.dtype.element_ty)
     for first in range(0, programs, ROWS):
         rows = first + tl.arange(0, ROWS)[:, None]
         mask = (rows < programs) & (cols < WIDTH)
         total += tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+
+    # Add up the rows of the tile. Only this store rounds to the type of grads.
     tl.store(grads_ptr + cols, tl.sum(total, axis=0), mask=cols < WIDTH)
 
 
 # %%
-# Programs a multiprocessor, warps (of 32 threads) and stages are a *plan*.
+# Our three knobs are the programs on each SM, the warps of a program, and the
+# stages. The three numbers together are a *plan*.
 
 
 def backward(dy, x, w, mean, rstd, plan, dtype=None):
@@ -249,8 +427,13 @@ def backward(dy, x, w, mean, rstd, plan, dtype=None):
     programs, dx = min(M, per_sm * NUM_SMS), torch.empty_like(x)
     sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=x.device)
     block, grads = triton.next_power_of_2(N), None
+
+    # The first kernel: a program takes every row whose number is its own,
+    # plus a multiple of the number of programs.
     args = dy, x, w, mean, rstd, dx, sums, M, N, block, stages
     _layer_norm_bwd[(programs,)](*args, num_warps=warps)
+
+    # The second kernel: a program adds up 16 columns of all buffers.
     if dtype:
         grads = torch.empty(2, N, dtype=dtype, device=x.device)
         grid, args = triton.cdiv(2 * N, 16), (programs, 2 * N, 256, 16)
@@ -262,9 +445,12 @@ def backward(dy, x, w, mean, rstd, plan, dtype=None):
 # First knob: programs
 # --------------------
 #
-# One change: more programs on each multiprocessor.
-# The measure is a plain kernel, "copy" for short: like a backward pass, it
-# must read two matrices and write one. Six tiles are tried; the best counts.
+# While one program computes and has nothing in flight, another one could load.
+# What do more programs on each SM bring?
+#
+# We change nothing else, and we measure in % of the speed of a copy.
+# As in `Layer normalization, both passes <01-layer-norm.html>`_, the copy of a
+# backward pass is a plain kernel that reads two matrices and writes one.
 
 # %%
 
@@ -350,8 +536,10 @@ def percent_of_copy(M, N, dtype, plan):
 
 
 # %%
-# The plan that is best with one stage, as `Layer normalization, both passes
-# <01-layer-norm.html>`_ has it:
+# These are the plans of `Layer normalization, both passes
+# <01-layer-norm.html>`_. They have one stage: rows of up to 1024 columns get 6
+# programs of 4 warps on each SM, and rows of 8192 columns or more get a single
+# one of 16 warps.
 
 
 def one_stage(N, itemsize=2):
@@ -398,25 +586,57 @@ by_programs = bench_programs.run(show_plots=ON_GPU, return_df=True)
 by_programs = by_programs.set_index("programs")
 
 # %%
-# ``x`` and ``dy`` of a row of 1024 columns are 4 KB, of 8192 columns 32 KB, so
-# narrow rows need more programs.
-# On the H200 the best number of programs is 8 at 1024 columns, where 8 reach
-# 55% of the copy and 6 reach 53%, and 3 at 4096 columns and 1 at 8192.
-# On the H100 the best numbers are the same; at 1024 columns 8 reach 61% there
-# and 6 reach 60%.
-# And while one program works, another has loads in flight.
+# **What the figure shows.**
+# On the H200, one program on each SM reaches 24% of the copy at 1024 columns,
+# 44% at 4096 columns, and 61% at 8192 columns.
+# At 1024 columns more programs help all the way, up to 8, which reach 55%. At
+# 4096 columns three are best and reach 73%. At 8192 columns nothing beats one.
+# On the H100 the best numbers of programs are the same, and they reach 61%,
+# 79% and 75%.
 #
-# But a multiprocessor has 65536 registers for the programs that it runs.
-# A program keeps four numbers of each lane: ``x``, ``dy``, ``dw`` and ``db``;
-# a thread has some 32 more, for addresses.
-# With 8192 columns in 16 warps that is 49152: a second program waits until the
-# first has ended.
-# And each program has a cost: its sums are written, and read again.
+# **Why more programs help.**
+# A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
+# 32 KB at 8192. So this is what a single program requests at a time, and the
+# wider the row, the nearer it gets to the copy.
+# Three programs at 4096 columns request 48 KB together. And while one of them
+# computes, the other two still have loads in flight.
+#
+# **Why they do not always help.**
+# There are two reasons.
+#
+# *Registers.* An SM has 65536 registers for all programs that run on it.
+# A program keeps four numbers for each lane of its tile: ``x``, ``dy``, ``dw``
+# and ``db``. And each of its threads needs about 32 more registers, for
+# addresses and intermediate results.
+#
+# - At 4096 columns, with 4 warps, which are 128 threads, that makes 4 × 4096 +
+#   32 × 128 = 20480 registers. Three programs fit.
+# - At 8192 columns, with 16 warps, which are 512 threads, it makes 4 × 8192 +
+#   32 × 512 = 49152 registers. A second program does not fit: it waits until
+#   the first has ended.
+#
+# So what if we start four at 4096 columns? On the H200 three of them work on
+# three quarters of the rows, at 73% of the copy, and when they are done, the
+# fourth works on the rest alone, at 44%. Together that would be 63%, and we
+# measured 61%. On the H100 it would be 71%, and we measured 67%.
+#
+# *Buffers.* Each program stores its sums in a buffer, and the second kernel
+# reads them back. With 8 programs on each SM, the buffers of 1024 columns take
+# 8.7 MB, and they move twice, beside matrices of 25 MB.
+# This is why the same 32 KB in flight are worth less in a narrow row: on the
+# H200, 8 programs at 1024 columns reach 55%, and 2 programs at 4096 columns
+# reach 65%.
+#
+# **What follows.**
+# Programs are a way to have more bytes in flight, but each of them costs
+# registers and a buffer.
 #
 # Second knob: warps
 # ------------------
 #
-# One change: the warps of a program, with 6, 3 and 1 programs.
+# Do more warps help?
+# We start 6, 3 and 1 programs on each SM, as in our plans, and change only the
+# warps of each program.
 
 # %%
 
@@ -452,53 +672,125 @@ def bench_warps(warps, M, dtype, mode, provider):
 bench_warps.run(show_plots=ON_GPU)
 
 # %%
-# Warps do not add bytes: a row is a row.
-# They cost registers: with 4096 columns there is room for three programs of 4
-# warps, not for three of 8.
-# And a thread can have 255: with 8192 columns in 4 warps, four numbers of each
-# of its 64 lanes are more, and some go to memory.
+# **What the figure shows.**
+# No, they mostly make it slower.
+# On the H200, at 4096 columns, 4 warps reach 73% of the copy, 8 reach 55%, and
+# 32 reach 39%. At 1024 columns 4 and 8 warps are alike with 54% and 53%, and
+# 16 reach 39%. Only at 8192 columns are 4 warps too few: they reach 43%, and
+# 16 reach 60%.
+# The H100 shows the same: 80%, 64% and 49% at 4096 columns, 61%, 60% and 48%
+# at 1024 columns, and 53% and 75% at 8192 columns.
+#
+# **Why.**
+# More warps do not add bytes: a row has as many bytes, however many warps load
+# it. But they cost something.
+#
+# - **Room.** Each thread needs its 32 registers for addresses, so with more
+#   threads fewer programs fit. At 4096 columns there is room for three
+#   programs of 4 warps, for two of 8 or 16 warps, and for one of 32. An SM
+#   also has at most 64 warps: at 1024 columns four programs of 16 warps run at
+#   a time, and two of 32. The others wait.
+# - **Narrow loads.** At 1024 columns, a thread of 4 warps loads eight numbers,
+#   16 bytes, with one instruction. A thread of 32 warps loads one number of 2
+#   bytes.
+# - **Waiting.** In each of the two sums of a row all warps of the program have
+#   to wait for the last of them.
+#
+# And why are 4 warps too few at 8192 columns? A thread can have at most 255
+# registers. Each of 128 threads has 64 lanes and four numbers for each of
+# them, and this is more. So the compiler *spills*: it keeps some of them in
+# memory.
+#
+# **What follows.**
+# We take as few warps as the registers of a thread allow.
 #
 # Third knob: stages
 # ------------------
 #
-# The loop can ask ahead: loads become asynchronous copies (``cp.async``) to
-# the *shared memory* of a multiprocessor, and wait there, not in registers.
-# With ``num_stages`` = 3 there is room for two rows, always one less.
-# A program waits for a row, works on it, and loads the next in its place.
+# Can a program have loads in flight while it computes?
+#
+# At 8192 columns there is room for just one program on an SM.
+# On the H200 it takes 32 rows, one after the other, and the whole pass takes
+# 81 µs (the last figure of this page shows it), so each row takes 2.5 µs. Our
+# reading kernel had 32 KB after 1.4 µs.
+# On the H100 it is 2.8 µs for a row, and 1.7 µs for 32 KB.
+# In the rest of the time the program computes, stores, and has nothing in
+# flight.
+#
+# So the program should request the next rows before it works on this one. This
+# is called *pipelining*, and the compiler does it for us.
+# With ``num_stages=3`` it turns the loads of the loop into *asynchronous
+# copies* (``cp.async``). They bring the bytes to shared memory, while the
+# threads do something else. So rows in flight take no registers.
+#
+# Shared memory then has slots for two rows, always one less than there are
+# stages. In each iteration of the loop, the program
+#
+# 1. waits for the oldest row that it has requested,
+# 2. moves it from shared memory to registers and works on it,
+# 3. requests another row, into the slot that is now free.
 
 # %%
 
 # Drawing: one stage and three stages in time.
 
-plt.figure("One stage: load, work; three: loads during work", (7.5, 2.4))
-lines, ends = {}, [0, 0]
-lines["one stage: load"] = [(4.2 * i, 3, i) for i in range(3)]
-lines["work"] = [(4.2 * i + 3, 1.2, i) for i in range(3)]
-for i in range(6):  # a place is free when the row before the last is done
-    load = lines.setdefault(["three stages: load", "load "][i % 2], [])
-    load.append((ends[i], 3, i))
-    ends.append(max(ends[i] + 3, ends[-1]) + 1.2)
-lines["work "] = [(end - 1.2, 1.2, i) for i, end in enumerate(ends[2:])]
-for level, bars in enumerate(lines.values()):
-    for left, width, row in bars:
-        plt.barh(-level, width, left=left, color=f"C{row}", alpha=0.6)
-        plt.text(left + width / 2, -level, row, ha="center", va="center")
-plt.yticks(range(0, -len(lines), -1), lines)
+plt.figure(
+    "With one stage, memory has nothing to do while the program works; with "
+    "three stages, another row is being loaded meanwhile",
+    figsize=(7.5, 3),
+)
+LOAD, WORK = 3, 1.8  # how long they take, in no particular unit
+
+
+def draw_bar(left, width, height, row):
+    plt.barh(height, width, left=left, color=f"C{row}", alpha=0.6)
+    plt.text(left + width / 2, height, row, ha="center", va="center")
+
+
+# One stage: a row is requested when the row before is done.
+for row in range(3):
+    start = row * (LOAD + WORK)
+    draw_bar(start, LOAD, 5, row)
+    draw_bar(start + LOAD, WORK, 4, row)
+
+# Three stages: a row takes the slot of the row before the last, when that one
+# is done.
+done = [0, 0]
+for row in range(5):
+    start = done[row]
+    draw_bar(start, LOAD, 2 - row % 2, row)
+    work = max(start + LOAD, done[-1])
+    draw_bar(work, WORK, 0, row)
+    done.append(work + WORK)
+
+labels = ["work", "load", "three stages: load", "work", "one stage: load"]
+plt.yticks([0, 1, 2, 4, 5], labels)
 plt.xticks([])
+plt.xlabel("time (the numbers are rows)")
 plt.show()
 
 # %%
-# One change: the stages, ``num_stages``.
-# A row in flight needs no program of its own now: one on a multiprocessor
-# will do, or up to three of narrow rows.
-# A row of more than 8192 columns and its sums take all registers, and a loop
-# with copies takes more: there we stay with one stage.
+# With one stage, nothing is loaded while the program works. With three stages
+# there is always a row on its way.
+# Two stages would not help: there is a single slot, and it is free again only
+# when the program has worked on its row.
+#
+# Which plan should we try? Rows in flight need no programs of their own now,
+# so one program on an SM will do, or up to three if the rows are narrow.
+# A slot holds a row of ``x``, one of ``dy``, and also ``w``, because the
+# compiler copies whatever the loop loads. We take as many slots as fit into
+# shared memory, but at most four, for five stages.
+# A row of more than 8192 columns stays with one stage: its tile has 16384
+# lanes, and their four numbers take all 65536 registers of an SM. A loop with
+# copies needs a few more.
 
 
 def best_plan(N, itemsize=2):
     block = triton.next_power_of_2(N)
     per_sm, warps = min(max(4096 // block, 1), 3), max(block // 1024, 4)
+    # Of the shared memory of a program, 2 KB are left for the sums.
     room = SHARED // per_sm - 2048
+    # One slot less than stages; each holds x, dy and w.
     stages = 1 + min(room // (3 * block * itemsize), 4)
     return per_sm, warps, stages if block <= 8192 else 1
 
@@ -540,21 +832,44 @@ by_stages = bench_stages.run(show_plots=ON_GPU, return_df=True)
 by_stages = by_stages.set_index("stages")
 
 # %%
-# With two stages there is room for one row, which is asked for when the one
-# before is done. From three on there is always a row in flight.
+# **What the figure shows.**
 # On the H200, at 4096 columns, one stage reaches 44% of the copy, two reach
 # 41%, three 67% and five 80%; at 8192 columns one reaches 59%, two 54%, three
 # 82% and five 80%.
 # On the H100, at 4096 columns, one stage reaches 55% of the copy, two reach
 # 52%, three 76% and five 84%; at 8192 columns one reaches 75%, two 71%, three
 # 87% and five 85%.
-# So two stages are slower than one, on both cards and at all three widths.
-# Five are faster than three at 1024 and 4096 columns, but not at 8192: our
-# plan has five there, and on the H100 three would be better.
-# The compiler copies all loads of the loop, so a third of a stage holds ``w``.
-# A copy has 4 bytes or more: with odd ``N`` in 16 bits rows are not copied.
 #
-# *Occupancy* is the share of warps in use; ``ncu``, a profiler, counts it:
+# **Why.**
+# Two stages are no faster than one, on both cards and at all three widths:
+# nothing is in flight while the program works, and each row now goes through
+# shared memory.
+# From three stages on, there is always a row in flight, and the speed jumps.
+# At 4096 columns, three stages have two rows in flight while the program waits
+# and one while it works, which is 32 KB and then 16 KB. With five stages it is
+# 64 KB and then 48 KB.
+# At 8192 columns a row has twice the bytes, so three stages already have 64 KB
+# in flight, and more stages bring nothing.
+#
+# **What follows.**
+# 64 KB in flight on each SM, four times the knee, are enough.
+# Our plan is not the best one everywhere. At 8192 columns three stages are a
+# little faster than five, on both cards. On the H100, whose memory is slower,
+# four are as good as five or a little better at all three widths.
+#
+# There is one more condition. An asynchronous copy moves 4, 8 or 16 bytes, and
+# their address must be a multiple of that. If ``N`` is odd, rows of 16-bit
+# numbers begin anywhere. They are not copied, and stages change nothing.
+#
+# Isn't that just occupancy?
+# --------------------------
+#
+# *Occupancy* is the share of the 64 warps of an SM that are in use.
+# You will often read that a kernel needs a high occupancy to hide latency. So
+# let's see how high ours is.
+# NVIDIA's profiler ``ncu`` counts it, and we compute it by hand as well: the
+# programs on an SM times their warps. We compare two plans, and a third one
+# will be in the last figure.
 
 PLANS = {
     "triton": best_plan,
@@ -616,18 +931,29 @@ def occupancy(M, N, dtype, mode, counter, provider):
 occupancy.run(show_plots=ON_GPU)
 
 # %%
-# With stages (Triton) fewer warps run: on the H200 6% at 4096 columns, where
-# more programs have 18%. The speed is higher all the same, as the list below
-# shows: bytes in flight count, and warps are one way to have them.
+# **What the figure shows.**
+# With stages (Triton) fewer warps are in use than with more programs: on the
+# H200, 18% and 34% at 1024 columns, 6% and 18% at 4096 columns, and 12% and
+# 25% at 8192 columns.
+# And yet stages are faster at all three widths: at 4096 columns they reach 80%
+# of the copy, and three programs reach 73%.
+# What ncu counts is a little less than what we computed, because a program
+# that has ended uses no warps.
 #
-# Counted and measured
-# --------------------
+# **Why.**
+# It is not warps that keep a memory busy, but bytes in flight. Warps that wait
+# for loads are one way to have them, and requesting rows ahead is another.
 #
-# What each plan has in flight, beside the knee, and what it brings:
+# How far do bytes in flight explain it?
+# --------------------------------------
+#
+# Here is what each plan has in flight while it waits, beside the knee, and the
+# speed that we measured.
 
 for column, N in enumerate(WIDTHS):
     plans = {plan(N) for plan in PLANS.values()}  # each of them once
     for programs, _, stages in sorted(plans):
+        # A row for each program, or one less than there are stages.
         rows = programs * max(stages - 1, 1)
         flying = rows * 2 * N * 2 / 1024  # x and dy, of 2 bytes
         line = (
@@ -643,50 +969,79 @@ for column, N in enumerate(WIDTHS):
         print(line)
 
 # %%
-# Why is twice the knee not enough, and even eight times the knee not?
-# The knee is that of the kernel above, which on the H200 reads 3105 GB/s; the
-# copy moves 4100 GB/s at 8192 columns, and must have more in flight. On the
-# H100 the kernel reads 2485 GB/s, and the copy moves 2946 GB/s.
-# A program at work has one row less ahead than the list counts.
-# And loads are not all: in the last round some programs have no row, and then
-# a second launch reads the sums, more of them where programs are many.
+# At each width, a plan with more in flight is faster, but not in proportion:
+# even eight times the knee is not enough to reach the copy. What is missing?
+#
+# - **The program works, too.** These bytes are in flight while it waits. While
+#   it works, there is a row less, and with one stage there is nothing.
+# - **A copy keeps the memory busier.** The knee is that of our reading kernel,
+#   which on the H200 reads 3105 GB/s. The copy moves 4100 GB/s at 8192
+#   columns, and a third of that is stores. The busier a memory is, the later
+#   it answers, and the more must be in flight. On the H100 the kernel reads
+#   2485 GB/s, and the copy moves 2946 GB/s.
+# - **The last round.** With 6 programs on each SM, 792 programs share 4096
+#   rows. That is 5.2 rows for each, so some take six rows and the others five,
+#   and in the last round most of the programs are gone. With 8 programs it is
+#   3.9 rows for each, so nearly all take four. This is one reason why 8 are
+#   better than 6 at 1024 columns.
+# - **Buffers, and the second kernel.** Here, stages gain once more, because
+#   they need fewer programs: at 4096 columns the buffers of one program on
+#   each SM take 4.3 MB, and those of three take 13 MB.
 #
 # A function to train with
 # ------------------------
 #
-# In the forward pass each row has a program; a multiprocessor runs many.
+# The forward pass stays as it was. Each row has a program of its own, and an
+# SM runs many of them at a time, so there is always one that loads.
 
 
 @triton.jit
 def _layer_norm_fwd(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
-    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,)
+    b_ptr,  # (N,)
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # tile width: a power of two, at least N
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     acc = mean_ptr.dtype.element_ty
+    # Load the row once. Masked lanes are 0 and add nothing to the sum.
     x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
     mean = tl.sum(x) / N
+    # A masked lane would now be -mean, so set it back to 0.
     x = tl.where(cols < N, x - mean, 0)
     rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
+    # Scale, shift and store.
     w = tl.load(w_ptr + cols, mask=cols < N).to(acc)
     b = tl.load(b_ptr + cols, mask=cols < N).to(acc)
     tl.store(y_ptr + row * N + cols, x * rstd * w + b, mask=cols < N)
+
+
+# %%
+# The autograd function keeps the plan of the backward pass.
 
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps, plan):
         (M, N), y = x.shape, torch.empty_like(x)
+        # 16-bit rows are summed in float32.
         acc = torch.promote_types(x.dtype, torch.float32)
         mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
         block = triton.next_power_of_2(N)
+        # One warp for every 4 KB of the row, but at least 4 and at most 16.
         warps = min(max(block * x.element_size() // 4096, 4), 16)
         args = x, w, b, y, mean, rstd, eps, N, block
         _layer_norm_fwd[(M,)](*args, num_warps=warps)
         ctx.save_for_backward(x, w, mean, rstd)
+        # A slot holds w as well, whose numbers may be wider than those of x.
         ctx.b_dtype, ctx.plan = b.dtype, plan(N, max(x.itemsize, w.itemsize))
         return y
 
@@ -694,14 +1049,17 @@ class LayerNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
+        # dw and db come in one tensor, of a type that is wide enough for both.
         wide = torch.promote_types(w.dtype, ctx.b_dtype)
         given = dy.contiguous(), x, w, mean, rstd, ctx.plan, wide
         dx, (dw, db) = backward(*given)
+        # One gradient for each argument of forward; eps and plan have none.
         return dx, dw.to(w.dtype), db.to(ctx.b_dtype), None, None
 
 
 # %%
-# A missing weight is ones, a missing bias zeros.
+# The function checks its arguments. A missing weight counts as ones, and a
+# missing bias as zeros.
 
 
 def layer_norm(
@@ -729,6 +1087,12 @@ def layer_norm(
     given = (t.contiguous() for t in (rows, w, b))
     return LayerNorm.apply(*given, eps, plan).reshape(x.shape)
 
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with PyTorch's layer norm in float64.
 
 # %%
 
@@ -766,7 +1130,12 @@ for dtype in torch.float32, torch.float16:
     check(layer_norm, M, N, dtype)
 
 # %%
-# At all widths:
+# How fast is it?
+# ---------------
+#
+# Here are three plans at many widths: stages (Triton), more programs, and one
+# program on each SM. The other three lines are PyTorch's layer norm, the same
+# function through ``torch.compile``, and the copy.
 
 # %%
 
@@ -872,26 +1241,76 @@ def bench_backward(M, N, dtype, mode, provider):
 report(bench_backward)
 
 # %%
+# **What the figure shows.**
 # On the H200 stages reach 64% to 81% of the copy up to 8192 columns, and more
-# programs 54% to 73%; above, the three plans are the same and reach 53% to
-# 65%. torch.compile, the best of three compilations, reaches 28% to 49% at all
-# widths, PyTorch 30% to 39%.
-# At 4608 columns stages gain least: 66%, and more programs reach 65%.
-# On the H100, whose memory is slower, stages reach 70% to 85% of its copy up
-# to 8192 columns, and more programs 61% to 82%; above, the three plans reach
-# 65% to 78%. torch.compile reaches 34% to 53%, PyTorch 35% to 40%.
-# Libraries are measured in `Every width <11-every-width.html>`_.
+# programs reach 54% to 73%. Above 8192 columns the three plans are the same
+# and reach 53% to 65%.
+# On the H100 stages reach 70% to 85% of its copy up to 8192 columns, and more
+# programs reach 61% to 82%. Above 8192 columns the three plans reach 62% to
+# 79%.
+# On the H200 stages are 1.6 to 2.3 times as fast as PyTorch, and 1.3 to 2.5
+# times as fast as torch.compile. On the H100 they are 1.8 to 2.3 and 1.5 to
+# 2.4 times as fast.
 #
-# Just above a power of two nearly half of the lanes have nothing to do, which
-# `Chunks instead of padding <05-chunks.html>`_ mends.
+# **How precise is this?**
+# Some plans stand in two figures of this page. Their shares of the copy differ
+# by up to 1.1 points between the two.
+# And above 8192 columns all three lines show the same kernel. They differ by
+# at most 0.2% there, but at 15872 columns on the H100 by 5%.
+#
+# **Why.**
+# On the H200 stages gain most at 8192 columns, where they are 1.3 times as
+# fast as more programs. There is room for one program only, so nothing else
+# can load while it works.
+# On the H100 they gain less, 1.0 to 1.1 times: its memory is slower, so more
+# programs keep it busy more easily.
+#
+# At 4608 columns, though, stages gain almost nothing on the H200: they reach
+# 66%, and more programs reach 65%.
+# The tile has 8192 lanes there. 3584 of them have nothing to do, but they take
+# time and registers like all others.
+# If a program moved its rows as fast as the copy, each row would take 0.9 µs
+# on the H200. It takes 1.4 µs, hardly less than on the H100, where it takes
+# 1.5 µs. So it is not the memory that the program waits for here.
+#
+# **What follows.**
+# A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
+# makes it fit.
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# In this figure, neither PyTorch nor torch.compile is faster than ours at any
+# width. But:
+#
+# - **Our wide rows are slow.** Above 8192 columns we have neither room for a
+#   second program nor for stages. At 15872 columns on the H200 we are at 53%
+#   of the copy, and torch.compile is at 42%.
+# - **The plan is made for one kind of GPU.** A GPU with less shared memory
+#   gets fewer stages, and we have not tried one.
+# - **PyTorch can do more.** It has second derivatives and rows of any width.
+#   It also leaves out gradients that nobody wants, and ours does not.
+# - **torch.compile can fuse** a layer norm with what comes before and after.
+# - **Libraries have kernels of their own.** `Every width
+#   <11-every-width.html>`_ measures them.
 #
 # Exercise 1: two loads of a lane
 # -------------------------------
 #
-# Twice the bytes with as many lanes: each lane of the reading kernel has two
-# loads in flight, the second ``LANES`` places after the first.
+# There is another way to have more bytes in flight: each lane of the reading
+# kernel has two loads in flight instead of one.
+# The second load is ``LANES`` places after the first, so a program moves on by
+# ``2 * LANES`` in each step.
+# The stub below only has the first of the two.
 #
-# **Hint.** Both loads of a step must come before one is used.
+# **Hint 1.** You need two positions, and each depends on its own loads. Where
+# does the second one begin?
+#
+# **Hint 2.** A load is in flight until its value is used. So both loads of a
+# step must come before either of the two values is used.
+#
+# **Hint 3.** The ends of the second positions go ``LANES`` places after the
+# ends of the first.
 
 
 @triton.jit
@@ -923,9 +1342,12 @@ exercise_1(_read_two)
 @triton.jit
 def _read_two_1(x_ptr, end_ptr, steps, LANES: tl.constexpr):
     lanes = tl.arange(0, LANES)
-    at, to = lanes, lanes + LANES
+    at = lanes
+    to = lanes + LANES
     for _ in range(steps):
-        first, second = tl.load(x_ptr + at), tl.load(x_ptr + to)
+        # Both loads are requested before the first value is needed.
+        first = tl.load(x_ptr + at)
+        second = tl.load(x_ptr + to)
         at += 2 * LANES + first
         to += 2 * LANES + second
     tl.store(end_ptr + lanes, at)
@@ -933,3 +1355,31 @@ def _read_two_1(x_ptr, end_ptr, steps, LANES: tl.constexpr):
 
 
 assert exercise_1(_read_two_1)
+
+# %%
+# What we learned
+# ---------------
+#
+# These are the plans of this page: what each has in flight on an SM, how fast
+# it is on the H200 at 1024, 4096 and 8192 columns, and why.
+#
+# - **One program** has 4, 16 and 32 KB in flight while it waits, and nothing
+#   while it works. It reaches 24%, 44% and 61% of the copy.
+# - **More programs** have 24, 48 and 32 KB in flight. They reach 53%, 73% and
+#   61% of the copy. Registers and buffers limit them.
+# - **More warps** have no more bytes in flight, and fewer programs fit.
+# - **Stages** have 48, 64 and 128 KB in flight while they wait, and 36, 48 and
+#   96 KB while they work. They reach 63%, 80% and 80% of the copy. Shared
+#   memory limits them, and the work on each row.
+#
+# And for kernels in general:
+#
+# - Bytes in flight = bandwidth × latency. Compute it before you tune: it tells
+#   you how much each SM has to request ahead.
+# - A busy memory answers later than an idle one, so the law gives the least
+#   that you need.
+# - Occupancy is one way to have bytes in flight, not an aim in itself.
+# - Requesting ahead costs shared memory. More programs cost registers.
+#
+# **Next:** why should a row of 4608 columns take the registers of 8192?
+# `Chunks instead of padding <05-chunks.html>`_ cuts rows into pieces that fit.

@@ -87,6 +87,11 @@ KERNELS = Kernels(
 HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
 at = LayerNorm.at
 PLANS = ("triton", "more programs", "one program")
+CARDS = "H200", "H100"
+# At the widths of the three knobs: how many programs on a multiprocessor are
+# best with one stage, and how many "more programs" has.
+BEST = {1024: 8, 4096: 3, 8192: 1}
+MORE = {1024: 6, 4096: 3, 8192: 1}
 
 
 def by(plan):
@@ -104,39 +109,143 @@ def read_two(load):
 
 
 def CLAIMS(figure):
-    knee = figure("layer-norm-loads-knee", "H200")
-    slower = figure("layer-norm-loads-knee", "H100")
-    for each in knee, slower:
-        speeds = each.medians["reading"]
+    knee = {card: figure("layer-norm-loads-knee", card) for card in CARDS}
+    for card in CARDS:
+        speeds = knee[card].medians["reading"]
         most = max(speeds.values())
         # The knee of the page is 16 KB on both cards.
         assert min(KB for KB in speeds if speeds[KB] >= 0.9 * most) == 16
-        assert speeds[64] < speeds[16] < speeds[32]
+        assert speeds[64] < speeds[16] < speeds[32] == most
+    reading = {
+        card: [knee[card].median("reading", KB) for KB in (1, 8, 16, 32, 64)]
+        for card in CARDS
+    }
+    one, eight, sixteen, most, too_many = reading["H200"]
     yield (
-        f"On the H200, 16 KB in flight give {knee.median('reading', 16)} "
-        f"GB/s, 32 KB give {knee.median('reading', 32)} GB/s, and 64 KB only "
-        f"{knee.median('reading', 64)} GB/s. "
-        f"On the H100, they give {slower.median('reading', 16)} GB/s, "
-        f"{slower.median('reading', 32)} GB/s and "
-        f"{slower.median('reading', 64)} GB/s."
+        f"On the H200, 1 KB in flight on each SM gives {one} GB/s, 8 KB give "
+        f"{eight} GB/s, 16 KB give {sixteen} GB/s, 32 KB give {most} GB/s, "
+        f"and 64 KB only {too_many} GB/s."
     )
-    programs = figure("layer-norm-loads-programs", "H200")
-    of_h100 = figure("layer-norm-loads-programs", "H100")
-    for each in programs, of_h100:
-        for N, most in ((1024, 8), (4096, 3), (8192, 1)):
-            found = each.medians[str(N)]
-            assert max(found, key=found.get) == most
+    slow, eighth, half, best, worse = reading["H100"]
     yield (
-        "On the H200 the best number of programs is 8 at 1024 columns, where "
-        f"8 reach {programs.share('1024', 8)}% of the copy and 6 reach "
-        f"{programs.share('1024', 6)}%, and 3 at 4096 columns and 1 at 8192."
+        f"On the H100, the same steps give {slow} GB/s, {eighth} GB/s, "
+        f"{half} GB/s, {best} GB/s and {worse} GB/s."
+    )
+    # Bytes in flight, divided by GB/s, are ns.
+    latency = {
+        card: {
+            KB: 132 * 1024 * KB / knee[card].median("reading", KB)
+            for KB in (1, 8, 16, 32)
+        }
+        for card in CARDS
+    }
+    yield (
+        "1 KB on each of 132 SMs, divided by the speed, is "
+        f"{latency['H200'][1]} ns on the H200 and {latency['H100'][1]} ns on "
+        "the H100."
+    )
+    yield f"with 8 KB we get only {100 * eighth / best}% of the best speed."
+    busy = latency["H100"]
+    yield (
+        f"on the H100 a step takes {busy[8]} ns with 8 KB in flight, "
+        f"{busy[16]} ns with 16 KB, and {busy[32]} ns with 32 KB."
+    )
+
+    programs = {
+        card: figure("layer-norm-loads-programs", card) for card in CARDS
+    }
+    for card in CARDS:
+        for N, best in BEST.items():
+            speeds = programs[card].medians[str(N)]
+            assert max(speeds, key=speeds.get) == best
+        # More help up to the best number, and at 8192 columns never.
+        for N, best in BEST.items():
+            speeds = programs[card].medians[str(N)]
+            rising = [speeds[count] for count in speeds if count <= best]
+            assert rising == sorted(rising)
+        # A fourth program runs when three have ended.
+        alone = programs[card].share("4096", 1)
+        three = programs[card].share("4096", 3)
+        assert alone < programs[card].share("4096", 4) < three
+    h200, h100 = programs["H200"], programs["H100"]
+    yield (
+        "On the H200, one program on each SM reaches "
+        f"{h200.share('1024', 1)}% of the copy at 1024 columns, "
+        f"{h200.share('4096', 1)}% at 4096 columns, and "
+        f"{h200.share('8192', 1)}% at 8192 columns. At 1024 columns more "
+        "programs help all the way, up to 8, which reach "
+        f"{h200.share('1024', 8)}%. At 4096 columns three are best and reach "
+        f"{h200.share('4096', 3)}%. At 8192 columns nothing beats one. "
+        "On the H100 the best numbers of programs are the same, and they "
+        f"reach {h100.share('1024', 8)}%, {h100.share('4096', 3)}% and "
+        f"{h100.share('8192', 1)}%."
+    )
+    # Four programs at 4096 columns: three, and then the fourth.
+    three, alone = h200.share("4096", 3), h200.share("4096", 1)
+    expected = {
+        card: 4 / (3 / of.share("4096", 3) + 1 / of.share("4096", 1))
+        for card, of in programs.items()
+    }
+    yield (
+        "On the H200 three of them work on three quarters of the rows, at "
+        f"{three}% of the copy, and when they are done, the fourth works on "
+        f"the rest alone, at {alone}%. Together that would be "
+        f"{expected['H200']}%, and we measured {h200.share('4096', 4)}%. On "
+        f"the H100 it would be {expected['H100']}%, and we measured "
+        f"{h100.share('4096', 4)}%."
     )
     yield (
-        "On the H100 the best numbers are the same; at 1024 columns 8 reach "
-        f"{of_h100.share('1024', 8)}% there and 6 reach "
-        f"{of_h100.share('1024', 6)}%."
+        "on the H200, 8 programs at 1024 columns reach "
+        f"{h200.share('1024', 8)}%, and 2 programs at 4096 columns reach "
+        f"{h200.share('4096', 2)}%."
     )
-    for card in "H200", "H100":
+
+    warps = figure("layer-norm-loads-warps", "H200")
+    yield (
+        "On the H200, at 4096 columns, 4 warps reach "
+        f"{warps.share('4096', 4)}% of the copy, 8 reach "
+        f"{warps.share('4096', 8)}%, and 32 reach {warps.share('4096', 32)}%. "
+        "At 1024 columns 4 and 8 warps are alike with "
+        f"{warps.share('1024', 4)}% and {warps.share('1024', 8)}%, and 16 "
+        f"reach {warps.share('1024', 16)}%. Only at 8192 columns are 4 warps "
+        f"too few: they reach {warps.share('8192', 4)}%, and 16 reach "
+        f"{warps.share('8192', 16)}%."
+    )
+    warps = figure("layer-norm-loads-warps", "H100")
+    yield (
+        f"The H100 shows the same: {warps.share('4096', 4)}%, "
+        f"{warps.share('4096', 8)}% and {warps.share('4096', 32)}% at 4096 "
+        f"columns, {warps.share('1024', 4)}%, {warps.share('1024', 8)}% and "
+        f"{warps.share('1024', 16)}% at 1024 columns, and "
+        f"{warps.share('8192', 4)}% and {warps.share('8192', 16)}% at 8192 "
+        "columns."
+    )
+
+    backward = {
+        card: figure("layer-norm-loads-backward", card) for card in CARDS
+    }
+
+    def row(provider, card, N):
+        """µs: one program on each SM takes 32 rows, one after the other."""
+        return backward[card].us(provider, N, matrices=3) / 32
+
+    def waiting(card):
+        """µs until the reading kernel has 32 KB."""
+        step = latency[card][32] / 1000
+        step.rounding = ".1f"
+        return step
+
+    yield (
+        "On the H200 it takes 32 rows, one after the other, and the whole "
+        f"pass takes {backward['H200'].us('one program', 8192, 3):.0f} µs "
+        "(the last figure of this page shows it), so each row takes "
+        f"{row('one program', 'H200', 8192)} µs. Our reading kernel had 32 KB "
+        f"after {waiting('H200')} µs. "
+        f"On the H100 it is {row('one program', 'H100', 8192)} µs for a row, "
+        f"and {waiting('H100')} µs for 32 KB."
+    )
+
+    for card in CARDS:
         stages = figure("layer-norm-loads-stages", card)
         middle = [stages.share("4096", number) for number in (1, 2, 3, 5)]
         wide = [stages.share("8192", number) for number in (1, 2, 3, 5)]
@@ -147,69 +256,186 @@ def CLAIMS(figure):
             f"{wide[1]}%, three {wide[2]}% and five {wide[3]}%."
         )
         # What the page says of stages without numbers.
-        programs = figure("layer-norm-loads-programs", card)
-        for N, many in ((1024, 6), (4096, 3), (8192, 1)):
+        for N, count in MORE.items():
             speeds = stages.medians[str(N)]
-            assert speeds[2] < speeds[1]
+            assert speeds[2] < speeds[1] < speeds[3]
             assert (speeds[5] > speeds[3]) == (N < 8192)
-            # Fewer warps run, and it is faster all the same.
-            assert speeds[5] > programs.medians[str(N)][many]
-    warps = figure("layer-norm-loads-occupancy", "H200")
+            assert card == "H200" or speeds[4] > speeds[5]
+            # Fewer warps are in use, and it is faster all the same.
+            assert speeds[5] > programs[card].medians[str(N)][count]
+
+    used = figure("layer-norm-loads-occupancy", "H200")
+    for N in MORE:
+        for provider in "triton", "more programs":
+            by_hand = used.median(f"{provider}, by hand", N)
+            assert used.median(provider, N) <= by_hand
+    shares = [
+        [f"{used.median(each, N):.0f}" for each in ("triton", "more programs")]
+        for N in (1024, 4096, 8192)
+    ]
+    (a, b), (c, d), (e, f) = shares
     yield (
-        "With stages (Triton) fewer warps run: on the H200 "
-        f"{warps.median('triton', 4096):.0f}% at 4096 columns, where more "
-        f"programs have {warps.median('more programs', 4096):.0f}%."
+        "With stages (Triton) fewer warps are in use than with more programs: "
+        f"on the H200, {a}% and {b}% at 1024 columns, {c}% and {d}% at 4096 "
+        f"columns, and {e}% and {f}% at 8192 columns."
     )
-    backward = figure("layer-norm-loads-backward", "H200")
-    of_h100 = figure("layer-norm-loads-backward", "H100")
+    stages = figure("layer-norm-loads-stages", "H200")
     yield (
-        "The knee is that of the kernel above, which on the H200 reads "
-        f"{knee.all_medians('reading').most} GB/s; the copy moves "
-        f"{backward.median('copy', 8192)} GB/s at 8192 columns, and must have "
-        "more in flight. On the H100 the kernel reads "
-        f"{slower.all_medians('reading').most} GB/s, and the copy moves "
-        f"{of_h100.median('copy', 8192)} GB/s."
+        f"at 4096 columns they reach {stages.share('4096', 5)}% of the copy, "
+        f"and three programs reach {h200.share('4096', 3)}%."
     )
-    narrow, wide = backward.between(0, 8192), backward.between(8193)
-    ahead, many = narrow.shares("triton"), narrow.shares("more programs")
-    same = wide.shares("triton")
-    compiled = backward.shares("torch.compile")
-    pytorch = backward.shares("torch")
+    yield (
+        "The knee is that of our reading kernel, which on the H200 reads "
+        f"{knee['H200'].all_medians('reading').most} GB/s. The copy moves "
+        f"{backward['H200'].median('copy', 8192)} GB/s at 8192 columns, and a "
+        "third of that is stores."
+    )
+    yield (
+        "On the H100 the kernel reads "
+        f"{knee['H100'].all_medians('reading').most} GB/s, and the copy moves "
+        f"{backward['H100'].median('copy', 8192)} GB/s."
+    )
+
+    def plans(card):
+        """Shares up to 8192 columns of stages and of more programs, and above
+        of all three plans."""
+        narrow = backward[card].between(0, 8192)
+        wide = backward[card].between(8193)
+        same = [share for plan in PLANS for share in wide.shares(plan)]
+        return (
+            narrow.shares("triton"),
+            narrow.shares("more programs"),
+            (min(same), max(same)),
+        )
+
+    ahead, many, (low, high) = plans("H200")
     yield (
         f"On the H200 stages reach {ahead.least}% to {ahead.most}% of the "
-        f"copy up to 8192 columns, and more programs {many.least}% to "
-        f"{many.most}%; above, the three plans are the same and reach "
-        f"{same.least}% to {same.most}%. torch.compile, the best of three "
-        f"compilations, reaches {compiled.least}% to {compiled.most}% at all "
-        f"widths, PyTorch {pytorch.least}% to {pytorch.most}%."
+        f"copy up to 8192 columns, and more programs reach {many.least}% to "
+        f"{many.most}%. Above 8192 columns the three plans are the same and "
+        f"reach {low}% to {high}%."
     )
-    gains = narrow.ratios("triton", "more programs")
-    assert gains.least == narrow.ratio("triton", "more programs", 4608) > 1
+    ahead, many, (low, high) = plans("H100")
     yield (
-        "At 4608 columns stages gain least: "
-        f"{narrow.share('triton', 4608)}%, and more programs reach "
+        f"On the H100 stages reach {ahead.least}% to {ahead.most}% of its "
+        f"copy up to 8192 columns, and more programs reach {many.least}% to "
+        f"{many.most}%. Above 8192 columns the three plans reach {low}% to "
+        f"{high}%."
+    )
+    over_torch = backward["H200"].ratios("triton", "torch")
+    over_compiled = backward["H200"].ratios("triton", "torch.compile")
+    torch_h100 = backward["H100"].ratios("triton", "torch")
+    compiled_h100 = backward["H100"].ratios("triton", "torch.compile")
+    assert min(over_torch.least, over_compiled.least) > 1
+    assert min(torch_h100.least, compiled_h100.least) > 1
+    yield (
+        f"On the H200 stages are {over_torch.least} to {over_torch.most} "
+        f"times as fast as PyTorch, and {over_compiled.least} to "
+        f"{over_compiled.most} times as fast as torch.compile. On the H100 "
+        f"they are {torch_h100.least} to {torch_h100.most} and "
+        f"{compiled_h100.least} to {compiled_h100.most} times as fast."
+    )
+
+    def apart(card):
+        """Points between the two shares of each plan that two figures have."""
+        stages = figure("layer-norm-loads-stages", card)
+        for N, count in MORE.items():
+            twice = (
+                ("triton", stages.share(str(N), 5)),
+                ("more programs", programs[card].share(str(N), count)),
+            )
+            for plan, share in twice:
+                yield abs(share - backward[card].share(plan, N))
+
+    points = max(each for card in CARDS for each in apart(card))
+    yield (
+        "Their shares of the copy differ by up to "
+        f"{points:.1f} points between the two."
+    )
+
+    def noise(card, N):
+        """% between the three lines of one kernel."""
+        speeds = [backward[card].median(plan, N) for plan in PLANS]
+        return 100 * (max(speeds) / min(speeds) - 1)
+
+    little = max(
+        noise(card, N)
+        for card in CARDS
+        for N in (8704, 10240, 15872)
+        if (card, N) != ("H100", 15872)
+    )
+    yield (
+        f"They differ by at most {little:.1f}% there, but at 15872 columns on "
+        f"the H100 by {noise('H100', 15872):.0f}%."
+    )
+    narrow = backward["H200"].between(0, 8192)
+    gains = narrow.ratios("triton", "more programs")
+    most = narrow.ratio("triton", "more programs", 8192)
+    assert gains.most == most
+    assert gains.least == narrow.ratio("triton", "more programs", 4608)
+    yield (
+        "On the H200 stages gain most at 8192 columns, where they are "
+        f"{most} times as fast as more programs."
+    )
+    gains = backward["H100"].between(0, 8192)
+    gains = gains.ratios("triton", "more programs")
+    assert gains.least > 1
+    yield f"On the H100 they gain less, {gains.least} to {gains.most} times:"
+    yield (
+        "At 4608 columns, though, stages gain almost nothing on the H200: "
+        f"they reach {narrow.share('triton', 4608)}%, and more programs reach "
         f"{narrow.share('more programs', 4608)}%."
     )
-    narrow, wide = of_h100.between(0, 8192), of_h100.between(8193)
-    ahead, many = narrow.shares("triton"), narrow.shares("more programs")
-    assert narrow.ratios("triton", "more programs").least > 1
-    same = wide.shares("triton")
-    compiled = of_h100.shares("torch.compile")
-    pytorch = of_h100.shares("torch")
     yield (
-        "On the H100, whose memory is slower, stages reach "
-        f"{ahead.least}% to {ahead.most}% of its copy up to 8192 columns, and "
-        f"more programs {many.least}% to {many.most}%; above, the three plans "
-        f"reach {same.least}% to {same.most}%. torch.compile reaches "
-        f"{compiled.least}% to {compiled.most}%, PyTorch {pytorch.least}% to "
-        f"{pytorch.most}%."
+        f"each row would take {row('copy', 'H200', 4608)} µs on the H200. It "
+        f"takes {row('triton', 'H200', 4608)} µs, hardly less than on the "
+        f"H100, where it takes {row('triton', 'H100', 4608)} µs."
+    )
+    wide = backward["H200"]
+    yield (
+        "At 15872 columns on the H200 we are at "
+        f"{wide.share('triton', 15872)}% of the copy, and torch.compile is at "
+        f"{wide.share('torch.compile', 15872)}%."
+    )
+
+    # What we learned.
+    yield (
+        f"It reaches {h200.share('1024', 1)}%, {h200.share('4096', 1)}% and "
+        f"{h200.share('8192', 1)}% of the copy."
+    )
+    yield (
+        f"They reach {h200.share('1024', 6)}%, {h200.share('4096', 3)}% and "
+        f"{h200.share('8192', 1)}% of the copy."
+    )
+    yield (
+        f"They reach {stages.share('1024', 5)}%, {stages.share('4096', 5)}% "
+        f"and {stages.share('8192', 5)}% of the copy."
     )
 
 
-# Numbers with a unit that nothing has measured, and why they are right.
+CHAIN = "a chain of loads in random order, on an H100, outside this page"
+
+# Numbers with a unit that nothing has measured, and why they are right; and a
+# few that were measured on an H100 by kernels that the page does not show.
 FACTS = {
-    "all of them read 256 MB": "the argument MB of the benchmark",
-    "90% of {} GB/s": "from which speed on the cell looks for its answer",
+    "26 ns if the number is in the small cache inside the SM, 153 ns if it is "
+    "in L2, and 362 ns if it comes from DRAM": CHAIN,
+    "In 362 ns the clock": CHAIN,
+    "362 ns is that of a memory that has nothing else to do": CHAIN,
+    "the other 362 ns later": CHAIN,
+    "as long as the latency, 362 ns; it holds 8 KB": CHAIN,
+    "latency: 362 ns": CHAIN,
+    "A load of the chain took 362 ns there": CHAIN,
+    "we could read 3.0 TB/s": "the reading of 4 GB, measured on an H100",
+    "3.0 TB/s × 362 ns = 1.1 MB": "the product of the two",
+    "less than the 3.0 TB/s from above": "the reading of 4 GB, on an H100",
+    "they read 256 MB": "the argument MB of the benchmark",
+    "within 90% of the best": "where the cell looks for the knee",
+    "90% of {} GB/s": "where the cell looks for the knee",
+    "the buffers of 1024 columns take 8.7 MB": "8 * 132 * 2 * 1024 * 4 bytes",
+    "matrices of 25 MB": "3 matrices of 4096 * 1024 elements of 2 bytes",
+    "one program on each SM take 4.3 MB": "132 * 2 * 4096 * 4 bytes",
+    "those of three take 13 MB": "3 * 132 * 2 * 4096 * 4 bytes",
 }
 
 PAGE = Page(
@@ -425,17 +651,64 @@ def test_counted_by_hand_and_compiled(launches, unedited):
         assert stages == 1 or rows <= built.shared <= rows + 1024
 
 
-def test_what_the_page_says_of_warps(launches):
-    """4096 columns: three programs of 4 warps fit, of 8 they do not; 8192
-    columns in 4 warps: some numbers are kept in memory. So are some of wider
-    rows, if their loop copies ahead."""
+def programs_at_a_time(built):
+    """Those of one kernel that fit on a multiprocessor."""
     from compiled import occupancy
 
-    plans = [(4096, (3, 8, 1)), (8192, (1, 4, 1)), (8704, (1, 16, 2))]
-    ((eight, _), (four, _), (ahead, _)) = launches(backward_calls(plans))
-    most, *_ = occupancy.occupancy("sm_90", eight.registers, eight.shared, 8)
-    assert most // 8 == 2
-    assert four.spills > 0 < ahead.spills
+    warps, *_ = occupancy.occupancy(
+        "sm_90", built.registers, built.shared, built.num_warps
+    )
+    return warps // built.num_warps
+
+
+def test_what_the_page_says_of_warps(launches):
+    """How many programs fit, and how wide their loads are."""
+    fit = {
+        (1024, 4): 9, (1024, 8): 6, (1024, 16): 4, (1024, 32): 2,
+        (4096, 4): 3, (4096, 8): 2, (4096, 16): 2, (4096, 32): 1,
+        (8192, 8): 1, (8192, 16): 1, (8192, 32): 1,
+    }  # fmt: skip
+    plans = [(N, (MORE[N], warps, 1)) for N, warps in fit]
+    found = [built for built, _ in launches(backward_calls(plans))]
+    for (N, warps), built in zip(fit, found, strict=True):
+        assert programs_at_a_time(built) == fit[N, warps], (N, warps)
+        bytes_of_a_thread = 2 * N // (32 * warps)
+        wide = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])
+        widest = max(int(count or 1) * int(bits) for count, bits in wide) // 8
+        assert widest == min(16, max(4, bytes_of_a_thread)), (N, warps)
+        assert built.spills == 0
+
+
+def test_what_the_page_says_of_spills(launches):
+    """8192 columns in 4 warps do not fit into the registers of a thread. Nor
+    do wider rows, if their loop copies ahead."""
+    plans = [(8192, (1, 4, 1)), (8704, (1, 16, 2))]
+    for built, _ in launches(backward_calls(plans)):
+        assert built.spills > 0
+
+
+def test_masked_elements_take_registers(launches):
+    """Those of a tile of 8192 elements for 4608 columns."""
+    plans = [(N, (1, 8, 5)) for N in (4608, 8192)]
+    few, all_of_them = (
+        built.registers for built, _ in launches(backward_calls(plans))
+    )
+    assert 0.9 * all_of_them <= few <= all_of_them
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_when_a_row_is_requested(launches, stages):
+    """At the end of a turn, and there is a place less than stages."""
+    ((built, _),) = launches(backward_calls([(4096, (1, 4, stages))]))
+    code = built.asm["ttgir"]
+    places = re.findall(r"local_alloc : .*memdesc<(\d+)x4096xf16", code)
+    assert places == 3 * [str(stages - 1)]  # x, dy and w
+    loop = code[code.index("scf.for") :]
+    loop = loop[: loop.index("scf.yield")]
+    waits = loop.index("ttg.async_wait")
+    first = loop.index("ttg.async_copy")
+    assert waits < loop.index("ttg.local_load") < loop.index("tt.store")
+    assert loop.index("tt.store") < first
 
 
 def best_plans(page, M, widths, dtype):
