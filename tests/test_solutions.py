@@ -170,6 +170,7 @@ def test_the_notebook_hides_the_code_of_these_cells_only(project):
             if cell["metadata"].get(key) == hides
         ]
         assert hidden == [
+            "# @title Install what is missing, and say which GPU there is",
             "# @title The words `a` and `b`, as every page needs them",
             "# @title Code of the drawing: a straight line",
             "# @title Solution 1",
