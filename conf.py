@@ -184,6 +184,7 @@ html_context = {
 # they may type for what a section says: see docs/_ext/page/search.py.
 search_aside = ["add-a-tutorial", "how-it-is-built", "translating"]
 search_spellings = [
+    ["A GPU in numbers", "H100", "H200"],
     ["16 bits", "bf16", "bfloat16", "half precision", "mixed precision"],
     ["16 bits", "amp", "autocast"],
     ["16 bytes", "coalesced", "coalescing", "vectorized"],
@@ -207,7 +208,6 @@ search_spellings = [
     ["library is better", "slower than PyTorch"],
     ["maximum and sum", "online softmax"],
     ["memory-bound", "compute-bound"],
-    ["not the current one", "wrong device"],
     ["notebook", "colab"],
     ["profiler", "ncu", "Nsight Compute"],
     ["registers", "register pressure"],

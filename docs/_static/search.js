@@ -48,7 +48,8 @@
     const begun = [4, 3, 2, 1].map((most) =>
       words.replace(wide, (run) => [...run].slice(0, most).join("")),
     );
-    return [...new Set([words, ...begun])];
+    const parts = words.replaceAll("_", " "); // of a name, cut like a sentence
+    return [...new Set([words, parts, ...begun])];
   }
 
   /** The sections that have what was asked, and how many there are. Where they
