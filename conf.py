@@ -216,9 +216,13 @@ search_spellings = [
     ["same bits", "deterministic", "nondeterministic", "reproducible"],
     ["softmax", "fused softmax"],
     ["stays right", "overflow", "numerical stability"],
-    ["programs that wait for each other", "deadlock", "hang"],
-    ["wait forever", "deadlock", "hang"],
-    ["waits forever", "deadlock", "hang"],
+    [
+        "wait forever",
+        "waits forever",
+        "programs that wait for each other",
+        "deadlock",
+        "hang",
+    ],
     ["warps", "num_warps"],
     ["where to start", "paths", "prerequisites"],
 ]

@@ -9,6 +9,7 @@ from project import ROOT
 
 import tutorial
 from page import paths
+from translation import catalogs
 
 NAMES = list(map(tutorial.name_of, tutorial.scripts()))
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -198,7 +199,7 @@ def test_the_front_page_lists_every_page_with_its_time(site):
         for link in page.select(".bp-way li a")
     ]
     assert sorted(shown) == sorted(
-        (f"tutorials/{name}.html", f"{paths.title_of(name)} {minutes}")
+        (f"tutorials/{name}.html", f"{catalogs.title(name)} {minutes}")
         for name in NAMES
         for minutes in [paths.minutes(name)]
     )

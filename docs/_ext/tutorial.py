@@ -67,6 +67,17 @@ def script_of(name):
     return TUTORIALS / f"{name}.py"
 
 
+def page_of(name):
+    """What Sphinx calls the page of a tutorial."""
+    return f"tutorials/{name}"
+
+
+def of_page(page):
+    """The tutorial of a page that Sphinx calls so, or None."""
+    name = page.removeprefix("tutorials/")
+    return name if name != page and script_of(name).exists() else None
+
+
 def file_of(name):
     """The file of a page, for example of ``layer-norm/01-layer-norm``."""
     return FILES / f"{name}.py"

@@ -41,26 +41,22 @@ class OfTutorials(SphinxDirective):
         index = tutorial.TUTORIALS / section / "index.rst"
         head, lead, *_ = index.read_text(encoding="utf-8").split("\n\n")
         page = f"{section}/index"
-        link = link_to(self.env, page, self.said(page, head.split("\n")[0]))
+        said = catalogs.lookup(f"tutorials/{page}")
+        link = link_to(self.env, page, said(head.split("\n")[0]))
         found = nodes.section(ids=[f"section-{section}"])
         found += nodes.title("", "", link)
-        found += nodes.paragraph("", self.said(page, lead))
+        found += nodes.paragraph("", said(" ".join(lead.split())))
         found += self.list(names)
         return found
 
-    def said(self, page, text):
-        """What another page says, from its catalog."""
-        return catalogs.said(f"tutorials/{page}", text)
-
     def head(self, name):
         """The number and the linked title of a tutorial; its summary."""
-        summary = self.said(name, tutorial.summary(name)).replace("``", "")
-        link = link_to(self.env, name, self.said(name, tutorial.title(name)))
+        link = link_to(self.env, name, catalogs.title(name))
         number = name.rpartition("/")[2][:2]
         return [
             nodes.paragraph("", number, classes=["bp-card-number"]),
             nodes.paragraph("", "", link, classes=["bp-card-title"]),
-        ], summary
+        ], catalogs.summary(name)
 
     def recording(self, name):
         """What was measured for a tutorial, or None."""
@@ -69,10 +65,6 @@ class OfTutorials(SphinxDirective):
             with suppress(recording.RecordingError):
                 return recording.load(gpu, name)
         return None
-
-    def measured(self, name):
-        """The figure of a tutorial's card, or None."""
-        return figures.of_card(self.env.srcdir, name)
 
 
 class TutorialPath(OfTutorials):
@@ -88,7 +80,7 @@ class TutorialPath(OfTutorials):
         step = nodes.container(classes=["bp-step"])
         step += number_and_title
         step += nodes.paragraph("", sentences.split(summary)[0])
-        if self.measured(name):
+        if figures.of_card(self.env.srcdir, name):
             step += both_forms(
                 self.env.srcdir, figures.outline(name), "bp-step-picture"
             )
@@ -115,7 +107,7 @@ class TutorialCards(OfTutorials):
 
     def pictures(self, name):
         """A measured figure of the tutorial in both forms, and its caption."""
-        if measured := self.measured(name):
+        if measured := figures.of_card(self.env.srcdir, name):
             yield from both_forms(
                 self.env.srcdir, measured.picture, "bp-card-picture"
             )

@@ -136,9 +136,8 @@ def checked(triton, entry, now):
 
 def at_the_end(app, pagename, templatename, context, doctree):
     """Put it at the end of a tutorial."""
-    name = pagename.removeprefix("tutorials/")
-    script = tutorial.script_of(name)
-    if doctree is None or name == pagename or not script.exists():
+    name = tutorial.of_page(pagename)
+    if doctree is None or not name:
         return
     found = rows(name, app.config.measured_gpu)
     found = {"rows": sorted(found, key=lambda row: numbers(row.triton))}

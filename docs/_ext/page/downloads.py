@@ -19,7 +19,7 @@ from sphinx.transforms import SphinxTransform
 
 import tutorial
 from languages import CURRENT, ENGLISH
-from page import gpu_needs, notebooks
+from page import gpu_needs, notebooks, rights
 from translation import catalogs, messages, root
 from words_later import N_
 
@@ -54,15 +54,14 @@ def origin(name, config):
     said = (
         _("%(title)s: a tutorial of %(project)s")
         % {
-            "title": catalogs.said(page_of(name), tutorial.title(name)),
+            "title": catalogs.title(name),
             "project": config.project,
         },
         address(name, config),
         _("Needs: pip install %(packages)s")
         % {"packages": " ".join(PACKAGES)},
         _("Tried with: %(versions)s") % {"versions": versions()},
-        _("MIT license, copyright %(copyright)s")
-        % {"copyright": config.copyright},
+        rights.said(config),
     )
     return list(filter(None, said))
 
@@ -102,12 +101,8 @@ def in_language(name, **how):
     source = tutorial.source(name)
     if CURRENT is ENGLISH:
         return source
-    return messages.translated(source, catalogs.lookup(page_of(name)), **how)
-
-
-def page_of(name):
-    """What Sphinx calls the page of a tutorial."""
-    return f"tutorials/{name}"
+    words = catalogs.lookup(tutorial.page_of(name))
+    return messages.translated(source, words, **how)
 
 
 def put(name, content):
@@ -128,8 +123,7 @@ def zipped(texts):
 
 def offer(app, docname, source):
     """Let a page offer its files in our words."""
-    name = docname.removeprefix("tutorials/")
-    if name == docname or not tutorial.script_of(name).exists():
+    if not (name := tutorial.of_page(docname)):
         return
     text = ITS_NOTE.sub("", source[0])
     # A comment, as before a cell: what is folded ends there.
@@ -166,8 +160,8 @@ def versions():
 
 def under_title(app, pagename, templatename, context, doctree):
     """Put the links to the downloads of a tutorial under its title."""
-    name = pagename.removeprefix("tutorials/")
-    if doctree is None or not tutorial.script_of(name).exists():
+    name = tutorial.of_page(pagename)
+    if doctree is None or not name:
         return
     context["downloads"] = {
         link["filename"].rpartition(".")[2]: f"_downloads/{link['filename']}"

@@ -12,7 +12,7 @@ from sphinx.locale import _
 import tutorial
 import words_later as words
 from languages import CURRENT
-from page import dates
+from page import dates, rights
 from translation import catalogs, sentences
 
 NAMESPACE = "http://www.w3.org/2005/Atom"
@@ -24,11 +24,10 @@ def entries(app):
     found = []
     for script in tutorial.scripts():
         name = tutorial.name_of(script)
-        page = f"tutorials/{name}"
-        title = catalogs.said(page, tutorial.title(name))
-        there = app.config.html_baseurl + app.builder.get_target_uri(page)
-        summary = catalogs.said(page, tutorial.summary(name)).replace("``", "")
-        entry = {"link": there, "summary": summary}
+        title = catalogs.title(name)
+        uri = app.builder.get_target_uri(tutorial.page_of(name))
+        there = app.config.html_baseurl + uri
+        entry = {"link": there, "summary": catalogs.summary(name)}
         published = dates.published(name)
         if published:
             new = _("New: %(title)s") % {"title": title}
@@ -59,12 +58,7 @@ def feed(app):
     last = found[0]["date"] if found else "1970-01-01"
     add(root, "updated", moment(last))
     add(add(root, "author"), "name", config.author)
-    add(
-        root,
-        "rights",
-        _("MIT license, copyright %(copyright)s")
-        % {"copyright": config.copyright},
-    )
+    add(root, "rights", rights.said(config))
     add(root, "link", rel="self", href=config.html_baseurl + FILE)
     add(root, "link", href=config.html_baseurl)
     for each in found:

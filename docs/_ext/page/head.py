@@ -16,20 +16,18 @@ from sphinx.locale import _
 
 import tutorial
 from languages import CURRENT
-from page import captions, dates, figures
+from page import captions, dates, figures, rights
 from translation import catalogs, root, sentences
 
 # Where a language is spoken, for those who ask.
 LOCALES = {"en": "en_US", "ja": "ja_JP"}
 DESCRIPTION = 300  # letters at most
-LICENSE = "https://spdx.org/licenses/MIT.html"
 
 
 def describe(app, pagename, templatename, context, doctree):
     subject = section_of(context)
-    name = pagename.removeprefix("tutorials/")
-    is_tutorial = name != pagename and tutorial.script_of(name).exists()
-    kernels = kernels_of(app.srcdir, name) if is_tutorial else ""
+    name = tutorial.of_page(pagename)
+    kernels = kernels_of(app.srcdir, name) if name else ""
     parts = [part for part in (subject, kernels) if part]
     if pagename == app.config.root_doc:
         context["docstitle"] = _(app.config.tagline)
@@ -47,9 +45,9 @@ def describe(app, pagename, templatename, context, doctree):
         "og:locale": LOCALES.get(CURRENT.code, CURRENT.code),
         **picture_of(app, pagename, title),
     }
-    if name == pagename:
+    if not pagename.startswith("tutorials/"):
         return
-    if is_tutorial:
+    if name:
         said = description(name, kernels)
         context["article"] = article(app, context, name, title, said)
     else:  # a list, whose cards are not a description
@@ -77,8 +75,7 @@ def kernels_of(srcdir, name):
 
 def description(name, kernels):
     """A page's question, its kernels, and of its answer what has room."""
-    summary = catalogs.said(f"tutorials/{name}", tutorial.summary(name))
-    question, *answer = sentences.split(summary.replace("``", ""))
+    question, *answer = sentences.split(catalogs.summary(name))
     said = sentences.joined([question, sentences.ended(kernels)])
     for sentence in answer:
         longer = sentences.joined([said, sentence])
@@ -100,7 +97,7 @@ def article(app, context, name, title, said):
         "description": said,
         "inLanguage": CURRENT.tag,
         "author": by,
-        "license": LICENSE,
+        "license": rights.LICENSE,
         "isAccessibleForFree": True,
         "datePublished": dates.published(name),
         "dateModified": dates.modified(app.srcdir, name),

@@ -21,7 +21,7 @@ from sphinx_markdown_builder.translator import MarkdownTranslator
 import tutorial
 import words_later as words
 from languages import BUILT, CURRENT
-from page import dates, gpu_needs
+from page import dates, gpu_needs, rights
 from translation import catalogs, sentences
 
 ENDING = ".md"
@@ -178,8 +178,7 @@ def about(app, pagename):
     """Where a page stands, when it was measured, and its license."""
     config = app.config
     yield _("Address: %(address)s") % {"address": address(app, pagename)}
-    name = pagename.removeprefix("tutorials/")
-    if name != pagename and tutorial.script_of(name).exists():
+    if name := tutorial.of_page(pagename):
         if date := dates.published(name):
             yield _("Published %(date)s.") % {"date": date}
         for date, gpus in dates.measured(app.srcdir, name).items():
@@ -189,9 +188,7 @@ def about(app, pagename):
             yield said
     tagline = sentences.ended(_(config.tagline))
     yield f"{config.project}: {tagline}"
-    yield _("MIT license, copyright %(copyright)s") % {
-        "copyright": config.copyright
-    }
+    yield rights.said(config)
 
 
 def address(app, pagename, ending=""):
@@ -230,13 +227,14 @@ def llms_txt(app):
     aside = [page for page in others if page in config.search_aside]
     others = [page for page in others if page not in aside]
     names = list(map(tutorial.name_of, tutorial.scripts()))
-    alone = [page_of(name) for name in names if "/" not in name]
+    alone = [tutorial.page_of(name) for name in names if "/" not in name]
     title = env.titles["tutorials/index"].astext()
     groups = {title: ["tutorials/index", *alone]}
     for section in tutorial.sections():
         page = f"tutorials/{section}/index"
         its = [name for name in names if name.startswith(f"{section}/")]
-        groups[env.titles[page].astext()] = [page, *map(page_of, its)]
+        pages = [page, *map(tutorial.page_of, its)]
+        groups[env.titles[page].astext()] = pages
     groups[_("The site")] = [config.root_doc, *others]
     groups["Optional"] = aside  # so it is called in every language
     for title, pages in groups.items():
@@ -248,16 +246,10 @@ def llms_txt(app):
             yield f"- [{title}]({there}): {in_a_line(app, page)}"
 
 
-def page_of(name):
-    return f"tutorials/{name}"
-
-
 def in_a_line(app, page):
     """What a page says first, or a tutorial in its first paragraph."""
-    name = page.removeprefix("tutorials/")
-    if name != page and tutorial.script_of(name).exists():
-        said = catalogs.said(page, tutorial.summary(name))
-        return said.replace("``", "`")
+    if name := tutorial.of_page(page):
+        return catalogs.summary(name, code="`")
     if page == app.config.root_doc:
         return sentences.ended(_(app.config.tagline))
     doctree = app.env.get_doctree(page)

@@ -137,15 +137,10 @@ class PathDirective(SphinxDirective):
         script = tutorial.script_of(name)
         if not script.exists():
             raise self.error(f"a path names {name}, which is no tutorial")
-        link = link_to(self.env, name, title_of(name))
+        link = link_to(self.env, name, catalogs.title(name))
         time = nodes.inline("", said_minutes(name), classes=["bp-minutes"])
         words = nodes.paragraph("", "", link, nodes.Text(" "), time)
         return nodes.list_item("", words)
-
-
-def title_of(name):
-    """The title of a tutorial in the language of this build."""
-    return catalogs.said(f"tutorials/{name}", tutorial.title(name))
 
 
 def said_minutes(name):
@@ -158,17 +153,12 @@ def said_minutes(name):
 # On a tutorial ---------------------------------------------------------------
 
 
-def is_tutorial(docname):
-    name = docname.removeprefix("tutorials/")
-    return name != docname and tutorial.script_of(name).exists()
-
-
 def show(app, pagename, templatename, context, doctree):
     """Put the place of a tutorial on its path under its title, and what
     comes next there to its end."""
-    if doctree is None or not is_tutorial(pagename):
+    name = tutorial.of_page(pagename)
+    if doctree is None or not name:
         return
-    name = pagename.removeprefix("tutorials/")
     # Translators: how long it takes to read the page.
     time = _("%(minutes)s min to read") % {"minutes": minutes(name)}
     found = {"time": time}
@@ -196,7 +186,7 @@ def neighbor(path, at):
     if not 0 <= at < len(path.pages):
         return None
     name = path.pages[at]
-    return f"tutorials/{name}", title_of(name)
+    return tutorial.page_of(name), catalogs.title(name)
 
 
 def setup(app):

@@ -14,9 +14,9 @@ import re
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
+import tutorial
 from translation import pages
 
-TUTORIAL = re.compile(r"tutorials/(.*/)?\d\d-[^/]*")
 # What in a paragraph is no running text, or leads elsewhere already.
 NO_PROSE = nodes.reference, nodes.target, nodes.literal, nodes.math, nodes.raw
 # In a translation the English stands behind a term: 分块（tile）.
@@ -82,7 +82,7 @@ def pattern(form):
 
 
 def prepare(app, doctree, docname):
-    if app.builder.format != "html" or not TUTORIAL.fullmatch(docname):
+    if app.builder.format != "html" or not tutorial.of_page(docname):
         return
 
     def address(place):

@@ -94,6 +94,17 @@ def said(name, text):
     return lookup(name)(" ".join(text.split()))
 
 
+def title(name):
+    """The title of a tutorial, in the language of this build."""
+    return said(tutorial.page_of(name), tutorial.title(name))
+
+
+def summary(name, code=""):
+    """Its summary; ``code`` stands where code begins and ends."""
+    found = said(tutorial.page_of(name), tutorial.summary(name))
+    return found.replace("``", code)
+
+
 def text_of(catalog, code):
     """A catalog as its file says it: a paragraph in a line, no dates."""
     stream = BytesIO()
