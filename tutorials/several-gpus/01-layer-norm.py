@@ -1004,7 +1004,7 @@ def columns(mode):
 columns("forward")
 
 # %%
-# 8 bytes a row and rank replace the row. On two H200s two numbers a row take
+# 8 bytes a row and rank replace the row. On two H100s two numbers a row take
 # NN µs at 65536 columns, of which each rank has half. Gathered rows take NN
 # times as long with PyTorch's kernels and NN times with ours: each rank does
 # the work of all. An all-to-all divides this work, but its rows travel there
@@ -1089,7 +1089,7 @@ if table is not None:
         print(f"µs that {lines[line]} adds to {lines[base]}:", added)
 
 # %%
-# On two H200s one all-reduce adds NN µs at 1024 columns and NN µs at 32768,
+# On two H100s one all-reduce adds NN µs at 1024 columns and NN µs at 32768,
 # where it sends 32 times as much; two of them add NN µs and NN µs. Beside the
 # product, one adds NN µs and NN µs.
 #
@@ -1250,7 +1250,7 @@ if table is not None:
     print("µs that the comparison of arguments takes:", checks)
 
 # %%
-# On two H200s a call takes NN µs at 2048 columns and NN µs at 32768. Without
+# On two H100s a call takes NN µs at 2048 columns and NN µs at 32768. Without
 # the comparison ``forward`` takes NN µs and NN µs, and to gather rows for
 # PyTorch's kernels NN µs and NN µs.
 #

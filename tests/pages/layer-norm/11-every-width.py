@@ -235,6 +235,83 @@ def sizes_of_the_rule():
             yield from ((M, N, dtype) for dtype in LayerNorm.dtypes)
 
 
+
+def ahead(figure, ours, theirs, N):
+    """By how many percent."""
+    return 100 * (figure.ratio(ours, theirs, N) - 1)
+
+
+def CLAIMS(figure):
+    h200, h100 = (
+        figure("layer-norm-every-unusual-backward", card)
+        for card in ("H200", "H100")
+    )
+    yield (
+        "Odd widths beyond the limits of shifted rows, as 12345 backward, are "
+        "shared by programs, with loads of 2 bytes each, and are far from the "
+        f"copy: on the H200 {h200.share('triton', 12345)}% of it, on the H100 "
+        f"{h100.share('triton', 12345)}%."
+    )
+    forward = figure("layer-norm-every-wide-forward", "H200")
+    backward = figure("layer-norm-every-wide-backward", "H200")
+    yield (
+        f"Shared rows have {forward.share('triton', 2**20)}% of the copy "
+        "forward at a million columns on the H200, and "
+        f"{backward.share('triton', 2**20)}% backward;"
+    )
+    limits = figure("layer-norm-every-limits-forward", "H200")
+    at_8704, at_17408, at_12288, at_24576 = (
+        ahead(limits, "chunks", "sweeps", N)
+        for N in (8704, 17408, 12288, 24576)
+    )
+    assert min(at_8704, at_17408) > max(at_12288, at_24576) > 0
+    yield (
+        "there chunks are ahead of two sweeps by "
+        f"{at_8704:.0f}% and {at_17408:.0f}% on the H200, and by "
+        f"{at_12288:.0f}% and {at_24576:.0f}% at 12288 and 24576, where all "
+        "tiles are full."
+    )
+    missed = []
+    for card in "H200", "H100":
+        limits = figure("layer-norm-every-limits-backward", card)
+        missed.append(
+            max(
+                ahead(limits, kind, "triton", N)
+                for kind in ("chunks", "sweeps", "shared")
+                for N, speed in limits.medians[kind].items()
+                if speed
+            )
+        )
+    yield (
+        "Backward another kind is faster than what the rule picks by at most "
+        f"{missed[0]:.0f}% at these widths on the H200, and by "
+        f"{missed[1]:.0f}% on the H100."
+    )
+    one, both = (
+        {
+            (who, N): calls.us(who, N)
+            for who in ("triton", "torch")
+            for N in (1024, 4096, 15872)
+        }
+        for calls in (
+            figure("layer-norm-every-call-forward", "H200"),
+            figure("layer-norm-every-call-forward-and-backward", "H200"),
+        )
+    )
+
+    def pair(found, N):
+        return f"{found['triton', N]:.0f} and {found['torch', N]:.0f}"
+
+    yield (
+        "On the H200 a forward pass of 1024 columns takes "
+        f"{one['triton', 1024]:.0f} µs with ours and "
+        f"{one['torch', 1024]:.0f} µs with PyTorch, of 4096 columns "
+        f"{pair(one, 4096)} µs, and of 15872 {pair(one, 15872)} µs; both "
+        f"passes take {pair(both, 1024)} µs at 1024 columns, "
+        f"{pair(both, 4096)} µs at 4096, and {pair(both, 15872)} µs at 15872."
+    )
+
+
 # Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
     f"At most {2**29 >> 20} MB a matrix": "the rows that the benchmark takes",

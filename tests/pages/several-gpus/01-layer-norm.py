@@ -118,6 +118,63 @@ KERNELS = Kernels(
 
 
 # Numbers with a unit that nothing has measured, and why they are right.
+
+
+def CLAIMS(figure):
+    columns = figure("layer-norm-columns-forward", "H100")
+    times = {
+        way: columns.ratio("triton", way, 65536)
+        for way in ("rows", "gathered", "exchanged")
+    }
+    assert times["rows"] > times["exchanged"] > 1
+    yield (
+        "On two H100s two numbers a row take "
+        f"{columns.us('triton', 65536):.0f} µs at 65536 columns, of which "
+        f"each rank has half. Gathered rows take {times['rows']} times as "
+        f"long with PyTorch's kernels and {times['gathered']} times with "
+        "ours: each rank does the work of all. An all-to-all divides this "
+        "work, but its rows travel there and back; it takes "
+        f"{times['exchanged']} times as long."
+    )
+    cost = {
+        N: columns.us("triton", N) - columns.us("alone", N)
+        for N in (2048, 65536)
+    }
+    yield (
+        f"That is {cost[2048]:.0f} µs at 2048 columns and {cost[65536]:.0f} "
+        "µs at 65536. The line without them is at "
+        f"{columns.share('alone', 65536)}% of the copy at 65536 columns."
+    )
+    rows = figure("layer-norm-rows", "H100")
+
+    def added(way, base):
+        at_1024, at_32768 = (
+            rows.us(way, N) - rows.us(base, N) for N in (1024, 32768)
+        )
+        assert min(at_1024, at_32768) > 0
+        return f"{at_1024:.0f} µs", f"{at_32768:.0f} µs"
+
+    one, two = added("one", "alone"), added("two", "alone")
+    beside = added("beside", "then")
+    yield (
+        f"On two H100s one all-reduce adds {one[0]} at 1024 columns and "
+        f"{one[1]} at 32768, where it sends 32 times as much; two of them "
+        f"add {two[0]} and {two[1]}. Beside the product, one adds "
+        f"{beside[0]} and {beside[1]}."
+    )
+    calls = figure("layer-norm-columns-call", "H100")
+    ours, kernels, gathered = (
+        [f"{calls.us(way, N):.0f} µs" for N in (2048, 32768)]
+        for way in ("triton", "kernels", "rows")
+    )
+    yield (
+        f"On two H100s a call takes {ours[0]} at 2048 columns and {ours[1]} "
+        f"at 32768. Without the comparison ``forward`` takes {kernels[0]} and "
+        f"{kernels[1]}, and to gather rows for PyTorch's kernels "
+        f"{gathered[0]} and {gathered[1]}."
+    )
+
+
 FACTS = {
     f"sends {32768 // 1024} times as much": "the widths of that sentence",
 }
