@@ -235,7 +235,6 @@ def sizes_of_the_rule():
             yield from ((M, N, dtype) for dtype in LayerNorm.dtypes)
 
 
-
 def ahead(figure, ours, theirs, N):
     """By how many percent."""
     return 100 * (figure.ratio(ours, theirs, N) - 1)

@@ -117,9 +117,6 @@ KERNELS = Kernels(
 )
 
 
-# Numbers with a unit that nothing has measured, and why they are right.
-
-
 def CLAIMS(figure):
     columns = figure("layer-norm-columns-forward", "H100")
     times = {
@@ -175,6 +172,7 @@ def CLAIMS(figure):
     )
 
 
+# Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
     f"sends {32768 // 1024} times as much": "the widths of that sentence",
 }
