@@ -17,6 +17,10 @@ def also(page, M, N, dtype):
     page.backward(dy, x, w, *page.forward(x, w, b, 1e-5, 1)[1:], x, None, 1)
     torch.autograd.grad(page.layer_norm(x, (25,), w, None), (x, w), dy)
     torch.autograd.grad(page.layer_norm(x[:, 3:], (22,)), x, dy[:, 3:])
+    for plan in page.plans_from_column_0(25, 2):
+        page.forward(x, w, b, 1e-5, 1, plan)
+    for reads in 1, 2:  # the ceilings of both passes
+        page._move[(5,)](x, dy, 13 * 25 // reads, reads, 1, BLOCK_SIZE=4096)
     x = x.detach().float()
     page._sum_of_row[(8,)](x, x, N=13, BLOCK=32, STEP=8)
 
@@ -90,11 +94,11 @@ NO_GRADIENTS = 3 * (False,)
 # Narrow chunks, so that narrow rows have several, and 8 programs, each with
 # several tiles.
 SMALL = (
-    ('"CHUNK": chunk, "ROWS": max(1024 // itemsize // tile, 1)',
-     '"CHUNK": min(chunk, 16), "ROWS": 2'),
-    ('"CHUNK": chunk, "ROWS": max(1024 // itemsize // chunk, 1)',
-     '"CHUNK": min(chunk, 16), "ROWS": 2'),
-    ("if ON_GPU else 4", "if ON_GPU else 1"),
+    ("    rows = max(1024 // itemsize // lanes, 1)\n",
+     "    rows = 2\n    chunk = min(chunk, 16)\n"),
+    ("    rows = max(1024 // itemsize // chunk, 1)\n",
+     "    rows = 2\n    chunk = min(chunk, 16)\n"),
+    ("        return 4\n", "        return 1\n"),
 )  # fmt: skip
 # Columns on both sides of each step of the formulas.
 STEPS = (1, 7, 507, 2047, 2101, 4097, 4609, 5099, 5101, 8401, 10231)
@@ -110,8 +114,7 @@ PAGE = Page(
     {"layer_norm": lambda page: page.layer_norm},
     # Few programs in the second kernel.
     quick=(
-        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
-        ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
+        ("columns_per_program = 16", "columns_per_program = 256"),
     ),
     forms={"": (), "small": SMALL},
     cases=(
@@ -143,15 +146,19 @@ PAGE = Page(
         ),
     ),
     mistakes=(
-        Mistake(
-            ValueError,
-            "eps",
-            lambda ones: (ones(2, 8), 8),
-            {"eps": float("nan")},
+        *(
+            Mistake(
+                ValueError,
+                "eps is .*0 or more",
+                lambda ones: (ones(2, 8), 8),
+                {"eps": eps},
+            )
+            for eps in (-1e-5, float("nan"))
         ),
-        too_wide(8193, "8193 .*11-every-width"),
-        too_wide(5117, "5117 .*11-every-width", wanted=True),
+        too_wide(8193, "8193 .* 8192 .*Every width"),
+        too_wide(5117, "5117 .* 5116 .*Every width", wanted=True),
     ),
+    elsewhere="is on cuda:1: not the current one",
     repeatable=("layer_norm",),
     repeated=tuple(at(4096, N, HALF) for N in (1151, 4097, 10231)),
     trains=("layer_norm",),
@@ -164,6 +171,7 @@ PAGE = Page(
     ),
     prints={
         "Timing needs a GPU": 2,
+        "each element of y, dx, dw and db is right": 2,
         f"13 ones: {8 * [13.0]}": 1,
         "so far apart: {13: 8, 14: 8, 20: 8, 24: 8}": 1,  # the stub
         "so far apart: {13: 8, 14: 4, 20: 2, 24: 1}": 1,
@@ -189,9 +197,8 @@ PAGE = Page(
         "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
         "sums of the last tile": ("(dbs[c] + db,)", "(db,)"),
         "programs of other shifts": (
-            'fit = max(NUM_SMS * warps // plan["num_warps"] // step, 1)\n'
-            "    return step *",
-            "fit = 3\n    return 1 *",
+            "return step * min(max(at_a_time // step, 1), tiles)",
+            "return min(3, tiles)",
         ),
         "dy with strides of its own": ("dy.contiguous()", "dy"),
     },
