@@ -1,8 +1,12 @@
 """What must hold of the page "Rows that begin anywhere"."""
 
+import re
+from math import gcd
+
 import pytest
 import torch
 
+import tutorial
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page, guarded_allocations, too_wide
 
@@ -103,6 +107,29 @@ SMALL = (
 # Columns on both sides of each step of the formulas.
 STEPS = (1, 7, 507, 2047, 2101, 4097, 4609, 5099, 5101, 8401, 10231)
 LOAD_W = "    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)\n"
+
+
+def tiny_rows(load):
+    """Without eps the cube of rstd is more than float32 holds, and dx is
+    not."""
+    page = load("small")
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 19, 35, device=page.DEVICE)
+    w = torch.rand(35, device=page.DEVICE)
+    x = 1e-13 * x
+    results = []
+    for function, kind in (
+        (page.layer_norm, SINGLE),
+        (torch.nn.functional.layer_norm, DOUBLE),
+    ):
+        given = [t.to(kind).requires_grad_() for t in (x, w)]
+        y = function(given[0], (35,), given[1], None, 0.0)
+        results.append(torch.autograd.grad(y, given, dy.to(kind)))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
 # Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
     "eight times as often": "requests of 2 bytes in place of 16",
@@ -113,9 +140,7 @@ PAGE = Page(
     LayerNorm(),
     {"layer_norm": lambda page: page.layer_norm},
     # Few programs in the second kernel.
-    quick=(
-        ("columns_per_program = 16", "columns_per_program = 256"),
-    ),
+    quick=(("columns_per_program = 16", "columns_per_program = 256"),),
     forms={"": (), "small": SMALL},
     cases=(
         *(
@@ -192,7 +217,14 @@ PAGE = Page(
         ),
         "w without the shift": ("lane - shift + tl.zeros", "lane + tl.zeros"),
         "sums with the shift": ("(0) * 2 * N - shift", "(0) * 2 * N"),
-        "rows without a mask": ("mask = row < M - first", "mask = row < M"),
+        "rows without a mask": (
+            "mask = row < M - first\n        if",
+            "mask = row < M\n        if",
+        ),
+        "the cube of rstd": (
+            "sum1[:, None] * rstd * rstd * rstd / N",
+            "sum1[:, None] * (rstd * rstd * rstd / N)",
+        ),
         "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
         "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
         "sums of the last tile": ("(dbs[c] + db,)", "(db,)"),
@@ -205,6 +237,7 @@ PAGE = Page(
     kills=(
         at(20, 35, HALF, form="small"),
         at(3, 9, form="small", dy="one number"),
+        tiny_rows,
     ),
 )
 
@@ -268,3 +301,162 @@ def test_distance_is_the_least(page, N):
     """Of the solution."""
     least = next(d for d in range(1, 9) if d * N % 8 == 0)
     assert page.distance_1(N) == least
+
+
+@pytest.mark.parametrize("form", ["small"])
+def test_rows_of_tiny_numbers(load, form):
+    tiny_rows(load)
+
+
+# What a warp asks for --------------------------------------------------------
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("N", [13, 100, 1000, 4040, 4041, 4042, 4044])
+def test_requests_and_sectors_are_those_of_each_thread(page, N):
+    """Counted thread by thread, for both kinds of lanes."""
+    width = page.bytes_of_a_thread(N)
+    assert width == gcd(2 * N, 16)
+    for in_groups in False, True:
+        requests, sectors = 0, 0
+        for row in range(16):
+            first, end = 2 * N * row, 2 * N * (row + 1)
+            if in_groups:
+                first, end, width = first - first % 16, end + -end % 16, 16
+            threads = range(first, end, width)
+            assert all(at % width == 0 for at in threads)
+            for warp in range(0, len(threads), 32):
+                requests += 1
+                sectors += len(
+                    {
+                        byte // 32
+                        for at in threads[warp : warp + 32]
+                        for byte in range(at, min(at + width, end))
+                    }
+                )
+        found = page.mean_of_rows(N, in_groups)
+        assert found == pytest.approx((requests / 16, sectors / 16))
+
+
+def test_what_the_script_prints_of_requests(output):
+    line = r"^ +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+)$"
+    found = re.findall(line, output, re.M)
+    assert [tuple(map(int, each)) for each in found] == [
+        (4040, 16, 16, 260, 16, 260),
+        (4041, 2, 127, 372, 16, 261),
+        (4042, 4, 64, 309, 16, 261),
+        (4044, 8, 32, 277, 16, 261),
+    ]
+
+
+def sum_of_row(page, M, N, dtype, step):
+    x = torch.empty(M, N, dtype=dtype, device=page.DEVICE)
+    page._sum_of_row[(M,)](x_ptr=x, sums_ptr=x, N=N, BLOCK=4096, STEP=step)
+
+
+def forward_alone(page, M, N, dtype, step, changes):
+    x = torch.empty(M, N, dtype=dtype, device=page.DEVICE)
+    w = torch.empty(N, dtype=dtype, device=page.DEVICE)
+    plan = page.plan_forward(N, 2, step) | changes
+    page.forward(x, w, w, 1e-5, step, plan)
+
+
+def compiled(launches, run, several):
+    from compiled.aot import Call
+
+    values = {"M": 4096, "dtype": "float16"}
+    calls = [Call(PAGE.name, run, values | each) for each in several]
+    return [built for ((built, *_),) in ((each,) for each in launches(calls))]
+
+
+def test_the_sum_loads_as_counted(launches):
+    """16 bytes a thread in groups, and from column 0 what divides a row."""
+    from compiled.limits import Facts
+
+    cases = [
+        {"N": N, "step": step}
+        for N in (4040, 4041, 4042, 4044)
+        for step in (8, 1)
+    ]
+    for case, built in zip(
+        cases, compiled(launches, sum_of_row, cases), strict=True
+    ):
+        facts = Facts(built)
+        width = 16 if case["step"] == 8 else gcd(2 * case["N"], 16)
+        # 4 warps load 4096 lanes of 2 bytes.
+        assert facts.count("load", width) == 4096 * 2 // (128 * width), case
+        assert facts.count("load") == facts.count("load", width)
+
+
+def test_what_the_page_says_of_programs_and_loads(launches):
+    """From column 0 at four widths: as many programs fit; only the loads and
+    the stores differ. By 2 bytes nothing can be requested ahead."""
+    from compiled import occupancy
+    from compiled.limits import Facts
+
+    widths = {4096: 16, 4100: 8, 4098: 4, 4097: 2}
+    cases = [
+        {"N": N, "step": 1, "changes": {"STAGES": stages}}
+        for N in widths
+        for stages in (1, 3)
+    ]
+    for case, built in zip(
+        cases, compiled(launches, forward_alone, cases), strict=True
+    ):
+        facts, width = Facts(built), widths[case["N"]]
+        warps, *_ = occupancy.occupancy(
+            "sm_90", built.registers, built.shared, built.num_warps
+        )
+        assert warps // built.num_warps == 4
+        ahead = case["changes"]["STAGES"] > 1 and width > 2
+        assert (facts.count("copy") > 0) == ahead
+        if ahead:
+            assert facts.count("copy") == facts.count("copy", width)
+        else:
+            assert facts.count("load") == facts.count("load", width)
+
+
+@pytest.mark.cpu
+def test_plans_that_are_tried_from_column_0(page):
+    for N in page.WIDTHS:
+        plans = page.plans_from_column_0(N, 2)
+        assert plans[0] == page.plan_forward(N, 2, 1)
+        assert len(plans) == (2 if N % 2 else 4)
+        for plan in plans:
+            chunk = plan["CHUNK"]
+            assert chunk & (chunk - 1) == 0 and plan["STEP"] == 1
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    calls = []
+
+    def speed(bytes_moved, prepare):
+        prepare()()
+        calls.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = tutorial.load(PAGE.name)
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    for bench, matrices in (
+        (page.bench_forward, 2),
+        (page.bench_backward, 3),
+        (page.bench_reading, 1),
+    ):
+        for provider in bench.benchmarks.line_vals:
+            del calls[:]
+            values = {"M": 5, "N": 26, "provider": provider}
+            found = bench.fn(**bench.benchmarks.args | values)
+            assert found == (2, 1, 3)
+            if provider == "torch.compile" and matrices == 3:
+                assert calls == []  # measured with the forward pass
+                continue
+            times = {"copy": 6, "unshifted": 4}.get(provider, 1)
+            expected = times * [matrices * 5 * 26 * 2]
+            if provider == "torch.compile":
+                expected += [3 * 5 * 26 * 2]
+            assert calls == expected
