@@ -201,11 +201,12 @@ for N in (4040, 4041, 4042, 4044):
     print(f"{N:7}{bytes_of_a_thread(N):16} {usual}{groups}")
 
 # %%
-# The row has 8 KB, which are 253 sectors. At 4040 columns 16 requests bring
-# them, and ask for hardly more.
-# At 4041 columns, it takes 127 requests, eight times as many. They ask for 372
-# sectors, half as many again. The second time a sector comes from L1, so DRAM
-# moves no more than before.
+# A row of 4040 columns has 8080 bytes, which lie in 253 sectors. At that width
+# 16 requests bring them, and ask for hardly any sector twice.
+# At 4041 columns it takes 127 requests, eight times as many. They ask for 372
+# sectors, because nearly every request begins in the middle of a sector and
+# touches three where two would do. The second time a sector comes from L1, so
+# DRAM moves no more than before.
 #
 # The last two columns of the table show the way out: we begin each row at the
 # start of a group, a few elements early, and end it at the end of a group.
@@ -303,12 +304,30 @@ def requests(M, N, dtype, counter, provider):
 requests.run(show_plots=ON_GPU)
 
 # %%
-# PROSE-REQUESTS
+# **What the figure shows.**
+# On the H200, a row that is loaded from column 0 takes NN requests at 4040
+# columns, NN at 4044, NN at 4042, and NN at 4041. In groups, it takes NN at
+# each of the four widths.
+#
+# **Why.**
+# These are the numbers of our table. A row of 4044 columns has 8088 bytes, a
+# multiple of 8 but not of 16, so a thread takes 8 bytes at a time. At 4042
+# columns it takes 4, and at 4041 it takes 2.
+#
+# **What follows.**
+# One column more or less can mean eight times the requests. In groups, all
+# widths are alike.
 #
 # What does a request cost?
 # -------------------------
 #
-# PROSE-COST-QUESTION
+# Is a request expensive, then?
+#
+# Our kernel does hardly anything but load, so let's time it. It reads the
+# matrix once, and DRAM moves the same bytes each time, but for a handful: only
+# the requests differ.
+# The clock is that of `Layer normalization, both passes
+# <01-layer-norm.html>`_, which explains it.
 
 # %%
 
@@ -380,7 +399,8 @@ def speed(bytes_moved, prepare):
 @triton.testing.perf_report(
     triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[4040, 4044, 4042, 4041],
+        # As strings, these widths are evenly spaced in the figure.
+        x_vals=["4040", "4044", "4042", "4041"],
         line_arg="provider",
         line_vals=["triton", "zero"],
         line_names=["Groups", "From column 0"],
@@ -395,6 +415,7 @@ def bench_reading(M, N, dtype, provider):
     and 80% quantiles."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
+    N = int(N)
     step = 1
     if provider == "triton":
         step = 8
@@ -414,7 +435,29 @@ def bench_reading(M, N, dtype, provider):
 bench_reading.run(show_plots=ON_GPU)
 
 # %%
-# PROSE-COST
+# **What the figure shows.**
+# On the H200, the sum in groups reads NN to NN GB/s at the four widths.
+# From column 0 it reads NN GB/s with 16 requests a row, NN GB/s with 32, NN
+# GB/s with 64, and NN GB/s with 127.
+# On the H100, it reads NN to NN GB/s in groups, and NN, NN, NN and NN GB/s
+# from column 0.
+#
+# **Why.**
+# A warp has work with each request, however little it brings: it computes
+# addresses, compares them with the row's end, loads, and adds what has come.
+# With 2 bytes for each thread, it does so eight times for the same bytes.
+#
+# How much is that? On the H200 the sum takes NN µs with 16 requests a row, NN
+# µs with 64, and NN µs with 127. An SM has 31 of the 4096 rows, so the last
+# step is 63 × 31 = 1953 more requests for each SM, and each of them takes NN
+# ns. On the H100 it is NN ns.
+# The first 48 more requests cost less. While a warp works, others wait for
+# their rows, and as long as there is more waiting than work, the work hides
+# behind it.
+#
+# **What follows.**
+# It is not the bytes that make an odd width slow, but the instructions that
+# ask for them. The wider a load, the fewer there are.
 #
 # Layer norm in such lanes
 # ------------------------
@@ -605,7 +648,18 @@ def _layer_norm_fwd_shifted(
 # %%
 # How many warps, and how wide a chunk?
 #
-# PROSE-PLAN
+# A warp holds some 4 KB of a row. That is 64 columns for each of its threads,
+# and in 16 bits ``x``, ``w`` and ``b`` take 96 registers for them.
+#
+# A chunk is what all warps of a program load at once. A thread could take 16
+# bytes, but then a chunk of one warp has 256 columns, and in the last chunk of
+# a row up to 255 lanes have nothing to do. So up to 4 warps we let a thread
+# take 8 bytes: this makes twice the requests, and half the idle lanes. With 8
+# warps a row is so wide that idle lanes matter less, and a thread takes 16.
+#
+# And some rows are `in flight <04-loads-in-flight.html>`_ while a program
+# works on another one: up to 110 KB on an SM. Where lanes begin at column 0,
+# our plan requests nothing ahead.
 
 
 def count_sms():
@@ -713,7 +767,18 @@ def forward(x, w, b, eps, step, plan=None):
 # How fast is the forward pass?
 # -----------------------------
 #
-# PROSE-FORWARD-QUESTION
+# What does a column more than 4096 cost now?
+#
+# "Triton" is our kernel in groups, as a user gets it.
+# "From column 0" is the same kernel with ``STEP`` = 1, and we want it at its
+# best: at each width it is measured with the plan above and with twice the
+# warps, and where the number of columns is even, with both of these and rows
+# in flight. The fastest counts.
+# (At an odd width no row can be requested ahead. Asynchronous copies move 4
+# bytes at least, and a row may begin 2 bytes after a multiple of 4.)
+#
+# The other lines are PyTorch's layer norm, the same function through
+# ``torch.compile``, and the copy.
 
 # %%
 
@@ -958,12 +1023,62 @@ def bench_forward(M, N, dtype, mode, provider):
 report(bench_forward)
 
 # %%
-# PROSE-FORWARD
+# **What the figure shows.**
+# In groups, a column more costs little. On the H200 our kernel reaches NN% of
+# a copy at 4096 columns, NN% at 4097, and NN% to NN% at the six widths that
+# are no multiple of 8. On the H100 it is NN%, NN%, and NN% to NN%.
 #
-# Backward
-# --------
+# From column 0 it costs more the narrower the loads are. On the H200 the
+# kernel reaches NN% of a copy at 4100 columns, where a thread takes 8 bytes,
+# NN% at 4098, where it takes 4, and NN% at 4097, where it takes 2. On the H100
+# it is NN%, NN% and NN%.
 #
-# PROSE-BACKWARD
+# PyTorch falls from NN% at 4096 columns to NN% at 4097 on the H200, and
+# torch.compile from NN% to NN%. On the H100 they fall from NN% to NN%, and
+# from NN% to NN%.
+# At the six widths our kernel is NN to NN times as fast as PyTorch on the
+# H200, and NN to NN times as fast as torch.compile. On the H100 it is NN to NN
+# and NN to NN times as fast.
+#
+# **Why.**
+# Do narrow loads perhaps leave fewer bytes in flight? They do not: with the
+# plan above, the compiler makes room for four programs on an SM at 4096, 4100,
+# 4098 and 4097 columns alike, and each has requested a whole row.
+# What differs is how often they ask. At 4097 columns, from column 0, ``x``,
+# ``w``, ``b`` and ``y`` take 129 requests each, so a program has 516 requests
+# for its row. In groups of 8 bytes it is 33 for ``x`` and 33 for ``y``, a few
+# more for the ends of the row, and none for ``w`` and ``b``, which it has
+# loaded before.
+#
+# `PyTorch's kernel <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
+# loads four numbers at a time, but only if the number of columns is a multiple
+# of four. Otherwise another kernel runs, which loads them one by one. This is
+# why it is fast at 4100 columns, and at 4098 as slow as at 4097.
+#
+# At 4096 columns all rows begin with a group, and our two lines run the same
+# kernel. Ours takes the plan above there, and the other line the best of four.
+# What lies between them is what a better plan for such widths would gain, and
+# `Chunks instead of padding <05-chunks.html>`_ has one.
+#
+# **What follows.**
+# Where rows begin is a property of the *width*, and a kernel can make up for
+# it.
+#
+# Backward: each column keeps its lane
+# ------------------------------------
+#
+# What is new in the backward pass?
+#
+# Loads and stores are those of the forward pass. But a program also adds up
+# ``dw`` and ``db`` over its rows, in registers, and column ``j`` of one row
+# must be added to column ``j`` of the next.
+# If the shifts of two rows differed, column ``j`` would be in another lane,
+# and often in another thread, for each row. So it helps once more that a program
+# takes rows 8 apart: all of them have the same shift, and each column keeps
+# its lane from the first row to the last.
+#
+# The formulas are those of `page 01 <01-layer-norm.html>`_, and the first
+# functions are those of `page 05 <05-chunks.html>`_.
 
 
 @triton.jit
@@ -1357,7 +1472,9 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 # Is it right?
 # ------------
 #
-# PROSE-CHECK
+# With an odd number of columns, all shifts from 0 to 7 occur. As on `page 01
+# <01-layer-norm.html>`_, we compare each element with that of PyTorch in
+# float64. An element of a neighboring row that was overwritten would show.
 
 # %%
 
@@ -1404,7 +1521,8 @@ for dtype in (torch.float16, torch.float32):
 # How fast is the backward pass?
 # ------------------------------
 #
-# PROSE-BACKWARD-QUESTION
+# The backward pass reads ``x`` and ``dy`` and writes ``dx``. So its copy reads
+# two matrices and writes one.
 
 # %%
 
@@ -1443,7 +1561,46 @@ def bench_backward(M, N, dtype, mode, provider):
 report(bench_backward)
 
 # %%
-# PROSE-BACKWARD-FIGURE
+# **What the figure shows.**
+# On the H200 our backward pass reaches NN% of the copy at 4096 columns, NN% at
+# 4097, and NN% to NN% at the six widths that are no multiple of 8. On the H100
+# it is NN%, NN%, and NN% to NN%.
+# At these six widths it is NN to NN times as fast as PyTorch on the H200, and
+# NN to NN times as fast as torch.compile. On the H100 it is NN to NN and NN to
+# NN times as fast.
+#
+# **Why.**
+# ``x`` and ``dy`` are requested ahead, by 8 or 16 bytes for each thread, as at
+# an aligned width. What an odd width adds is small: at most 7 columns at each
+# end of a row of ``dx`` are stored one by one, which is 14 of 4097, and a
+# program stores its sums without groups, but only once.
+#
+# PyTorch is faster at 4096 and 4100 columns than at 4097 and 4098 here, too:
+# its kernel for ``dx`` also has a form for multiples of four.
+#
+# **What follows.**
+# A model may have the width that it needs, and both passes keep nearly all of
+# their speed.
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# When should you not use this function?
+#
+# - **If you may choose the width, choose a multiple of 8.** Then no kernel
+#   needs any of this, and PyTorch is fast as well. A vocabulary of 50257 words
+#   is often padded to 50304, which is 64 × 786.
+# - **At multiples of 8, others of our kernels are faster.** Here nothing is
+#   requested ahead in the forward pass; use those of `Chunks instead of
+#   padding <05-chunks.html>`_.
+# - **Some views keep narrow loads.** If the rows of ``x`` have other shifts
+#   than those of ``y``, as in ``x[:, 3:]``, our lanes begin at column 0.
+# - **PyTorch has no limit.** Our rows hold at most 32 KB, and 20 KB with
+#   gradients, and there are no second derivatives. `Every width
+#   <11-every-width.html>`_ takes all widths.
+# - **torch.compile can fuse** a layer norm with what comes before and after.
+# - **Libraries have kernels of their own.** `Every width
+#   <11-every-width.html>`_ measures them, at odd widths, too.
 #
 # Exercise 1: how far apart?
 # --------------------------
@@ -1492,4 +1649,31 @@ def distance_1(N):
 assert exercise_1(distance_1)
 
 # %%
-# PROSE-END
+# What we learned
+# ---------------
+#
+# These are the designs of this page: how a row of 4097 columns is asked for,
+# how fast the design is there, and why.
+#
+# - **From column 0**, a load takes 2 bytes for each thread. The forward pass
+#   makes 516 requests for a row. On the H200 it reaches NN% of a copy,
+#   because warps have work with each request.
+# - **In groups**, a load takes 8 bytes for each thread, and ``w`` and ``b`` are
+#   loaded once. It is 66 requests for a row, and a few for its ends. On the
+#   H200 the forward pass reaches NN% of a copy, and the backward pass NN%.
+# - **PyTorch** loads one number at a time, as 4097 is no multiple of four. On
+#   the H200 it reaches NN% of a copy forward and NN% backward.
+# - **torch.compile** reaches NN% and NN%. We have not looked at its kernels.
+#
+# And for kernels in general:
+#
+# - A thread can load 16 bytes at once only from a multiple of 16 bytes, and
+#   the compiler must *know* that it is one. Multiply by a constant to tell it.
+# - Reading a little too much is harmless, if you set it to 0. Writing too much
+#   is not.
+# - When a kernel is slow, count its requests as well as its bytes.
+# - Choose which rows a program takes so that what it keeps can stay where it
+#   is.
+#
+# **Next:** what if a row does not fit into registers at all? `Two sweeps, and
+# a variance that stays right <07-two-sweeps.html>`_ reads it twice.
