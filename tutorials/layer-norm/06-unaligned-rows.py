@@ -1073,9 +1073,9 @@ report(bench_forward)
 # ``dw`` and ``db`` over its rows, in registers, and column ``j`` of one row
 # must be added to column ``j`` of the next.
 # If the shifts of two rows differed, column ``j`` would be in another lane,
-# and often in another thread, for each row. So it helps once more that a program
-# takes rows 8 apart: all of them have the same shift, and each column keeps
-# its lane from the first row to the last.
+# and often in another thread, for each row. So it helps once more that a
+# program takes rows 8 apart: all of them have the same shift, and each column
+# keeps its lane from the first row to the last.
 #
 # The formulas are those of `page 01 <01-layer-norm.html>`_, and the first
 # functions are those of `page 05 <05-chunks.html>`_.
@@ -1658,9 +1658,9 @@ assert exercise_1(distance_1)
 # - **From column 0**, a load takes 2 bytes for each thread. The forward pass
 #   makes 516 requests for a row. On the H200 it reaches NN% of a copy,
 #   because warps have work with each request.
-# - **In groups**, a load takes 8 bytes for each thread, and ``w`` and ``b`` are
-#   loaded once. It is 66 requests for a row, and a few for its ends. On the
-#   H200 the forward pass reaches NN% of a copy, and the backward pass NN%.
+# - **In groups**, a load takes 8 bytes for each thread, and ``w`` and ``b``
+#   are loaded once. It is 66 requests for a row, and a few for its ends. On
+#   the H200 the forward pass reaches NN% of a copy, and the backward pass NN%.
 # - **PyTorch** loads one number at a time, as 4097 is no multiple of four. On
 #   the H200 it reaches NN% of a copy forward and NN% backward.
 # - **torch.compile** reaches NN% and NN%. We have not looked at its kernels.
