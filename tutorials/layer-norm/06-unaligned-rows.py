@@ -323,9 +323,8 @@ requests.run(show_plots=ON_GPU)
 #
 # Is a request expensive, then?
 #
-# Our kernel does hardly anything but load, so let's time it. It reads the
-# matrix once, and DRAM moves the same bytes each time, but for a handful: only
-# the requests differ.
+# Our kernel does hardly anything but load, so let's time it. It reads a matrix
+# once, and at all four widths DRAM moves nearly the same number of bytes.
 # The clock is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_, which explains it.
 
@@ -443,21 +442,25 @@ bench_reading.run(show_plots=ON_GPU)
 # from column 0.
 #
 # **Why.**
-# A warp has work with each request, however little it brings: it computes
-# addresses, compares them with the row's end, loads, and adds what has come.
-# With 2 bytes for each thread, it does so eight times for the same bytes.
+# Everything else is alike. At each width a thread adds up 32 numbers, and 16
+# programs fit on an SM at a time. But with 16 bytes each these are 4 loads of
+# the thread, and with 2 bytes they are 32.
+# The L1 cache has work with each request of a warp, however little it brings.
+# It finds out which sectors are asked for, asks L2 for those that it does not
+# have, and hands out the numbers to the threads.
 #
 # How much is that? On the H200 the sum takes NN µs with 16 requests a row, NN
 # µs with 64, and NN µs with 127. An SM has 31 of the 4096 rows, so the last
 # step is 63 × 31 = 1953 more requests for each SM, and each of them takes NN
 # ns. On the H100 it is NN ns.
-# The first 48 more requests cost less. While a warp works, others wait for
-# their rows, and as long as there is more waiting than work, the work hides
-# behind it.
+# The first 48 more requests cost less. While L1 works on one request, DRAM
+# delivers what others have asked for, and as long as DRAM takes longer, that
+# work hides behind it.
+# We have not found out which part of the work takes the time.
 #
 # **What follows.**
-# It is not the bytes that make an odd width slow, but the instructions that
-# ask for them. The wider a load, the fewer there are.
+# It is not the bytes that make an odd width slow, but the requests for them.
+# The wider a load, the fewer there are.
 #
 # Layer norm in such lanes
 # ------------------------
@@ -1657,7 +1660,7 @@ assert exercise_1(distance_1)
 #
 # - **From column 0**, a load takes 2 bytes for each thread. The forward pass
 #   makes 516 requests for a row. On the H200 it reaches NN% of a copy,
-#   because warps have work with each request.
+#   because the L1 cache has work with each request.
 # - **In groups**, a load takes 8 bytes for each thread, and ``w`` and ``b``
 #   are loaded once. It is 66 requests for a row, and a few for its ends. On
 #   the H200 the forward pass reaches NN% of a copy, and the backward pass NN%.

@@ -556,6 +556,7 @@ def compiled(launches, run, several):
 
 def test_the_sum_loads_as_counted(launches):
     """16 bytes a thread in groups, and from column 0 what divides a row."""
+    from compiled import occupancy
     from compiled.limits import Facts
 
     cases = [
@@ -568,6 +569,10 @@ def test_the_sum_loads_as_counted(launches):
     ):
         facts = Facts(built)
         width = 16 if case["step"] == 8 else gcd(2 * case["N"], 16)
+        warps, *_ = occupancy.occupancy(
+            "sm_90", built.registers, built.shared, built.num_warps
+        )
+        assert warps // built.num_warps == 16
         # 4 warps load 4096 lanes of 2 bytes.
         assert facts.count("load", width) == 4096 * 2 // (128 * width), case
         assert facts.count("load") == facts.count("load", width)
