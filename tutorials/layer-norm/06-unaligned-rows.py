@@ -905,7 +905,7 @@ def report(benchmark):
 
 # Scaffold: the speed of either pass.
 
-WIDTHS = [1151, 4096, 4097, 4098, 4100, 7777, 10231]
+WIDTHS = [1151, 4096, 4097, 4098, 4100, 10231]
 
 
 def pytorch(x, shape, w, b):
@@ -1028,7 +1028,7 @@ report(bench_forward)
 # %%
 # **What the figure shows.**
 # In groups, a column more costs little. On the H200 our kernel reaches NN% of
-# a copy at 4096 columns, NN% at 4097, and NN% to NN% at the six widths that
+# a copy at 4096 columns, NN% at 4097, and NN% to NN% at the five widths that
 # are no multiple of 8. On the H100 it is NN%, NN%, and NN% to NN%.
 #
 # From column 0 it costs more the narrower the loads are. On the H200 the
@@ -1039,7 +1039,7 @@ report(bench_forward)
 # PyTorch falls from NN% at 4096 columns to NN% at 4097 on the H200, and
 # torch.compile from NN% to NN%. On the H100 they fall from NN% to NN%, and
 # from NN% to NN%.
-# At the six widths our kernel is NN to NN times as fast as PyTorch on the
+# At the five widths our kernel is NN to NN times as fast as PyTorch on the
 # H200, and NN to NN times as fast as torch.compile. On the H100 it is NN to NN
 # and NN to NN times as fast.
 #
@@ -1566,9 +1566,9 @@ report(bench_backward)
 # %%
 # **What the figure shows.**
 # On the H200 our backward pass reaches NN% of the copy at 4096 columns, NN% at
-# 4097, and NN% to NN% at the six widths that are no multiple of 8. On the H100
+# 4097, and NN% to NN% at the five widths that are no multiple of 8. On the H100
 # it is NN%, NN%, and NN% to NN%.
-# At these six widths it is NN to NN times as fast as PyTorch on the H200, and
+# At these five widths it is NN to NN times as fast as PyTorch on the H200, and
 # NN to NN times as fast as torch.compile. On the H100 it is NN to NN and NN to
 # NN times as fast.
 #
