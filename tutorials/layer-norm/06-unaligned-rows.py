@@ -79,8 +79,8 @@ import functools
 # Drawing: rows of 13 columns in groups of 8 elements.
 
 plt.figure(
-    "Rows of 13 columns in groups of 8 elements: row 0 begins at the start of "
-    "a group, row 1 five elements after one, row 2 two, and row 8 none again",
+    "Rows of 13 columns in groups of 8 elements: rows 0 and 8 begin at the "
+    "start of a group, row 1 five elements after one, and row 2 two",
     figsize=(7.5, 2.2),
 )
 for level, row in enumerate((8, 2, 1, 0)):
@@ -98,8 +98,6 @@ plt.show()
 #
 # What does a warp ask for?
 # -------------------------
-#
-# Why does a shift matter?
 #
 # The 32 threads of a warp run a load together, and together they send one
 # *request* to the L1 cache.
@@ -155,12 +153,15 @@ plt.show()
 # occur.
 
 
-def asked_for(first, end, bytes_of_a_thread):
-    """Requests of warps for the bytes from first to end, and their sectors."""
+def asked_for(first, end, width):
+    """Requests of warps for the bytes from first to end, and their sectors.
+
+    A thread takes so many bytes as width says.
+    """
     requests = 0
     sectors = 0
     while first < end:
-        next_first = min(first + 32 * bytes_of_a_thread, end)
+        next_first = min(first + 32 * width, end)
         requests += 1
         sectors += (next_first - 1) // 32 - first // 32 + 1
         first = next_first
@@ -320,8 +321,6 @@ requests.run(show_plots=ON_GPU)
 #
 # What does a request cost?
 # -------------------------
-#
-# Is a request expensive, then?
 #
 # Our kernel does hardly anything but load, so let's time it. It reads a matrix
 # once, and at all four widths DRAM moves nearly the same number of bytes.
@@ -769,8 +768,6 @@ def forward(x, w, b, eps, step, plan=None):
 # %%
 # How fast is the forward pass?
 # -----------------------------
-#
-# What does a column more than 4096 cost now?
 #
 # "Triton" is our kernel in groups, as a user gets it.
 # "From column 0" is the same kernel with ``STEP`` = 1, and we want it at its
@@ -1566,8 +1563,8 @@ report(bench_backward)
 # %%
 # **What the figure shows.**
 # On the H200 our backward pass reaches NN% of the copy at 4096 columns, NN% at
-# 4097, and NN% to NN% at the five widths that are no multiple of 8. On the H100
-# it is NN%, NN%, and NN% to NN%.
+# 4097, and NN% to NN% at the five widths that are no multiple of 8. On the
+# H100 it is NN%, NN%, and NN% to NN%.
 # At these five widths it is NN to NN times as fast as PyTorch on the H200, and
 # NN to NN times as fast as torch.compile. On the H100 it is NN to NN and NN to
 # NN times as fast.
