@@ -220,11 +220,16 @@ def _means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
     sum2 = tl.zeros(xs[0].shape, mean.dtype)
     for c in tl.static_range(len(xs)):
         wdy = dys[c].to(mean.dtype)
-        wdy = wdy * ws[c].to(mean.dtype) if len(ws) > 0 else wdy
+        if len(ws) > 0:
+            wdy = wdy * ws[c].to(mean.dtype)
         sum1 += wdy * (xs[c].to(mean.dtype) - mean)
         sum2 += wdy
+    # Both sums over a row at once, so that its warps meet only once.
     sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
-    return sum1[:, None] * (rstd * rstd * rstd / N), sum2[:, None] * (rstd / N)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = sum1[:, None] * rstd * rstd * rstd / N
+    c2 = sum2[:, None] * rstd / N
+    return c1, c2
 
 
 @triton.jit
@@ -233,7 +238,9 @@ def _gradients(x, dy, w, mean, rstd, c1, c2):
     d = x.to(mean.dtype) - mean
     dy = dy.to(mean.dtype)
     scaled = dy * rstd
-    wdy = scaled if w is None else scaled * w.to(mean.dtype)
+    wdy = scaled
+    if w is not None:
+        wdy = scaled * w.to(mean.dtype)
     return wdy - (d * c1 + c2), scaled * d, dy
 
 
@@ -360,7 +367,10 @@ def _lanes(c, shift, N, CHUNK, STEP):
 
 @triton.jit
 def _only_inside(x, c, shift, N, STEP):
+    """A chunk, with 0 in each lane that holds no column of ours."""
     CHUNK: tl.constexpr = x.shape[1]
+    # Only the first chunk and the last can have such lanes. The compiler
+    # knows c, so all other chunks cost nothing here.
     if (STEP > 1 and c == 0) or (c + 1) * CHUNK > N:
         _, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
         x = tl.where(inside, x, 0)
@@ -374,6 +384,8 @@ def _only_inside(x, c, shift, N, STEP):
 
 @triton.jit
 def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
+    """Rows first, first + STEP, ... of a matrix, as a tuple of chunks."""
+    # M * stride may pass 2**31, so the first row has an offset of 64 bits.
     ptr += tl.cast(first, tl.int64) * stride // STEP * STEP
     row = tl.arange(0, ROWS)[:, None] * STEP
     xs = ()
@@ -381,6 +393,7 @@ def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
         lane, _, _ = _lanes(c, shift, N, CHUNK, STEP)
         mask = row < M - first
         if (c + 1) * CHUNK > N:
+            # The row may end in this chunk, or just before it.
             mask = mask & (lane // STEP * STEP < N + shift)
         x = tl.load(ptr + (row * stride + lane), mask=mask, other=0)
         xs += (_only_inside(x, c, shift, N, STEP),)
@@ -389,16 +402,20 @@ def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
 
 @triton.jit
 def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
+    """Chunk c of rows first, first + STEP, ..., and nothing beside them."""
     CHUNK: tl.constexpr = x.shape[1]
     lane, inside, whole = _lanes(c, shift, N, CHUNK, STEP)
     row = tl.arange(0, x.shape[0])[:, None] * STEP
     ptr += tl.cast(first, tl.int64) * N // STEP * STEP
-    at, mask = ptr + (row * N + lane), row < M - first
+    at = ptr + (row * N + lane)
+    mask = row < M - first
     if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
+        # No end of a row can be in this chunk.
         tl.store(at, x, mask=mask)
     else:
         tl.store(at, x, mask=mask & whole)
         if STEP > 1:
+            # The columns at both ends, one by one.
             tl.store(at, x, mask=mask & inside & (whole == 0))
 
 
@@ -409,10 +426,12 @@ def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
 
 @triton.jit
 def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
+    """w or b, with column j in lane j + shift; an empty tuple for None."""
     ws = ()
     if ptr is not None:
         for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
             lane, inside, _ = _lanes(c, shift, N, CHUNK, STEP)
+            # Zeros for each row: the tile has the shape and the layout of x.
             at = ptr + (lane - shift + tl.zeros((ROWS, 1), tl.int32))
             ws += (tl.load(at, mask=inside, other=0),)
     return ws
@@ -420,6 +439,7 @@ def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
 
 @triton.jit
 def _store_sums_shifted(ptr, dws, dbs, shift, N, STEP):
+    """The sums of a program: dw first, then db."""
     ptr += tl.program_id(0) * 2 * N - shift
     for c in tl.static_range(len(dws)):
         lane, inside, _ = _lanes(c, shift, N, dws[0].shape[1], STEP)
@@ -434,26 +454,51 @@ def _store_sums_shifted(ptr, dws, dbs, shift, N, STEP):
 
 @triton.jit
 def _layer_norm_fwd_shifted(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # w and b may be None
-    M, stride: tl.constexpr, eps: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    x_ptr,  # (M, N); a row is contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N), contiguous
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    M,  # rows
+    stride: tl.constexpr,  # elements from a row of x to the next
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile, each STEP after the one before
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes in a group; 1: lanes begin at column 0
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32; or float64
     i = tl.program_id(0)
+
+    # Programs are as many as a multiple of STEP, and so all rows of program i
+    # have the shift of row i.
     shift = i % STEP * N % STEP
     ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
     bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
+
+    # STEP tiles take ROWS * STEP neighboring rows: tile 0 takes the first of
+    # each STEP of them, tile 1 the second, and so on.
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
-    for tile in tl.range(i, tiles, tl.num_programs(0), num_stages=STAGES,
-                         disable_licm=True):  # fmt: skip
+    for tile in tl.range(
+        i,
+        tiles,
+        tl.num_programs(0),
+        num_stages=STAGES,
+        disable_licm=True,  # w in float32 would take more registers
+    ):
         first = tile // STEP * ROWS * STEP + tile % STEP
         row = first + tl.arange(0, ROWS)[:, None] * STEP
         xs = _load_lanes(x_ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP)
+
+        # The mean. Lanes that hold no column are 0.
         total = tl.zeros((ROWS, CHUNK), acc)
         for c in tl.static_range(len(xs)):
             total += xs[c].to(acc)
         mean = tl.sum(total, axis=1)[:, None] / N
+
+        # The variance. Lanes that hold no column would be -mean.
         total = tl.zeros((ROWS, CHUNK), acc)
         for c in tl.static_range(len(xs)):
             d = _only_inside(xs[c].to(acc) - mean, c, shift, N, STEP)
@@ -461,10 +506,14 @@ def _layer_norm_fwd_shifted(
         rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
         tl.store(mean_ptr + row, mean, mask=row < M)
         tl.store(rstd_ptr + row, rstd, mask=row < M)
+
+        # Scale, shift and store.
         for c in tl.static_range(len(xs)):
             y = (xs[c].to(acc) - mean) * rstd
-            y = y * ws[c].to(acc) if w_ptr is not None else y
-            y = y + bs[c].to(acc) if b_ptr is not None else y
+            if w_ptr is not None:
+                y = y * ws[c].to(acc)
+            if b_ptr is not None:
+                y = y + bs[c].to(acc)
             _store_shifted(y_ptr, y, c, first, M, shift, N, STEP)
 
 
@@ -475,38 +524,68 @@ def _layer_norm_fwd_shifted(
 
 @triton.jit
 def _layer_norm_bwd_shifted(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr,
-    M, stride: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N); a row is contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    stride: tl.constexpr,  # elements from a row of x to the next
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile, each STEP after the one before
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    STEP: tl.constexpr,  # lanes in a group; 1: lanes begin at column 0
+    EARLY: tl.constexpr,  # whether the second kernel may start early
+):
     zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
     i = tl.program_id(0)
+
+    # All rows of this program have the same shift, so w stays where it is,
+    # and so do the sums.
     shift = i % STEP * N % STEP
     ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
-    dws, dbs = (), ()
+    dws = ()
+    dbs = ()
     for _ in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
+
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
-    for tile in tl.range(i, tiles, tl.num_programs(0), num_stages=STAGES,
-                         disable_licm=True):  # fmt: skip
+    for tile in tl.range(
+        i,
+        tiles,
+        tl.num_programs(0),
+        num_stages=STAGES,
+        disable_licm=True,  # w in float32 would take more registers
+    ):
+        # Load the rows of a tile. Rows that do not exist are 0.
         first = tile // STEP * ROWS * STEP + tile % STEP
         row = first + tl.arange(0, ROWS)[:, None] * STEP
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         xs = _load_lanes(x_ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP)
         dys = _load_lanes(dy_ptr, N, first, M, shift, N, ROWS, CHUNK, STEP)
+
+        # The two means of a row, then dx and the terms of dw and db.
         c1, c2 = _means_of_chunks(xs, dys, ws, mean, rstd, N)
-        new_dws, new_dbs = (), ()
+        new_dws = ()
+        new_dbs = ()
         for c in tl.static_range(len(xs)):
-            w = None if w_ptr is None else ws[c]
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
             dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
+            # A lane without a column has dy = 0 and adds 0 to both sums.
             new_dws += (dws[c] + dw,)
             new_dbs += (dbs[c] + db,)
             if dx_ptr is not None:
                 _store_shifted(dx_ptr, dx, c, first, M, shift, N, STEP)
-        dws, dbs = new_dws, new_dbs
+        dws = new_dws
+        dbs = new_dbs
+
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if sums_ptr is not None:
@@ -519,31 +598,70 @@ def _layer_norm_bwd_shifted(
 
 
 def plan_fwd_shifted(N, itemsize, step):
-    warps = triton.next_power_of_2(triton.cdiv(N * itemsize, 4200))
-    tile = triton.next_power_of_2(N + step - 1)
-    piece = 256 if step > 1 and warps < 8 else 512
-    chunk = min(piece // itemsize * warps, tile)
-    plan = {"CHUNK": chunk, "ROWS": max(1024 // itemsize // tile, 1)}
-    most = 0 if step == 1 else 100000 if warps < 4 else 90000
-    stages = 1 + min(3, most // (N * itemsize * 8 // warps))
-    return plan | {"STAGES": stages, "STEP": step, "num_warps": warps}
+    """The shape of a tile, the stages and the warps of a program."""
+    row_bytes = N * itemsize
+    # A warp holds some 4 KB of a row.
+    warps = triton.next_power_of_2(triton.cdiv(row_bytes, 4200))
+    # What a warp loads at once: 8 or 16 bytes for each of its threads.
+    piece = 512
+    if step > 1 and warps < 8:
+        piece = 256
+    # A row that fits into one chunk takes one, and several rows make a tile.
+    lanes = triton.next_power_of_2(N + step - 1)
+    chunk = min(piece // itemsize * warps, lanes)
+    rows = max(1024 // itemsize // lanes, 1)
+
+    # Rows that are requested ahead: up to 110 KB on an SM, which has 8 warps.
+    stages = 1
+    if step > 1:
+        most = 90_000
+        if warps < 4:
+            most = 100_000
+        stages += min(3, most // (row_bytes * 8 // warps))
+    return {
+        "CHUNK": chunk,
+        "ROWS": rows,
+        "STAGES": stages,
+        "STEP": step,
+        "num_warps": warps,
+    }
 
 
 def plan_bwd_shifted(N, itemsize, step):
-    warps = 4 if N * itemsize <= 10200 else 8
-    tile = triton.next_power_of_2(N + step - 1)
-    piece = 256 if step > 1 and N * itemsize <= 9216 else 512
-    chunk = min(piece // itemsize * warps, tile)
-    plan = {"CHUNK": chunk, "ROWS": max(1024 // itemsize // chunk, 1)}
-    stages = 1 + min(3, 90000 // (2 * N * itemsize * 8 // warps))
-    return plan | {"STAGES": stages, "STEP": step, "num_warps": warps}
+    """The shape of a tile, the stages and the warps of a program."""
+    row_bytes = N * itemsize
+    warps = 4
+    if row_bytes > 10_200:
+        warps = 8
+    # What a warp loads at once: 8 or 16 bytes for each of its threads.
+    piece = 512
+    if step > 1 and row_bytes <= 9216:
+        piece = 256
+    lanes = triton.next_power_of_2(N + step - 1)
+    chunk = min(piece // itemsize * warps, lanes)
+    rows = max(1024 // itemsize // chunk, 1)
+    # Rows of x and of dy that are requested ahead, by the 8 warps of an SM.
+    stages = 1 + min(3, 90_000 // (2 * row_bytes * 8 // warps))
+    return {
+        "CHUNK": chunk,
+        "ROWS": rows,
+        "STAGES": stages,
+        "STEP": step,
+        "num_warps": warps,
+    }
 
 
 def programs_for(M, N, itemsize, plan):
-    step, tiles = plan["STEP"], triton.cdiv(M, plan["ROWS"] * plan["STEP"])
-    warps = 12 if N * itemsize <= 3072 else 8  # on a multiprocessor
-    fit = max(NUM_SMS * warps // plan["num_warps"] // step, 1)
-    return step * (tiles if plan["STAGES"] == 1 else min(fit, tiles))
+    """How many programs: a multiple of STEP, so that each keeps its shift."""
+    step = plan["STEP"]
+    tiles = triton.cdiv(M, plan["ROWS"] * step)  # of each shift
+    if plan["STAGES"] == 1:
+        return step * tiles  # one tile each
+    warps_of_an_sm = 8
+    if N * itemsize <= 3072:
+        warps_of_an_sm = 12
+    at_a_time = NUM_SMS * warps_of_an_sm // plan["num_warps"]
+    return step * min(max(at_a_time // step, 1), tiles)
 
 
 # %%
