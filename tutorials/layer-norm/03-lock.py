@@ -222,9 +222,13 @@ def _add_behind_lock(
 
 
 # %%
-# In this picture you can step through the lock and its values.
-# Let it run once. Then switch off the barrier and let it run again: the sum is
-# wrong in the columns of warp 1.
+# On the page, the picture above steps through the lock: here it has four
+# programs of two warps each, four rows, and two buffers, and each row adds 1.
+# Let it run once, and both warps find the right sum, 4.
+# Then switch off the barrier and let it run again. Warp 1 of the programs 0
+# and 1 is late now. Programs 2 and 3 get the lock, find nothing in the columns
+# of warp 1, and in the end the late stores overwrite what they have stored.
+# The sum is still 4 in the columns of warp 0, but only 2 in those of warp 1.
 #
 # The argument ``FLAW`` is there for our experiments, and you don't need it in
 # a lock of your own.
@@ -443,14 +447,55 @@ if table.notna().all(axis=None):
     assert not table.iloc[:, 0].any()  # with all its parts it is right
 
 # %%
-# PTX
+# **What the figure shows.**
+# With all its parts the lock is right: not one of the runs is wrong, at any
+# width, on either card.
+# On the H200, at 512, 1024, 2048 and 4096 columns, NN, NN, NN and NN of 100
+# runs are wrong without acquire, NN, NN, NN and NN without release, and NN,
+# NN, NN and NN without the barrier.
+# On the H100 it is NN, NN, NN and NN without acquire, NN, NN, NN and NN
+# without release, and NN, NN, NN and NN without the barrier.
+#
+# **Why.**
+# Without acquire, a program reads its buffer from L1 if an earlier program on
+# the same SM has left it there. On other SMs the buffer has changed since
+# then, but nothing tells this L1. With 256 buffers and 132 SMs that happens
+# all the time.
+# The other two mistakes need bad luck. A store must be so late that meanwhile
+# another program takes the lock and reads the buffer. How often that happens
+# depends on the width, the number of warps, and the GPU.
+#
+# **What follows.**
+# A test that passes does not prove that a lock is right. At some widths the
+# lock without a barrier may pass a hundred runs, and in a model the width is
+# another one.
+#
+# Nor do the usual tools find the missing barrier. NVIDIA's compute-sanitizer
+# finds races with its tool ``racecheck``, but it only watches shared memory,
+# and our buffers are in global memory. Triton's interpreter runs one program
+# after the other, so it has no race at all.
+#
+# So where can you see that the barrier is missing? In the *PTX*, the assembly
+# language that Triton compiles a kernel to. It does not depend on luck.
+# With triton 3.7.1, the kernel ends with these three instructions: the last
+# store, the barrier, and the exchange that frees the lock.
 #
 # * ``st.global.v4.b32``, ``bar.sync``, ``atom.global.gpu.release.exch.b32``;
 # * without ``tl.debug_barrier()``: ``st.global.v4.b32``,
 #   ``atom.global.gpu.release.exch.b32``.
 #
+# So in this version nothing but our call puts a barrier there.
+# Triton 3.9.0 adds one by itself, and the call costs nothing more then.
+# Triton's own tutorial `had no barrier until 2025
+# <https://github.com/triton-lang/triton/pull/6307>`_, and its tests passed.
+#
 # How many bytes does a lock save?
 # --------------------------------
+#
+# A lock makes programs wait, so it should save something. What is it?
+#
+# With fewer buffers than programs, a second kernel has less to add up. It is
+# the second of two *stages*, as in this picture.
 
 # %%
 
@@ -486,6 +531,35 @@ plt.axis("off")
 plt.show()
 
 # %%
+# Let's count the bytes for one column, with 4 programs and 2 buffers as in the
+# picture. A program has two sums for a column, 8 bytes.
+#
+# - Each of the 4 programs stores its sums: 32 bytes.
+# - The 2 programs that come first at their buffer have nothing to load. The
+#   other 2 load what is there: 16 bytes.
+# - Stage 2 loads both buffers: 16 bytes.
+#
+# That is 64 bytes. And with 4 buffers and no lock? The 4 programs store 32
+# bytes, load nothing, and stage 2 loads 4 buffers, 32 bytes. It is 64 bytes
+# again, and this is no accident. For :math:`P` programs and :math:`B` buffers
+# the bytes of a column are
+#
+# .. math:: 8 \, \bigl(P + (P - B) + B\bigr) = 16 \, P
+#
+# :math:`B` is gone. What a shared buffer saves in stage 2, it costs in stage
+# 1: **a lock saves memory, but no traffic.**
+#
+# We compare four plans:
+#
+# - **Own buffers**: the plan of `Layer normalization, both passes
+#   <01-layer-norm.html>`_, with a buffer for each program, and no lock.
+# - **Own locks**: the same, but each buffer has a lock. Nobody waits for it,
+#   so it shows what the instructions of a lock cost.
+# - **Two at a lock**: two programs share a buffer and its lock. This is the
+#   plan of our function.
+# - **Lock each row**: a program for each row, and 256 locks, or 128 for wide
+#   rows. Triton's tutorial does it much like this.
+
 
 # Scaffold: programs and warps, from page 01.
 
@@ -558,8 +632,18 @@ for N in (1024, 8192):
         )
 
 # %%
+# At 8192 columns, half of the buffers saves 4.3 MB of memory. That is little
+# beside three matrices of 67 MB each.
+# A program for each row is another matter. Its sums make :math:`16 \, M`
+# bytes a column, and the three matrices, in 16 bits, make only
+# :math:`6 \, M`.
+#
 # A function to train with
 # ------------------------
+#
+# Stage 2 is the kernel that adds up the buffers on `Layer normalization, both
+# passes <01-layer-norm.html>`_. To this kernel it makes no difference how many
+# programs have added to a buffer.
 
 
 @triton.jit
@@ -848,6 +932,11 @@ def layer_norm(
 
 
 # %%
+# Is it right, with each of the plans? We compare each element with PyTorch's
+# layer norm in float64, as on `Layer normalization, both passes
+# <01-layer-norm.html>`_.
+
+# %%
 
 # Scaffold: inputs.
 
@@ -910,6 +999,22 @@ for plan in PLANS.values():
 # %%
 # What does waiting cost?
 # -----------------------
+#
+# How do we measure the waiting, and nothing else?
+# If we compare a shared lock with a buffer for each program, several things
+# change at once: who waits, how many bytes are stored and loaded where, and
+# what instructions the kernel has.
+#
+# So we change only one thing. In this experiment each program takes a lock of
+# its own, for which nobody waits, and then it adds to the same shared buffer
+# as before, with the same loads and stores.
+# Its sums are wrong, of course: that is the race. But its time tells us what
+# the kernel would take if nobody had to wait. The difference to the real lock
+# is the waiting.
+#
+# We let 1, 2, 4 and up to 128 programs share a buffer. By our formula they all
+# move the same bytes. The clock is that of `Layer normalization, both passes
+# <01-layer-norm.html>`_.
 
 # %%
 
@@ -1030,11 +1135,53 @@ def bench_waiting(programs, M, dtype, mode, provider):
 
 # %%
 
-waiting = bench_waiting.run(show_plots=ON_GPU, return_df=True)
+times = bench_waiting.run(show_plots=ON_GPU, return_df=True)
+times = times.set_index("programs")
+if times.notna().all(axis=None):
+    for column in (0, 2):
+        waiting = times.iloc[:, column] - times.iloc[:, column + 1]
+        print(f"{times.columns[column].split(' (')[0]}: µs of waiting")
+        print(waiting.to_string(header=False, float_format="%.1f"))
 
 # %%
+# **What the figure shows.**
+# On the H200, at 4096 columns, the backward pass takes NN µs with one program
+# at a lock, NN µs with two, NN µs with 16, and NN µs with 128. Without waiting
+# the four numbers are NN, NN, NN and NN µs.
+# At 1024 columns it takes NN, NN, NN and NN µs, and without waiting NN, NN, NN
+# and NN µs.
+# On the H100, at 4096 columns, it takes NN, NN, NN and NN µs, and without
+# waiting NN, NN, NN and NN µs.
+#
+# **Why.**
+# Without waiting, the lines are almost flat, from one buffer for each program
+# to one for 128 of them. This is our formula: the number of buffers does not
+# change the traffic.
+# With waiting, programs that share a lock go through it one after the other.
+# If all of them come at the same time, the last one waits for all the others.
+# From 64 to 128 programs, each program more makes the pass longer by NN µs on
+# the H200 at 4096 columns, and by NN µs at 1024 columns. On the H100 it is NN
+# µs and NN µs.
+# So that is what a turn takes: an exchange, loads that have to come from L2,
+# stores, a barrier, and another exchange. Each has to wait for the one before,
+# and half of them for L2. A wide row takes longer, because more bytes go
+# through one SM.
+#
+# With few programs at a lock the waiting is shorter than that, because they do
+# not come at the same time: one is still busy with its rows while another one
+# has the lock.
+#
+# **What follows.**
+# Two programs at a lock hardly wait for each other, and 128 spend most of
+# their time waiting.
+#
 # What is the lock worth?
 # -----------------------
+#
+# Here are the four plans at many widths, and the experiment without waiting
+# for the plan that locks each row. The other three lines are PyTorch's layer
+# norm, the same function through ``torch.compile``, and the copy, which reads
+# two matrices and writes one.
 
 # %%
 
@@ -1209,14 +1356,53 @@ def bench_backward(M, N, dtype, mode, provider):
 report(bench_backward)
 
 # %%
-# Traffic
-# -------
+# **What the figure shows.**
+# On the H200, two at a lock reach NN% to NN% of the copy, own locks reach NN%
+# to NN%, and own buffers NN% to NN%. A lock for each row reaches NN% to NN%,
+# and without waiting it would be NN% to NN%.
+# On the H100, two at a lock reach NN% to NN% of its copy, own locks NN% to
+# NN%, own buffers NN% to NN%, and a lock for each row NN% to NN%, or NN% to
+# NN% without waiting.
+# On the H200, two at a lock are NN to NN times as fast as PyTorch, and NN to
+# NN times as fast as torch.compile.
+#
+# **Is it the lock?**
+# Two plans at a time differ in one thing only.
+#
+# - *Instructions.* Own buffers and own locks have as many buffers, and nobody
+#   waits. On the H200 own locks take NN µs longer at 1024 columns, NN µs at
+#   4096 columns, and NN µs at 8192 columns.
+# - *Waiting.* Own locks and two at a lock run the same compiled kernel. On the
+#   H200 two at a lock take NN µs longer at 1024 columns, NN µs at 4096
+#   columns, and NN µs at 8192 columns.
+#
+# At 15872 columns, though, two at a lock reach NN% of the copy on the H200,
+# and own buffers reach NN%. Is this the merit of the lock? It is not: own
+# locks, which nobody shares, reach NN%.
+# The kernel with a lock is simply compiled in another way.
+# A row of 15872 columns does not fit into the registers of a program, so the
+# compiler spills: a thread of the kernel without a lock keeps 128 bytes in
+# memory, and a thread of the kernel with a lock 80 bytes.
+# Another version of the compiler may turn it around.
+#
+# **Why is a lock for each row so slow?**
+# For each column, its sums make 16 bytes a row, and the matrices make 6 bytes.
+# If all of that came from DRAM or went there, the plan could reach at most 6 /
+# 22 = 27% of the copy. It reaches more, because its buffers fit into L2.
+# Without waiting, it would take NN% less time at 1024 columns on the H200, and
+# NN% less at 4096 columns. What is left is traffic.
+#
+# Do they really move the same bytes?
+# -----------------------------------
+#
+# We have counted bytes by hand. NVIDIA's profiler ``ncu`` counts what passes
+# through L2, and we divide that by the bytes of the three matrices.
 
 # %%
 
 # Scaffold: a benchmark that ncu counts.
 
-COUNTED = [*PLANS, "copy"]
+COUNTED = [*PLANS, "lock each row, no waiting", "copy"]
 
 
 @triton.testing.perf_report(
@@ -1248,8 +1434,9 @@ def traffic(M, N, dtype, mode, counter, provider):
     def call():
         if provider == "copy":
             return torch.add(x, dy)
-        plan = PLANS[provider]
-        return backward(*tensors, plan(M, N))
+        name, _, experiment = provider.partition(", ")
+        plan = PLANS[name]
+        return backward(*tensors, plan(M, N), experiment)
 
     call()  # compiles the kernels
     by_hand = 3 * x.nbytes
@@ -1263,8 +1450,72 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
+# **What the figure shows.**
+# On the H200, the addition of two matrices, which is our copy here, is at NN
+# and not at 1: L2 moves about half as much again as a kernel asks for.
+# At 4096 columns two at a lock are at NN, own locks at NN, and own buffers at
+# NN. A lock for each row is at NN, and at NN without waiting.
+# At 15872 columns two at a lock and own locks are at NN and NN, and own
+# buffers at NN.
+#
+# **Why.**
+# At 4096 columns there are 396 programs, so the sums are 16 × 396 bytes a
+# column beside 6 × 4096 bytes of the matrices, 26% more. A lock for each row
+# has 16 × 4096 bytes, 267% more.
+# Multiplied by the number of the copy, that is NN for the first three and NN
+# for the last.
+# At 15872 columns our count is NN for the first three. What they have above
+# that are spilled values: each is written once for each row, and 512 threads
+# with 128 bytes each make 66 KB beside the 95 KB that a row of the three
+# matrices has. With 80 bytes it is 41 KB.
+#
+# **What follows.**
+# The lock saves no traffic, as we have counted. And where the plan with a lock
+# is faster, it is because its kernel moves fewer spilled bytes.
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# In our figure neither PyTorch nor torch.compile is faster than two at a lock
+# at any width. But:
+#
+# - **You rarely need a lock.** Own buffers have the same traffic, nobody
+#   waits, and the sums are the same in every run. Use a lock where there is no
+#   memory for a buffer each. For layer norm there is.
+# - **The last bits may change.** If three or more programs share a lock, they
+#   come in any order. The sum of three numbers depends on their order, so
+#   ``dw`` and ``db`` can differ from run to run. With two at a lock they
+#   cannot: a + b is b + a.
+# - **Atomic additions need no lock.** `Who adds up the rows?
+#   <02-summing-rows.html>`_ measures ``tl.atomic_add``. A lock can protect
+#   more than an addition, several rows at a time for instance, and that is
+#   when you need one.
+# - **PyTorch can do more.** It has second derivatives and rows of any width.
+# - **Libraries have kernels of their own.** `Every width
+#   <11-every-width.html>`_ measures them.
+#
 # Exercise 1: one launch, no lock
 # -------------------------------
+#
+# Can stage 1 do the work of stage 2, too?
+# The last program to finish could add up all the buffers. But how does a
+# program know that it is the last one?
+#
+# In this exercise ``out`` should be the sum of ``dy * dy`` over the rows.
+# The kernel below stops when each program has stored its row in its buffer.
+# Let the programs count how many of them are done, and let the last one add up
+# the buffers. It adds them in one order, so all runs give the same bits.
+# You are right when the list of wrong columns is empty.
+#
+# **Hint 1.** ``tl.atomic_add`` adds to a number in memory and returns what was
+# there before. What does the last of ten programs get back?
+#
+# **Hint 2.** The count tells others that your row is stored, and it tells you
+# that theirs are. So it is a release and an acquire in one:
+# ``sem="acq_rel"``.
+#
+# **Hint 3.** One thread counts for all. What must all the threads have done
+# before?
 
 
 @triton.jit
@@ -1335,3 +1586,32 @@ def _one_launch_1(
 
 
 assert exercise_1(_one_launch_1)
+
+# %%
+# What we learned
+# ---------------
+#
+# These are the plans of this page: what their sums move for each column beside
+# the 6 bytes a row of the matrices, how fast they are on the H200, and why.
+#
+# - **Own buffers** move 16 bytes a program and reach NN% to NN% of the copy.
+#   Nobody waits.
+# - **Own locks** move the same bytes and reach NN% to NN%. The instructions of
+#   a lock cost little.
+# - **Two at a lock** move the same bytes and reach NN% to NN%. They need half
+#   of the memory, and hardly wait.
+# - **A lock for each row** moves 16 bytes a row and reaches NN% to NN%. There
+#   is far more to move, and programs wait for each other.
+#
+# And for kernels in general:
+#
+# - To add to memory is to read, add and write. Without a lock or an atomic
+#   addition, what happens in between is lost.
+# - A lock is an exchange with acquire, the work, a barrier, and an exchange
+#   with release. If a part is missing, tests may still pass: look at the PTX.
+# - To find out what waiting costs, take it out and measure what is left, even
+#   if the results are wrong then.
+# - Count bytes before you share memory: a lock saves none.
+#
+# **Next:** nobody waits for a lock any more, but programs still wait for
+# memory. `Loads in flight <04-loads-in-flight.html>`_ keeps it busy.

@@ -281,6 +281,12 @@ def lock(page, M, N, dtype, flaw):
     page.stage_1(dy, x, dy[0], mean, rstd, (M, 8, 4, True), flaw)
 
 
+def first_stage(page, M, N, dtype, plan, flaw=""):
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    mean, rstd = torch.empty(2, M, device=page.DEVICE)
+    page.stage_1(dy, x, dy[0], mean, rstd, page.PLANS[plan](M, N), flaw)
+
+
 def test_the_parts_of_the_lock_are_in_the_code(launches, unedited):
     """What Triton makes of the lock, for GPUs that are not here."""
     from compiled.aot import COMPILER_ADDS_BARRIER, Call
