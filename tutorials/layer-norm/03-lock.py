@@ -458,9 +458,10 @@ if table.notna().all(axis=None):
 #
 # **Why.**
 # Without acquire, a program reads its buffer from L1 if an earlier program on
-# the same SM has left it there. On other SMs the buffer has changed since
-# then, but nothing tells this L1. With 256 buffers and 132 SMs that happens
-# all the time.
+# the same SM has left it there. Programs on other SMs have added to the buffer
+# since then, but nothing tells this L1.
+# In each run there are 32768 visits to 256 buffers, so an SM often comes back
+# to a buffer soon, and one stale value is enough to make a run wrong.
 # The other two mistakes need bad luck. A store must be so late that meanwhile
 # another program takes the lock and reads the buffer. How often that happens
 # depends on the width, the number of warps, and the GPU.
@@ -560,6 +561,7 @@ plt.show()
 # - **Lock each row**: a program for each row, and 256 locks, or 128 for wide
 #   rows. Triton's tutorial does it much like this.
 
+# %%
 
 # Scaffold: programs and warps, from page 01.
 
@@ -1466,8 +1468,10 @@ traffic.run(show_plots=ON_GPU)
 # for the last.
 # At 15872 columns our count is NN for the first three. What they have above
 # that are spilled values: each is written once for each row, and 512 threads
-# with 128 bytes each make 66 KB beside the 95 KB that a row of the three
-# matrices has. With 80 bytes it is 41 KB.
+# with 128 bytes each make 64 KB beside the 93 KB that a row of the three
+# matrices has. With 80 bytes it is 40 KB. Multiplied by the number of the
+# copy, that makes NN and NN, so our count becomes NN for own buffers, and NN
+# for the two plans with locks.
 #
 # **What follows.**
 # The lock saves no traffic, as we have counted. And where the plan with a lock
