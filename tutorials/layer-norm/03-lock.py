@@ -1138,12 +1138,13 @@ def bench_waiting(programs, M, dtype, mode, provider):
 # %%
 
 times = bench_waiting.run(show_plots=ON_GPU, return_df=True)
-times = times.set_index("programs")
-if times.notna().all(axis=None):
+times = times.astype({"programs": int}).set_index("programs")
+if times.notna().all(axis=None):  # it was measured
+    print("µs of waiting, with so many programs at a lock")
     for column in (0, 2):
         waiting = times.iloc[:, column] - times.iloc[:, column + 1]
-        print(f"{times.columns[column].split(' (')[0]}: µs of waiting")
-        print(waiting.to_string(header=False, float_format="%.1f"))
+        print(times.columns[column].split(" (")[0])
+        print(waiting.to_string(float_format="%.1f"))
 
 # %%
 # **What the figure shows.**

@@ -141,13 +141,15 @@ def of_the_race(figure):
         return found
 
     for card in CARDS:
-        assert not any(wrong(card, "right"))
+        assert not any(wrong(card, "right")), "the lock is never wrong"
         # What the page says of L1, and that the missing barrier may hide.
-        assert min(wrong(card, "no acquire")) >= 90
+        often = min(wrong(card, "no acquire")) >= 90
+        assert often, "without acquire nearly all runs are wrong"
     barriers = [
         number for card in CARDS for number in wrong(card, "no barrier")
     ]
-    assert max(barriers) > 0 and min(barriers) == 0
+    hides = max(barriers) > 0 and min(barriers) == 0
+    assert hides, "a missing barrier shows at some width, hides at another"
     acquire, release, barrier = (
         series(wrong("H200", f"no {part}"))
         for part in ("acquire", "release", "barrier")
@@ -186,15 +188,21 @@ def of_waiting(figure):
         for N in 1024, 4096:
             alone = times[card].all_medians(f"{N}, no waiting")
             # Almost flat, and the same where nobody shares.
-            assert alone.most <= 1.15 * alone.least
-            assert abs(us(card, N)[0] / without(card, N)[0] - 1) <= 0.05
+            flat = alone.most <= 1.15 * alone.least
+            assert flat, f"without waiting nothing changes: {card}, {N}"
+            same = abs(us(card, N)[0] / without(card, N)[0] - 1) <= 0.05
+            assert same, f"one program at a lock waits for nobody: {card}, {N}"
             # Two hardly wait; 128 wait most of the time.
-            assert us(card, N)[1] <= 1.1 * without(card, N)[1]
-            assert us(card, N)[3] >= 2 * without(card, N)[3]
+            little = us(card, N)[1] <= 1.1 * without(card, N)[1]
+            assert little, f"two at a lock hardly wait: {card}, {N}"
+            much = us(card, N)[3] >= 2 * without(card, N)[3]
+            assert much, f"128 wait most of the time: {card}, {N}"
             # Few do not come at the same time: less for each than a turn.
             waited = us(card, N)[2] - without(card, N)[2]
-            assert waited / 15 < turn(card, N)
-        assert turn(card, 1024) < turn(card, 4096)
+            less = waited / 15 < turn(card, N)
+            assert less, f"with few programs less than a turn: {card}, {N}"
+        longer = turn(card, 1024) < turn(card, 4096)
+        assert longer, f"a turn of a wide row takes longer: {card}"
     one, two, some, many = us("H200", 4096)
     yield (
         f"On the H200, at 4096 columns, the backward pass takes {one} µs with "
@@ -252,7 +260,8 @@ def of_the_plans(figure):
     compiled = h200.ratios("triton", "torch.compile")
     for card in CARDS:
         for rival in "torch", "torch.compile":
-            assert backward[card].ratios("triton", rival).least > 1
+            faster = backward[card].ratios("triton", rival).least > 1
+            assert faster, f"{rival} is faster at no width: {card}"
     yield (
         f"On the H200, two at a lock are {over_torch.least} to "
         f"{over_torch.most} times as fast as PyTorch, and {compiled.least} to "
@@ -266,7 +275,9 @@ def of_the_plans(figure):
 
     instructions = list(longer("own locks", "own buffers"))
     waiting = list(longer("triton", "own locks"))
-    assert min(instructions + waiting) >= 0
+    assert min(instructions + waiting) >= 0, (
+        "both take longer: or is it noise?"
+    )
     a, b, c = instructions
     yield (
         f"On the H200 own locks take {a} µs longer at 1024 columns, {b} µs at "
@@ -282,20 +293,21 @@ def of_the_plans(figure):
         for name in ("triton", "own buffers", "own locks")
     )
     # The plan with a lock is faster, and so is a lock that nobody shares.
-    assert min(two, locks) >= 1.03 * buffers
-    assert abs(two / locks - 1) <= 0.04
+    assert min(two, locks) >= 1.03 * buffers, "faster with locks at 15872"
+    assert abs(two / locks - 1) <= 0.04, "shared or not, it is the same there"
     yield (
         f"At 15872 columns, though, two at a lock reach {two}% of the copy on "
         f"the H200, and own buffers reach {buffers}%. Is this the merit of "
         f"the lock? It is not: own locks, which nobody shares, reach {locks}%."
     )
     # Six twenty-seconds of the copy, if its buffers came from DRAM.
-    assert shares["H200"]["lock each row"].least > 600 / 22
+    more = shares["H200"]["lock each row"].least > 600 / 22
+    assert more, "a lock for each row reaches more than DRAM alone allows"
 
     def less(N):
         """% of its time that a lock for each row would save."""
         ratio = h200.ratio("lock each row, no waiting", "lock each row", N)
-        assert ratio > 1
+        assert ratio > 1, "a lock for each row waits"
         return Measured(100 * (1 - 1 / ratio), ".0f")
 
     yield (
@@ -319,14 +331,16 @@ def of_traffic(figure):
 
     for N in 1024, 4096, 8192:
         for name in names:
-            assert abs(l2.median(name, N) / counted(name, N) - 1) <= 0.06
+            near = abs(l2.median(name, N) / counted(name, N) - 1) <= 0.06
+            assert near, f"counted by hand and by ncu: {name}, {N}"
     for N in 1024, 4096, 8192, 15872:
         for name in each_row:
-            assert abs(l2.median(name, N) / counted(name, N) - 1) <= 0.1
+            near = abs(l2.median(name, N) / counted(name, N) - 1) <= 0.1
+            assert near, f"counted by hand and by ncu: {name}, {N}"
     a, b, c = (l2.median(name, 4096) for name in names)
     rows, alone = (l2.median(name, 4096) for name in each_row)
     copy = l2.median("copy", 4096)
-    assert 1.4 <= copy <= 1.6
+    assert 1.4 <= copy <= 1.6, "about half as much again"
     yield (
         "On the H200, the addition of two matrices, which is our copy here, "
         f"is at {copy} and not at 1: L2 moves about half as much again as a "
@@ -335,7 +349,7 @@ def of_traffic(figure):
         f"is at {rows}, and at {alone} without waiting."
     )
     a, b, c = (l2.median(name, 15872) for name in names)
-    assert max(a, b) < c
+    assert max(a, b) < c, "more spills without a lock, more traffic"
     yield (
         f"At 15872 columns two at a lock and own locks are at {a} and {b}, "
         f"and own buffers at {c}."
@@ -354,7 +368,8 @@ def of_traffic(figure):
 
     for name in names:
         whole = by_hand + spilled(name)
-        assert abs(l2.median(name, 15872) / whole - 1) <= 0.06
+        near = abs(l2.median(name, 15872) / whole - 1) <= 0.06
+        assert near, f"the spilled bytes explain 15872 columns: {name}"
     yield f"At 15872 columns our count is {by_hand} for the first three."
     few, many = spilled("triton"), spilled("own buffers")
     yield (
