@@ -164,7 +164,8 @@ plt.show()
 #
 # **Stores may overtake each other.** Another SM may see the 2 in the lock
 # before it sees the sums. An exchange with ``sem="release"`` promises that
-# whoever sees the 2 also sees what was stored before.
+# whoever gets the 2 back also sees what was stored before, if it keeps its
+# part of the promise, which comes next.
 #
 # **Loads may come from a cache.** Each SM has an L1 cache, and it may hold old
 # values of the buffer. With ``sem="acquire"``, no load that comes after the
@@ -222,24 +223,31 @@ def _add_behind_lock(
 
 
 # %%
-# On the page, the picture above steps through the lock: here it has four
-# programs of two warps each, four rows, and two buffers, and each row adds 1.
+# The website has a moving picture here, which steps through the lock. At first
+# it has four programs of two warps each, four rows, and two buffers, and each
+# row adds 1.
 # Let it run once, and both warps find the right sum, 4.
-# Then switch off the barrier and let it run again. Warp 1 of the programs 0
-# and 1 is late now. Programs 2 and 3 get the lock, find nothing in the columns
-# of warp 1, and in the end the late stores overwrite what they have stored.
+# Then switch off the barrier and let it run again. Now warp 1 is late in the
+# programs 0 and 1. Programs 2 and 3 get the locks and find nothing in the
+# columns of warp 1, and then the late stores overwrite what they have stored.
 # The sum is still 4 in the columns of warp 0, but only 2 in those of warp 1.
 #
 # The argument ``FLAW`` is there for our experiments, and you don't need it in
 # a lock of your own.
-# Since version 3.9, Triton has functions for what we spell by hand.
-# ``tl.atomic_store`` with ``sem="release"`` can free the lock: nobody needs
-# the old value that our second exchange returns.
-# ``tl.atomic_load`` and ``tl.atomic_poll`` look at a value or wait until it is
-# the one that you expect, without writing 1 again and again.
-# But to wait is not to take: two programs may see at the same time that the
-# lock is free. So the exchange that takes it must stay.
-# This page also runs with older versions, so it has exchanges only.
+#
+# Since version 3.9, Triton has functions for some of what we spell by hand.
+# `tl.atomic_store
+# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_store.html>`_
+# can free the lock, for nobody needs the old value that our second exchange
+# returns.
+# `tl.atomic_load
+# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_load.html>`_
+# reads a value and writes nothing, and `tl.atomic_poll
+# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_poll.html>`_
+# waits until there is the value that you expect.
+# But to wait is not to take: two programs could see at the same time that the
+# lock is free. So the exchange that takes the lock must stay.
+# This page runs with older versions, too, so it only has exchanges.
 #
 # A backward pass with a lock
 # ---------------------------
@@ -465,6 +473,7 @@ if table.notna().all(axis=None):
 # The other two mistakes need bad luck. A store must be so late that meanwhile
 # another program takes the lock and reads the buffer. How often that happens
 # depends on the width, the number of warps, and the GPU.
+# We cannot say more about it: these numbers are what we counted.
 #
 # **What follows.**
 # A test that passes does not prove that a lock is right. At some widths the
@@ -486,17 +495,18 @@ if table.notna().all(axis=None):
 #   ``atom.global.gpu.release.exch.b32``.
 #
 # So in this version nothing but our call puts a barrier there.
-# Triton 3.9.0 adds one by itself, and the call costs nothing more then.
+# Triton 3.9.0 adds one by itself.
 # Triton's own tutorial `had no barrier until 2025
-# <https://github.com/triton-lang/triton/pull/6307>`_, and its tests passed.
+# <https://github.com/triton-lang/triton/pull/6307>`_.
 #
 # How many bytes does a lock save?
 # --------------------------------
 #
 # A lock makes programs wait, so it should save something. What is it?
 #
-# With fewer buffers than programs, a second kernel has less to add up. It is
-# the second of two *stages*, as in this picture.
+# The backward pass has two *stages*. In the first, ``stage_1``, programs add
+# to buffers. In the second, another kernel adds up the buffers. With fewer
+# buffers, this kernel has less to read.
 
 # %%
 
