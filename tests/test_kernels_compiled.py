@@ -218,8 +218,8 @@ LOCK, AHEAD = "layer-norm/03-lock", "layer-norm/05-chunks"
 FAULTS = {
     "spill": (
         LOCK,
-        "_layer_norm_bwd[(programs,)](*args, num_warps=warps)",
-        "_layer_norm_bwd[(programs,)](*args, num_warps=1)",
+        "        FLAW=flaw,\n        num_warps=warps,",
+        "        FLAW=flaw,\n        num_warps=1,",
         "spills",
     ),
     "scalar load": (
@@ -231,20 +231,20 @@ FAULTS = {
     ),
     "barrier": (
         LOCK,
-        "        tl.debug_barrier()  # every thread has stored its columns\n",
-        "        pass\n",
+        "        tl.debug_barrier()\n\n    # Free the lock.",
+        "        pass\n\n    # Free the lock.",
         "releases without a barrier: limit 0, now 1",
     ),
     "release": (
         LOCK,
-        "tl.atomic_xchg(locks_ptr + buffer, 2, sem=RELEASE)",
-        'tl.atomic_xchg(locks_ptr + buffer, 2, sem="relaxed")',
+        "tl.atomic_xchg(lock_ptr, 2, sem=RELEASE)",
+        'tl.atomic_xchg(lock_ptr, 2, sem="relaxed")',
         "releases of a lock: limit 1, now 0",
     ),
     "float64": (
         LOCK,
-        "rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)",
-        "rstd = 1 / tl.sqrt(tl.sum(x * x).to(tl.float64) / N + eps)",
+        "    rstd = 1 / tl.sqrt(variance + eps)",
+        "    rstd = 1 / tl.sqrt(variance.to(tl.float64) + eps)",
         "arithmetic in float64: limit False, now True",
     ),
     "no loads ahead": (
