@@ -1041,9 +1041,9 @@ report(bench_forward)
 # and NN to NN times as fast.
 #
 # **Why.**
-# Do narrow loads leave fewer bytes in flight? They do not: with the plan above,
-# four programs fit on an SM at 4096, 4100, 4098 and 4097 columns alike, and
-# each of them requests a whole row before it adds anything up.
+# Do narrow loads leave fewer bytes in flight? They do not: with the plan
+# above, four programs fit on an SM at 4096, 4100, 4098 and 4097 columns alike,
+# and each of them requests a whole row before it can add it up.
 # What differs is how often they ask. At 4097 columns, from column 0, ``x``,
 # ``w``, ``b`` and ``y`` take 129 requests each, so a program has 516 requests
 # for its row. In groups of 8 bytes it is 33 for ``x`` and 33 for ``y``, a few
