@@ -252,7 +252,7 @@ def _sum_of_row(
 
 x = torch.ones(8, 13, device=DEVICE)
 sums = torch.zeros(8, device=DEVICE)
-# Here a number has 4 bytes, and a group 8 of them.
+# These numbers have 4 bytes each. A group of 8 works for them as well.
 _sum_of_row[(8,)](x_ptr=x, sums_ptr=sums, N=13, BLOCK=32, STEP=8)
 print("sums of rows of 13 ones:", sums.tolist())
 
@@ -1041,9 +1041,9 @@ report(bench_forward)
 # and NN to NN times as fast.
 #
 # **Why.**
-# Do narrow loads perhaps leave fewer bytes in flight? They do not: with the
-# plan above, the compiler makes room for four programs on an SM at 4096, 4100,
-# 4098 and 4097 columns alike, and each has requested a whole row.
+# Do narrow loads leave fewer bytes in flight? They do not: with the plan
+# above, four programs fit on an SM at 4096, 4100, 4098 and 4097 columns alike,
+# and each of them requests a whole row before it can add it up.
 # What differs is how often they ask. At 4097 columns, from column 0, ``x``,
 # ``w``, ``b`` and ``y`` take 129 requests each, so a program has 516 requests
 # for its row. In groups of 8 bytes it is 33 for ``x`` and 33 for ``y``, a few
@@ -1590,9 +1590,9 @@ report(bench_backward)
 # - **If you may choose the width, choose a multiple of 8.** Then no kernel
 #   needs any of this, and PyTorch is fast as well. A vocabulary of 50257 words
 #   is often padded to 50304, which is 64 × 786.
-# - **At multiples of 8, others of our kernels are faster.** Here nothing is
-#   requested ahead in the forward pass; use those of `Chunks instead of
-#   padding <05-chunks.html>`_.
+# - **At multiples of 8, this page has nothing to offer.** Its forward pass
+#   requests nothing ahead there. `Chunks instead of padding
+#   <05-chunks.html>`_ is made for such widths.
 # - **Some views keep narrow loads.** If the rows of ``x`` have other shifts
 #   than those of ``y``, as in ``x[:, 3:]``, our lanes begin at column 0.
 # - **PyTorch has no limit.** Our rows hold at most 32 KB, and 20 KB with

@@ -265,8 +265,8 @@ def CLAIMS(figure):
         return [end for one in both for end in (one.least, one.most)]
 
     yield (
-        "At the five widths our kernel is {} to {} times as fast as PyTorch on "
-        "the H200, and {} to {} times as fast as torch.compile."
+        "At the five widths our kernel is {} to {} times as fast as PyTorch "
+        "on the H200, and {} to {} times as fast as torch.compile."
     ).format(*faster("H200", forward)) + (
         " On the H100 it is {} to {} and {} to {} times as fast."
     ).format(*faster("H100", forward))
