@@ -110,11 +110,14 @@ for top, steps in ((6, at_the_same_time), (2, in_turns)):
         draw_step(2 * time, top - program, text, f"C{program}")
 draw_buffer(["0", "0", "3", "4: wrong"], height=4)
 draw_buffer(["0", "3", "3", "7: right"], height=0)
+plt.text(4, 6.8, "at the same time", ha="center", va="center")
+plt.text(4, 2.8, "in turns", ha="center", va="center")
 plt.yticks(
     [6, 5, 4, 2, 1, 0], 2 * ["program 0", "program 1", "the buffer holds"]
 )
 plt.xticks([])
 plt.xlabel("time")
+plt.axis((0, 8, -0.7, 7.2))
 plt.grid(visible=False)
 plt.show()
 
@@ -274,7 +277,7 @@ def _layer_norm_bwd(
     buffers,  # New: how many buffers there are
     N: tl.constexpr,  # columns
     BLOCK_SIZE: tl.constexpr,  # tile width: a power of two, at least N
-    FLAW: tl.constexpr,  # New: "", or what the lock leaves out
+    FLAW: tl.constexpr = "",  # New: what the lock leaves out
 ):
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < N
@@ -481,7 +484,7 @@ if table.notna().all(axis=None):
 # another one.
 #
 # Nor do the usual tools find the missing barrier. NVIDIA's compute-sanitizer
-# finds races with its tool ``racecheck``, but it only watches shared memory,
+# has one for such mistakes, ``racecheck``, but it only watches shared memory,
 # and our buffers are in global memory. Triton's interpreter runs one program
 # after the other, so it has no race at all.
 #
