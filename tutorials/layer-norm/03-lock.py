@@ -110,11 +110,14 @@ for top, steps in ((6, at_the_same_time), (2, in_turns)):
         draw_step(2 * time, top - program, text, f"C{program}")
 draw_buffer(["0", "0", "3", "4: wrong"], height=4)
 draw_buffer(["0", "3", "3", "7: right"], height=0)
+plt.text(4, 6.8, "at the same time", ha="center", va="center")
+plt.text(4, 2.8, "in turns", ha="center", va="center")
 plt.yticks(
     [6, 5, 4, 2, 1, 0], 2 * ["program 0", "program 1", "the buffer holds"]
 )
 plt.xticks([])
 plt.xlabel("time")
+plt.axis((0, 8, -0.7, 7.2))
 plt.grid(visible=False)
 plt.show()
 
@@ -274,7 +277,7 @@ def _layer_norm_bwd(
     buffers,  # New: how many buffers there are
     N: tl.constexpr,  # columns
     BLOCK_SIZE: tl.constexpr,  # tile width: a power of two, at least N
-    FLAW: tl.constexpr,  # New: "", or what the lock leaves out
+    FLAW: tl.constexpr = "",  # New: what the lock leaves out
 ):
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < N
@@ -481,7 +484,7 @@ if table.notna().all(axis=None):
 # another one.
 #
 # Nor do the usual tools find the missing barrier. NVIDIA's compute-sanitizer
-# finds races with its tool ``racecheck``, but it only watches shared memory,
+# has one for such mistakes, ``racecheck``, but it only watches shared memory,
 # and our buffers are in global memory. Triton's interpreter runs one program
 # after the other, so it has no race at all.
 #
@@ -1166,6 +1169,10 @@ if times.notna().all(axis=None):  # it was measured
 # On the H100, at 4096 columns, it takes NN, NN, NN and NN µs, and without
 # waiting NN, NN, NN and NN µs.
 #
+# **How precise is this?**
+# With one program at a lock nobody waits, so both lines of a width should
+# begin at the same point. They differ by at most NN% there.
+#
 # **Why.**
 # Without waiting, the lines are almost flat, from one buffer for each program
 # to one for 128 of them. This is our formula: the number of buffers does not
@@ -1177,8 +1184,8 @@ if times.notna().all(axis=None):  # it was measured
 # µs and NN µs.
 # So that is what a turn takes: an exchange, loads that have to come from L2,
 # stores, a barrier, and another exchange. Each has to wait for the one before,
-# and half of them for L2. A wide row takes longer, because more bytes go
-# through one SM.
+# and the exchanges and the loads have to wait for L2. A wide row takes longer,
+# because a single SM has to load and store more bytes.
 #
 # With few programs at a lock the waiting is shorter than that, because they do
 # not come at the same time: one is still busy with its rows while another one
@@ -1385,9 +1392,9 @@ report(bench_backward)
 # - *Instructions.* Own buffers and own locks have as many buffers, and nobody
 #   waits. On the H200 own locks take NN µs longer at 1024 columns, NN µs at
 #   4096 columns, and NN µs at 8192 columns.
-# - *Waiting.* Own locks and two at a lock run the same compiled kernel. On the
-#   H200 two at a lock take NN µs longer at 1024 columns, NN µs at 4096
-#   columns, and NN µs at 8192 columns.
+# - *Waiting.* Own locks and two at a lock run the same compiled kernel, and by
+#   our formula they move the same bytes. On the H200 two at a lock take NN µs
+#   longer at 1024 columns, NN µs at 4096 columns, and NN µs at 8192 columns.
 #
 # At 15872 columns, though, two at a lock reach NN% of the copy on the H200,
 # and own buffers reach NN%. Is this the merit of the lock? It is not: own
