@@ -263,6 +263,10 @@ print(f"4 x 3, dw by columns: error {error.norm():.1e}")
 # kernel is that of `Layer normalization, both passes <01-layer-norm.html>`_,
 # which adds up buffers. The order of its additions is fixed.
 
+# %%
+
+# Scaffold: the kernel that adds up rows of sums, and its launch.
+
 
 @triton.jit
 def _layer_norm_bwd_add_up(
