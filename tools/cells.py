@@ -17,7 +17,7 @@ from pathlib import Path
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
 # What it explained before, on pages that are not yet written anew.
-BEFORE = "layer-norm/02-summing-rows"
+BEFORE = "layer-norm/07-two-sweeps"
 # Functions that have a name of their own on a page that gathers many.
 RENAMED = {
     ("layer-norm/05-chunks", "plan_fwd_chunks"): "plan_forward",
