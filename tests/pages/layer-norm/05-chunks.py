@@ -302,23 +302,28 @@ def test_tiny_rows(load):
     tiny_rows(load)
 
 
-def by_hand(page, M, N, dtype, plan, more):
-    """The backward pass with one of the two plans that are made by hand."""
+def one_pass(page, M, N, dtype, mode, rule, more=None, times=None):
+    """The kernels of one pass with a plan of the page."""
+    rule = getattr(page, rule)
+    if times is None:  # made by hand
+        plan = rule(N)
+    else:
+        plan = rule(N, dtype.itemsize, times)
+    plan |= more or {}
     dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    if mode == "forward":
+        page.forward(x, dy[0], dy[1], 1e-5, plan)
+        return
     mean, rstd = torch.empty(2, M, device=page.DEVICE)
-    plan = getattr(page, plan)(N) | more
     dx = torch.empty_like(x)
     page.backward(dy, x, dy[0], mean, rstd, dx, dy[:2], plan)
 
 
-def calls_by_hand(plans):
+def calls(values, **same):
     from compiled.aot import Call
 
-    fixed = {"M": 4096, "dtype": "float16"}
-    return [
-        Call(PAGE.name, by_hand, fixed | {"N": N, "plan": plan, "more": more})
-        for N, plan, more in plans
-    ]
+    same = {"M": 4096, "dtype": "float16"} | same
+    return [Call(PAGE.name, one_pass, same | each) for each in values]
 
 
 @pytest.mark.parametrize("plan", ["plan_by_hand", "plan_of_one_tile"])
@@ -347,11 +352,12 @@ def test_plans_by_hand_are_right(page, plan):
 
 def test_loads_ahead_would_spill_a_tile(launches):
     """Beyond 8192 columns, so there the tile has one stage."""
+    wide = {"N": 8704, "mode": "backward"}
+    tile = {"rule": "plan_of_one_tile"}
     plans = [
-        (8704, "plan_of_one_tile", {}),
-        (8704, "plan_of_one_tile", {"STAGES": 3}),
-        (8704, "plan_by_hand", {}),
+        tile,
+        tile | {"more": {"STAGES": 3}},
+        {"rule": "plan_by_hand"},
     ]
-    (alone, _), (ahead, _), (chunks, _) = launches(calls_by_hand(plans))
+    (alone, _), (ahead, _), _ = launches(calls(plans, **wide))
     assert alone.spills == 0 < ahead.spills
-    print(chunks.spills)
