@@ -257,11 +257,11 @@ PAGE = Page(
         "any eps": ("if not eps >= 0:", "if False:"),
     },
     kills=(
-        tiny_rows,
-        negative_eps,
         at(40, 24, form="small"),
         at(3, 40, form="small"),
         at(3, 24, form="small", dy="one number"),
+        tiny_rows,
+        negative_eps,
     ),
 )
 
