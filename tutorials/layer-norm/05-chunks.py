@@ -222,7 +222,17 @@ def _layer_norm_fwd_chunks(
 # Two lines need an explanation.
 #
 # ``at = row * 0 + col`` looks as if it did nothing.
-# PROSE-AT
+# It matters where a program has several rows. Take 4 rows of 256 columns in 2
+# warps. Of the tile of ``x``, each of the 64 threads loads pieces of 8
+# neighboring columns. A row of ``w`` alone has only 256 lanes, and the
+# compiler would give each thread 4 of them: narrower loads, and other columns
+# than those that the thread has of ``x``. So ``w`` would have to change hands
+# through shared memory, where all threads wait for each other.
+# ``row * 0`` has as many rows as the tile, so ``at`` is an address for each of
+# its lanes. Now ``w`` is loaded just like ``x``, 16 bytes at a time, and each
+# thread has what it needs. The rows of the tile load the same bytes, which
+# come from a cache.
+# A program with a single row gets the same code either way.
 #
 # *Eviction policies* tell the caches what to give up first when they need
 # room. ``evict_last`` keeps ``w`` and ``b`` for the other programs.
@@ -469,7 +479,21 @@ report(bench_lanes)
 
 # %%
 # **What the figure shows.**
-# PROSE-LANES
+# No, they do not. On the H200 chunks reach NN% to NN% of a copy, and one tile
+# reaches NN% to NN%. At no width do they differ by more than NN%.
+# On the H100 chunks reach NN% to NN%, one tile reaches NN% to NN%, and they
+# differ by up to NN%.
+#
+# **Why.**
+# An idle lane moves no bytes: a masked load asks for nothing. It takes
+# instructions. At 4608 columns a thread of the compiled kernel loads ``x``
+# with 8 instructions in a tile, and with 5 in chunks.
+# But several programs share an SM, and while one of them executes
+# instructions, the others wait for memory anyway.
+#
+# **What follows.**
+# Forward, padding is free, and we could have stayed with one tile. Chunks pay
+# where instructions or registers are short.
 #
 # Backward: registers
 # -------------------
@@ -483,26 +507,26 @@ report(bench_lanes)
 # - The two sums that become ``dw`` and ``db`` are in float32, and take one
 #   each. That is 2.
 #
-# Together it is 3.5 registers a lane. The forward pass keeps ``x`` and one
-# running sum for all chunks, which is much less.
+# Together that is 3.5 registers a lane, from the first row to the last. The
+# forward pass keeps ``x`` and one running sum for all chunks, which is much
+# less.
 #
-# A thread can have at most 255 registers. It needs some 30 to 60 of them for
-# addresses and intermediate results, so at most some 200 are left for lanes.
-# What does that mean for a program of 8 warps, which are 256 threads?
+# A thread can have at most 255 registers. A program of 8 warps has 256
+# threads, so how many lanes does each of them have, and how many registers do
+# its chunks take?
 
-print("columns  lanes of a thread: tile, chunks  registers: tile, chunks")
+print("columns  lanes of a thread: one tile, chunks  registers of chunks")
 for N in (2560, 4608, 8192, 8704, 10240):
     in_tile = triton.next_power_of_2(N) // 256
     in_chunks = triton.cdiv(N, 2048) * 2048 // 256
-    print(
-        f"{N:7}{in_tile:25}{in_chunks:8}"
-        f"{3.5 * in_tile:18.0f}{3.5 * in_chunks:8.0f}"
-    )
+    print(f"{N:7}{in_tile:29}{in_chunks:8}{3.5 * in_chunks:21.0f}")
 
 # %%
-# A tile of 16384 lanes takes 224 registers of each thread, and there is hardly
-# anything left.
-# Chunks of 2048 take 140 at most.
+# At 10240 columns, chunks leave 115 of 255 registers for addresses and for
+# what a row needs while it is computed, such as ``x`` and ``dy`` in float32.
+# A tile of 16384 lanes would take 64 × 3.5 = 224 registers and leave 31.
+# (The compiler is a little smarter than that. It knows ``N``, and it keeps no
+# sums for lanes that never hold a column.)
 #
 # The two sums of a row have to go through all threads of a program. We send
 # both at once: ``tl.reduce`` takes a tuple, and a function that combines two
@@ -812,12 +836,62 @@ report(bench_lanes_backward)
 
 # %%
 # **What the figure shows.**
-# PROSE-LANES-BACKWARD
+# Yes, now they do. We divide the speed with chunks by that with one tile.
+# On the H200 it is NN at 4608 columns and NN at 5120, where chunks have 6144
+# lanes and the tile has 8192. It is NN at 8704 columns and NN at 10240, where
+# it is 10240 lanes against 16384. And it is NN, NN and NN at 2560, 6656 and
+# 8192 columns, where both have the same number of lanes.
+# On the H100 it is NN and NN, then NN and NN, and NN, NN and NN.
+#
+# **Why.**
+# There is only one program on an SM, so nobody else works while its 8 warps
+# execute instructions. And rows that are requested ahead come through shared
+# memory. What lies there is known only at run time, so the compiler cannot
+# leave idle lanes out: it copies zeros, reads them back, and multiplies them.
+# At 4608 columns the slots of two rows take 64 KB with a tile, and 48 KB with
+# chunks. Registers are not the reason there. The compiled kernels take 177 and
+# 176 of them.
+#
+# Above 8192 columns registers are the reason. With three stages, a thread of
+# the tile would spill 360 bytes at 8704 columns, and one of the chunks spills
+# 8. So the tile must do without stages, and while it computes, nothing is in
+# flight.
+#
+# **What follows.**
+# In the backward pass, padding costs what it looks like: lanes that idle take
+# time, and those of a very wide tile also take the registers that stages need.
 #
 # A formula instead of a table
 # ----------------------------
 #
-# PROSE-FORMULA
+# We have tried two plans, and made both by hand. The second half of this page
+# makes a plan for any width. How do we find one?
+#
+# Often one lets the computer try: *autotuning* runs several plans at each new
+# width and keeps the fastest. That takes seconds for each width, and the
+# winner may be another one next time.
+# We use a formula instead. Its answer costs nothing, and we can say why it is
+# what it is. In the forward pass it makes five choices.
+#
+# - **Lanes of a chunk.** As many as the warps can load with one instruction,
+#   16 bytes for each thread, or 512 bytes for each warp. The compiler would
+#   cut a wider chunk into such pieces anyway, and a narrower one would have
+#   narrower loads.
+# - **Warps.** At most 4096 bytes of a row for each warp. That is 8 loads of 16
+#   bytes for each thread, and they take 32 of its registers. Below that, 4
+#   warps, and 2 in rows of up to 3 KB: in narrow rows each warp has little to
+#   do, and in a sum all of them wait for the last.
+# - **Rows.** What a narrow row leaves of the warps takes other rows. Up to 2
+#   KB, a program takes twice as many, so that more bytes are in flight before
+#   it waits for its sums.
+# - **Registers.** An SM has 65536. At 8704 columns the compiler takes 79 for
+#   each thread, and three programs of 256 threads fit. With ``maxnreg=64`` we
+#   allow 64, and four fit. At 15872 columns it would take 127, and two would
+#   fit; 80 make it three.
+# - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
+#
+# The first and the fourth can be computed. The limits of 2, 3 and 6 KB can
+# not: there one plan became faster than the other when we tried both.
 
 
 def tile_of(N, itemsize, warps, times=1):
@@ -844,7 +918,7 @@ def plan_forward(N, itemsize, times=1):
 
 
 # %%
-# PROSE-FORMULA-TABLE
+# Here is what it says of rows in 16 bits.
 
 print("columns  rows  chunks  warps  registers")
 for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 15872, 24576):
@@ -857,6 +931,9 @@ for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 15872, 24576):
 # %%
 # How fast is the forward pass?
 # -----------------------------
+#
+# We compare with PyTorch's layer norm, with the same function through
+# ``torch.compile``, and with a copy.
 
 # %%
 
@@ -949,12 +1026,39 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# PROSE-FORWARD
+# On the H200 our kernel reaches NN% to NN% of a copy, PyTorch reaches NN% to
+# NN%, and torch.compile reaches NN% to NN%.
+# On the H100 it is NN% to NN%, NN% to NN%, and NN% to NN%.
+# Ours is NN to NN times as fast as PyTorch on the H200, and NN to NN times on
+# the H100.
+#
+# **Why.**
+# A row moves once, as in the copy, and at each width programs that load, sum
+# and store share an SM. PyTorch reads each row twice, as `Layer normalization,
+# both passes <01-layer-norm.html>`_ explains.
+#
+# **What follows.**
+# There is little left to gain forward. We go on to the backward pass.
 #
 # The formula of the backward pass
 # --------------------------------
 #
-# PROSE-FORMULA-BACKWARD
+# The backward pass has one program on each SM, which has all its registers and
+# all its shared memory. How should it use them?
+#
+# - **Warps.** 8 of them are 256 threads, and 65536 registers are 256 for each,
+#   the most that a thread can have. With 16 warps each thread could have only
+#   128. Rows of up to 2 KB get 4 warps, so that a sum has fewer to wait for.
+# - **Rows.** As many that a thread has up to 32 columns, but at most 8 rows.
+#   32 columns of 16 bits take 32 × 3.5 = 112 registers.
+# - **The widest row.** It has 5 chunks of 2048, or 40 columns for each thread.
+#   That is 10240 columns in 16 bits. With a sixth chunk, 48 × 3.5 = 168
+#   registers and what a row needs beside them were too many: the compiler
+#   spilled.
+# - **Stages.** Of each tile we need ``x`` and ``dy``, and we request as many
+#   ahead as fit into 96 KB, but at most three. `Loads in flight
+#   <04-loads-in-flight.html>`_ found that 64 KB in flight are enough, and a
+#   program that works on a tile has one less in flight.
 
 
 def plan_backward(N, itemsize, times=1):
@@ -974,7 +1078,13 @@ def plan_backward(N, itemsize, times=1):
 # A function to train with
 # ------------------------
 #
-# PROSE-AUTOGRAD
+# The autograd function is that of `Layer normalization, both passes
+# <01-layer-norm.html>`_, and so are its checks: you have seen them, so they
+# are folded. It takes the formula of the backward pass as ``rule``.
+#
+# Chunks are loaded by 16 bytes, so each row must begin at a multiple of 16
+# bytes, and on this page widths are multiples of 8. `Rows that begin anywhere
+# <06-unaligned-rows.html>`_ takes the others.
 
 # %%
 
@@ -1226,12 +1336,46 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# PROSE-BACKWARD
+# On the H200 our backward pass reaches NN% to NN% of the copy, PyTorch reaches
+# NN% to NN%, and torch.compile reaches NN% to NN%.
+# On the H100 it is NN% to NN%, NN% to NN%, and NN% to NN%.
+# Ours is NN to NN times as fast as PyTorch on the H200, and NN to NN times on
+# the H100.
+#
+# **Why.**
+# PyTorch reads ``x`` and ``dy`` a second time for ``dw`` and ``db``, so five
+# matrices have to move instead of three, unless L2 still holds them.
+# We are further behind the copy where rows are narrow: at 1024 columns we
+# reach NN% on the H200. There the matrices have 25 MB, and each of 132
+# programs writes two sums for each column, which are read again: 1.1 MB,
+# twice. And the second kernel, which takes a moment to start and to end, is a
+# larger part of a shorter time.
+#
+# **What follows.**
+# The widths of the figure were known when we made the formula. What is it
+# worth at others?
 #
 # Is the formula any good?
 # ------------------------
 #
-# PROSE-WARPS
+# We try it at four widths that it was not made from, and compare it with half
+# and with twice the warps. All else follows from the warps, by the same
+# formula.
+# Before we measure, let's compute what a backward plan means for a thread: the
+# registers that its lanes take, and how many it can have.
+
+print("columns  warps  registers of lanes  of at most  stages")
+for N in (1280, 3328, 5888, 9984):
+    for times in (0.5, 1, 2):
+        plan = plan_backward(N, itemsize=2, times=times)
+        threads = 32 * plan["num_warps"]
+        lanes = plan["ROWS"] * triton.cdiv(N, plan["CHUNK"]) * plan["CHUNK"]
+        registers = 3.5 * lanes / threads
+        most = min(65536 // threads, 255)
+        print(
+            f"{N:7}{plan['num_warps']:7}{registers:20.0f}{most:12}"
+            f"{plan['STAGES']:8}"
+        )
 
 # %%
 
@@ -1299,12 +1443,60 @@ report(bench_warps_backward)
 
 # %%
 # **What the figures show.**
-# PROSE-WARPS-SHOW
+# In the tables, the formula is the first column.
+# Forward, on the H200, it reaches NN% to NN% of a copy at these widths, half
+# the warps reach NN% to NN%, and twice the warps reach NN% to NN%. On the H100
+# it is NN% to NN%, NN% to NN%, and NN% to NN%.
+# Backward, on the H200, it reaches NN% to NN%, half the warps reach NN%, NN%,
+# NN% and NN% at the four widths, and twice the warps reach NN%, NN%, NN% and
+# NN%. On the H100 the formula reaches NN% to NN%, half the warps reach NN%,
+# NN%, NN% and NN%, and twice the warps reach NN%, NN%, NN% and NN%.
+#
+# **Why half the warps can be a disaster.**
+# At 9984 columns half the warps are slower by a factor of NN on the H200, and
+# of NN on the H100. Our table said so: the lanes of a thread would take 280
+# registers, and it can have at most 255.
+# Then the compiler does not just spill the rest. In the compiled kernel a
+# thread has 32 registers, and keeps 2336 bytes in memory. For 128 threads that
+# is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and ``dx``
+# are 60 KB.
+# At 5888 columns, 168 registers of lanes leave too few for the rest: a thread
+# spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
+# warps lose little.
+#
+# **Why twice the warps are no help.**
+# A thread can have 128 registers then. At the first three widths its lanes
+# take 112 of them, and it spills 184 to 216 bytes. A tile has also become
+# twice as large, and there is room for two stages only, which are no better
+# than one, as `Loads in flight <04-loads-in-flight.html>`_ has shown.
+# At 9984 columns the lanes take 84 registers, a thread spills 40 bytes, and
+# there are three stages. There, twice the warps lose least.
+#
+# **And forward?**
+# At 9984 columns half the warps have 80 columns of ``x`` for each thread.
+# They take 40 of the 64 registers that we allow, and a thread spills 288
+# bytes.
+# Twice the warps have two programs of 16 warps on an SM, where the formula has
+# four of 8. So there are fewer rows on their way, and more warps that wait for
+# each other in each sum.
+#
+# **What follows.**
+# Count registers before you choose warps. The cliffs are where the count says.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# PROSE-LOSSES
+# - **torch.compile can be faster forward.** On the H200 it is faster than ours
+#   at NN columns, and on the H100 it is faster at NN columns.
+# - **Not every width.** Ours takes multiples of 8, up to 32768 columns in 16
+#   bits, and 10240 with gradients. PyTorch takes all.
+# - **The formula is made for two cards.** Its limits come from trials on an
+#   H100 and an H200, with 16 bits and 4096 rows. Another GPU has other caches.
+# - **PyTorch can do more.** It has second derivatives, and it does not compile
+#   a kernel for each new width.
+# - **torch.compile can fuse** a layer norm with what comes before and after.
+# - **Libraries have kernels of their own.** `Every width
+#   <11-every-width.html>`_ measures them.
 #
 # Exercise 1: no idle lanes
 # -------------------------
@@ -1370,4 +1562,33 @@ assert exercise_1(_row_sums_1)
 # What we learned
 # ---------------
 #
-# PROSE-LADDER
+# These are the designs of this page: what each does with idle lanes, how fast
+# it is on the H200, and why.
+#
+# Forward, at 4608 columns:
+#
+# - **One tile** has 44% of its lanes idle. It reaches NN% of a copy, because
+#   masked lanes move no bytes, and others hide their instructions.
+# - **Chunks of 1024** have 10% idle, and reach NN%. It is the same.
+#
+# Backward, at 4608 and 8704 columns:
+#
+# - **One tile** goes through shared memory as a whole, and above 8192 columns
+#   it has no registers for stages. It reaches NN% and NN% of the copy.
+# - **Chunks of 2048** leave out what never holds a column. They reach NN% and
+#   NN%.
+# - **The formula**, which also chooses rows and stages, reaches NN% and NN%.
+# - **PyTorch** moves five matrices, and reaches NN% and NN%.
+#
+# And for kernels in general:
+#
+# - A loop over a tuple with ``tl.static_range`` gives you a row of any number
+#   of tiles in registers.
+# - Idle lanes are free where a kernel waits for memory, and cost time where it
+#   works alone.
+# - Registers can be counted: numbers that stay, times lanes of a thread. A
+#   plan that needs more than 255 is not a little slower, but many times.
+# - A formula is a claim like any other. Test it where it was not made.
+#
+# **Next:** what if a row does not begin at a multiple of 16 bytes?
+# `Rows that begin anywhere <06-unaligned-rows.html>`_ finds out.

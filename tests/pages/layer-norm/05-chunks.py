@@ -1,5 +1,7 @@
 """What must hold of the page "Chunks instead of padding"."""
 
+import re
+
 import pytest
 import torch
 
@@ -105,6 +107,230 @@ KERNELS = Kernels(
     },
 )
 
+
+CARDS = "H200", "H100"
+
+
+def columns(widths):
+    """At which widths, in words."""
+    if not widths:
+        return "no width"
+    if len(widths) == 1:
+        return f"{widths[0]} columns"
+    *most, last = widths
+    return f"{', '.join(map(str, most))} and {last} columns"
+
+
+def from_to(shares):
+    return f"{shares.least}% to {shares.most}%"
+
+
+def listed(shares):
+    *most, last = (f"{share}%" for share in shares)
+    return f"{', '.join(most)} and {last}"
+
+
+def lanes_forward(figure):
+    """Idle lanes forward: nothing to see."""
+    figures = {card: figure("layer-norm-chunks-lanes", card) for card in CARDS}
+    apart = {
+        card: max(
+            abs(100 * (ratio - 1)) for ratio in of.ratios("triton", "tile")
+        )
+        for card, of in figures.items()
+    }
+    # "Padding is free": less than what two measurements of one kernel differ.
+    assert max(apart.values()) <= 4
+    h200, h100 = figures["H200"], figures["H100"]
+    yield (
+        f"On the H200 chunks reach {from_to(h200.shares('triton'))} of a "
+        f"copy, and one tile reaches {from_to(h200.shares('tile'))}. At no "
+        f"width do they differ by more than {apart['H200']:.0f}%."
+    )
+    yield (
+        f"On the H100 chunks reach {from_to(h100.shares('triton'))}, one tile "
+        f"reaches {from_to(h100.shares('tile'))}, and they differ by up to "
+        f"{apart['H100']:.0f}%."
+    )
+    yield f"It reaches {h200.share('tile', 4608)}% of a copy, because masked"
+    yield (
+        "have 10% idle, and reach "
+        f"{h200.share('triton', 4608)}%. It is the same."
+    )
+
+
+def lanes_backward(figure):
+    """Idle lanes backward."""
+    figures = {
+        card: figure("layer-norm-chunks-lanes-backward", card)
+        for card in CARDS
+    }
+
+    def ratio(card, N):
+        ratio = figures[card].ratio("triton", "tile", N)
+        ratio.rounding = ".2f"
+        return ratio
+
+    for card in CARDS:
+        for N in (4608, 5120):
+            assert ratio(card, N) >= 1.02, (card, N)
+        for N in (8704, 10240):
+            assert ratio(card, N) >= 1.1, (card, N)
+        for N in (2560, 6656, 8192):
+            assert 0.95 <= ratio(card, N) <= 1.1, (card, N)
+    a, b, c, d, e, f, g = (
+        ratio("H200", N) for N in (4608, 5120, 8704, 10240, 2560, 6656, 8192)
+    )
+    yield (
+        f"On the H200 it is {a} at 4608 columns and {b} at 5120, where chunks "
+        f"have 6144 lanes and the tile has 8192. It is {c} at 8704 columns "
+        f"and {d} at 10240, where it is 10240 lanes against 16384. And it is "
+        f"{e}, {f} and {g} at 2560, 6656 and 8192 columns, where both have "
+        "the same number of lanes."
+    )
+    a, b, c, d, e, f, g = (
+        ratio("H100", N) for N in (4608, 5120, 8704, 10240, 2560, 6656, 8192)
+    )
+    yield (
+        f"On the H100 it is {a} and {b}, then {c} and {d}, and {e}, {f} and "
+        f"{g}."
+    )
+    both = figures["H200"].at(4608, 8704)
+    tile, chunks = both.shares("tile"), both.shares("triton")
+    yield f"It reaches {tile[0]}% and {tile[1]}% of the copy."
+    yield f"They reach {chunks[0]}% and {chunks[1]}%."
+
+
+def against_pytorch(figure, mode, copy):
+    """Shares of a pass, and how many times as fast it is."""
+    figures = {
+        card: figure(f"layer-norm-chunks-{mode}", card) for card in CARDS
+    }
+    shares, gains = (
+        {
+            card: [
+                from_to(of.shares(each))
+                for each in ("triton", "torch", "torch.compile")
+            ]
+            for card, of in figures.items()
+        },
+        {card: of.ratios("triton", "torch") for card, of in figures.items()},
+    )
+    ours, torch_s, compiled = shares["H200"]
+    yield (
+        f"{ours} of {copy}, PyTorch reaches {torch_s}, and torch.compile "
+        f"reaches {compiled}."
+    )
+    yield "On the H100 it is {}, {}, and {}.".format(*shares["H100"])
+    assert min(gain.least for gain in gains.values()) > 1
+    h200, h100 = gains["H200"], gains["H100"]
+    yield (
+        f"Ours is {h200.least} to {h200.most} times as fast as PyTorch on the "
+        f"H200, and {h100.least} to {h100.most} times on the H100."
+    )
+
+
+def other_warps(figure):
+    """The formula, and with half and twice the warps."""
+    forward = {
+        card: figure("layer-norm-chunks-warps-forward", card) for card in CARDS
+    }
+    backward = {
+        card: figure("layer-norm-chunks-warps-backward", card)
+        for card in CARDS
+    }
+    half, twice = "half the warps", "twice the warps"
+    for card in CARDS:
+        of = backward[card]
+        # "They are no better": not at any width.
+        for other in (half, twice):
+            for figures in (forward, backward):
+                assert figures[card].ratios("triton", other).least >= 0.97
+        assert of.ratio("triton", half, 9984) >= 5
+        assert of.ratio("triton", half, 5888) >= 1.15
+        assert of.at(1280, 3328).ratios("triton", half).most <= 1.15
+        # "There, twice the warps lose least."
+        losses = of.ratios("triton", twice)
+        assert losses.least == of.ratio("triton", twice, 9984) >= 1.05
+        assert forward[card].ratio("triton", half, 9984) >= 1.15
+        assert forward[card].ratio("triton", twice, 9984) >= 1.05
+    ours, less, more = (
+        from_to(forward["H200"].shares(each))
+        for each in ("triton", half, twice)
+    )
+    yield (
+        f"Forward, on the H200, it reaches {ours} of a copy at these widths, "
+        f"half the warps reach {less}, and twice the warps reach {more}."
+    )
+    ours, less, more = (
+        from_to(forward["H100"].shares(each))
+        for each in ("triton", half, twice)
+    )
+    yield f"On the H100 it is {ours}, {less}, and {more}. Backward"
+    ours = from_to(backward["H200"].shares("triton"))
+    less, more = (
+        listed(backward["H200"].shares(each)) for each in (half, twice)
+    )
+    yield (
+        f"Backward, on the H200, it reaches {ours}, half the warps reach "
+        f"{less} at the four widths, and twice the warps reach {more}."
+    )
+    ours = from_to(backward["H100"].shares("triton"))
+    less, more = (
+        listed(backward["H100"].shares(each)) for each in (half, twice)
+    )
+    yield (
+        f"On the H100 the formula reaches {ours}, half the warps reach "
+        f"{less}, and twice the warps reach {more}."
+    )
+    slower = {
+        card: of.ratio("triton", half, 9984) for card, of in backward.items()
+    }
+    yield (
+        "At 9984 columns half the warps are slower by a factor of "
+        f"{slower['H200']:.0f} on the H200, and of {slower['H100']:.0f} on "
+        "the H100."
+    )
+
+
+def CLAIMS(figure):
+    yield from lanes_forward(figure)
+    yield from lanes_backward(figure)
+    yield from against_pytorch(figure, "forward", "a copy")
+    yield from against_pytorch(figure, "backward", "the copy")
+    yield from other_warps(figure)
+    backward = figure("layer-norm-chunks-backward", "H200")
+    least = backward.share("triton", 1024)
+    assert least == backward.shares("triton").least
+    yield (
+        "where rows are narrow: at 1024 columns we reach "
+        f"{least}% on the H200."
+    )
+    both = backward.at(4608, 8704)
+    ours, pytorch = both.shares("triton"), both.shares("torch")
+    yield f"rows and stages, reaches {ours[0]}% and {ours[1]}%."
+    yield f"moves five matrices, and reaches {pytorch[0]}% and {pytorch[1]}%."
+    faster = {}
+    for card in CARDS:
+        of = figure("layer-norm-chunks-forward", card)
+        faster[card] = columns(
+            [
+                N
+                for N in of.medians["triton"]
+                if of.ratio("torch.compile", "triton", N) > 1
+            ]
+        )
+        # Nobody is faster backward.
+        of = figure("layer-norm-chunks-backward", card)
+        assert of.ratios("triton", "torch.compile").least > 1
+    yield (
+        f"On the H200 it is faster than ours at {faster['H200']}, and on the "
+        f"H100 it is faster at {faster['H100']}."
+    )
+
+
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {}
 
 HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
 at = LayerNorm.at
@@ -244,7 +470,10 @@ PAGE = Page(
         "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
         "sums of the last tile": ("(dws[c] + dw,)", "(dw,)"),
         "one buffer for all": ("ptr += tl.program_id(0) * 2 * N", "ptr += 0"),
-        "one tile a program": ("(0) * ROWS, M, tl", "(0) * ROWS, 4, tl"),
+        "one tile a program": (
+            "        M,\n        tl.num_programs(0) * ROWS,",
+            "        4,\n        tl.num_programs(0) * ROWS,",
+        ),
         "the last buffer left out": ("rows < programs", "rows < programs - 1"),
         "dy with strides of its own": (
             "backward(dy.contiguous(), x",
@@ -361,3 +590,124 @@ def test_loads_ahead_would_spill_a_tile(launches):
     ]
     (alone, _), (ahead, _), _ = launches(calls(plans, **wide))
     assert alone.spills == 0 < ahead.spills
+
+
+def test_what_the_page_says_of_spills(launches):
+    """Registers of a thread that the page names, and bytes that it spills."""
+    said = {
+        # Made by hand: N, plan, stages.
+        (4608, "plan_by_hand", 3): (176, 0),
+        (4608, "plan_of_one_tile", 3): (177, 0),
+        (8704, "plan_by_hand", 3): (255, 8),
+        (8704, "plan_of_one_tile", 3): (255, 360),
+    }
+    found = launches(
+        calls(
+            {"N": N, "mode": "backward", "rule": rule, "more": {"STAGES": n}}
+            for N, rule, n in said
+        )
+    )
+    assert said == {
+        key: (built.registers, built.spills)
+        for key, (built, _) in zip(said, found, strict=True)
+    }
+
+
+def test_what_the_page_says_of_other_warps(launches):
+    """Backward: registers of a thread, and bytes that it spills."""
+    said = {
+        (1280, 0.5): 0,
+        (3328, 0.5): 0,
+        (5888, 0.5): 88,
+        (9984, 0.5): 2336,
+        (1280, 2): 216,
+        (3328, 2): 208,
+        (5888, 2): 184,
+        (9984, 2): 40,
+    }
+    found = launches(
+        calls(
+            (
+                {"N": N, "rule": "plan_backward", "times": times}
+                for N, times in said
+            ),
+            mode="backward",
+        )
+    )
+    built = {key: of[0] for key, of in zip(said, found, strict=True)}
+    assert said == {key: of.spills for key, of in built.items()}
+    assert built[9984, 0.5].registers == 32
+    assert all(of.registers <= 128 for (_, t), of in built.items() if t == 2)
+
+
+def test_what_the_page_says_of_registers_forward(launches):
+    """How many programs fit, with the limit and without."""
+    without = {"more": {"maxnreg": None}}
+    said = {
+        (8704, False): (79, 3),
+        (8704, True): (64, 4),
+        (15872, False): (127, 2),
+        (15872, True): (80, 3),
+        (9984, True): (64, 4),
+    }
+    found = launches(
+        calls(
+            ({"N": N} | ({} if limited else without) for N, limited in said),
+            mode="forward",
+            rule="plan_forward",
+            times=1,
+        )
+    )
+    for (key, expected), (built,) in zip(said.items(), found, strict=True):
+        each = -(-built.registers // 8) * 8  # a thread gets a multiple of 8
+        fit = 65536 // (each * 32 * built.num_warps)
+        assert (built.registers, fit) == expected, key
+    half, twice = launches(
+        calls(
+            ({"times": 0.5}, {"times": 2}),
+            mode="forward",
+            rule="plan_forward",
+            N=9984,
+        )
+    )
+    assert half[0].spills == 288
+    assert 65536 // (64 * 32 * twice[0].num_warps) == 2
+
+
+def loads(built):
+    return re.findall(r"ld\.global\S*", built.asm["ptx"])
+
+
+def test_what_the_page_says_of_loads_forward(launches):
+    """At 4608 columns, of x alone: w and b are loaded as often."""
+    plan = {"ROWS": 1, "num_warps": 4, "HINT": ""}
+    found = launches(
+        calls(
+            ({"more": plan | {"CHUNK": chunk}} for chunk in (8192, 1024)),
+            N=4608,
+            mode="forward",
+            rule="plan_forward",
+            times=1,
+        )
+    )
+    assert [len(loads(built)) for (built,) in found] == [3 * 8, 3 * 5]
+
+
+def test_why_w_has_as_many_rows_as_the_tile(launches):
+    """With a row of its own its loads are narrower, and it changes threads."""
+    from compiled.aot import Call
+
+    alone = (("at = row * 0 + col  # of", "at = col  # of"),)
+    values = {"M": 4096, "dtype": "float16", "mode": "forward", "times": 1}
+    values["rule"] = "plan_forward"
+    found = launches(
+        Call(PAGE.name, one_pass, values | {"N": N}, replace=edit)
+        for N in (256, 4608)
+        for edit in ((), alone)
+    )
+    narrow, own, wide, wide_own = (of[0] for of in found)
+    assert all(load.endswith("v4.b32") for load in loads(narrow))
+    assert sum(load.endswith("v2.b32") for load in loads(own)) == 2
+    barriers = [of.asm["ptx"].count("bar.sync") for of in (narrow, own)]
+    assert barriers[0] < barriers[1]
+    assert loads(wide) == loads(wide_own)  # of a single row
