@@ -1028,9 +1028,10 @@ report(bench_forward)
 # **What the figure shows.**
 # On the H200 our kernel reaches NN% to NN% of a copy, PyTorch reaches NN% to
 # NN%, and torch.compile reaches NN% to NN%.
-# On the H100 it is NN% to NN%, NN% to NN%, and NN% to NN%.
-# Ours is NN to NN times as fast as PyTorch on the H200, and NN to NN times on
-# the H100.
+# On the H100 ours reaches NN% to NN% of a copy, PyTorch NN% to NN%, and
+# torch.compile NN% to NN%.
+# Forward, ours is NN to NN times as fast as PyTorch on the H200, and NN to NN
+# times on the H100.
 #
 # **Why.**
 # A row moves once, as in the copy, and at each width programs that load, sum
@@ -1338,9 +1339,10 @@ report(bench_backward)
 # **What the figure shows.**
 # On the H200 our backward pass reaches NN% to NN% of the copy, PyTorch reaches
 # NN% to NN%, and torch.compile reaches NN% to NN%.
-# On the H100 it is NN% to NN%, NN% to NN%, and NN% to NN%.
-# Ours is NN to NN times as fast as PyTorch on the H200, and NN to NN times on
-# the H100.
+# On the H100 ours reaches NN% to NN% of the copy, PyTorch NN% to NN%, and
+# torch.compile NN% to NN%.
+# Backward, ours is NN to NN times as fast as PyTorch on the H200, and NN to NN
+# times on the H100.
 #
 # **Why.**
 # PyTorch reads ``x`` and ``dy`` a second time for ``dw`` and ``db``, so five
@@ -1446,7 +1448,8 @@ report(bench_warps_backward)
 # In the tables, the formula is the first column.
 # Forward, on the H200, it reaches NN% to NN% of a copy at these widths, half
 # the warps reach NN% to NN%, and twice the warps reach NN% to NN%. On the H100
-# it is NN% to NN%, NN% to NN%, and NN% to NN%.
+# the formula reaches NN% to NN% of a copy, half the warps NN% to NN%, and
+# twice the warps NN% to NN%.
 # Backward, on the H200, it reaches NN% to NN%, half the warps reach NN%, NN%,
 # NN% and NN% at the four widths, and twice the warps reach NN%, NN%, NN% and
 # NN%. On the H100 the formula reaches NN% to NN%, half the warps reach NN%,
