@@ -135,8 +135,8 @@ def _load_chunks(
     N: tl.constexpr,  # columns
     ROWS: tl.constexpr,  # rows of a chunk
     CHUNK: tl.constexpr,  # lanes of a chunk in each row
-    HINT: tl.constexpr,  # what the caches should do with the rows
-):
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
     """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
     xs = ()
     # Unrolled by the compiler: c is a constant each time, and the tuple grows.
