@@ -238,7 +238,7 @@ def _layer_norm_fwd_chunks(
 # room. ``evict_last`` keeps ``w`` and ``b`` for the other programs.
 # ``HINT`` is the policy of ``x``, which nobody reads again.
 #
-# The launch takes the four numbers that we choose as a *plan*: the rows and
+# The launch takes the four things that we choose as a *plan*: the rows and
 # the lanes of a chunk, the policy, and the warps of a program.
 
 
@@ -1050,12 +1050,12 @@ report(bench_forward)
 # - **Warps.** 8 of them are 256 threads, and 65536 registers are 256 for each,
 #   the most that a thread can have. With 16 warps each thread could have only
 #   128. Rows of up to 2 KB get 4 warps, so that a sum has fewer to wait for.
-# - **Rows.** As many that a thread has up to 32 columns, but at most 8 rows.
-#   32 columns of 16 bits take 32 × 3.5 = 112 registers.
+# - **Rows.** As many as give a thread up to 32 columns, but at most 8 rows. 32
+#   columns of 16 bits take 32 × 3.5 = 112 registers.
 # - **The widest row.** It has 5 chunks of 2048, or 40 columns for each thread.
 #   That is 10240 columns in 16 bits. With a sixth chunk, 48 × 3.5 = 168
-#   registers and what a row needs beside them were too many: the compiler
-#   spilled.
+#   registers and what a row needs beside them are too many: a thread spills 48
+#   bytes.
 # - **Stages.** Of each tile we need ``x`` and ``dy``, and we request as many
 #   ahead as fit into 96 KB, but at most three. `Loads in flight
 #   <04-loads-in-flight.html>`_ found that 64 KB in flight are enough, and a
@@ -1490,7 +1490,8 @@ report(bench_warps_backward)
 # ------------------------------------
 #
 # - **torch.compile can be faster forward.** On the H200 it is faster than ours
-#   at NN columns, and on the H100 it is faster at NN columns.
+#   at NN columns, and on the H100 it is faster at NN columns. We have not
+#   looked at its kernels.
 # - **Not every width.** Ours takes multiples of 8, up to 32768 columns in 16
 #   bits, and 10240 with gradients. PyTorch takes all.
 # - **The formula is made for two cards.** Its limits come from trials on an

@@ -636,6 +636,7 @@ def test_what_the_page_says_of_other_warps(launches):
         (3328, 2): 208,
         (5888, 2): 184,
         (9984, 2): 40,
+        (12288, 1): 48,  # a sixth chunk
     }
     found = launches(
         calls(
