@@ -101,12 +101,12 @@ print("chunks:", [chunk.tolist() for chunk in chunks])
 
 # Lane by lane, then over the lanes: one sum for each chunk is not needed.
 total = chunks[0] + chunks[1] + chunks[2]
-print("sums of the lanes:", total.tolist(), "and of the row:", total.sum())
+print("sums of the lanes:", total.tolist())
+print("sum of the row:", total.sum().item())
 
 # %%
-# The last line is worth a second look. A sum over the lanes of a program needs
-# all its threads, which have to wait for each other. An addition lane by lane
-# does not.
+# Why in two steps? A sum over the lanes of a program needs all its threads,
+# and they have to wait for each other. An addition lane by lane does not.
 # So we first add up the chunks, and then the lanes, once for the whole row.
 #
 # The first function says which lanes a chunk has.
