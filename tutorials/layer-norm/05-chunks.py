@@ -148,11 +148,11 @@ def _load_chunks(
 
 
 # %%
-# A loop with ``range`` could not do that. Its turns share one piece of code,
-# and a register has no number that a loop could count up.
-# ``tl.static_range`` writes the turns one after the other when the kernel is
-# compiled, so each chunk has registers of its own, and nothing of the tuple is
-# left at run time.
+# A loop with ``range`` could not do that. All its iterations share one piece
+# of code, and a register has no index that a loop could count up.
+# ``tl.static_range`` writes the iterations one after the other when the kernel
+# is compiled, so each chunk has registers of its own, and nothing of the tuple
+# is left at run time.
 # Nothing waits in this loop, either: all chunks are requested before the first
 # of them arrives.
 #
@@ -560,8 +560,9 @@ def _means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
 
 # %%
 # The formula for ``dx`` was :math:`r \, (g - \hat{x} \, c_1 - c_2)`, with
-# :math:`\hat{x} = r \, (x - \mu)`. We multiply it out: factors that are the
-# same for a whole row are then multiplied once a row, and not in each lane.
+# :math:`g = w \, dy` and :math:`\hat{x} = r \, (x - \mu)`.
+# We multiply it out: factors that are the same for a whole row are then
+# multiplied once a row, and not in each lane.
 # With :math:`d = x - \mu`, a lane computes
 #
 # .. math:: dx = r \, g - (d \, r^2 c_1 + r \, c_2)
@@ -634,7 +635,7 @@ def _layer_norm_bwd_chunks(
         tl.num_programs(0) * ROWS,
         num_stages=STAGES,
         # The compiler would convert w to float32 before the loop, because the
-        # result is the same in each turn. That takes twice the registers.
+        # result is always the same. That takes twice the registers.
         disable_licm=True,
     ):
         # Load ROWS rows of x and of dy, and what the forward pass saved.
@@ -890,8 +891,8 @@ report(bench_lanes_backward)
 #   fit; 80 make it three.
 # - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
 #
-# The first and the fourth can be computed. The limits of 2, 3 and 6 KB can
-# not: there one plan became faster than the other when we tried both.
+# The first and the fourth can be computed. The limits of 2, 3 and 6 KB cannot:
+# they are where one plan became faster than the other when we tried both.
 
 
 def tile_of(N, itemsize, warps, times=1):
