@@ -724,3 +724,36 @@ def test_why_w_has_as_many_rows_as_the_tile(launches):
     barriers = [of.asm["ptx"].count("bar.sync") for of in (narrow, own)]
     assert barriers[0] < barriers[1]
     assert loads(wide) == loads(wide_own)  # of a single row
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    moved = []
+
+    def speed(bytes_moved, prepare):
+        prepare()()
+        moved.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = PAGE.load()
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    for benchmark in (
+        page.bench_lanes,
+        page.bench_lanes_backward,
+        page.bench_forward,
+        page.bench_backward,
+        page.bench_warps_forward,
+        page.bench_warps_backward,
+    ):
+        bench = benchmark.benchmarks
+        matrices = 2 if bench.args["mode"] == "forward" else 3
+        for provider in bench.line_vals:
+            del moved[:]
+            values = {"M": 5, "N": 24, "provider": provider}
+            assert benchmark.fn(**bench.args | values) == (2, 1, 3)
+            tiles = 6 if provider == "copy" else 1
+            assert moved == tiles * [matrices * 5 * 24 * 2]
