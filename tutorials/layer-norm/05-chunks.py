@@ -6,8 +6,27 @@ How does a row of 4608 columns fit into registers without a tile of 8192?
 Cut it into chunks, of which only the last can have idle lanes, and let narrow
 rows share a program.
 
-**What you need:** the formulas of `Layer normalization, both passes
-<01-layer-norm.html>`_.
+A tile has a power of two of elements, and few rows have.
+On the first half of this page we cut a row into chunks, try them at a few
+widths with a plan made by hand, and find out when the padding of a tile costs
+time and when it does not.
+On the second half we write a formula that makes a plan for every width, test
+it at widths that it was not made from, and build the function to train with.
+
+**What you will learn**
+
+- What idle lanes cost: which resources they take, and in which pass that
+  matters.
+- How to keep a row in registers as a tuple of chunks, with
+  ``tl.static_range``.
+- How to compute the registers that a kernel needs before you compile it.
+- How to choose chunks, warps, stages and a limit of registers by a formula,
+  without autotuning, and how to test such a formula.
+- How to start a second kernel before the first one has ended.
+
+**What you need:** `Layer normalization, both passes <01-layer-norm.html>`_ for
+the formulas, and `Loads in flight <04-loads-in-flight.html>`_ for stages. You
+don't need a GPU.
 """
 
 # %%
@@ -34,28 +53,65 @@ import triton.language as tl
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
-# A *lane* is a place for one element, and a *tile* has a power of two of them.
-# A *chunk* is one of several tiles that hold a row together.
-# A row of 4608 columns leaves almost half of the 8192 lanes of one tile idle,
-# but only half of the last of five chunks of 1024; idle lanes have no color:
+# How many lanes are idle?
+# ------------------------
+#
+# A *lane* is a place for one element of a tile.
+# A row of 4608 columns needs a tile of 8192 lanes. 3584 of them, or 44%, are
+# *idle*: they are masked, and hold no column.
+#
+# A *chunk* is one of several tiles that hold a row together. Chunks are as
+# wide as each other, and their width is a power of two, but their number can
+# be anything.
+# Five chunks of 1024 lanes have 5120 lanes. The first four are full, and half
+# of the last one is idle, which is 10% of all lanes.
+# In the picture idle lanes have no color.
 
 # %%
 
 # Drawing: which lanes of one tile and of chunks are idle.
 
-plt.figure("4608 columns in a tile of 8192 lanes or 5 chunks", (7.5, 1.8))
-for level, chunk in (1, 8192), (0, 1024):
-    plt.barh(level, 4608, 0.6, color="C0", alpha=0.6)
+plt.figure(
+    "4608 columns in a tile of 8192 lanes, and in 5 chunks of 1024",
+    figsize=(7.5, 1.8),
+)
+for level, chunk in ((1, 8192), (0, 1024)):
+    plt.barh(level, 4608, height=0.6, color="C0", alpha=0.6)
     for start in range(0, 4608, chunk):
-        plt.barh(level, chunk, 0.6, start, fc="none", ec="k")
+        plt.barh(level, chunk, height=0.6, left=start, fc="none", ec="k")
 plt.yticks((0, 1), ("5 chunks", "1 tile"))
+plt.xlabel("lanes")
 plt.show()
 
 # %%
 # Forward, in chunks
 # ------------------
 #
-# A chunk has ``ROWS`` rows, of which ``left`` exist; the last masks columns.
+# How does a kernel work on several tiles as on one row?
+#
+# Here is a row of ten columns in chunks of four, with tensors of PyTorch.
+# The last chunk has two idle lanes, which hold 0.
+
+row = torch.arange(10.0)
+chunks = [torch.zeros(4) for _ in range(3)]
+for c in range(3):
+    columns = row[4 * c : 4 * c + 4]
+    chunks[c][: len(columns)] = columns
+print("chunks:", [chunk.tolist() for chunk in chunks])
+
+# Lane by lane, then over the lanes: one sum for each chunk is not needed.
+total = chunks[0] + chunks[1] + chunks[2]
+print("sums of the lanes:", total.tolist())
+print("sum of the row:", total.sum().item())
+
+# %%
+# Why in two steps? A sum over the lanes of a program needs all its threads,
+# and they have to wait for each other. An addition lane by lane does not.
+# So we first add up the chunks, and then the lanes, once for the whole row.
+#
+# The first function says which lanes a chunk has.
+# A program may take several rows: chunk ``c`` of ``ROWS`` rows is a tile of
+# ``ROWS`` × ``CHUNK`` lanes.
 
 
 @triton.jit
@@ -63,17 +119,27 @@ def _chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Row and column of the lanes of a chunk, and which of them exist."""
     row = tl.arange(0, ROWS)[:, None]
     col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
     mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
     if (c + 1) * CHUNK > N:
         mask = mask & (col < N)
     return row, col, mask
 
 
 @triton.jit
-def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
-                 CHUNK: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+def _load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
     """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
     xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
         at = ptr + (row * stride + col)
@@ -82,35 +148,64 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 
 # %%
-# ``tl.static_range`` unrolls a loop: the tuple grows, and stays in registers.
-# ``w`` and ``b`` are loaded last, for fewer registers. *Eviction policies*
-# tell the caches to keep them (``evict_last``); ``HINT`` is that of ``x``.
+# A loop with ``range`` could not do that. All its iterations share one piece
+# of code, and a register has no index that a loop could count up.
+# ``tl.static_range`` writes the iterations one after the other when the kernel
+# is compiled, so each chunk has registers of its own, and nothing of the tuple
+# is left at run time.
+# Nothing waits in this loop, either: all chunks are requested before the first
+# of them arrives.
+#
+# The kernel is the forward kernel of `Layer normalization, both passes
+# <01-layer-norm.html>`_, with a loop over chunks in place of each step over
+# columns.
 
 
 @triton.jit
 def _layer_norm_fwd_chunks(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # w and b may be None
-    M, eps: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    M,  # rows
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # New: rows that a program takes
+    CHUNK: tl.constexpr,  # New: lanes of a chunk in each row
+    HINT: tl.constexpr,  # New: what the caches should do with x
+):
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # Load our rows. They stay in the type of x, which takes half as many
+    # registers in 16 bits, and are converted where they are used.
     first = tl.program_id(0) * ROWS
     left = M - first
     start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
     xs = _load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, HINT)
+
+    # The mean: add up chunks lane by lane, and then the lanes of each row.
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
         total += xs[c].to(acc)
     mean = tl.sum(total, axis=1)[:, None] / N
+
+    # The variance, in the same way.
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
         _, col, _ = _chunk(c, left, N, ROWS, CHUNK)
         d = tl.where(col < N, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
         total += d * d
     rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+
+    # mean and rstd are columns of ROWS numbers.
     row = tl.arange(0, ROWS)[:, None]
     tl.store(mean_ptr + first + row, mean, mask=row < left)
     tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+
+    # w and b are loaded only now: loaded together with x, they would take
+    # registers all the time. All programs read them, so caches keep them.
     KEEP: tl.constexpr = "evict_last"
     for c in tl.static_range(len(xs)):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
@@ -124,17 +219,49 @@ def _layer_norm_fwd_chunks(
 
 
 # %%
-# A *plan*: rows and columns of a chunk, and warps (32 threads) of a program.
+# Two lines need an explanation.
+#
+# ``at = row * 0 + col`` looks as if it did nothing.
+# It matters where a program has several rows. Take 4 rows of 256 columns in 2
+# warps. Of the tile of ``x``, each of the 64 threads loads pieces of 8
+# neighboring columns. A row of ``w`` alone has only 256 lanes, and the
+# compiler would give each thread 4 of them: narrower loads, and other columns
+# than those that the thread has of ``x``. So ``w`` would have to change hands
+# through shared memory, where all threads wait for each other.
+# ``row * 0`` has as many rows as the tile, so ``at`` is an address for each of
+# its lanes. Now ``w`` is loaded just like ``x``, 16 bytes at a time, and each
+# thread has what it needs. The rows of the tile load the same bytes, which
+# come from a cache.
+# A program with a single row gets the same code either way.
+#
+# *Eviction policies* tell the caches what to give up first when they need
+# room. ``evict_last`` keeps ``w`` and ``b`` for the other programs.
+# ``HINT`` is the policy of ``x``, which nobody reads again.
+#
+# The launch takes the four things that we choose as a *plan*: the rows and
+# the lanes of a chunk, the policy, and the warps of a program.
 
 
 def forward(x, w, b, eps, plan):
-    """y, mean and rstd for a contiguous (M, N) x."""
+    """y, mean and rstd for a contiguous (M, N) x; w and b may be None."""
     M, N = x.shape
-    acc = torch.promote_types(x.dtype, torch.float32)
     y = torch.empty_like(x)
-    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
-    grid = (triton.cdiv(M, plan["ROWS"]),)
-    _layer_norm_fwd_chunks[grid](x, w, b, y, mean, rstd, M, eps, N, **plan)
+    # 16-bit rows are summed in float32.
+    acc = torch.promote_types(x.dtype, torch.float32)
+    mean = torch.empty(M, dtype=acc, device=x.device)
+    rstd = torch.empty(M, dtype=acc, device=x.device)
+    _layer_norm_fwd_chunks[(triton.cdiv(M, plan["ROWS"]),)](
+        x_ptr=x,
+        w_ptr=w,
+        b_ptr=b,
+        y_ptr=y,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        M=M,
+        eps=eps,
+        N=N,
+        **plan,
+    )
     return y, mean, rstd
 
 
@@ -144,176 +271,267 @@ y, _, _ = forward(x, None, None, 1e-5, plan)
 print("chunks of 4:", torch.allclose(y, F.layer_norm(x, (10,)), atol=1e-5))
 
 # %%
+# Do idle lanes cost time?
+# ------------------------
+#
+# We compare chunks of 1024 with one tile, both with four warps, and without
+# ``w`` and ``b``. Nothing else differs.
+# The clock and the ceiling are those of `Layer normalization, both passes
+# <01-layer-norm.html>`_, which explains them.
 
-# Scaffold: the clock, and what its figures say.
+# %%
+
+# Scaffold: the clock.
 
 
-def device_time(fn):
-    """ms on the device: median, 20 % and 80 % quantiles; NaN without one."""
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
+
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
+    """
     if not ON_GPU:
-        return 3 * [float("nan")]
-    fn()  # compiles
-    graph = torch.cuda.CUDAGraph()  # replayed without Python
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        fn()
-    # do_bench overwrites the L2 cache before each replay.
-    return triton.testing.do_bench(
-        graph.replay, warmup=10, rep=40, quantiles=[0.5, 0.2, 0.8]
-    )
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
+    times = []
+    for _ in range(25):
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
+    times.sort()
+    return times[12], times[5], times[19]
 
 
-def speed(moved, fn):
-    """GB/s of a function that must move so many bytes."""
-    ms, low, high = device_time(fn)
-    return [moved / t * 1e-6 for t in (ms, high, low)]
+def speed(bytes_moved, prepare):
+    """GB/s of a call that must move so many bytes: median, low, high."""
+    median, short, long = device_time(prepare)
+    return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
+
+
+# %%
+
+# Scaffold: the ceiling.
+
+
+@triton.jit
+def _move(
+    source_ptr,  # (READS, count)
+    target_ptr,  # (WRITES, count)
+    count,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    count = tl.cast(count, tl.int64)
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    index = start + tl.arange(0, BLOCK_SIZE)
+    mask = index < count
+    total = tl.load(source_ptr + index, mask=mask)
+    for i in tl.static_range(1, READS):
+        total += tl.load(source_ptr + i * count + index, mask=mask)
+    for i in tl.static_range(WRITES):
+        tl.store(target_ptr + i * count + index, total, mask=mask)
+
+
+def ceiling(reads, writes, shape, dtype):
+    """GB/s of a kernel that reads and writes so many matrices and does nothing
+    else. Several tiles are tried; the best one counts."""
+    M, N = shape
+    speeds = []
+    for block_size, warps in (
+        (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
+    ):  # fmt: skip
+
+        def prepare(block_size=block_size, warps=warps):
+            source = torch.randn(reads, M, N, device=DEVICE).to(dtype)
+            target = torch.empty(writes, M, N, dtype=dtype, device=DEVICE)
+
+            def move():
+                _move[(triton.cdiv(M * N, block_size),)](
+                    source_ptr=source,
+                    target_ptr=target,
+                    count=M * N,
+                    READS=reads,
+                    WRITES=writes,
+                    BLOCK_SIZE=block_size,
+                    num_warps=warps,
+                )
+
+            return move
+
+        bytes_moved = (reads + writes) * M * N * dtype.itemsize
+        speeds.append(speed(bytes_moved, prepare))
+    return max(speeds)
+
+
+# %%
+
+# Scaffold: a report.
 
 
 def report(benchmark):
-    """Draw a benchmark; print our speed over that of the others."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
-    table.columns = [name.split(" (")[0] for name in table.columns]
+    """Draw a benchmark, and print each speed in % of the ceiling."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    # perf_report writes 1024.0 and "Copy (GB/s)": we want 1024 and "Copy".
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
     if table.isna().all(axis=None):
-        return print("Timing needs a GPU; the page shows recorded figures.")
-    ratio = table.rdiv(table.iloc[:, 0], axis=0).iloc[:, 1:]
-    print(f"speed of {table.columns[0]} divided by that of")
-    print(ratio.agg(["min", "median", "max"]).round(2).to_string())
-
-
-# %%
-# What do idle lanes cost? Four warps for each kind, no ``w`` and ``b``:
-
-
-@triton.testing.perf_report(triton.testing.Benchmark(
-    ["N"], [512 * i for i in (5, 7, 8, 9, 11, 13, 16)], "provider",
-    ["triton", "tile"], ["Chunks", "One tile"], "layer-norm-chunks-lanes",
-    {"M": 4096, "dtype": torch.float16, "mode": "forward"}, ylabel="GB/s",
-))  # fmt: skip
-def lanes(M, N, dtype, mode, provider):
-    """Device time of a CUDA graph, replayed with an overwritten L2 cache;
-    median, 20 % and 80 % quantiles."""
-    x = torch.randn(M if ON_GPU else 1, N, device=DEVICE).to(dtype)
-    chunk = triton.next_power_of_2(N) if provider == "tile" else 1024
-    plan = {"ROWS": 1, "CHUNK": chunk, "HINT": "", "num_warps": 4}
-    return speed(2 * x.nbytes, lambda: forward(x, None, None, 1e-5, plan))
-
-
-report(lanes)
-
-# %%
-# No difference: they move no bytes, but take registers and instructions.
-# The forward pass has some to spare; the backward pass will not.
-#
-# A formula instead of a table
-# ----------------------------
-#
-# A thread loads 16 bytes of a row of a chunk at once, a warp 512 bytes.
-# Our rule: a warp holds at most 4096 bytes of a row, which are 64 columns of
-# 16 bits a thread; programs have at least four warps, narrow rows two.
-# Up to 2 KB two rows share a program, up to 512 bytes four or more.
-# A multiprocessor has 65536 registers. With at most 64 a thread, two programs
-# of 16 warps fit, or four of 8; with 80, three of 8 warps (``maxnreg``).
-
-CUDA = ON_GPU and torch.version.hip is None
-
-
-def tile_of(N, itemsize, warps, times=1):
-    chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
-    rows = 512 // itemsize * warps // chunk * times
-    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
-
-
-def plan_forward(N, itemsize, times=1):
-    row = N * itemsize
-    warps = triton.next_power_of_2(triton.cdiv(row, 4096))
-    warps = int(times * max(warps, 2 if row <= 3072 else 4))
-    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    if CUDA and 16384 < row <= 49152:
-        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
-    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    percent = 100 * table.div(table["Copy"], axis="index")
+    percent = percent.drop(columns="Copy")
+    print("speed in % of the speed of the copy")
+    print(percent.to_string(float_format="%.0f"))
 
 
 # %%
 
-# Scaffold: inputs, and a check against float64.
+# Scaffold: inputs.
 
 
 def inputs(M, N, dtype):
-    """x, w, b and dy; the mean of x is far from 0."""
+    """x, w, b and dy. The mean of x is far from 0, as it may be in a model."""
     torch.manual_seed(0)
     x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
-    w, b = torch.rand(2, N, device=DEVICE)
+    w = torch.rand(N, device=DEVICE)
+    b = torch.rand(N, device=DEVICE)
     dy = 0.1 * torch.randn(M, N, device=DEVICE)
-    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
-
-
-def check(function, M, N, dtype):
-    """Compare y, dx, dw and db with those of PyTorch in float64."""
-    given, results = inputs(M, N, dtype), []
-    exact = [t.detach().double().requires_grad_() for t in given]
-    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
-        y = f(x, (N,), w, b)
-        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
-    # 16 bits: one rounding of a result. float32: the sums round as well.
-    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
-    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
-        error = ((got - want).norm() / want.norm()).item()
-        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
-    print(f"{M} x {N}, {dtype}: errors below {limit:.1e} in y, dx, dw, db")
+    x = x.to(dtype).requires_grad_()
+    w = w.to(dtype).requires_grad_()
+    b = b.to(dtype).requires_grad_()
+    return x, w, b, dy.to(dtype)
 
 
 # %%
 
-
-def benchmark(name, mode, widths, peers=("torch", "torch.compile"), **ours):
-    names = {"triton": "Triton", "torch": "PyTorch", "copy": "Copy"}
-    lines = [*ours, *peers, "copy"]
-
-    def measure(M, N, dtype, mode, provider):
-        """Device time of a CUDA graph, replayed with an overwritten L2 cache;
-        median, 20 % and 80 % quantiles."""
-        if not ON_GPU:
-            return 3 * [float("nan")]  # the interpreter cannot be timed
-        x, w, b, dy = inputs(M, N, dtype)
-        f, out = ours.get(provider, F.layer_norm), torch.empty_like(dy)
-        if provider == "torch.compile":
-            torch._dynamo.reset()  # nothing is left of other shapes
-            torch._functorch.config.donated_buffer = False  # runs many times
-            f = torch.compile(lambda *args: F.layer_norm(*args), dynamic=False)
-        forward = lambda: f(x, (N,), w, b)
-        y, grad = forward(), torch.autograd.grad
-        backward = lambda: grad(y, (x, w, b), dy, retain_graph=True)
-        if provider == "copy":  # of two matrices; an addition moves three
-            forward = lambda: out.copy_(dy)
-            backward = lambda: torch.add(x.detach(), dy, out=out)
-        moved, fn = (2, forward) if mode == "forward" else (3, backward)
-        return speed(moved * dy.nbytes, fn)
-
-    return triton.testing.perf_report(triton.testing.Benchmark(
-        ["N"], widths, "provider", lines, [names.get(n, n) for n in lines],
-        f"layer-norm-chunks-{name}",
-        {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="GB/s",
-    ))(measure)  # fmt: skip
+# Scaffold: idle lanes forward, a benchmark.
 
 
-def by(rule):
-    return lambda x, _, w, b: forward(x, w, b, 1e-5, rule(x.shape[1], 2))
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[2560, 4096, 4608, 6656, 8192],
+        line_arg="provider",
+        line_vals=["triton", "tile", "copy"],
+        line_names=["Chunks", "One tile", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-lanes",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward"},
+    )
+)
+def bench_lanes(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    if provider == "copy":
+        return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
+    plan = {"ROWS": 1, "CHUNK": 1024, "HINT": "", "num_warps": 4}
+    if provider == "tile":
+        plan["CHUNK"] = triton.next_power_of_2(N)
 
+    def prepare():
+        x, _, _, _ = inputs(M, N, dtype)
+        x = x.detach()
+        return lambda: forward(x, w=None, b=None, eps=1e-5, plan=plan)
 
-WIDTHS = [512 * i for i in (1, 2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 20, 31)]
-report(benchmark("forward", "forward", WIDTHS, triton=by(plan_forward)))
+    bytes_moved = 2 * M * N * dtype.itemsize  # read x, write y
+    return speed(bytes_moved, prepare)
+
 
 # %%
-# All widths are near the copy; torch.compile is faster at 512 only.
+
+report(bench_lanes)
+
+# %%
+# **What the figure shows.**
+# No, they do not. On the H200 chunks reach NN% to NN% of a copy, and one tile
+# reaches NN% to NN%. At no width do they differ by more than NN%.
+# On the H100 chunks reach NN% to NN%, one tile reaches NN% to NN%, and they
+# differ by up to NN%.
+#
+# **Why.**
+# An idle lane moves no bytes: a masked load asks for nothing. It takes
+# instructions. At 4608 columns a thread of the compiled kernel loads ``x``
+# with 8 instructions in a tile, and with 5 in chunks.
+# But several programs share an SM, and while one of them executes
+# instructions, the others wait for memory anyway.
+#
+# **What follows.**
+# Forward, padding is free, and we could have stayed with one tile. Chunks pay
+# where instructions or registers are short.
 #
 # Backward: registers
 # -------------------
 #
-# The backward kernel keeps two sums in float32 for each lane, ``dw`` and
-# ``db``, beside ``x``, ``dy`` and ``w``: 3.5 registers in 16 bits.
-# A multiprocessor has 65536: 6.4 a lane for five chunks of 2048, but 4 for a
-# tile of 16384: with loads ahead some are *spilled* to memory.
+# Is it the same in the backward pass?
 #
-# One reduction adds up both sums of a row, so warps meet half as often.
+# Let's count what a program keeps in registers for each of its lanes.
+# A register has 32 bits, so a number of 16 bits takes half of one.
+#
+# - ``x``, ``dy`` and ``w`` in 16 bits take half a register each. That is 1.5.
+# - The two sums that become ``dw`` and ``db`` are in float32, and take one
+#   each. That is 2.
+#
+# Together that is 3.5 registers a lane, from the first row to the last. The
+# forward pass keeps ``x`` and one running sum for all chunks, which is much
+# less.
+#
+# A thread can have at most 255 registers. A program of 8 warps has 256
+# threads, so how many lanes does each of them have, and how many registers do
+# its chunks take?
+
+print("columns  lanes of a thread: one tile, chunks  registers of chunks")
+for N in (2560, 4608, 8192, 8704, 10240):
+    in_tile = triton.next_power_of_2(N) // 256
+    in_chunks = triton.cdiv(N, 2048) * 2048 // 256
+    print(f"{N:7}{in_tile:29}{in_chunks:8}{3.5 * in_chunks:21.0f}")
+
+# %%
+# At 10240 columns, chunks leave 115 of 255 registers for addresses and for
+# what a row needs while it is computed, such as ``x`` and ``dy`` in float32.
+# A tile of 16384 lanes would take 64 × 3.5 = 224 registers and leave 31.
+# (The compiler is a little smarter than that. It knows ``N``, and it keeps no
+# sums for lanes that never hold a column.)
+#
+# The two sums of a row have to go through all threads of a program. We send
+# both at once: ``tl.reduce`` takes a tuple, and a function that combines two
+# pairs. So the warps of a program have to wait for each other once, and not
+# twice.
 
 
 @triton.jit
@@ -328,11 +546,28 @@ def _means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
     sum2 = tl.zeros(xs[0].shape, mean.dtype)
     for c in tl.static_range(len(xs)):
         wdy = dys[c].to(mean.dtype)
-        wdy = wdy * ws[c].to(mean.dtype) if len(ws) > 0 else wdy
+        if len(ws) > 0:
+            wdy = wdy * ws[c].to(mean.dtype)
         sum1 += wdy * (xs[c].to(mean.dtype) - mean)
         sum2 += wdy
+    # Both sums over a row at once, so that its warps meet only once.
     sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
-    return sum1[:, None] * (rstd * rstd * rstd / N), sum2[:, None] * (rstd / N)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = sum1[:, None] * rstd * rstd * rstd / N
+    c2 = sum2[:, None] * rstd / N
+    return c1, c2
+
+
+# %%
+# The formula for ``dx`` was :math:`r \, (g - \hat{x} \, c_1 - c_2)`, with
+# :math:`g = w \, dy` and :math:`\hat{x} = r \, (x - \mu)`.
+# We multiply it out: factors that are the same for a whole row are then
+# multiplied once a row, and not in each lane.
+# With :math:`d = x - \mu`, a lane computes
+#
+# .. math:: dx = r \, g - (d \, r^2 c_1 + r \, c_2)
+#
+# The function above returns :math:`r^2 c_1` and :math:`r \, c_2`.
 
 
 @triton.jit
@@ -341,51 +576,81 @@ def _gradients(x, dy, w, mean, rstd, c1, c2):
     d = x.to(mean.dtype) - mean
     dy = dy.to(mean.dtype)
     scaled = dy * rstd
-    wdy = scaled if w is None else scaled * w.to(mean.dtype)
+    wdy = scaled
+    if w is not None:
+        wdy = scaled * w.to(mean.dtype)
     return wdy - (d * c1 + c2), scaled * d, dy
 
 
 @triton.jit
 def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
+    """The sums of a program, in its buffer: dw first, then db."""
     CHUNK: tl.constexpr = dws[0].shape[1]
     ptr += tl.program_id(0) * 2 * N
     for c in tl.static_range(len(dws)):
         col = c * CHUNK + tl.arange(0, CHUNK)
+        # Each of the ROWS rows of a tile has sums of its own until now.
         tl.store(ptr + col, tl.sum(dws[c], axis=0), mask=col < N)
         tl.store(ptr + N + col, tl.sum(dbs[c], axis=0), mask=col < N)
 
 
 # %%
-# A program loops over tiles, some `in flight <04-loads-in-flight.html>`_.
-# ``disable_licm`` keeps the compiler from converting ``w`` to float32 before
-# the loop, for twice the registers.
+# As on the pages before, a program loops over rows, here over ``ROWS`` of them
+# at a time, and keeps its sums in registers until the last.
+# ``STAGES`` says how far ahead rows are `requested
+# <04-loads-in-flight.html>`_.
 
 
 @triton.jit
 def _layer_norm_bwd_chunks(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
-    dx_ptr, sums_ptr,  # (M, N); (programs, 2, N); or None: not wanted
-    M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    EARLY: tl.constexpr,  # whether the second kernel may start early
+):
+    # w stays in registers for all rows, in its own type.
     zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
     ws, dws, dbs = (), (), ()
     if w_ptr is not None:
+        # With a stride of 0, each row of the tile is w.
         ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+
+    # The sums for dw and db, of each lane: tuples of chunks, too.
     for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
+
     for first in tl.range(
-        tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS,
-        num_stages=STAGES, disable_licm=True,
-    ):  # fmt: skip
+        tl.program_id(0) * ROWS,
+        M,
+        tl.num_programs(0) * ROWS,
+        num_stages=STAGES,
+        # The compiler would convert w to float32 before the loop, because the
+        # result is always the same. That takes twice the registers.
+        disable_licm=True,
+    ):
+        # Load ROWS rows of x and of dy, and what the forward pass saved.
         row, left = first + tl.arange(0, ROWS)[:, None], M - first
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         start = tl.cast(first, tl.int64) * N
         xs = _load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, "")
         dys = _load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+        # Both means need the whole row, so all chunks come first.
         c1, c2 = _means_of_chunks(xs, dys, ws, mean, rstd, N)
+
+        # Then each chunk is done by itself. An element of a tuple cannot be
+        # replaced, so the sums go into new tuples.
         new_dws, new_dbs = (), ()
         for c in tl.static_range(len(xs)):
             w = None if w_ptr is None else ws[c]
@@ -396,6 +661,8 @@ def _layer_norm_bwd_chunks(
                 i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
                 tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
         dws, dbs = new_dws, new_dbs
+
+    # The second kernel may start now; the next section explains it.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if sums_ptr is not None:
@@ -403,19 +670,33 @@ def _layer_norm_bwd_chunks(
 
 
 # %%
-# A second kernel adds up the buffers, a matrix of ``2 N`` columns.
-# From Hopper on it starts ``EARLY`` (*programmatic dependent launch*), while
-# programs still run; ``gdc_wait`` waits until all buffers are written.
+# A second kernel that starts early
+# ---------------------------------
+#
+# As before, a second kernel adds up the buffers of all programs.
+# Usually a kernel starts when the one before has ended, and starting takes a
+# moment in which the GPU has nothing to do.
+#
+# From the H100 on there is *programmatic dependent launch*. When each program
+# of the first kernel has called ``gdc_launch_dependents``, or has ended, the
+# programs of the second one can start, wherever there is room.
+# They do what they can do without the buffers. Then they call ``gdc_wait``,
+# which waits until the first kernel has ended and all that it stored can be
+# seen. Without this line they would read buffers that nobody has filled yet.
 
 
 @triton.jit
 def _add_up_chunks(
-    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
-    programs, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,  # (programs, WIDTH)
+    grads_ptr,  # (WIDTH,): dw, then db
+    programs,  # how many rows of sums there are
+    WIDTH: tl.constexpr,  # 2 * N
+    ROWS: tl.constexpr,  # a power of two, at least programs
+    COLS: tl.constexpr,  # columns per program
+    EARLY: tl.constexpr,  # whether this kernel has been started early
+):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # until all sums are stored
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.arange(0, ROWS)[:, None]
     mask = (rows < programs) & (cols < WIDTH)
@@ -424,164 +705,845 @@ def _add_up_chunks(
 
 
 # %%
-# The rule: one program a multiprocessor, of 8 warps, or of 4 in narrow rows.
-# A thread holds up to 32 columns of 16 bits, in 1 to 8 rows, or 40 of a wide
-# row; tiles in flight fit into 96 KiB of shared memory.
+# One program runs on each SM. Rows come ahead of time, so it needs no others
+# beside it, and it has all registers.
 
+# The interpreter counts as CUDA.
+CUDA = torch.version.hip is None
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
-EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
+EARLY = ON_GPU and CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def plan_backward(N, itemsize, times=1):
-    warps = int(times * (4 if N * itemsize <= 2048 else 8))
-    plan = tile_of(N, itemsize, warps)
-    chunks = triton.cdiv(N, plan["CHUNK"])
-    plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
-    tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
-    return plan | {"STAGES": 1 + min(98304 // tile, 3)}
+def add_up(sums, grads):
+    """Fill grads, dw and db as (2, N), from (programs, 2, N) sums."""
+    programs, _, N = sums.shape
+    options = {}
+    if EARLY:
+        options["launch_pdl"] = True
+    columns_per_program = 16
+    _add_up_chunks[(triton.cdiv(2 * N, columns_per_program),)](
+        sums_ptr=sums,
+        grads_ptr=grads,
+        programs=programs,
+        WIDTH=2 * N,
+        ROWS=triton.next_power_of_2(max(programs, 1)),
+        COLS=columns_per_program,
+        EARLY=EARLY,
+        **options,
+    )
 
 
 def backward(dy, x, w, mean, rstd, dx, grads, plan):
     """Fill dx and grads, which are dw and db; either may be None."""
-    (M, N), sums = x.shape, None
+    M, N = x.shape
     programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
+    sums = None
     if grads is not None:
-        sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=x.device)
+        shape = (programs, 2, N)
+        sums = torch.empty(shape, dtype=mean.dtype, device=x.device)
     _layer_norm_bwd_chunks[(programs,)](
-        dy, x, w, mean, rstd, dx, sums, M, N, EARLY=EARLY, **plan
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        M=M,
+        N=N,
+        EARLY=EARLY,
+        **plan,
     )
     if grads is not None:
-        option = {"launch_pdl": True} if EARLY else {}
-        rows = triton.next_power_of_2(max(programs, 1))
-        _add_up_chunks[(triton.cdiv(2 * N, 16),)](
-            sums, grads, programs, 2 * N, rows, 16, EARLY, **option
+        add_up(sums, grads)
+
+
+# %%
+# Do idle lanes cost time now?
+# ----------------------------
+#
+# Again we change nothing but the width of a chunk. Both plans have 8 warps,
+# one row at a time, and three stages, which keep two rows in flight.
+# There is one exception: at a tile of 16384 lanes, loads ahead would make the
+# compiler *spill* registers to memory, and so it gets a single stage.
+
+
+def plan_by_hand(N):
+    return {"ROWS": 1, "CHUNK": 2048, "STAGES": 3, "num_warps": 8}
+
+
+def plan_of_one_tile(N):
+    plan = plan_by_hand(N)
+    plan["CHUNK"] = triton.next_power_of_2(N)
+    if plan["CHUNK"] > 8192:
+        plan["STAGES"] = 1
+    return plan
+
+
+# %%
+
+# Scaffold: idle lanes backward, a benchmark.
+
+
+def speed_backward(M, N, dtype, plan):
+    """GB/s of the backward pass alone, with a plan."""
+
+    def prepare():
+        x, w, b, dy = (t.detach() for t in inputs(M, N, dtype))
+        _, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
+
+        def run():
+            dx = torch.empty_like(x)
+            grads = x.new_empty(2, N)
+            backward(dy, x, w, mean, rstd, dx, grads, plan)
+            return dx, grads
+
+        return run
+
+    bytes_moved = 3 * M * N * dtype.itemsize  # read x and dy, write dx
+    return speed(bytes_moved, prepare)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[2560, 4608, 5120, 6656, 8192, 8704, 10240],
+        line_arg="provider",
+        line_vals=["triton", "tile", "copy"],
+        line_names=["Chunks", "One tile", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-lanes-backward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_lanes_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider == "copy":  # x and dy are read, dx is written
+        return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+    plan = plan_by_hand(N)
+    if provider == "tile":
+        plan = plan_of_one_tile(N)
+    return speed_backward(M, N, dtype, plan)
+
+
+# %%
+
+report(bench_lanes_backward)
+
+# %%
+# **What the figure shows.**
+# Yes, now they do. We divide the speed with chunks by that with one tile.
+# On the H200 it is NN at 4608 columns and NN at 5120, where chunks have 6144
+# lanes and the tile has 8192. It is NN at 8704 columns and NN at 10240, where
+# it is 10240 lanes against 16384. And it is NN, NN and NN at 2560, 6656 and
+# 8192 columns, where both have the same number of lanes.
+# On the H100 it is NN and NN, then NN and NN, and NN, NN and NN.
+#
+# **Why.**
+# There is only one program on an SM, so nobody else works while its 8 warps
+# execute instructions. And rows that are requested ahead come through shared
+# memory. What lies there is known only at run time, so the compiler cannot
+# leave idle lanes out: it copies zeros, reads them back, and multiplies them.
+# At 4608 columns the slots of two rows take 64 KB with a tile, and 48 KB with
+# chunks. Registers are not the reason there. The compiled kernels take 177 and
+# 176 of them.
+#
+# Above 8192 columns registers are the reason. With three stages, a thread of
+# the tile would spill 360 bytes at 8704 columns, and one of the chunks spills
+# 8. So the tile must do without stages, and while it computes, nothing is in
+# flight.
+#
+# **What follows.**
+# In the backward pass, padding costs what it looks like: lanes that idle take
+# time, and those of a very wide tile also take the registers that stages need.
+#
+# A formula instead of a table
+# ----------------------------
+#
+# We have tried two plans, and made both by hand. The second half of this page
+# makes a plan for any width. How do we find one?
+#
+# Often one lets the computer try: *autotuning* runs several plans at each new
+# width and keeps the fastest. That takes seconds for each width, and the
+# winner may be another one next time.
+# We use a formula instead. Its answer costs nothing, and we can say why it is
+# what it is. In the forward pass it makes five choices.
+#
+# - **Lanes of a chunk.** As many as the warps can load with one instruction,
+#   16 bytes for each thread, or 512 bytes for each warp. The compiler would
+#   cut a wider chunk into such pieces anyway, and a narrower one would have
+#   narrower loads.
+# - **Warps.** At most 4096 bytes of a row for each warp. That is 8 loads of 16
+#   bytes for each thread, and they take 32 of its registers. Below that, 4
+#   warps, and 2 in rows of up to 3 KB: in narrow rows each warp has little to
+#   do, and in a sum all of them wait for the last.
+# - **Rows.** What a narrow row leaves of the warps takes other rows. Up to 2
+#   KB, a program takes twice as many, so that more bytes are in flight before
+#   it waits for its sums.
+# - **Registers.** An SM has 65536. At 8704 columns the compiler takes 79 for
+#   each thread, and three programs of 256 threads fit. With ``maxnreg=64`` we
+#   allow 64, and four fit. At 15872 columns it would take 127, and two would
+#   fit; 80 make it three.
+# - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
+#
+# The first and the fourth can be computed. The limits of 2, 3 and 6 KB cannot:
+# they are where one plan became faster than the other when we tried both.
+
+
+def tile_of(N, itemsize, warps, times=1):
+    """Rows and lanes of a chunk that these warps load at once, or times."""
+    # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
+    chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
+    # The warps that a narrow row leaves idle load other rows.
+    rows = 512 // itemsize * warps // chunk * times
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+def plan_forward(N, itemsize, times=1):
+    """The plan of a row; times: with other warps, to try the formula."""
+    row = N * itemsize
+    # At most 4096 bytes of a row for each warp: 8 loads of 16 bytes a thread.
+    warps = triton.next_power_of_2(triton.cdiv(row, 4096))
+    warps = int(times * max(warps, 2 if row <= 3072 else 4))
+    # Narrow rows come in pairs.
+    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
+    # A limit of registers, so that one program more fits on an SM.
+    if CUDA and 16384 < row <= 49152:
+        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
+    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
+
+
+# %%
+# Here is what it says of rows in 16 bits.
+
+print("columns  rows  chunks  warps  registers")
+for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 15872, 24576):
+    plan = plan_forward(N, itemsize=2)
+    chunks = triton.cdiv(N, plan["CHUNK"])
+    chunks = f"{chunks} × {plan['CHUNK']}"
+    limit = plan.get("maxnreg", "any")
+    print(f"{N:7}{plan['ROWS']:6}{chunks:>10}{plan['num_warps']:5}{limit:>9}")
+
+# %%
+# How fast is the forward pass?
+# -----------------------------
+#
+# We compare with PyTorch's layer norm, with the same function through
+# ``torch.compile``, and with a copy.
+
+# %%
+
+# Scaffold: torch.compile at its best.
+
+
+def best_of_three_compilations(function, measure):
+    """The best of what measure(compiled function) returns.
+
+    torch.compile tries several forms of a kernel and keeps the fastest. Which
+    one that is can depend on luck, so it chooses three times.
+    """
+    # A choice is not kept on disk, nor in memory.
+    torch._inductor.config.autotune_local_cache = False
+    # We run a backward pass many times, so torch.compile must not reuse the
+    # memory of what the forward pass saved for it.
+    torch._functorch.config.donated_buffer = False
+    results = []
+    for _ in range(3):
+        torch._dynamo.reset()
+        torch._inductor.utils.clear_caches()
+        results.append(measure(torch.compile(function, dynamic=False)))
+    return max(results)
+
+
+# %%
+
+# Scaffold: the forward pass, a benchmark of chunks.
+
+
+def pytorch_layer_norm(x, w, b, eps):
+    """PyTorch's function, with the arguments of our kernels."""
+    return F.layer_norm(x, (x.shape[1],), w, b, eps)
+
+
+def speed_forward(M, N, dtype, function):
+    """GB/s of function(x, w, b, eps=...), which saves what backward needs."""
+
+    def prepare():
+        x, w, b, _ = inputs(M, N, dtype)
+        return lambda: function(x, w, b, eps=1e-5)
+
+    bytes_moved = 2 * M * N * dtype.itemsize  # read x, write y
+    return speed(bytes_moved, prepare)
+
+
+def forward_by(plan):
+    """Our forward pass with this plan, with the arguments of PyTorch's."""
+
+    def function(x, w, b, eps):
+        return forward(x, w, b, eps, plan)
+
+    return function
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[512, 1024, 4096, 4608, 8192, 15872],
+        line_arg="provider",
+        line_vals=["triton", "torch", "torch.compile", "copy"],
+        line_names=["Triton", "PyTorch", "torch.compile", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-forward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward"},
+    )
+)
+def bench_forward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+
+    def speed_of(function):
+        return speed_forward(M, N, dtype, function)
+
+    if provider == "triton":
+        return speed_of(forward_by(plan_forward(N, dtype.itemsize)))
+    if provider == "torch":
+        return speed_of(pytorch_layer_norm)
+    if provider == "torch.compile":
+        return best_of_three_compilations(pytorch_layer_norm, speed_of)
+    return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
+
+
+# %%
+
+report(bench_forward)
+
+# %%
+# **What the figure shows.**
+# On the H200 our kernel reaches NN% to NN% of a copy, PyTorch reaches NN% to
+# NN%, and torch.compile reaches NN% to NN%.
+# On the H100 ours reaches NN% to NN% of a copy, PyTorch NN% to NN%, and
+# torch.compile NN% to NN%.
+# Forward, ours is NN to NN times as fast as PyTorch on the H200, and NN to NN
+# times on the H100.
+#
+# **Why.**
+# A row moves once, as in the copy, and at each width programs that load, sum
+# and store share an SM. PyTorch reads each row twice, as `Layer normalization,
+# both passes <01-layer-norm.html>`_ explains.
+#
+# **What follows.**
+# There is little left to gain forward. We go on to the backward pass.
+#
+# The formula of the backward pass
+# --------------------------------
+#
+# The backward pass has one program on each SM, which has all its registers and
+# all its shared memory. How should it use them?
+#
+# - **Warps.** 8 of them are 256 threads, and 65536 registers are 256 for each,
+#   the most that a thread can have. With 16 warps each thread could have only
+#   128. Rows of up to 2 KB get 4 warps, so that a sum has fewer to wait for.
+# - **Rows.** As many as give a thread up to 32 columns, but at most 8 rows. 32
+#   columns of 16 bits take 32 × 3.5 = 112 registers.
+# - **The widest row.** It has 5 chunks of 2048, or 40 columns for each thread.
+#   That is 10240 columns in 16 bits. With a sixth chunk, 48 × 3.5 = 168
+#   registers and what a row needs beside them are too many: a thread spills 48
+#   bytes.
+# - **Stages.** Of each tile we need ``x`` and ``dy``, and we request as many
+#   ahead as fit into 96 KB, but at most three. `Loads in flight
+#   <04-loads-in-flight.html>`_ found that 64 KB in flight are enough, and a
+#   program that works on a tile has one less in flight.
+
+
+def plan_backward(N, itemsize, times=1):
+    """The plan of a row; times: with other warps, to try the formula."""
+    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    plan = tile_of(N, itemsize, warps)
+    chunks = triton.cdiv(N, plan["CHUNK"])
+    # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
+    # 8 rows.
+    plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
+    # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
+    tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
+    return plan | {"STAGES": 1 + min(98304 // tile, 3)}
+
+
+# %%
+# A function to train with
+# ------------------------
+#
+# The autograd function is that of `Layer normalization, both passes
+# <01-layer-norm.html>`_, and so are its checks: you have seen them, so they
+# are folded. It takes the formula of the backward pass as ``rule``.
+#
+# Chunks are loaded by 16 bytes, so each row must begin at a multiple of 16
+# bytes, and on this page widths are multiples of 8. `Rows that begin anywhere
+# <06-unaligned-rows.html>`_ takes the others.
+
+# %%
+
+# Scaffold: layouts and types of a call.
+
+
+def contiguous_or_none(tensor):
+    """The tensor with its elements side by side; copied only if needed."""
+    if tensor is None:
+        return None
+    return tensor.contiguous()
+
+
+def dtype_of_gradients(w, b, acc_dtype):
+    """The type of w and b, if they agree; acc_dtype, if they do not.
+
+    Autograd then rounds each gradient to the type of its parameter.
+    """
+    dtypes = {tensor.dtype for tensor in (w, b) if tensor is not None}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return acc_dtype
+
+
+# %%
+
+# Scaffold: the autograd function.
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps, rule):
+        x = contiguous_or_none(x)
+        w = contiguous_or_none(w)
+        b = contiguous_or_none(b)
+        N = x.shape[1]
+        plan = plan_forward(N, x.itemsize)
+        y, mean, rstd = forward(x, w, b, eps, plan)
+        ctx.save_for_backward(x, w, mean, rstd)
+        ctx.grads_dtype = dtype_of_gradients(w, b, mean.dtype)
+        ctx.plan = rule(N, x.itemsize)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, dy):
+        x, w, mean, rstd = ctx.saved_tensors
+        wants_dx, wants_dw, wants_db, _, _ = ctx.needs_input_grad
+
+        # A gradient that nobody wants is None, and its code is not compiled.
+        dx = None
+        if wants_dx:
+            dx = torch.empty_like(x)
+        grads = None
+        if wants_dw or wants_db:
+            grads = x.new_empty(2, x.shape[1], dtype=ctx.grads_dtype)
+        backward(dy.contiguous(), x, w, mean, rstd, dx, grads, ctx.plan)
+
+        dw = None
+        if wants_dw:
+            dw = grads[0]
+        db = None
+        if wants_db:
+            db = grads[1]
+        # One gradient for each argument of forward; eps and rule have none.
+        return dx, dw, db, None, None
+
+
+# %%
+
+# Scaffold: which arguments are taken.
+
+
+def check_arguments(x, shape, weight, bias, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        if tensor.device != x.device or tensor.device.type != DEVICE.type:
+            raise ValueError(
+                f"{name} is on {tensor.device}: x, weight and bias must all "
+                f"be on {DEVICE}"
+            )
+    # Triton starts a kernel on the current GPU, wherever its tensors are.
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: not the current one")
+
+    if shape.numel() == 0 or len(shape) == 0:
+        raise ValueError(f"normalized_shape is {tuple(shape)}: it is empty")
+    for name, tensor in tensors.items():
+        last_dimensions = tensor.shape
+        if name == "x":
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, and "
+                f"normalized_shape is {tuple(shape)}"
+            )
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+
+    most = 65536 // x.itemsize
+    trains = any(tensor.requires_grad for tensor in tensors.values())
+    if trains and torch.is_grad_enabled():
+        most = 20480 // x.itemsize  # two sums beside the row
+    N = shape.numel()
+    if N % 8 > 0 or most < N:
+        raise ValueError(
+            f"normalized_shape has {N} columns: this page takes multiples of "
+            f"8 up to {most} (the page Every width has no limit)"
         )
 
 
 # %%
 
 
-class LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, b, eps, rule):
-        x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
-        plan = plan_forward(x.shape[1], x.itemsize)
-        y, mean, rstd = forward(x, w, b, eps, plan)
-        ctx.save_for_backward(x, w, mean, rstd)
-        types = {t.dtype for t in (w, b) if t is not None}
-        ctx.grads_dtype = types.pop() if len(types) == 1 else mean.dtype
-        ctx.plan = rule(x.shape[1], x.itemsize)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, w, mean, rstd = ctx.saved_tensors
-        for_x, for_w, for_b, *_ = ctx.needs_input_grad
-        dx = torch.empty_like(x) if for_x else None
-        grads = dw = db = None
-        if for_w or for_b:
-            dw, db = grads = x.new_empty(2, x.shape[1], dtype=ctx.grads_dtype)
-        backward(dy.contiguous(), x, w, mean, rstd, dx, grads, ctx.plan)
-        return dx, dw if for_w else None, db if for_b else None, None, None
-
-
-# %%
-
-
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """Normalize x over its last dimensions; weight and bias may be None."""
-    one = isinstance(normalized_shape, int)
-    shape = torch.Size([normalized_shape] if one else normalized_shape)
-    N, most = shape.numel(), 65536 // x.itemsize
-    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
-        if t is None and name != "x":
-            continue
-        if not t.is_floating_point() or t.itemsize == 1:
-            raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
-        if t.device != x.device or t.device.type != DEVICE.type:
-            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
-        if (t.shape[-len(shape) :] if t is x else t.shape) != shape or N == 0:
-            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
-            raise ValueError(f"the shape of {name} is {shapes}")
-        if t.requires_grad and torch.is_grad_enabled():
-            most = 20480 // x.itemsize  # two sums beside the row
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}: it must be 0 or more")
-    if N % 8 > 0 or most < N:
-        taken = f"this page takes multiples of 8 up to {most}"
-        raise ValueError(f"{N} columns: {taken}; 11-every-width takes all")
-    w, b = (None if t is None else t.reshape(N) for t in (weight, bias))
-    given = x.reshape(-1, N), w, b, eps, plan_backward
-    return LayerNorm.apply(*given).reshape(x.shape)
+    """Normalize x over its last dimensions; both passes run in Triton.
 
+    x has floats of 16 bits or more, and any dimensions and strides.
+    normalized_shape, a number or a shape, gives the last dimensions of x.
+    weight and bias have that shape, or are None.
+    """
+    if isinstance(normalized_shape, int):
+        normalized_shape = [normalized_shape]
+    shape = torch.Size(normalized_shape)
+    check_arguments(x, shape, weight, bias, eps)
 
-M, N = (1151, 4608) if ON_GPU else (9, 200)
-for dtype in torch.float16, torch.float32:
-    check(layer_norm, M, N, dtype)
+    # The kernels only know matrices, so all other dimensions become rows.
+    N = shape.numel()
+    if weight is not None:
+        weight = weight.reshape(N)
+    if bias is not None:
+        bias = bias.reshape(N)
+    y = LayerNorm.apply(x.reshape(-1, N), weight, bias, eps, plan_backward)
+    return y.reshape(x.shape)
 
-
-def padded(rule):
-    """One tile; above 8192 columns loads ahead would spill it."""
-    wide = triton.next_power_of_2
-    ahead = lambda n: {"STAGES": 1} if n > 8192 else {}
-    whole = lambda n, size: rule(n, size) | {"CHUNK": n} | ahead(n)
-    return lambda N, size: whole(wide(N), size)
-
-
-def trained_by(rule):
-    return lambda x, _, w, b: LayerNorm.apply(x, w, b, 1e-5, rule)
-
-
-ours, tile = map(trained_by, (plan_backward, padded(plan_backward)))
-report(benchmark("backward", "backward", WIDTHS[:-1], triton=ours, tile=tile))
 
 # %%
-# Up to 2048 columns both are one kernel; then chunks are as fast or faster,
-# most just above a power of two.
-# Above 8192 the tile has no registers for loads ahead; chunks have them.
+# Is it right? We compare each element with PyTorch's layer norm in float64.
+
+# %%
+
+# Scaffold: a check of each element against float64.
+
+
+def both_passes(function, x, w, b, dy):
+    """y, dx, dw and db by name."""
+    y = function(x, (x.shape[1],), w, b)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    return {"y": y, "dx": dx, "dw": dw, "db": db}
+
+
+def in_float64(tensor):
+    """The same numbers in float64, as a new input for autograd."""
+    return tensor.detach().double().requires_grad_()
+
+
+def check(function, M, N, dtype):
+    """Compare each element of y, dx, dw and db with PyTorch's in float64."""
+    arguments = inputs(M, N, dtype)
+    ours = both_passes(function, *arguments)
+    wide = [in_float64(tensor) for tensor in arguments]
+    exact = both_passes(F.layer_norm, *wide)
+    for name in ours:
+        error = (ours[name] - exact[name]).abs()
+        rounding = exact[name].abs() * torch.finfo(dtype).eps / 2
+        typical_size = exact[name].square().mean().sqrt()
+        sums = 64 * torch.finfo(torch.float32).eps * typical_size
+        worst = (error / (rounding + sums)).max().item()
+        assert worst <= 1, f"{name}: {worst:.1f} times the allowed error"
+    print(f"{M} x {N}, {dtype}: each element of y, dx, dw and db is right")
+
+
+# %%
+
+shape = (9, 200)  # small, because the interpreter is slow
+if ON_GPU:
+    shape = (1151, 4608)
+for dtype in (torch.float16, torch.float32):
+    check(layer_norm, *shape, dtype)
+
+# %%
+# How fast is the backward pass?
+# ------------------------------
+
+# %%
+
+# Scaffold: the backward pass, a benchmark of chunks.
+
+
+def our_layer_norm(x, w, b, eps):
+    """Our function, with the arguments of PyTorch's."""
+    return layer_norm(x, (x.shape[1],), w, b, eps)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 2560, 4608, 8192, 8704, 10240],
+        line_arg="provider",
+        line_vals=["triton", "torch", "torch.compile", "copy"],
+        line_names=["Triton", "PyTorch", "torch.compile", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-backward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+
+    def speed_of(function):
+        """Of the backward pass alone: the forward pass runs once, before."""
+
+        def prepare():
+            x, w, b, dy = inputs(M, N, dtype)
+            y = function(x, w, b, eps=1e-5)
+
+            def run():
+                return torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+            return run
+
+        bytes_moved = 3 * M * N * dtype.itemsize  # read x and dy, write dx
+        return speed(bytes_moved, prepare)
+
+    if provider == "triton":
+        return speed_of(our_layer_norm)
+    if provider == "torch":
+        return speed_of(pytorch_layer_norm)
+    if provider == "torch.compile":
+        return best_of_three_compilations(pytorch_layer_norm, speed_of)
+    return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+
+
+# %%
+
+report(bench_backward)
+
+# %%
+# **What the figure shows.**
+# On the H200 our backward pass reaches NN% to NN% of the copy, PyTorch reaches
+# NN% to NN%, and torch.compile reaches NN% to NN%.
+# On the H100 ours reaches NN% to NN% of the copy, PyTorch NN% to NN%, and
+# torch.compile NN% to NN%.
+# Backward, ours is NN to NN times as fast as PyTorch on the H200, and NN to NN
+# times on the H100.
 #
-# What do the formulas lose to other warps, at widths not used to choose them?
+# **Why.**
+# PyTorch reads ``x`` and ``dy`` a second time for ``dw`` and ``db``, so five
+# matrices have to move instead of three, unless L2 still holds them.
+# We are further behind the copy where rows are narrow: at 1024 columns we
+# reach NN% on the H200. There the matrices have 25 MB, and each of 132
+# programs writes two sums for each column, which are read again: 1.1 MB,
+# twice. And the second kernel, which takes a moment to start and to end, is a
+# larger part of a shorter time.
+#
+# **What follows.**
+# The widths of the figure were known when we made the formula. What is it
+# worth at others?
+#
+# Is the formula any good?
+# ------------------------
+#
+# We try it at four widths that it was not made from, and compare it with half
+# and with twice the warps. All else follows from the warps, by the same
+# formula.
+# Before we measure, let's compute what a backward plan means for a thread: the
+# registers that its lanes take, and how many it can have.
 
-OTHERS = [1280, 2816, 3328, 5888, 9984]
-TIMES = {"triton": 1, "half the warps": 0.5, "twice the warps": 2}
-forward_of = lambda n: by(lambda *size: plan_forward(*size, n))
-backward_of = lambda n: trained_by(lambda *size: plan_backward(*size, n))
-for mode, of in ("forward", forward_of), ("backward", backward_of):
-    rungs = {name: of(times) for name, times in TIMES.items()}
-    report(benchmark(f"warps-{mode}", mode, OTHERS, (), **rungs))
+print("columns  warps  registers of lanes  of at most  stages")
+for N in (1280, 3328, 5888, 9984):
+    for times in (0.5, 1, 2):
+        plan = plan_backward(N, itemsize=2, times=times)
+        threads = 32 * plan["num_warps"]
+        lanes = plan["ROWS"] * triton.cdiv(N, plan["CHUNK"]) * plan["CHUNK"]
+        registers = 3.5 * lanes / threads
+        most = min(65536 // threads, 255)
+        print(
+            f"{N:7}{plan['num_warps']:7}{registers:20.0f}{most:12}"
+            f"{plan['STAGES']:8}"
+        )
 
 # %%
-# None is clearly faster, many are far slower. At 9984 backward half the warps
-# would need 80 × 3.5 registers a thread, and there are 255.
+
+# Scaffold: the formulas with other warps, benchmarks.
+
+OTHER_WIDTHS = [1280, 3328, 5888, 9984]
+TIMES = {"triton": 1, "half the warps": 0.5, "twice the warps": 2}
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=OTHER_WIDTHS,
+        line_arg="provider",
+        line_vals=[*TIMES, "copy"],
+        line_names=["Triton", "Half the warps", "Twice the warps", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-warps-forward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward"},
+    )
+)
+def bench_warps_forward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider == "copy":
+        return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
+    plan = plan_forward(N, dtype.itemsize, TIMES[provider])
+    return speed_forward(M, N, dtype, forward_by(plan))
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=OTHER_WIDTHS,
+        line_arg="provider",
+        line_vals=[*TIMES, "copy"],
+        line_names=["Triton", "Half the warps", "Twice the warps", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-warps-backward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_warps_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider == "copy":
+        return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+    plan = plan_backward(N, dtype.itemsize, TIMES[provider])
+    return speed_backward(M, N, dtype, plan)
+
+
+# %%
+
+report(bench_warps_forward)
+
+# %%
+
+report(bench_warps_backward)
+
+# %%
+# **What the figures show.**
+# In the tables, the formula is the first column.
+# Forward, on the H200, it reaches NN% to NN% of a copy at these widths, half
+# the warps reach NN% to NN%, and twice the warps reach NN% to NN%. On the H100
+# the formula reaches NN% to NN% of a copy, half the warps NN% to NN%, and
+# twice the warps NN% to NN%.
+# Backward, on the H200, it reaches NN% to NN%, half the warps reach NN%, NN%,
+# NN% and NN% at the four widths, and twice the warps reach NN%, NN%, NN% and
+# NN%. On the H100 the formula reaches NN% to NN%, half the warps reach NN%,
+# NN%, NN% and NN%, and twice the warps reach NN%, NN%, NN% and NN%.
+#
+# **Why half the warps can be a disaster.**
+# At 9984 columns half the warps are slower by a factor of NN on the H200, and
+# of NN on the H100. Our table said so: the lanes of a thread would take 280
+# registers, and it can have at most 255.
+# Then the compiler does not just spill the rest. In the compiled kernel a
+# thread has 32 registers, and keeps 2336 bytes in memory. For 128 threads that
+# is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and ``dx``
+# are 60 KB.
+# At 5888 columns, 168 registers of lanes leave too few for the rest: a thread
+# spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
+# warps lose little.
+#
+# **Why twice the warps are no help.**
+# A thread can have 128 registers then. At the first three widths its lanes
+# take 112 of them, and it spills 184 to 216 bytes. A tile has also become
+# twice as large, and there is room for two stages only, which are no better
+# than one, as `Loads in flight <04-loads-in-flight.html>`_ has shown.
+# At 9984 columns the lanes take 84 registers, a thread spills 40 bytes, and
+# there are three stages. There, twice the warps lose least.
+#
+# **And forward?**
+# At 9984 columns half the warps have 80 columns of ``x`` for each thread.
+# They take 40 of the 64 registers that we allow, and a thread spills 288
+# bytes.
+# Twice the warps have two programs of 16 warps on an SM, where the formula has
+# four of 8. So there are fewer rows on their way, and more warps that wait for
+# each other in each sum.
+#
+# **What follows.**
+# Count registers before you choose warps. The cliffs are where the count says.
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# - **torch.compile can be faster forward.** On the H200 it is faster than ours
+#   at NN columns, and on the H100 it is faster at NN columns. We have not
+#   looked at its kernels.
+# - **Not every width.** Ours takes multiples of 8, up to 32768 columns in 16
+#   bits, and 10240 with gradients. PyTorch takes all.
+# - **The formula is made for two cards.** Its limits come from trials on an
+#   H100 and an H200, with 16 bits and 4096 rows. Another GPU has other caches.
+# - **PyTorch can do more.** It has second derivatives, and it does not compile
+#   a kernel for each new width.
+# - **torch.compile can fuse** a layer norm with what comes before and after.
+# - **Libraries have kernels of their own.** `Every width
+#   <11-every-width.html>`_ measures them.
 #
 # Exercise 1: no idle lanes
 # -------------------------
 #
-# If the last chunk moves left until it ends with the row, no lane is idle, but
-# two chunks share columns; in a sum each column counts once.
+# There is a way to have no idle lanes at all. If the last chunk does not fit,
+# move it to the left until it ends with the row.
+# A row of 13 columns in chunks of 8 then has the columns 0 to 7 and 5 to 12.
+# But columns 5, 6 and 7 stand in both chunks, and in a sum each column counts
+# once. The stub below adds them up twice, and finds 16 ones in a row of 13.
 #
-# **Hint.** Chunk ``c`` would begin at ``c * CHUNK`` if it were not moved.
+# **Hint 1.** Chunk ``c`` would begin at ``c * CHUNK`` if it were not moved.
+# Which of its columns have been in the chunk before?
+#
+# **Hint 2.** Those to the left of ``c * CHUNK``. Set what they hold to 0 with
+# ``tl.where`` before it is added.
 
 
 @triton.jit
-def _row_sums(x_ptr, sums_ptr, N: tl.constexpr, CHUNK: tl.constexpr):
+def _row_sums(
+    x_ptr,  # (rows, N), contiguous
+    sums_ptr,  # (rows,)
+    N: tl.constexpr,  # columns: at least CHUNK
+    CHUNK: tl.constexpr,
+):
     total = tl.zeros((CHUNK,), tl.float32)
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        # The last chunk ends with the row.
         col = min(c * CHUNK, N - CHUNK) + tl.arange(0, CHUNK)
         total += tl.load(x_ptr + tl.program_id(0) * N + col)  # to do
     tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
 
 
 def exercise_1(kernel):
-    x, sums = torch.ones(3, 13, device=DEVICE), torch.zeros(3, device=DEVICE)
-    kernel[(3,)](x, sums, N=13, CHUNK=8)
+    """Print the sums of rows of ones, and say whether they are right."""
+    x = torch.ones(3, 13, device=DEVICE)
+    sums = torch.zeros(3, device=DEVICE)
+    kernel[(3,)](x_ptr=x, sums_ptr=sums, N=13, CHUNK=8)
     print("sums of rows of 13 ones:", sums.tolist())
     return (sums == 13).all().item()
 
 
-exercise_1(_row_sums)
+print("right:", exercise_1(_row_sums))
 
 # %%
 
@@ -594,8 +1556,44 @@ def _row_sums_1(x_ptr, sums_ptr, N: tl.constexpr, CHUNK: tl.constexpr):
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         col = min(c * CHUNK, N - CHUNK) + tl.arange(0, CHUNK)
         x = tl.load(x_ptr + tl.program_id(0) * N + col)
+        # Columns to the left of c * CHUNK were in the chunk before.
         total += tl.where(col >= c * CHUNK, x, 0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
 
 
 assert exercise_1(_row_sums_1)
+
+# %%
+# What we learned
+# ---------------
+#
+# These are the designs of this page: what each does with idle lanes, how fast
+# it is on the H200, and why.
+#
+# Forward, at 4608 columns:
+#
+# - **One tile** has 44% of its lanes idle. It reaches NN% of a copy, because
+#   masked lanes move no bytes, and others hide their instructions.
+# - **Chunks of 1024** have 10% idle, and reach NN%. It is the same.
+#
+# Backward, at 4608 and 8704 columns:
+#
+# - **One tile** goes through shared memory as a whole, and above 8192 columns
+#   it has no registers for stages. It reaches NN% and NN% of the copy.
+# - **Chunks of 2048** leave out what never holds a column. They reach NN% and
+#   NN%.
+# - **The formula**, which also chooses rows and stages, reaches NN% and NN%.
+# - **PyTorch** moves five matrices, and reaches NN% and NN%.
+#
+# And for kernels in general:
+#
+# - A loop over a tuple with ``tl.static_range`` gives you a row of any number
+#   of tiles in registers.
+# - Idle lanes are free where a kernel waits for memory, and cost time where it
+#   works alone.
+# - Registers can be counted: numbers that stay, times lanes of a thread. A
+#   plan that needs more than 255 is not a little slower, but many times.
+# - A formula is a claim like any other. Test it where it was not made.
+#
+# **Next:** what if a row does not begin at a multiple of 16 bytes?
+# `Rows that begin anywhere <06-unaligned-rows.html>`_ finds out.

@@ -1,5 +1,7 @@
 """What must hold of the page "Chunks instead of padding"."""
 
+import re
+
 import pytest
 import torch
 
@@ -13,13 +15,12 @@ def run(page, M, N, dtype):
 
 
 def also(page, M, N, dtype):
-    x, w, b, dy = page.inputs(13, 24, dtype)
+    x, w, _, dy = page.inputs(13, 24, dtype)
     torch.autograd.grad(page.layer_norm(x, (24,), w, None), (x, w), dy)
     torch.autograd.grad(page.layer_norm(x, (24,)), x, dy)
-    y = page.trained_by(page.padded(page.plan_backward))(x, (24,), w, b)
-    torch.autograd.grad(y, (w, b), dy)
     for kernel in (page._row_sums, page._row_sums_1):
         kernel[(3,)](x.float(), w.float(), N=13, CHUNK=8)
+    page._move[(M,)](x, x, M * N // 2, 2, 1, BLOCK_SIZE=4096)  # the ceiling
 
 
 def forward(page, M, N, dtype):
@@ -107,9 +108,279 @@ KERNELS = Kernels(
 )
 
 
+CARDS = "H200", "H100"
+
+
+def columns(widths):
+    """At which widths, in words."""
+    if not widths:
+        return "no width"
+    if len(widths) == 1:
+        return f"{widths[0]} columns"
+    *most, last = widths
+    return f"{', '.join(map(str, most))} and {last} columns"
+
+
+def from_to(shares):
+    return f"{shares.least}% to {shares.most}%"
+
+
+def listed(shares):
+    *most, last = (f"{share}%" for share in shares)
+    return f"{', '.join(most)} and {last}"
+
+
+def lanes_forward(figure):
+    """Idle lanes forward: nothing to see."""
+    figures = {card: figure("layer-norm-chunks-lanes", card) for card in CARDS}
+    apart = {
+        card: max(
+            abs(100 * (ratio - 1)) for ratio in of.ratios("triton", "tile")
+        )
+        for card, of in figures.items()
+    }
+    # "Padding is free": less than what two measurements of one kernel differ.
+    assert max(apart.values()) <= 4
+    h200, h100 = figures["H200"], figures["H100"]
+    yield (
+        f"On the H200 chunks reach {from_to(h200.shares('triton'))} of a "
+        f"copy, and one tile reaches {from_to(h200.shares('tile'))}. At no "
+        f"width do they differ by more than {apart['H200']:.0f}%."
+    )
+    yield (
+        f"On the H100 chunks reach {from_to(h100.shares('triton'))}, one tile "
+        f"reaches {from_to(h100.shares('tile'))}, and they differ by up to "
+        f"{apart['H100']:.0f}%."
+    )
+    yield f"It reaches {h200.share('tile', 4608)}% of a copy, because masked"
+    yield (
+        "have 10% idle, and reach "
+        f"{h200.share('triton', 4608)}%. It is the same."
+    )
+
+
+def lanes_backward(figure):
+    """Idle lanes backward."""
+    figures = {
+        card: figure("layer-norm-chunks-lanes-backward", card)
+        for card in CARDS
+    }
+
+    def ratio(card, N):
+        ratio = figures[card].ratio("triton", "tile", N)
+        ratio.rounding = ".2f"
+        return ratio
+
+    for card in CARDS:
+        for N in (4608, 5120):
+            assert ratio(card, N) >= 1.02, (card, N)
+        for N in (8704, 10240):
+            assert ratio(card, N) >= 1.1, (card, N)
+        for N in (2560, 6656, 8192):
+            assert 0.95 <= ratio(card, N) <= 1.1, (card, N)
+    a, b, c, d, e, f, g = (
+        ratio("H200", N) for N in (4608, 5120, 8704, 10240, 2560, 6656, 8192)
+    )
+    yield (
+        f"On the H200 it is {a} at 4608 columns and {b} at 5120, where chunks "
+        f"have 6144 lanes and the tile has 8192. It is {c} at 8704 columns "
+        f"and {d} at 10240, where it is 10240 lanes against 16384. And it is "
+        f"{e}, {f} and {g} at 2560, 6656 and 8192 columns, where both have "
+        "the same number of lanes."
+    )
+    a, b, c, d, e, f, g = (
+        ratio("H100", N) for N in (4608, 5120, 8704, 10240, 2560, 6656, 8192)
+    )
+    yield (
+        f"On the H100 it is {a} and {b}, then {c} and {d}, and {e}, {f} and "
+        f"{g}."
+    )
+    both = figures["H200"].at(4608, 8704)
+    tile, chunks = both.shares("tile"), both.shares("triton")
+    yield f"It reaches {tile[0]}% and {tile[1]}% of the copy."
+    yield f"They reach {chunks[0]}% and {chunks[1]}%."
+
+
+def against_pytorch(figure, mode, copy):
+    """Shares of a pass, and how many times as fast it is."""
+    figures = {
+        card: figure(f"layer-norm-chunks-{mode}", card) for card in CARDS
+    }
+    shares, gains = (
+        {
+            card: [
+                from_to(of.shares(each))
+                for each in ("triton", "torch", "torch.compile")
+            ]
+            for card, of in figures.items()
+        },
+        {card: of.ratios("triton", "torch") for card, of in figures.items()},
+    )
+    ours, torch_s, compiled = shares["H200"]
+    yield (
+        f"{ours} of {copy}, PyTorch reaches {torch_s}, and torch.compile "
+        f"reaches {compiled}."
+    )
+    ours, torch_s, compiled = shares["H100"]
+    yield (
+        f"On the H100 ours reaches {ours} of {copy}, PyTorch {torch_s}, and "
+        f"torch.compile {compiled}."
+    )
+    assert min(gain.least for gain in gains.values()) > 1
+    h200, h100 = gains["H200"], gains["H100"]
+    yield (
+        f"{mode.capitalize()}, ours is {h200.least} to {h200.most} times as "
+        f"fast as PyTorch on the H200, and {h100.least} to {h100.most} times "
+        "on the H100."
+    )
+
+
+def other_warps(figure):
+    """The formula, and with half and twice the warps."""
+    forward = {
+        card: figure("layer-norm-chunks-warps-forward", card) for card in CARDS
+    }
+    backward = {
+        card: figure("layer-norm-chunks-warps-backward", card)
+        for card in CARDS
+    }
+    half, twice = "half the warps", "twice the warps"
+    for card in CARDS:
+        of = backward[card]
+        # "They are no better": not at any width.
+        for other in (half, twice):
+            for figures in (forward, backward):
+                assert figures[card].ratios("triton", other).least >= 0.97
+        assert of.ratio("triton", half, 9984) >= 5
+        assert of.ratio("triton", half, 5888) >= 1.15
+        assert of.at(1280, 3328).ratios("triton", half).most <= 1.15
+        # "There, twice the warps lose least."
+        losses = of.ratios("triton", twice)
+        assert losses.least == of.ratio("triton", twice, 9984) >= 1.05
+        assert forward[card].ratio("triton", half, 9984) >= 1.15
+        assert forward[card].ratio("triton", twice, 9984) >= 1.05
+    ours, less, more = (
+        from_to(forward["H200"].shares(each))
+        for each in ("triton", half, twice)
+    )
+    yield (
+        f"Forward, on the H200, it reaches {ours} of a copy at these widths, "
+        f"half the warps reach {less}, and twice the warps reach {more}."
+    )
+    ours, less, more = (
+        from_to(forward["H100"].shares(each))
+        for each in ("triton", half, twice)
+    )
+    yield (
+        f"On the H100 the formula reaches {ours} of a copy, half the warps "
+        f"{less}, and twice the warps {more}."
+    )
+    ours = from_to(backward["H200"].shares("triton"))
+    less, more = (
+        listed(backward["H200"].shares(each)) for each in (half, twice)
+    )
+    yield (
+        f"Backward, on the H200, it reaches {ours}, half the warps reach "
+        f"{less} at the four widths, and twice the warps reach {more}."
+    )
+    ours = from_to(backward["H100"].shares("triton"))
+    less, more = (
+        listed(backward["H100"].shares(each)) for each in (half, twice)
+    )
+    yield (
+        f"On the H100 the formula reaches {ours}, half the warps reach "
+        f"{less}, and twice the warps reach {more}."
+    )
+    slower = {
+        card: of.ratio("triton", half, 9984) for card, of in backward.items()
+    }
+    yield (
+        "At 9984 columns half the warps are slower by a factor of "
+        f"{slower['H200']:.0f} on the H200, and of {slower['H100']:.0f} on "
+        "the H100."
+    )
+
+
+def CLAIMS(figure):
+    yield from lanes_forward(figure)
+    yield from lanes_backward(figure)
+    yield from against_pytorch(figure, "forward", "a copy")
+    yield from against_pytorch(figure, "backward", "the copy")
+    yield from other_warps(figure)
+    backward = figure("layer-norm-chunks-backward", "H200")
+    least = backward.share("triton", 1024)
+    assert least == backward.shares("triton").least
+    yield (
+        "where rows are narrow: at 1024 columns we reach "
+        f"{least}% on the H200."
+    )
+    both = backward.at(4608, 8704)
+    ours, pytorch = both.shares("triton"), both.shares("torch")
+    yield f"rows and stages, reaches {ours[0]}% and {ours[1]}%."
+    yield f"moves five matrices, and reaches {pytorch[0]}% and {pytorch[1]}%."
+    faster = {}
+    for card in CARDS:
+        of = figure("layer-norm-chunks-forward", card)
+        faster[card] = columns(
+            [
+                N
+                for N in of.medians["triton"]
+                if of.ratio("torch.compile", "triton", N) > 1
+            ]
+        )
+        # Nobody is faster backward.
+        of = figure("layer-norm-chunks-backward", card)
+        assert of.ratios("triton", "torch.compile").least > 1
+    yield (
+        f"On the H200 it is faster than ours at {faster['H200']}, and on the "
+        f"H100 it is faster at {faster['H100']}."
+    )
+
+
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    "3584 of them, or 44%": "3584 / 8192",
+    "which is 10% of all lanes": "512 / 5120",
+    "has 44% of its lanes idle": "3584 / 8192",
+    "have 10% idle": "512 / 5120",
+    "the matrices have 25 MB": "3 matrices of 4096 * 1024 numbers of 2 bytes",
+    "1.1 MB, twice": "132 * 2 * 1024 * 4 bytes",
+}
+
 HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
 at = LayerNorm.at
 NO_GRADIENTS = 3 * (False,)
+
+
+def tiny_rows(load):
+    """Without eps the cube of rstd is more than float32 holds, and dx is
+    not."""
+    page = load("small")
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 19, 40, device=page.DEVICE)
+    w = torch.rand(40, device=page.DEVICE)
+    x = 1e-13 * x
+    results = []
+    for function, kind in (
+        (page.layer_norm, SINGLE),
+        (torch.nn.functional.layer_norm, DOUBLE),
+    ):
+        given = [t.to(kind).requires_grad_() for t in (x, w)]
+        y = function(given[0], (40,), given[1], None, 0.0)
+        results.append(torch.autograd.grad(y, given, dy.to(kind)))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+def negative_eps(load):
+    page = load("small")
+    try:
+        page.layer_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
+
 
 # Chunks of 16 or 32 columns, so that narrow rows have several, and few
 # programs, so that each has several tiles.
@@ -136,10 +407,7 @@ PAGE = Page(
     ),
     {"layer_norm": lambda page: page.layer_norm},
     # Few programs in the second kernel.
-    quick=(
-        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
-        ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
-    ),
+    quick=(("columns_per_program = 16", "columns_per_program = 256"),),
     forms={"": (), "small": SMALL},
     cases=(
         *(
@@ -179,13 +447,14 @@ PAGE = Page(
             )
             for eps in (-1e-5, float("nan"))
         ),
-        too_wide(1151, "1151 .*multiples of 8.*11-every-width"),
+        too_wide(1151, "1151 .*multiples of 8.*Every width"),
         too_wide(16392, "16392 .*16384"),
         too_wide(5128, "5128 .*5120", wanted=True),
     ),
     repeatable=("layer_norm",),
     repeated=tuple(at(4096, N, HALF) for N in (1024, 4608, 10240)),
     trains=("layer_norm",),
+    elsewhere="is on cuda:1: not the current one",
     huge=(8192,),
     sanitizers=("memcheck", "racecheck", "synccheck"),
     sanitized=tuple(
@@ -193,8 +462,10 @@ PAGE = Page(
         for N, dtype in ((1000, HALF), (4608, HALF), (40, SINGLE))
     ),
     prints={
-        "Timing needs a GPU": 5,
+        "Timing needs a GPU": 6,
         "chunks of 4: True": 1,
+        "each element of y, dx, dw and db is right": 2,
+        "right: False": 1,
         "rows of 13 ones: [16.0": 1,  # the stub
         "rows of 13 ones: [13.0, 13.0, 13.0]": 1,
     },
@@ -214,14 +485,27 @@ PAGE = Page(
         "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
         "sums of the last tile": ("(dws[c] + dw,)", "(dw,)"),
         "one buffer for all": ("ptr += tl.program_id(0) * 2 * N", "ptr += 0"),
-        "one tile a program": ("(0) * ROWS, M, tl", "(0) * ROWS, 4, tl"),
+        "one tile a program": (
+            "        M,\n        tl.num_programs(0) * ROWS,",
+            "        4,\n        tl.num_programs(0) * ROWS,",
+        ),
         "the last buffer left out": ("rows < programs", "rows < programs - 1"),
-        "dy with strides of its own": ("dy.contiguous()", "dy"),
+        "dy with strides of its own": (
+            "backward(dy.contiguous(), x",
+            "backward(dy, x",
+        ),
+        "rstd cubed": (
+            "sum1[:, None] * rstd * rstd * rstd / N",
+            "sum1[:, None] * (rstd * rstd * rstd / N)",
+        ),
+        "any eps": ("if not eps >= 0:", "if False:"),
     },
     kills=(
         at(40, 24, form="small"),
         at(3, 40, form="small"),
         at(3, 24, form="small", dy="one number"),
+        tiny_rows,
+        negative_eps,
     ),
 )
 
@@ -258,33 +542,218 @@ def test_formulas_answer_for_every_width(page, itemsize):
                 assert rows * chunk * itemsize == 512 * warps * pairs
 
 
-def test_padded_is_one_tile(page):
-    rule = page.padded(page.plan_backward)
-    plan = rule(4608, 2)
-    assert (plan["ROWS"], plan["CHUNK"], plan["STAGES"]) == (1, 8192, 4)
-
-    def tile(x, shape, w, b, eps):
-        return page.trained_by(rule)(x, shape, w, b)
-
-    M, N = (1151, 4608) if page.ON_GPU else (3, 24)
-    PAGE.operation.run(tile, at(M, N), page.DEVICE)
+def test_tiny_rows(load):
+    tiny_rows(load)
 
 
-def one_tile(page, M, N, dtype, more):
+def one_pass(page, M, N, dtype, mode, rule, more=None, times=None):
+    """The kernels of one pass with a plan of the page."""
+    rule = getattr(page, rule)
+    sizes = (N,) if times is None else (N, dtype.itemsize, times)
+    plan = rule(*sizes) | (more or {})  # without times it is made by hand
     dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    if mode == "forward":
+        page.forward(x, dy[0], dy[1], 1e-5, plan)
+        return
     mean, rstd = torch.empty(2, M, device=page.DEVICE)
-    plan = page.padded(page.plan_backward)(N, x.itemsize) | more
     dx = torch.empty_like(x)
     page.backward(dy, x, dy[0], mean, rstd, dx, dy[:2], plan)
 
 
-def test_loads_ahead_would_spill_a_tile(launches):
-    """Beyond 8192 columns, so there the tile has one stage."""
+def calls(values, **same):
     from compiled.aot import Call
 
-    values = {"M": 4096, "N": 8704, "dtype": "float16"}
-    (alone, _), (ahead, _) = launches(
-        Call(PAGE.name, one_tile, values | {"more": more})
-        for more in ({}, {"STAGES": 2})
-    )
+    same = {"M": 4096, "dtype": "float16"} | same
+    return [Call(PAGE.name, one_pass, same | each) for each in values]
+
+
+@pytest.mark.parametrize("plan", ["plan_by_hand", "plan_of_one_tile"])
+def test_plans_by_hand_are_right(page, plan):
+    """Also where a row has several chunks, or one with idle lanes."""
+    M, widths = (1151, (4608, 8704)) if page.ON_GPU else (3, (2056,))
+    for N in widths:
+        x, w, b, dy = (t.detach() for t in page.inputs(M, N, SINGLE))
+        _, mean, rstd = page.forward(x, w, b, 1e-5, page.plan_forward(N, 4))
+        dx = torch.empty_like(x)
+        grads = torch.empty(2, N, device=page.DEVICE)
+        # In float32 a row takes twice the shared memory.
+        more = {"STAGES": min(getattr(page, plan)(N)["STAGES"], 2)}
+        page.backward(
+            dy, x, w, mean, rstd, dx, grads, getattr(page, plan)(N) | more
+        )
+        exact = [t.double().requires_grad_() for t in (x, w, b)]
+        expected = torch.nn.functional.layer_norm(exact[0], (N,), *exact[1:])
+        for ours, right in zip(
+            (dx, *grads),
+            torch.autograd.grad(expected, exact, dy.double()),
+            strict=True,
+        ):
+            assert (ours - right).norm() <= 1e-5 * right.norm()
+
+
+def test_loads_ahead_would_spill_a_tile(launches):
+    """Beyond 8192 columns, so there the tile has one stage."""
+    wide = {"N": 8704, "mode": "backward"}
+    tile = {"rule": "plan_of_one_tile"}
+    plans = [
+        tile,
+        tile | {"more": {"STAGES": 3}},
+        {"rule": "plan_by_hand"},
+    ]
+    (alone, _), (ahead, _), _ = launches(calls(plans, **wide))
     assert alone.spills == 0 < ahead.spills
+
+
+def test_what_the_page_says_of_spills(launches):
+    """Registers of a thread that the page names, and bytes that it spills."""
+    said = {
+        # Made by hand: N, plan, stages.
+        (4608, "plan_by_hand", 3): (176, 0),
+        (4608, "plan_of_one_tile", 3): (177, 0),
+        (8704, "plan_by_hand", 3): (255, 8),
+        (8704, "plan_of_one_tile", 3): (255, 360),
+    }
+    found = launches(
+        calls(
+            {"N": N, "mode": "backward", "rule": rule, "more": {"STAGES": n}}
+            for N, rule, n in said
+        )
+    )
+    assert said == {
+        key: (built.registers, built.spills)
+        for key, (built, _) in zip(said, found, strict=True)
+    }
+
+
+def test_what_the_page_says_of_other_warps(launches):
+    """Backward: registers of a thread, and bytes that it spills."""
+    said = {
+        (1280, 0.5): 0,
+        (3328, 0.5): 0,
+        (5888, 0.5): 88,
+        (9984, 0.5): 2336,
+        (1280, 2): 216,
+        (3328, 2): 208,
+        (5888, 2): 184,
+        (9984, 2): 40,
+        (12288, 1): 48,  # a sixth chunk
+    }
+    found = launches(
+        calls(
+            (
+                {"N": N, "rule": "plan_backward", "times": times}
+                for N, times in said
+            ),
+            mode="backward",
+        )
+    )
+    built = {key: of[0] for key, of in zip(said, found, strict=True)}
+    assert said == {key: of.spills for key, of in built.items()}
+    assert built[9984, 0.5].registers == 32
+    assert all(of.registers <= 128 for (_, t), of in built.items() if t == 2)
+
+
+def test_what_the_page_says_of_registers_forward(launches):
+    """How many programs fit, with the limit and without."""
+    without = {"more": {"maxnreg": 255}}
+    said = {
+        (8704, False): (79, 3),
+        (8704, True): (64, 4),
+        (15872, False): (127, 2),
+        (15872, True): (80, 3),
+        (9984, True): (64, 4),
+    }
+    found = launches(
+        calls(
+            ({"N": N} | ({} if limited else without) for N, limited in said),
+            mode="forward",
+            rule="plan_forward",
+            times=1,
+        )
+    )
+    for (key, expected), (built,) in zip(said.items(), found, strict=True):
+        each = -(-built.registers // 8) * 8  # a thread gets a multiple of 8
+        fit = 65536 // (each * 32 * built.num_warps)
+        assert (built.registers, fit) == expected, key
+    half, twice = launches(
+        calls(
+            ({"times": 0.5}, {"times": 2}),
+            mode="forward",
+            rule="plan_forward",
+            N=9984,
+        )
+    )
+    assert half[0].spills == 288
+    assert 65536 // (64 * 32 * twice[0].num_warps) == 2
+
+
+def loads(built):
+    return re.findall(r"ld\.global\S*", built.asm["ptx"])
+
+
+def test_what_the_page_says_of_loads_forward(launches):
+    """At 4608 columns, of x alone: w and b are loaded as often."""
+    plan = {"ROWS": 1, "num_warps": 4, "HINT": ""}
+    found = launches(
+        calls(
+            ({"more": plan | {"CHUNK": chunk}} for chunk in (8192, 1024)),
+            N=4608,
+            mode="forward",
+            rule="plan_forward",
+            times=1,
+        )
+    )
+    assert [len(loads(built)) for (built,) in found] == [3 * 8, 3 * 5]
+
+
+def test_why_w_has_as_many_rows_as_the_tile(launches):
+    """With a row of its own its loads are narrower, and it changes threads."""
+    from compiled.aot import Call
+
+    alone = (("at = row * 0 + col  # of", "at = col  # of"),)
+    values = {"M": 4096, "dtype": "float16", "mode": "forward", "times": 1}
+    values["rule"] = "plan_forward"
+    found = launches(
+        Call(PAGE.name, one_pass, values | {"N": N}, replace=edit)
+        for N in (256, 4608)
+        for edit in ((), alone)
+    )
+    narrow, own, wide, wide_own = (of[0] for of in found)
+    assert all(load.endswith("v4.b32") for load in loads(narrow))
+    assert sum(load.endswith("v2.b32") for load in loads(own)) == 2
+    barriers = [of.asm["ptx"].count("bar.sync") for of in (narrow, own)]
+    assert barriers[0] < barriers[1]
+    assert loads(wide) == loads(wide_own)  # of a single row
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    moved = []
+
+    def speed(bytes_moved, prepare):
+        prepare()()
+        moved.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = PAGE.load()
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    for benchmark in (
+        page.bench_lanes,
+        page.bench_lanes_backward,
+        page.bench_forward,
+        page.bench_backward,
+        page.bench_warps_forward,
+        page.bench_warps_backward,
+    ):
+        bench = benchmark.benchmarks
+        matrices = 2 if bench.args["mode"] == "forward" else 3
+        for provider in bench.line_vals:
+            del moved[:]
+            values = {"M": 5, "N": 24, "provider": provider}
+            assert benchmark.fn(**bench.args | values) == (2, 1, 3)
+            tiles = 6 if provider == "copy" else 1
+            assert moved == tiles * [matrices * 5 * 24 * 2]
