@@ -140,17 +140,27 @@ def _chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Row and column of the lanes of a chunk, and which of them exist."""
     row = tl.arange(0, ROWS)[:, None]
     col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
     mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
     if (c + 1) * CHUNK > N:
         mask = mask & (col < N)
     return row, col, mask
 
 
 @triton.jit
-def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
-                 CHUNK: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+def _load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
     """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
     xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
         at = ptr + (row * stride + col)

@@ -144,17 +144,27 @@ def _chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Row and column of the lanes of a chunk, and which of them exist."""
     row = tl.arange(0, ROWS)[:, None]
     col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
     mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
     if (c + 1) * CHUNK > N:
         mask = mask & (col < N)
     return row, col, mask
 
 
 @triton.jit
-def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
-                 CHUNK: tl.constexpr, HINT: tl.constexpr):  # fmt: skip
+def _load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
     """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
     xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
         at = ptr + (row * stride + col)
@@ -169,28 +179,49 @@ def _load_chunks(ptr, stride, left, N: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit
 def _layer_norm_fwd_chunks(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,  # w and b may be None
-    M, eps: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    M,  # rows
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # New: rows that a program takes
+    CHUNK: tl.constexpr,  # New: lanes of a chunk in each row
+    HINT: tl.constexpr,  # New: what the caches should do with x
+):
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # Load our rows. They stay in the type of x, which takes half as many
+    # registers in 16 bits, and are converted where they are used.
     first = tl.program_id(0) * ROWS
     left = M - first
     start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
     xs = _load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, HINT)
+
+    # The mean: add up chunks lane by lane, and then the lanes of each row.
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
         total += xs[c].to(acc)
     mean = tl.sum(total, axis=1)[:, None] / N
+
+    # The variance, in the same way.
     total = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
         _, col, _ = _chunk(c, left, N, ROWS, CHUNK)
         d = tl.where(col < N, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
         total += d * d
     rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+
+    # mean and rstd are columns of ROWS numbers.
     row = tl.arange(0, ROWS)[:, None]
     tl.store(mean_ptr + first + row, mean, mask=row < left)
     tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+
+    # w and b are loaded only now: loaded together with x, they would take
+    # registers all the time. All programs read them, so caches keep them.
     KEEP: tl.constexpr = "evict_last"
     for c in tl.static_range(len(xs)):
         row, col, mask = _chunk(c, left, N, ROWS, CHUNK)
@@ -251,29 +282,54 @@ def _gradients(x, dy, w, mean, rstd, c1, c2):
 
 @triton.jit
 def _layer_norm_bwd_chunks(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr,  # w may be None
-    dx_ptr, sums_ptr,  # (M, N); (programs, 2, N); or None: not wanted
-    M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    EARLY: tl.constexpr,  # whether the second kernel may start early
+):
+    # w stays in registers for all rows, in its own type.
     zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
     ws, dws, dbs = (), (), ()
     if w_ptr is not None:
+        # With a stride of 0, each row of the tile is w.
         ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+
+    # The sums for dw and db, of each lane: tuples of chunks, too.
     for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
+
     for first in tl.range(
-        tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS,
-        num_stages=STAGES, disable_licm=True,
-    ):  # fmt: skip
+        tl.program_id(0) * ROWS,
+        M,
+        tl.num_programs(0) * ROWS,
+        num_stages=STAGES,
+        # The compiler would convert w to float32 before the loop, because the
+        # result is always the same. That takes twice the registers.
+        disable_licm=True,
+    ):
+        # Load ROWS rows of x and of dy, and what the forward pass saved.
         row, left = first + tl.arange(0, ROWS)[:, None], M - first
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         start = tl.cast(first, tl.int64) * N
         xs = _load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, "")
         dys = _load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+        # Both means need the whole row, so all chunks come first.
         c1, c2 = _means_of_chunks(xs, dys, ws, mean, rstd, N)
+
+        # Then each chunk is done by itself. An element of a tuple cannot be
+        # replaced, so the sums go into new tuples.
         new_dws, new_dbs = (), ()
         for c in tl.static_range(len(xs)):
             w = None if w_ptr is None else ws[c]
@@ -284,6 +340,8 @@ def _layer_norm_bwd_chunks(
                 i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
                 tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
         dws, dbs = new_dws, new_dbs
+
+    # The second kernel may start now; the next section explains it.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if sums_ptr is not None:
@@ -297,22 +355,28 @@ def _layer_norm_bwd_chunks(
 
 @triton.jit
 def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
+    """The sums of a program, in its buffer: dw first, then db."""
     CHUNK: tl.constexpr = dws[0].shape[1]
     ptr += tl.program_id(0) * 2 * N
     for c in tl.static_range(len(dws)):
         col = c * CHUNK + tl.arange(0, CHUNK)
+        # Each of the ROWS rows of a tile has sums of its own until now.
         tl.store(ptr + col, tl.sum(dws[c], axis=0), mask=col < N)
         tl.store(ptr + N + col, tl.sum(dbs[c], axis=0), mask=col < N)
 
 
 @triton.jit
 def _add_up_chunks(
-    sums_ptr, grads_ptr,  # (programs, WIDTH) and (WIDTH,)
-    programs, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,  # (programs, WIDTH)
+    grads_ptr,  # (WIDTH,): dw, then db
+    programs,  # how many rows of sums there are
+    WIDTH: tl.constexpr,  # 2 * N
+    ROWS: tl.constexpr,  # a power of two, at least programs
+    COLS: tl.constexpr,  # columns per program
+    EARLY: tl.constexpr,  # whether this kernel has been started early
+):
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # until all sums are stored
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.arange(0, ROWS)[:, None]
     mask = (rows < programs) & (cols < WIDTH)
@@ -326,26 +390,37 @@ def _add_up_chunks(
 
 
 def tile_of(N, itemsize, warps, times=1):
+    """Rows and lanes of a chunk that these warps load at once, or times."""
+    # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
+    # The warps that a narrow row leaves idle load other rows.
     rows = 512 // itemsize * warps // chunk * times
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
 def plan_fwd_chunks(N, itemsize, times=1):
+    """The plan of a row; times: with other warps, to try the formula."""
     row = N * itemsize
+    # At most 4096 bytes of a row for each warp: 8 loads of 16 bytes a thread.
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
     warps = int(times * max(warps, 2 if row <= 3072 else 4))
+    # Narrow rows come in pairs.
     plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
+    # A limit of registers, so that one program more fits on an SM.
     if CUDA and 16384 < row <= 49152:
         plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
     return plan | {"HINT": "evict_first" if row <= 6144 else ""}
 
 
 def plan_bwd_chunks(N, itemsize, times=1):
+    """The plan of a row; times: with other warps, to try the formula."""
     warps = int(times * (4 if N * itemsize <= 2048 else 8))
     plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
+    # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
+    # 8 rows.
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
+    # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
     return plan | {"STAGES": 1 + min(98304 // tile, 3)}
 
