@@ -190,7 +190,9 @@ def timed(page, counts):
         call()
         return 2.0, 1.0, 3.0
 
-    page.time_of_calls = once
+    page.time_in_turns = lambda calls, group: {
+        way: once(call, group) for way, call in calls.items()
+    }
     page.time_together = lambda prepare, group: once(prepare(), group)
     given, found = (8, 64, torch.float32), {}
     for ranks in counts:
@@ -198,9 +200,9 @@ def timed(page, counts):
             for mode in "forward", "backward":
                 took = page.time_columns(*given, mode, ranks, way)
                 found[ranks, mode, way] = took
-        for way in "triton", "kernels", "rows":
-            took = page.time_calls(*given, "forward", ranks, way)
-            found[ranks, "call", way] = took
+        calls = page.time_calls(*given, ranks)
+        for way in page.CALLS:
+            found[ranks, "call", way] = calls and calls[way]
         found[ranks, "one"] = page.time_rows(*given, "backward", ranks, "one")
     return found
 

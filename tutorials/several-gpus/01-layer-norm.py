@@ -1192,7 +1192,11 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5,
 # cannot disagree, ``LayerNorm.apply`` does without it. How much is it?
 
 
-def time_calls(M, N, dtype, mode, ranks, way):
+CALLS = "triton", "kernels", "rows"
+
+
+def time_calls(M, N, dtype, ranks):
+    """µs of a call on the host in each way of the figure, on this rank."""
     if not (group := group_of(ranks)):
         return None
     n = N // ranks
@@ -1200,40 +1204,67 @@ def time_calls(M, N, dtype, mode, ranks, way):
     w = torch.rand(n, device=DEVICE, dtype=dtype)
     b = torch.rand(n, device=DEVICE, dtype=dtype)
 
-    def call():
+    def checked():
         return layer_norm(x, n, w, b, group=group, shard="columns")
 
-    if way != "triton":
-        name = "triton" if way == "kernels" else way
-        call, _ = columns_calls(x, w, b, x, group, name)
-    return time_of_calls(call, group)
+    calls = {"triton": checked}
+    for name, way in ("kernels", "triton"), ("rows", "rows"):
+        calls[name], _ = columns_calls(x, w, b, x, group, way)
+    return time_in_turns(calls, group)
 
 
-def time_of_calls(call, group):
-    """µs of a call on the host: median, 20% and 80% quantiles of 25 times
-    twenty calls, until the GPU is done with the last."""
+def time_in_turns(calls, group):
+    """µs of each call on the host: median, 20% and 80% quantiles.
+
+    In each of 15 rounds all calls take turns, each with the fastest of five
+    batches of 20 calls, until the GPU is done with the last: what disturbs the
+    host makes a batch longer, never shorter. A call's time is the median of
+    the first one times its ratio to the first in the same round.
+    """
     meeting = torch.zeros(1, device=DEVICE)
-    times = []
-    for _ in range(26):
-        dist.all_reduce(meeting, group=group)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-        times.append(1e6 * (time.perf_counter() - start) / 20)
-    times = sorted(times[1:])  # without the first, which compiles
-    return times[12], times[5], times[19]
+
+    def fastest_batch(call):
+        lengths = []
+        for _ in range(5):
+            dist.all_reduce(meeting, group=group)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            lengths.append(time.perf_counter() - start)
+        return 1e6 * min(lengths) / 20
+
+    for call in calls.values():
+        call()  # compiles the kernels
+    rounds = torch.empty(15, len(calls), dtype=torch.double)
+    for round_ in rounds:
+        for i, call in enumerate(calls.values()):
+            round_[i] = fastest_batch(call)
+    first = rounds[:, 0].clone()
+    rounds[:, 1:] *= first.median() / first[:, None]
+    quantiles = rounds.quantile(rounds.new_tensor([0.5, 0.2, 0.8]), dim=0)
+    times = map(tuple, quantiles.T.tolist())
+    return dict(zip(calls, times, strict=True))
+
+
+@functools.cache  # all calls in turns; then each line asks for its own
+def calls_of_all_ranks(M, N, dtype, ranks):
+    """Of each call the times on the rank with the largest median."""
+    of_ranks = [t for t in everywhere(time_calls, M, N, dtype, ranks) if t]
+    return {way: max(times[way] for times in of_ranks) for way in CALLS}
 
 
 def measure_calls(M, N, dtype, mode, ranks, provider):
-    """Time on the host of twenty calls that follow each other, until the GPU
-    is done with the last, divided by twenty. Median, 20% and 80% quantiles of
-    25 such times, on the rank with the largest median; all ranks begin
-    together, and L2 keeps what it has."""
+    """Time on the host of calls that follow each other, until the GPU is done
+    with the last, with L2 as they leave it: in each of 15 rounds all lines
+    take turns, each with the fastest of five batches of 20 calls that all
+    ranks begin together. Median of layer_norm; another line's is that times
+    its ratio to layer_norm in the same round, median, 20% and 80% quantiles;
+    on the rank with the largest median."""
     if not ON_GPU or ranks > WORLD:
         return 3 * [float("nan")]
-    return slowest(time_calls, M, N, dtype, mode, ranks, provider)
+    return calls_of_all_ranks(M, N, dtype, ranks)[provider]
 
 
 lines = {

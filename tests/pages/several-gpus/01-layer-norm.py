@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import shutil
 import subprocess
@@ -381,6 +382,29 @@ def test_the_clock_of_a_rank_subtracts_all_but_the_call(monkeypatch):
         assert found == pytest.approx(3 * [us], abs=1e-3)
         meetings.add(cuda.meetings)
     assert len(meetings) == 1
+
+
+@CPU
+def test_calls_on_the_host_take_turns(monkeypatch):
+    """A host that is busy half of the time changes no ratio."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda meeting, group: None)
+    clock = {"now": 0.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
+    batches = itertools.count()
+
+    def call(us):
+        busy = 3 if next(batches) // 20 % 2 else 1
+        clock["now"] += busy * us * 1e-6
+
+    calls = {
+        "one": functools.partial(call, 40.0),
+        "twice as long": functools.partial(call, 80.0),
+    }
+    found = several.loaded().time_in_turns(calls, None)
+    assert list(found) == list(calls)
+    assert found["one"] == pytest.approx(3 * [40])
+    assert found["twice as long"] == pytest.approx(3 * [80])
 
 
 @GPUS
