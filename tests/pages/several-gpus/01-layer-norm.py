@@ -391,10 +391,10 @@ def test_calls_on_the_host_take_turns(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda meeting, group: None)
     clock = {"now": 0.0}
     monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
-    batches = itertools.count()
+    calls_made = itertools.count(-2)  # each call compiles first
 
     def call(us):
-        busy = 3 if next(batches) // 20 % 2 else 1
+        busy = 3 if next(calls_made) // 20 % 2 else 1
         clock["now"] += busy * us * 1e-6
 
     calls = {
