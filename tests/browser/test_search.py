@@ -67,8 +67,8 @@ QUESTIONS = {
         "gradient wrong": r"09-two-passes.html#find-the-error",
         "online softmax": r"03-softmax.html#one-sweep-for-maximum-and-sum",
         "layer norm backward triton": r"layer-norm/01-layer-norm.html",
-        # asked in a third review, of which 16 of twenty were answered; a
-        # "wrong device" is still not found
+        # asked in a third review, of which 16 of twenty were answered
+        "wrong device": r"layer-norm/01-layer-norm.html#a-function-to-train",
         "atomic_cas": r"03-lock.html#the-lock",
         "kernel hangs": r"(03-lock|08-shared-rows).html|#term-cooperative",
         "add a tutorial": r"add-a-tutorial.html$",
