@@ -17,7 +17,7 @@
 
   // What a question has and every page, or none.
   const TELLS_NOTHING =
-    /^(an?|and|are|can|do|does|for|from|how|in|is|my|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$/i;
+    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$/i;
 
   const dialog = document.getElementById("pst-search-dialog");
   const field = dialog.querySelector("input");

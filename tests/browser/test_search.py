@@ -67,11 +67,16 @@ QUESTIONS = {
         "gradient wrong": r"09-two-passes.html#find-the-error",
         "online softmax": r"03-softmax.html#one-sweep-for-maximum-and-sum",
         "layer norm backward triton": r"layer-norm/01-layer-norm.html",
-        # asked in a third review, of which 16 of twenty were answered; a
-        # "wrong device" is still not found
+        # asked in a third review, of which 16 of twenty were answered
+        "wrong device": r"layer-norm/01-layer-norm.html#a-function-to-train",
         "atomic_cas": r"03-lock.html#the-lock",
         "kernel hangs": r"(03-lock|08-shared-rows).html|#term-cooperative",
         "add a tutorial": r"add-a-tutorial.html$",
+        # asked in a fourth review, of which 16 of twenty were answered: with
+        # the words of other libraries
+        "dgamma dbeta all_reduce": r"several-gpus/01-layer-norm.html",
+        "hidden size not multiple of 8": r"06-unaligned-rows.html",
+        "layernorm backward formula derivation": r"layer-norm/01-layer-norm",
     },
     "zh-cn": {
         "层归一化": r"01-layer-norm.html$",

@@ -1420,7 +1420,9 @@ class LayerNorm(torch.autograd.Function):
 #
 # One function, with the arguments of ``torch.nn.functional.layer_norm``.
 # It checks them first, because a kernel that is given the wrong shape does not
-# complain: it reads memory that belongs to another tensor.
+# complain: it reads memory that belongs to another tensor. A tensor on the
+# wrong device is refused too: Triton starts a kernel on the current GPU, and
+# the tensor may be on another one.
 
 # %%
 
