@@ -182,10 +182,10 @@ def social(figure, title, caption):
     from matplotlib.image import imread
 
     size = figure.get_size_inches()
-    figure.set_size_inches(8, 3.5)
+    _resize(figure, 8, 3.5)
     plot = io.BytesIO()
     figure.savefig(plot, format="png", dpi=150, transparent=False)
-    figure.set_size_inches(size)
+    _resize(figure, *size)
     card = Figure((8, 4.2), dpi=150, facecolor="white")
     card.figimage(imread(io.BytesIO(plot.getvalue())))
     card.text(0.02, 0.92, title, size=17, weight="bold")
@@ -200,7 +200,7 @@ def for_a_card(figure):
     words of the same size, and without quantiles."""
     from matplotlib.ticker import MaxNLocator
 
-    figure.set_size_inches(4.4, 3.3)
+    _resize(figure, 4.4, 3.3)
     for legend in list(figure.legends):
         lines = legend.legend_handles
         names = [text.get_text() for text in legend.get_texts()]
@@ -216,6 +216,11 @@ def for_a_card(figure):
             ticks.set_params(nbins=5)
 
 
+def _resize(figure, width, height):
+    figure.set_size_inches(width, height)
+    figure.set_layout_engine("constrained")
+
+
 def _hide_bands(axes):
     for band in axes.collections:
         band.set_visible(False)
@@ -223,7 +228,7 @@ def _hide_bands(axes):
 
 def outlined(figure):
     """Leave only the lines of a figure, for a picture as small as a word."""
-    figure.set_size_inches(1.6, 0.9)
+    _resize(figure, 1.6, 0.9)
     for legend in list(figure.legends):
         legend.remove()
     for axes in figure.axes:
@@ -242,13 +247,14 @@ def outlined(figure):
 def svg(figure):
     """A figure as two SVG texts: its light and its dark form.
 
-    The same figure gives the same texts.
+    Drawn again it is the same: all stays at the place that it has.
     """
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "both-passes"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.set_layout_engine("none")
     light = buffer.getvalue()
     dark = light
     for pair in PALETTE.values():
