@@ -317,7 +317,7 @@ def test_timing_outside_a_benchmark_is_noticed(monkeypatch, owner, clock):
         "plt.plot([8, 16], [9000, 9999])",
         "plt.gca().get_lines()[0].set_alpha(0)",
         "plt.gca().get_lines()[0].set_transform(plt.gca().transAxes)",
-        "plt.gca().legend(plt.gca().get_lines(), ['PyTorch', 'Triton'])",
+        "plt.gca().legend(plt.gca().get_lines(), ['PyTorch', 'Triton', ''])",
         "plt.gca().set_ylim(900, 1001)",
         "plt.gca().table([['9000 GB/s']])",
         "plt.gca().yaxis.set_major_formatter(lambda y, at: f'{2 * y:.0f}')",
