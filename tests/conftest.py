@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import tutorial
 from alone import run_tutorial
+
+tutorial.require_assertions()
 
 if not torch.cuda.is_available():
     # triton.language is interpreted or compiled, decided at its first import.

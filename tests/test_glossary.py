@@ -10,6 +10,7 @@ from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
+from languages import ENGLISH
 from measurements import claims
 from page import terms
 
@@ -192,9 +193,13 @@ def test_the_first_use_of_a_term_on_a_page_is_a_link(page):
 @pytest.mark.parametrize("language", built.EDITIONS, ids=lambda x: x.folder)
 def test_each_edition_links_its_words(language):
     site = built.WHOLE / language.folder
-    links = built.soup(f"tutorials/{FIRST}.html", site).select("a.bp-term")
+    soup = built.soup(f"tutorials/{FIRST}.html", site)
+    links = soup.select("a.bp-term")
     words = {link["href"].rpartition("#")[2]: link.text for link in links}
-    assert words["term-register"].startswith(REGISTER[language.code])
+    word = REGISTER[language.code]
+    # A page that is not translated may be without it.
+    if language is ENGLISH or word in soup.article.text:
+        assert words["term-register"].startswith(word)
 
 
 REGISTER = {"en": "register", "zh_CN": "寄存器", "ja": "レジスタ"}

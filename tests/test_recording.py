@@ -407,16 +407,25 @@ def test_every_tutorial_is_recorded_on_the_default_gpu():
     assert recorded == set(map(tutorial.name_of, tutorial.scripts()))
 
 
+RECORD = "-m", "measurements.record"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["99"], "no tutorial '99'; there are: layer-norm/01-layer-norm"),
-        ([], "no GPU here"),
+        (
+            [*RECORD, "99"],
+            "no tutorial '99'; there are: layer-norm/01-layer-norm",
+        ),
+        (RECORD, "no GPU here"),
+        (["-O", *RECORD], "lets no assertion run"),
+        (["-O", "-m", "pytest"], "lets no assertion run"),
     ],
 )
-def test_record_refuses_in_one_line(arguments, message):
+def test_what_is_refused_is_said_in_one_line(arguments, message):
     done = subprocess.run(
-        [sys.executable, "-m", "measurements.record", *arguments],
+        [sys.executable, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=os.environ

@@ -315,6 +315,14 @@ def test_timing_outside_a_benchmark_is_noticed(monkeypatch, owner, clock):
         "plt.gcf().legends[0].get_texts()[0].set_text('PyTorch')",
         "plt.gcf().text(0.5, 0.5, '9000 GB/s')",
         "plt.plot([8, 16], [9000, 9999])",
+        "plt.gca().get_lines()[0].set_alpha(0)",
+        "plt.gca().get_lines()[0].set_transform(plt.gca().transAxes)",
+        "plt.gca().legend(plt.gca().get_lines(), ['PyTorch', 'Triton', ''])",
+        "plt.gca().set_ylim(900, 1001)",
+        "plt.gca().table([['9000 GB/s']])",
+        "plt.gca().yaxis.set_major_formatter(lambda y, at: f'{2 * y:.0f}')",
+        "plt.gcf().add_artist(plt.Line2D([0, 1], [0, 1]))",
+        "plt.gcf().figimage([[1.0] * 9] * 9)",
     ],
 )
 def test_a_measured_figure_that_was_changed_is_refused(change):

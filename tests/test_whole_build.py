@@ -74,6 +74,8 @@ def test_a_script_that_ends_the_build_is_named_and_the_site_stays(project):
     [
         ({"PYTHONOPTIMIZE": "1"}, "PYTHONOPTIMIZE (or python -O) lets no"),
         ({"FIGURES": "sometimes"}, "FIGURES=sometimes: it must be one of"),
+        ({"SITE_URL": "not a url"}, "SITE_URL=not a url: it must begin with"),
+        ({"SITE_URL": "https://a.org"}, "SITE_URL=https://a.org: it must"),
     ],
 )
 def test_what_is_refused_is_said_and_the_site_stays(project, asked, said):

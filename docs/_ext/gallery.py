@@ -141,11 +141,7 @@ def hide_gpus(app, config):
 
 def check_recordings(app, config):
     """Measure, or stop if a recording does not fit: before anything runs."""
-    if sys.flags.optimize:
-        sys.exit(
-            "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those "
-            "of the tutorials must: unset it."
-        )
+    tutorial.require_assertions()
     mode, gpu = config.measured_figures, config.measured_gpu
     # A reader's mistake needs a sentence, not the report that Sphinx makes of
     # an error: hence sys.exit.

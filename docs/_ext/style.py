@@ -93,7 +93,6 @@ def rc_params():
         "legend.frameon": False,
         "axes.prop_cycle": cycler(color=[LIGHT[name] for name in SERIES]),
         "savefig.transparent": True,
-        "svg.hashsalt": "both-passes",
     }
 
 
@@ -183,10 +182,10 @@ def social(figure, title, caption):
     from matplotlib.image import imread
 
     size = figure.get_size_inches()
-    figure.set_size_inches(8, 3.5)
+    _resize(figure, 8, 3.5)
     plot = io.BytesIO()
     figure.savefig(plot, format="png", dpi=150, transparent=False)
-    figure.set_size_inches(size)
+    _resize(figure, *size)
     card = Figure((8, 4.2), dpi=150, facecolor="white")
     card.figimage(imread(io.BytesIO(plot.getvalue())))
     card.text(0.02, 0.92, title, size=17, weight="bold")
@@ -201,7 +200,7 @@ def for_a_card(figure):
     words of the same size, and without quantiles."""
     from matplotlib.ticker import MaxNLocator
 
-    figure.set_size_inches(4.4, 3.3)
+    _resize(figure, 4.4, 3.3)
     for legend in list(figure.legends):
         lines = legend.legend_handles
         names = [text.get_text() for text in legend.get_texts()]
@@ -217,6 +216,11 @@ def for_a_card(figure):
             ticks.set_params(nbins=5)
 
 
+def _resize(figure, width, height):
+    figure.set_size_inches(width, height)
+    figure.set_layout_engine("constrained")
+
+
 def _hide_bands(axes):
     for band in axes.collections:
         band.set_visible(False)
@@ -224,7 +228,7 @@ def _hide_bands(axes):
 
 def outlined(figure):
     """Leave only the lines of a figure, for a picture as small as a word."""
-    figure.set_size_inches(1.6, 0.9)
+    _resize(figure, 1.6, 0.9)
     for legend in list(figure.legends):
         legend.remove()
     for axes in figure.axes:
@@ -241,9 +245,16 @@ def outlined(figure):
 
 
 def svg(figure):
-    """A figure as two SVG texts: its light and its dark form."""
+    """A figure as two SVG texts: its light and its dark form.
+
+    Drawn again it is the same: all stays at the place that it has.
+    """
+    import matplotlib
+
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "both-passes"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.set_layout_engine("none")
     light = buffer.getvalue()
     dark = light
     for pair in PALETTE.values():

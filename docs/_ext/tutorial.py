@@ -32,6 +32,16 @@ KERNELS = Path(os.environ.setdefault("TRITON_CACHE_DIR", f"{CACHE}/triton"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 
+def require_assertions():
+    """End with a sentence where Python leaves assertions out: what tutorials
+    and their checks assert would all be true."""
+    if sys.flags.optimize:
+        sys.exit(
+            "PYTHONOPTIMIZE (or python -O) lets no assertion run, and those "
+            "of the tutorials must: unset it."
+        )
+
+
 def scripts():
     """The tutorials in the order in which they are read."""
     return [

@@ -27,6 +27,7 @@ def main(arguments=None):
     parser.add_argument("tutorials", nargs="*")
     given = parser.parse_args(arguments)
     again = "make record goes on with what is left"
+    tutorial.require_assertions()
     try:
         scripts = pick(given.tutorials)
         if not gpus.there():

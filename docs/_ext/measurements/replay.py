@@ -39,7 +39,7 @@ class Measured:
     live: bool = False
     picture: str = ""  # what it was saved as
     figure: object = None
-    drawn: object = None  # the contents of the figure as it was drawn
+    drawn: tuple = ()  # what the benchmark drew, as two SVG texts
 
 
 @dataclass
@@ -244,27 +244,6 @@ def with_recorded_peers(bench, rows):
     return bench
 
 
-def contents(figure):
-    """All that a figure says: its lines, bands, pictures and words."""
-    found = [text.get_text() for text in figure.texts]
-    for legend in figure.legends:
-        found += [text.get_text() for text in legend.get_texts()]
-    for axes in figure.axes:
-        found += [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
-        for axis in (axes.xaxis, axes.yaxis):
-            ticks = axis.get_major_formatter()
-            found += [axis.get_scale(), getattr(ticks, "seq", None)]
-        found += [text.get_text() for text in axes.texts]
-        for line in axes.lines:
-            found += [line.get_visible(), line.get_color()]
-            found += line.get_xydata().tolist()
-        found += [image.get_array().tolist() for image in axes.images]
-        found += [patch.get_path().vertices.tolist() for patch in axes.patches]
-        for band in axes.collections:
-            found += [path.vertices.tolist() for path in band.get_paths()]
-    return repr(found)  # in which NaN is itself
-
-
 def runs_twice(name, plot):
     return recording.RecordingError(
         f"tutorials/{name}.py: the benchmark {plot} runs twice: found a "
@@ -333,7 +312,7 @@ class Runner:
             names=names,
             live=self.session.live,
             figure=figure,
-            drawn=contents(figure),
+            drawn=style.svg(figure),
             **(stored | {"environment": environment}),
         )
         self.session.results.setdefault(plot, []).append(measured)

@@ -20,7 +20,7 @@ from sphinx.util import logging
 
 import style
 import tutorial
-from measurements import recording, replay
+from measurements import recording
 from measurements.replay import Measured, Missing
 from page import captions, headlines
 
@@ -56,7 +56,8 @@ def scraped(session, gallery_conf):
         elif measured := _drawn_from(figure, known.values()):
             for axes in figure.axes:
                 axes.grid(not axes.images)  # no lines across a map
-            parts.append(_measured(session, [measured], srcdir, figure))
+            drawn = style.svg(figure)
+            parts.append(_measured(session, [measured], srcdir, drawn))
         else:
             parts.append(_drawing(session, figure, srcdir))
     for name, results in list(session.results.items()):
@@ -82,19 +83,19 @@ def _drawing(session, figure, srcdir):
             "plt.figure('what the picture shows')",
             session.name,
         )
-    picture = _picture(session, figure, srcdir)
+    picture = _picture(session, style.svg(figure), srcdir)
     return f"\n.. drawing:: {picture} {name}\n\n"
 
 
 def _require_unchanged(session, results):
     """A passport tells of what was measured, so nothing else may be shown."""
     for measured in results:
-        if replay.contents(measured.figure) != measured.drawn:
+        if style.svg(measured.figure) != measured.drawn:
             raise ExtensionError(
                 f"tutorials/{session.name}.py: the figure of the benchmark "
-                f"{measured.name}: found lines or words that were changed or "
-                "added after it was measured, expected what the benchmark "
-                "drew; draw a figure of your own, plt.figure('what it shows')"
+                f"{measured.name}: found a figure that was changed after it "
+                "was measured, expected what the benchmark drew; draw a "
+                "figure of your own, plt.figure('what it shows')"
             )
 
 
@@ -117,18 +118,16 @@ def _drawn_from(figure, known):
     return None
 
 
-def _picture(session, figure, srcdir):
-    """Save a figure; what its picture is called."""
+def _picture(session, drawn, srcdir):
+    """Save the two forms of a figure; what its picture is called."""
     session.pictures += 1
     name = f"{tutorial.file_name(session.name)}_{session.pictures:03}"
-    _save_picture(figure, srcdir, name)
+    _save_picture(drawn, srcdir, name)
     return name
 
 
-def _save_picture(figure, srcdir, name):
-    for path, text in zip(
-        pictures(srcdir, name), style.svg(figure), strict=True
-    ):
+def _save_picture(drawn, srcdir, name):
+    for path, text in zip(pictures(srcdir, name), drawn, strict=True):
         path.write_text(text, encoding="utf-8")
 
 
@@ -138,13 +137,13 @@ def pictures(srcdir, name):
     return [folder / f"{name}{end}.svg" for end in ("", "_dark")]
 
 
-def _measured(session, results, srcdir, figure=None):
+def _measured(session, results, srcdir, drawn=None):
     """Save a measured figure, with the numbers of one GPU or of several."""
     for measured in results:
         measured.picture = (
             ""
             if measured.reason
-            else _picture(session, figure or measured.figure, srcdir)
+            else _picture(session, drawn or measured.drawn, srcdir)
         )
         file = _folder(srcdir, "raw") / csv_name(session.name, measured)
         file.write_text(_csv(measured), encoding="utf-8")
@@ -213,10 +212,10 @@ def _keep_for_card(session, measured, srcdir):
     )
     measured.picture = f"card_{tutorial.file_name(name)}"
     style.for_a_card(measured.figure)
-    _save_picture(measured.figure, srcdir, measured.picture)
+    _save_picture(style.svg(measured.figure), srcdir, measured.picture)
     save(srcdir, measured.picture, [measured])
     style.outlined(measured.figure)
-    _save_picture(measured.figure, srcdir, outline(name))
+    _save_picture(style.svg(measured.figure), srcdir, outline(name))
 
 
 def outline(name):

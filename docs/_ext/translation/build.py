@@ -15,6 +15,7 @@ What stops a build is said in a sentence.
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -145,6 +146,11 @@ def must_write(folder):
 
 
 def main():
+    if not re.fullmatch(r"https?://\S+/", root.ADDRESS):
+        sys.exit(
+            f"SITE_URL={root.ADDRESS}: it must begin with http:// or https:// "
+            "and end with a slash"
+        )
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         must_write(Path(os.environ[name]))
     must_write(tutorial.MADE)
