@@ -132,7 +132,7 @@ plt.show()
 # The law needs the latency, and 362 ns is that of a memory that has nothing
 # else to do. A busy memory may take longer.
 # So let's not only compute but measure, with a kernel that has exactly as many
-# bytes in flight as we want.
+# bytes in flight as we ask for.
 #
 # A program of this kernel has a tile of ``LANES`` elements, and we call each
 # of them a *lane*.
@@ -157,7 +157,8 @@ def _read(x_ptr, end_ptr, steps, LANES: tl.constexpr):
 
 
 # %%
-# Two programs of four lanes each read eight numbers in every step.
+# Let's try it with two programs of four lanes. Together they read eight
+# numbers in every step.
 # Lane 0 reads the numbers 0, 8, 16, 24 and 32, and after five steps it is at
 # 40. The other seven are right behind it:
 
@@ -232,9 +233,13 @@ def speed(bytes_moved, prepare):
 
 
 # %%
-# We start one program on each SM, and together they read 256 MB.
-# The number of lanes then says how much each SM has in flight at most: 256
-# lanes are 1 KB, and 16384 lanes are 64 KB.
+# We start as many programs as there are SMs, and the GPU gives each SM one of
+# them. Together they read 256 MB.
+# The number of lanes then says how much an SM can have in flight at most: 256
+# lanes of 4 bytes are 1 KB, and 16384 lanes are 64 KB.
+# A program has at most 16 warps, which are 512 threads. So from 4 KB on a
+# thread has several lanes, and it can request the numbers of all of them
+# before it needs the first. At 16 KB it has eight.
 
 # The interpreter counts for an H200.
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
@@ -306,24 +311,32 @@ if knee:  # it was measured
 # 132 SMs, divided by the speed, is 361 ns on the H200 and 378 ns on the H100.
 # A load of the chain took 362 ns there, which is about the same.
 #
-# On the right the memory is busy. For the H100 the law asked for 8 KB, but
-# with 8 KB we get only 80% of the best speed.
+# Then the memory gets busy. For the H100 the law asked for 8 KB, but with 8 KB
+# we get only 80% of the best speed.
 # The reason is that requests have to wait for each other when there are many
 # of them, so the latency grows. The law, turned around again, tells by how
-# much: on the H100 a step takes 543 ns with 8 KB in flight, 874 ns with 16 KB,
-# and 1741 ns with 32 KB. In the last case twice the bytes take twice the time,
-# and nothing is gained.
+# much: on the H100 a step takes 543 ns with 8 KB in flight, and 874 ns with 16
+# KB.
 #
-# There are two things that we cannot explain. With 64 KB the kernel is slower
-# than with 32 KB, on both cards.
-# And its best speed on the H100 is less than the 3.0 TB/s from above, which
-# another kernel reads, with eight programs on each SM instead of one.
+# On the right the kernel no longer has in flight what we asked for. A thread
+# now has 16 lanes, or 32, and the compiler saves registers: it lets the thread
+# use its first numbers before it has requested the last ones.
+# We have looked for this in the machine code. Up to 16 KB, all loads of a
+# thread are in flight together. But in the program that should have 64 KB, no
+# more than four loads of a thread ever are. 512 threads with four loads of 4
+# bytes have 8 KB in flight, and this is indeed the speed of 8 KB: 2262 GB/s
+# and 2233 GB/s on the H200, and 2013 GB/s and 1993 GB/s on the H100.
 #
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
 # first speed that is within 90% of the best: on both cards that is 16 KB.
 # The law's 8 KB are a lower bound, and each SM needs about twice as much in
 # flight, all the time.
+#
+# The 16 KB are a lower bound, too, because this kernel cannot show what more
+# than that would bring. The 3.0 TB/s from above tell us that the H100 can do
+# better: another kernel reads them, with eight programs on each SM instead of
+# one.
 #
 # Backward, one row at a time
 # ---------------------------
@@ -336,8 +349,9 @@ if knee:  # it was measured
 # A program takes row after row: it requests a row of ``x`` and of ``dy``,
 # waits for them, computes, stores ``dx``, and only then requests the next
 # row.
-# At 4096 columns, in 16 bits, that is 16 KB in flight while it waits. This is
-# just the knee. But while it computes, it has nothing in flight.
+# At 4096 columns, in 16 bits, a row takes 8 KB. So 16 KB are in flight while
+# it waits, which is just the knee. But while it computes, it has nothing in
+# flight.
 
 
 @triton.jit
@@ -591,8 +605,8 @@ by_programs = by_programs.set_index("programs")
 # 44% at 4096 columns, and 61% at 8192 columns.
 # At 1024 columns more programs help all the way, up to 8, which reach 55%. At
 # 4096 columns three are best and reach 73%. At 8192 columns nothing beats one.
-# On the H100 the best numbers of programs are the same, and they reach 61%,
-# 79% and 75%.
+# On the H100 the best numbers of programs are the same: 8, 3 and 1. They reach
+# 61%, 79% and 75%.
 #
 # **Why more programs help.**
 # A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
@@ -613,7 +627,8 @@ by_programs = by_programs.set_index("programs")
 #   32 × 128 = 20480 registers. Three programs fit.
 # - At 8192 columns, with 16 warps, which are 512 threads, it makes 4 × 8192 +
 #   32 × 512 = 49152 registers. A second program does not fit: it waits until
-#   the first has ended.
+#   the first has ended. So it can only cost something, and on the H200 two
+#   reach 58%.
 #
 # So what if we start four at 4096 columns? On the H200 three of them work on
 # three quarters of the rows, at 73% of the copy, and when they are done, the
@@ -689,7 +704,8 @@ bench_warps.run(show_plots=ON_GPU)
 #   threads fewer programs fit. At 4096 columns there is room for three
 #   programs of 4 warps, for two of 8 or 16 warps, and for one of 32. An SM
 #   also has at most 64 warps: at 1024 columns four programs of 16 warps run at
-#   a time, and two of 32. The others wait.
+#   a time, and two of 32. The others wait. (By our rule three and one would
+#   fit, but with so few lanes a thread needs fewer than 32 more registers.)
 # - **Narrow loads.** At 1024 columns, a thread of 4 warps loads eight numbers,
 #   16 bytes, with one instruction. A thread of 32 warps loads one number of 2
 #   bytes.
@@ -702,7 +718,8 @@ bench_warps.run(show_plots=ON_GPU)
 # memory.
 #
 # **What follows.**
-# We take as few warps as the registers of a thread allow.
+# We take as few warps as the registers of a thread allow. At 8192 columns our
+# plan has 16, and on the H200 8 warps reach 59%, nearly as much.
 #
 # Third knob: stages
 # ------------------
@@ -710,9 +727,11 @@ bench_warps.run(show_plots=ON_GPU)
 # Can a program have loads in flight while it computes?
 #
 # At 8192 columns there is room for just one program on an SM.
-# On the H200 it takes 32 rows, one after the other, and the whole pass takes
-# 81 µs (the last figure of this page shows it), so each row takes 2.5 µs. Our
-# reading kernel had 32 KB after 1.4 µs.
+# 4096 rows on 132 programs are 31 or 32 rows for each, one after the other.
+# On the H200 the whole pass takes 81 µs (the last figure of this page shows
+# it), so each row takes 2.5 µs. A row of ``x`` and one of ``dy`` are 32 KB,
+# and an SM needs 1.4 µs for them if it reads as fast as our reading kernel at
+# its best.
 # On the H100 it is 2.8 µs for a row, and 1.7 µs for 32 KB.
 # In the rest of the time the program computes, stores, and has nothing in
 # flight.
@@ -723,12 +742,16 @@ bench_warps.run(show_plots=ON_GPU)
 # copies* (``cp.async``). They bring the bytes to shared memory, while the
 # threads do something else. So rows in flight take no registers.
 #
-# Shared memory then has slots for two rows, always one less than there are
-# stages. In each iteration of the loop, the program
+# Shared memory then has *slots* for two rows. There is always one slot less
+# than there are stages, because the row that the program works on is in
+# registers. In each iteration of the loop, the program
 #
 # 1. waits for the oldest row that it has requested,
 # 2. moves it from shared memory to registers and works on it,
-# 3. requests another row, into the slot that is now free.
+# 3. requests another row, into the slot of the row that it has worked on.
+#
+# (The slot is free as soon as its row is in registers, but this is where the
+# compiler puts the request.)
 
 # %%
 
@@ -772,14 +795,22 @@ plt.show()
 # %%
 # With one stage, nothing is loaded while the program works. With three stages
 # there is always a row on its way.
-# Two stages would not help: there is a single slot, and it is free again only
-# when the program has worked on its row.
+# Two stages would not help: there is a single slot, and the next row is
+# requested into it only when the program has worked on the row before.
 #
-# Which plan should we try? Rows in flight need no programs of their own now,
-# so one program on an SM will do, or up to three if the rows are narrow.
-# A slot holds a row of ``x``, one of ``dy``, and also ``w``, because the
-# compiler copies whatever the loop loads. We take as many slots as fit into
-# shared memory, but at most four, for five stages.
+# Which plan should we try?
+#
+# - **Programs.** Rows in flight need no programs of their own now, so one
+#   program on an SM will do. Narrow rows get more, so that enough bytes are in
+#   flight: two programs at 2048 columns, and three at 1024.
+# - **Stages.** A slot holds a row of ``x``, one of ``dy``, and also ``w``,
+#   because the compiler copies whatever the loop loads. At 8192 columns, in 16
+#   bits, this is 48 KB. The programs on an SM share 227 KB, and we take as
+#   many slots as fit, but at most four, for five stages.
+# - **Warps.** We take at least four, and so many that a thread has 32 lanes at
+#   most. Their four numbers make 128 registers, and 32 more are well below
+#   255.
+#
 # A row of more than 8192 columns stays with one stage: its tile has 16384
 # lanes, and their four numbers take all 65536 registers of an SM. A loop with
 # copies needs a few more.
@@ -852,7 +883,8 @@ by_stages = by_stages.set_index("stages")
 # in flight, and more stages bring nothing.
 #
 # **What follows.**
-# 64 KB in flight on each SM, four times the knee, are enough.
+# 64 KB in flight on each SM are enough. This is four times the knee, and we
+# will soon ask why it takes so many.
 # Our plan is not the best one everywhere. At 8192 columns three stages are a
 # little faster than five, on both cards. On the H100, whose memory is slower,
 # four are as good as five or a little better at all three widths.
@@ -1260,8 +1292,8 @@ report(bench_backward)
 #
 # **Why.**
 # On the H200 stages gain most at 8192 columns, where they are 1.3 times as
-# fast as more programs. There is room for one program only, so nothing else
-# can load while it works.
+# fast as more programs. With one stage there is room for one program only, and
+# nothing else can load while it works.
 # On the H100 they gain less, 1.0 to 1.1 times: its memory is slower, so more
 # programs keep it busy more easily.
 #
@@ -1269,9 +1301,11 @@ report(bench_backward)
 # 66%, and more programs reach 65%.
 # The tile has 8192 lanes there. 3584 of them have nothing to do, but they take
 # time and registers like all others.
-# If a program moved its rows as fast as the copy, each row would take 0.9 µs
-# on the H200. It takes 1.4 µs, hardly less than on the H100, where it takes
-# 1.5 µs. So it is not the memory that the program waits for here.
+# To see what takes so long, divide the time of the whole pass by the 32 rows
+# of a program. If the program moved its rows as fast as the copy, each row
+# would take 0.9 µs on the H200. It takes 1.4 µs, hardly less than on the H100,
+# where it takes 1.5 µs. So it is not the memory that the program waits for
+# here.
 #
 # **What follows.**
 # A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
@@ -1301,7 +1335,8 @@ report(bench_backward)
 # kernel has two loads in flight instead of one.
 # The second load is ``LANES`` places after the first, so a program moves on by
 # ``2 * LANES`` in each step.
-# The stub below only has the first of the two.
+# The stub below only has the first of the two. It is for a single program, and
+# the numbers that it reads are not 0 here, so a wrong position shows.
 #
 # **Hint 1.** You need two positions, and each depends on its own loads. Where
 # does the second one begin?
@@ -1319,7 +1354,7 @@ def _read_two(x_ptr, end_ptr, steps, LANES: tl.constexpr):
     at = lanes
     for _ in range(steps):
         at += 2 * LANES + tl.load(x_ptr + at)
-    tl.store(end_ptr + lanes, at)  # to do: the others
+    tl.store(end_ptr + lanes, at)  # to do: the second positions
 
 
 def exercise_1(kernel):
