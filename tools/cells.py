@@ -18,6 +18,9 @@ TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
 # What it explained before, on pages that are not yet written anew.
 BEFORE = "layer-norm/07-two-sweeps"
+# What these have from pages that were written anew since then is as it was
+# when they were measured, and is written when they are measured again.
+WAITING = {"layer-norm/11-every-width"}
 # Functions that have a name of their own on a page that gathers many.
 RENAMED = {
     ("layer-norm/05-chunks", "plan_fwd_chunks"): "plan_forward",
@@ -66,6 +69,8 @@ def written(name, folder=TUTORIALS):
             others = "".join(cells[:i] + cells[i + 1 :])
             end = cell[len(cell.rstrip()) :]
             cells[i] = _used(known[title[1]], others) + end
+        elif name in WAITING:
+            continue
         elif origin := ORIGIN.search(title[1]):
             for number in origin[1].split(" and "):
                 page = _page(name, number, origin[2] or "", folder)
