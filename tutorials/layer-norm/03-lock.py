@@ -20,7 +20,7 @@ the end we measure what the lock is worth.
   the order of memory accesses.
 - Why a test that passes does not prove that a lock is right, and where you can
   see that it is.
-- How to tell apart what a lock costs: its instructions, its traffic, and the
+- How to tell apart what a lock costs: the lock itself, its traffic, and the
   time that programs wait for each other.
 
 **What you need:** `Layer normalization, both passes <01-layer-norm.html>`_,
@@ -469,16 +469,18 @@ if table.notna().all(axis=None):
 # the same SM has left it there. Programs on other SMs have added to the buffer
 # since then, but nothing tells this L1. In each run there are 32768 visits to
 # 256 buffers, so an SM often comes back to a buffer soon, and one stale value
-# is enough to make a run wrong. The other two mistakes show only if a store is
-# so late that meanwhile another program takes the lock and reads the buffer.
-# How often that happens depends on the width, the number of warps, and the
-# GPU. Here both mistakes show where rows are narrow and hide where they are
-# wide. We cannot say why: these numbers are what we counted.
+# is enough to make a run wrong.
+#
+# The other two mistakes show only if a store is so late that meanwhile another
+# program takes the lock and reads the buffer. In this figure both of them show
+# where rows are narrow, and hide where rows are wide and programs have many
+# warps. We cannot say why: these numbers are what we counted.
 #
 # **What follows.**
-# A test that passes does not prove that a lock is right. At 4096 columns it
-# passes a hundred runs without the barrier, and also without release. At 512
-# columns it fails in each run, and in a model the width is another one.
+# A test that passes does not prove that a lock is right. At 4096 columns the
+# lock without the barrier passes a hundred runs, and so does the lock without
+# release. At 512 columns both of them fail in every run, and in a model the
+# width is another one.
 #
 # Nor do the usual tools find the missing barrier. NVIDIA's compute-sanitizer
 # has one for such mistakes, ``racecheck``, but it only watches shared memory,
@@ -565,7 +567,8 @@ plt.show()
 # - **Own buffers**: the plan of `Layer normalization, both passes
 #   <01-layer-norm.html>`_, with a buffer for each program, and no lock.
 # - **Own locks**: the same, but each buffer has a lock. Nobody waits for it,
-#   so it shows what else a lock costs: its instructions, and the clearing.
+#   so it shows what else a lock costs: its instructions, and one more kernel
+#   that clears all locks.
 # - **Two at a lock**: two programs share a buffer and its lock. This is the
 #   plan of our function.
 # - **Lock each row**: a program for each row, and 256 locks, or 128 for wide
@@ -1020,9 +1023,9 @@ for plan in PLANS.values():
 # So we change as little as possible. In this experiment each program takes a
 # lock of its own, for which nobody waits, and then it adds to the same shared
 # buffer as before, with as many loads and stores.
-# Its sums are wrong, of course: that is the race. But its time tells us about
-# what the kernel would take if nobody had to wait. The difference to the real
-# lock is the waiting.
+# Its sums are wrong, of course: that is the race. But its time tells us
+# roughly what the kernel would take if nobody had to wait. The difference to
+# the real lock is the waiting.
 #
 # We let 1, 2, 4 and up to 128 programs share a buffer. By our formula they all
 # move the same bytes. The clock is that of `Layer normalization, both passes
@@ -1172,21 +1175,24 @@ if times.notna().all(axis=None):  # it was measured
 #
 # **How precise is this?**
 # With one program at a lock nobody waits, so both lines of a width should
-# begin at the same point. They differ by at most 0.9% there.
-# With two programs, though, the pass takes 2.3 µs longer without waiting at
-# 4096 columns, and 1.9 µs longer at 1024 columns. So our experiment changes
-# more than the waiting. One thing is this: behind a lock, a program loads only
-# what another one has just stored, so it is in L2. Without waiting, it may
-# load before anything has been stored, and then the load goes to DRAM. We have
-# not measured whether this explains it. But a difference as small as that
-# says nothing about waiting.
+# begin at the same point. They differ by at most 0.9% there. With two
+# programs, though, the pass takes 2.3 µs longer without waiting at 4096
+# columns, and 1.9 µs longer at 1024 columns. So our experiment changes more
+# than the waiting. One such change is this: behind a lock, a program only
+# loads what another one has just stored, so it is in L2. Without waiting, it
+# may load before anything has been stored. The clock has overwritten L2, so
+# these loads have to come from DRAM. We have not measured whether this
+# explains it. But a difference as small as that says nothing about waiting.
+# With eight programs at a lock, waiting makes the pass longer by 8.1 µs and
+# 4.8 µs, which is clearly more.
 #
 # **Why.**
-# Without waiting, little changes. Up to 32 programs it takes 45.5 to 47.8 µs
-# at 4096 columns, and 17.7 to 19.7 µs at 1024 columns. This is our formula:
-# the number of buffers does not change the traffic. With fewer buffers the
-# lines rise, to 50.3 and 22.5 µs. Then many programs load and store the same
-# few addresses, which may be the reason, but we have not measured that either.
+# Without waiting, little changes. Up to 32 programs the pass takes 45.5 to
+# 47.8 µs at 4096 columns, and 17.7 to 19.7 µs at 1024 columns. This is our
+# formula: the number of buffers does not change the traffic. With fewer
+# buffers the lines rise, to 50.3 and 22.5 µs. Then many programs load and
+# store the same few addresses, which may be the reason, but we have not
+# measured that either.
 #
 # With waiting, programs that share a lock go through it one after the other.
 # If all of them come at the same time, the last one waits for all the others.
@@ -1425,18 +1431,19 @@ report(bench_backward)
 # For each column, its sums make 16 bytes a row, and the matrices make 6 bytes.
 # If all of that came from DRAM or went there, the plan could reach at most 6 /
 # 22 = 27% of the copy. From 2048 columns on it reaches 33% to 43%, so a part
-# of that must stay in L2, into which its buffers fit.
+# of that traffic must stay in L2, into which its buffers fit.
 #
 # At 1024 columns it reaches 27%. There programs wait for each other: without
 # waiting, it would take 26% less time. At 2048 columns it would be 7% less,
 # and at 3072 columns 3%. From 4096 columns on, the two differ by at most 2.3%,
-# and mostly the plan that waits is the faster one. So there it hardly waits,
-# and what is left is traffic.
+# and at five of six widths the plan that waits is the faster one. So there it
+# hardly waits, and what is left is traffic.
 #
 # Why do wide rows not wait? Their programs need more registers, so fewer of
 # them fit into an SM at a time: nine at 1024 columns, three at 4096 columns,
-# and two at 8192 columns. So 1188 programs meet at 256 locks at 1024 columns,
-# 396 at 4096 columns, and 264 at 8192 columns.
+# and two at 8192 columns. So at 1024 columns 1188 programs run at a time, more
+# than four for each of the 256 locks. At 4096 columns 396 run at a time, and
+# at 8192 columns 264, which is hardly more than one for each lock.
 #
 # Do they really move the same bytes?
 # -----------------------------------
@@ -1671,7 +1678,8 @@ assert exercise_1(_one_launch_1)
 # - A lock is an exchange with acquire, the work, a barrier, and an exchange
 #   with release. If a part is missing, tests may still pass: look at the PTX.
 # - To find out what waiting costs, take it out and measure what is left, even
-#   if the results are wrong then.
+#   if the results are wrong then. Measure it where nobody should wait, too: it
+#   shows what else the experiment changes.
 # - Count bytes before you share memory: a lock saves none.
 #
 # **Next:** nobody waits for a lock any more, but programs still wait for

@@ -231,10 +231,21 @@ def of_waiting(figure):
         f"With two programs, though, the pass takes {wide} µs longer without "
         f"waiting at 4096 columns, and {narrow} µs longer at 1024 columns."
     )
+    eight = [
+        times.median(str(N), 8) - times.median(f"{N}, no waiting", 8)
+        for N in widths
+    ]
+    clear = eight[0] >= 2 * wide and eight[1] >= 2 * narrow
+    assert clear, "eight at a lock wait, beyond what the experiment changes"
+    yield (
+        "With eight programs at a lock, waiting makes the pass longer by "
+        f"{eight[0]} µs and {eight[1]} µs, which is clearly more."
+    )
     wide, narrow = (few.all_medians(f"{N}, no waiting") for N in widths)
     yield (
-        f"Up to 32 programs it takes {wide.least} to {wide.most} µs at 4096 "
-        f"columns, and {narrow.least} to {narrow.most} µs at 1024 columns."
+        f"Up to 32 programs the pass takes {wide.least} to {wide.most} µs at "
+        f"4096 columns, and {narrow.least} to {narrow.most} µs at 1024 "
+        "columns."
     )
     yield (
         f"With fewer buffers the lines rise, to {without(4096)[3]} and "
@@ -364,14 +375,19 @@ def of_the_plans(figure):
     rest = [abs(saved(N)) for N in widths if N >= 4096]
     yield (
         "From 4096 columns on, the two differ by at most "
-        f"{max(rest):.1f}%, and mostly the plan that waits is the faster one."
+        f"{max(rest):.1f}%, and at five of six widths the plan that waits is "
+        "the faster one."
     )
-    ahead = [N for N in widths if N >= 4096 and saved(N) < 0]
-    assert ahead == [4096, 4608, 6144, 8192, 8704], "mostly it is faster"
+    ahead = [saved(N) < 0 for N in widths if N >= 4096]
+    assert (sum(ahead), len(ahead)) == (5, 6), "mostly it is faster"
+    # Unmarked, for nothing measured them.
     met = {N: 132 * programs for N, programs in AT_A_TIME.items()}
+    assert met[1024] > 4 * 256, "more than four for each lock"
     yield (
-        f"So {met[1024]} programs meet at 256 locks at 1024 columns, "
-        f"{met[4096]} at 4096 columns, and {met[8192]} at 8192 columns."
+        f"So at 1024 columns {met[1024]} programs run at a time, more than "
+        f"four for each of the 256 locks. At 4096 columns {met[4096]} run at "
+        f"a time, and at 8192 columns {met[8192]}, which is hardly more than "
+        "one for each lock."
     )
 
 
