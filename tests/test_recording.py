@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from project import ENVIRONMENT, ROOT, rows
@@ -398,10 +397,11 @@ def test_committed_recordings_are_whole_and_fresh(path):
         assert environment["checks_passed"] > 0
 
 
-def test_every_tutorial_is_recorded_on_the_default_gpu():
-    folder = recording.STORE / "nvidia-h200"
+def test_every_tutorial_is_recorded():
+    """On some card: not each is to be had when a page is written anew."""
     recorded = {
-        Path(path).relative_to(folder).with_suffix("").as_posix()
+        path.relative_to(folder).with_suffix("").as_posix()
+        for folder in recording.STORE.iterdir()
         for path in folder.rglob("*.json")
     }
     assert recorded == set(map(tutorial.name_of, tutorial.scripts()))
