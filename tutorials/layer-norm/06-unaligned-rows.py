@@ -11,7 +11,7 @@ vocabulary has 50257 words, and a slice of a matrix has as many columns as
 somebody cut.
 On this page we give a row one column more and count what its loads ask of the
 memory. Then we write both passes of layer norm so that the one column costs
-next to nothing.
+little.
 
 **What you will learn**
 
@@ -306,8 +306,8 @@ requests.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, a row that is loaded from column 0 takes NN requests at 4040
-# columns, NN at 4044, NN at 4042, and NN at 4041. In groups, it takes NN at
+# On the H100, a row that is loaded from column 0 takes 16 requests at 4040
+# columns, 32 at 4044, 64 at 4042, and 127 at 4041. In groups, it takes 16 at
 # each of the four widths.
 #
 # **Why.**
@@ -434,11 +434,9 @@ bench_reading.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, the sum in groups reads NN to NN GB/s at the four widths.
-# From column 0 it reads NN GB/s with 16 requests a row, NN GB/s with 32, NN
-# GB/s with 64, and NN GB/s with 127.
-# On the H100, it reads NN to NN GB/s in groups, and NN, NN, NN and NN GB/s
-# from column 0.
+# On the H100, the sum in groups reads 2138 to 2160 GB/s at the four widths.
+# From column 0 it reads 2139 GB/s with 16 requests a row, 2132 GB/s with 32,
+# 2088 GB/s with 64, and 1784 GB/s with 127.
 #
 # **Why.**
 # Everything else is alike. At each width a thread adds up 32 numbers, and 16
@@ -448,18 +446,20 @@ bench_reading.run(show_plots=ON_GPU)
 # It finds out which sectors are asked for, asks L2 for those that it does not
 # have, and hands out the numbers to the threads.
 #
-# How much is that? On the H200 the sum takes NN µs with 16 requests a row, NN
-# µs with 64, and NN µs with 127. An SM has 31 of the 4096 rows, so the last
-# step is 63 × 31 = 1953 more requests for each SM, and each of them takes NN
-# ns. On the H100 it is NN ns.
-# The first 48 more requests cost less. While L1 works on one request, DRAM
+# How much is that? The sum takes 15.5 µs with 16 requests a row, 15.9 µs with
+# 64, and 18.6 µs with 127. An SM has 31 of the 4096 rows, so the last step is
+# 63 × 31 = 1953 more requests for each SM, and each of them adds 1.4 ns on
+# average.
+# The first 48 more requests add far less. While L1 works on one request, DRAM
 # delivers what others have asked for, and as long as DRAM takes longer, that
-# work hides behind it.
+# work hides behind it. Some of the last 63 may hide, too, so L1 may work on a
+# request for longer than it adds.
 # We have not found out which part of the work takes the time.
 #
 # **What follows.**
 # It is not the bytes that make an odd width slow, but the requests for them.
-# The wider a load, the fewer there are.
+# The wider a load, the fewer there are. As long as DRAM takes longer than L1,
+# more of them cost little; beyond that, each one counts.
 #
 # Layer norm in such lanes
 # ------------------------
@@ -1024,21 +1024,21 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# In groups, a column more costs little. On the H200 our kernel reaches NN% of
-# a copy at 4096 columns, NN% at 4097, and NN% to NN% at the five widths that
-# are no multiple of 8. On the H100 it is NN%, NN%, and NN% to NN%.
+# In groups, a column more costs little. On the H100 our kernel reaches 89% of
+# a copy at 4096 columns, 88% at 4097, and 81% to 88% at the five widths that
+# are no multiple of 8. The lowest is that at 10231 columns; we have not found
+# out why.
 #
-# From column 0 it costs more the narrower the loads are. On the H200 the
-# kernel reaches NN% of a copy at 4100 columns, where a thread takes 8 bytes,
-# NN% at 4098, where it takes 4, and NN% at 4097, where it takes 2. On the H100
-# it is NN%, NN% and NN%.
+# From column 0 it costs more the narrower the loads are. The kernel reaches
+# 89% of a copy at 4100 columns, where a thread takes 8 bytes, 81% at 4098,
+# where it takes 4, and 60% at 4097, where it takes 2.
+# So at 4100 columns groups gain nothing: they reach 88% there. At the four
+# other widths they are 1.1 to 1.9 times as fast.
 #
-# PyTorch falls from NN% at 4096 columns to NN% at 4097 on the H200, and
-# torch.compile from NN% to NN%. On the H100 they fall from NN% to NN%, and
-# from NN% to NN%.
-# At the five widths our kernel is NN to NN times as fast as PyTorch on the
-# H200, and NN to NN times as fast as torch.compile. On the H100 it is NN to NN
-# and NN to NN times as fast.
+# PyTorch falls from 69% at 4096 columns to 25% at 4097, and torch.compile from
+# 83% to 39%.
+# At the five widths our kernel is 1.3 to 4.6 times as fast as PyTorch, and 1.3
+# to 2.4 times as fast as torch.compile.
 #
 # **Why.**
 # Do narrow loads leave fewer bytes in flight? They do not: with the plan
@@ -1049,6 +1049,8 @@ report(bench_forward)
 # for its row. In groups of 8 bytes it is 33 for ``x`` and 33 for ``y``, a few
 # more for the ends of the row, and none for ``w`` and ``b``, which it has
 # loaded before.
+# At 4100 columns a thread takes 8 bytes in either case, so groups save no
+# request there, and the other line has the best of four plans.
 #
 # `PyTorch's kernel <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
 # loads four numbers at a time, but only if the number of columns is a multiple
@@ -1062,7 +1064,7 @@ report(bench_forward)
 #
 # **What follows.**
 # Where rows begin is a property of the *width*, and a kernel can make up for
-# it.
+# it. This pays where a thread could otherwise take only 2 or 4 bytes.
 #
 # Backward: each column keeps its lane
 # ------------------------------------
@@ -1562,25 +1564,29 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches NN% of the copy at 4096 columns, NN% at
-# 4097, and NN% to NN% at the five widths that are no multiple of 8. On the
-# H100 it is NN%, NN%, and NN% to NN%.
-# At these five widths it is NN to NN times as fast as PyTorch on the H200, and
-# NN to NN times as fast as torch.compile. On the H100 it is NN to NN and NN to
-# NN times as fast.
+# On the H100 our backward pass reaches 85% of the copy at 4096 columns, 82% at
+# 4097, and 69% to 82% at the five widths that are no multiple of 8.
+# At these five widths it is 2.0 to 2.5 times as fast as PyTorch, and 2.2 to
+# 3.7 times as fast as torch.compile.
 #
 # **Why.**
-# ``x`` and ``dy`` are requested ahead, by 8 or 16 bytes for each thread, as at
-# an aligned width. What an odd width adds is small: at most 7 columns at each
-# end of a row of ``dx`` are stored one by one, which is 14 of 4097, and a
-# program stores its sums without groups, but only once.
+# ``x`` and ``dy`` are requested ahead at every width, and never by less than 8
+# bytes for each thread. What an odd width adds is small. At 4097 columns a
+# thread takes 8 bytes at a time and not 16. At most 7 columns at each end of a
+# row of ``dx`` are stored one by one, which is 14 of 4097. And a program
+# stores its sums without groups, but only once. We have not measured what each
+# of these costs.
+#
+# We are farthest from the copy at 1151 columns, with 69%. There the whole pass
+# takes only 16.2 µs, and we have measured no multiple of 8 beside it. So the
+# figure doesn't tell how much of this distance comes from the odd width.
 #
 # PyTorch is faster at 4096 and 4100 columns than at 4097 and 4098 here, too:
 # its kernel for ``dx`` also has a form for multiples of four.
 #
 # **What follows.**
-# A model may have the width that it needs, and both passes keep nearly all of
-# their speed.
+# A model may have 4097 columns if it needs them, and both passes keep nearly
+# all of the speed that they have at 4096.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -1592,7 +1598,8 @@ report(bench_backward)
 #   is often padded to 50304, which is 64 × 786.
 # - **At multiples of 8, this page has nothing to offer.** Its forward pass
 #   requests nothing ahead there. `Chunks instead of padding
-#   <05-chunks.html>`_ is made for such widths.
+#   <05-chunks.html>`_ is made for such widths. At 4100 columns, a multiple of
+#   4, its forward pass gains nothing over lanes from column 0.
 # - **Some views keep narrow loads.** If the rows of ``x`` have other shifts
 #   than those of ``y``, as in ``x[:, 3:]``, our lanes begin at column 0.
 # - **PyTorch has no limit.** Our rows hold at most 32 KB, and 20 KB with
@@ -1656,14 +1663,14 @@ assert exercise_1(distance_1)
 # how fast the design is there, and why.
 #
 # - **From column 0**, a load takes 2 bytes for each thread. The forward pass
-#   makes 516 requests for a row. On the H200 it reaches NN% of a copy,
+#   makes 516 requests for a row. On the H100 it reaches 60% of a copy,
 #   because the L1 cache has work with each request.
 # - **In groups**, a load takes 8 bytes for each thread, and ``w`` and ``b``
-#   are loaded once. It is 66 requests for a row, and a few for its ends. On
-#   the H200 the forward pass reaches NN% of a copy, and the backward pass NN%.
-# - **PyTorch** loads one number at a time, as 4097 is no multiple of four. On
-#   the H200 it reaches NN% of a copy forward and NN% backward.
-# - **torch.compile** reaches NN% and NN%. We have not looked at its kernels.
+#   are loaded once. It is 66 requests for a row, and a few for its ends. The
+#   forward pass reaches 88% of a copy, and the backward pass 82%.
+# - **PyTorch** loads one number at a time, as 4097 is no multiple of four. It
+#   reaches 25% of a copy forward and 36% backward.
+# - **torch.compile** reaches 39% and 28%. We have not looked at its kernels.
 #
 # And for kernels in general:
 #

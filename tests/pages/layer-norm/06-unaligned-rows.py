@@ -135,188 +135,159 @@ FACTS = {
     "eight times as many": "2 bytes a thread in place of 16",
     "eight times the requests": "2 bytes a thread in place of 16",
 }
-CARDS = "H200", "H100"
 ODD = (1151, 4097, 4098, 4100, 10231)  # no multiple of 8
+GAINED = (1151, 4097, 4098, 10231)  # where groups are wider than a row allows
 
 
 def CLAIMS(figure):
-    asked = figure("layer-norm-unaligned-requests", "H200")
+    asked = figure("layer-norm-unaligned-requests", "H100")
     counts = {N: asked.median("zero", N) for N in (4040, 4044, 4042, 4041)}
     groups = {asked.median("triton", N) for N in counts}
     assert counts == {4040: 16, 4044: 32, 4042: 64, 4041: 127}
     assert groups == {16.0}
     yield (
-        "On the H200, a row that is loaded from column 0 takes "
+        "On the H100, a row that is loaded from column 0 takes "
         f"{counts[4040]:.0f} requests at 4040 columns, {counts[4044]:.0f} at "
         f"4044, {counts[4042]:.0f} at 4042, and {counts[4041]:.0f} at 4041. "
         f"In groups, it takes {max(groups):.0f} at each of the four widths."
     )
 
-    reading = {
-        card: figure("layer-norm-unaligned-reading", card) for card in CARDS
-    }
-    speeds, slower, took, each = {}, {}, {}, {}
-    for card, sums in reading.items():
-        speeds[card] = sums.all_medians("triton")
-        slower[card] = [
-            sums.median("zero", N) for N in (4040, 4044, 4042, 4041)
-        ]
-        # µs: a matrix, which is read once.
-        took[card] = [
-            sums.us("zero", N, matrices=1) for N in (4040, 4042, 4041)
-        ]
-        few, many, most = took[card]
-        # The last 63 requests cost more than the 48 before them, and groups
-        # are fastest where they matter.
-        assert 0 <= many - few < most - many
-        assert slower[card][3] < slower[card][2] < min(speeds[card])
-        each[card] = 1000 * (most - many) / (63 * 31)  # ns
+    reading = figure("layer-norm-unaligned-reading", "H100")
+    speeds = reading.all_medians("triton")
+    slower = [reading.median("zero", N) for N in (4040, 4044, 4042, 4041)]
     yield (
-        f"On the H200, the sum in groups reads {speeds['H200'].least} to "
-        f"{speeds['H200'].most} GB/s at the four widths. From column 0 it "
-        "reads {} GB/s with 16 requests a row, {} GB/s with 32, {} GB/s with "
-        "64, and {} GB/s with 127.".format(*slower["H200"])
+        f"On the H100, the sum in groups reads {speeds.least} to "
+        f"{speeds.most} GB/s at the four widths. From column 0 it reads "
+        "{} GB/s with 16 requests a row, {} GB/s with 32, {} GB/s with 64, "
+        "and {} GB/s with 127.".format(*slower)
     )
+    # µs: a matrix, which is read once.
+    few, many, most = (
+        reading.us("zero", N, matrices=1) for N in (4040, 4042, 4041)
+    )
+    each = 1000 * (most - many) / (63 * 31)  # ns
+    # The last 63 requests cost far more than the 48 before them, and groups
+    # are fastest where they matter.
+    assert 0 <= many - few < (most - many) / 4
+    assert slower[3] < slower[2] < min(speeds)
     yield (
-        f"On the H100, it reads {speeds['H100'].least} to "
-        f"{speeds['H100'].most} GB/s in groups, and "
-        "{}, {}, {} and {} GB/s from column 0.".format(*slower["H100"])
+        f"The sum takes {few} µs with 16 requests a row, {many} µs with 64, "
+        f"and {most} µs with 127."
     )
-    few, many, most = took["H200"]
-    yield (
-        f"On the H200 the sum takes {few} µs with 16 requests a row, {many} "
-        f"µs with 64, and {most} µs with 127."
-    )
-    yield (
-        f"and each of them takes {each['H200']:.1f} ns. On the H100 it is "
-        f"{each['H100']:.1f} ns."
-    )
+    yield f"and each of them adds {each:.1f} ns on average."
 
-    forward = {
-        card: figure("layer-norm-unaligned-forward", card) for card in CARDS
-    }
-    for passed in forward.values():
-        # A column more costs little: as the page says in both passes.
-        assert passed.share("triton", 4097) >= 0.95 * passed.share(
-            "triton", 4096
-        )
-        alone = [passed.share("unshifted", N) for N in (4100, 4098, 4097)]
-        assert alone == sorted(alone, reverse=True)
-        assert all(passed.ratio("triton", "unshifted", N) > 1 for N in ODD)
-        # PyTorch's forms for multiples of four, and for other widths.
-        theirs = passed.medians["torch"]
-        assert min(theirs[4096], theirs[4100]) > 1.3 * max(
-            theirs[4097], theirs[4098]
-        )
-        assert min(passed.at(*ODD).ratios("triton", "torch")) > 1
-        assert min(passed.at(*ODD).ratios("triton", "torch.compile")) > 1
+    forward = figure("layer-norm-unaligned-forward", "H100")
+    # A column more costs little: as the page says in both passes.
+    assert forward.share("triton", 4097) >= 0.95 * forward.share(
+        "triton", 4096
+    )
+    alone = [forward.share("unshifted", N) for N in (4100, 4098, 4097)]
+    assert alone == sorted(alone, reverse=True)
+    gained = forward.at(*GAINED).ratios("triton", "unshifted")
+    assert gained.least > 1.03
+    shares = forward.at(*ODD).shares("triton")
+    assert forward.share("triton", 10231) == shares.least
+    assert 0.97 < forward.ratio("triton", "unshifted", 4100) < 1
+    # PyTorch's forms for multiples of four, and for other widths.
+    theirs = forward.medians["torch"]
+    assert min(theirs[4096], theirs[4100]) > 1.3 * max(
+        theirs[4097], theirs[4098]
+    )
+    assert min(forward.at(*ODD).ratios("triton", "torch")) > 1
+    assert min(forward.at(*ODD).ratios("triton", "torch.compile")) > 1
 
-    def narrow(card, figures, provider="triton"):
+    def ours(passed):
         """At 4096 and at 4097 columns, and the least and the most."""
-        passed = figures[card]
-        shares = passed.at(*ODD).shares(provider)
+        shares = passed.at(*ODD).shares("triton")
         return (
-            passed.share(provider, 4096),
-            passed.share(provider, 4097),
+            passed.share("triton", 4096),
+            passed.share("triton", 4097),
             shares.least,
             shares.most,
         )
 
-    yield (
-        "On the H200 our kernel reaches {}% of a copy at 4096 columns, {}% at "
-        "4097, and {}% to {}% at the five widths that are no multiple of 8."
-    ).format(*narrow("H200", forward)) + (
-        " On the H100 it is {}%, {}%, and {}% to {}%."
-    ).format(*narrow("H100", forward))
-    alone = {
-        card: [forward[card].share("unshifted", N) for N in (4100, 4098, 4097)]
-        for card in CARDS
-    }
-    yield (
-        "On the H200 the kernel reaches {}% of a copy at 4100 columns, where "
-        "a thread takes 8 bytes, {}% at 4098, where it takes 4, and {}% at "
-        "4097, where it takes 2."
-    ).format(*alone["H200"]) + " On the H100 it is {}%, {}% and {}%.".format(
-        *alone["H100"]
-    )
-    falls = {
-        card: [
-            forward[card].share(provider, N)
-            for provider in ("torch", "torch.compile")
-            for N in (4096, 4097)
-        ]
-        for card in CARDS
-    }
-    for before, after, first, then in falls.values():
-        assert before > after and first > then
-    yield (
-        "PyTorch falls from {}% at 4096 columns to {}% at 4097 on the H200, "
-        "and torch.compile from {}% to {}%."
-    ).format(*falls["H200"]) + (
-        " On the H100 they fall from {}% to {}%, and from {}% to {}%."
-    ).format(*falls["H100"])
-
-    def faster(card, figures):
-        passed = figures[card].at(*ODD)
+    def faster(passed):
         both = [
-            passed.ratios("triton", rival)
+            passed.at(*ODD).ratios("triton", rival)
             for rival in ("torch", "torch.compile")
         ]
         return [end for one in both for end in (one.least, one.most)]
 
     yield (
-        "At the five widths our kernel is {} to {} times as fast as PyTorch "
-        "on the H200, and {} to {} times as fast as torch.compile."
-    ).format(*faster("H200", forward)) + (
-        " On the H100 it is {} to {} and {} to {} times as fast."
-    ).format(*faster("H100", forward))
-
-    backward = {
-        card: figure("layer-norm-unaligned-backward", card) for card in CARDS
-    }
-    for passed in backward.values():
-        assert passed.share("triton", 4097) >= 0.93 * passed.share(
-            "triton", 4096
-        )
-        theirs = passed.medians["torch"]
-        assert min(theirs[4096], theirs[4100]) > 1.05 * max(
-            theirs[4097], theirs[4098]
-        )
-        assert min(passed.at(*ODD).ratios("triton", "torch")) > 1
-        assert min(passed.at(*ODD).ratios("triton", "torch.compile")) > 1
+        "On the H100 our kernel reaches {}% of a copy at 4096 columns, {}% at "
+        "4097, and {}% to {}% at the five widths that are no multiple of 8."
+    ).format(*ours(forward))
     yield (
-        "On the H200 our backward pass reaches {}% of the copy at 4096 "
+        "The kernel reaches {}% of a copy at 4100 columns, where a thread "
+        "takes 8 bytes, {}% at 4098, where it takes 4, and {}% at 4097, where "
+        "it takes 2."
+    ).format(*alone)
+    yield (
+        "So at 4100 columns groups gain nothing: they reach "
+        f"{forward.share('triton', 4100)}% there. At the four other widths "
+        f"they are {gained.least} to {gained.most} times as fast."
+    )
+    falls = [
+        forward.share(provider, N)
+        for provider in ("torch", "torch.compile")
+        for N in (4096, 4097)
+    ]
+    before, after, first, then = falls
+    assert before > after and first > then
+    yield (
+        "PyTorch falls from {}% at 4096 columns to {}% at 4097, and "
+        "torch.compile from {}% to {}%."
+    ).format(*falls)
+    yield (
+        "At the five widths our kernel is {} to {} times as fast as PyTorch, "
+        "and {} to {} times as fast as torch.compile."
+    ).format(*faster(forward))
+
+    backward = figure("layer-norm-unaligned-backward", "H100")
+    assert backward.share("triton", 4097) >= 0.93 * backward.share(
+        "triton", 4096
+    )
+    theirs = backward.medians["torch"]
+    assert min(theirs[4096], theirs[4100]) > 1.05 * max(
+        theirs[4097], theirs[4098]
+    )
+    assert min(backward.at(*ODD).ratios("triton", "torch")) > 1
+    assert min(backward.at(*ODD).ratios("triton", "torch.compile")) > 1
+    yield (
+        "On the H100 our backward pass reaches {}% of the copy at 4096 "
         "columns, {}% at 4097, and {}% to {}% at the five widths that are no "
         "multiple of 8."
-    ).format(*narrow("H200", backward)) + (
-        " On the H100 it is {}%, {}%, and {}% to {}%."
-    ).format(*narrow("H100", backward))
+    ).format(*ours(backward))
     yield (
-        "At these five widths it is {} to {} times as fast as PyTorch on the "
-        "H200, and {} to {} times as fast as torch.compile."
-    ).format(*faster("H200", backward)) + (
-        " On the H100 it is {} to {} and {} to {} times as fast."
-    ).format(*faster("H100", backward))
+        "At these five widths it is {} to {} times as fast as PyTorch, and "
+        "{} to {} times as fast as torch.compile."
+    ).format(*faster(backward))
+    farthest = backward.share("triton", 1151)
+    assert farthest == min(backward.shares("triton"))
+    yield (
+        f"We are farthest from the copy at 1151 columns, with {farthest}%. "
+        "There the whole pass takes only "
+        f"{backward.us('triton', 1151, matrices=3)} µs,"
+    )
 
     # The ladder, at 4097 columns.
-    first, then = forward["H200"], backward["H200"]
     yield (
-        "The forward pass makes 516 requests for a row. On the H200 it "
-        f"reaches {first.share('unshifted', 4097)}% of a copy, because"
+        "The forward pass makes 516 requests for a row. On the H100 it "
+        f"reaches {forward.share('unshifted', 4097)}% of a copy, because"
     )
     yield (
-        "On the H200 the forward pass reaches "
-        f"{first.share('triton', 4097)}% of a copy, and the backward pass "
-        f"{then.share('triton', 4097)}%."
+        "The forward pass reaches "
+        f"{forward.share('triton', 4097)}% of a copy, and the backward pass "
+        f"{backward.share('triton', 4097)}%."
     )
     yield (
-        f"On the H200 it reaches {first.share('torch', 4097)}% of a copy "
-        f"forward and {then.share('torch', 4097)}% backward."
+        f"It reaches {forward.share('torch', 4097)}% of a copy forward and "
+        f"{backward.share('torch', 4097)}% backward."
     )
     yield (
         "**torch.compile** reaches "
-        f"{first.share('torch.compile', 4097)}% and "
-        f"{then.share('torch.compile', 4097)}%."
+        f"{forward.share('torch.compile', 4097)}% and "
+        f"{backward.share('torch.compile', 4097)}%."
     )
 
 
