@@ -479,10 +479,8 @@ report(bench_lanes)
 
 # %%
 # **What the figure shows.**
-# No, they do not. On the H200 chunks reach NN% to NN% of a copy, and one tile
-# reaches NN% to NN%. At no width do they differ by more than NN%.
-# On the H100 chunks reach NN% to NN%, one tile reaches NN% to NN%, and they
-# differ by up to NN%.
+# No, they do not. On the H100 chunks reach 92% to 99% of a copy, and one tile
+# reaches 92% to 100%. At no width do they differ by more than 0.3%.
 #
 # **Why.**
 # An idle lane moves no bytes: a masked load asks for nothing. It takes
@@ -837,12 +835,11 @@ report(bench_lanes_backward)
 
 # %%
 # **What the figure shows.**
-# Yes, now they do. We divide the speed with chunks by that with one tile.
-# On the H200 it is NN at 4608 columns and NN at 5120, where chunks have 6144
-# lanes and the tile has 8192. It is NN at 8704 columns and NN at 10240, where
-# it is 10240 lanes against 16384. And it is NN, NN and NN at 2560, 6656 and
-# 8192 columns, where both have the same number of lanes.
-# On the H100 it is NN and NN, then NN and NN, and NN, NN and NN.
+# Yes, now they do. We divide the speed with chunks by that with one tile. On
+# the H100 it is 1.03 at 4608 columns and 1.02 at 5120, where chunks have 6144
+# lanes and the tile has 8192. It is 1.18 at 8704 columns and 1.11 at 10240,
+# where it is 10240 lanes against 16384. And it is 1.03, 1.00 and 1.00 at 2560,
+# 6656 and 8192 columns, where both have the same number of lanes.
 #
 # **Why.**
 # There is only one program on an SM, so nobody else works while its 8 warps
@@ -1027,12 +1024,9 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches NN% to NN% of a copy, PyTorch reaches NN% to
-# NN%, and torch.compile reaches NN% to NN%.
-# On the H100 ours reaches NN% to NN% of a copy, PyTorch NN% to NN%, and
-# torch.compile NN% to NN%.
-# Forward, ours is NN to NN times as fast as PyTorch on the H200, and NN to NN
-# times on the H100.
+# On the H100 our kernel reaches 92% to 97% of a copy, PyTorch reaches 47% to
+# 70%, and torch.compile reaches 72% to 97%.
+# Forward, ours is 1.3 to 2.0 times as fast as PyTorch.
 #
 # **Why.**
 # A row moves once, as in the copy, and at each width programs that load, sum
@@ -1338,18 +1332,15 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches NN% to NN% of the copy, PyTorch reaches
-# NN% to NN%, and torch.compile reaches NN% to NN%.
-# On the H100 ours reaches NN% to NN% of the copy, PyTorch NN% to NN%, and
-# torch.compile NN% to NN%.
-# Backward, ours is NN to NN times as fast as PyTorch on the H200, and NN to NN
-# times on the H100.
+# On the H100 our backward pass reaches 75% to 90% of the copy, PyTorch reaches
+# 35% to 40%, and torch.compile reaches 34% to 54%.
+# Backward, ours is 2.1 to 2.5 times as fast as PyTorch.
 #
 # **Why.**
 # PyTorch reads ``x`` and ``dy`` a second time for ``dw`` and ``db``, so five
 # matrices have to move instead of three, unless L2 still holds them.
 # We are further behind the copy where rows are narrow: at 1024 columns we
-# reach NN% on the H200. There the matrices have 25 MB, and each of 132
+# reach 75% on the H100. There the matrices have 25 MB, and each of 132
 # programs writes two sums for each column, which are read again: 1.1 MB,
 # twice. And the second kernel, which takes a moment to start and to end, is a
 # larger part of a shorter time.
@@ -1447,19 +1438,17 @@ report(bench_warps_backward)
 # %%
 # **What the figures show.**
 # In the tables, the formula is the first column.
-# Forward, on the H200, it reaches NN% to NN% of a copy at these widths, half
-# the warps reach NN% to NN%, and twice the warps reach NN% to NN%. On the H100
-# the formula reaches NN% to NN% of a copy, half the warps NN% to NN%, and
-# twice the warps NN% to NN%.
-# Backward, on the H200, it reaches NN% to NN%, half the warps reach NN%, NN%,
-# NN% and NN% at the four widths, and twice the warps reach NN%, NN%, NN% and
-# NN%. On the H100 the formula reaches NN% to NN%, half the warps reach NN%,
-# NN%, NN% and NN%, and twice the warps reach NN%, NN%, NN% and NN%.
+# Forward, on the H100, it reaches 82% to 97% of a copy at these widths, half
+# the warps reach 45% to 90%, and twice the warps reach 81% to 97%. Twice the
+# warps are ahead by 1% at 3328 columns and by 3% at 5888.
+# Backward it reaches 73% to 90% of the copy, half the warps reach 71%, 85%,
+# 66% and 5% at the four widths, and twice the warps reach 25%, 38%, 44% and
+# 74%.
 #
 # **Why half the warps can be a disaster.**
-# At 9984 columns half the warps are slower by a factor of NN on the H200, and
-# of NN on the H100. Our table said so: the lanes of a thread would take 280
-# registers, and it can have at most 255.
+# At 9984 columns half the warps are slower by a factor of 19 on the H100. Our
+# table said so: the lanes of a thread would take 280 registers, and it can
+# have at most 255.
 # Then the compiler does not just spill the rest. In the compiled kernel a
 # thread has 32 registers, and keeps 2336 bytes in memory. For 128 threads that
 # is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and ``dx``
@@ -1482,17 +1471,18 @@ report(bench_warps_backward)
 # bytes.
 # Twice the warps have two programs of 16 warps on an SM, where the formula has
 # four of 8. So there are fewer rows on their way, and more warps that wait for
-# each other in each sum.
+# each other in each sum: they are 5% slower. At 5888 columns they are faster
+# than the formula, and we do not know why.
 #
 # **What follows.**
 # Count registers before you choose warps. The cliffs are where the count says.
+# Between them a formula can be a little off, as ours is at 5888 columns.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **torch.compile can be faster forward.** On the H200 it is faster than ours
-#   at NN columns, and on the H100 it is faster at NN columns. We have not
-#   looked at its kernels.
+# - **torch.compile can be faster forward.** On the H100 it is faster than ours
+#   at 8192 columns, by 3%. We have not looked at its kernel.
 # - **Not every width.** Ours takes multiples of 8, up to 32768 columns in 16
 #   bits, and 10240 with gradients. PyTorch takes all.
 # - **The formula is made for two cards.** Its limits come from trials on an
@@ -1568,22 +1558,22 @@ assert exercise_1(_row_sums_1)
 # ---------------
 #
 # These are the designs of this page: what each does with idle lanes, how fast
-# it is on the H200, and why.
+# it is on the H100, and why.
 #
 # Forward, at 4608 columns:
 #
-# - **One tile** has 44% of its lanes idle. It reaches NN% of a copy, because
+# - **One tile** has 44% of its lanes idle. It reaches 98% of a copy, because
 #   masked lanes move no bytes, and others hide their instructions.
-# - **Chunks of 1024** have 10% idle, and reach NN%. It is the same.
+# - **Chunks of 1024** have 10% idle, and reach 98%. It is the same.
 #
 # Backward, at 4608 and 8704 columns:
 #
 # - **One tile** goes through shared memory as a whole, and above 8192 columns
-#   it has no registers for stages. It reaches NN% and NN% of the copy.
-# - **Chunks of 2048** leave out what never holds a column. They reach NN% and
-#   NN%.
-# - **The formula**, which also chooses rows and stages, reaches NN% and NN%.
-# - **PyTorch** moves five matrices, and reaches NN% and NN%.
+#   it has no registers for stages. It reaches 81% and 76% of the copy.
+# - **Chunks of 2048** leave out what never holds a column. They reach 83% and
+#   90%.
+# - **The formula**, which also chooses rows and stages, reaches 87% and 90%.
+# - **PyTorch** moves five matrices, and reaches 36% and 36%.
 #
 # And for kernels in general:
 #

@@ -150,8 +150,8 @@ def CLAIMS(figure):
         of_rule(design, 1024) for design in ("buffers", "atomics", "split")
     )
     yield (
-        f"At 1024 columns, six are the best number for buffers, with {buffers} "
-        f"GB/s, and four for atomics, with {atomics} GB/s, and for split "
+        "At 1024 columns, six are the best number for buffers, with "
+        f"{buffers} GB/s, and four for atomics, with {atomics} GB/s, and for split "
         f"columns, with {split} GB/s."
     )
 
