@@ -835,17 +835,20 @@ report(bench_lanes_backward)
 
 # %%
 # **What the figure shows.**
-# Yes, now they do. We divide the speed with chunks by that with one tile. On
-# the H100 it is 1.03 at 4608 columns and 1.02 at 5120, where chunks have 6144
-# lanes and the tile has 8192. It is 1.18 at 8704 columns and 1.11 at 10240,
-# where it is 10240 lanes against 16384. And it is 1.03, 1.00 and 1.00 at 2560,
-# 6656 and 8192 columns, where both have the same number of lanes.
+# Above 8192 columns they do. We divide the speed with chunks by that with one
+# tile. On the H100 it is 1.03 at 4608 columns and 1.02 at 5120, where chunks
+# have 6144 lanes and the tile has 8192. It is 1.18 at 8704 columns and 1.11 at
+# 10240, where it is 10240 lanes against 16384. And it is 1.03, 1.00 and 1.00
+# at 2560, 6656 and 8192 columns, where both have the same number of lanes.
+# At 2560 columns chunks gain as much as at 4608, and save no lane. So below
+# 8192 columns we cannot say that idle lanes cost anything.
 #
 # **Why.**
-# There is only one program on an SM, so nobody else works while its 8 warps
-# execute instructions. And rows that are requested ahead come through shared
-# memory. What lies there is known only at run time, so the compiler cannot
-# leave idle lanes out: it copies zeros, reads them back, and multiplies them.
+# Idle lanes are not free: there is only one program on an SM, so nobody else
+# works while its 8 warps execute instructions, and rows that are requested
+# ahead come through shared memory. What lies there is known only at run time,
+# so the compiler cannot leave idle lanes out: it copies zeros, reads them
+# back, and multiplies them.
 # At 4608 columns the slots of two rows take 64 KB with a tile, and 48 KB with
 # chunks. Registers are not the reason there. The compiled kernels take 177 and
 # 176 of them.
@@ -856,8 +859,8 @@ report(bench_lanes_backward)
 # flight.
 #
 # **What follows.**
-# In the backward pass, padding costs what it looks like: lanes that idle take
-# time, and those of a very wide tile also take the registers that stages need.
+# Idle lanes cost little while there are registers for them. Those of a very
+# wide tile take the registers that stages need, and then they cost a lot.
 #
 # A formula instead of a table
 # ----------------------------
@@ -1579,8 +1582,8 @@ assert exercise_1(_row_sums_1)
 #
 # - A loop over a tuple with ``tl.static_range`` gives you a row of any number
 #   of tiles in registers.
-# - Idle lanes are free where a kernel waits for memory, and cost time where it
-#   works alone.
+# - Idle lanes are nearly free, until they take registers that a kernel needs
+#   for something else.
 # - Registers can be counted: numbers that stay, times lanes of a thread. A
 #   plan that needs more than 255 is not a little slower, but many times.
 # - A formula is a claim like any other. Test it where it was not made.

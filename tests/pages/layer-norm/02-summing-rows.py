@@ -151,8 +151,8 @@ def CLAIMS(figure):
     )
     yield (
         "At 1024 columns, six are the best number for buffers, with "
-        f"{buffers} GB/s, and four for atomics, with {atomics} GB/s, and for split "
-        f"columns, with {split} GB/s."
+        f"{buffers} GB/s, and four for atomics, with {atomics} GB/s, and for "
+        f"split columns, with {split} GB/s."
     )
 
     def shares(provider):
