@@ -480,7 +480,7 @@ report(bench_lanes)
 # %%
 # **What the figure shows.**
 # No, they do not. On the H100 chunks reach 92% to 99% of a copy, and one tile
-# reaches 92% to 100%. At no width do they differ by more than 0.3%.
+# reaches 92% to 100%. Over all widths they differ by up to 0.3%.
 #
 # **Why.**
 # An idle lane moves no bytes: a masked load asks for nothing. It takes
@@ -491,7 +491,7 @@ report(bench_lanes)
 #
 # **What follows.**
 # Forward, padding is free, and we could have stayed with one tile. Chunks pay
-# where instructions or registers are short.
+# where registers are short.
 #
 # Backward: registers
 # -------------------
@@ -836,31 +836,35 @@ report(bench_lanes_backward)
 # %%
 # **What the figure shows.**
 # Above 8192 columns they do. We divide the speed with chunks by that with one
-# tile. On the H100 it is 1.03 at 4608 columns and 1.02 at 5120, where chunks
-# have 6144 lanes and the tile has 8192. It is 1.18 at 8704 columns and 1.11 at
-# 10240, where it is 10240 lanes against 16384. And it is 1.03, 1.00 and 1.00
+# tile. On the H100 it is 1.18 at 8704 columns and 1.11 at 10240, where chunks
+# have 10240 lanes and the tile has 16384. It is 1.03 at 4608 columns and 1.02
+# at 5120, where it is 6144 lanes against 8192. And it is 1.03, 1.00 and 1.00
 # at 2560, 6656 and 8192 columns, where both have the same number of lanes.
-# At 2560 columns chunks gain as much as at 4608, and save no lane. So below
-# 8192 columns we cannot say that idle lanes cost anything.
+#
+# So at 4608 and 5120 columns chunks gain no more than at 2560, where they save
+# no lane at all. Up to 8192 columns the figure does not show that idle lanes
+# cost time.
 #
 # **Why.**
-# Idle lanes are not free: there is only one program on an SM, so nobody else
-# works while its 8 warps execute instructions, and rows that are requested
-# ahead come through shared memory. What lies there is known only at run time,
-# so the compiler cannot leave idle lanes out: it copies zeros, reads them
-# back, and multiplies them.
-# At 4608 columns the slots of two rows take 64 KB with a tile, and 48 KB with
-# chunks. Registers are not the reason there. The compiled kernels take 177 and
-# 176 of them.
-#
 # Above 8192 columns registers are the reason. With three stages, a thread of
 # the tile would spill 360 bytes at 8704 columns, and one of the chunks spills
 # 8. So the tile must do without stages, and while it computes, nothing is in
 # flight.
 #
+# At 4608 columns registers are no reason: the compiled kernels take 177 of
+# them with a tile, and 176 with chunks. Idle lanes do make work there. Rows
+# that are requested ahead come through shared memory. What lies there is known
+# only at run time, so the compiler cannot leave idle lanes out: it copies
+# zeros, reads them back, and multiplies them. The slots of two rows take 64 KB
+# with a tile, and 48 KB with chunks. But the next rows are on their way in the
+# meantime, so such work need not take time.
+# Lanes are not all that differs, either: a tile compares all its columns with
+# ``N``, and chunks only those of the last one. We have not looked into the 3%
+# at 2560 columns.
+#
 # **What follows.**
-# Idle lanes cost little while there are registers for them. Those of a very
-# wide tile take the registers that stages need, and then they cost a lot.
+# In the backward pass, padding is expensive where idle lanes take the
+# registers that stages need. That is where we need chunks.
 #
 # A formula instead of a table
 # ----------------------------
@@ -1029,7 +1033,9 @@ report(bench_forward)
 # **What the figure shows.**
 # On the H100 our kernel reaches 92% to 97% of a copy, PyTorch reaches 47% to
 # 70%, and torch.compile reaches 72% to 97%.
-# Forward, ours is 1.3 to 2.0 times as fast as PyTorch.
+# Forward, ours is 1.3 to 2.0 times as fast as PyTorch. At 8192 columns
+# torch.compile is faster than ours: it reaches 97%, and ours 94%. At 512 and
+# 15872 columns the two are equally fast.
 #
 # **Why.**
 # A row moves once, as in the copy, and at each width programs that load, sum
@@ -1037,7 +1043,8 @@ report(bench_forward)
 # both passes <01-layer-norm.html>`_ explains.
 #
 # **What follows.**
-# There is little left to gain forward. We go on to the backward pass.
+# There is little left to gain forward, and torch.compile shows that there is
+# something. We go on to the backward pass.
 #
 # The formula of the backward pass
 # --------------------------------
@@ -1336,17 +1343,21 @@ report(bench_backward)
 # %%
 # **What the figure shows.**
 # On the H100 our backward pass reaches 75% to 90% of the copy, PyTorch reaches
-# 35% to 40%, and torch.compile reaches 34% to 54%.
-# Backward, ours is 2.1 to 2.5 times as fast as PyTorch.
+# 35% to 40%, and torch.compile reaches 34% to 54%. Backward, ours is 2.1 to
+# 2.5 times as fast as PyTorch. It is 1.7 to 2.2 times as fast as
+# torch.compile.
 #
 # **Why.**
 # PyTorch reads ``x`` and ``dy`` a second time for ``dw`` and ``db``, so five
-# matrices have to move instead of three, unless L2 still holds them.
+# matrices have to move instead of three, unless L2 still holds them. That
+# would leave it 60% of the copy. PyTorch reaches 40% at most, also where L2
+# can hold all, so it must lose time to something else too, which we have not
+# looked for.
 # We are further behind the copy where rows are narrow: at 1024 columns we
-# reach 75% on the H100. There the matrices have 25 MB, and each of 132
-# programs writes two sums for each column, which are read again: 1.1 MB,
-# twice. And the second kernel, which takes a moment to start and to end, is a
-# larger part of a shorter time.
+# reach 75%. There the matrices have 25 MB, and each of 132 programs writes two
+# sums for each column, which are read again: 1.1 MB, twice. And the second
+# kernel, which takes a moment to start and to end, is a larger part of a
+# shorter time.
 #
 # **What follows.**
 # The widths of the figure were known when we made the formula. What is it
@@ -1442,16 +1453,18 @@ report(bench_warps_backward)
 # **What the figures show.**
 # In the tables, the formula is the first column.
 # Forward, on the H100, it reaches 82% to 97% of a copy at these widths, half
-# the warps reach 45% to 90%, and twice the warps reach 81% to 97%. Twice the
-# warps are ahead by 1% at 3328 columns and by 3% at 5888.
-# Backward it reaches 73% to 90% of the copy, half the warps reach 71%, 85%,
-# 66% and 5% at the four widths, and twice the warps reach 25%, 38%, 44% and
-# 74%.
+# the warps reach 45% to 90%, and twice the warps reach 81% to 97%. Here the
+# formula loses: twice the warps are 1% faster at 3328 columns, which is about
+# what measurements of one kernel differ, and 3% at 5888. At the other two
+# widths they are not faster, and half the warps are slower at all four.
+# Backward, it reaches 73% to 90%, half the warps reach 71%, 85%, 66% and 5%
+# at the four widths, and twice the warps reach 25%, 38%, 44% and 74%. None of
+# them is faster than the formula.
 #
 # **Why half the warps can be a disaster.**
-# At 9984 columns half the warps are slower by a factor of 19 on the H100. Our
-# table said so: the lanes of a thread would take 280 registers, and it can
-# have at most 255.
+# At 9984 columns half the warps are slower by a factor of 19. Our table said
+# so: the lanes of a thread would take 280 registers, and it can have at most
+# 255.
 # Then the compiler does not just spill the rest. In the compiled kernel a
 # thread has 32 registers, and keeps 2336 bytes in memory. For 128 threads that
 # is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and ``dx``
@@ -1460,7 +1473,7 @@ report(bench_warps_backward)
 # spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
 # warps lose little.
 #
-# **Why twice the warps are no help.**
+# **Why twice the warps are no help backward.**
 # A thread can have 128 registers then. At the first three widths its lanes
 # take 112 of them, and it spills 184 to 216 bytes. A tile has also become
 # twice as large, and there is room for two stages only, which are no better
@@ -1470,22 +1483,23 @@ report(bench_warps_backward)
 #
 # **And forward?**
 # At 9984 columns half the warps have 80 columns of ``x`` for each thread.
-# They take 40 of the 64 registers that we allow, and a thread spills 288
-# bytes.
+# They take 40 of the 64 registers that we allow. A thread spills 288 bytes,
+# and half the warps are slower by a factor of 2.1.
 # Twice the warps have two programs of 16 warps on an SM, where the formula has
 # four of 8. So there are fewer rows on their way, and more warps that wait for
-# each other in each sum: they are 5% slower. At 5888 columns they are faster
-# than the formula, and we do not know why.
+# each other in each sum. They are 4% slower there.
+# We do not know why they are faster at 5888 columns.
 #
 # **What follows.**
 # Count registers before you choose warps. The cliffs are where the count says.
-# Between them a formula can be a little off, as ours is at 5888 columns.
+# The last few percent are not in it: where a program needs few registers, as
+# forward, another plan may be a little faster, and only a trial tells.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **torch.compile can be faster forward.** On the H100 it is faster than ours
-#   at 8192 columns, by 3%. We have not looked at its kernel.
+# - **torch.compile can be faster forward.** On the H100 it reaches 97% of a
+#   copy at 8192 columns, and ours 94%. We have not looked at its kernels.
 # - **Not every width.** Ours takes multiples of 8, up to 32768 columns in 16
 #   bits, and 10240 with gradients. PyTorch takes all.
 # - **The formula is made for two cards.** Its limits come from trials on an
@@ -1582,8 +1596,8 @@ assert exercise_1(_row_sums_1)
 #
 # - A loop over a tuple with ``tl.static_range`` gives you a row of any number
 #   of tiles in registers.
-# - Idle lanes are nearly free, until they take registers that a kernel needs
-#   for something else.
+# - Idle lanes are free while a kernel waits for memory, and cost time where
+#   they take registers that it needs.
 # - Registers can be counted: numbers that stay, times lanes of a thread. A
 #   plan that needs more than 255 is not a little slower, but many times.
 # - A formula is a claim like any other. Test it where it was not made.

@@ -1,6 +1,7 @@
 """What must hold of the page "Chunks instead of padding"."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -108,6 +109,9 @@ KERNELS = Kernels(
 )
 
 
+CARD = "H100"
+
+
 def from_to(shares):
     return f"{shares.least}% to {shares.most}%"
 
@@ -117,153 +121,190 @@ def listed(shares):
     return f"{', '.join(most)} and {last}"
 
 
+def rounded(number, rounding):
+    number.rounding = rounding
+    return number
+
+
 def lanes_forward(figure):
     """Idle lanes forward: nothing to see."""
-    of = figure("layer-norm-chunks-lanes", "H100")
-    apart = max(abs(100 * (r - 1)) for r in of.ratios("triton", "tile"))
+    of = figure("layer-norm-chunks-lanes", CARD)
+    apart = max(
+        abs(100 * (ratio - 1)) for ratio in of.ratios("triton", "tile")
+    )
     # "Padding is free": less than what two measurements of one kernel differ.
-    assert apart <= 2
+    assert apart <= 1
     yield (
         f"On the H100 chunks reach {from_to(of.shares('triton'))} of a copy, "
-        f"and one tile reaches {from_to(of.shares('tile'))}. At no width do "
-        f"they differ by more than {apart:.1f}%."
+        f"and one tile reaches {from_to(of.shares('tile'))}. Over all widths "
+        f"they differ by up to {apart:.1f}%."
     )
     yield f"It reaches {of.share('tile', 4608)}% of a copy, because masked"
-    yield f"have 10% idle, and reach {of.share('triton', 4608)}%. It is the"
+    yield (
+        "have 10% idle, and reach "
+        f"{of.share('triton', 4608)}%. It is the same."
+    )
 
 
 def lanes_backward(figure):
     """Idle lanes backward."""
-    of = figure("layer-norm-chunks-lanes-backward", "H100")
+    of = figure("layer-norm-chunks-lanes-backward", CARD)
 
     def ratio(N):
-        ratio = of.ratio("triton", "tile", N)
-        ratio.rounding = ".2f"
-        return ratio
+        return rounded(of.ratio("triton", "tile", N), ".2f")
 
-    for N in (4608, 5120):
-        assert ratio(N) >= 1.02, N
     for N in (8704, 10240):
         assert ratio(N) >= 1.1, N
-    for N in (2560, 6656, 8192):
-        assert 0.95 <= ratio(N) <= 1.05, N
+    # "No more than at 2560 columns", where no lane is saved.
+    for N in (4608, 5120):
+        assert 1.01 <= ratio(N) <= ratio(2560), N
+    for N in (6656, 8192):
+        assert 0.99 <= ratio(N) <= 1.01, N
     a, b, c, d, e, f, g = map(
-        ratio, (4608, 5120, 8704, 10240, 2560, 6656, 8192)
+        ratio, (8704, 10240, 4608, 5120, 2560, 6656, 8192)
     )
     yield (
-        f"On the H100 it is {a} at 4608 columns and {b} at 5120, where chunks "
-        f"have 6144 lanes and the tile has 8192. It is {c} at 8704 columns "
-        f"and {d} at 10240, where it is 10240 lanes against 16384. And it is "
-        f"{e}, {f} and {g} at 2560, 6656 and 8192 columns, where both have "
-        "the same number of lanes."
+        f"On the H100 it is {a} at 8704 columns and {b} at 10240, where "
+        f"chunks have 10240 lanes and the tile has 16384. It is {c} at 4608 "
+        f"columns and {d} at 5120, where it is 6144 lanes against 8192. And "
+        f"it is {e}, {f} and {g} at 2560, 6656 and 8192 columns, where both "
+        "have the same number of lanes."
     )
+    yield f"We have not looked into the {100 * (e - 1):.0f}% at 2560 columns."
     both = of.at(4608, 8704)
     tile, chunks = both.shares("tile"), both.shares("triton")
     yield f"It reaches {tile[0]}% and {tile[1]}% of the copy."
     yield f"They reach {chunks[0]}% and {chunks[1]}%."
 
 
-def against_pytorch(figure, mode, ours, copy):
+def against_pytorch(figure, mode, copy):
     """Shares of a pass, and how many times as fast it is."""
-    of = figure(f"layer-norm-chunks-{mode}", "H100")
-    triton, pytorch, compiled = (
+    of = figure(f"layer-norm-chunks-{mode}", CARD)
+    ours, pytorch, compiled = (
         from_to(of.shares(each))
         for each in ("triton", "torch", "torch.compile")
+    )
+    yield (
+        f"{ours} of {copy}, PyTorch reaches {pytorch}, and torch.compile "
+        f"reaches {compiled}."
     )
     gain = of.ratios("triton", "torch")
     assert gain.least > 1
     yield (
-        f"On the H100 {ours} reaches {triton} of {copy}, PyTorch reaches "
-        f"{pytorch}, and torch.compile reaches {compiled}. "
         f"{mode.capitalize()}, ours is {gain.least} to {gain.most} times as "
         "fast as PyTorch."
     )
 
 
+def torch_compile(figure):
+    """It is faster forward, at one width."""
+    of = figure("layer-norm-chunks-forward", CARD)
+    faster = [
+        N
+        for N in of.medians["triton"]
+        if of.ratio("torch.compile", "triton", N) > 1
+    ]
+    assert faster == [8192]
+    compiled = of.share("torch.compile", 8192)
+    ours = of.share("triton", 8192)
+    yield (
+        "At 8192 columns torch.compile is faster than ours: it reaches "
+        f"{compiled}%, and ours {ours}%."
+    )
+    yield (
+        "On the H100 it reaches "
+        f"{compiled}% of a copy at 8192 columns, and ours {ours}%."
+    )
+    # "Equal", within the spread of one measurement.
+    for N in (512, 15872):
+        assert 1 <= of.ratio("triton", "torch.compile", N) <= 1.01, N
+    # Backward it is not.
+    of = figure("layer-norm-chunks-backward", CARD)
+    gain = of.ratios("triton", "torch.compile")
+    assert gain.least > 1
+    yield (
+        f"It is {gain.least} to {gain.most} times as fast as torch.compile."
+    )
+
+
+def why_backward(figure):
+    """What the causes of the backward pass must fit."""
+    of = figure("layer-norm-chunks-backward", CARD)
+    ours = of.shares("triton")
+    assert all(a < b for a, b in pairwise(ours))
+    yield f"where rows are narrow: at 1024 columns we reach {ours[0]}%."
+    # Less than five matrices explain.
+    most = of.shares("torch").most
+    assert most < 60
+    yield f"PyTorch reaches {most}% at most"
+    both = of.at(4608, 8704)
+    ours, pytorch = both.shares("triton"), both.shares("torch")
+    yield f"rows and stages, reaches {ours[0]}% and {ours[1]}%."
+    yield f"moves five matrices, and reaches {pytorch[0]}% and {pytorch[1]}%."
+
+
 def other_warps(figure):
     """The formula, and with half and twice the warps."""
-    forward, backward = (
-        figure(f"layer-norm-chunks-warps-{mode}", "H100")
-        for mode in ("forward", "backward")
-    )
+    forward = figure("layer-norm-chunks-warps-forward", CARD)
+    backward = figure("layer-norm-chunks-warps-backward", CARD)
     half, twice = "half the warps", "twice the warps"
-    # Half the warps are better nowhere, and twice the warps at two widths.
+
+    # Half the warps win at no width.
     for of in (forward, backward):
-        assert of.ratios("triton", half).least >= 1
-    assert backward.ratios("triton", twice).least >= 1
-    better = {
-        N: 100 * (forward.ratio(twice, "triton", N) - 1)
-        for N in forward.medians[twice]
-    }
-    assert [N for N in better if better[N] > 0] == [3328, 5888]
-    assert backward.ratio("triton", half, 9984) >= 5
-    assert backward.ratio("triton", half, 5888) >= 1.15
-    assert backward.at(1280, 3328).ratios("triton", half).most <= 1.05
-    # "There, twice the warps lose least."
-    losses = backward.ratios("triton", twice)
-    assert losses.least == backward.ratio("triton", twice, 9984)
-    assert forward.ratio("triton", half, 9984) >= 1.5
+        assert of.ratios("triton", half).least > 1
     ours, less, more = (
         from_to(forward.shares(each)) for each in ("triton", half, twice)
     )
     yield (
         f"Forward, on the H100, it reaches {ours} of a copy at these widths, "
-        f"half the warps reach {less}, and twice the warps reach {more}. "
-        f"Twice the warps are ahead by {better[3328]:.0f}% at 3328 columns "
-        f"and by {better[5888]:.0f}% at 5888."
+        f"half the warps reach {less}, and twice the warps reach {more}."
     )
+    # Forward, twice the warps win at two widths, and at no other.
+    gains = {N: forward.ratio(twice, "triton", N) for N in (3328, 5888)}
+    assert all(gain > 1 for gain in gains.values())
+    assert forward.at(1280, 9984).ratios("triton", twice).least > 1
+    one, three = (100 * (gain - 1) for gain in gains.values())
+    yield (
+        f"Here the formula loses: twice the warps are {one:.0f}% faster at "
+        "3328 columns, which is about what measurements of one kernel differ, "
+        f"and {three:.0f}% at 5888."
+    )
+
+    # Backward, they lose at every width.
+    losses = backward.ratios("triton", twice)
+    # "There, twice the warps lose least."
+    assert losses.least == backward.ratio("triton", twice, 9984) >= 1.05
     ours = from_to(backward.shares("triton"))
     less, more = (listed(backward.shares(each)) for each in (half, twice))
     yield (
-        f"Backward it reaches {ours} of the copy, half the warps reach {less} "
-        f"at the four widths, and twice the warps reach {more}."
+        f"Backward, it reaches {ours}, half the warps reach {less} at the "
+        f"four widths, and twice the warps reach {more}."
     )
+    assert backward.ratio("triton", half, 5888) >= 1.15
+    assert backward.at(1280, 3328).ratios("triton", half).most <= 1.05
     slower = backward.ratio("triton", half, 9984)
+    assert slower >= 5
     yield (
         "At 9984 columns half the warps are slower by a factor of "
-        f"{slower:.0f} on the H100."
+        f"{slower:.0f}."
     )
-    worse = 100 * (forward.ratio("triton", twice, 9984) - 1)
-    assert worse > 0
-    yield (
-        f"there are fewer rows on their way, and more warps that wait for "
-        f"each other in each sum: they are {worse:.0f}% slower."
-    )
+
+    slower = forward.ratio("triton", half, 9984)
+    assert slower >= 1.15
+    yield f"and half the warps are slower by a factor of {slower}."
+    lost = 100 * (1 - forward.ratio(twice, "triton", 9984))
+    assert lost >= 2
+    yield f"They are {lost:.0f}% slower there."
 
 
 def CLAIMS(figure):
     yield from lanes_forward(figure)
     yield from lanes_backward(figure)
-    yield from against_pytorch(figure, "forward", "our kernel", "a copy")
-    yield from against_pytorch(
-        figure, "backward", "our backward pass", "the copy"
-    )
+    yield from against_pytorch(figure, "forward", "a copy")
+    yield from against_pytorch(figure, "backward", "the copy")
+    yield from torch_compile(figure)
+    yield from why_backward(figure)
     yield from other_warps(figure)
-    backward = figure("layer-norm-chunks-backward", "H100")
-    least = backward.share("triton", 1024)
-    assert least == backward.shares("triton").least
-    yield (
-        "where rows are narrow: at 1024 columns we reach "
-        f"{least}% on the H100."
-    )
-    both = backward.at(4608, 8704)
-    ours, pytorch = both.shares("triton"), both.shares("torch")
-    yield f"rows and stages, reaches {ours[0]}% and {ours[1]}%."
-    yield f"moves five matrices, and reaches {pytorch[0]}% and {pytorch[1]}%."
-    # Nobody is faster backward.
-    assert backward.ratios("triton", "torch.compile").least > 1
-    forward = figure("layer-norm-chunks-forward", "H100")
-    faster = [
-        N
-        for N in forward.medians["triton"]
-        if forward.ratio("torch.compile", "triton", N) > 1
-    ]
-    assert faster == [8192]
-    by = 100 * (forward.ratio("torch.compile", "triton", 8192) - 1)
-    yield (
-        "On the H100 it is faster than ours at 8192 columns, by "
-        f"{by:.0f}%. We have not looked at its kernel."
-    )
 
 
 # Numbers with a unit that nothing has measured, and why they are right.
@@ -274,6 +315,7 @@ FACTS = {
     "have 10% idle": "512 / 5120",
     "the matrices have 25 MB": "3 matrices of 4096 * 1024 numbers of 2 bytes",
     "1.1 MB, twice": "132 * 2 * 1024 * 4 bytes",
+    "60% of the copy": "3 matrices of 5",
 }
 
 HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
