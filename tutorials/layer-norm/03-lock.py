@@ -10,8 +10,8 @@ barrier in between, where all threads of a program meet.
 <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`_
 sums its weight gradients behind such a lock.
 On this page we build one, part by part.
-Then we leave out each part and count how often the result is wrong, and in
-the end we measure what the lock is worth.
+Then we leave out one part at a time and count how often the result is wrong.
+At the end we measure what the lock is worth.
 
 **What you will learn**
 
@@ -56,11 +56,11 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # On `Layer normalization, both passes <01-layer-norm.html>`_, each program of
 # the backward pass has a buffer of its own for its sums.
-# Now two programs share one. Program 0 wants to add 3 to a number in it,
-# program 1 wants to add 4, and the number is 0. It should become 7.
+# Now two programs share one. A number in it is 0. Program 0 wants to add 3 to
+# this number, and program 1 wants to add 4, so it should become 7.
 #
-# To add to a number in memory is not one step but three: read it, add, and
-# write the sum. So this can happen:
+# Adding to a number in memory takes three steps: read it, add, and write the
+# sum. So this can happen:
 #
 # 1. Program 0 reads 0.
 # 2. Program 1 reads 0, too, because nothing has been written yet.
@@ -75,8 +75,8 @@ buffer = read_by_1 + 4.0
 print("sum:", 3.0 + 4.0, "buffer:", buffer)
 
 # %%
-# Had program 1 read after program 0 has written, the buffer would hold 7.
-# The result depends on who comes first, and this is called a *race*.
+# If program 1 had read the buffer after program 0 wrote to it, the result
+# would be 7. It depends on who comes first, and this is called a *race*.
 
 # %%
 
@@ -127,20 +127,20 @@ plt.show()
 #
 # How do we make the programs take turns?
 #
-# Each buffer gets a *lock*, an integer that says whether somebody is at work
-# on the buffer:
+# Each buffer gets a *lock*, an integer that says whether a program is adding
+# to the buffer right now:
 #
 # - 0: it is free, and nobody has written to the buffer yet.
 # - 1: it is taken.
 # - 2: it is free, and the buffer holds a sum.
 #
-# To look at the lock and then to take it would be two steps, and two programs
+# Looking at the lock and then taking it would be two steps, and two programs
 # could both find it free.
-# So we need both in one. ``tl.atomic_xchg`` exchanges a value: it writes a new
-# one and returns the old one, and no other program comes in between.
-# A program writes 1 and looks at what it gets back. If that is 1, somebody
-# else has the lock, and writing 1 has changed nothing. So it tries again,
-# until it gets 0 or 2 back: now the lock is its own.
+# So we need both in one step. ``tl.atomic_xchg`` exchanges a value: it writes
+# a new one and returns the old one, and no other program comes in between.
+# A program writes 1 and looks at what it gets back. If that is 1, another
+# program has the lock, and writing 1 has changed nothing. So it tries again,
+# until it gets 0 or 2 back. Then it has the lock.
 # Here is the example from above once more:
 #
 # 1. Program 0 writes 1 and gets 0 back. It has the lock.
@@ -150,29 +150,30 @@ plt.show()
 # 5. Program 1 writes 1 and gets 2 back. It has the lock.
 # 6. Program 1 reads 3, adds 4, writes 7, and frees the lock.
 #
-# Can a program wait forever? No. Whoever has the lock is running, and waits
-# for nobody else before it frees the lock.
+# Can a program wait forever? No. The program that has the lock is running, and
+# it waits for nobody else before it frees the lock.
 #
-# That would be all if a program were a single thread and memory a single
-# place. A GPU has three surprises more.
+# That would be all if a program were a single thread, and if there were no
+# caches. But on a GPU three more things can go wrong.
 #
 # **A program is many threads.** Each of them stores its own columns, but only
-# *one* of them executes the exchange that frees the lock. It does not wait for
-# the others. If a warp is late, the lock is free before its columns are
+# *one* of them executes the exchange that frees the lock, and it does not wait
+# for the others. If a warp is late, the lock is free before its columns are
 # stored: the next program reads old values, and then the late store overwrites
 # what that program has written.
-# ``tl.debug_barrier()`` is a *barrier*: no thread goes on before all threads
-# of its program have come there. In spite of its name it is not only for
+# ``tl.debug_barrier()`` is a *barrier*: no thread goes past it before all
+# threads of its program have reached it. Despite its name it is not only for
 # debugging.
 #
 # **Stores may overtake each other.** Another SM may see the 2 in the lock
-# before it sees the sums. An exchange with ``sem="release"`` promises that
-# whoever gets the 2 back also sees what was stored before, if it keeps its
-# part of the promise, which comes next.
+# before it sees the sums. So we free the lock with ``sem="release"``. It
+# promises that whoever gets the 2 back can also see what was stored before the
+# 2. The reader has to do its part, which comes next.
 #
 # **Loads may come from a cache.** Each SM has an L1 cache, and it may hold old
-# values of the buffer. With ``sem="acquire"``, no load that comes after the
-# exchange returns a value from before.
+# values of the buffer. So we take the lock with ``sem="acquire"``. Then the
+# loads after the exchange return what the last owner of the lock has stored,
+# or something newer, but never an old value from the cache.
 
 
 @triton.jit
@@ -230,7 +231,7 @@ def _add_behind_lock(
 # it has four programs of two warps each, four rows, and two buffers, and each
 # row adds 1.
 # Let it run once, and both warps find the right sum, 4.
-# Then switch off the barrier and let it run again. Now warp 1 is late in the
+# Then switch off the barrier and let it run again. Now warp 1 is late in
 # programs 0 and 1. Programs 2 and 3 get the locks and find nothing in the
 # columns of warp 1, and then the late stores overwrite what they have stored.
 # The sum is still 4 in the columns of warp 0, but only 2 in those of warp 1.
@@ -238,24 +239,18 @@ def _add_behind_lock(
 # The argument ``FLAW`` is there for our experiments, and you don't need it in
 # a lock of your own.
 #
-# Since version 3.9, Triton has functions for some of what we spell by hand.
-# `tl.atomic_store
-# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_store.html>`_
-# can free the lock, for nobody needs the old value that our second exchange
-# returns.
-# `tl.atomic_load
-# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_load.html>`_
-# reads a value and writes nothing, and `tl.atomic_poll
-# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_poll.html>`_
-# waits until there is the value that you expect.
-# But to wait is not to take: two programs could see at the same time that the
-# lock is free. So the exchange that takes the lock must stay.
+# Since version 3.9, Triton can free the lock with `tl.atomic_store
+# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_store.html>`_,
+# for nobody needs the old value that our second exchange returns. To take the
+# lock, it still needs the exchange.
 # This page runs with older versions, too, so it only has exchanges.
 #
 # A backward pass with a lock
 # ---------------------------
 #
-# Where does the lock go in the backward pass?
+# The backward pass has two *stages*. In the first, programs add up rows and
+# leave their sums in buffers. In the second, another kernel adds up the
+# buffers. The lock belongs in the first.
 #
 # The kernel is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_. A program takes row after row and keeps its sums in
@@ -328,10 +323,10 @@ def _layer_norm_bwd(
 
 
 # %%
-# How many programs and buffers there are, how many warps a program has, and
-# whether there are locks, is a *plan* of four values.
-# The locks must be 0 at the start, so they are cleared for each call. The
-# buffers need not be: the first program at a buffer does not read it.
+# A *plan* has four values: how many programs there are, how many buffers, how
+# many warps a program has, and whether there are locks.
+# The locks must be 0 at the start, so we clear them for each call. We need not
+# clear the buffers: the first program at a buffer does not read it.
 
 
 def stage_1(
@@ -398,8 +393,9 @@ def error(buffers, exact):
 
 
 # %%
-# Does it lose an addition? Let 70 programs add to 8 buffers, so that eight or
-# nine of them share a lock, and compare the sum of all buffers with float64.
+# Does it lose an addition? We let 70 programs add to 8 buffers, so that eight
+# or nine of them share a lock. Then we compare the sum of all buffers with
+# float64.
 
 tensors, exact = given(70, 24)
 dx, buffers = stage_1(*tensors, plan=(70, 8, 4, True))
@@ -479,13 +475,12 @@ if table.notna().all(axis=None):
 # **What follows.**
 # A test that passes does not prove that a lock is right. At 4096 columns the
 # lock without the barrier passes a hundred runs, and so does the lock without
-# release. At 512 columns both of them fail in every run, and in a model the
-# width is another one.
+# release. At 512 columns both of them fail in every run.
 #
-# Nor do the usual tools find the missing barrier. NVIDIA's compute-sanitizer
-# has one for such mistakes, ``racecheck``, but it only watches shared memory,
-# and our buffers are in global memory. Triton's interpreter runs one program
-# after the other, so it has no race at all.
+# The usual tools do not find the missing barrier either. NVIDIA's
+# compute-sanitizer has one for such mistakes, ``racecheck``, but it only
+# watches shared memory, and our buffers are in global memory. Triton's
+# interpreter runs one program after the other, so it has no race at all.
 #
 # So where can you see that the barrier is missing? In the *PTX*, the assembly
 # language that Triton compiles a kernel to. It does not depend on luck.
@@ -504,11 +499,9 @@ if table.notna().all(axis=None):
 # How many bytes does a lock save?
 # --------------------------------
 #
-# A lock makes programs wait, so it should save something. What is it?
-#
-# The backward pass has two *stages*. In the first, ``stage_1``, programs add
-# to buffers. In the second, another kernel adds up the buffers. With fewer
-# buffers, this kernel has less to read.
+# A lock makes programs wait, so it should save something. Does it save
+# traffic? If programs share buffers, there are fewer of them, and the second
+# stage has less to read.
 
 # %%
 
@@ -1015,7 +1008,7 @@ for plan in PLANS.values():
 # What does waiting cost?
 # -----------------------
 #
-# How do we measure the waiting, and nothing else?
+# How do we measure the waiting and nothing else?
 # If we compare a shared lock with a buffer for each program, several things
 # change at once: who waits, how many bytes are stored and loaded where, and
 # what instructions the kernel has.
@@ -1190,9 +1183,8 @@ if times.notna().all(axis=None):  # it was measured
 # Without waiting, little changes. Up to 32 programs the pass takes 45.5 to
 # 47.8 µs at 4096 columns, and 17.7 to 19.7 µs at 1024 columns. This is our
 # formula: the number of buffers does not change the traffic. With fewer
-# buffers the lines rise, to 50.3 and 22.5 µs. Then many programs load and
-# store the same few addresses, which may be the reason, but we have not
-# measured that either.
+# buffers the lines rise, to 50.3 and 22.5 µs. Perhaps that is because many
+# programs load and store the same few addresses, but we have not measured it.
 #
 # With waiting, programs that share a lock go through it one after the other.
 # If all of them come at the same time, the last one waits for all the others.
@@ -1200,9 +1192,8 @@ if times.notna().all(axis=None):  # it was measured
 # longer by 1.75 µs, and from 16 to 57 by 1.75 µs. At 1024 columns, it is 1.22
 # µs from 61 to 114 programs, and 1.18 µs from 16 to 61. So that is what a turn
 # takes: an exchange, loads that have to come from L2, stores, a barrier, and
-# another exchange. Each has to wait for the one before, and the exchanges and
-# the loads have to wait for L2. A wide row takes longer, because a single SM
-# has to load and store more bytes.
+# another exchange, each after the one before. A wide row takes longer, because
+# a single SM has to load and store more bytes.
 #
 # With few programs at a lock the waiting is shorter than that. From two to
 # four programs, each program more adds only 0.91 µs at 4096 columns, and 0.58
@@ -1536,8 +1527,8 @@ traffic.run(show_plots=ON_GPU)
 # and 2.33 for the two plans with locks.
 #
 # **What follows.**
-# The lock saves no traffic, as we have counted. It even adds some. And at
-# 15872 columns, where the plans with locks are faster, their kernel moves
+# The lock saves no traffic, as we have counted, and it even adds a little.
+# Where the plans with locks are faster, at 15872 columns, their kernel moves
 # fewer spilled bytes.
 #
 # Where PyTorch or a library is better
@@ -1548,8 +1539,8 @@ traffic.run(show_plots=ON_GPU)
 #
 # - **You rarely need a lock.** Own buffers have no more traffic, nobody waits,
 #   no plan is faster up to 8704 columns, and the sums are the same in every
-#   run. Use a lock where there is no memory for a buffer each. For layer norm
-#   there is.
+#   run. Use a lock where there is not enough memory for a buffer for each
+#   program. For layer norm there is.
 # - **The last bits may change.** If three or more programs share a lock, they
 #   come in any order. The sum of three numbers depends on their order, so
 #   ``dw`` and ``db`` can differ from run to run. With two at a lock they
@@ -1573,7 +1564,9 @@ traffic.run(show_plots=ON_GPU)
 # The kernel below stops when each program has stored its row in its buffer.
 # Let the programs count how many of them are done, and let the last one add up
 # the buffers. It adds them in one order, so all runs give the same bits.
-# You are right when the list of wrong columns is empty.
+# The list of wrong columns should be empty. As we have seen, that does not
+# prove that your barrier and ``sem`` are right, so compare them with the
+# solution.
 #
 # **Hint 1.** ``tl.atomic_add`` adds to a number in memory and returns what was
 # there before. What does the last of ten programs get back?
@@ -1673,14 +1666,14 @@ assert exercise_1(_one_launch_1)
 #
 # And for kernels in general:
 #
-# - To add to memory is to read, add and write. Without a lock or an atomic
-#   addition, what happens in between is lost.
+# - Adding to memory means to read, add and write. Without a lock or an atomic
+#   addition, what another program writes in between is lost.
 # - A lock is an exchange with acquire, the work, a barrier, and an exchange
 #   with release. If a part is missing, tests may still pass: look at the PTX.
 # - To find out what waiting costs, take it out and measure what is left, even
 #   if the results are wrong then. Measure it where nobody should wait, too: it
 #   shows what else the experiment changes.
-# - Count bytes before you share memory: a lock saves none.
+# - Count bytes before you share buffers. Here it saved memory, but no traffic.
 #
 # **Next:** nobody waits for a lock any more, but programs still wait for
 # memory. `Loads in flight <04-loads-in-flight.html>`_ keeps it busy.
