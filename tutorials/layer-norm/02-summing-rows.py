@@ -555,8 +555,9 @@ report(bench_sums)
 # %%
 # **What the figure shows.**
 # On the H100, columns reach 28% of a copy at 1024 columns and 69% at 12288
-# columns. Split columns reach 53% and 68%. PyTorch's kernel for ``dw`` and
-# ``db`` reaches 30% and 75%: in wide rows it is faster than both of ours.
+# columns. Split columns reach 53% and 68%.
+# PyTorch's sums reach 30% and 75%. At 12288 columns they are faster than both
+# of ours; at the other widths split columns are the fastest.
 #
 # **Why.**
 # At 1024 columns only 64 programs run, one on each of 64 SMs. Split into 16
@@ -833,14 +834,16 @@ bench_programs.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 4096 columns, three programs on each SM are the best of the
-# six numbers for buffers, with 2286 GB/s, and for atomics, with 2362 GB/s.
-# Split columns reach 1420 GB/s with eight, and 1423 GB/s at best. At 1024
-# columns, six are the best number for buffers, with 1538 GB/s, and four for
-# atomics, with 1280 GB/s, and for split columns, with 1294 GB/s.
+# On the H100, at 4096 columns, buffers reach 2286 GB/s with three programs
+# on each SM, and the best of the six numbers gives 2286 GB/s. Atomics reach
+# 2362 GB/s with three, and 2362 GB/s at best. Split columns reach 1420 GB/s
+# with eight, and 1423 GB/s at best.
+# At 1024 columns, buffers reach 1538 GB/s with six, and 1538 GB/s at best.
+# Atomics reach 1280 GB/s with four, and 1280 GB/s at best. Split columns
+# reach 1294 GB/s with four, and 1294 GB/s at best.
 #
 # **What follows.**
-# These are the numbers of our rules above, so each design is measured at its
+# These are the numbers of our rules above, so each design is measured near its
 # best. From 8192 columns on the registers of an SM hold only one program that
 # works on whole rows, and there is nothing to choose.
 #
@@ -968,19 +971,21 @@ report(bench_designs)
 
 # %%
 # **What the figure shows.**
-# On the H100, buffers reach 60% to 85% of the copy, atomics 51% to 86%, split
-# columns 45% to 54%, and columns 36% to 52%. An atomic addition for each row
-# reaches 18% to 46%, and PyTorch 35% to 40%.
-# Buffers are 1.7 to 2.2 times as fast as PyTorch, and 1.5 to 2.0 times as fast
-# as torch.compile.
-# At 1024 columns buffers are 17% faster than atomics. From 4096 columns on
-# atomics are ahead, by 0.5% to 3.7%.
+# On the H100, buffers reach 60% to 85% of the copy, atomics 51% to 86%,
+# split columns 45% to 54%, and columns 36% to 52%. An atomic addition for
+# each row reaches 18% to 46%, and PyTorch 35% to 40%.
+# Buffers are 1.2 times as fast as atomics at 1024 columns, where atomics are
+# no faster than split columns. From 4096 columns on, atomics are slightly
+# ahead of buffers.
+# On the H100, buffers are 1.7 to 2.2 times as fast as PyTorch, and 1.5 to
+# 2.0 times as fast as torch.compile. At 12288 columns torch.compile is
+# faster than columns, split or not.
 #
 # **Why.**
 # Columns move five matrices where three would do, so without the help of L2
-# they cannot be faster than three fifths of the copy, split or not. Only
-# narrow matrices are small enough for the second kernel to find a part of them
-# in L2.
+# they cannot be faster than three fifths of the copy, split or not.
+# All six widths stay below that, also the narrow ones, of which the second
+# kernel may find a part in L2.
 # Buffers move three matrices and their sums.
 # Atomics once a program move less than buffers. But the buffer must be filled
 # with zeros first, and additions to the same address queue up: at 1024
@@ -1100,8 +1105,8 @@ def different_bits(M, N, dtype, mode, provider):
 different_bits.run(show_plots=ON_GPU)
 
 # %%
-# No run with atomics repeats the first one. Buffers, columns, split columns
-# and PyTorch repeat it every time.
+# No run with atomics repeats the first one. Buffers, columns
+# and split columns repeat it every time.
 # An order that changes is not less exact. But a result that cannot be repeated
 # makes it hard to tell a bug from a rounding error.
 # A buffer has its price, too: with another number of programs, as on another

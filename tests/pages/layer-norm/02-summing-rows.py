@@ -92,6 +92,7 @@ KERNELS = Kernels(
 )
 
 
+CARDS = ("H100",)
 COPIES = {"layer-norm-rows-sums": (1, 1)}
 # What our rules start on each multiprocessor, of those that were tried.
 OURS = {
@@ -105,96 +106,116 @@ OURS = {
 
 
 def CLAIMS(figure):
-    sums, programs, designs, dram, bits = (
-        figure(f"layer-norm-rows-{name}", "H100")
-        for name in ("sums", "programs", "designs", "dram", "bits")
-    )
+    sums = {card: figure("layer-norm-rows-sums", card) for card in CARDS}
+    programs = figure("layer-norm-rows-programs", "H100")
+    designs = {card: figure("layer-norm-rows-designs", card) for card in CARDS}
 
-    def shares_of_sums(provider):
-        narrow, wide = (sums.share(provider, N) for N in (1024, 12288))
-        return narrow, wide
-
-    # Parts help where there are few programs, and less and less.
-    assert sums.ratio("split", "columns", 1024) > 1.3
-    assert 0.9 < sums.ratio("split", "columns", 12288) < 1.1
-    for ours in "columns", "split":
-        assert sums.ratio("torch", ours, 12288) > 1
-    (a, b), (c, d), (e, f) = map(shares_of_sums, ("columns", "split", "torch"))
+    h100 = sums["H100"]
+    for of in sums.values():
+        # Parts help where there are few programs, and less and less.
+        assert of.ratio("split", "columns", 1024) > 1.3
+        assert 0.9 < of.ratio("split", "columns", 12288) < 1.1
     yield (
-        f"On the H100, columns reach {a}% of a copy at 1024 columns and {b}% "
-        f"at 12288 columns. Split columns reach {c}% and {d}%. PyTorch's "
-        f"kernel for ``dw`` and ``db`` reaches {e}% and {f}%: in wide rows it "
-        "is faster than both of ours."
+        f"On the H100, columns reach {h100.share('columns', 1024)}% of a copy "
+        f"at 1024 columns and {h100.share('columns', 12288)}% at 12288 "
+        f"columns. Split columns reach {h100.share('split', 1024)}% and "
+        f"{h100.share('split', 12288)}%."
     )
+    # PyTorch wins at 12288 columns, and loses to split columns elsewhere.
+    assert h100.ratio("torch", "columns", 12288) > 1.05
+    assert h100.ratio("torch", "split", 12288) > 1.05
+    for N in 1024, 2048, 4096, 6144, 8192:
+        assert h100.ratio("split", "torch", N) > 1.01
+        assert h100.ratio("split", "columns", N) > 1.01
+    yield (
+        f"PyTorch's sums reach {h100.share('torch', 1024)}% and "
+        f"{h100.share('torch', 12288)}%."
+    )
+
+    # Each rule is within 3% of the best number.
+    for card in CARDS:
+        of = figure("layer-norm-rows-programs", card)
+        for (design, N), ours in OURS.items():
+            speeds = of.medians[f"{design}, {N}"]
+            assert speeds[ours] >= 0.97 * max(speeds.values()), (card, design)
 
     def of_rule(design, N):
-        """With the number of our rule: it is the best, or within 1% of it."""
-        speeds = programs.all_medians(f"{design}, {N}")
-        ours = programs.median(f"{design}, {N}", OURS[design, N])
-        if (design, N) != ("split", 4096):
-            assert ours == speeds.most, design
-        assert ours >= 0.99 * speeds.most
-        return ours
+        line = f"{design}, {N}"
+        ours = programs.median(line, OURS[design, N])
+        return ours, programs.all_medians(line).most
 
-    best = programs.all_medians("split, 4096").most
-    buffers, atomics, split = (
+    (a, b), (c, d), (e, f) = (
         of_rule(design, 4096) for design in ("buffers", "atomics", "split")
     )
     yield (
-        "On the H100, at 4096 columns, three programs on each SM are the best "
-        f"of the six numbers for buffers, with {buffers} GB/s, and for "
-        f"atomics, with {atomics} GB/s. Split columns reach {split} GB/s with "
-        f"eight, and {best} GB/s at best."
+        f"On the H100, at 4096 columns, buffers reach {a} GB/s with three "
+        f"programs on each SM, and the best of the six numbers gives {b} "
+        f"GB/s. Atomics reach {c} GB/s with three, and {d} GB/s at best. "
+        f"Split columns reach {e} GB/s with eight, and {f} GB/s at best."
     )
-    buffers, atomics, split = (
+    (a, b), (c, d), (e, f) = (
         of_rule(design, 1024) for design in ("buffers", "atomics", "split")
     )
     yield (
-        "At 1024 columns, six are the best number for buffers, with "
-        f"{buffers} GB/s, and four for atomics, with {atomics} GB/s, and for "
-        f"split columns, with {split} GB/s."
+        f"At 1024 columns, buffers reach {a} GB/s with six, and {b} GB/s at "
+        f"best. Atomics reach {c} GB/s with four, and {d} GB/s at best. Split "
+        f"columns reach {e} GB/s with four, and {f} GB/s at best."
     )
 
-    def shares(provider):
-        found = designs.shares(provider)
+    def shares(card, provider):
+        found = designs[card].shares(provider)
         return f"{found.least}% to {found.most}%"
 
-    # Buffers win over columns everywhere, rows lose to all of ours.
-    assert designs.ratios("triton", ["columns", "split"]).least > 1
-    assert designs.ratios("triton", ["torch", "torch.compile"]).least > 1
-    assert designs.ratios("atomics", "rows").least > 1
-    # Three fifths of the copy, where L2 is too small to help.
-    wide = designs.between(4096)
-    assert wide.shares("columns").most <= 60
-    assert wide.shares("split").most <= 60
-    over_torch = designs.ratios("triton", "torch")
-    over_compiled = designs.ratios("triton", "torch.compile")
-    behind = 100 * (designs.ratio("triton", "atomics", 1024) - 1)
-    ahead = [100 * (r - 1) for r in wide.ratios("atomics", "triton")]
-    assert behind > 0 and min(ahead) > 0
+    for of in designs.values():
+        # Buffers win over columns everywhere, rows lose to all of ours.
+        assert of.ratios("triton", ["columns", "split"]).least > 1
+        assert of.ratios("triton", ["torch", "torch.compile"]).least > 1
+        assert of.ratios("atomics", "rows").least > 1
+        # At most three fifths of the copy, at all widths.
+        assert of.shares("columns").most <= 60
+        assert of.shares("split").most <= 60
+        # The queue costs more than buffers in narrow rows, and little later.
+        assert of.ratio("triton", "atomics", 1024) > 1
+        assert 0.9 < of.ratio("triton", "atomics", 12288) < 1.1
     yield (
-        f"On the H100, buffers reach {shares('triton')} of the copy, atomics "
-        f"{shares('atomics')}, split columns {shares('split')}, and columns "
-        f"{shares('columns')}. An atomic addition for each row reaches "
-        f"{shares('rows')}, and PyTorch {shares('torch')}. Buffers are "
-        f"{over_torch.least} to {over_torch.most} times as fast as PyTorch, "
-        f"and {over_compiled.least} to {over_compiled.most} times as fast as "
-        f"torch.compile. At 1024 columns buffers are {behind:.0f}% faster "
-        "than atomics. From 4096 columns on atomics are ahead, by "
-        f"{min(ahead):.1f}% to {max(ahead):.1f}%."
+        f"On the H100, buffers reach {shares('H100', 'triton')} of the copy, "
+        f"atomics {shares('H100', 'atomics')}, split columns "
+        f"{shares('H100', 'split')}, and columns {shares('H100', 'columns')}. "
+        f"An atomic addition for each row reaches {shares('H100', 'rows')}, "
+        f"and PyTorch {shares('H100', 'torch')}."
+    )
+    yield (
+        f"Buffers are {designs['H100'].ratio('triton', 'atomics', 1024)} "
+        f"times as fast as atomics at 1024 columns"
+    )
+    assert 0.97 < designs["H100"].ratio("atomics", "split", 1024) < 1.03
+    # Atomics are ahead of buffers in wide rows, by less than 5%.
+    medians = designs["H100"].medians
+    for N in 4096, 6144, 8192, 12288:
+        assert 1 < medians["atomics"][N] / medians["triton"][N] < 1.05
+    for name in "columns", "split":
+        assert designs["H100"].ratio("torch.compile", name, 12288) > 1.05
+    over_torch = designs["H100"].ratios("triton", "torch")
+    over_compiled = designs["H100"].ratios("triton", "torch.compile")
+    yield (
+        f"On the H100, buffers are {over_torch.least} to {over_torch.most} "
+        f"times as fast as PyTorch, and {over_compiled.least} to "
+        f"{over_compiled.most} times as fast as torch.compile."
     )
 
     # What has no number: the count is right, and the bits.
-    for medians in dram.medians.values():
-        known = [value for value in medians.values() if value is not None]
-        assert all(0.95 <= value <= 1.05 for value in known)
-    for name in (*REPEATABLE, "torch"):
-        assert set(bits.medians[name].values()) == {0}
-    for name in "atomics", "rows":
-        assert set(bits.medians[name].values()) == {100}
+    for card in CARDS:
+        dram = figure("layer-norm-rows-dram", card)
+        for medians in dram.medians.values():
+            known = [value for value in medians.values() if value is not None]
+            assert all(0.95 <= value <= 1.05 for value in known)
+        bits = figure("layer-norm-rows-bits", card).medians
+        assert all(set(bits[name].values()) == {0} for name in REPEATABLE)
+        for name in "atomics", "rows":
+            assert set(bits[name].values()) == {100}
 
     at_4096 = {
-        name: designs.share(name, 4096)
+        name: designs["H100"].share(name, 4096)
         for name in ("columns", "split", "triton", "atomics", "rows")
     }
     yield f"They reach {at_4096['columns']}%: ``x`` and ``dy`` are read twice"
@@ -339,8 +360,8 @@ def test_the_order_of_additions_follows_the_programs(unedited):
 
 
 def test_table_counts_what_is_launched(output, unedited, monkeypatch):
-    """Its rows of sums are those that the designs write at 4096 columns on an
-    H200."""
+    """Its rows of sums are those that the designs write at 4096 columns on a
+    GPU of 132 SMs."""
     written = []
 
     class Kernel:
