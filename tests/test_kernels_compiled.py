@@ -66,7 +66,7 @@ def untrue(claims, built, N, dtype):
     """What is not true of a compiled kernel, by its place in the list."""
     return [
         f"{built.kernel}, N = {N}, {dtype}, {built.target}: number {number} "
-        "of what is said to be true is not"
+        "in the list of its ``true``, in the file of the page, does not hold"
         for number, true in enumerate(claims(limits.Facts(built)), 1)
         if not true
     ]
