@@ -3,14 +3,14 @@ Rows that begin anywhere
 ========================
 
 Why does layer norm become slow when a row gets one column more?
-A thread loads 16 bytes at once only from a multiple of 16 bytes: so the lanes
-begin at such a place, up to 7 columns before the row.
+A thread can load 16 bytes at once only from an address that is a multiple of
+16, so our loads begin at such an address, up to 7 columns before the row.
 
-So far our rows had 1024, 4096 or 8192 columns. Not every matrix is so kind: a
-vocabulary has 50257 words, and a slice of a matrix has as many columns as
-somebody cut.
-On this page we give a row one column more and count what its loads ask of the
-memory. Then we write both passes of layer norm so that the one column costs
+So far our rows had 1024, 4096 or 8192 columns. Other widths are less
+convenient: a vocabulary may have 50257 words, and a slice of a matrix any
+number of columns.
+On this page we add one column to a row and count what its loads ask of the
+memory. Then we write both passes of layer norm so that this column costs
 little.
 
 **What you will learn**
@@ -20,8 +20,8 @@ little.
   4097 columns 2 bytes at a time.
 - How to load whole groups of 16 bytes from rows that begin anywhere, and how
   to store them without touching the rows next to them.
-- How to hand out rows to programs so that the sums of a backward pass can stay
-  in registers all the same.
+- How to choose the rows of each program so that the sums of the backward pass
+  can stay in registers.
 
 **What you need:** the formulas of `Layer normalization, both passes
 <01-layer-norm.html>`_, and the kernels of `Chunks instead of padding
@@ -62,9 +62,8 @@ import functools
 # -----------------------
 #
 # The rows of a contiguous matrix follow one another without a gap.
-# Let's take rows of 13 columns in 16 bits. A number has 2 bytes, so 8 of them
-# are 16 bytes, and we call 8 numbers that begin at a multiple of 16 bytes a
-# *group*.
+# Let's take rows of 13 columns in 16 bits. Eight numbers then have 16 bytes.
+# If they begin at a multiple of 16 bytes, we call them a *group*.
 #
 # - Row 0 begins at element 0, which is the start of a group.
 # - Row 1 begins at element 13. That is 5 elements after the start of a group.
@@ -102,9 +101,8 @@ plt.show()
 # The 32 threads of a warp run a load together, and together they send one
 # *request* to the L1 cache.
 # A thread may take 2, 4, 8 or 16 bytes with one load, but only from an address
-# that is a multiple of so many bytes. The hardware has no load of 16 bytes
-# that begins in between.
-# So with 16 bytes for each thread, a request brings 512 bytes. With 2 bytes
+# that is a multiple of this size.
+# With 16 bytes for each thread, a request brings 512 bytes. With 2 bytes
 # for each thread, it brings 64.
 #
 # The compiler decides how many bytes a thread takes, and it decides once for
@@ -113,8 +111,8 @@ plt.show()
 # that divides 8194 is 2. So a thread takes 2 bytes at a time, in all rows.
 #
 # The memory itself moves *sectors* of 32 bytes, never less.
-# This is what a row asks for that begins at a multiple of 512 bytes, and one
-# that begins 26 bytes later:
+# The picture compares a row that begins at a multiple of 512 bytes with one
+# that begins 26 bytes after such a multiple:
 
 # %%
 
@@ -146,17 +144,17 @@ plt.axis("off")
 plt.show()
 
 # %%
-# Eight requests take the place of one. And two of them that are neighbors ask
-# for the same sector, so it is asked for twice.
-# How many requests and sectors is that in a whole row? Let's count, for rows
-# of about 4040 columns, and take the mean of 16 rows, in which all shifts
+# Eight requests take the place of one, and each asks once more for the last
+# sector of the request before it.
+# How many requests and sectors does a whole row need? Let's count them for
+# rows of about 4040 columns, as the mean of 16 rows, in which all shifts
 # occur.
 
 
 def asked_for(first, end, width):
     """Requests of warps for the bytes from first to end, and their sectors.
 
-    A thread takes so many bytes as width says.
+    A thread takes width bytes at a time.
     """
     requests = 0
     sectors = 0
@@ -202,8 +200,9 @@ for N in (4040, 4041, 4042, 4044):
     print(f"{N:7}{bytes_of_a_thread(N):16} {usual}{groups}")
 
 # %%
-# A row of 4040 columns has 8080 bytes, which lie in 253 sectors. At that width
-# 16 requests bring them, and ask for hardly any sector twice.
+# A row of 4040 columns has 8080 bytes, which lie in 253 sectors. It takes 16
+# requests for 260 sectors: every other row begins in the middle of a sector,
+# and there a few sectors are asked for twice.
 # At 4041 columns it takes 127 requests, eight times as many. They ask for 372
 # sectors, because nearly every request begins in the middle of a sector and
 # touches three where two would do. The second time a sector comes from L1, so
@@ -211,17 +210,17 @@ for N in (4040, 4041, 4042, 4044):
 #
 # The last two columns of the table show the way out: we begin each row at the
 # start of a group, a few elements early, and end it at the end of a group.
-# Then each thread can take 16 bytes, at any width, and only the first and the
-# last group bring something that we do not need.
+# Then each thread can take 16 bytes at any width, and only the first and the
+# last group bring numbers that we do not need.
 #
 # A sum in whole groups
 # ---------------------
 #
-# Does Triton really load so?
+# Does Triton really load like this?
 #
-# This kernel adds up each row of a matrix. A place for one element is a
-# *lane*. Lane 0 is not column 0 but the start of the group that column 0 is
-# in. So column ``j`` is in lane ``j + shift``.
+# This kernel adds up each row of a matrix. We call a place for one element a
+# *lane*. Lane 0 is the start of the group that holds column 0, so column ``j``
+# is in lane ``j + shift``.
 
 
 @triton.jit
@@ -257,9 +256,9 @@ _sum_of_row[(8,)](x_ptr=x, sums_ptr=sums, N=13, BLOCK=32, STEP=8)
 print("sums of rows of 13 ones:", sums.tolist())
 
 # %%
-# Now let NVIDIA's profiler ``ncu`` count the requests of this kernel, with
-# ``STEP`` = 8, which makes groups, and with ``STEP`` = 1, which begins at
-# column 0. The third line is what we have counted by hand for groups.
+# Now NVIDIA's profiler ``ncu`` counts the requests of this kernel: with
+# ``STEP`` = 8, in groups, and with ``STEP`` = 1, from column 0. The third line
+# is what we expect for groups.
 
 # %%
 
@@ -316,16 +315,15 @@ requests.run(show_plots=ON_GPU)
 # columns it takes 4, and at 4041 it takes 2.
 #
 # **What follows.**
-# One column more or less can mean eight times the requests. In groups, all
-# widths are alike.
+# One column more can mean eight times the requests. In groups, the width
+# makes no difference.
 #
 # What does a request cost?
 # -------------------------
 #
-# Our kernel does hardly anything but load, so let's time it. It reads a matrix
-# once, and at all four widths DRAM moves nearly the same number of bytes.
-# The clock is that of `Layer normalization, both passes
-# <01-layer-norm.html>`_, which explains it.
+# Our kernel does hardly anything but load, so let's time it. At all four
+# widths DRAM moves nearly the same number of bytes.
+# The clock is that of `page 01 <01-layer-norm.html>`_, which explains it.
 
 # %%
 
@@ -439,32 +437,27 @@ bench_reading.run(show_plots=ON_GPU)
 # 2088 GB/s with 64, and 1784 GB/s with 127.
 #
 # **Why.**
-# Everything else is alike. At each width a thread adds up 32 numbers, and 16
-# programs fit on an SM at a time. But with 16 bytes each these are 4 loads of
-# the thread, and with 2 bytes they are 32.
-# The L1 cache has work with each request of a warp, however little it brings.
-# It finds out which sectors are asked for, asks L2 for those that it does not
-# have, and hands out the numbers to the threads.
+# At each width a thread adds up 32 numbers, and 16 programs fit on an SM at a
+# time. But a thread makes 4 loads of 16 bytes, or 32 loads of 2 bytes.
+# For each request of a warp, however little it brings, the L1 cache must find
+# out which sectors are asked for, ask L2 for those that it does not have, and
+# hand out the numbers to the threads.
 #
-# How much is that? The sum takes 15.5 µs with 16 requests a row, 15.9 µs with
-# 64, and 18.6 µs with 127. An SM has 31 of the 4096 rows, so the last step is
-# 63 × 31 = 1953 more requests for each SM, and each of them adds 1.4 ns on
-# average.
+# The sum takes 15.5 µs with 16 requests a row, 15.9 µs with 64, and 18.6 µs
+# with 127. An SM has 31 of the 4096 rows, so the last step is 63 × 31 = 1953
+# more requests for each SM, and each of them adds 1.4 ns on average.
 # The first 48 more requests add far less. While L1 works on one request, DRAM
-# delivers what others have asked for, and as long as DRAM takes longer, that
-# work hides behind it. Some of the last 63 may hide, too, so L1 may work on a
-# request for longer than it adds.
-# We have not found out which part of the work takes the time.
+# delivers what others have asked for, and L1's work is hidden as long as DRAM
+# takes longer. We have not found out which part of that work takes the time.
 #
 # **What follows.**
-# It is not the bytes that make an odd width slow, but the requests for them.
-# The wider a load, the fewer there are. As long as DRAM takes longer than L1,
-# more of them cost little; beyond that, each one counts.
+# The requests make an odd width slow, and not the bytes. As long as DRAM takes
+# longer than L1, more requests cost little. Beyond that, each one counts.
 #
-# Layer norm in such lanes
-# ------------------------
+# Layer norm in groups
+# --------------------
 #
-# What changes when we do not only read?
+# What changes when we also write?
 #
 # Take row 1 of the picture again, with 13 columns and a shift of 5. Its
 # columns are in lanes 5 to 17, and lanes 0 to 23 are three groups:
@@ -473,8 +466,7 @@ bench_reading.run(show_plots=ON_GPU)
 # - Lanes 8 to 15: eight columns of ours, and nothing else.
 # - Lanes 16 to 23: two of ours, then six of row 2.
 #
-# A *load* may take all three groups: we have read more than we need, and set
-# the rest to 0.
+# A *load* may take all three groups. We then set to 0 what is not ours.
 # A *store* may not. If we wrote all three groups, we would overwrite columns
 # of row 0 and of row 2, which other programs have written. So we store the
 # second group with one store of 16 bytes, and the five columns at the two ends
@@ -510,12 +502,13 @@ def _only_inside(x, c, shift, N, STEP):
 # As on `page 05 <05-chunks.html>`_, a row is a tuple of chunks, and a program
 # may hold several rows at a time, which are a tile.
 #
-# There is one more thing to arrange. ``w`` is loaded once and kept in
-# registers for all rows of a program, with column ``j`` in lane ``j + shift``.
-# That only works if all rows of a program have the same shift.
-# Rows 8 apart have it, whatever the width is, because 8 rows together are a
-# multiple of 8 elements. So a tile takes rows ``first``, ``first + 8``,
-# ``first + 16`` and so on.
+# ``w`` is loaded once and kept in registers for all rows of a program, with
+# column ``j`` in lane ``j + shift``. That only works if all rows of a program
+# have the same shift.
+# Rows 8 apart have it at any width, because 8 rows together have a multiple of
+# 8 elements. So a tile takes rows ``first``, ``first + 8``, ``first + 16`` and
+# so on, and ``STEP`` is both the lanes in a group and the distance of these
+# rows.
 
 
 @triton.jit
@@ -537,13 +530,12 @@ def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
 
 
 # %%
-# The last group of the last row may pass the end of the matrix, by up to 14
+# The last group of the last row may pass the end of the matrix by up to 14
 # bytes. Memory comes in pages of many KB, and a group lies in a single one, so
-# this load never fails. Still, it reads bytes that are not ours, and a tool
-# such as ``memcheck`` may report it.
+# this load never fails, but a tool such as ``memcheck`` may report it.
 #
-# The store is that of the three groups above. Chunks in the middle of a row
-# have whole groups only and need no mask for it.
+# The store treats the ends of a row as in the example of the three groups.
+# Chunks in the middle of a row have only whole groups and need no such mask.
 
 
 @triton.jit
@@ -579,7 +571,7 @@ def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
 
 
 # %%
-# With these four functions the forward pass looks as it does with chunks.
+# With these functions the forward pass looks as it does with chunks.
 
 
 @triton.jit
@@ -602,14 +594,14 @@ def _layer_norm_fwd_shifted(
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32; or float64
     i = tl.program_id(0)
 
-    # Programs are as many as a multiple of STEP, and so all rows of program i
+    # The number of programs is a multiple of STEP, so all rows of program i
     # have the shift of row i.
     shift = i % STEP * N % STEP
     ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
     bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
 
-    # STEP tiles take ROWS * STEP neighboring rows: tile 0 takes the first of
-    # each STEP of them, tile 1 the second, and so on.
+    # With ROWS = 2 and STEP = 8, tile 0 has rows 0 and 8, tile 1 has rows 1
+    # and 9, and tile 8 has rows 16 and 24.
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
     for tile in tl.range(
         i,
@@ -650,18 +642,20 @@ def _layer_norm_fwd_shifted(
 # %%
 # How many warps, and how wide a chunk?
 #
-# A warp holds some 4 KB of a row. That is 64 columns for each of its threads,
-# and in 16 bits ``x``, ``w`` and ``b`` take 96 registers for them.
+# A warp holds some 4 KB of a row, which is 64 columns for each thread in 16
+# bits. A chunk is what all warps of a program load at once. If each thread
+# takes 16 bytes, a chunk of one warp has 256 columns, and up to 255 lanes of
+# the last chunk are idle. So with up to 4 warps we let a thread take 8 bytes:
+# this makes twice the requests, and half the idle lanes. With 8 warps a row is
+# so wide that idle lanes matter less, and a thread takes 16 bytes.
 #
-# A chunk is what all warps of a program load at once. A thread could take 16
-# bytes, but then a chunk of one warp has 256 columns, and in the last chunk of
-# a row up to 255 lanes have nothing to do. So up to 4 warps we let a thread
-# take 8 bytes: this makes twice the requests, and half the idle lanes. With 8
-# warps a row is so wide that idle lanes matter less, and a thread takes 16.
-#
-# And some rows are `in flight <04-loads-in-flight.html>`_ while a program
-# works on another one: up to 110 KB on an SM. Where lanes begin at column 0,
-# our plan requests nothing ahead.
+# Up to 110 KB of rows are `in flight <04-loads-in-flight.html>`_ on an SM
+# while its programs work on others. Where lanes begin at column 0, our plan
+# requests nothing ahead.
+
+# %%
+
+# Scaffold: the plan of the forward pass.
 
 
 def count_sms():
@@ -718,11 +712,11 @@ def programs_for(M, N, itemsize, plan):
 
 
 # %%
-# When can the lanes begin early? Both matrices, ``x`` and ``y``, must have
-# their rows at the same shifts, or a load of 16 bytes would not fit a store of
-# 16 bytes. ``y`` is ours and begins at a multiple of 16 bytes. A view such as
-# ``x[:, 3:]`` may begin elsewhere; then the lanes begin at column 0, which is
-# slower and right.
+# When can the lanes begin early? A row of ``x`` and the same row of ``y`` must
+# have the same shift, so that a group of one is a group of the other. ``y`` is
+# ours and begins at a multiple of 16 bytes. A view such as ``x[:, 3:]`` may
+# begin elsewhere. Then the lanes begin at column 0, which is right, but
+# slower.
 
 
 def lane_step(N, *matrices):
@@ -770,12 +764,11 @@ def forward(x, w, b, eps, step, plan=None):
 # -----------------------------
 #
 # "Triton" is our kernel in groups, as a user gets it.
-# "From column 0" is the same kernel with ``STEP`` = 1, and we want it at its
-# best: at each width it is measured with the plan above and with twice the
-# warps, and where the number of columns is even, with both of these and rows
-# in flight. The fastest counts.
-# (At an odd width no row can be requested ahead. Asynchronous copies move 4
-# bytes at least, and a row may begin 2 bytes after a multiple of 4.)
+# "From column 0" is the same kernel with ``STEP`` = 1. We measure it with the
+# plan above and with twice the warps, each also with rows in flight if the
+# number of columns is even, and take the fastest.
+# (At an odd width no row can be requested ahead: asynchronous copies move at
+# least 4 bytes, and a row may begin 2 bytes after a multiple of 4.)
 #
 # The other lines are PyTorch's layer norm, the same function through
 # ``torch.compile``, and the copy.
@@ -1024,12 +1017,12 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# In groups, a column more costs little. On the H100 our kernel reaches 89% of
-# a copy at 4096 columns, 88% at 4097, and 81% to 88% at the five widths that
-# are no multiple of 8. The lowest is that at 10231 columns; we have not found
-# out why.
+# In groups, one more column costs little. On the H100 our kernel reaches 89%
+# of a copy at 4096 columns, 88% at 4097, and 81% to 88% at the five widths
+# that are no multiple of 8. The lowest is that at 10231 columns; we have not
+# found out why.
 #
-# From column 0 it costs more the narrower the loads are. The kernel reaches
+# From column 0, narrower loads cost more. The kernel reaches
 # 89% of a copy at 4100 columns, where a thread takes 8 bytes, 81% at 4098,
 # where it takes 4, and 60% at 4097, where it takes 2.
 # So at 4100 columns groups gain nothing: they reach 88% there. At the four
@@ -1041,30 +1034,27 @@ report(bench_forward)
 # to 2.4 times as fast as torch.compile.
 #
 # **Why.**
-# Do narrow loads leave fewer bytes in flight? They do not: with the plan
-# above, four programs fit on an SM at 4096, 4100, 4098 and 4097 columns alike,
-# and each of them requests a whole row before it can add it up.
-# What differs is how often they ask. At 4097 columns, from column 0, ``x``,
-# ``w``, ``b`` and ``y`` take 129 requests each, so a program has 516 requests
-# for its row. In groups of 8 bytes it is 33 for ``x`` and 33 for ``y``, a few
-# more for the ends of the row, and none for ``w`` and ``b``, which it has
-# loaded before.
-# At 4100 columns a thread takes 8 bytes in either case, so groups save no
-# request there, and the other line has the best of four plans.
+# As many bytes are in flight with narrow loads as with wide ones: with the
+# plan above, four programs fit on an SM at 4096, 4100, 4098 and 4097 columns
+# alike, and each of them requests a whole row before it can add it up.
+# The difference is the number of requests. At 4097 columns, from column 0,
+# ``x``, ``w``, ``b`` and ``y`` take 129 requests each, so a program has 516
+# requests for its row. In groups of 8 bytes it has 33 for ``x``, 33 for ``y``
+# and a few for the ends of the row. ``w`` and ``b`` are in registers already.
+# At 4100 columns a thread takes 8 bytes in either case, so groups make the
+# loads of ``x`` no wider there.
 #
 # `PyTorch's kernel <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
 # loads four numbers at a time, but only if the number of columns is a multiple
 # of four. Otherwise another kernel runs, which loads them one by one. This is
 # why it is fast at 4100 columns, and at 4098 as slow as at 4097.
 #
-# At 4096 columns all rows begin with a group, and our two lines run the same
-# kernel. Ours takes the plan above there, and the other line the best of four.
-# What lies between them is what a better plan for such widths would gain, and
-# `Chunks instead of padding <05-chunks.html>`_ has one.
+# At 4096 columns our two lines run the same kernel, but "From column 0" takes
+# the best of four plans. `Chunks instead of padding <05-chunks.html>`_ has a
+# better plan for such widths than we have here.
 #
 # **What follows.**
-# Where rows begin is a property of the *width*, and a kernel can make up for
-# it. This pays where a thread could otherwise take only 2 or 4 bytes.
+# Groups pay where a thread could otherwise take only 2 or 4 bytes.
 #
 # Backward: each column keeps its lane
 # ------------------------------------
@@ -1072,15 +1062,19 @@ report(bench_forward)
 # What is new in the backward pass?
 #
 # Loads and stores are those of the forward pass. But a program also adds up
-# ``dw`` and ``db`` over its rows, in registers, and column ``j`` of one row
-# must be added to column ``j`` of the next.
+# ``dw`` and ``db`` over its rows, in registers.
 # If the shifts of two rows differed, column ``j`` would be in another lane,
 # and often in another thread, for each row. So it helps once more that a
-# program takes rows 8 apart: all of them have the same shift, and each column
-# keeps its lane from the first row to the last.
+# program takes rows 8 apart: each column keeps its lane from the first row to
+# the last.
 #
-# The formulas are those of `page 01 <01-layer-norm.html>`_, and the first
-# functions are those of `page 05 <05-chunks.html>`_.
+# The formulas are those of `page 01 <01-layer-norm.html>`_, and the functions
+# for ``dx`` and the terms of ``dw`` and ``db`` are those of `page 05
+# <05-chunks.html>`_.
+
+# %%
+
+# Scaffold: the formulas for chunks, as on page 05.
 
 
 @triton.jit
@@ -1120,8 +1114,8 @@ def _gradients(x, dy, w, mean, rstd, c1, c2):
 
 
 # %%
-# The sums of a program leave their lanes for their columns when they are
-# stored: the pointer goes back by the shift.
+# When the sums are stored, column ``j`` is in lane ``j + shift`` and belongs
+# at place ``j``. So the pointer goes back by the shift.
 
 
 @triton.jit
@@ -1208,6 +1202,10 @@ def _layer_norm_bwd_shifted(
 # The second kernel, which adds up the sums of all programs, and its early
 # start are those of `page 05 <05-chunks.html>`_.
 
+# %%
+
+# Scaffold: the second kernel, as on page 05.
+
 EARLY = (
     ON_GPU
     and torch.version.hip is None
@@ -1235,9 +1233,13 @@ def _add_up_chunks(
 
 
 # %%
-# The plan has the form of the forward pass. A program holds ``x``, ``dy`` and
-# two sums, so a warp gets a smaller part of a row, and two rows are requested
-# at a time.
+# The plan has the form of that of the forward pass. A program holds ``x``,
+# ``dy`` and two sums, so a warp gets a smaller part of a row, and a row of
+# ``x`` and one of ``dy`` are requested together.
+
+# %%
+
+# Scaffold: the plan of the backward pass, and its launches.
 
 
 def plan_backward(N, itemsize, step):
@@ -1314,8 +1316,8 @@ def backward(dy, x, w, mean, rstd, dx, grads, step):
 # A function to train with
 # ------------------------
 #
-# The autograd function takes ``x`` as it lies in memory, if its rows are
-# contiguous, and asks for the lanes of each pass by itself.
+# The autograd function takes ``x`` as it lies in memory, if each row is
+# contiguous. ``lane_step`` decides for each pass where the lanes begin.
 
 # %%
 
@@ -1571,15 +1573,14 @@ report(bench_backward)
 #
 # **Why.**
 # ``x`` and ``dy`` are requested ahead at every width, and never by less than 8
-# bytes for each thread. What an odd width adds is small. At 4097 columns a
-# thread takes 8 bytes at a time and not 16. At most 7 columns at each end of a
-# row of ``dx`` are stored one by one, which is 14 of 4097. And a program
-# stores its sums without groups, but only once. We have not measured what each
-# of these costs.
+# bytes for each thread. An odd width adds little: at 4097 columns a thread
+# takes 8 bytes at a time and not 16, and at most 7 columns at each end of a
+# row of ``dx`` are stored one by one. We have not measured what each of these
+# costs.
 #
 # We are farthest from the copy at 1151 columns, with 69%. There the whole pass
-# takes only 16.2 µs, and we have measured no multiple of 8 beside it. So the
-# figure doesn't tell how much of this distance comes from the odd width.
+# takes only 16.2 µs, and we have measured no multiple of 8 beside it. So we
+# don't know how much of this distance comes from the odd width.
 #
 # PyTorch is faster at 4096 and 4100 columns than at 4097 and 4098 here, too:
 # its kernel for ``dx`` also has a form for multiples of four.
@@ -1594,12 +1595,10 @@ report(bench_backward)
 # When should you not use this function?
 #
 # - **If you may choose the width, choose a multiple of 8.** Then no kernel
-#   needs any of this, and PyTorch is fast as well. A vocabulary of 50257 words
+#   needs groups, and PyTorch is faster as well. A vocabulary of 50257 words
 #   is often padded to 50304, which is 64 × 786.
-# - **At multiples of 8, this page has nothing to offer.** Its forward pass
-#   requests nothing ahead there. `Chunks instead of padding
-#   <05-chunks.html>`_ is made for such widths. At 4100 columns, a multiple of
-#   4, its forward pass gains nothing over lanes from column 0.
+# - **At multiples of 8, use** `Chunks instead of padding <05-chunks.html>`_,
+#   which requests rows ahead in its forward pass.
 # - **Some views keep narrow loads.** If the rows of ``x`` have other shifts
 #   than those of ``y``, as in ``x[:, 3:]``, our lanes begin at column 0.
 # - **PyTorch has no limit.** Our rows hold at most 32 KB, and 20 KB with
@@ -1614,7 +1613,7 @@ report(bench_backward)
 #
 # Rows 8 apart have the same shift at every width. At some widths nearer rows
 # have it, too: at 20 columns, row 2 begins at element 40, which is a multiple
-# of 8. A program that knew this could take nearer rows.
+# of 8.
 #
 # How far apart are the nearest rows with the same shift? Write it as a formula
 # of ``N``; the stub below always answers 8.
@@ -1659,14 +1658,13 @@ assert exercise_1(distance_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page: how a row of 4097 columns is asked for,
-# how fast the design is there, and why.
+# These are the designs that we compared, at 4097 columns:
 #
 # - **From column 0**, a load takes 2 bytes for each thread. The forward pass
 #   makes 516 requests for a row. On the H100 it reaches 60% of a copy,
 #   because the L1 cache has work with each request.
 # - **In groups**, a load takes 8 bytes for each thread, and ``w`` and ``b``
-#   are loaded once. It is 66 requests for a row, and a few for its ends. The
+#   are loaded once. A row takes 66 requests, and a few for its ends. The
 #   forward pass reaches 88% of a copy, and the backward pass 82%.
 # - **PyTorch** loads one number at a time, as 4097 is no multiple of four. It
 #   reaches 25% of a copy forward and 36% backward.
