@@ -167,8 +167,8 @@ plt.show()
 #
 # **Stores may overtake each other.** Another SM may see the 2 in the lock
 # before it sees the sums. So we free the lock with ``sem="release"``. It
-# promises that whoever gets the 2 back can also see what was stored before the
-# 2. The reader has to do its part, which comes next.
+# promises that whoever gets the 2 back can also see what was stored before it.
+# The reader has to do its part, which comes next.
 #
 # **Loads may come from a cache.** Each SM has an L1 cache, and it may hold old
 # values of the buffer. So we take the lock with ``sem="acquire"``. Then the

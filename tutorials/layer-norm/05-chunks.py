@@ -837,9 +837,10 @@ report(bench_lanes_backward)
 # **What the figure shows.**
 # Above 8192 columns they do. We divide the speed with chunks by that with one
 # tile. On the H100 it is 1.18 at 8704 columns and 1.11 at 10240, where chunks
-# have 10240 lanes and the tile has 16384. It is 1.03 at 4608 columns and 1.02
-# at 5120, where it is 6144 lanes against 8192. And it is 1.03, 1.00 and 1.00
-# at 2560, 6656 and 8192 columns, where both have the same number of lanes.
+# have 10240 lanes and the tile has 16384 of them. It is 1.03 at 4608 columns
+# and 1.02 at 5120, where it is 6144 lanes against 8192 lanes. And it is 1.03,
+# 1.00 and 1.00 at 2560, 6656 and 8192 columns, where both have the same number
+# of lanes.
 #
 # So at 4608 and 5120 columns chunks gain no more than at 2560, where they save
 # no lane at all. Up to 8192 columns the figure does not show that idle lanes
@@ -848,8 +849,8 @@ report(bench_lanes_backward)
 # **Why.**
 # Above 8192 columns registers are the reason. With three stages, a thread of
 # the tile would spill 360 bytes at 8704 columns, and one of the chunks spills
-# 8. So the tile must do without stages, and while it computes, nothing is in
-# flight.
+# 8 bytes. So the tile must do without stages, and while it computes, nothing
+# is in flight.
 #
 # At 4608 columns registers are no reason: the compiled kernels take 177 of
 # them with a tile, and 176 with chunks. Idle lanes do make work there. Rows
@@ -1482,13 +1483,13 @@ report(bench_warps_backward)
 # there are three stages. There, twice the warps lose least.
 #
 # **And forward?**
-# At 9984 columns half the warps have 80 columns of ``x`` for each thread.
-# They take 40 of the 64 registers that we allow. A thread spills 288 bytes,
-# and half the warps are slower by a factor of 2.1.
-# Twice the warps have two programs of 16 warps on an SM, where the formula has
-# four of 8. So there are fewer rows on their way, and more warps that wait for
-# each other in each sum. They are 4% slower there.
-# We do not know why they are faster at 5888 columns.
+# At 9984 columns half the warps have 80 columns of ``x`` for each thread. They
+# take 40 of the 64 registers that we allow. A thread spills 288 bytes, and
+# half the warps are slower by a factor of 2.1. Twice the warps have two
+# programs of 16 warps on an SM, where the formula has four of 8 warps. So
+# there are fewer rows on their way, and more warps that wait for each other in
+# each sum. They are 4% slower there. We do not know why they are faster at
+# 5888 columns.
 #
 # **What follows.**
 # Count registers before you choose warps. The cliffs are where the count says.

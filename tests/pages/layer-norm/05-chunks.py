@@ -165,8 +165,9 @@ def lanes_backward(figure):
     )
     yield (
         f"On the H100 it is {a} at 8704 columns and {b} at 10240, where "
-        f"chunks have 10240 lanes and the tile has 16384. It is {c} at 4608 "
-        f"columns and {d} at 5120, where it is 6144 lanes against 8192. And "
+        "chunks have 10240 lanes and the tile has 16384 of them. It is "
+        f"{c} at 4608 columns and {d} at 5120, where it is 6144 lanes against "
+        "8192 lanes. And "
         f"it is {e}, {f} and {g} at 2560, 6656 and 8192 columns, where both "
         "have the same number of lanes."
     )
