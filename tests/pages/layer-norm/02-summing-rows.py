@@ -92,7 +92,6 @@ KERNELS = Kernels(
 )
 
 
-CARDS = ("H100",)
 COPIES = {"layer-norm-rows-sums": (1, 1)}
 # What our rules start on each multiprocessor, of those that were tried.
 OURS = {
@@ -106,38 +105,34 @@ OURS = {
 
 
 def CLAIMS(figure):
-    sums = {card: figure("layer-norm-rows-sums", card) for card in CARDS}
-    programs = figure("layer-norm-rows-programs", "H100")
-    designs = {card: figure("layer-norm-rows-designs", card) for card in CARDS}
-
-    h100 = sums["H100"]
-    for of in sums.values():
-        # Parts help where there are few programs, and less and less.
-        assert of.ratio("split", "columns", 1024) > 1.3
-        assert 0.9 < of.ratio("split", "columns", 12288) < 1.1
+    sums, programs, designs, dram, bits = (
+        figure(f"layer-norm-rows-{name}", "H100")
+        for name in ("sums", "programs", "designs", "dram", "bits")
+    )
+    # Parts help where there are few programs, and less and less.
+    assert sums.ratio("split", "columns", 1024) > 1.3
+    assert 0.9 < sums.ratio("split", "columns", 12288) < 1.1
     yield (
-        f"On the H100, columns reach {h100.share('columns', 1024)}% of a copy "
-        f"at 1024 columns and {h100.share('columns', 12288)}% at 12288 "
-        f"columns. Split columns reach {h100.share('split', 1024)}% and "
-        f"{h100.share('split', 12288)}%."
+        f"On the H100, columns reach {sums.share('columns', 1024)}% of a copy "
+        f"at 1024 columns and {sums.share('columns', 12288)}% at 12288 "
+        f"columns. Split columns reach {sums.share('split', 1024)}% and "
+        f"{sums.share('split', 12288)}%."
     )
     # PyTorch wins at 12288 columns, and loses to split columns elsewhere.
-    assert h100.ratio("torch", "columns", 12288) > 1.05
-    assert h100.ratio("torch", "split", 12288) > 1.05
+    assert sums.ratio("torch", "columns", 12288) > 1.05
+    assert sums.ratio("torch", "split", 12288) > 1.05
     for N in 1024, 2048, 4096, 6144, 8192:
-        assert h100.ratio("split", "torch", N) > 1.01
-        assert h100.ratio("split", "columns", N) > 1.01
+        assert sums.ratio("split", "torch", N) > 1.01
+        assert sums.ratio("split", "columns", N) > 1.01
     yield (
-        f"PyTorch's sums reach {h100.share('torch', 1024)}% and "
-        f"{h100.share('torch', 12288)}%."
+        f"PyTorch's sums reach {sums.share('torch', 1024)}% and "
+        f"{sums.share('torch', 12288)}%."
     )
 
     # Each rule is within 3% of the best number.
-    for card in CARDS:
-        of = figure("layer-norm-rows-programs", card)
-        for (design, N), ours in OURS.items():
-            speeds = of.medians[f"{design}, {N}"]
-            assert speeds[ours] >= 0.97 * max(speeds.values()), (card, design)
+    for (design, N), ours in OURS.items():
+        speeds = programs.medians[f"{design}, {N}"]
+        assert speeds[ours] >= 0.97 * max(speeds.values()), (design, N)
 
     def of_rule(design, N):
         line = f"{design}, {N}"
@@ -162,41 +157,40 @@ def CLAIMS(figure):
         f"columns reach {e} GB/s with four, and {f} GB/s at best."
     )
 
-    def shares(card, provider):
-        found = designs[card].shares(provider)
+    def shares(provider):
+        found = designs.shares(provider)
         return f"{found.least}% to {found.most}%"
 
-    for of in designs.values():
-        # Buffers win over columns everywhere, rows lose to all of ours.
-        assert of.ratios("triton", ["columns", "split"]).least > 1
-        assert of.ratios("triton", ["torch", "torch.compile"]).least > 1
-        assert of.ratios("atomics", "rows").least > 1
-        # At most three fifths of the copy, at all widths.
-        assert of.shares("columns").most <= 60
-        assert of.shares("split").most <= 60
-        # The queue costs more than buffers in narrow rows, and little later.
-        assert of.ratio("triton", "atomics", 1024) > 1
-        assert 0.9 < of.ratio("triton", "atomics", 12288) < 1.1
+    # Buffers win over columns everywhere, rows lose to all of ours.
+    assert designs.ratios("triton", ["columns", "split"]).least > 1
+    assert designs.ratios("triton", ["torch", "torch.compile"]).least > 1
+    assert designs.ratios("atomics", "rows").least > 1
+    # At most three fifths of the copy, at all widths.
+    assert designs.shares("columns").most <= 60
+    assert designs.shares("split").most <= 60
+    # The queue costs more than buffers in narrow rows, and little later.
+    assert designs.ratio("triton", "atomics", 1024) > 1
+    assert 0.9 < designs.ratio("triton", "atomics", 12288) < 1.1
     yield (
-        f"On the H100, buffers reach {shares('H100', 'triton')} of the copy, "
-        f"atomics {shares('H100', 'atomics')}, split columns "
-        f"{shares('H100', 'split')}, and columns {shares('H100', 'columns')}. "
-        f"An atomic addition for each row reaches {shares('H100', 'rows')}, "
-        f"and PyTorch {shares('H100', 'torch')}."
+        f"On the H100, buffers reach {shares('triton')} of the copy, "
+        f"atomics {shares('atomics')}, split columns "
+        f"{shares('split')}, and columns {shares('columns')}. "
+        f"An atomic addition for each row reaches {shares('rows')}, "
+        f"and PyTorch {shares('torch')}."
     )
     yield (
-        f"Buffers are {designs['H100'].ratio('triton', 'atomics', 1024)} "
+        f"Buffers are {designs.ratio('triton', 'atomics', 1024)} "
         f"times as fast as atomics at 1024 columns"
     )
-    assert 0.97 < designs["H100"].ratio("atomics", "split", 1024) < 1.03
+    assert 0.97 < designs.ratio("atomics", "split", 1024) < 1.03
     # Atomics are ahead of buffers in wide rows, by less than 5%.
-    medians = designs["H100"].medians
+    medians = designs.medians
     for N in 4096, 6144, 8192, 12288:
         assert 1 < medians["atomics"][N] / medians["triton"][N] < 1.05
     for name in "columns", "split":
-        assert designs["H100"].ratio("torch.compile", name, 12288) > 1.05
-    over_torch = designs["H100"].ratios("triton", "torch")
-    over_compiled = designs["H100"].ratios("triton", "torch.compile")
+        assert designs.ratio("torch.compile", name, 12288) > 1.05
+    over_torch = designs.ratios("triton", "torch")
+    over_compiled = designs.ratios("triton", "torch.compile")
     yield (
         f"On the H100, buffers are {over_torch.least} to {over_torch.most} "
         f"times as fast as PyTorch, and {over_compiled.least} to "
@@ -204,18 +198,16 @@ def CLAIMS(figure):
     )
 
     # What has no number: the count is right, and the bits.
-    for card in CARDS:
-        dram = figure("layer-norm-rows-dram", card)
-        for medians in dram.medians.values():
-            known = [value for value in medians.values() if value is not None]
-            assert all(0.95 <= value <= 1.05 for value in known)
-        bits = figure("layer-norm-rows-bits", card).medians
-        assert all(set(bits[name].values()) == {0} for name in REPEATABLE)
-        for name in "atomics", "rows":
-            assert set(bits[name].values()) == {100}
+    for medians in dram.medians.values():
+        known = [value for value in medians.values() if value is not None]
+        assert all(0.95 <= value <= 1.05 for value in known)
+    for name in REPEATABLE:
+        assert set(bits.medians[name].values()) == {0}
+    for name in "atomics", "rows":
+        assert set(bits.medians[name].values()) == {100}
 
     at_4096 = {
-        name: designs["H100"].share(name, 4096)
+        name: designs.share(name, 4096)
         for name in ("columns", "split", "triton", "atomics", "rows")
     }
     yield f"They reach {at_4096['columns']}%: ``x`` and ``dy`` are read twice"
