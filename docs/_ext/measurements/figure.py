@@ -213,6 +213,12 @@ def figures(page):
     return figure
 
 
+def series(numbers, unit=""):
+    """Numbers as prose lists them: 1%, 2% and 3%."""
+    *most, last = (f"{number}{unit}" for number in numbers)
+    return f"{', '.join(most)} and {last}"
+
+
 def unmarked(claim):
     return re.sub(f"[{OPEN}{CLOSE}]", "", claim)
 

@@ -15,7 +15,7 @@ from conformance import (
     too_wide,
 )
 from conformance.layer_norm import full_size
-from measurements.figure import Measured
+from measurements.figure import Measured, series
 from tutorial import source
 
 
@@ -124,12 +124,6 @@ MATRICES = 3
 SPILLED = {"own buffers": 128, "own locks": 80, "triton": 80}  # a thread
 SHARED = 132 * 6, 132 * 3  # programs that share buffers: 1024, 4096 columns
 AT_A_TIME = {1024: 9, 4096: 3, 8192: 2}  # programs of a row on an SM
-
-
-def series(numbers):
-    """Numbers as prose lists them."""
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}"
 
 
 def of_the_race(figure):

@@ -8,6 +8,7 @@ import torch
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page, too_wide
+from measurements.figure import series
 
 
 def run(page, M, N, dtype):
@@ -114,11 +115,6 @@ CARD = "H100"
 
 def from_to(shares):
     return f"{shares.least}% to {shares.most}%"
-
-
-def listed(shares):
-    *most, last = (f"{share}%" for share in shares)
-    return f"{', '.join(most)} and {last}"
 
 
 def rounded(number, rounding):
@@ -276,7 +272,7 @@ def other_warps(figure):
     # "There, twice the warps lose least."
     assert losses.least == backward.ratio("triton", twice, 9984) >= 1.05
     ours = from_to(backward.shares("triton"))
-    less, more = (listed(backward.shares(each)) for each in (half, twice))
+    less, more = (series(backward.shares(each), "%") for each in (half, twice))
     yield (
         f"Backward, it reaches {ours}, half the warps reach {less} at the "
         f"four widths, and twice the warps reach {more}."
