@@ -17,7 +17,7 @@ from pathlib import Path
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
 # What it explained before, on pages that are not yet written anew.
-BEFORE = "layer-norm/07-two-sweeps"
+BEFORE = "fused/01-add-layer-norm"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again.
 WAITING = {"layer-norm/11-every-width"}
@@ -46,7 +46,9 @@ def shared(folder=TUTORIALS):
     found = {}
     for page in BEFORE, EXPLAINED:
         for cell in CELL.split(read(page, folder)):
-            if title := TITLE.match(cell):
+            title = TITLE.match(cell)
+            # What a page has from another one is not its own to explain.
+            if title and not ORIGIN.search(title[1]):
                 found[title[1]] = cell.strip()
     return found
 
