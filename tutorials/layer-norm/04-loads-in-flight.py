@@ -144,16 +144,21 @@ plt.show()
 
 
 @triton.jit
-def _read(x_ptr, end_ptr, steps, LANES: tl.constexpr):
+def _read(
+    x_ptr,  # steps times as many numbers as there are lanes, all 0
+    end_ptr,  # a number for each lane: where it is in the end
+    steps,  # how many numbers a lane reads
+    LANES: tl.constexpr,  # lanes of a program
+):
     # At first, the programs read the first numbers of x side by side.
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    at = lanes
+    position = lanes
     for _ in range(steps):
         # All programs together move on by as many numbers as they have lanes.
         # The load is part of the sum, so the next one has to wait for it.
-        at += tl.num_programs(0) * LANES + tl.load(x_ptr + at)
+        position += tl.num_programs(0) * LANES + tl.load(x_ptr + position)
     # Something must depend on the loads, or the compiler would drop them.
-    tl.store(end_ptr + lanes, at)
+    tl.store(end_ptr + lanes, position)
 
 
 # %%
@@ -163,7 +168,8 @@ def _read(x_ptr, end_ptr, steps, LANES: tl.constexpr):
 # 40. The other seven are right behind it:
 
 zeros = torch.zeros(40, dtype=torch.int32, device=DEVICE)
-_read[(2,)](zeros, end := torch.empty_like(zeros[:8]), 5, LANES=4)
+end = torch.empty_like(zeros[:8])
+_read[(2,)](x_ptr=zeros, end_ptr=end, steps=5, LANES=4)
 print("5 steps of 2 × 4 lanes, and at", end.tolist())
 
 # %%
@@ -279,9 +285,17 @@ def bench_reading(KB, MB, provider):
     def prepare():
         x = torch.zeros(shape, dtype=torch.int32, device=DEVICE)
         end = torch.empty_like(x[0])
-        return lambda: _read[(NUM_SMS,)](
-            x, end, steps, LANES=lanes, num_warps=warps
-        )
+
+        def read():
+            _read[(NUM_SMS,)](
+                x_ptr=x,
+                end_ptr=end,
+                steps=steps,
+                LANES=lanes,
+                num_warps=warps,
+            )
+
+        return read
 
     return speed(4 * steps * NUM_SMS * lanes, prepare)
 
@@ -368,34 +382,50 @@ def _layer_norm_bwd(
     BLOCK: tl.constexpr,  # tile width: a power of two, at least N
     STAGES: tl.constexpr,  # New: how far ahead rows are requested
 ):
+    # The columns of the tile, and which of them belong to the row.
     cols = tl.arange(0, BLOCK)
     mask = cols < N
-    acc = mean_ptr.dtype.element_ty  # float32; float64 for float64
+
+    # We compute in the type of mean: float32, or float64 if x is float64.
+    acc_dtype = mean_ptr.dtype.element_ty
 
     # The sums over our rows stay in registers from the first row to the last.
-    dw = tl.zeros((BLOCK,), acc)
-    db = tl.zeros((BLOCK,), acc)
-    first, step = tl.program_id(0), tl.num_programs(0)
-    # New: tl.range is a range that the compiler may pipeline.
-    for i in tl.range(first, M, step, num_stages=STAGES):
-        # Request a row of x and one of dy. In 16 bits that is 4 * N bytes.
-        at = tl.cast(i, tl.int64) * N + cols  # M * N may pass 2**31
-        x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+    dw = tl.zeros((BLOCK,), acc_dtype)
+    db = tl.zeros((BLOCK,), acc_dtype)
 
-        # From here on the program needs them, so it waits.
-        rstd = tl.load(rstd_ptr + i)
-        x_hat = (x - tl.load(mean_ptr + i)) * rstd
+    # New: tl.range is a range that the compiler may pipeline.
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    for row in tl.range(first, M, step, num_stages=STAGES):
+        # Request a row of x and one of dy. In 16 bits that is 4 * N bytes.
+        # The offsets are in 64 bits, because M * N may be more than 2**31.
+        # Masked elements of dy are 0, so they add nothing to the sums below.
+        offsets = tl.cast(row, tl.int64) * N + cols
+        x = tl.load(x_ptr + offsets, mask=mask, other=0).to(acc_dtype)
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0).to(acc_dtype)
+
+        # From here on the program needs both rows, so it waits for them.
+        # Recompute x_hat.
+        rstd = tl.load(rstd_ptr + row)
+        mean = tl.load(mean_ptr + row)
+        x_hat = (x - mean) * rstd
 
         # This row's terms of dw and db.
         dw += dy * x_hat
         db += dy
 
-        # The formula for dx.
-        wdy = dy * tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
+        # Load w again for every row. It comes from a cache, and keeping it
+        # would take registers.
+        w = tl.load(w_ptr + cols, mask=mask, other=0).to(acc_dtype)
+        wdy = dy * w
+
+        # The formula for dx. The two sums go over all columns of the row.
         c1 = tl.sum(x_hat * wdy) / N
         c2 = tl.sum(wdy) / N
-        tl.store(dx_ptr + at, (wdy - x_hat * c1 - c2) * rstd, mask=mask)
+        dx = (wdy - x_hat * c1 - c2) * rstd
+
+        # This rounds dx to the type of x.
+        tl.store(dx_ptr + offsets, dx, mask=mask)
 
     # Store both sums in the buffer of this program: dw first, then db.
     sums_ptr += tl.program_id(0) * 2 * N + cols
@@ -417,11 +447,14 @@ def _layer_norm_bwd_add_up(
     ROWS: tl.constexpr,  # buffers loaded at a time
     COLS: tl.constexpr,  # columns per program
 ):
+    # The columns of this program.
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
 
     # Each element of the tile has a sum of its own.
     total = tl.zeros((ROWS, COLS), sums_ptr.dtype.element_ty)
     for first in range(0, programs, ROWS):
+        # [:, None] makes a column of the row numbers, as in NumPy. With the
+        # row of column numbers it gives a tile of ROWS x COLS.
         rows = first + tl.arange(0, ROWS)[:, None]
         mask = (rows < programs) & (cols < WIDTH)
         total += tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
@@ -437,21 +470,44 @@ def _layer_norm_bwd_add_up(
 
 def backward(dy, x, w, mean, rstd, plan, dtype=None):
     """dx, and dw and db as a (2, N) tensor of this type, if there is one."""
-    (M, N), (per_sm, warps, stages) = x.shape, plan
-    programs, dx = min(M, per_sm * NUM_SMS), torch.empty_like(x)
+    M, N = x.shape
+    programs_per_sm, warps, stages = plan
+    programs = min(M, programs_per_sm * NUM_SMS)
+    dx = torch.empty_like(x)
     sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=x.device)
-    block, grads = triton.next_power_of_2(N), None
 
     # The first kernel: a program takes every row whose number is its own,
     # plus a multiple of the number of programs.
-    args = dy, x, w, mean, rstd, dx, sums, M, N, block, stages
-    _layer_norm_bwd[(programs,)](*args, num_warps=warps)
+    _layer_norm_bwd[(programs,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        M=M,
+        N=N,
+        BLOCK=triton.next_power_of_2(N),
+        STAGES=stages,
+        num_warps=warps,
+    )
+    if dtype is None:
+        return dx, None
 
     # The second kernel: a program adds up 16 columns of all buffers.
-    if dtype:
-        grads = torch.empty(2, N, dtype=dtype, device=x.device)
-        grid, args = triton.cdiv(2 * N, 16), (programs, 2 * N, 256, 16)
-        _layer_norm_bwd_add_up[(grid,)](sums, grads, *args, num_warps=8)
+    grads = torch.empty(2, N, dtype=dtype, device=x.device)
+    columns_per_program = 16
+    grid = (triton.cdiv(2 * N, columns_per_program),)
+    _layer_norm_bwd_add_up[grid](
+        sums_ptr=sums,
+        grads_ptr=grads,
+        programs=programs,
+        WIDTH=2 * N,
+        ROWS=256,
+        COLS=columns_per_program,
+        num_warps=8,
+    )
     return dx, grads
 
 
@@ -557,12 +613,16 @@ def percent_of_copy(M, N, dtype, plan):
 
 
 def one_stage(N, itemsize=2):
-    if N >= 8192:
-        return 1, 16, 1
-    for limit, programs in ((1024, 6), (2048, 4), (4096, 3)):
-        if limit >= N:
-            return programs, 4, 1
-    return 2, 4, 1
+    """Programs on each SM, warps of a program, and stages."""
+    if N <= 1024:
+        return 6, 4, 1
+    if N <= 2048:
+        return 4, 4, 1
+    if N <= 4096:
+        return 3, 4, 1
+    if N < 8192:
+        return 2, 4, 1
+    return 1, 16, 1
 
 
 # %%
@@ -762,7 +822,9 @@ plt.figure(
     "three stages, another row is being loaded meanwhile",
     figsize=(7.5, 3),
 )
-LOAD, WORK = 3, 1.8  # how long they take, in no particular unit
+# How long they take, in no particular unit.
+LOAD = 3
+WORK = 1.8
 
 
 def draw_bar(left, width, height, row):
@@ -817,13 +879,17 @@ plt.show()
 
 
 def best_plan(N, itemsize=2):
+    """Programs on each SM, warps of a program, and stages."""
     block = triton.next_power_of_2(N)
-    per_sm, warps = min(max(4096 // block, 1), 3), max(block // 1024, 4)
-    # Of the shared memory of a program, 2 KB are left for the sums.
-    room = SHARED // per_sm - 2048
-    # One slot less than stages; each holds x, dy and w.
-    stages = 1 + min(room // (3 * block * itemsize), 4)
-    return per_sm, warps, stages if block <= 8192 else 1
+    programs_per_sm = min(max(4096 // block, 1), 3)
+    warps = max(block // 1024, 4)  # at most 32 lanes for each thread
+    if block > 8192:
+        return programs_per_sm, warps, 1
+    # Of the shared memory of a program, 2 KB are left for tl.sum.
+    room = SHARED // programs_per_sm - 2048
+    slot = 3 * block * itemsize  # a row of x, one of dy, and w
+    slots = min(room // slot, 4)
+    return programs_per_sm, warps, 1 + slots
 
 
 # %%
@@ -903,10 +969,17 @@ by_stages = by_stages.set_index("stages")
 # programs on an SM times their warps. We compare two plans, and a third one
 # will be in the last figure.
 
+
+def one_program(N, itemsize=2):
+    """The plan of one_stage, but with a single program on each SM."""
+    _, warps, stages = one_stage(N, itemsize)
+    return 1, warps, stages
+
+
 PLANS = {
     "triton": best_plan,
     "more programs": one_stage,
-    "one program": lambda *sizes: (1, *one_stage(*sizes)[1:]),
+    "one program": one_program,
 }
 
 # %%
@@ -1039,21 +1112,35 @@ def _layer_norm_fwd(
     N: tl.constexpr,  # columns
     BLOCK: tl.constexpr,  # tile width: a power of two, at least N
 ):
+    # Program i takes row i. The index is in 64 bits, because M * N may be more
+    # than 2**31.
     row = tl.program_id(0).to(tl.int64)
+
+    # The columns of the tile, and which of them belong to the row.
     cols = tl.arange(0, BLOCK)
-    acc = mean_ptr.dtype.element_ty
-    # Load the row once. Masked lanes are 0 and add nothing to the sum.
-    x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
+    mask = cols < N
+
+    # Load the row once. Masked elements are 0 and add nothing to the sum.
+    acc_dtype = mean_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc_dtype)
     mean = tl.sum(x) / N
-    # A masked lane would now be -mean, so set it back to 0.
-    x = tl.where(cols < N, x - mean, 0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
+
+    # A masked element would now be -mean, so set it back to 0.
+    x_centered = tl.where(mask, x - mean, 0)
+    rstd = 1 / tl.sqrt(tl.sum(x_centered * x_centered) / N + eps)
+
+    # Save two numbers for the backward pass.
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    # Scale, shift and store.
-    w = tl.load(w_ptr + cols, mask=cols < N).to(acc)
-    b = tl.load(b_ptr + cols, mask=cols < N).to(acc)
-    tl.store(y_ptr + row * N + cols, x * rstd * w + b, mask=cols < N)
+
+    # Scale and shift. Masked elements of w and b may hold anything, for they
+    # are never stored.
+    w = tl.load(w_ptr + cols, mask=mask).to(acc_dtype)
+    b = tl.load(b_ptr + cols, mask=mask).to(acc_dtype)
+    y = x_centered * rstd * w + b
+
+    # Store the row once. This rounds it to the type of y.
+    tl.store(y_ptr + row * N + cols, y, mask=mask)
 
 
 # %%
@@ -1063,35 +1150,76 @@ def _layer_norm_fwd(
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, eps, plan):
-        (M, N), y = x.shape, torch.empty_like(x)
+        M, N = x.shape
+        y = torch.empty_like(x)
         # 16-bit rows are summed in float32.
-        acc = torch.promote_types(x.dtype, torch.float32)
-        mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        mean = torch.empty(M, dtype=acc_dtype, device=x.device)
+        rstd = torch.empty(M, dtype=acc_dtype, device=x.device)
         block = triton.next_power_of_2(N)
         # One warp for every 4 KB of the row, but at least 4 and at most 16.
-        warps = min(max(block * x.element_size() // 4096, 4), 16)
-        args = x, w, b, y, mean, rstd, eps, N, block
-        _layer_norm_fwd[(M,)](*args, num_warps=warps)
+        warps = block * x.element_size() // 4096
+        _layer_norm_fwd[(M,)](
+            x_ptr=x,
+            w_ptr=w,
+            b_ptr=b,
+            y_ptr=y,
+            mean_ptr=mean,
+            rstd_ptr=rstd,
+            eps=eps,
+            N=N,
+            BLOCK=block,
+            num_warps=min(max(warps, 4), 16),
+        )
         ctx.save_for_backward(x, w, mean, rstd)
+        ctx.b_dtype = b.dtype
         # A slot holds w as well, whose numbers may be wider than those of x.
-        ctx.b_dtype, ctx.plan = b.dtype, plan(N, max(x.itemsize, w.itemsize))
+        ctx.plan = plan(N, max(x.itemsize, w.itemsize))
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # no second derivatives
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
+        # Kernels expect rows that follow one another in memory.
+        dy = dy.contiguous()
         # dw and db come in one tensor, of a type that is wide enough for both.
-        wide = torch.promote_types(w.dtype, ctx.b_dtype)
-        given = dy.contiguous(), x, w, mean, rstd, ctx.plan, wide
-        dx, (dw, db) = backward(*given)
+        dtype = torch.promote_types(w.dtype, ctx.b_dtype)
+        dx, grads = backward(dy, x, w, mean, rstd, ctx.plan, dtype)
+        dw = grads[0].to(w.dtype)
+        db = grads[1].to(ctx.b_dtype)
         # One gradient for each argument of forward; eps and plan have none.
-        return dx, dw.to(w.dtype), db.to(ctx.b_dtype), None, None
+        return dx, dw, db, None, None
 
 
 # %%
 # The function checks its arguments. A missing weight counts as ones, and a
 # missing bias as zeros.
+
+
+def check_arguments(x, shape, w, b, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    for name, tensor in {"x": x, "weight": w, "bias": b}.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} is {tensor.dtype}: floats are taken")
+        device = tensor.device
+        if device != x.device or device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {device}: all go on {DEVICE}")
+        # Triton starts a kernel on the current GPU, wherever its tensors are.
+        if tensor.is_cuda and device.index != torch.cuda.current_device():
+            raise ValueError(f"{name} is on {device}: not the current one")
+        last_dimensions = tensor.shape
+        if name == "x":
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, "
+                f"normalized_shape is {tuple(shape)}"
+            )
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: 0 or more is taken")
+    if not 0 < shape.numel() <= 16384:
+        raise ValueError(f"normalized_shape is {tuple(shape)}: not 1 to 16384")
 
 
 def layer_norm(
@@ -1101,23 +1229,16 @@ def layer_norm(
     shape = torch.Size(normalized_shape)
     w = x.new_ones(shape) if weight is None else weight
     b = x.new_zeros(shape) if bias is None else bias
-    for name, t in {"x": x, "weight": w, "bias": b}.items():
-        if not t.is_floating_point():
-            raise TypeError(f"{name} is {t.dtype}: floats are taken")
-        if t.device != x.device or t.device.type != DEVICE.type:
-            raise ValueError(f"{name} is on {t.device}: all go on {DEVICE}")
-        if t.is_cuda and t.get_device() != torch.cuda.current_device():
-            raise ValueError(f"{name} is on {t.device}: not the current one")
-        if shape != (t.shape[-len(shape) :] if name == "x" else t.shape):
-            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
-            raise ValueError(f"the shape of {name} is {shapes}")
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}: 0 or more is taken")
-    if not 0 < (N := shape.numel()) <= 16384:
-        raise ValueError(f"normalized_shape is {(*shape,)}: not 1 to 16384")
-    rows, w, b = x.reshape(-1, N), w.reshape(N), b.reshape(N)
-    given = (t.contiguous() for t in (rows, w, b))
-    return LayerNorm.apply(*given, eps, plan).reshape(x.shape)
+    check_arguments(x, shape, w, b, eps)
+
+    # The kernels only know contiguous matrices, so all other dimensions
+    # become rows.
+    N = shape.numel()
+    rows = x.reshape(-1, N).contiguous()
+    w = w.reshape(N).contiguous()
+    b = b.reshape(N).contiguous()
+    y = LayerNorm.apply(rows, w, b, eps, plan)
+    return y.reshape(x.shape)
 
 
 # %%
@@ -1128,37 +1249,54 @@ def layer_norm(
 
 # %%
 
-# Scaffold: inputs, and a check against float64.
+# Scaffold: inputs.
 
 
 def inputs(M, N, dtype):
-    """x, w, b and dy; the mean of x is far from 0."""
+    """x, w, b and dy. The mean of x is far from 0, as it may be in a model."""
     torch.manual_seed(0)
     x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
-    w, b = torch.rand(2, N, device=DEVICE)
+    w = torch.rand(N, device=DEVICE)
+    b = torch.rand(N, device=DEVICE)
     dy = 0.1 * torch.randn(M, N, device=DEVICE)
-    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
+    x = x.to(dtype).requires_grad_()
+    w = w.to(dtype).requires_grad_()
+    b = b.to(dtype).requires_grad_()
+    return x, w, b, dy.to(dtype)
+
+
+# %%
+
+# Scaffold: a check against float64.
 
 
 def check(function, M, N, dtype):
     """Compare y, dx, dw and db with those of PyTorch in float64."""
-    given, results = inputs(M, N, dtype), []
-    exact = [t.detach().double().requires_grad_() for t in given]
-    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
-        y = f(x, (N,), w, b)
-        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
-    # 16 bits: one rounding of a result. float32: the sums round as well.
-    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
-    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
-        error = ((got - want).norm() / want.norm()).item()
+
+    def results_of(layer_norm, x, w, b, dy):
+        y = layer_norm(x, (N,), w, b)
+        dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+        return {"y": y, "dx": dx, "dw": dw, "db": db}
+
+    tensors = inputs(M, N, dtype)
+    exact_tensors = [t.detach().double().requires_grad_() for t in tensors]
+    results = results_of(function, *tensors)
+    exact_results = results_of(F.layer_norm, *exact_tensors)
+
+    limit = 0.5 * torch.finfo(dtype).eps  # 16 bits: a result is rounded once
+    if dtype == torch.float32:
+        limit = 8 * torch.finfo(dtype).eps  # the sums round as well
+    for name, exact in exact_results.items():
+        error = ((results[name] - exact).norm() / exact.norm()).item()
         assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
     print(f"{M} x {N}, {dtype}: errors below {limit:.1e} in y, dx, dw, db")
 
 
 # %%
 
-M, N = (1151, 8192) if ON_GPU else (9, 200)
-for dtype in torch.float32, torch.float16:
+M = 1151 if ON_GPU else 9
+N = 8192 if ON_GPU else 200
+for dtype in (torch.float32, torch.float16):
     check(layer_norm, M, N, dtype)
 
 # %%
@@ -1351,18 +1489,20 @@ report(bench_backward)
 @triton.jit
 def _read_two(x_ptr, end_ptr, steps, LANES: tl.constexpr):
     lanes = tl.arange(0, LANES)
-    at = lanes
+    position = lanes
     for _ in range(steps):
-        at += 2 * LANES + tl.load(x_ptr + at)
-    tl.store(end_ptr + lanes, at)  # to do: the second positions
+        position += 2 * LANES + tl.load(x_ptr + position)
+    tl.store(end_ptr + lanes, position)  # to do: the second positions
 
 
 def exercise_1(kernel):
+    """Whether each of eight positions is where it should be in the end."""
     x = 8 * (torch.arange(64, dtype=torch.int32, device=DEVICE) % 3)
     expected = torch.arange(8, device=DEVICE)
     for _ in range(3):
         expected += 8 + x[expected]
-    kernel[(1,)](x, end := torch.zeros_like(x[:8]), 3, LANES=4)
+    end = torch.zeros_like(x[:8])
+    kernel[(1,)](x_ptr=x, end_ptr=end, steps=3, LANES=4)
     print("right lanes:", (end == expected).tolist())
     return torch.equal(end, expected.int())
 
@@ -1377,16 +1517,16 @@ exercise_1(_read_two)
 @triton.jit
 def _read_two_1(x_ptr, end_ptr, steps, LANES: tl.constexpr):
     lanes = tl.arange(0, LANES)
-    at = lanes
-    to = lanes + LANES
+    first_position = lanes
+    second_position = lanes + LANES
     for _ in range(steps):
         # Both loads are requested before the first value is needed.
-        first = tl.load(x_ptr + at)
-        second = tl.load(x_ptr + to)
-        at += 2 * LANES + first
-        to += 2 * LANES + second
-    tl.store(end_ptr + lanes, at)
-    tl.store(end_ptr + LANES + lanes, to)
+        first = tl.load(x_ptr + first_position)
+        second = tl.load(x_ptr + second_position)
+        first_position += 2 * LANES + first
+        second_position += 2 * LANES + second
+    tl.store(end_ptr + lanes, first_position)
+    tl.store(end_ptr + LANES + lanes, second_position)
 
 
 assert exercise_1(_read_two_1)

@@ -464,7 +464,7 @@ PAGE = Page(
     # the loop that adds up the programs' sums.
     quick=(
         ("if ON_GPU else 132  # of an H200", "if ON_GPU else 2"),
-        ("(programs, 2 * N, 256, 16)", "(programs, 2 * N, 4, 16)"),
+        ("ROWS=256,", "ROWS=4,"),
     ),
     cases=(
         at(3, 2049, HALF),
@@ -522,8 +522,8 @@ PAGE = Page(
             "(wdy - x_hat * c1) * rstd",
         ),
         "masked lanes in the variance": (
-            "x = tl.where(cols < N, x - mean, 0)",
-            "x = x - mean",
+            "x_centered = tl.where(mask, x - mean, 0)",
+            "x_centered = x - mean",
         ),
         "sums without a place": (
             "sums_ptr += tl.program_id(0) * 2 * N + cols",
@@ -545,7 +545,7 @@ PAGE = Page(
             "for first in range(0, programs, ROWS):",
             "for first in range(0, 1, ROWS):",
         ),
-        "dy with strides of its own": ("dy.contiguous(), x", "dy, x"),
+        "dy with strides of its own": ("dy = dy.contiguous()", ""),
     },
     kills=tuple(
         at(M, N, dy=dy, function=plan)
