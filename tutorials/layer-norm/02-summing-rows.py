@@ -136,10 +136,17 @@ designs = [
     ("396 programs, atomics", 3, 396 + 1),
     ("atomics for each row", 3, 4096 + 1),
 ]
+
+
+def units(matrices, sums):
+    """What a design moves, in matrices of 4096 rows in 16 bits."""
+    return matrices + sums * 8 / (2 * 4096)
+
+
 print("M = N = 4096         matrices  sums  units")
 for name, matrices, sums in designs:
-    units = matrices + sums * 8 / (2 * 4096)
-    print(f"{name:21}{matrices:9}{sums:6}{units:7.2f}")
+    moved = units(matrices, sums)
+    print(f"{name:21}{matrices:9}{sums:6}{moved:7.2f}")
 
 # %%
 # By this count, buffers and atomics should be faster than columns, and atomics
@@ -169,35 +176,43 @@ def _layer_norm_bwd_columns(
     ROWS: tl.constexpr,  # rows of a tile
     COLS: tl.constexpr,  # columns of a tile
 ):
-    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, as a rule
+    # The first number of the program says which columns are ours, and the
+    # second one which part of the rows.
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     # [:, None] makes a column of the row numbers, for a tile of ROWS x COLS.
     tile_rows = tl.arange(0, ROWS)[:, None]
+    # We compute in the type of mean: float32, or float64 if x is float64.
+    acc_dtype: tl.constexpr = mean_ptr.dtype.element_ty
 
     # Each element of the tile has a sum of its own.
-    dw = tl.zeros([ROWS, COLS], acc)
-    db = tl.zeros([ROWS, COLS], acc)
+    dw = tl.zeros((ROWS, COLS), acc_dtype)
+    db = tl.zeros((ROWS, COLS), acc_dtype)
+    # Part 0 takes tiles 0, parts, 2 * parts and so on, part 1 the next ones.
     for start in range(part * ROWS, M, parts * ROWS):
         rows = start + tile_rows
         mask = (rows < M) & (cols < N)
-        # The first row is found in 64 bits, once for all elements of the tile;
-        # within the tile 32 bits are enough.
+        # The first row is found in 64 bits, because M * N may be more than
+        # 2**31. Within the tile 32 bits are enough.
         first = tl.cast(start, tl.int64) * N
         offsets = first + (tile_rows * N + cols)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0)
-        dy = tl.load(dy_ptr + offsets, mask=mask, other=0)
+        # Load the tile. Masked elements of dy are 0, so they add nothing.
+        x = tl.load(x_ptr + offsets, mask=mask, other=0).to(acc_dtype)
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0).to(acc_dtype)
+        # Two numbers for each of its rows.
         mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0)
-        # dy is 0 where an element is masked, so it adds nothing.
-        dw += dy.to(acc) * ((x.to(acc) - mean) * rstd)
-        db += dy.to(acc)
+        # Recompute x_hat, and add the terms of this tile.
+        x_hat = (x - mean) * rstd
+        dw += dy * x_hat
+        db += dy
 
-    # Add up the rows of the tile, and store the sums of our part.
+    # Add up the rows of the tile, and store the sums of our part: dw first,
+    # then db.
     sums_ptr += part * 2 * N + cols
-    tl.store(sums_ptr, tl.sum(dw, 0), mask=cols < N)
-    tl.store(sums_ptr + N, tl.sum(db, 0), mask=cols < N)
+    tl.store(sums_ptr, tl.sum(dw, axis=0), mask=cols < N)
+    tl.store(sums_ptr + N, tl.sum(db, axis=0), mask=cols < N)
 
 
 # %%
@@ -210,13 +225,21 @@ def _layer_norm_bwd_columns(
 # and eight of ``dy`` to load.
 
 
+def columns_of_program(N):
+    """16, and 32 where there are enough programs anyway."""
+    if N < 10240:
+        return 16
+    return 32
+
+
 def sums_by_columns(dy, x, w, mean, rstd, dtype):
-    """dw and db, as a (2, N) tensor of this type."""
+    """dw and db, as a (2, N) tensor of this type.
+
+    They do not need w. It is an argument because all designs take the same.
+    """
     M, N = x.shape
     sums = torch.empty(2, N, dtype=dtype, device=x.device)
-    cols = 16
-    if N >= 10240:
-        cols = 32
+    cols = columns_of_program(N)
     grid = (triton.cdiv(N, cols), 1)
     _layer_norm_bwd_columns[grid](
         dy_ptr=dy,
@@ -246,8 +269,9 @@ def given(M, N, dtype):
 toy = given(4, 3, torch.float32)
 dy, x, *_ = toy
 dw, db = sums_by_columns(*toy, dtype=torch.float32)
-error = (dy * F.layer_norm(x, (3,))).sum(dim=0) - dw
-print(f"4 x 3, dw by columns: error {error.norm():.1e}")
+torch.testing.assert_close(dw, (dy * F.layer_norm(x, (3,))).sum(dim=0))
+torch.testing.assert_close(db, dy.sum(dim=0))
+print("4 x 3, dw and db by columns: right")
 
 # %%
 # Is there enough to do for the whole GPU?
@@ -284,7 +308,8 @@ def _layer_norm_bwd_add_up(
     for first in range(0, programs, ROWS):
         rows = first + tl.arange(0, ROWS)[:, None]
         mask = (rows < programs) & (cols < WIDTH)
-        total += tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+        offsets = rows * WIDTH + cols
+        total += tl.load(sums_ptr + offsets, mask=mask, other=0)
 
     # Add up the rows of the tile. Only this store rounds to the type of grads.
     tl.store(grads_ptr + cols, tl.sum(total, axis=0), mask=cols < WIDTH)
@@ -321,18 +346,19 @@ def add_up(sums, dtype):
 
 
 def count_parts(N):
-    """So many that there are about 1024 programs of 32 columns."""
+    """1024 programs of 32 columns have 32768 columns; at most 16 parts."""
     parts = 32768 // N
-    return max(1, min(16, parts))
+    return min(max(parts, 1), 16)
 
 
 def sums_by_parts(dy, x, w, mean, rstd, dtype, parts=None):
-    """dw and db, as a (2, N) tensor of this type."""
+    """dw and db, as a (2, N) tensor of this type, from parts of the rows."""
     M, N = x.shape
     if parts is None:
         parts = count_parts(N)
     sums = torch.empty(parts, 2, N, dtype=mean.dtype, device=x.device)
-    _layer_norm_bwd_columns[(triton.cdiv(N, 32), parts)](
+    grid = (triton.cdiv(N, 32), parts)
+    _layer_norm_bwd_columns[grid](
         dy_ptr=dy,
         x_ptr=x,
         mean_ptr=mean,
@@ -541,9 +567,11 @@ def bench_sums(M, N, dtype, mode, provider):
     if provider == "copy":
         return ceiling(reads=1, writes=1, shape=(M, N), dtype=dtype)
 
+    sums = SUMS[provider]
+
     def prepare():
         tensors = given(M, N, dtype)
-        return lambda: SUMS[provider](*tensors, dtype)
+        return lambda: sums(*tensors, dtype=dtype)
 
     return speed(2 * M * N * dtype.itemsize, prepare)  # read x and dy
 
@@ -551,6 +579,22 @@ def bench_sums(M, N, dtype, mode, provider):
 # %%
 
 report(bench_sums)
+
+# %%
+# Beside the figure, let's print how many programs there are on an H100, and
+# how many KB the programs of an SM request at a time.
+# In 16 bits, a tile of 2048 elements of ``x`` and of ``dy`` takes 8 KB, and
+# one of 1024 elements takes 4 KB.
+
+print("           columns          split columns")
+print("    N   programs    KB     programs    KB")
+for N in WIDTHS:
+    programs = N // columns_of_program(N)
+    split_programs = N // 32 * count_parts(N)
+    requested = 8 * programs / 132  # KB on each of 132 SMs
+    split_requested = 4 * split_programs / 132
+    print(f"{N:5}{programs:11}{requested:6.0f}", end="")
+    print(f"{split_programs:13}{split_requested:6.0f}")
 
 # %%
 # **What the figure shows.**
@@ -594,35 +638,42 @@ def _layer_norm_bwd(
     sums_ptr,  # (buffers, 2, N), or None
     M,  # rows
     N: tl.constexpr,  # columns
-    BLOCK: tl.constexpr,  # tile width: a power of two, at least N
-    KEEP: tl.constexpr,  # New: what becomes of the sums, or None
+    BLOCK_SIZE: tl.constexpr,  # tile width: a power of two, at least N
+    KEEP: tl.constexpr,  # New: the function that gets the sums, or None
 ):
-    acc: tl.constexpr = mean_ptr.dtype.element_ty
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < N
+    acc_dtype: tl.constexpr = mean_ptr.dtype.element_ty
 
     # The sums over our rows stay in registers from the first row to the last.
-    dw = tl.zeros([BLOCK], acc)
-    db = tl.zeros([BLOCK], acc)
+    dw = tl.zeros((BLOCK_SIZE,), acc_dtype)
+    db = tl.zeros((BLOCK_SIZE,), acc_dtype)
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
-        # Load a row of x and of dy.
-        at = tl.cast(row, tl.int64) * N + cols  # M * N may pass 2**31
-        x = tl.load(x_ptr + at, mask=mask, other=0).to(acc)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
+        # Load a row of x and of dy. Masked elements of dy are 0, so they add
+        # nothing to any of the sums below.
+        offsets = tl.cast(row, tl.int64) * N + cols  # M * N may pass 2**31
+        x = tl.load(x_ptr + offsets, mask=mask, other=0).to(acc_dtype)
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0).to(acc_dtype)
 
-        # Recompute x_hat, and add this row's terms of dw and db.
+        # Recompute x_hat.
+        mean = tl.load(mean_ptr + row)
         rstd = tl.load(rstd_ptr + row)
-        x_hat = (x - tl.load(mean_ptr + row)) * rstd
+        x_hat = (x - mean) * rstd
+
+        # This row's terms of dw and db.
         dw += dy * x_hat
         db += dy
 
         # The formula for dx.
-        wdy = dy * tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
+        w = tl.load(w_ptr + cols, mask=mask, other=0).to(acc_dtype)
+        wdy = dy * w
         c1 = tl.sum(x_hat * wdy) / N
         c2 = tl.sum(wdy) / N
-        tl.store(dx_ptr + at, (wdy - x_hat * c1 - c2) * rstd, mask=mask)
+        dx = (wdy - x_hat * c1 - c2) * rstd
+        tl.store(dx_ptr + offsets, dx, mask=mask)
 
-    # New: the compiler puts the function here, or drops the sums.
+    # New: the compiler puts the code of KEEP here. Without one nobody needs
+    # dw and db, and it drops them from the loop as well.
     if KEEP is not None:
         KEEP(sums_ptr + cols, dw, db, mask, N)
 
@@ -633,7 +684,14 @@ def _layer_norm_bwd(
 
 
 @triton.jit
-def _store(sums_ptr, dw, db, mask, N: tl.constexpr):
+def _store(
+    sums_ptr,  # where the columns of dw are in the first buffer
+    dw,  # the sums of this program
+    db,
+    mask,  # which columns belong to the row
+    N: tl.constexpr,
+):
+    # A buffer has 2 * N numbers: dw first, then db.
     sums_ptr += tl.program_id(0) * 2 * N
     tl.store(sums_ptr, dw, mask=mask)
     tl.store(sums_ptr + N, db, mask=mask)
@@ -674,7 +732,7 @@ def count_programs(M, programs_per_sm):
 
 
 def by_rows(dy, x, w, mean, rstd, programs, warps, sums=None, keep=None):
-    """dx; the sums of each program go where keep puts them."""
+    """dx; a function keep gets the sums of each program."""
     M, N = x.shape
     dx = torch.empty_like(x)
     _layer_norm_bwd[(programs,)](
@@ -687,7 +745,7 @@ def by_rows(dy, x, w, mean, rstd, programs, warps, sums=None, keep=None):
         sums_ptr=sums,
         M=M,
         N=N,
-        BLOCK=triton.next_power_of_2(N),
+        BLOCK_SIZE=triton.next_power_of_2(N),
         KEEP=keep,
         num_warps=warps,
     )
@@ -720,10 +778,12 @@ def split(dy, x, w, mean, rstd, dtype, parts=None):
 def buffers(dy, x, w, mean, rstd, dtype, programs_per_sm=None):
     """dx, dw and db, with a buffer for each program."""
     M, N = x.shape
-    most, warps = plan_backward(N)
-    programs = count_programs(M, programs_per_sm or most)
+    planned, warps = plan_backward(N)
+    if programs_per_sm is None:
+        programs_per_sm = planned
+    programs = count_programs(M, programs_per_sm)
     sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=x.device)
-    dx = by_rows(dy, x, w, mean, rstd, programs, warps, sums, _store)
+    dx = by_rows(dy, x, w, mean, rstd, programs, warps, sums, keep=_store)
     dw, db = add_up(sums, dtype)
     return dx, dw, db
 
@@ -744,14 +804,16 @@ def buffers(dy, x, w, mean, rstd, dtype, programs_per_sm=None):
 
 @triton.jit
 def _atomic_add(sums_ptr, dw, db, mask, N: tl.constexpr):
+    # There is one buffer, and it is the first.
     tl.atomic_add(sums_ptr, dw, mask=mask, sem="relaxed")
     tl.atomic_add(sums_ptr + N, db, mask=mask, sem="relaxed")
 
 
 def add_atomically(dy, x, w, mean, rstd, dtype, programs, warps):
+    """dx, dw and db; each program adds its sums to the same buffer."""
     N = x.shape[1]
     sums = torch.zeros(1, 2, N, dtype=mean.dtype, device=x.device)
-    dx = by_rows(dy, x, w, mean, rstd, programs, warps, sums, _atomic_add)
+    dx = by_rows(dy, x, w, mean, rstd, programs, warps, sums, keep=_atomic_add)
     dw, db = add_up(sums, dtype)  # of one buffer: it only converts
     return dx, dw, db
 
@@ -759,9 +821,11 @@ def add_atomically(dy, x, w, mean, rstd, dtype, programs, warps):
 def atomics(dy, x, w, mean, rstd, dtype, programs_per_sm=None):
     """dx, dw and db; a program adds once, after all its rows."""
     M, N = x.shape
-    most, warps = plan_backward(N)
-    # Each program more is one more in the queue: four on an SM are enough.
-    programs = count_programs(M, programs_per_sm or min(most, 4))
+    planned, warps = plan_backward(N)
+    if programs_per_sm is None:
+        # Each program more is one more in the queue: four are enough.
+        programs_per_sm = min(planned, 4)
+    programs = count_programs(M, programs_per_sm)
     return add_atomically(dy, x, w, mean, rstd, dtype, programs, warps)
 
 
@@ -954,20 +1018,43 @@ def bench_designs(M, N, dtype, mode, provider):
 
         return speed(bytes_moved, prepare)
 
-    def prepare():
-        tensors = given(M, N, dtype)
-        return lambda: DESIGNS[provider](*tensors, dtype)
-
     if provider == "torch.compile":
         return best_of_three_compilations(
             pytorch_layer_norm, speed_of_autograd
         )
+    design = DESIGNS[provider]
+
+    def prepare():
+        tensors = given(M, N, dtype)
+        return lambda: design(*tensors, dtype=dtype)
+
     return speed(bytes_moved, prepare)
 
 
 # %%
 
 report(bench_designs)
+
+# %%
+# Does our count explain the figure?
+# At the start we counted for 4096 columns. Here is the count for all widths:
+# the share of the copy that each design would reach if it moved its units as
+# fast as the copy moves its three, and if nothing else took time.
+
+print("if only bytes took time, in % of the copy")
+print("    N  columns  buffers  atomics  atomics, rows")
+for N in WIDTHS:
+    programs_per_sm, _ = plan_backward(N)
+    programs = 132 * programs_per_sm  # on an H100
+    programs_that_add = 132 * min(programs_per_sm, 4)
+    counted = [
+        units(5, 0),
+        units(3, 2 * programs),  # each buffer is written and read
+        units(3, programs_that_add + 1),
+        units(3, 4096 + 1),
+    ]
+    shares = [f"{100 * 3 / moved:9.0f}" for moved in counted]
+    print(f"{N:5}", *shares, sep="")
 
 # %%
 # **What the figure shows.**
@@ -1040,9 +1127,10 @@ def dram_reads(M, N, dtype, mode, counter, provider):
             programs_per_sm, _ = plan_backward(N)
             sums = count_programs(M, programs_per_sm)
         by_hand = (matrices * 2 * M + sums * 8) * N
-        DESIGNS[provider](*tensors, dtype)  # compiles
+        design = DESIGNS[provider]
+        design(*tensors, dtype=dtype)  # compiles
         with torch.cuda.nvtx.range(f"counted {provider} {N} per {by_hand}"):
-            DESIGNS[provider](*tensors, dtype)
+            design(*tensors, dtype=dtype)
     return 3 * [float("nan")]  # only ncu knows
 
 
@@ -1087,9 +1175,10 @@ def different_bits(M, N, dtype, mode, provider):
     if not ON_GPU:
         return 3 * [float("nan")]
     tensors = given(M, int(N), dtype)
+    design = DESIGNS[provider]
 
     def gradients():
-        _, dw, db = DESIGNS[provider](*tensors, torch.float32)
+        _, dw, db = design(*tensors, dtype=torch.float32)
         return torch.stack([dw, db])
 
     first = gradients()
@@ -1129,23 +1218,32 @@ def _layer_norm_fwd(
     rstd_ptr,  # (M,): 1 / standard deviation, saved as well
     eps: tl.constexpr,  # added to the variance
     N: tl.constexpr,  # columns
-    BLOCK: tl.constexpr,  # tile width: a power of two, at least N
+    BLOCK_SIZE: tl.constexpr,  # tile width: a power of two, at least N
 ):
+    # Program i takes row i.
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    acc = mean_ptr.dtype.element_ty
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < N
+    acc_dtype = mean_ptr.dtype.element_ty
+
     # Load the row once. Masked elements are 0 and add nothing to the sum.
-    x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0).to(acc)
+    x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc_dtype)
     mean = tl.sum(x) / N
+
     # A masked element would now be -mean, so set it back to 0.
-    x = tl.where(cols < N, x - mean, 0)
-    rstd = 1 / tl.sqrt(tl.sum(x * x) / N + eps)
+    x_centered = tl.where(mask, x - mean, 0)
+    variance = tl.sum(x_centered * x_centered) / N
+    rstd = 1 / tl.sqrt(variance + eps)
+
+    # Save two numbers for the backward pass.
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
+
     # Scale, shift and store.
-    w = tl.load(w_ptr + cols, mask=cols < N).to(acc)
-    b = tl.load(b_ptr + cols, mask=cols < N).to(acc)
-    tl.store(y_ptr + row * N + cols, x * rstd * w + b, mask=cols < N)
+    w = tl.load(w_ptr + cols, mask=mask).to(acc_dtype)
+    b = tl.load(b_ptr + cols, mask=mask).to(acc_dtype)
+    y = x_centered * rstd * w + b
+    tl.store(y_ptr + row * N + cols, y, mask=mask)
 
 
 # %%
@@ -1157,12 +1255,12 @@ class LayerNorm(torch.autograd.Function):
         M, N = x.shape
         y = torch.empty_like(x)
         # 16-bit rows are summed in float32.
-        acc = torch.promote_types(x.dtype, torch.float32)
-        mean = torch.empty(M, dtype=acc, device=x.device)
-        rstd = torch.empty(M, dtype=acc, device=x.device)
-        block = triton.next_power_of_2(N)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        mean = torch.empty(M, dtype=acc_dtype, device=x.device)
+        rstd = torch.empty(M, dtype=acc_dtype, device=x.device)
+        block_size = triton.next_power_of_2(N)
         # One warp for every 4 KB of the row, but at least 4 and at most 16.
-        warps = min(max(block * x.element_size() // 4096, 4), 16)
+        warps = min(max(block_size * x.element_size() // 4096, 4), 16)
         _layer_norm_fwd[(M,)](
             x_ptr=x,
             w_ptr=w,
@@ -1172,7 +1270,7 @@ class LayerNorm(torch.autograd.Function):
             rstd_ptr=rstd,
             eps=eps,
             N=N,
-            BLOCK=block,
+            BLOCK_SIZE=block_size,
             num_warps=warps,
         )
         ctx.save_for_backward(x, w, mean, rstd)
@@ -1201,6 +1299,8 @@ def layer_norm(
     x, normalized_shape, weight=None, bias=None, eps=1e-5, backward=buffers
 ):
     """Normalize rows of up to 16384 columns; weight and bias may be None."""
+    if isinstance(normalized_shape, int):
+        normalized_shape = [normalized_shape]
     shape = torch.Size(normalized_shape)
     w = weight
     if w is None:
@@ -1312,20 +1412,28 @@ check(layer_norm, *shape, torch.float16)
 # **Hint 2.** A buffer has ``2 * N`` numbers.
 
 
+@triton.jit
+def _add_to_few(sums_ptr, dw, db, mask, N: tl.constexpr):
+    # To do: sums_ptr still points to the first buffer.
+    tl.atomic_add(sums_ptr, dw, mask=mask, sem="relaxed")
+    tl.atomic_add(sums_ptr + N, db, mask=mask, sem="relaxed")
+
+
 def exercise_1(keep):
     """Print which of three buffers are right, and say whether all are."""
     tensors = given(10, 24, torch.float32)
     dy, x, *_ = tensors
     sums = torch.zeros(3, 2, 24, device=DEVICE)
     by_rows(*tensors, programs=6, warps=4, sums=sums, keep=keep)
+    # Program p takes rows p and p + 6, and row i goes to buffer i % 3.
     terms = torch.stack([dy * F.layer_norm(x, (24,)), dy], dim=1)
     expected = torch.stack([terms[i::3].sum(dim=0) for i in range(3)])
     right = torch.isclose(sums, expected, atol=1e-5).flatten(1).all(dim=1)
     print("right buffers:", right.nonzero().flatten().tolist())
-    return right.all()
+    return right.all().item()
 
 
-exercise_1(_atomic_add)
+print("right:", exercise_1(_add_to_few))
 
 # %%
 
@@ -1333,12 +1441,16 @@ exercise_1(_atomic_add)
 
 
 @triton.jit
-def _add_to_few(sums_ptr, dw, db, mask, N: tl.constexpr):
-    sums_ptr += tl.program_id(0) % 3 * 2 * N
-    _atomic_add(sums_ptr, dw, db, mask, N)
+def _add_to_few_1(sums_ptr, dw, db, mask, N: tl.constexpr):
+    # A buffer has 2 * N numbers, as in _store. Now programs share it, so the
+    # additions stay atomic.
+    buffer = tl.program_id(0) % 3
+    sums_ptr += buffer * 2 * N
+    tl.atomic_add(sums_ptr, dw, mask=mask, sem="relaxed")
+    tl.atomic_add(sums_ptr + N, db, mask=mask, sem="relaxed")
 
 
-assert exercise_1(_add_to_few)
+assert exercise_1(_add_to_few_1)
 
 # %%
 # What we learned

@@ -1,6 +1,7 @@
 """What must hold of the page "Weight gradients: who adds up the rows?"."""
 
 import functools
+import math
 import re
 
 import pytest
@@ -21,7 +22,12 @@ def run(page, M, N, dtype):
 
 def also(page, M, N, dtype):
     tensors = page.given(10, 24, torch.float32)
-    for keep in page._store, page._atomic_add, page._add_to_few:
+    for keep in (
+        page._store,
+        page._atomic_add,
+        page._add_to_few,
+        page._add_to_few_1,
+    ):
         page.by_rows(*tensors, 6, 4, torch.empty(3, 2, 24), keep)
     x, *_ = page.inputs(M, N, dtype)
     for reads in 1, 2:  # the ceilings
@@ -245,7 +251,7 @@ PAGE = Page(
         ("return min(M, programs_per_sm * NUM_SMS)", "return 4"),
         ("ROWS=2048 // cols", "ROWS=128 // cols"),
         ("ROWS=32,", "ROWS=4,"),
-        ("return max(1, min(16, parts))", "return 2"),
+        ("return min(max(parts, 1), 16)", "return 2"),
     ),
     cases=(
         *(at(M, N, HALF) for M, N in ((2, 127), (17, 1023), (2, 4608))),
@@ -283,6 +289,7 @@ PAGE = Page(
     prints={
         "Timing needs a GPU": 2,
         "each element of y, dx, dw and db is right": 6,
+        "dw and db by columns: right": 1,
         "right buffers: []": 1,
         "right buffers: [0, 1, 2]": 1,
     },
@@ -295,8 +302,8 @@ PAGE = Page(
             "range(tl.program_id(0), 4, tl.num",
         ),
         "masked lanes in the variance": (
-            "x = tl.where(cols < N, x - mean, 0)",
-            "x = x - mean",
+            "x_centered = tl.where(mask, x - mean, 0)",
+            "x_centered = x - mean",
         ),
         "all in the first buffer": (
             "sums_ptr += tl.program_id(0) * 2 * N\n    tl.store(sums_ptr, dw",
@@ -306,8 +313,9 @@ PAGE = Page(
         "a store without its mask": ("N, db, mask=mask)", "N, db)"),
         "sums not cleared": ("sums = torch.zeros(1", "sums = torch.empty(1"),
         "a store for an addition": (
-            'tl.atomic_add(sums_ptr + N, db, mask=mask, sem="relaxed")',
-            "tl.store(sums_ptr + N, db, mask=mask)",
+            'tl.atomic_add(sums_ptr + N, db, mask=mask, sem="relaxed")\n\n\n'
+            "def add_atomically",
+            "tl.store(sums_ptr + N, db, mask=mask)\n\n\ndef add_atomically",
         ),
         "one tile a program": (
             FIRST_TILES,
@@ -320,8 +328,8 @@ PAGE = Page(
         ),
         "parts write over each other": ("part * 2 * N + cols", "cols"),
         "statistics in float32 only": (
-            "acc = torch.promote_types(x.dtype, torch.float32)",
-            "acc = torch.float32",
+            "acc_dtype = torch.promote_types(x.dtype, torch.float32)",
+            "acc_dtype = torch.float32",
         ),
     },
     kills=tuple(
@@ -351,29 +359,41 @@ def test_the_order_of_additions_follows_the_programs(unedited):
     assert not torch.equal(dw(4), dw(3))
 
 
-def test_table_counts_what_is_launched(output, unedited, monkeypatch):
-    """Its rows of sums are those that the designs write at 4096 columns on a
-    GPU of 132 SMs."""
-    written = []
+@pytest.fixture
+def rows_of_sums(unedited, monkeypatch):
+    """How many rows of sums a design writes and reads on 132 SMs."""
+    counted = []
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: None
+            return lambda *, sums_ptr, **others: counted.append(grid[1])
 
     def by_rows(dy, x, w, mean, rstd, programs, warps, sums=None, keep=None):
         if sums is not None:
-            written.append(programs)
+            counted.append(programs)
         return x
 
     def add_up(sums, dtype):
-        written.append(len(sums))
+        counted.append(len(sums))
         return sums[0]  # which unpacks into dw and db
 
     monkeypatch.setattr(unedited, "NUM_SMS", 132)
     monkeypatch.setattr(unedited, "by_rows", by_rows)
     monkeypatch.setattr(unedited, "add_up", add_up)
     monkeypatch.setattr(unedited, "_layer_norm_bwd_columns", Kernel())
-    dy, stats = torch.empty(4096, 4096, device="meta"), torch.empty(4096)
+
+    def count(design, N):
+        counted.clear()
+        dy, stats = torch.empty(4096, N, device="meta"), torch.empty(4096)
+        unedited.DESIGNS[design](dy, dy, dy[0], stats, stats, torch.float16)
+        return sum(counted)
+
+    return count
+
+
+def test_table_counts_what_is_launched(output, rows_of_sums):
+    """Its rows of sums are those that the designs write at 4096 columns on a
+    GPU of 132 SMs."""
     table = {
         line[:22].strip(): line.split()[-2:]
         for line in output.splitlines()
@@ -386,19 +406,68 @@ def test_table_counts_what_is_launched(output, unedited, monkeypatch):
         ("396 programs, atomics", "atomics"),
         ("atomics for each row", "rows"),
     ):
-        written.clear()
-        unedited.DESIGNS[design](dy, dy, dy[0], stats, stats, torch.float16)
-        if design == "split":
-            written *= 2  # by the columns' kernel, which is left out here
         rows, units = table[name]
-        assert sum(written) == int(rows), name
+        assert rows_of_sums(design, 4096) == int(rows), name
         matrices = 5 if design == "split" else 3
         assert float(units) == round(matrices + int(rows) / 1024, 2)
 
 
-def test_columns_of_the_toy(output):
-    toy = re.search(r"dw by columns: error (.*)", output)
-    assert float(toy[1]) < 1e-6
+def after(output, heading):
+    """The numbers of each line of a table that is printed."""
+    lines = output[output.index(heading) :].splitlines()[1:7]
+    return [[int(number) for number in line.split()] for line in lines]
+
+
+def test_shares_are_those_of_the_count(output, rows_of_sums):
+    """At all widths; sums of columns that are split hardly change them."""
+    table = after(output, "N  columns  buffers  atomics  atomics, rows")
+    for N, *shares in table:
+        expected = [60] + [
+            round(300 / (3 + rows_of_sums(design, N) / 1024))
+            for design in ("triton", "atomics", "rows")
+        ]
+        assert shares == expected
+        assert round(300 / (5 + rows_of_sums("split", N) / 1024)) == 60
+
+
+def sums_alone(page, M, N, dtype, name):
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    mean, rstd = torch.empty(2, M, device=page.DEVICE)
+    page.SUMS[name](dy, x, dy[0], mean, rstd, dtype)
+
+
+def test_programs_and_bytes_of_the_sums(output, launches):
+    """Those of the second table, all of which run at a time on 132 SMs, each
+    thread with eight elements of x."""
+    from compiled import occupancy
+    from compiled.aot import Call
+
+    table = after(output, "N   programs    KB     programs    KB")
+    assert len(table) == 6
+    values = {"M": 4096, "dtype": "float16"}
+    cases = [
+        (N, name, programs, KB)
+        for N, *numbers in table
+        for name, programs, KB in (
+            ("columns", *numbers[:2]),
+            ("split", *numbers[2:]),
+        )
+    ]
+    calls = [
+        Call(PAGE.name, sums_alone, values | {"N": N, "name": name})
+        for N, name, *_ in cases
+    ]
+    for (N, name, programs, KB), (built, *_) in zip(
+        cases, launches(calls), strict=True
+    ):
+        assert math.prod(built.grid) == programs
+        threads = 32 * built.num_warps
+        bytes_in_flight = programs * threads * 8 * 2 * 2
+        assert round(bytes_in_flight / 1024 / 132) == KB
+        warps, *_ = occupancy.occupancy(
+            "sm_90", built.registers, built.shared, built.num_warps
+        )
+        assert programs <= 132 * (warps // built.num_warps), (N, name)
 
 
 @pytest.mark.gpu
