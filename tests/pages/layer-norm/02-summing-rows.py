@@ -296,7 +296,10 @@ PAGE = Page(
     mutants={
         "c1 dropped": ("(wdy - x_hat * c1 - c2)", "(wdy - c2)"),
         "c2 dropped": ("(wdy - x_hat * c1 - c2)", "(wdy - x_hat * c1)"),
-        "only the last row": ("dw += dy * x_hat", "dw = dy * x_hat"),
+        "only the last row": (
+            "dw += dy * x_hat\n        db += dy\n\n        # The formula",
+            "dw = dy * x_hat\n        db += dy\n\n        # The formula",
+        ),
         "every program a row": (
             "range(tl.program_id(0), M, tl.num",
             "range(tl.program_id(0), 4, tl.num",
