@@ -14,10 +14,12 @@ measure them side by side.
 
 **What you will learn**
 
-- How to count, before you write a kernel, what a design moves at least.
-- Why one kernel for columns is short of programs, and how to split its work.
+- How to count the bytes that a design must move, before you write a kernel.
+- Why a kernel that works by columns has too few programs, and how to split its
+  work.
 - What a buffer for each program costs, and what ``tl.atomic_add`` costs.
-- Why the same input can give other bits on another run, and how to see it.
+- Why the same input can give other bits on the next run, and how to count the
+  runs that differ.
 
 **What you need:** `Layer normalization, both passes <01-layer-norm.html>`_,
 above all its backward kernel. You don't need a GPU.
@@ -51,13 +53,15 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # --------------------------------
 #
 # Each row adds ``dy * x_hat`` to ``dw``, and ``dy`` to ``db``.
-# Take three rows of two columns, with ``dy`` = (1, 2), (3, 0), (1, 1).
+# Let's take three rows of two columns, with ``dy`` = (1, 2), (3, 0), (1, 1).
 # Then ``db`` is (1 + 3 + 1, 2 + 0 + 1) = (5, 3): each column is added up from
-# top to bottom, over all rows.
-# But ``dx`` needs sums from left to right: a program that computes it wants
+# top to bottom, over all rows. With ``dw`` it is the same.
+# But ``dx`` needs sums from left to right, so a program that computes it wants
 # whole rows.
-# So a program that has what ``dx`` needs never has what ``dw`` needs, and the
-# other way round. There are four ways out:
+# A program that has a few whole rows has all that ``dx`` needs, but only a
+# part of each sum for ``dw``. A program that has a few whole columns has all
+# that ``dw`` needs, but only a part of each sum for ``dx``.
+# There are four ways out:
 #
 # - **Columns.** One kernel computes ``dx`` by rows, and a second one computes
 #   ``dw`` and ``db`` by columns. No two programs share a sum.
@@ -65,13 +69,14 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #   share the same columns, and each takes a part of the rows. Their sums still
 #   have to be added up.
 # - **Buffers.** The kernel for ``dx`` computes ``dw`` and ``db`` as well. Each
-#   program sums its rows in a buffer of its own, and a small kernel adds up
+#   program adds up its rows in a buffer of its own, and a small kernel adds up
 #   the buffers.
-# - **Atomics.** The same, but there is only one buffer, and all programs add
-#   to it.
+# - **Atomics.** There is only one buffer, and all programs add to it.
 #
 # In the picture, a number is a program. Above are the elements of ``x`` and
-# ``dy`` that it reads, below are the sums that it writes.
+# ``dy`` that it reads, and below are the sums that it writes ("all" means that
+# all programs add to them).
+# The first two designs also need a kernel for ``dx``, which is not shown.
 
 # %%
 
@@ -116,17 +121,19 @@ plt.show()
 # How many bytes does each design move?
 # -------------------------------------
 #
-# Our unit is a matrix of ``M`` rows in 16 bits, which is ``2 * M`` bytes for
-# each column.
-# A row of sums holds ``dw`` and ``db`` in float32, 8 bytes for each column. So
-# at 4096 rows, 1024 rows of sums are as much as one matrix.
+# ``x``, ``dy`` and ``dx`` are matrices of one size, so let's count in matrices.
+# One with 4096 rows in 16 bits has 8192 bytes for each column.
+# A row of sums holds ``dw`` and ``db`` in float32, which is 8 bytes for each
+# column. So 1024 rows of sums are as much as one matrix, at any width.
 #
 # Three matrices are the least: ``x`` and ``dy`` are read, and ``dx`` is
-# written. If the second kernel walks by columns, ``x`` and ``dy`` are read
-# twice, which makes five.
-# A buffer is written once and read once. An atomic addition is sent once.
+# written. A second kernel that works by columns reads ``x`` and ``dy`` again,
+# which makes five.
+# A buffer is one row of sums that is written and one that is read. If all
+# programs add to a single buffer, each of them sends one row of sums, and one
+# is read at the end.
 # Here is the count for a GPU of 132 streaming multiprocessors (SMs), with
-# three programs on each.
+# three programs on each. That makes 396 programs.
 
 designs = [
     # name, matrices, rows of sums
@@ -138,30 +145,31 @@ designs = [
 ]
 
 
-def units(matrices, sums):
+def in_all(matrices, sums):
     """What a design moves, in matrices of 4096 rows in 16 bits."""
     return matrices + sums * 8 / (2 * 4096)
 
 
-print("M = N = 4096         matrices  sums  units")
+print("M = N = 4096         matrices  sums  in all")
 for name, matrices, sums in designs:
-    moved = units(matrices, sums)
-    print(f"{name:21}{matrices:9}{sums:6}{moved:7.2f}")
+    moved = in_all(matrices, sums)
+    print(f"{name:21}{matrices:9}{sums:6}{moved:8.2f}")
 
 # %%
-# By this count, buffers and atomics should be faster than columns, and atomics
-# should be the fastest if a program adds only once, after all its rows.
+# By this count, buffers should beat columns, with 3.77 matrices to 5.00. Atomics
+# should be the fastest, with 3.39, if a program adds only once, after all its
+# rows. If it adds after each row, they should be the slowest, with 7.00.
 # But the count does not know how long programs wait for each other, nor what
-# the cache L2 keeps. So let's build all of them.
+# L2 keeps. So let's build all of them.
 #
 # Columns
 # -------
 #
-# A program walks down ``COLS`` columns, ``ROWS`` rows at a time. Each element
-# of this tile has a sum of its own, and only at the end are those of a column
-# added up.
-# The second number of the grid says which part of the rows a program takes.
-# For now there is one part, which has all the rows.
+# A program walks down ``COLS`` columns, ``ROWS`` rows at a time. That is its
+# tile. Each element of the tile has a sum of its own, and the program adds up
+# the rows of the tile only at the end.
+# The grid has two numbers this time. The second one is the number of parts
+# that the rows are divided into. For now there is one part, with all the rows.
 
 
 @triton.jit
@@ -217,12 +225,13 @@ def _layer_norm_bwd_columns(
 
 # %%
 # How wide should a tile be?
-# 16 columns of a row are 32 bytes, which is the least that DRAM hands out at a
-# time: a narrower tile would fetch bytes that it does not use.
-# So 16 columns give the most programs, 256 of them at 4096 columns. From 10240
-# columns on there are enough programs, and each takes 32 columns.
-# The tile holds 2048 elements for 8 warps, so each thread has eight of ``x``
-# and eight of ``dy`` to load.
+# DRAM hands out *sectors* of 32 bytes, never less. In 16 bits these are 16
+# columns of a row, and a narrower tile would use only a part of each sector.
+# So tiles of 16 columns give us the most programs that waste nothing: 256 of
+# them at 4096 columns. From 10240 columns on there are enough programs, and
+# each takes 32 columns.
+# A tile has 2048 elements, and 8 warps are 256 threads. So each thread loads
+# eight elements of ``x`` and eight of ``dy`` at a time.
 
 
 def columns_of_program(N):
@@ -275,17 +284,19 @@ print("4 x 3, dw and db by columns: right")
 
 # %%
 # Is there enough to do for the whole GPU?
-# 1024 columns make 64 programs of 16 columns, and the GPU has 132 SMs: more
+# 1024 columns make 64 programs of 16 columns, and an H100 has 132 SMs. More
 # than half of them have nothing to do.
 #
 # Columns, split over rows
 # ------------------------
 #
-# So let several programs share the columns, and give each a part of the rows.
-# The kernel is the same; only the second number of the grid changes.
-# Now each part has sums of its own, and someone must add them up. This small
-# kernel is that of `Layer normalization, both passes <01-layer-norm.html>`_,
-# which adds up buffers. The order of its additions is fixed.
+# So let's have several programs share the columns, and give each of them a
+# part of the rows.
+# The kernel stays the same. Only the second number of the grid changes.
+# Now each part has sums of its own, and somebody has to add them up. The small
+# kernel for that is the one of `Layer normalization, both passes
+# <01-layer-norm.html>`_ that adds up buffers. The order of its additions is
+# fixed.
 
 # %%
 
@@ -339,10 +350,12 @@ def add_up(sums, dtype):
 
 
 # %%
-# With enough parts, the tile no longer has to be narrow. We take 32 columns by
-# 32 rows in 4 warps, which again is eight elements of ``x`` for each thread.
-# About 1024 programs are some eight for each SM. More than 16 parts would
-# only make more sums to add up.
+# Parts give us as many programs as we like, so the tile need not be narrow any
+# more. We take 32 rows of 32 columns, and 4 warps. Again, each thread loads
+# eight elements of ``x`` at a time.
+# We aim at 1024 programs, which are about eight for each SM. But we take at
+# most 16 parts, because each part is one more row of sums to add up. So at
+# 1024 columns there are 512 programs: 32 of them side by side, times 16 parts.
 
 
 def count_parts(N):
@@ -375,8 +388,8 @@ def sums_by_parts(dy, x, w, mean, rstd, dtype, parts=None):
 
 # %%
 # How much do parts help?
-# We measure the sums alone, without ``dx``. They must read two matrices. The
-# line "Copy" moves as many bytes: it reads one matrix and writes one.
+# We measure the sums alone, without ``dx``. They must read two matrices, and
+# the line "Copy" moves as many bytes: it reads one matrix and writes one.
 # The clock and the copy are those of `Layer normalization, both passes
 # <01-layer-norm.html>`_, which explains them.
 
@@ -604,13 +617,10 @@ for N in WIDTHS:
 # of ours; at the other widths split columns are the fastest.
 #
 # **Why.**
-# At 1024 columns only 64 programs run, one on each of 64 SMs. Split into 16
-# parts there are 512 programs, so all SMs work.
-# At 12288 columns the unsplit kernel has 384 programs, and parts hardly matter
-# any more.
+# TODO
 #
 # **What follows.**
-# A kernel needs enough programs, and these can come from any dimension that
+# A kernel needs enough programs. They can come from any dimension whose sums
 # can be added up later.
 # But even the fastest sums read ``x`` and ``dy`` once more than necessary,
 # because another kernel has to read them as well, for ``dx``.
@@ -619,12 +629,14 @@ for N in WIDTHS:
 # -------------------------
 #
 # Can one kernel do both? If a program reads whole rows, it can compute ``dx``
-# and keep sums for ``dw`` and ``db`` on the way.
+# and add up ``dw`` and ``db`` on the way.
 #
 # This is the backward kernel of `Layer normalization, both passes
-# <01-layer-norm.html>`_. One thing is new: ``KEEP`` is a function that gets
-# the sums of a program, so that the next two designs differ in this function
-# alone. Without one, the kernel computes only ``dx``, as the columns need it.
+# <01-layer-norm.html>`_, and one thing is new. When a program has seen all its
+# rows, it hands its sums to a function, ``KEEP``. The next two designs differ
+# in this function alone.
+# Without a function, the kernel computes only ``dx``. That is what the designs
+# by columns need.
 
 
 @triton.jit
@@ -680,7 +692,7 @@ def _layer_norm_bwd(
 
 # %%
 # With a buffer for each program, ``KEEP`` stores both sums in the buffer of
-# this program. Nobody else writes there.
+# the program. Nobody else writes there.
 
 
 @triton.jit
@@ -699,9 +711,11 @@ def _store(
 
 # %%
 # Programs and warps are those of `Layer normalization, both passes
-# <01-layer-norm.html>`_: as many programs as the registers of an SM hold, and
-# not so many in narrow rows that their buffers would cost more than they
-# bring. Without sums there is a program for each row.
+# <01-layer-norm.html>`_. We start as many programs as fit into the registers
+# of an SM, but in narrow rows not so many that their buffers cost more than
+# the programs bring.
+# A program that computes only ``dx`` has no sums to carry from row to row, so
+# there each row gets a program.
 
 
 def count_sms():
@@ -794,12 +808,16 @@ def buffers(dy, x, w, mean, rstd, dtype, programs_per_sm=None):
 #
 # Now there is a single buffer. It must be zero at the start, and all programs
 # add to it.
-# An *atomic* addition reads a number, adds to it and writes it back, and
-# nobody can come in between. So no addition is lost, whoever comes first.
-# It is done where L2 keeps the number, and additions to the same address queue
-# up there.
-# ``sem="relaxed"`` says that the addition waits for no other loads or stores.
-# When the kernel ends, all additions are done.
+# What if two programs do so at the same time? Both could read 5, one adds 1
+# and the other adds 2, and they write 6 and 7. Whoever writes last wins, and
+# the other addition is lost.
+# An *atomic* addition reads, adds and writes in one go, and nobody can come in
+# between. So we get 8, whoever comes first.
+# L2 does it, in the place where it keeps the number. Additions to the same
+# place queue up there.
+# ``sem="relaxed"`` says that an addition need not wait for any other loads or
+# stores. We can afford that: the next kernel starts when this one has ended,
+# and by then all additions are done.
 
 
 @triton.jit
@@ -840,11 +858,11 @@ def atomics_of_rows(dy, x, w, mean, rstd, dtype):
 # How many programs does each design want?
 # ----------------------------------------
 #
-# Before we compare, each design should have the number of programs that suits
-# it. We try the same six numbers with all of them, at 1024 and at 4096
+# Before we compare the designs, each should have the number of programs that
+# suits it. We try the same six numbers with all of them, at 1024 and at 4096
 # columns.
-# For split columns, the programs are those of the sums: at 4096 columns one
-# program on each SM means one part, which is columns without a split.
+# For split columns, we count the programs that compute the sums. At 4096
+# columns, one program on each SM makes a single part, so nothing is split.
 
 # %%
 
@@ -898,25 +916,40 @@ bench_programs.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 4096 columns, buffers reach 2286 GB/s with three programs
-# on each SM, and the best of the six numbers gives 2286 GB/s. Atomics reach
-# 2362 GB/s with three, and 2362 GB/s at best. Split columns reach 1420 GB/s
-# with eight, and 1423 GB/s at best.
-# At 1024 columns, buffers reach 1538 GB/s with six, and 1538 GB/s at best.
-# Atomics reach 1280 GB/s with four, and 1280 GB/s at best. Split columns
-# reach 1294 GB/s with four, and 1294 GB/s at best.
+# Our rules are close to the best: on the H100, none of the other numbers is
+# more than 0.2% faster.
+# At 4096 columns, our rules start three programs on each SM for buffers and
+# for atomics, which reach 2286 and 2362 GB/s, and eight for split columns,
+# which reach 1420 GB/s. At 1024 columns, they start six for buffers, which
+# reach 1538 GB/s, and four for atomics and for split columns, which reach 1280
+# and 1294 GB/s.
+#
+# **Why.**
+# Up to these numbers, more programs help. While one computes, the others load.
+#
+# At 4096 columns, the registers of an SM hold three programs that work on
+# whole rows. If we start four, the fourth begins when another one has ended,
+# and then it is nearly alone: buffers fall to 1917 GB/s, and atomics to 2111
+# GB/s.
+# If we start six, they run in two full rounds of three. Atomics are back at
+# 2245 GB/s. Buffers are not, with 1824 GB/s, because there are now twice as
+# many of them to write and to read.
+#
+# At 1024 columns, the registers hold more programs than we start. But with
+# eight, atomics fall to 1091 GB/s, because more additions queue up.
 #
 # **What follows.**
-# These are the numbers of our rules above, so each design is measured near its
-# best. From 8192 columns on the registers of an SM hold only one program that
-# works on whole rows, and there is nothing to choose.
+# Each design is measured near its best. From 8192 columns on, the registers of
+# an SM hold only one program that works on whole rows, and there is nothing to
+# choose.
 #
 # Which design is the fastest?
 # ----------------------------
 #
 # Now we measure whole backward passes, beside PyTorch's, that of
 # ``torch.compile``, and a copy that reads two matrices and writes one.
-# "Atomics, rows" adds once for each row.
+# In the line "Atomics, rows", each row has a program, which adds its terms of
+# ``dw`` and ``db`` atomically.
 
 # %%
 
@@ -1036,27 +1069,6 @@ def bench_designs(M, N, dtype, mode, provider):
 report(bench_designs)
 
 # %%
-# Does our count explain the figure?
-# At the start we counted for 4096 columns. Here is the count for all widths:
-# the share of the copy that each design would reach if it moved its units as
-# fast as the copy moves its three, and if nothing else took time.
-
-print("if only bytes took time, in % of the copy")
-print("    N  columns  buffers  atomics  atomics, rows")
-for N in WIDTHS:
-    programs_per_sm, _ = plan_backward(N)
-    programs = 132 * programs_per_sm  # on an H100
-    programs_that_add = 132 * min(programs_per_sm, 4)
-    counted = [
-        units(5, 0),
-        units(3, 2 * programs),  # each buffer is written and read
-        units(3, programs_that_add + 1),
-        units(3, 4096 + 1),
-    ]
-    shares = [f"{100 * 3 / moved:9.0f}" for moved in counted]
-    print(f"{N:5}", *shares, sep="")
-
-# %%
 # **What the figure shows.**
 # On the H100, buffers reach 60% to 85% of the copy, atomics 51% to 86%,
 # split columns 45% to 54%, and columns 36% to 52%. An atomic addition for
@@ -1065,31 +1077,46 @@ for N in WIDTHS:
 # no faster than split columns. From 4096 columns on, atomics are slightly
 # ahead of buffers.
 # On the H100, buffers are 1.7 to 2.2 times as fast as PyTorch, and 1.5 to
-# 2.0 times as fast as torch.compile. At 12288 columns torch.compile is
+# 2.0 times as fast as torch.compile. At 12288 columns, torch.compile is
 # faster than columns, split or not.
 #
 # **Why.**
-# Columns move five matrices where three would do, so without the help of L2
-# they cannot be faster than three fifths of the copy, split or not.
-# All six widths stay below that, also the narrow ones, of which the second
-# kernel may find a part in L2.
-# Buffers move three matrices and their sums.
-# Atomics once a program move less than buffers. But the buffer must be filled
-# with zeros first, and additions to the same address queue up: at 1024
-# columns, 528 programs add to each.
-# With an atomic addition for each row, 4096 queue up at each address.
+# Does our count explain the figure?
+# At the start we counted for 4096 columns. Here is the count for all widths:
+# the share of the copy that each design would reach if it moved its bytes as
+# fast as the copy moves three matrices, and if nothing else took time.
+
+print("if only bytes took time, in % of the copy")
+print("    N  columns  buffers  atomics  atomics, rows")
+for N in WIDTHS:
+    programs_per_sm, _ = plan_backward(N)
+    programs = 132 * programs_per_sm  # on an H100
+    programs_that_add = 132 * min(programs_per_sm, 4)
+    counted = [
+        in_all(5, 0),
+        in_all(3, 2 * programs),  # each buffer is written and read
+        in_all(3, programs_that_add + 1),
+        in_all(3, 4096 + 1),
+    ]
+    shares = [f"{100 * 3 / moved:9.0f}" for moved in counted]
+    print(f"{N:5}", *shares, sep="")
+
+# %%
+# TODO2
 #
 # **What follows.**
-# Count the bytes first: it tells columns from buffers. It does not tell
-# buffers from atomics, which have to be measured.
+# Count the bytes first. The count tells columns from buffers, and an addition
+# for each row from an addition for each program. It does not tell buffers from
+# atomics. For that you have to measure.
 #
 # Is the count right?
 # -------------------
 #
-# NVIDIA's profiler ``ncu`` counts the bytes that kernels read from DRAM, here
-# with empty caches before each kernel, so that second reads count.
-# We divide them by the bytes of the matrices and buffers that are read by our
-# table: 1 means that the table is right.
+# NVIDIA's profiler ``ncu`` counts the bytes that kernels read from DRAM. It
+# empties the caches before each kernel, so a matrix that two kernels read
+# counts twice.
+# We divide these bytes by those of the matrices and buffers that are read
+# according to our table. If the table is right, we get 1.
 
 # %%
 
@@ -1139,8 +1166,8 @@ def dram_reads(M, N, dtype, mode, counter, provider):
 dram_reads.run(show_plots=ON_GPU)
 
 # %%
-# All points are near 1, so the table is right about what is read.
-# DRAM does not see the atomic additions, for they are done in L2.
+# All points lie between 1.00 and 1.01, so the table is right about what is
+# read. The atomic additions do not show here, because L2 does them.
 #
 # The same bits?
 # --------------
@@ -1149,8 +1176,9 @@ dram_reads.run(show_plots=ON_GPU)
 # is not ``0.1 + (0.2 + 0.3)``, as you can try in Python.
 # Buffers and parts are added up in a fixed order. Atomic additions come in the
 # order in which programs happen to end.
-# So we run each design a hundred times more on the same input, and count the
-# runs whose ``dw`` or ``db`` differs from the first run in any bit of float32.
+# Does that show? We run each design once, and then a hundred times more on the
+# same input. We count the runs whose ``dw`` or ``db`` differs from the first
+# one in any bit of float32.
 
 # %%
 
@@ -1194,18 +1222,19 @@ def different_bits(M, N, dtype, mode, provider):
 different_bits.run(show_plots=ON_GPU)
 
 # %%
-# No run with atomics repeats the first one. Buffers, columns
-# and split columns repeat it every time.
-# An order that changes is not less exact. But a result that cannot be repeated
-# makes it hard to tell a bug from a rounding error.
-# A buffer has its price, too: with another number of programs, as on another
-# GPU, the order is another one.
+# With atomics, no run repeats the first one, at none of the three widths.
+# Buffers, columns, split columns and PyTorch repeat it every time.
+# An order that changes does not make a sum less exact. But if you cannot
+# repeat a result, it is hard to tell a bug from a rounding error.
+# Buffers promise the same bits only for the same number of programs. A GPU
+# with another number of SMs starts another number of programs. That changes
+# the order of the additions, and with it the last bits.
 #
 # A function to train with
 # ------------------------
 #
 # The forward pass is that of `Layer normalization, both passes
-# <01-layer-norm.html>`_: each row is a program, which keeps it in registers.
+# <01-layer-norm.html>`_: each program keeps one row in registers.
 
 
 @triton.jit
@@ -1292,7 +1321,7 @@ class LayerNorm(torch.autograd.Function):
 
 # %%
 # The function checks its arguments. A missing weight counts as ones, and a
-# missing bias as zeros.
+# missing bias as zeros. ``backward`` is one of our designs.
 
 
 def layer_norm(
@@ -1391,25 +1420,31 @@ check(layer_norm, *shape, torch.float16)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
+# - **PyTorch's sums are faster at 12288 columns.** If you need ``dw`` and
+#   ``db`` without ``dx``, they read as much as ours, and reach 75% of a copy.
 # - **PyTorch can do more.** It has second derivatives and rows of any width,
 #   and it leaves out gradients that nobody wants.
 # - **torch.compile can fuse** a layer norm with what comes before and after.
-# - **Our kernels wait for their rows.** None of the four designs requests a
-#   row ahead of time: `Loads in flight <04-loads-in-flight.html>`_ does.
+# - **Our programs wait for their rows.** None of the four designs requests a
+#   row ahead of time, as `Loads in flight <04-loads-in-flight.html>`_ does.
 # - **Libraries have kernels of their own.** `Every width
 #   <11-every-width.html>`_ measures them.
 #
 # Exercise 1: a few buffers
 # -------------------------
 #
-# There is something between one buffer and a buffer for each program: let
-# program ``p`` add to buffer ``p % 3``, so that fewer additions meet at an
-# address. ``_atomic_add`` fills only the first one.
+# There is something between one buffer and a buffer for each program. Let's
+# have three buffers: program ``p`` adds its sums to buffer ``p % 3``, so fewer
+# additions queue up in one place.
+# The stub below is ``_atomic_add``, which adds everything to buffer 0. Change
+# it in the script or the notebook, and run that until it prints ``right:
+# True``. (Below that line it prints the same for our solution.)
 #
 # **Hint 1.** Only an address has to change. How does ``_store`` find the
 # buffer of its program?
 #
-# **Hint 2.** A buffer has ``2 * N`` numbers.
+# **Hint 2.** A buffer has ``2 * N`` numbers, and ``sums_ptr`` points to the
+# first one. How many numbers must you skip to get to buffer 2?
 
 
 @triton.jit
@@ -1456,24 +1491,25 @@ assert exercise_1(_add_to_few_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, at 4096 columns: what each moves in
-# units of one matrix, its share of the copy on the H100, and why.
+# These are the designs of this page at 4096 columns: what each moves, in
+# matrices, what share of the copy it reaches on the H100, and why.
 #
-# - **Columns** move 5.00 units. They reach 48%: ``x`` and ``dy`` are read
+# - **Columns** move 5.00 matrices. They reach 48%: ``x`` and ``dy`` are read
 #   twice, and there are few programs.
-# - **Split columns** move 5.02 units. They reach 50%: there are enough
+# - **Split columns** move 5.02 matrices. They reach 50%: there are enough
 #   programs, but ``x`` and ``dy`` are still read twice.
-# - **Buffers** move 3.77 units. They reach 80%, with the same bits every time.
-# - **Atomics** move 3.39 units. They reach 83%, with other bits every time.
-# - **An atomic addition for each row** moves 7.00 units. It reaches 46%,
-#   because additions queue up.
+# - **Buffers** move 3.77 matrices. They reach 80%, with the same bits every
+#   time.
+# - **Atomics** move 3.39 matrices. They reach 83%, with other bits every time.
+# - **An atomic addition for each row** moves 7.00 matrices. It reaches 46%,
+#   because all these bytes have to get to L2.
 #
 # And for sums over rows in general:
 #
 # - Reading a matrix twice costs more than a buffer for each program.
-# - Atomic additions save a kernel and a buffer, and cost you the order.
-# - Tune all designs alike before you compare them.
+# - Atomic additions save buffers, and they cost you the order of the sum.
+# - Give each design the number of programs that suits it before you compare.
 #
-# **Next:** can programs share a buffer and still be sure that no addition gets
-# lost, without atomic additions? `A lock <03-lock.html>`_ lets one in at a
-# time.
+# **Next:** can programs share a buffer without atomic additions, and still be
+# sure that no addition gets lost? `A lock <03-lock.html>`_ lets them in one at
+# a time.

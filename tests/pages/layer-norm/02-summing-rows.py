@@ -409,10 +409,11 @@ def test_table_counts_what_is_launched(output, rows_of_sums):
         ("396 programs, atomics", "atomics"),
         ("atomics for each row", "rows"),
     ):
-        rows, units = table[name]
+        rows, matrices_in_all = table[name]
         assert rows_of_sums(design, 4096) == int(rows), name
         matrices = 5 if design == "split" else 3
-        assert float(units) == round(matrices + int(rows) / 1024, 2)
+        moved = matrices + int(rows) / 1024
+        assert float(matrices_in_all) == round(moved, 2)
 
 
 def after(output, heading):
