@@ -121,8 +121,8 @@ plt.show()
 # How many bytes does each design move?
 # -------------------------------------
 #
-# ``x``, ``dy`` and ``dx`` are matrices of one size, so let's count in matrices.
-# One with 4096 rows in 16 bits has 8192 bytes for each column.
+# ``x``, ``dy`` and ``dx`` are matrices of one size, so let's count in
+# matrices. One of 4096 rows in 16 bits has 8192 bytes for each column.
 # A row of sums holds ``dw`` and ``db`` in float32, which is 8 bytes for each
 # column. So 1024 rows of sums are as much as one matrix, at any width.
 #
@@ -156,9 +156,10 @@ for name, matrices, sums in designs:
     print(f"{name:21}{matrices:9}{sums:6}{moved:8.2f}")
 
 # %%
-# By this count, buffers should beat columns, with 3.77 matrices to 5.00. Atomics
-# should be the fastest, with 3.39, if a program adds only once, after all its
-# rows. If it adds after each row, they should be the slowest, with 7.00.
+# By this count, buffers should beat columns, with 3.77 matrices to 5.00.
+# Atomics should be the fastest, with 3.39, if a program adds only once, after
+# all its rows. If it adds after each row, they should be the slowest, with
+# 7.00.
 # But the count does not know how long programs wait for each other, nor what
 # L2 keeps. So let's build all of them.
 #
@@ -228,17 +229,10 @@ def _layer_norm_bwd_columns(
 # DRAM hands out *sectors* of 32 bytes, never less. In 16 bits these are 16
 # columns of a row, and a narrower tile would use only a part of each sector.
 # So tiles of 16 columns give us the most programs that waste nothing: 256 of
-# them at 4096 columns. From 10240 columns on there are enough programs, and
-# each takes 32 columns.
+# them at 4096 columns. (We tried 8 and 32 columns as well, on an H100, and
+# they were hardly ever faster.)
 # A tile has 2048 elements, and 8 warps are 256 threads. So each thread loads
 # eight elements of ``x`` and eight of ``dy`` at a time.
-
-
-def columns_of_program(N):
-    """16, and 32 where there are enough programs anyway."""
-    if N < 10240:
-        return 16
-    return 32
 
 
 def sums_by_columns(dy, x, w, mean, rstd, dtype):
@@ -248,8 +242,7 @@ def sums_by_columns(dy, x, w, mean, rstd, dtype):
     """
     M, N = x.shape
     sums = torch.empty(2, N, dtype=dtype, device=x.device)
-    cols = columns_of_program(N)
-    grid = (triton.cdiv(N, cols), 1)
+    grid = (triton.cdiv(N, 16), 1)
     _layer_norm_bwd_columns[grid](
         dy_ptr=dy,
         x_ptr=x,
@@ -258,8 +251,8 @@ def sums_by_columns(dy, x, w, mean, rstd, dtype):
         sums_ptr=sums,
         M=M,
         N=N,
-        ROWS=2048 // cols,
-        COLS=cols,
+        ROWS=128,
+        COLS=16,
         num_warps=8,
     )
     return sums
@@ -356,12 +349,13 @@ def add_up(sums, dtype):
 # We aim at 1024 programs, which are about eight for each SM. But we take at
 # most 16 parts, because each part is one more row of sums to add up. So at
 # 1024 columns there are 512 programs: 32 of them side by side, times 16 parts.
+# And we take at least four parts, which was faster than two at 12288 columns.
 
 
 def count_parts(N):
-    """1024 programs of 32 columns have 32768 columns; at most 16 parts."""
-    parts = 32768 // N
-    return min(max(parts, 1), 16)
+    """Parts for 1024 programs of 32 columns, but at least 4 and at most 16."""
+    parts = 1024 * 32 // N
+    return min(max(parts, 4), 16)
 
 
 def sums_by_parts(dy, x, w, mean, rstd, dtype, parts=None):
@@ -594,20 +588,20 @@ def bench_sums(M, N, dtype, mode, provider):
 report(bench_sums)
 
 # %%
-# Beside the figure, let's print how many programs there are on an H100, and
-# how many KB the programs of an SM request at a time.
-# In 16 bits, a tile of 2048 elements of ``x`` and of ``dy`` takes 8 KB, and
-# one of 1024 elements takes 4 KB.
+# Let's count what the programs request at a time.
+# In 16 bits, a tile of 2048 elements of ``x`` and as many of ``dy`` takes 8
+# KB, and a tile of 1024 elements takes 4 KB. All the programs fit on the 132
+# SMs of an H100 at a time.
 
-print("           columns          split columns")
-print("    N   programs    KB     programs    KB")
+print("           columns               split columns")
+print("    N   programs  KB on an SM    programs  KB on an SM")
 for N in WIDTHS:
-    programs = N // columns_of_program(N)
+    programs = N // 16
     split_programs = N // 32 * count_parts(N)
-    requested = 8 * programs / 132  # KB on each of 132 SMs
+    requested = 8 * programs / 132  # KB on each SM, on average
     split_requested = 4 * split_programs / 132
-    print(f"{N:5}{programs:11}{requested:6.0f}", end="")
-    print(f"{split_programs:13}{split_requested:6.0f}")
+    print(f"{N:5}{programs:11}{requested:13.0f}", end="")
+    print(f"{split_programs:12}{split_requested:13.0f}")
 
 # %%
 # **What the figure shows.**
