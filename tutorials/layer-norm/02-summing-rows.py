@@ -611,9 +611,9 @@ for N in WIDTHS:
 # are slower than PyTorch up to 8192 columns.
 #
 # **Why.**
-# The table of programs tells: the more bytes are requested at a time, the faster
-# the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and reach
-# 28%, 38%, 60%, 61%, 74% and NN% of a copy.
+# The table of programs tells: the more bytes are requested at a time, the
+# faster the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and
+# reach 28%, 38%, 60%, 61%, 74% and NN% of a copy.
 # At 1024 columns only 64 programs run, and half of the SMs request nothing.
 # With the split, 512 programs request 16 KB on each SM, and the sums are 1.9
 # times as fast.

@@ -247,11 +247,10 @@ def speed(bytes_moved, prepare):
 # %%
 # We start as many programs as there are SMs, and the GPU gives each SM one of
 # them. Together they read 256 MB.
-# The number of lanes then says how much an SM can have in flight at most: 256
-# lanes of 4 bytes are 1 KB, and 16384 lanes are 64 KB.
-# A program has at most 16 warps, which are 512 threads. So from 4 KB on a
-# thread has several lanes, and it can request the numbers of all of them
-# before it needs the first. At 16 KB it has eight.
+# Each thread has eight lanes, and requests the numbers of all eight before it
+# needs the first. So a warp has 32 × 8 numbers of 4 bytes in flight, which are
+# 1 KB, and the number of warps says how many KB an SM has in flight.
+# A program has at most 32 warps. For 64 KB we start two of them on each SM.
 
 
 def count_sms():
@@ -328,44 +327,34 @@ if knee:  # it was measured
 
 # %%
 # **What the figure shows.**
-# On the H200, 1 KB in flight on each SM gives 375 GB/s, 8 KB give 2233 GB/s,
-# 16 KB give 3091 GB/s, 32 KB give 3105 GB/s, and 64 KB only 2262 GB/s.
-# On the H100, the same steps give 357 GB/s, 1993 GB/s, 2473 GB/s, 2485 GB/s
-# and 2013 GB/s.
+# On the H100, 1 KB in flight on each SM gives NN GB/s, 8 KB give NN GB/s, 16
+# KB give NN GB/s, 32 KB give NN GB/s, and 64 KB give NN GB/s.
 #
 # **Why.**
 # On the left the pipe is almost empty. A step takes one latency, whatever it
 # requests, so twice the bytes in flight are nearly twice the speed.
 # We can turn Little's law around and compute this latency: 1 KB on each of
-# 132 SMs, divided by the speed, is 361 ns on the H200 and 378 ns on the H100.
-# A load of the chain took 362 ns there, which is about the same.
+# 132 SMs, divided by the speed, is NN ns.
+# A load of the chain took 362 ns. A step takes longer, because a thread
+# requests its eight numbers one after the other, and waits for the last.
 #
-# Then the memory gets busy. For the H100 the law asked for 8 KB, but with 8 KB
-# we get only 80% of the best speed.
+# Then the memory gets busy. The law asked for 8 KB, but with 8 KB we get only
+# NN% of the best speed.
 # The reason is that requests have to wait for each other when there are many
 # of them, so the latency grows. The law, turned around again, tells by how
-# much: on the H100 a step takes 543 ns with 8 KB in flight, and 874 ns with 16
-# KB.
+# much: a step takes NN ns with 8 KB in flight, and NN ns with 16 KB.
 #
-# On the right the kernel no longer has in flight what we asked for. A thread
-# now has 16 lanes, or 32, and the compiler saves registers: it lets the thread
-# use its first numbers before it has requested the last ones.
-# We have looked for this in the machine code. Up to 16 KB, all loads of a
-# thread are in flight together. But in the program that should have 64 KB, no
-# more than four loads of a thread ever are. 512 threads with four loads of 4
-# bytes have 8 KB in flight, and this is indeed the speed of 8 KB: 2262 GB/s
-# and 2233 GB/s on the H200, and 2013 GB/s and 1993 GB/s on the H100.
+# On the right the pipe is full. With 64 KB in flight a step takes NN ns, twice
+# the NN ns that it takes with 32 KB. All that the additional bytes do is wait.
+# (The best speed is below the 3.0 TB/s from above. Those came from reading 4
+# GB. Here the kernel takes only NN µs, and the time to start and to finish
+# is part of it.)
 #
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
-# first speed that is within 90% of the best: on both cards that is 16 KB.
-# The law's 8 KB are a lower bound, and each SM needs about twice as much in
+# first speed that is at least 95% of the best, and that is 32 KB.
+# So the law's 8 KB are a lower bound. Each SM needs four times as much in
 # flight, all the time.
-#
-# The 16 KB are a lower bound, too, because this kernel cannot show what more
-# than that would bring. The 3.0 TB/s from above tell us that the H100 can do
-# better: another kernel reads them, with eight programs on each SM instead of
-# one.
 #
 # Backward, one row at a time
 # ---------------------------
@@ -379,7 +368,7 @@ if knee:  # it was measured
 # waits for them, computes, stores ``dx``, and only then requests the next
 # row.
 # At 4096 columns, in 16 bits, a row takes 8 KB. So 16 KB are in flight while
-# it waits, which is just the knee. But while it computes, it has nothing in
+# it waits, which is half of the knee. And while it computes, it has nothing in
 # flight.
 
 
@@ -683,12 +672,10 @@ by_programs = by_programs.set_index("programs")
 
 # %%
 # **What the figure shows.**
-# On the H200, one program on each SM reaches 24% of the copy at 1024 columns,
-# 44% at 4096 columns, and 61% at 8192 columns.
-# At 1024 columns more programs help all the way, up to 8, which reach 55%. At
-# 4096 columns three are best and reach 73%. At 8192 columns nothing beats one.
-# On the H100 the best numbers of programs are the same: 8, 3 and 1. They reach
-# 61%, 79% and 75%.
+# On the H100, one program on each SM reaches 29% of the copy at 1024 columns,
+# 55% at 4096 columns, and 75% at 8192 columns.
+# At 1024 columns more programs help all the way, up to 8, which reach 61%. At
+# 4096 columns three are best and reach 79%. At 8192 columns nothing beats one.
 #
 # **Why more programs help.**
 # A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
@@ -709,20 +696,18 @@ by_programs = by_programs.set_index("programs")
 #   32 × 128 = 20480 registers. Three programs fit.
 # - At 8192 columns, with 16 warps, which are 512 threads, it makes 4 × 8192 +
 #   32 × 512 = 49152 registers. A second program does not fit: it waits until
-#   the first has ended. So it can only cost something, and on the H200 two
-#   reach 58%.
+#   the first has ended. So it can only cost something, and two reach 70%.
 #
-# So what if we start four at 4096 columns? On the H200 three of them work on
-# three quarters of the rows, at 73% of the copy, and when they are done, the
-# fourth works on the rest alone, at 44%. Together that would be 63%, and we
-# measured 61%. On the H100 it would be 71%, and we measured 67%.
+# So what if we start four at 4096 columns? Three of them work on three
+# quarters of the rows, at 79% of the copy, and when they are done, the fourth
+# works on the rest alone, at 55%. Together that would be 71%, and we measured
+# 67%.
 #
 # *Buffers.* Each program stores its sums in a buffer, and the second kernel
 # reads them back. With 8 programs on each SM, the buffers of 1024 columns take
 # 8.7 MB, and they move twice, beside matrices of 25 MB.
-# This is why the same 32 KB in flight are worth less in a narrow row: on the
-# H200, 8 programs at 1024 columns reach 55%, and 2 programs at 4096 columns
-# reach 65%.
+# This is why the same 32 KB in flight are worth less in a narrow row: 8
+# programs at 1024 columns reach 61%, and 2 programs at 4096 columns reach 74%.
 #
 # **What follows.**
 # Programs are a way to have more bytes in flight, but each of them costs
@@ -771,12 +756,10 @@ bench_warps.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # No, they mostly make it slower.
-# On the H200, at 4096 columns, 4 warps reach 73% of the copy, 8 reach 55%, and
-# 32 reach 39%. At 1024 columns 4 and 8 warps are alike with 54% and 53%, and
-# 16 reach 39%. Only at 8192 columns are 4 warps too few: they reach 43%, and
-# 16 reach 60%.
-# The H100 shows the same: 80%, 64% and 49% at 4096 columns, 61%, 60% and 48%
-# at 1024 columns, and 53% and 75% at 8192 columns.
+# On the H100, at 4096 columns, 4 warps reach 80% of the copy, 8 reach 64%, and
+# 32 reach 49%. At 1024 columns 4 and 8 warps are alike with 61% and 60%, and
+# 16 reach 48%. Only at 8192 columns are 4 warps too few: they reach 53%, and
+# 16 reach 75%.
 #
 # **Why.**
 # More warps do not add bytes: a row has as many bytes, however many warps load
@@ -801,7 +784,7 @@ bench_warps.run(show_plots=ON_GPU)
 #
 # **What follows.**
 # We take as few warps as the registers of a thread allow. At 8192 columns our
-# plan has 16, and on the H200 8 warps reach 59%, nearly as much.
+# plan has 16, and 8 warps reach 75%, just as much.
 #
 # Third knob: stages
 # ------------------
@@ -810,11 +793,10 @@ bench_warps.run(show_plots=ON_GPU)
 #
 # At 8192 columns there is room for just one program on an SM.
 # 4096 rows on 132 programs are 31 or 32 rows for each, one after the other.
-# On the H200 the whole pass takes 81 µs (the last figure of this page shows
-# it), so each row takes 2.5 µs. A row of ``x`` and one of ``dy`` are 32 KB,
-# and an SM needs 1.4 µs for them if it reads as fast as our reading kernel at
+# On the H100 the whole pass takes 90 µs (the last figure of this page shows
+# it), so each row takes 2.8 µs. A row of ``x`` and one of ``dy`` are 32 KB,
+# and an SM needs NN.N µs for them if it reads as fast as our reading kernel at
 # its best.
-# On the H100 it is 2.8 µs for a row, and 1.7 µs for 32 KB.
 # In the rest of the time the program computes, stores, and has nothing in
 # flight.
 #
@@ -963,17 +945,13 @@ by_stages = by_stages.set_index("stages")
 
 # %%
 # **What the figure shows.**
-# On the H200, at 4096 columns, one stage reaches 44% of the copy, two reach
-# 41%, three 67% and five 80%; at 8192 columns one reaches 59%, two 54%, three
-# 82% and five 80%.
 # On the H100, at 4096 columns, one stage reaches 55% of the copy, two reach
 # 52%, three 76% and five 84%; at 8192 columns one reaches 75%, two 71%, three
 # 87% and five 85%.
 #
 # **Why.**
-# Two stages are no faster than one, on both cards and at all three widths:
-# nothing is in flight while the program works, and each row now goes through
-# shared memory.
+# Two stages are no faster than one, at none of the three widths: nothing is in
+# flight while the program works, and each row now goes through shared memory.
 # From three stages on, there is always a row in flight, and the speed jumps.
 # At 4096 columns, three stages have two rows in flight while the program waits
 # and one while it works, which is 32 KB and then 16 KB. With five stages it is
@@ -982,11 +960,11 @@ by_stages = by_stages.set_index("stages")
 # in flight, and more stages bring nothing.
 #
 # **What follows.**
-# 64 KB in flight on each SM are enough. This is four times the knee, and we
-# will soon ask why it takes so many.
+# 64 KB in flight on each SM are enough. This is twice the knee, and we will
+# soon ask why it takes so many.
 # Our plan is not the best one everywhere. At 8192 columns three stages are a
-# little faster than five, on both cards. On the H100, whose memory is slower,
-# four are as good as five or a little better at all three widths.
+# little faster than five, and four are as good as five or a little better at
+# all three widths.
 #
 # There is one more condition. An asynchronous copy moves 4, 8 or 16 bytes, and
 # their address must be a multiple of that. If ``N`` is odd, rows of 16-bit
@@ -1071,10 +1049,10 @@ occupancy.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # With stages (Triton) fewer warps are in use than with more programs: on the
-# H200, 18% and 34% at 1024 columns, 6% and 18% at 4096 columns, and 12% and
+# H100, 18% and 34% at 1024 columns, 6% and 18% at 4096 columns, and 12% and
 # 25% at 8192 columns.
-# And yet stages are faster at all three widths: at 4096 columns they reach 80%
-# of the copy, and three programs reach 73%.
+# And yet stages are faster at all three widths: at 4096 columns they reach 84%
+# of the copy, and three programs reach 79%.
 # What ncu counts is a little less than what we computed, because a program
 # that has ended uses no warps.
 #
@@ -1108,15 +1086,14 @@ for column, N in enumerate(WIDTHS):
 
 # %%
 # At each width, a plan with more in flight is faster, but not in proportion:
-# even eight times the knee is not enough to reach the copy. What is missing?
+# even four times the knee is not enough to reach the copy. What is missing?
 #
 # - **The program works, too.** These bytes are in flight while it waits. While
 #   it works, there is a row less, and with one stage there is nothing.
 # - **A copy keeps the memory busier.** The knee is that of our reading kernel,
-#   which on the H200 reads 3105 GB/s. The copy moves 4100 GB/s at 8192
+#   which reads at most NN GB/s on the H100. The copy moves 2946 GB/s at 8192
 #   columns, and a third of that is stores. The busier a memory is, the later
-#   it answers, and the more must be in flight. On the H100 the kernel reads
-#   2485 GB/s, and the copy moves 2946 GB/s.
+#   it answers, and the more must be in flight.
 # - **The last round.** With 6 programs on each SM, 792 programs share 4096
 #   rows. That is 5.2 rows for each, so some take six rows and the others five,
 #   and in the last round most of the programs are gone. With 8 programs it is
@@ -1458,38 +1435,34 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 stages reach 64% to 81% of the copy up to 8192 columns, and more
-# programs reach 54% to 73%. Above 8192 columns the three plans are the same
-# and reach 53% to 65%.
-# On the H100 stages reach 70% to 85% of its copy up to 8192 columns, and more
-# programs reach 61% to 82%. Above 8192 columns the three plans reach 62% to
-# 79%.
-# On the H200 stages are 1.6 to 2.3 times as fast as PyTorch, and 1.3 to 2.5
-# times as fast as torch.compile. On the H100 they are 1.8 to 2.3 and 1.5 to
-# 2.4 times as fast.
+# On the H100 stages reach 70% to 85% of the copy up to 8192 columns, and more
+# programs reach 61% to 82%. Above 8192 columns the three plans are the same
+# and reach 62% to 79%.
+# Stages are 1.8 to 2.3 times as fast as PyTorch, and 1.5 to 2.4 times as fast
+# as torch.compile.
 #
 # **How precise is this?**
 # Some plans stand in two figures of this page. Their shares of the copy differ
 # by up to 1.1 points between the two.
 # And above 8192 columns all three lines show the same kernel. They differ by
-# at most 0.2% there, but at 15872 columns on the H100 by 5%.
+# at most 0.2% at 8704 and 10240 columns, but by 5% at 15872 columns.
 #
 # **Why.**
-# On the H200 stages gain most at 8192 columns, where they are 1.3 times as
-# fast as more programs. With one stage there is room for one program only, and
-# nothing else can load while it works.
-# On the H100 they gain less, 1.0 to 1.1 times: its memory is slower, so more
-# programs keep it busy more easily.
+# Up to 8192 columns, stages are 1.0 to 1.1 times as fast as more programs.
+# They gain where more programs cannot have enough in flight, or pay for it:
 #
-# At 4608 columns, though, stages gain almost nothing on the H200: they reach
-# 66%, and more programs reach 65%.
-# The tile has 8192 lanes there. 3584 of them have nothing to do, but they take
-# time and registers like all others.
-# To see what takes so long, divide the time of the whole pass by the 32 rows
-# of a program. If the program moved its rows as fast as the copy, each row
-# would take 0.9 µs on the H200. It takes 1.4 µs, hardly less than on the H100,
-# where it takes 1.5 µs. So it is not the memory that the program waits for
-# here.
+# - At 8192 columns there is room for a single program with one stage, and
+#   nothing else can load while it works. It reaches 76%, and stages reach 85%.
+# - At 1024 columns six programs on each SM request 24 KB at a time. Three
+#   programs with five stages have up to 48 KB in flight, with half as many
+#   buffers. They reach 70%, and six programs reach 61%.
+# - At 6144 columns stages gain least. Two programs fit there, and request 48
+#   KB at a time. They reach 82%, and stages reach 84%.
+#
+# Above 8192 columns the share falls. A row of 8704 columns is hardly wider
+# than one of 8192, but its tile has 16384 lanes, and nearly half of them have
+# nothing to do. They take registers like all others, so there is no room for
+# stages any more: 8704 columns reach 75%.
 #
 # **What follows.**
 # A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
@@ -1502,8 +1475,8 @@ report(bench_backward)
 # width. But:
 #
 # - **Our wide rows are slow.** Above 8192 columns we have neither room for a
-#   second program nor for stages. At 15872 columns on the H200 we are at 53%
-#   of the copy, and torch.compile is at 42%.
+#   second program nor for stages. At 15872 columns we are at 65% of the copy,
+#   and torch.compile is at 43%.
 # - **The plan is made for one kind of GPU.** A GPU with less shared memory
 #   gets fewer stages, and we have not tried one.
 # - **PyTorch can do more.** It has second derivatives and rows of any width.
@@ -1581,16 +1554,16 @@ assert exercise_1(_read_two_1)
 # What we learned
 # ---------------
 #
-# These are the plans of this page: what each has in flight on an SM, how fast
-# it is on the H200 at 1024, 4096 and 8192 columns, and why.
+# These are the plans of this page: what each has in flight on an SM at 1024,
+# 4096 and 8192 columns, how fast it is on the H100, and why.
 #
 # - **One program** has 4, 16 and 32 KB in flight while it waits, and nothing
-#   while it works. It reaches 24%, 44% and 61% of the copy.
-# - **More programs** have 24, 48 and 32 KB in flight. They reach 53%, 73% and
-#   61% of the copy. Registers and buffers limit them.
+#   while it works. It reaches 29%, 55% and 75% of the copy.
+# - **More programs** have 24, 48 and 32 KB in flight. They reach 60%, 79% and
+#   75% of the copy. Registers and buffers limit them.
 # - **More warps** have no more bytes in flight, and fewer programs fit.
 # - **Stages** have 48, 64 and 128 KB in flight while they wait, and 36, 48 and
-#   96 KB while they work. They reach 63%, 80% and 80% of the copy. Shared
+#   96 KB while they work. They reach 69%, 84% and 85% of the copy. Shared
 #   memory limits them, and the work on each row.
 #
 # And for kernels in general:
