@@ -353,8 +353,8 @@ if knee:  # it was measured
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
 # first speed that is at least 95% of the best, and that is 32 KB.
-# So the law's 8 KB are a lower bound. Each SM needs four times as much in
-# flight, all the time.
+# So the law's 8 KB are a lower bound. In practice, an SM needs 32 KB in flight,
+# and all the time.
 #
 # Backward, one row at a time
 # ---------------------------

@@ -188,13 +188,13 @@ def CLAIMS(figure):
     yield from of_all_widths(backward, programs, stages)
 
     # What we learned.
-    for verb, figure_of, counts in (
+    for said, figure_of, counts in (
         ("It reaches", programs, {1024: 1, 4096: 1, 8192: 1}),
-        ("They reach", programs, MORE),
-        ("They reach", stages, {1024: 5, 4096: 5, 8192: 5}),
+        ("24, 48 and 32 KB in flight. They reach", programs, MORE),
+        ("while they work. They reach", stages, {1024: 5, 4096: 5, 8192: 5}),
     ):
         found = [figure_of.share(str(N), counts[N]) for N in MORE]
-        yield f"{verb} {series(found, '%')} of the copy."
+        yield f"{said} {series(found, '%')} of the copy."
 
 
 def latency(knee, KB):
