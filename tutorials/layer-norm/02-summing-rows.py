@@ -122,16 +122,16 @@ plt.show()
 # -------------------------------------
 #
 # ``x``, ``dy`` and ``dx`` are matrices of one size, so let's count in
-# matrices. One of 4096 rows in 16 bits has 8192 bytes for each column.
+# matrices. With 4096 rows in 16 bits, a matrix has 8192 bytes for each column.
 # A row of sums holds ``dw`` and ``db`` in float32, which is 8 bytes for each
 # column. So 1024 rows of sums are as much as one matrix, at any width.
 #
 # Three matrices are the least: ``x`` and ``dy`` are read, and ``dx`` is
 # written. A second kernel that works by columns reads ``x`` and ``dy`` again,
 # which makes five.
-# A buffer is one row of sums that is written and one that is read. If all
-# programs add to a single buffer, each of them sends one row of sums, and one
-# is read at the end.
+# A buffer is written once and read once, so it counts as two rows of sums. If
+# all programs add to a single buffer, each of them sends one row of sums, and
+# one is read at the end.
 # Here is the count for a GPU of 132 streaming multiprocessors (SMs), with
 # three programs on each. That makes 396 programs.
 
@@ -166,7 +166,7 @@ for name, matrices, sums in designs:
 # Columns
 # -------
 #
-# A program walks down ``COLS`` columns, ``ROWS`` rows at a time. That is its
+# A program walks down ``COLS`` columns, ``ROWS`` rows at a time: that is its
 # tile. Each element of the tile has a sum of its own, and the program adds up
 # the rows of the tile only at the end.
 # The grid has two numbers this time. The second one is the number of parts
@@ -285,7 +285,8 @@ print("4 x 3, dw and db by columns: right")
 #
 # So let's have several programs share the columns, and give each of them a
 # part of the rows.
-# The kernel stays the same. Only the second number of the grid changes.
+# The kernel stays the same. Only the second number of the grid changes, and
+# the parts take turns with the tiles.
 # Now each part has sums of its own, and somebody has to add them up. The small
 # kernel for that is the one of `Layer normalization, both passes
 # <01-layer-norm.html>`_ that adds up buffers. The order of its additions is
@@ -611,7 +612,7 @@ for N in WIDTHS:
 # are slower than PyTorch up to 8192 columns.
 #
 # **Why.**
-# The table of programs tells: the more bytes are requested at a time, the
+# The table of programs tells us: the more bytes they request at a time, the
 # faster the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and
 # reach 28%, 38%, 60%, 61%, 74% and NN% of a copy.
 # At 1024 columns only 64 programs run, and half of the SMs request nothing.
@@ -1113,8 +1114,9 @@ for N in WIDTHS:
 # - **Buffers** could reach 66%, 74%, 80% and 85% up to 6144 columns. They
 #   reach 60%, 73%, 80% and 82%, so there the count explains nearly everything.
 #   At 8192 and 12288 columns they could reach 92%, and they reach 76% and 85%.
-#   The registers of an SM then hold a single program, and while it computes,
-#   nobody loads.
+#   The registers of an SM then hold a single program, and nobody loads while
+#   it computes. It requests 32 KB at a time at the first of the two widths,
+#   and 48 KB at the second.
 # - **Atomics, rows** could reach 43%. From 4096 columns on they reach 38% to
 #   46%. (A little more than 43% is possible, because an addition ends in L2
 #   and need not go to DRAM.) At 1024 columns they take 54.9 µs and at 2048
@@ -1123,9 +1125,9 @@ for N in WIDTHS:
 #   that is one every 13 ns.
 # - **Atomics** could reach 85% to 96%. At 1024 columns they reach 51%. 528
 #   programs queue up there, and if an addition takes 13 ns, the queue takes
-#   7.1 µs. That is much beside the 10.0 µs of the whole copy. At 12288 columns
-#   132 programs queue up, and the copy takes 101.2 µs. There the queue hardly
-#   matters, and atomics reach 86%.
+#   7.1 µs. That is a lot next to the 10.0 µs of the whole copy. At 12288
+#   columns 132 programs queue up, and the copy takes 101.2 µs. There the queue
+#   hardly matters, and atomics reach 86%.
 #
 # PyTorch reads ``x`` and ``dy`` twice as well, so it could not reach more than
 # 60% either. We have not looked at the kernels of torch.compile.
@@ -1248,7 +1250,7 @@ def different_bits(M, N, dtype, mode, provider):
 different_bits.run(show_plots=ON_GPU)
 
 # %%
-# With atomics, no run repeats the first one, at none of the three widths.
+# With atomics, no run repeats the first one, at any of the three widths.
 # Buffers, columns, split columns and PyTorch repeat it every time.
 # An order that changes does not make a sum less exact. But if you cannot
 # repeat a result, it is hard to tell a bug from a rounding error.
@@ -1447,8 +1449,8 @@ check(layer_norm, *shape, torch.float16)
 # ------------------------------------
 #
 # - **PyTorch's sums beat columns that are not split**, up to 8192 columns.
-#   ``torch.compile`` beats whole backward passes by columns at 12288 columns,
-#   split or not.
+#   And at 12288 columns, torch.compile beats a backward pass by columns, split
+#   or not.
 # - **PyTorch can do more.** It has second derivatives and rows of any width,
 #   and it leaves out gradients that nobody wants.
 # - **torch.compile can fuse** a layer norm with what comes before and after.

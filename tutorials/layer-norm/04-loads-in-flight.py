@@ -345,7 +345,7 @@ if knee:  # it was measured
 # much: a step takes NN ns with 8 KB in flight, and NN ns with 16 KB.
 #
 # On the right the pipe is full. With 64 KB in flight a step takes NN ns, twice
-# the NN ns that it takes with 32 KB. All that the additional bytes do is wait.
+# the NN ns that it takes with 32 KB. The additional bytes only wait.
 # (The best speed is below the 3.0 TB/s from above. Those came from reading 4
 # GB. Here the kernel takes only NN µs, and the time to start and to finish
 # is part of it.)
@@ -353,8 +353,8 @@ if knee:  # it was measured
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
 # first speed that is at least 95% of the best, and that is 32 KB.
-# So the law's 8 KB are a lower bound. In practice, an SM needs 32 KB in flight,
-# and all the time.
+# So the law's 8 KB are a lower bound. In practice, an SM needs 32 KB in
+# flight, and all the time.
 #
 # Backward, one row at a time
 # ---------------------------
@@ -950,7 +950,7 @@ by_stages = by_stages.set_index("stages")
 # 87% and five 85%.
 #
 # **Why.**
-# Two stages are no faster than one, at none of the three widths: nothing is in
+# Two stages are no faster than one, at any of the three widths: nothing is in
 # flight while the program works, and each row now goes through shared memory.
 # From three stages on, there is always a row in flight, and the speed jumps.
 # At 4096 columns, three stages have two rows in flight while the program waits
