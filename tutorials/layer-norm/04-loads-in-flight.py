@@ -170,8 +170,8 @@ def _read(
 # %%
 # Let's try it with two programs of four lanes. Together they read eight
 # numbers in every step.
-# Lane 0 reads the numbers 0, 8, 16, 24 and 32, and after five steps it is at
-# 40. The other seven are right behind it:
+# Lane 0 reads the numbers 0, 8, 16, 24 and 32. After five steps it has come to
+# number 40, and the other seven are right behind it:
 
 zeros = torch.zeros(40, dtype=torch.int32, device=DEVICE)
 end = torch.empty_like(zeros[:8])
@@ -874,8 +874,8 @@ plt.show()
 #   bits, this is 48 KB. The programs on an SM share 227 KB, and we take as
 #   many slots as fit, but at most four, for five stages.
 # - **Warps.** We take at least four, and so many that a thread has 32 lanes at
-#   most. Their four numbers make 128 registers, and 32 more are well below
-#   255.
+#   most. Their four numbers make 128 registers, and 32 more are well below the
+#   255 that a thread can have.
 #
 # A row of more than 8192 columns stays with one stage: its tile has 16384
 # lanes, and their four numbers take all 65536 registers of an SM. A loop with
