@@ -1463,6 +1463,8 @@ report(bench_backward)
 # than one of 8192, but its tile has 16384 lanes, and nearly half of them have
 # nothing to do. They take registers like all others, so there is no room for
 # stages any more: 8704 columns reach 75%.
+# At 15872 columns, where nearly all lanes are in use, even one stage needs
+# more registers than there are. The compiler spills, and we reach 65%.
 #
 # **What follows.**
 # A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_

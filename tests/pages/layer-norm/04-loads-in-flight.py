@@ -344,6 +344,9 @@ def of_all_widths(backward, programs, stages):
     assert less < 0.95 * ours[8192]
     yield f"there is no room for stages any more: 8704 columns reach {less}%."
     yield (
+        f"The compiler spills, and we reach {wide.share('triton', 15872)}%."
+    )
+    yield (
         f"At 15872 columns we are at {wide.share('triton', 15872)}% of the "
         "copy, and torch.compile is at "
         f"{wide.share('torch.compile', 15872)}%."
