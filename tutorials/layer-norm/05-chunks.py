@@ -616,13 +616,15 @@ def _layer_norm_bwd_chunks(
     EARLY: tl.constexpr,  # whether the second kernel may start early
 ):
     # w stays in registers for all rows, in its own type.
-    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
-    ws, dws, dbs = (), (), ()
+    ws = ()
     if w_ptr is not None:
         # With a stride of 0, each row of the tile is w.
         ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
 
     # The sums for dw and db, of each lane: tuples of chunks, too.
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    dws = ()
+    dbs = ()
     for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
@@ -637,7 +639,8 @@ def _layer_norm_bwd_chunks(
         disable_licm=True,
     ):
         # Load ROWS rows of x and of dy, and what the forward pass saved.
-        row, left = first + tl.arange(0, ROWS)[:, None], M - first
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         start = tl.cast(first, tl.int64) * N
@@ -649,7 +652,8 @@ def _layer_norm_bwd_chunks(
 
         # Then each chunk is done by itself. An element of a tuple cannot be
         # replaced, so the sums go into new tuples.
-        new_dws, new_dbs = (), ()
+        new_dws = ()
+        new_dbs = ()
         for c in tl.static_range(len(xs)):
             w = None if w_ptr is None else ws[c]
             dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
@@ -658,7 +662,8 @@ def _layer_norm_bwd_chunks(
             if dx_ptr is not None:
                 i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
                 tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
-        dws, dbs = new_dws, new_dbs
+        dws = new_dws
+        dbs = new_dbs
 
     # The second kernel may start now; the next section explains it.
     if EARLY:
@@ -788,8 +793,9 @@ def speed_backward(M, N, dtype, plan):
     """GB/s of the backward pass alone, with a plan."""
 
     def prepare():
-        x, w, b, dy = (t.detach() for t in inputs(M, N, dtype))
-        _, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
+        x, w, b, dy = inputs(M, N, dtype)
+        with torch.no_grad():
+            _, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
 
         def run():
             dx = torch.empty_like(x)

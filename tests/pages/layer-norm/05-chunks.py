@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled.declared import Case, Kernel, Kernels
-from conformance import LayerNorm, Mistake, Page, too_wide
+from conformance import LayerNorm, Page, below_zero, negative_eps, too_wide
 from measurements.figure import series
 
 
@@ -341,15 +341,6 @@ def tiny_rows(load):
         assert (ours - exact).norm() <= 1e-5 * exact.norm()
 
 
-def negative_eps(load):
-    page = load("small")
-    try:
-        page.layer_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
-    except ValueError:
-        return
-    raise AssertionError("a negative eps is taken")
-
-
 # Chunks of 16 or 32 columns, so that narrow rows have several, and few
 # programs, so that each has several tiles.
 SMALL = (
@@ -409,12 +400,7 @@ PAGE = Page(
         ),
     ),
     mistakes=(
-        *(
-            Mistake(
-                ValueError, "eps", lambda ones: (ones(2, 8), 8), {"eps": eps}
-            )
-            for eps in (-1e-5, float("nan"))
-        ),
+        *below_zero(),
         too_wide(1151, "1151 .*multiples of 8.*Every width"),
         too_wide(16392, "16392 .*16384"),
         too_wide(5128, "5128 .*5120", wanted=True),
