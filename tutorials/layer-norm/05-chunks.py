@@ -513,11 +513,14 @@ report(bench_lanes)
 # threads, so how many lanes does each of them have, and how many registers do
 # its chunks take?
 
-print("columns  lanes of a thread: one tile, chunks  registers of chunks")
+print("         one tile          chunks of 2048")
+print("columns  lanes  registers  lanes  registers")
 for N in (2560, 4608, 8192, 8704, 10240):
-    in_tile = triton.next_power_of_2(N) // 256
-    in_chunks = triton.cdiv(N, 2048) * 2048 // 256
-    print(f"{N:7}{in_tile:29}{in_chunks:8}{3.5 * in_chunks:21.0f}")
+    line = f"{N:7}"
+    for chunk in (triton.next_power_of_2(N), 2048):
+        lanes = triton.cdiv(N, chunk) * chunk // 256  # of a thread
+        line += f"{lanes:7}{3.5 * lanes:11.0f}"
+    print(line)
 
 # %%
 # At 10240 columns, chunks leave 115 of 255 registers for addresses and for
@@ -655,7 +658,9 @@ def _layer_norm_bwd_chunks(
         new_dws = ()
         new_dbs = ()
         for c in tl.static_range(len(xs)):
-            w = None if w_ptr is None else ws[c]
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
             dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
             new_dws += (dws[c] + dw,)
             new_dbs += (dbs[c] + db,)
@@ -718,11 +723,11 @@ NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 EARLY = ON_GPU and CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def add_up(sums, grads):
+def add_up(sums, grads, early=EARLY):
     """Fill grads, dw and db as (2, N), from (programs, 2, N) sums."""
     programs, _, N = sums.shape
     options = {}
-    if EARLY:
+    if early:
         options["launch_pdl"] = True
     columns_per_program = 16
     _add_up_chunks[(triton.cdiv(2 * N, columns_per_program),)](
@@ -732,12 +737,12 @@ def add_up(sums, grads):
         WIDTH=2 * N,
         ROWS=triton.next_power_of_2(max(programs, 1)),
         COLS=columns_per_program,
-        EARLY=EARLY,
+        EARLY=early,
         **options,
     )
 
 
-def backward(dy, x, w, mean, rstd, dx, grads, plan):
+def backward(dy, x, w, mean, rstd, dx, grads, plan, early=EARLY):
     """Fill dx and grads, which are dw and db; either may be None."""
     M, N = x.shape
     programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
@@ -755,11 +760,11 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
         sums_ptr=sums,
         M=M,
         N=N,
-        EARLY=EARLY,
+        EARLY=early,
         **plan,
     )
     if grads is not None:
-        add_up(sums, grads)
+        add_up(sums, grads, early)
 
 
 # %%
@@ -789,7 +794,7 @@ def plan_of_one_tile(N):
 # Scaffold: idle lanes backward, a benchmark.
 
 
-def speed_backward(M, N, dtype, plan):
+def speed_backward(M, N, dtype, plan, early=EARLY):
     """GB/s of the backward pass alone, with a plan."""
 
     def prepare():
@@ -800,7 +805,7 @@ def speed_backward(M, N, dtype, plan):
         def run():
             dx = torch.empty_like(x)
             grads = x.new_empty(2, N)
-            backward(dy, x, w, mean, rstd, dx, grads, plan)
+            backward(dy, x, w, mean, rstd, dx, grads, plan, early)
             return dx, grads
 
         return run
@@ -814,8 +819,8 @@ def speed_backward(M, N, dtype, plan):
         x_names=["N"],
         x_vals=[2560, 4608, 5120, 6656, 8192, 8704, 10240],
         line_arg="provider",
-        line_vals=["triton", "tile", "copy"],
-        line_names=["Chunks", "One tile", "Copy"],
+        line_vals=["triton", "tile", "one stage", "copy"],
+        line_names=["Chunks", "One tile", "Chunks, one stage", "Copy"],
         ylabel="GB/s",
         plot_name="layer-norm-chunks-lanes-backward",
         args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
@@ -832,6 +837,8 @@ def bench_lanes_backward(M, N, dtype, mode, provider):
     plan = plan_by_hand(N)
     if provider == "tile":
         plan = plan_of_one_tile(N)
+    if provider == "one stage":
+        plan["STAGES"] = 1
     return speed_backward(M, N, dtype, plan)
 
 
@@ -906,12 +913,12 @@ report(bench_lanes_backward)
 # they are where one plan became faster than the other when we tried both.
 
 
-def tile_of(N, itemsize, warps, times=1):
-    """Rows and lanes of a chunk that these warps load at once, or times."""
+def tile_of(N, itemsize, warps, loads=1):
+    """Rows and lanes of a chunk, for which each thread makes so many loads."""
     # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
     # The warps that a narrow row leaves idle load other rows.
-    rows = 512 // itemsize * warps // chunk * times
+    rows = 512 // itemsize * warps // chunk * loads
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
@@ -920,13 +927,24 @@ def plan_forward(N, itemsize, times=1):
     row = N * itemsize
     # At most 4096 bytes of a row for each warp: 8 loads of 16 bytes a thread.
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
-    warps = int(times * max(warps, 2 if row <= 3072 else 4))
-    # Narrow rows come in pairs.
-    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
+    least = 4
+    if row <= 3072:
+        least = 2
+    warps = int(times * max(warps, least))
+    # A program takes twice as many narrow rows.
+    loads = 1
+    if row <= 2048:
+        loads = 2
+    plan = tile_of(N, itemsize, warps, loads)
+    plan["HINT"] = ""
+    if row <= 6144:
+        plan["HINT"] = "evict_first"
     # A limit of registers, so that one program more fits on an SM.
     if CUDA and 16384 < row <= 49152:
-        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
-    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
+        plan["maxnreg"] = 64
+    if CUDA and 20480 < row <= 32768:
+        plan["maxnreg"] = 80
+    return plan
 
 
 # %%
@@ -1076,7 +1094,10 @@ report(bench_forward)
 
 def plan_backward(N, itemsize, times=1):
     """The plan of a row; times: with other warps, to try the formula."""
-    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    warps = 8
+    if N * itemsize <= 2048:
+        warps = 4
+    warps = int(times * warps)
     plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
@@ -1084,7 +1105,8 @@ def plan_backward(N, itemsize, times=1):
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
-    return plan | {"STAGES": 1 + min(98304 // tile, 3)}
+    plan["STAGES"] = 1 + min(98304 // tile, 3)
+    return plan
 
 
 # %%
@@ -1093,7 +1115,7 @@ def plan_backward(N, itemsize, times=1):
 #
 # The autograd function is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_, and so are its checks: you have seen them, so they
-# are folded. It takes the formula of the backward pass as ``rule``.
+# are folded.
 #
 # Chunks are loaded by 16 bytes, so each row must begin at a multiple of 16
 # bytes, and on this page widths are multiples of 8. `Rows that begin anywhere
@@ -1129,7 +1151,7 @@ def dtype_of_gradients(w, b, acc_dtype):
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, eps, rule):
+    def forward(ctx, x, w, b, eps):
         x = contiguous_or_none(x)
         w = contiguous_or_none(w)
         b = contiguous_or_none(b)
@@ -1138,14 +1160,14 @@ class LayerNorm(torch.autograd.Function):
         y, mean, rstd = forward(x, w, b, eps, plan)
         ctx.save_for_backward(x, w, mean, rstd)
         ctx.grads_dtype = dtype_of_gradients(w, b, mean.dtype)
-        ctx.plan = rule(N, x.itemsize)
+        ctx.plan = plan_backward(N, x.itemsize)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # no second derivatives
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
-        wants_dx, wants_dw, wants_db, _, _ = ctx.needs_input_grad
+        wants_dx, wants_dw, wants_db, _ = ctx.needs_input_grad
 
         # A gradient that nobody wants is None, and its code is not compiled.
         dx = None
@@ -1162,8 +1184,8 @@ class LayerNorm(torch.autograd.Function):
         db = None
         if wants_db:
             db = grads[1]
-        # One gradient for each argument of forward; eps and rule have none.
-        return dx, dw, db, None, None
+        # One gradient for each argument of forward; eps has none.
+        return dx, dw, db, None
 
 
 # %%
@@ -1238,7 +1260,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
         weight = weight.reshape(N)
     if bias is not None:
         bias = bias.reshape(N)
-    y = LayerNorm.apply(x.reshape(-1, N), weight, bias, eps, plan_backward)
+    y = LayerNorm.apply(x.reshape(-1, N), weight, bias, eps)
     return y.reshape(x.shape)
 
 
@@ -1370,6 +1392,47 @@ report(bench_backward)
 # The widths of the figure were known when we made the formula. What is it
 # worth at others?
 #
+# What is the early start worth?
+# ------------------------------
+#
+# We measure the backward pass once more, with the same plans, and let the
+# second kernel wait until the first one has ended.
+
+# %%
+
+# Scaffold: the early start, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 4608, 10240],
+        line_arg="provider",
+        line_vals=["triton", "one by one", "copy"],
+        line_names=["Early start", "One by one", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-early",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_early(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider == "copy":
+        return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+    plan = plan_backward(N, dtype.itemsize)
+    early = EARLY and provider == "triton"
+    return speed_backward(M, N, dtype, plan, early)
+
+
+# %%
+
+report(bench_early)
+
+# %%
 # Is the formula any good?
 # ------------------------
 #
@@ -1549,12 +1612,17 @@ def _row_sums(
 
 
 def exercise_1(kernel):
-    """Print the sums of rows of ones, and say whether they are right."""
-    x = torch.ones(3, 13, device=DEVICE)
-    sums = torch.zeros(3, device=DEVICE)
-    kernel[(3,)](x_ptr=x, sums_ptr=sums, N=13, CHUNK=8)
-    print("sums of rows of 13 ones:", sums.tolist())
-    return (sums == 13).all().item()
+    """Print the sums of rows of ones; say if they and others are right."""
+
+    def sums_of(x):
+        sums = torch.zeros(3, device=DEVICE)
+        kernel[(3,)](x_ptr=x, sums_ptr=sums, N=13, CHUNK=8)
+        return sums
+
+    ones = torch.ones(3, 13, device=DEVICE)
+    print("sums of rows of 13 ones:", sums_of(ones).tolist())
+    different = torch.arange(39.0, device=DEVICE).reshape(3, 13)
+    return all(torch.equal(sums_of(x), x.sum(1)) for x in (ones, different))
 
 
 print("right:", exercise_1(_row_sums))

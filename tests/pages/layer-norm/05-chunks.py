@@ -416,7 +416,7 @@ PAGE = Page(
         for N, dtype in ((1000, HALF), (4608, HALF), (40, SINGLE))
     ),
     prints={
-        "Timing needs a GPU": 6,
+        "Timing needs a GPU": 7,
         "chunks of 4: True": 1,
         "each element of y, dx, dw and db is right": 2,
         "right: False": 1,
@@ -700,6 +700,7 @@ def test_every_line_of_the_figures_measures_what_it_says():
         page.bench_lanes_backward,
         page.bench_forward,
         page.bench_backward,
+        page.bench_early,
         page.bench_warps_forward,
         page.bench_warps_backward,
     ):
