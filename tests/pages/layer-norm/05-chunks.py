@@ -138,7 +138,7 @@ def lanes_forward(figure):
     yield f"It reaches {of.share('tile', 4608)}% of a copy, because masked"
     yield (
         "have 10% idle, and reach "
-        f"{of.share('triton', 4608)}%. It is the same."
+        f"{of.share('triton', 4608)}%. They are equally fast."
     )
 
 
@@ -168,6 +168,16 @@ def lanes_backward(figure):
         "have the same number of lanes."
     )
     yield f"We have not looked into the {100 * (e - 1):.0f}% at 2560 columns."
+    # Without loads ahead chunks are hardly better than the tile.
+    wide = of.at(8704, 10240)
+    for N in (8704, 10240):
+        assert abs(of.ratio("one stage", "tile", N) - 1) <= 0.05, N
+    alone, tile = wide.shares("one stage"), wide.shares("tile")
+    yield (
+        f"With a single stage chunks reach {alone[0]}% and {alone[1]}% of the "
+        "copy at 8704 and 10240 columns, which is close to the "
+        f"{tile[0]}% and {tile[1]}% of the tile."
+    )
     both = of.at(4608, 8704)
     tile, chunks = both.shares("tile"), both.shares("triton")
     yield f"It reaches {tile[0]}% and {tile[1]}% of the copy."
@@ -229,7 +239,31 @@ def why_backward(figure):
     of = figure("layer-norm-chunks-backward", CARD)
     ours = of.shares("triton")
     assert all(a < b for a, b in pairwise(ours))
-    yield f"where rows are narrow: at 1024 columns we reach {ours[0]}%."
+    yield (
+        f"At 1024 columns we reach {ours[0]}%, because the whole pass takes "
+        f"only {of.us('triton', 1024, 3)} µs there."
+    )
+    # What we lose is on a straight line: as much as the sums, and the same at
+    # each width.
+    lost = {
+        N: of.us("triton", N, 3) - of.us("copy", N, 3)
+        for N in of.medians["triton"]
+    }
+    each = rounded((lost[10240] - lost[1024]) / 9, ".2f")
+    same = lost[1024] - each
+    for N, time in lost.items():
+        assert abs(same + each * N / 1024 - time) <= 0.5, N
+    of_sums = rounded(
+        2 * 132 * 2 * 4 * 1024 / of.median("copy", 10240) / 1e3, ".2f"
+    )
+    assert abs(each / of_sums - 1) <= 0.2
+    yield (
+        f"At 1024 columns we take {lost[1024]} µs longer, at 4608 columns "
+        f"{lost[4608]} µs, and at 10240 columns {lost[10240]} µs. All six "
+        f"widths lie on a straight line: {same} µs, and {each} µs more for "
+        "each 1024 columns."
+    )
+    yield f"1.1 MB, twice, which take {of_sums} µs at the speed of the copy."
     # Less than five matrices explain.
     most = of.shares("torch").most
     assert most < 60
@@ -238,6 +272,31 @@ def why_backward(figure):
     ours, pytorch = both.shares("triton"), both.shares("torch")
     yield f"rows and stages, reaches {ours[0]}% and {ours[1]}%."
     yield f"moves five matrices, and reaches {pytorch[0]}% and {pytorch[1]}%."
+
+
+def early_start(figure):
+    """What the early start of the second kernel is worth."""
+    of = figure("layer-norm-chunks-early", CARD)
+    alone = "one by one"
+    gains = {
+        N: of.us(alone, N, 3) - of.us("triton", N, 3)
+        for N in of.medians["triton"]
+    }
+    # "About the same time at each width."
+    assert min(gains.values()) > 0.3
+    assert max(gains.values()) - min(gains.values()) <= 1
+    a, b, c = gains.values()
+    yield (
+        f"On the H100 the pass takes {of.us('triton', 1024, 3)} µs at 1024 "
+        f"columns with the early start, and {of.us(alone, 1024, 3)} µs "
+        f"without it. The early start gains {a} µs there, {b} µs at 4608 "
+        f"columns and {c} µs at 10240."
+    )
+    ours, theirs = of.shares("triton"), of.shares(alone)
+    yield (
+        f"we reach {ours[0]}% of the copy in place of {theirs[0]}% at 1024 "
+        f"columns, and {ours[2]}% in place of {theirs[2]}% at 10240."
+    )
 
 
 def other_warps(figure):
@@ -301,16 +360,16 @@ def CLAIMS(figure):
     yield from against_pytorch(figure, "backward", "the copy")
     yield from torch_compile(figure)
     yield from why_backward(figure)
+    yield from early_start(figure)
     yield from other_warps(figure)
 
 
 # Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
     "3584 of them, or 44%": "3584 / 8192",
-    "which is 10% of all lanes": "512 / 5120",
+    "That is 512 lanes, or 10%": "512 / 5120",
     "has 44% of its lanes idle": "3584 / 8192",
     "have 10% idle": "512 / 5120",
-    "the matrices have 25 MB": "3 matrices of 4096 * 1024 numbers of 2 bytes",
     "1.1 MB, twice": "132 * 2 * 1024 * 4 bytes",
     "60% of the copy": "3 matrices of 5",
 }
@@ -500,14 +559,17 @@ def test_tiny_rows(load):
     tiny_rows(load)
 
 
-def one_pass(page, M, N, dtype, mode, rule, more=None, times=None):
+def one_pass(
+    page, M, N, dtype, mode, rule, more=None, times=None, vectors=True
+):
     """The kernels of one pass with a plan of the page."""
     rule = getattr(page, rule)
     sizes = (N,) if times is None else (N, dtype.itemsize, times)
     plan = rule(*sizes) | (more or {})  # without times it is made by hand
     dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
     if mode == "forward":
-        page.forward(x, dy[0], dy[1], 1e-5, plan)
+        w, b = (dy[0], dy[1]) if vectors else (None, None)
+        page.forward(x, w, b, 1e-5, plan)
         return
     mean, rstd = torch.empty(2, M, device=page.DEVICE)
     dx = torch.empty_like(x)
@@ -607,28 +669,41 @@ def test_what_the_page_says_of_other_warps(launches):
     assert all(of.registers <= 128 for (_, t), of in built.items() if t == 2)
 
 
-def test_what_the_page_says_of_registers_forward(launches):
+def programs_of_an_sm(built):
+    each = -(-built.registers // 8) * 8  # a thread gets a multiple of 8
+    return 65536 // (each * 32 * built.num_warps)
+
+
+def test_what_the_page_says_of_registers_forward(page, launches):
     """How many programs fit, with the limit and without."""
-    without = {"more": {"maxnreg": 255}}
+    # N, and the limit, or None: that of the plan -> registers of a thread,
+    # programs of an SM, bytes that a thread spills.
     said = {
-        (8704, False): (79, 3),
-        (8704, True): (64, 4),
-        (15872, False): (127, 2),
-        (15872, True): (80, 3),
-        (9984, True): (64, 4),
+        (8704, 255): (79, 3, 0),
+        (8704, None): (64, 4, 0),
+        (9984, None): (64, 4, 0),
+        (15872, 255): (127, 2, 0),
+        (15872, 64): (64, 4, 120),
+        (15872, None): (80, 3, 8),
+        (16392, 255): (80, 1, 0),
+        (16392, None): (64, 2, 0),
+        (24584, 64): (64, 2, 80),
     }
     found = launches(
         calls(
-            ({"N": N} | ({} if limited else without) for N, limited in said),
+            (
+                {"N": N, "more": {"maxnreg": limit} if limit else None}
+                for N, limit in said
+            ),
             mode="forward",
             rule="plan_forward",
             times=1,
         )
     )
     for (key, expected), (built,) in zip(said.items(), found, strict=True):
-        each = -(-built.registers // 8) * 8  # a thread gets a multiple of 8
-        fit = 65536 // (each * 32 * built.num_warps)
-        assert (built.registers, fit) == expected, key
+        fit = programs_of_an_sm(built)
+        assert (built.registers, fit, built.spills) == expected, key
+    assert "maxnreg" not in page.plan_forward(24584, 2)
     half, twice = launches(
         calls(
             ({"times": 0.5}, {"times": 2}),
@@ -646,18 +721,19 @@ def loads(built):
 
 
 def test_what_the_page_says_of_loads_forward(launches):
-    """At 4608 columns, of x alone: w and b are loaded as often."""
-    plan = {"ROWS": 1, "num_warps": 4, "HINT": ""}
-    found = launches(
-        calls(
-            ({"more": plan | {"CHUNK": chunk}} for chunk in (8192, 1024)),
-            N=4608,
-            mode="forward",
-            rule="plan_forward",
-            times=1,
-        )
-    )
-    assert [len(loads(built)) for (built,) in found] == [3 * 8, 3 * 5]
+    """In a tile and in chunks: at 4608 columns loads, at 6656 registers."""
+
+    def built(N, **vectors):
+        plan = {"ROWS": 1, "num_warps": 4, "HINT": ""}
+        plans = ({"more": plan | {"CHUNK": chunk}} for chunk in (8192, 1024))
+        same = {"mode": "forward", "rule": "plan_forward", "times": 1}
+        found = launches(calls(plans, N=N, **same, **vectors))
+        return [kernel for (kernel,) in found]
+
+    assert [len(loads(of)) for of in built(4608, vectors=False)] == [8, 5]
+    tile, chunks = built(6656, vectors=False)
+    assert (tile.registers, chunks.registers) == (74, 72)
+    assert [*map(programs_of_an_sm, (tile, chunks))] == [6, 7]
 
 
 def test_why_w_has_as_many_rows_as_the_tile(launches):
