@@ -1430,20 +1430,20 @@ report(bench_backward)
 # 9.4 µs. All six widths lie on a straight line: 2.7 µs, and 0.67 µs more for
 # each 1024 columns.
 #
-# - The part that grows has the size of the buffers. For 1024 columns, 132
-#   programs write two sums of 4 bytes for each column, and the second kernel
-#   reads them. That is 1.1 MB, twice, which take 0.73 µs at the speed of the
-#   copy.
+# - The part that grows is about what the buffers take. For each 1024 columns,
+#   132 programs write two sums of 4 bytes for each column, and the second
+#   kernel reads them. That is 1.1 MB, twice, which take 0.73 µs at the speed
+#   of the copy.
 # - The other part is the same at each width. The second kernel starts and
-#   ends, and before that, each program waits for its first rows and stores
-#   sums at its end, while it has nothing else to do.
+#   ends, and at the end of the first one some SMs are done while others still
+#   have a row. We have not measured how long each of these takes.
 #
 # So we are further behind the copy where rows are narrow. At 1024 columns we
 # reach 75%, because the whole pass takes only 13.4 µs there.
 #
 # **What follows.**
-# What is left to gain is mostly in the start and in the end of the two
-# kernels. One of these moments we have tried to hide.
+# To come closer to the copy, a kernel would have to write fewer sums, or lose
+# less time between the two kernels. We have already tried the second.
 #
 #
 # What is the early start worth?
