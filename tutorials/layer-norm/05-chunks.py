@@ -26,9 +26,9 @@ it at widths that it was not made from, and build the function to train with.
 - How to start a second kernel before the first one has ended.
 
 **What you need:** `Layer normalization, both passes <01-layer-norm.html>`_ for
-the formulas, `Weight gradients <02-summing-rows.html>`_ for the buffers that a
-second kernel adds up, and `Loads in flight <04-loads-in-flight.html>`_ for
-stages. You don't need a GPU.
+the formulas, `Who adds up the rows? <02-summing-rows.html>`_ for the buffers
+that a second kernel adds up, and `Loads in flight <04-loads-in-flight.html>`_
+for stages. You don't need a GPU.
 """
 
 # %%
@@ -702,14 +702,15 @@ def _layer_norm_bwd_chunks(
 # A second kernel that starts early
 # ---------------------------------
 #
-# As in `Weight gradients <02-summing-rows.html>`_, a second kernel adds up the
-# buffers of all programs.
+# As in `Who adds up the rows? <02-summing-rows.html>`_, a second kernel adds up
+# the buffers of all programs.
 # Usually a kernel starts when the one before it has ended, and starting takes
 # a moment in which the GPU has nothing to do. Can it start earlier?
 #
-# Since the H100 it can, by *programmatic dependent launch*. When each program
-# of the first kernel has called ``gdc_launch_dependents``, or has ended, the
-# programs of the second one can start, wherever there is room.
+# On the H100 and later GPUs it can. This is called *programmatic dependent
+# launch*. When each program of the first kernel has called
+# ``gdc_launch_dependents``, or has ended, the programs of the second one can
+# start, wherever there is room.
 # They do what they can do without the buffers. Then they call ``gdc_wait``,
 # which waits until the first kernel has ended and the second one can see all
 # that it stored. Without this line they would read buffers that have not been
@@ -935,14 +936,15 @@ report(bench_lanes_backward)
 #   as many, so that more bytes are in flight before the program waits for its
 #   sums.
 # - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
-# - **Registers.** An SM has 65536, and a thread gets a multiple of 8. At 8704
-#   columns the compiler takes 79 for each thread, and three programs of 256
-#   threads fit. With ``maxnreg=64`` we allow 64, and four fit. At 15872
+# - **Registers.** Where a row has 16 to 48 KB, we limit them so that one
+#   program more fits on an SM, which has 65536. A thread gets a multiple of 8.
+#   At 8704 columns the compiler takes 79 for each thread, and three programs
+#   of 256 threads fit. With ``maxnreg=64`` we allow 64, and four fit. At 15872
 #   columns it would take 127, and two would fit. There a limit of 64 would
-#   make a thread spill 120 bytes. With 80 it spills 8, and three fit. From
-#   16392 columns on a program has 16 warps, of which a single one would fit
-#   with 80 registers; with 64 there are two. Beyond 24576 columns 64 would
-#   spill 80 bytes, so there is no limit.
+#   make a thread spill 120 bytes. With 80 it spills 8, and three fit. At 16392
+#   columns a program has 16 warps, and with the 80 registers that the compiler
+#   takes, a single program would fit. With 64 two fit. Beyond 24576 columns a
+#   limit of 64 would make a thread spill 80 bytes, so we set none.
 #
 # The lanes follow from the hardware, and for the registers we only have to
 # compile. The limits of 2, 3 and 6 KB we had to measure: they are where one
