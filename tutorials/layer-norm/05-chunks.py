@@ -702,8 +702,8 @@ def _layer_norm_bwd_chunks(
 # A second kernel that starts early
 # ---------------------------------
 #
-# As in `Who adds up the rows? <02-summing-rows.html>`_, a second kernel adds up
-# the buffers of all programs.
+# As on the page `Who adds up the rows? <02-summing-rows.html>`_, a second
+# kernel adds up the buffers of all programs.
 # Usually a kernel starts when the one before it has ended, and starting takes
 # a moment in which the GPU has nothing to do. Can it start earlier?
 #
