@@ -977,11 +977,9 @@ def plan_forward(N, itemsize, times=1):
     plan["HINT"] = ""
     if row <= 6144:
         plan["HINT"] = "evict_first"
-    # A limit of registers, so that one program more fits on an SM.
-    if CUDA and 16384 < row <= 49152:
+    # A limit of registers, so that two programs of 16 warps fit on an SM.
+    if CUDA and 40960 < row <= 49152:
         plan["maxnreg"] = 64
-    if CUDA and 20480 < row <= 32768:
-        plan["maxnreg"] = 80
     return plan
 
 
@@ -989,7 +987,7 @@ def plan_forward(N, itemsize, times=1):
 # Here are its plans for rows in 16 bits.
 
 print("columns  rows  chunks  warps  registers")
-for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 15872, 24576):
+for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 16384, 20480, 24576):
     plan = plan_forward(N, itemsize=2)
     chunks = triton.cdiv(N, plan["CHUNK"])
     chunks = f"{chunks} × {plan['CHUNK']}"
