@@ -23,7 +23,8 @@ it at widths that it was not made from, and build the function to train with.
 - How to compute the registers that a kernel needs before you compile it.
 - How to choose chunks, warps, stages and a limit of registers by a formula,
   without autotuning, and how to test such a formula.
-- How to start a second kernel before the first one has ended.
+- How to start a second kernel before the first one has ended, and what that
+  is worth here.
 
 **What you need:** `Layer normalization, both passes <01-layer-norm.html>`_ for
 the formulas, `Who adds up the rows? <02-summing-rows.html>`_ for the buffers
@@ -891,9 +892,11 @@ report(bench_lanes_backward)
 # the tile would spill 360 bytes at 8704 columns, and one of the chunks spills
 # 8 bytes. So the tile must do without loads ahead, and while it computes,
 # nothing is in flight.
-# The third line shows what that alone costs. With a single stage chunks reach
-# NN% and NN% of the copy at 8704 and 10240 columns, which is close to the 76%
-# and 81% of the tile.
+# The third line shows what that alone costs. With a single stage, chunks reach
+# NN% of the copy at 8704 columns and NN% at 10240, where the tile reaches 76%
+# and 81%. So most of the difference is due to the loads ahead. The rest may be
+# the work of idle lanes, which is not hidden where nothing is in flight
+# meanwhile.
 #
 # At 4608 columns registers are no reason: the compiled kernels take 177 of
 # them with a tile, and 176 with chunks. (Our count was 112 and 84. It is what
@@ -936,17 +939,17 @@ report(bench_lanes_backward)
 #   as many, so that more bytes are in flight before the program waits for its
 #   sums.
 # - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
-# - **Registers.** Where a row has 16 to 48 KB, we limit them so that one
-#   program more fits on an SM, which has 65536. A thread gets a multiple of 8.
-#   At 8704 columns the compiler takes 79 for each thread, and three programs
-#   of 256 threads fit. With ``maxnreg=64`` we allow 64, and four fit. At 15872
-#   columns it would take 127, and two would fit. There a limit of 64 would
-#   make a thread spill 120 bytes. With 80 it spills 8, and three fit. At 16392
-#   columns a program has 16 warps, and with the 80 registers that the compiler
-#   takes, a single program would fit. With 64 two fit. Beyond 24576 columns a
-#   limit of 64 would make a thread spill 80 bytes, so we set none.
+# - **Registers.** An SM has 65536 of them, and a thread gets a multiple of 8.
+#   At 8704 columns the compiler takes 64 for each thread, so four programs of
+#   256 threads fit. At 15872 columns it takes 127, and two fit. Their rows are
+#   62 KB, so a third one would gain little. From 16392 columns on, a program
+#   has 16 warps. Up to 20480 columns the compiler takes 64, and two programs
+#   fit. At 24576 columns it would take 88, and a single one would fit, so
+#   nothing would be in flight while that adds up its row. With ``maxnreg=64``
+#   we allow 64: two fit, and a thread spills 8 bytes. In wider rows a thread
+#   would spill 80 bytes or more, so we set no limit.
 #
-# The lanes follow from the hardware, and for the registers we only have to
+# The lanes follow from the hardware, and to count registers we only have to
 # compile. The limits of 2, 3 and 6 KB we had to measure: they are where one
 # plan became faster than the other when we tried both.
 
@@ -1443,7 +1446,8 @@ report(bench_backward)
 #
 # **What follows.**
 # To come closer to the copy, a kernel would have to write fewer sums, or lose
-# less time between the two kernels. We have already tried the second.
+# less time at the start and at the end of both kernels. The early start was
+# made for the second.
 #
 #
 # What is the early start worth?
@@ -1488,19 +1492,25 @@ report(bench_early)
 
 # %%
 # **What the figure shows.**
-# On the H100 the pass takes NN.N µs at 1024 columns with the early start, and
-# NN.N µs without it. The early start gains N.N µs there, N.N µs at 4608
-# columns and N.N µs at 10240.
+# It is worth hardly anything here. On the H100 the pass takes NN.N µs at 1024
+# columns with the early start, and NN.N µs without it. Over the three widths
+# its speed differs by up to N.N%, which is no more than two measurements of
+# one kernel may differ.
 #
 # **Why.**
-# The programs of the second kernel are ready when the first kernel ends. That
-# saves about the same time at each width, so it matters most where the whole
-# pass is short: we reach NN% of the copy in place of NN% at 1024 columns, and
-# NN% in place of NN% at 10240.
+# We know only a part of it. At 10240 columns there is no room for the second
+# kernel: a program of the first one has 256 threads with 254 registers each,
+# and they take all registers of an SM. So nothing can start before a program
+# of the first kernel has ended.
+# At 1024 and 4608 columns there is room, and the early start gains nothing
+# either. Our clock replays a CUDA graph, so the GPU knows beforehand which
+# kernel comes next. Where the host launches one kernel after the other, it may
+# be worth more; we have not measured that.
 #
 # **What follows.**
-# The early start costs two lines in the kernels and an option of a launch. Use
-# it where a short kernel needs the results of the one before it.
+# The early start takes two lines in the kernels and an option of the launch.
+# It costs no time, so we keep it. But measure such a trick in your own program
+# before you count on it.
 #
 # Is the formula any good?
 # ------------------------
@@ -1597,7 +1607,8 @@ report(bench_warps_backward)
 # the warps reach 45% to 90%, and twice the warps reach 81% to 97%. Here the
 # formula loses: twice the warps are 1% faster at 3328 columns, which is about
 # what measurements of one kernel differ, and 3% at 5888. At the other two
-# widths they are not faster, and half the warps are slower at all four.
+# widths they are not faster. Half the warps are slower at the first three
+# widths.
 # Backward, it reaches 73% to 90%, half the warps reach 71%, 85%, 66% and 5%
 # at the four widths, and twice the warps reach 25%, 38%, 44% and 74%. None of
 # them is faster than the formula.
@@ -1623,13 +1634,13 @@ report(bench_warps_backward)
 # there are three stages. There, twice the warps lose least.
 #
 # **And forward?**
-# At 9984 columns half the warps have 80 columns of ``x`` for each thread. They
-# take 40 of the 64 registers that we allow. A thread spills 288 bytes, and
-# half the warps are slower by a factor of 2.1. Twice the warps have two
-# programs of 16 warps on an SM, where the formula has four of 8 warps. So
-# there are fewer rows on their way, and more warps that wait for each other in
-# each sum. They are 4% slower there. We do not know why they are faster at
-# 5888 columns.
+# There, a thread keeps only ``x``, so with half the warps nothing is spilled
+# either. At 9984 columns a thread has 127 registers then, and 64 with the
+# formula, but it is four programs that fit on an SM in both cases, and their
+# rows are 80 KB. Half the warps reach NN% there, and the formula NN%.
+# Twice the warps have two programs of 16 warps on an SM. Their rows are only
+# 40 KB, and more warps wait for each other in each sum. They are N% slower
+# there. We do not know why they are faster at 5888 columns.
 #
 # **What follows.**
 # Count registers before you choose warps: the count shows where a plan becomes

@@ -101,8 +101,8 @@ KERNELS = Kernels(
             },
             kernels={
                 "_layer_norm_fwd_chunks": {
-                    # Held to registers with which one program more fits.
-                    "spills": {16384: 8, 24576: 8},
+                    # Held to registers with which a second program fits.
+                    "spills": {24576: 8},
                 },
             },
         ),
@@ -168,15 +168,16 @@ def lanes_backward(figure):
         "have the same number of lanes."
     )
     yield f"We have not looked into the {100 * (e - 1):.0f}% at 2560 columns."
-    # Without loads ahead chunks are hardly better than the tile.
+    # Most of the difference is due to loads ahead, not all.
     wide = of.at(8704, 10240)
     for N in (8704, 10240):
-        assert abs(of.ratio("one stage", "tile", N) - 1) <= 0.05, N
+        gain = of.ratio("triton", "one stage", N) - 1
+        assert 0 < of.ratio("one stage", "tile", N) - 1 < gain, N
     alone, tile = wide.shares("one stage"), wide.shares("tile")
     yield (
-        f"With a single stage chunks reach {alone[0]}% and {alone[1]}% of the "
-        "copy at 8704 and 10240 columns, which is close to the "
-        f"{tile[0]}% and {tile[1]}% of the tile."
+        f"With a single stage, chunks reach {alone[0]}% of the copy at 8704 "
+        f"columns and {alone[1]}% at 10240, where the tile reaches {tile[0]}% "
+        f"and {tile[1]}%."
     )
     both = of.at(4608, 8704)
     tile, chunks = both.shares("tile"), both.shares("triton")
@@ -278,24 +279,14 @@ def early_start(figure):
     """What the early start of the second kernel is worth."""
     of = figure("layer-norm-chunks-early", CARD)
     alone = "one by one"
-    gains = {
-        N: of.us(alone, N, 3) - of.us("triton", N, 3)
-        for N in of.medians["triton"]
-    }
-    # "About the same time at each width."
-    assert min(gains.values()) > 0.3
-    assert max(gains.values()) - min(gains.values()) <= 1
-    a, b, c = gains.values()
+    apart = max(abs(100 * (each - 1)) for each in of.ratios("triton", alone))
+    # "No more than two measurements of one kernel."
+    assert apart <= 1.5
     yield (
         f"On the H100 the pass takes {of.us('triton', 1024, 3)} µs at 1024 "
         f"columns with the early start, and {of.us(alone, 1024, 3)} µs "
-        f"without it. The early start gains {a} µs there, {b} µs at 4608 "
-        f"columns and {c} µs at 10240."
-    )
-    ours, theirs = of.shares("triton"), of.shares(alone)
-    yield (
-        f"we reach {ours[0]}% of the copy in place of {theirs[0]}% at 1024 "
-        f"columns, and {ours[2]}% in place of {theirs[2]}% at 10240."
+        "without it. Over the three widths its speed differs by up to "
+        f"{apart:.1f}%,"
     )
 
 
@@ -305,9 +296,9 @@ def other_warps(figure):
     backward = figure("layer-norm-chunks-warps-backward", CARD)
     half, twice = "half the warps", "twice the warps"
 
-    # Half the warps win at no width.
-    for of in (forward, backward):
-        assert of.ratios("triton", half).least > 1
+    # Half the warps win at no width, but for the last one forward.
+    assert backward.ratios("triton", half).least > 1
+    assert forward.at(1280, 3328, 5888).ratios("triton", half).least > 1
     ours, less, more = (
         from_to(forward.shares(each)) for each in ("triton", half, twice)
     )
@@ -345,9 +336,10 @@ def other_warps(figure):
         f"{slower:.0f}."
     )
 
-    slower = forward.ratio("triton", half, 9984)
-    assert slower >= 1.15
-    yield f"and half the warps are slower by a factor of {slower}."
+    yield (
+        f"Half the warps reach {forward.share(half, 9984)}% there, and the "
+        f"formula {forward.share('triton', 9984)}%."
+    )
     lost = 100 * (1 - forward.ratio(twice, "triton", 9984))
     assert lost >= 2
     yield f"They are {lost:.0f}% slower there."
@@ -628,6 +620,7 @@ def test_what_the_page_says_of_spills(launches):
         (4608, "plan_of_one_tile", 3): (177, 0),
         (8704, "plan_by_hand", 3): (255, 8),
         (8704, "plan_of_one_tile", 3): (255, 360),
+        (10240, "plan_by_hand", 3): (254, 0),
     }
     found = launches(
         calls(
@@ -674,46 +667,45 @@ def programs_of_an_sm(built):
     return 65536 // (each * 32 * built.num_warps)
 
 
+LIMIT = "if CUDA and 40960 < row <= 49152:"
+NO_LIMIT = ((LIMIT, "if False:"),)
+HIGHER = ((LIMIT, "if CUDA:"),)
+
+
 def test_what_the_page_says_of_registers_forward(page, launches):
     """How many programs fit, with the limit and without."""
-    # N, and the limit, or None: that of the plan -> registers of a thread,
-    # programs of an SM, bytes that a thread spills.
+    from compiled.aot import Call
+
+    # N, times the warps, edit -> registers, programs of an SM, spills.
     said = {
-        (8704, 255): (79, 3, 0),
-        (8704, None): (64, 4, 0),
-        (9984, None): (64, 4, 0),
-        (15872, 255): (127, 2, 0),
-        (15872, 64): (64, 4, 120),
-        (15872, None): (80, 3, 8),
-        (16392, 255): (80, 1, 0),
-        (16392, None): (64, 2, 0),
-        (24584, 64): (64, 2, 80),
+        (8704, 1, ()): (64, 4, 0),
+        (9984, 1, ()): (64, 4, 0),
+        (9984, 0.5, ()): (127, 4, 0),
+        (9984, 2, ()): (61, 2, 0),
+        (15872, 1, ()): (127, 2, 0),
+        (16392, 1, ()): (64, 2, 0),
+        (20480, 1, ()): (64, 2, 0),
+        (24576, 1, ()): (64, 2, 8),
+        (24576, 1, NO_LIMIT): (88, 1, 0),
+        (24584, 1, HIGHER): (64, 2, 80),
     }
+    same = {"M": 4096, "dtype": "float16", "mode": "forward"}
     found = launches(
-        calls(
-            (
-                {"N": N, "more": {"maxnreg": limit} if limit else None}
-                for N, limit in said
-            ),
-            mode="forward",
-            rule="plan_forward",
-            times=1,
+        Call(
+            PAGE.name,
+            one_pass,
+            same | {"N": N, "rule": "plan_forward", "times": times},
+            replace=edit,
         )
+        for N, times, edit in said
     )
     for (key, expected), (built,) in zip(said.items(), found, strict=True):
         fit = programs_of_an_sm(built)
         assert (built.registers, fit, built.spills) == expected, key
-    assert "maxnreg" not in page.plan_forward(24584, 2)
-    half, twice = launches(
-        calls(
-            ({"times": 0.5}, {"times": 2}),
-            mode="forward",
-            rule="plan_forward",
-            N=9984,
-        )
-    )
-    assert half[0].spills == 288
-    assert 65536 // (64 * 32 * twice[0].num_warps) == 2
+    assert page.plan_forward(20480, 2).keys() == {
+        "ROWS", "CHUNK", "HINT", "num_warps"
+    }  # fmt: skip
+    assert page.plan_forward(9984, 2, times=2)["num_warps"] == 16
 
 
 def loads(built):
