@@ -999,16 +999,134 @@ def _layer_norm_bwd_means(
 # How many warps does an unrolled loop want?
 # ------------------------------------------
 #
-# RULE-SECTION
+# The compiler knows ``N``, so it knows how often the loop over tiles runs.
+# If that is not often, it *unrolls* the loop: it writes the iterations one
+# after the other. Then it can move loads of later tiles to the front, so that
+# more bytes are in flight. The price is registers, because each load needs a
+# place to put its result.
+#
+# A tile has 8 KB, or 4096 columns in 16 bits. The table has the registers of a
+# thread, with 8 warps and with 16, as they are compiled for an H100. An SM has
+# room for 64 warps and 65536 registers.
+
+REGISTERS = {
+    # columns: 8 warps, 16 warps
+    8192: (72, 40),
+    12288: (64, 56),
+    16384: (72, 64),
+    20480: (80, 72),
+    24576: (80, 88),
+    28672: (80, 96),
+    32768: (80, 112),
+    49152: (80, 64),
+    65536: (80, 64),
+}
+
+print(
+    "columns  tiles  warps of a program: registers, programs on an SM, warps"
+)
+for N, registers_of_a_thread in REGISTERS.items():
+    line = f"{N:7}{triton.cdiv(N, 4096):7}"
+    for warps, registers in zip((8, 16), registers_of_a_thread, strict=True):
+        programs = min(64 // warps, 65536 // (32 * warps * registers))
+        line += f"  {warps:6}: {registers:3}, {programs}, {programs * warps}"
+    print(line)
+
+# %%
+# Up to 8 tiles, which is 32768 columns, a program of 16 warps takes more
+# registers with each tile. From 20480 columns on, only one program fits on an
+# SM. While its warps add up their lanes at the end of a row, they load
+# nothing, and nobody else is there to do it.
+# Above 8 tiles the compiler does not unroll the whole loop, and two programs
+# fit again.
+#
+# With 8 warps a program is half as large, and two or more of them fit at every
+# width. So our rule takes the number with which more warps are on an SM, and
+# 8 if it is equal, because more programs overlap better.
 
 
 def plan_means(N, itemsize):
     """Lanes of a tile of the first kernel, and warps of a program."""
     block = min(8192 // itemsize, triton.next_power_of_2(N))
+    tiles = triton.cdiv(N, block)
+    if tiles == 3 or 5 <= tiles <= 8:
+        return block, 8
     return block, 16
 
 
+def means_of_rows(dy, x, w, mean, rstd, warps=None):
+    """c1 and c2 of each row, as a (2, M) tensor; warps: not by the rule."""
+    M, N = x.shape
+    c = torch.empty(2, M, dtype=mean.dtype, device=x.device)
+    block, warps_by_rule = plan_means(N, x.itemsize)
+    if warps is None:
+        warps = warps_by_rule
+    _layer_norm_bwd_means[(M,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        c_ptr=c,
+        M=M,
+        N=N,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return c
+
+
 # %%
+
+# Scaffold: the first backward kernel with 8 and 16 warps, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[8192, 12288, 16384, 20480, 24576, 32768, 49152, 65536],
+        line_arg="provider",
+        line_vals=["triton", "8 warps", "16 warps"],
+        line_names=["The rule", "8 warps", "16 warps"],
+        ylabel="µs",
+        plot_name="layer-norm-two-sweeps-means",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_means(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. The first kernel of the backward pass alone."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    warps = {"triton": None, "8 warps": 8, "16 warps": 16}[provider]
+
+    def prepare():
+        x, w, b, dy = (t.detach() for t in inputs(M, N, dtype))
+        _, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
+        return lambda: means_of_rows(dy, x, w, mean, rstd, warps)
+
+    return device_time(prepare)
+
+
+# %%
+
+times = bench_means.run(show_plots=ON_GPU, return_df=True)
+times = times.astype({"N": int}).set_index("N")
+if times.notna().all(axis=None):  # it was measured
+    print("µs of 8 warps, and of 16")
+    print(times.iloc[:, 1:].to_string(float_format="%.0f"))
+
+# %%
+# **What the figure shows.**
+# MEANS-FIGURE
+#
+# **Why.**
+# MEANS-WHY
+#
+# **What follows.**
+# MEANS-FOLLOWS
+#
 # Backward: slices
 # ----------------
 #
@@ -1094,32 +1212,13 @@ def _layer_norm_bwd_slices(
 
 
 # %%
-# The launch of both kernels. Two programs of the second one run on each SM,
-# and each has two tiles of 16 KB requested ahead: 64 KB in flight, which
-# `Loads in flight <04-loads-in-flight.html>`_ has found to be enough.
+# How many programs should run? We take two on each SM. Each of them has two
+# tiles requested ahead, of 8 KB of ``x`` and 8 KB of ``dy``. That is 64 KB in
+# flight on an SM, which `Loads in flight <04-loads-in-flight.html>`_ has found
+# to be enough.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
-
-
-def means_of_rows(dy, x, w, mean, rstd, warps=None):
-    """c1 and c2 of each row, as a (2, M) tensor."""
-    M, N = x.shape
-    c = torch.empty(2, M, dtype=mean.dtype, device=x.device)
-    block, warps_by_rule = plan_means(N, x.itemsize)
-    _layer_norm_bwd_means[(M,)](
-        dy_ptr=dy,
-        x_ptr=x,
-        w_ptr=w,
-        mean_ptr=mean,
-        rstd_ptr=rstd,
-        c_ptr=c,
-        M=M,
-        N=N,
-        BLOCK=block,
-        num_warps=warps or warps_by_rule,
-    )
-    return c
 
 
 def backward(dy, x, w, mean, rstd, wanted):

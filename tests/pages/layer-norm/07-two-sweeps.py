@@ -22,7 +22,7 @@ def also(page, M, N, dtype):
     for reads in (1, 2):  # the ceiling
         page._move[(M,)](x, x, M * N // 2, reads, 1, BLOCK_SIZE=4096)
     mean = torch.empty(M, device=page.DEVICE)
-    for warps in (8, 16):
+    for warps in (8, 16):  # without the rule
         page.means_of_rows(dy, x, w, mean, mean, warps)
 
 
@@ -40,8 +40,21 @@ KERNELS = Kernels(
     N=[32768, 65536],
     dtype="float16",
     sizes={
-        "float16": [8192, 16384, 32768, 49152, 65536, 100000, 131072, 1048576],
-        "bfloat16": [32768, 65536],
+        "float16": [
+            8192,
+            12288,
+            16384,
+            20480,
+            24576,
+            28672,
+            32768,
+            49152,
+            65536,
+            100000,
+            131072,
+            1048576,
+        ],
+        "bfloat16": [24576, 32768, 65536],
         "float32": [8192, 32768, 65536],
     },
     kernels={
@@ -65,6 +78,7 @@ KERNELS = Kernels(
             ],
             narrow_loads=2,  # mean and rstd
             narrow_stores=2,  # c1 and c2
+            spills={24576: 8},  # two registers, with 8 warps
         ),
         "_layer_norm_bwd_slices": Kernel(
             look="""
@@ -298,3 +312,107 @@ def test_a_masked_lane_is_shifted_too():
     with_zeros = ("other=first) - first", "other=0) - first")
     page = PAGE.load(edits=[with_zeros])
     assert not page.exercise_1(page._rstd_shifted)
+
+
+def means(page, M, N, dtype, warps):
+    """The first kernel of the backward pass."""
+    dy, x = torch.empty(2, M, N, dtype=dtype, device=page.DEVICE)
+    mean = torch.empty(M, device=page.DEVICE)
+    page.means_of_rows(dy, x, dy[0], mean, mean, warps)
+
+
+def forward(page, M, N, dtype):
+    x = torch.empty(M, N, dtype=dtype, device=page.DEVICE)
+    page.forward(x, x[0], x[0], 1e-5)
+
+
+def on_an_sm(registers, warps):
+    """Programs of so many warps, and their warps."""
+    registers = -(-registers // 8) * 8
+    programs = min(64 // warps, 65536 // (32 * warps * registers))
+    return programs * warps, programs
+
+
+def calls(run, values):
+    from compiled.aot import Call
+
+    same = {"M": 4096, "dtype": "float16"}
+    return [Call(PAGE.name, run, same | each) for each in values]
+
+
+def test_what_the_page_says_of_registers(unedited, launches):
+    """Of the first kernel of the backward pass; and the rule takes the warps
+    of which more are on an SM."""
+    said = {
+        (N, warps): registers
+        for N, both in unedited.REGISTERS.items()
+        for warps, registers in zip((8, 16), both, strict=True)
+    }
+    found = launches(
+        calls(means, ({"N": N, "warps": warps} for N, warps in said))
+    )
+    built = {key: of[0] for key, of in zip(said, found, strict=True)}
+    assert said == {
+        key: -(-of.registers // 8) * 8 for key, of in built.items()
+    }
+    for N in unedited.REGISTERS:
+        best = max((8, 16), key=lambda warps: on_an_sm(said[N, warps], warps))
+        assert unedited.plan_means(N, 2) == (4096, best)
+        # "With 8 warps, two or more of them fit at every width."
+        assert on_an_sm(said[N, 8], 8)[1] >= 2
+        # "From 20480 columns on, only one program fits", up to 8 tiles.
+        one = on_an_sm(said[N, 16], 16)[1] == 1
+        assert one == (20480 <= N <= 32768)
+
+
+def test_what_the_page_says_of_programs_forward(unedited, launches):
+    """64 warps on an SM, or a single program for wide rows."""
+    widths = (8192, 12288, 16384, 24576, 32768, 49152, 65536, 131072)
+    found = launches(calls(forward, ({"N": N} for N in widths)))
+    for N, (built,) in zip(widths, found, strict=True):
+        _, warps = unedited.plan_forward(N, 2)
+        programs = 64 // warps if N <= 32768 else 1
+        assert on_an_sm(built.registers, warps)[1] == programs
+        if N <= 65536:
+            assert programs * N * 2 <= 128 * 1024
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    moved = []
+
+    def speed(bytes_moved, prepare):
+        prepare()()
+        moved.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = PAGE.load()
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    page.device_time = lambda prepare: (prepare()(), 1.0, 2.0)
+    for benchmark, matrices in (
+        (page.bench_forward, 2),
+        (page.bench_backward, 3),
+    ):
+        bench = benchmark.benchmarks
+        for provider in bench.line_vals:
+            del moved[:]
+            values = {"M": 5, "N": 24, "provider": provider}
+            assert benchmark.fn(**bench.args | values) == (2, 1, 3)
+            times = 6 if provider == "copy" else 1
+            expected = times * [matrices * 5 * 24 * 2]
+            if provider == "torch.compile":  # both passes, before backward
+                expected = [2 * 5 * 24 * 2, 3 * 5 * 24 * 2]
+                expected = expected if matrices == 2 else []
+            assert moved == expected
+    bench = page.bench_means.benchmarks
+    results = [
+        page.bench_means.fn(
+            **bench.args | {"M": 5, "N": 24, "provider": provider}
+        )[0]
+        for provider in bench.line_vals
+    ]
+    assert all(torch.equal(c, results[0]) for c in results)
