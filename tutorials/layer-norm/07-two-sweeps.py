@@ -121,11 +121,11 @@ for added in (0, 100, 10_000):
 # `Welford's method <https://doi.org/10.1080/00401706.1962.10490022>`_ keeps
 # the mean of the elements so far, and ``m2``, the sum of their squared
 # distances from that mean. Then the next element comes.
-# Here is the row 1, 2, 3, 6 again. Both numbers are 0 at first, and ``d`` is
-# the distance of the new element from the mean before it.
+# Here is the row 1, 2, 3, 6 again. ``d`` is the distance of the new element
+# from the mean before it.
 #
-# - 1 is element number 1, and ``d`` is 1. The mean becomes 1. A single
-#   element is its own mean, so ``m2`` stays 0.
+# - 1 is the first element. A single element is its own mean, so the mean is 1
+#   and ``m2`` is 0.
 # - 2 is number 2, and ``d`` is 1. The mean moves by 1/2, to 1.5, and ``m2``
 #   grows by 1 × 1 × 1/2 to 0.5.
 # - 3 is number 3, and ``d`` is 1.5. The mean moves by 1.5/3, to 2, and ``m2``
@@ -213,9 +213,12 @@ def _welford(
     """Mean of a row, and 1 / its standard deviation."""
     LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
     lanes = tl.arange(0, BLOCK)
-    mean = tl.zeros((BLOCK,), acc)
+
+    # The first element of each lane is the mean of the lane so far.
+    x = tl.load(x_ptr + lanes, mask=lanes < N, eviction_policy=KEEP)
+    mean = tl.where(lanes < N, x.to(acc), 0)
     m2 = tl.zeros((BLOCK,), acc)
-    for i in range(LAST + 1):
+    for i in range(1, LAST + 1):
         cols = i * BLOCK + lanes
         x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
         # A masked lane may hold anything: with a distance of 0 it changes
