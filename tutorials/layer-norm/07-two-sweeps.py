@@ -700,8 +700,8 @@ report(bench_forward)
 # NN% at 131072.
 # Without help for the caches it reaches NN% to NN% up to 65536 columns, and
 # NN% at 131072.
-# The line has a dip at 32768 columns: NN%, between NN% at 24576 columns and NN%
-# at 49152.
+# The line has a dip at 32768 columns: NN%, between NN% at 24576 columns and
+# NN% at 49152.
 # PyTorch reaches NN% to NN% over all widths, and torch.compile reaches NN% to
 # NN%.
 # Forward, ours is NN.N to NN.N times as fast as PyTorch, and NN.N to NN.N
