@@ -256,6 +256,14 @@ def backward_figure(figure):
         f"as PyTorch, and {gains[1].least} to {gains[1].most} times as fast "
         "as torch.compile."
     )
+    chunks = figure(
+        "layer-norm-chunks-backward", CARD, page="layer-norm/05-chunks"
+    ).share("triton", 8192)
+    assert chunks > of.share("triton", 8192)
+    yield (
+        f"At 8192 columns it reaches {chunks}% of the copy on the H100, and "
+        f"we reach {of.share('triton', 8192)}%."
+    )
     yield (
         f"At 8192 columns we reach {of.share('triton', 8192)}%. There the "
         f"whole pass takes only {of.us('triton', 8192, matrices=3):.0f} µs"
