@@ -5,25 +5,50 @@ import re
 import pytest
 import torch
 
-from compiled.declared import Kernel, Kernels
-from conformance import LayerNorm, Mistake, Page, on_gpu, too_wide
+from compiled.declared import Kernel, Kernels, of_page
+from conformance import LayerNorm, Mistake, Page, on_gpu
 from tutorial import source
 
 
+def shared(page, M, N, dtype):
+    """Both passes in shared rows, whatever fits on the GPU."""
+    x, w, b, dy = (t.detach() for t in page.inputs(M, N, dtype))
+    y, mean, rstd = page.forward_shared(x, w, b, 1e-5)
+    page.backward_shared(dy, x, w, mean, rstd)
+
+
+def without_driver(page):
+    """Nobody can be asked for occupancy where kernels are only compiled."""
+    page.places = lambda compiled: 2**20
+
+
 def run(page, M, N, dtype):
-    x, w, b, dy = page.inputs(M, N, dtype)
-    torch.autograd.grad(page.LayerNorm.apply(x, w, b, 1e-5), (x, w, b), dy)
-    page.shared_sums(
-        page._shared_sums, torch.ones(4, 16, device=page.DEVICE), 100, 1
-    )
+    without_driver(page)
+    shared(page, M, N, dtype)
+    page.shared_sums(torch.ones(4, 16, device=page.DEVICE), 100, 1)
 
 
 def also(page, M, N, dtype):
-    page.shared_sums(
-        page._shared_sums, torch.ones(128, 16, device=page.DEVICE)
-    )
-    x, w, b, dy = page.inputs(3, 72, dtype)
-    torch.autograd.grad(page.LayerNorm.apply(x, w, b, 1e-5), (x, w, b), dy)
+    without_driver(page)
+    page.shared_sums(torch.ones(128, 16, device=page.DEVICE))
+    shared(page, 3, 72, dtype)
+    x, w, b, dy = page.inputs(3, 1001, dtype)  # in sweeps
+    y = page.LayerNorm.apply(x, w, b, 1e-5)
+    torch.autograd.grad(y, (x, w, b), dy)
+    out = x.new_empty(4, dtype=torch.float32)
+    for kernel in (page._shared_exponentials, page._shared_exponentials_1):
+        page.together(
+            kernel,
+            programs=4,
+            per_sm=1,
+            warps=4,
+            x_ptr=x.float(),
+            out_ptr=out,
+            words_ptr=page.empty_words(1, 4),
+            LANES=16,
+            SLICES=4,
+        )
+    page._move[(M,)](x, x, M * N // 2, 2, 1, BLOCK_SIZE=4096)  # the ceiling
 
 
 SIZES = {
@@ -49,7 +74,7 @@ KERNELS = Kernels(
             look="""
             A word is stored, then four are awaited: the load of 8 bytes stands
             in a loop of its own.
-            GPUs of AMD get no PTX; this page refuses them.
+            GPUs of AMD get no PTX: there the page takes two sweeps.
             """,
             true=lambda code: [
                 code.amd or code.count("load", 8) == code.count("store", 8) > 0
@@ -93,19 +118,79 @@ KERNELS = Kernels(
             narrow_copies=12,  # mean and rstd
             copies=True,
         ),
+        **of_page(
+            "layer-norm/07-two-sweeps",
+            "_layer_norm_fwd_sweeps",
+            "_layer_norm_bwd_means",
+            "_layer_norm_bwd_slices",
+        ),
     },
 )
 
 
-HALF, SINGLE = torch.float16, torch.float32
-DTYPES = HALF, torch.bfloat16, SINGLE
+HALF, BFLOAT, SINGLE, DOUBLE = LayerNorm.dtypes
+DTYPES = HALF, BFLOAT, SINGLE  # that programs share
 at = LayerNorm.at
 
 
 def three_turns(load):
     page = load()
-    x = torch.ones(4, 16, device=page.DEVICE)
-    page.shared_sums(page._shared_sums, x, 3, 1)
+    page.shared_sums(torch.ones(4, 16, device=page.DEVICE), 3, 1)
+
+
+def tiny_rows(load):
+    """Without eps the cube of rstd is more than float32 holds, and dx is
+    not."""
+    page = load()
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 19, 72, device=page.DEVICE)
+    w = torch.rand(72, device=page.DEVICE)
+    x = 1e-13 * x
+    results = []
+    for function, kind in (
+        (page.layer_norm, SINGLE),
+        (torch.nn.functional.layer_norm, DOUBLE),
+    ):
+        given = [t.to(kind).requires_grad_() for t in (x, w)]
+        y = function(given[0], (72,), given[1], None, 0.0)
+        results.append(torch.autograd.grad(y, given, dy.to(kind)))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+def negative_eps(load):
+    page = load()
+    try:
+        page.layer_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
+
+
+def in_sweeps(page):
+    """Count the calls of both passes in sweeps, and make them all the same."""
+    calls = []
+
+    def counted(function):
+        def call(*arguments, **more):
+            calls.append(function.__name__)
+            return function(*arguments, **more)
+
+        return call
+
+    page.forward_in_sweeps = counted(page.forward_in_sweeps)
+    page.backward_in_sweeps = counted(page.backward_in_sweeps)
+    return calls
+
+
+def no_room(load):
+    """Where programs do not fit, sweeps are taken, and they are right."""
+    page = load()
+    page.together = lambda *arguments, **more: False
+    calls = in_sweeps(page)
+    LayerNorm().run(page.layer_norm, at(5, 72), page.DEVICE)
+    assert len(calls) == 2
 
 
 # Numbers with a unit that nothing has measured, and why they are right.
@@ -117,8 +202,7 @@ FACTS = {
 PAGE = Page(
     __file__,
     LayerNorm(
-        dtypes=DTYPES,  # words hold float32
-        sizes=(
+        sizes=(  # multiples of 8 are shared, others are swept
             ((5,), (40,)),
             ((2, 3), (5, 8)),
             ((), (40,)),
@@ -126,15 +210,16 @@ PAGE = Page(
             ((2, 0), (40,)),
             ((2, 1, 3), (72,)),
             ((1,), (8,)),
+            ((17,), (3,)),
+            ((3,), (129,)),
         ),
         large=(
             ((20, 3), (130, 128)),
             ((2, 1, 3), (20_000,)),
             ((), (20_000,)),
             ((1,), (2**19,)),
+            ((130,), (1023,)),
         ),
-        multiple=8,
-        most=384,
     ),
     {"layer_norm": lambda page: page.layer_norm},
     # Slices of 8 to 128 lanes: small rows have several.
@@ -142,7 +227,10 @@ PAGE = Page(
         ("8192 if ON_GPU else 256", "128"),
         ("if ON_GPU else 4", "if ON_GPU else 12"),
     ),
-    cases=tuple(at(2, 96, dtype) for dtype in DTYPES),
+    cases=(
+        *(at(2, 96, dtype) for dtype in LayerNorm.dtypes),
+        at(2, 1600, HALF),  # too wide to be shared there
+    ),
     full=(
         *(
             at(M, N, dtype)
@@ -151,18 +239,24 @@ PAGE = Page(
             for dtype in DTYPES
         ),
         at(7, 2**20, HALF),
-        at(1, 2**20, torch.bfloat16),
+        at(1, 2**20, BFLOAT),
+        at(2, 2**20 + 2**18, HALF),  # wider than all programs together
+        at(37, 65537, HALF),
+        at(37, 65536, DOUBLE),
         *(at(2**26 // N, N, HALF) for N in (32768, 65536, 262_144)),
     ),
     mistakes=(
-        Mistake(
-            TypeError,
-            "x.*float64",
-            lambda ones: (ones(2, 8, dtype=torch.float64), 8),
+        *(
+            Mistake(
+                ValueError,
+                rf"\beps is {eps}\b",
+                lambda ones: (ones(2, 8), (8,)),
+                {"eps": eps},
+            )
+            for eps in (-1e-05, float("nan"))
         ),
-        too_wide(12, "12 columns.*multiples of 8"),
-        too_wide(2**22, "Two sweeps"),
     ),
+    elsewhere="is on cuda:1: not the current one",
     repeatable=("layer_norm",),
     repeated=tuple(at(2**25 // N + 1, N, HALF) for N in (65536, 2**19, 2**20)),
     graphs=(at(64, 65536, HALF),),  # its words are filled anew
@@ -173,15 +267,28 @@ PAGE = Page(
     prints={
         "Timing needs a GPU": 2,
         "[2016.0, 85344.0]": 4,
+        "72 columns: True": 1,
+        "each element of y, dx, dw and db is right": 2,
+        "variance 5.25 PyTorch 5.25": 1,
+        "right: False": 1,
     },
     mutants={
-        "slices are not put together": ("(m2s + n * d * d, 1)", "(m2s, 1)"),
-        "slices count alike": ("tl.minimum(N - s * WIDTH, WIDTH),", "WIDTH,"),
+        "slices are not put together": (
+            "tl.sum(m2s + n * d * d, axis=1)",
+            "tl.sum(m2s, axis=1)",
+        ),
+        "slices count alike": (
+            "tl.minimum(N - s * WIDTH, WIDTH), 0)",
+            "WIDTH, 0)",
+        ),
         "words that do not exist": (
             "return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)",
             "return a, b",
         ),
-        "one word for all slices": ("SLICES + s\n    low", "SLICES\n    low"),
+        "one word for all slices": (
+            "at = words_ptr + row * SLICES + s\n",
+            "at = words_ptr + row * SLICES\n",
+        ),
         "masked lanes in m2": (
             "d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)",
             "d = x.to(tl.float32) - mean[:, None]",
@@ -191,40 +298,70 @@ PAGE = Page(
             "tl.range(start, M, step, num_stages=3):",
         ),
         "the last tile of gradients": (
-            "tl.range(start, M + step, step, num_stages=3,\n",
-            "tl.range(start, M, step, num_stages=3,\n",
+            "M + step,  # one turn more",
+            "M,  # one turn more",
         ),
         "the tile before is this one": ("y = (before.to", "y = (x.to"),
-        "the gradients of this tile": ("_gradients(x1,", "_gradients(x,"),
+        "the gradients of this tile": (
+            "            x_before, dy_before, w,",
+            "            x, dy_before, w,",
+        ),
         "c1 dropped": ("- (d * c1 + c2)", "- c2"),
         "c2 dropped": ("- (d * c1 + c2)", "- d * c1"),
         "rows that do not exist": ("(row < M - first)", "(row < ROWS)"),
         "sums without a place": ("start // ROWS * 2 * N + cols", "cols"),
-        "dy with strides of its own": ("= dy.contiguous(),", "= dy,"),
+        "dy with strides of its own": ("dy = dy.contiguous()", "dy = dy"),
+        "rstd cubed": (
+            "sum1 * rstd * rstd * rstd / N",
+            "sum1 * (rstd * rstd * rstd) / N",
+        ),
+        "any eps": ("if not eps >= 0:", "if False:"),
+        "no sweeps forward": (
+            "        if results is not None:\n            return results\n"
+            "    return forward_in_sweeps(x, w, b, eps)",
+            "        return results\n    return forward_in_sweeps(x, w, b, eps)",
+        ),
+        "no sweeps backward": (
+            "        if results is None:\n            wanted =",
+            "        if not can_share(x):\n            wanted =",
+        ),
     },
-    kills=(at(5, 72), at(2, 8, dy="one number")),
+    kills=(
+        at(5, 72),
+        at(2, 8, dy="one number"),
+        tiny_rows,
+        negative_eps,
+        no_room,
+    ),
 )
 
 
 def test_a_turn_later(unedited):
     x = torch.arange(64.0, device=unedited.DEVICE).reshape(4, 16)
     for later in 0, 1:
-        found = unedited.shared_sums(unedited._shared_sums, x, 3, later)
+        found = unedited.shared_sums(x, 3, later)
         assert found.tolist() == 4 * [[2016.0, 85344.0]]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_plans_fit(unedited, itemsize, monkeypatch):
-    """A row has no more slices than programs fit, in powers of two."""
-    monkeypatch.setattr(unedited, "NUM_SMS", 132)
-    monkeypatch.setattr(unedited, "SLICE", 8192)
-    for row in 16, 65536, 2**17 + 16, 2**18, 96 * 8192 + 16, 264 * 8192:
-        for forward in True, False:
-            found = unedited.plan_shared(row // itemsize, itemsize, forward)
-            (rows, lanes), how = found
-            assert lanes & (lanes - 1) == 0
-            assert 132 * how["per_sm"] * lanes * itemsize >= row
-            assert rows * lanes * itemsize <= 32768 // how["per_sm"]
+    """A row has no more slices than programs fit, in powers of two: on an
+    H100, on half of one, and on its smallest slice."""
+    for sms in 132, 60, 16:
+        monkeypatch.setattr(unedited, "NUM_SMS", sms)
+        monkeypatch.setattr(unedited, "SLICE", 8192)
+        most = 2 * sms * 8192
+        for row in 16, 65536, 2**17 + 16, 2**18, 96 * 8192 + 16, most:
+            if row > most:
+                continue
+            for forward in True, False:
+                found = unedited.plan_shared(
+                    row // itemsize, itemsize, forward
+                )
+                (rows, lanes), how = found
+                assert lanes & (lanes - 1) == 0
+                assert sms * how["per_sm"] * lanes * itemsize >= row
+                assert rows * lanes * itemsize <= 32768 // how["per_sm"]
 
 
 @pytest.mark.parametrize("per_sm", [1, 2, 4])
@@ -237,7 +374,9 @@ def test_cuts(unedited, per_sm, monkeypatch):
             if lanes * 132 * per_sm < N:
                 continue
             found = unedited.cut(M, N, rows, lanes, per_sm)
-            groups, programs, words, (_, _, width, padded) = found
+            groups, programs, words, tile = found
+            width, padded = tile["WIDTH"], tile["PADDED"]
+            assert tile["ROWS"] == rows and tile["LANES"] == lanes
             slices = words[1]
             assert programs == groups * slices <= 132 * per_sm
             assert (slices - 1) * width < N <= slices * width
@@ -250,6 +389,54 @@ def test_cuts(unedited, per_sm, monkeypatch):
                 assert programs >= 132 * per_sm // 2
 
 
+def test_the_table_of_slices_is_that_of_the_plan(
+    unedited, output, monkeypatch
+):
+    """What the page prints of an H100 is what it would do on one."""
+    monkeypatch.setattr(unedited, "NUM_SMS", 132)
+    monkeypatch.setattr(unedited, "SLICE", 8192)
+    monkeypatch.setattr(unedited, "empty_words", lambda *shape: shape)
+    table = output.split("programs that fit  groups", 1)[1]
+    lines = [line.split() for line in table.splitlines()[1:7]]
+    assert [int(line[0]) for line in lines] == [
+        65536, 131072, 262144, 393216, 524288, 1048576
+    ]  # fmt: skip
+    for line in lines:
+        N, fit, groups, slices, width, lanes = map(int, line)
+        (rows, planned), how = unedited.plan_shared(N, 2, True)
+        found = unedited.cut(4096, N, rows, planned, how["per_sm"])
+        assert (fit, lanes) == (132 * how["per_sm"], planned)
+        assert found[:2] == (groups, groups * slices)
+        assert found[3]["WIDTH"] == width
+
+
+@pytest.mark.parametrize(
+    ("N", "dtype", "swept"),
+    [
+        (72, SINGLE, []),
+        (384, SINGLE, []),
+        (73, SINGLE, ["forward_in_sweeps", "backward_in_sweeps"]),
+        (72, DOUBLE, ["forward_in_sweeps", "backward_in_sweeps"]),
+        (1600, HALF, ["forward_in_sweeps", "backward_in_sweeps"]),
+    ],
+)
+@pytest.mark.cpu
+def test_what_is_swept(load, N, dtype, swept):
+    """Only what cannot be shared."""
+    page = load()
+    calls = in_sweeps(page)
+    LayerNorm().run(page.layer_norm, at(3, N, dtype), page.DEVICE)
+    assert calls == swept
+
+
+def test_where_programs_do_not_fit(load):
+    no_room(load)
+
+
+def test_tiny_rows(load):
+    tiny_rows(load)
+
+
 def test_empty_is_no_number_and_stands_in_the_ptx(unedited):
     halves = torch.tensor([unedited.EMPTY]).view(torch.int32)
     assert halves[0] == halves[1]
@@ -260,14 +447,11 @@ def test_empty_is_no_number_and_stands_in_the_ptx(unedited):
 
 
 def test_exercise(output):
-    found = re.findall(r"^found=([\d.]+); exact: ([\d.]+)$", output, re.M)
+    found = re.findall(
+        r"^found: \[([\d.]+),.*\nexact: ([\d.]+)$", output, re.M
+    )
     assert len(found) == 2
     assert found[0][0] != found[0][1] and found[1][0] == found[1][1]
-
-
-def both_passes(page, M, N, dtype):
-    x, w, b, dy = page.inputs(M, N, dtype)
-    torch.autograd.grad(page.layer_norm(x, (N,), w, b), (x, w, b), dy)
 
 
 def test_words_are_whole_in_ptx(launches):
@@ -276,8 +460,8 @@ def test_words_are_whole_in_ptx(launches):
     from compiled.aot import Call
 
     values = {"M": 4096, "N": 2**19, "dtype": "float16"}
-    forward, backward = launches([Call(PAGE.name, both_passes, values)])[0]
-    for built, per_sm in (forward, 2), (backward, 1):
+    found = launches([Call(PAGE.name, on_a_gpu, values)])[0]
+    for built, per_sm in zip(found, (2, 2), strict=True):
         text = built.text
         assert "st.relaxed.gpu.global.b64" in text
         load = r"ld\.relaxed\.gpu\.global\.b64[^@]*@again bra LOAD;\s*@empty"
@@ -289,23 +473,52 @@ def test_words_are_whole_in_ptx(launches):
         assert "cp.async" in text
 
 
+def on_a_gpu(page, M, N, dtype):
+    without_driver(page)
+    shared(page, M, N, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("later", [0, 1])
 def test_a_thousand_turns_of_many_programs(page, later):
     x = torch.arange(2048.0, device="cuda").reshape(128, 16) / 2048
-    found = page.shared_sums(page._shared_sums, x, 1000, later)
+    found = page.shared_sums(x, 1000, later)
     expected = torch.stack([x.sum(), (x * x).sum()]).expand(128, 2)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu
-def test_too_many_programs_are_refused(page):
-    """A cooperative launch fails; it does not hang."""
-    x, out = torch.zeros(2, 16 * 2**17, device="cuda")
-    words = page.empty_words(1, 2**17)
+def test_what_is_measured_is_shared(page):
+    """The benchmarks ask for shared rows, and these kernels fit."""
+    for bench in page.bench_forward, page.bench_backward:
+        for N in bench.benchmarks.x_vals:
+            x, w, b, dy = (t.detach() for t in page.inputs(64, N, HALF))
+            assert page.can_share(x)
+            _, mean, rstd = page.forward_shared(x, w, b, 1e-5)
+            assert page.backward_shared(dy, x, w, mean, rstd) is not None
+
+
+@pytest.mark.gpu
+def test_too_many_programs_are_asked_about(load):
+    """If CUDA says that they do not fit, nothing is launched, and sweeps are
+    taken. Were it not asked, the launch would fail."""
+    page = load()
+    x = torch.zeros(2**17, 16, device="cuda")
+    with pytest.raises(RuntimeError, match="131072 programs do not fit"):
+        page.shared_sums(x)
+    page.NUM_SMS *= 8  # as if the GPU were larger than it is
+    calls = in_sweeps(page)
+    LayerNorm().run(page.layer_norm, at(37, 2**18, HALF), page.DEVICE)
+    assert calls == ["forward_in_sweeps", "backward_in_sweeps"]
+
+
+@pytest.mark.gpu
+def test_the_launch_refuses_what_does_not_fit(load):
+    """What the question is there for: a cooperative launch that fails."""
+    page = load()
+    page.places = lambda compiled: 2**20
     with pytest.raises(RuntimeError, match="cooperative"):
-        args = x, out, words, 1, 0, 16, 4
-        page.together(page._shared_sums, 2**17, *args, per_sm=1, warps=4)
+        page.shared_sums(torch.zeros(2**17, 16, device="cuda"))
 
 
 ALONE = """
@@ -313,10 +526,20 @@ import torch
 from tutorial import load
 soon = "loads, 10000000,", "loads, 1000,"
 page = load("layer-norm/08-shared-rows", [soon])
-x, out = torch.zeros(64, device="cuda"), torch.zeros(8, device="cuda")
 # Three programs, where four words are awaited.
-args = x, out, page.empty_words(1, 4), 1, 0, 16, 4
-page.together(page._shared_sums, 3, *args, per_sm=1, warps=4)
+page.together(
+    page._shared_sums,
+    programs=3,
+    per_sm=1,
+    warps=4,
+    x_ptr=torch.zeros(64, device="cuda"),
+    out_ptr=torch.zeros(8, device="cuda"),
+    words_ptr=page.empty_words(1, 4),
+    turns=1,
+    later=0,
+    LANES=16,
+    SLICES=4,
+)
 """
 
 
