@@ -1480,8 +1480,8 @@ if ON_GPU:
 # Up to four busy SMs nothing happens: on the H100 shared rows take NN µs alone
 # and NN µs beside four of them. With five, 127 SMs are left for 128 programs,
 # and ours takes NN µs: it has waited until the other kernel ended. Two sweeps
-# take NN µs and NN µs, and NN µs beside 16 of them, for their programs run on
-# the SMs that are free.
+# take NN µs alone, and NN µs beside 16 of them, for their programs run on the
+# SMs that are free.
 #
 # **What follows.**
 # If something else runs beside your kernels all the time, such as the
@@ -2037,14 +2037,14 @@ assert exercise_1(_shared_exponentials_1)
 #
 # - **Two sweeps** read ``x`` twice: three matrices. They reach NN% of a copy.
 # - **Shared rows** read it once, and reach NN%.
-# - **PyTorch** reaches NN%, and **torch.compile** NN%.
+# - **PyTorch** reaches NN% forward, and **torch.compile** NN%.
 #
 # Backward:
 #
 # - **Two sweeps** read ``x`` and ``dy`` twice: five matrices. They reach NN%
 #   of the copy.
 # - **Shared rows** read both once, and reach NN%.
-# - **PyTorch** reaches NN%, and **torch.compile** NN%.
+# - **PyTorch** reaches NN% backward, and **torch.compile** NN%.
 #
 # And an exchange between 128 programs takes NN µs if they wait for it at once,
 # and NN µs if they take it a turn later.
@@ -2061,5 +2061,5 @@ assert exercise_1(_shared_exponentials_1)
 # - A loop that waits needs an end, so that a mistake is an error and not a
 #   kernel that hangs.
 #
-# **Next:** `Two passes <09-two-passes.html>`_ gives the weight gradients a
-# kernel of their own, and none of its programs waits for another.
+# **Next:** what does it cost if ``dx`` has a kernel of its own, and ``dw`` and
+# ``db`` another one? `Two passes <09-two-passes.html>`_ measures it.

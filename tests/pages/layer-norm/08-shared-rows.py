@@ -201,10 +201,135 @@ def no_room(load):
 
 BOTH = ["forward", "backward"]
 
+CARD = "H100"
+FORWARD = "layer-norm-shared-rows-forward"
+BACKWARD = "layer-norm-shared-rows-backward"
+
+
+def from_to(shares):
+    return f"{shares.least}% to {shares.most}%"
+
+
+def times(ratios):
+    return f"{ratios.least} to {ratios.most} times as fast as"
+
+
+def of_the_exchange(figure):
+    of = figure("layer-norm-shared-rows-exchange", CARD)
+
+    def us(provider, programs):
+        return rounded(of.median(provider, programs), ".2f")
+
+    yield (
+        f"takes {us('triton', 128)} µs if they wait for it at once, and "
+        f"{us('later', 128)} µs if they take it a turn later."
+    )
+
+
+def rounded(number, rounding):
+    number.rounding = rounding
+    return number
+
+
+def of_the_forward_pass(figure):
+    of = figure(FORWARD, CARD)
+    ours, sweeps = of.shares("triton"), of.shares("sweeps")
+    yield (
+        f"On the H100 shared rows reach {from_to(ours)} of a copy, and two "
+        f"sweeps reach {from_to(sweeps)}. Forward, ours is "
+        f"{times(of.ratios('triton', 'torch'))} PyTorch, and "
+        f"{times(of.ratios('triton', 'torch.compile'))} torch.compile."
+    )
+    assert of.ratios("triton", "torch").least > 1
+    assert of.ratios("triton", "torch.compile").least > 1
+    # The quarter of idle lanes.
+    assert of.share("triton", 393216) == ours.least
+    yield (
+        f"At 393216 columns we reach {of.share('triton', 393216)}%, which is "
+        "our lowest share."
+    )
+    at = partial(of.share, x=1048576)
+    # Three matrices for two, where no cache helps.
+    assert at("sweeps") <= 67 + 3
+    yield f"three matrices. They reach {at('sweeps')}% of a copy."
+    yield f"- **Shared rows** read it once, and reach {at('triton')}%."
+    yield (
+        f"- **PyTorch** reaches {at('torch')}% forward, and **torch.compile** "
+        f"{at('torch.compile')}%."
+    )
+
+
+def beside_another_kernel(figure):
+    of = figure("layer-norm-shared-rows-beside", CARD)
+
+    def us(provider, busy):
+        return rounded(of.median(provider, busy), ".0f")
+
+    # It waits, or it does not: there is nothing in between.
+    alone = us("triton", 0)
+    assert us("triton", 4) <= 1.2 * alone
+    assert us("triton", 5) >= 5 * alone
+    assert us("sweeps", 16) <= 1.5 * us("sweeps", 0)
+    yield (
+        f"on the H100 shared rows take {alone} µs alone and "
+        f"{us('triton', 4)} µs beside four of them. With five, 127 SMs are "
+        f"left for 128 programs, and ours takes {us('triton', 5)} µs: it has "
+        "waited until the other kernel ended. Two sweeps take "
+        f"{us('sweeps', 0)} µs alone, and {us('sweeps', 16)} µs beside 16 of "
+        "them, for their programs run on the SMs that are free."
+    )
+
+
+def of_the_backward_pass(figure):
+    of = figure(BACKWARD, CARD)
+    ours, sweeps, torch, compiled = (
+        from_to(of.shares(each))
+        for each in ("triton", "sweeps", "torch", "torch.compile")
+    )
+    yield (
+        f"On the H100 our backward pass reaches {ours} of the copy, two "
+        f"sweeps reach {sweeps}, PyTorch reaches {torch}, and torch.compile "
+        f"reaches {compiled}. Backward, ours is "
+        f"{times(of.ratios('triton', 'torch'))} PyTorch. It is "
+        f"{times(of.ratios('triton', 'torch.compile'))} torch.compile."
+    )
+    assert of.ratios("triton", "torch").least > 1
+    assert of.ratios("triton", "torch.compile").least > 1
+    # "Further behind the copy than it was forward."
+    forward = figure(FORWARD, CARD)
+    for N in 65536, 131072, 1048576:
+        assert of.share("triton", N) < forward.share("triton", N), N
+    at = partial(of.share, x=1048576)
+    assert at("sweeps") <= 60 + 3  # five matrices for three
+    yield f"five matrices. They reach {at('sweeps')}% of the copy."
+    yield f"- **Shared rows** read both once, and reach {at('triton')}%."
+    yield (
+        f"- **PyTorch** reaches {at('torch')}% backward, and **torch.compile** "
+        f"{at('torch.compile')}%."
+    )
+
+
+def CLAIMS(figure):
+    yield from of_the_exchange(figure)
+    yield from of_the_forward_pass(figure)
+    yield from beside_another_kernel(figure)
+    yield from of_the_backward_pass(figure)
+
+
 # Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
     f"a million columns ({2 * 2**20 >> 20} MB)": "2 bytes a column",
-    f"At most {2**29 >> 20} MB a matrix": "the rows that the benchmark takes",
+    f"{2**29 >> 20} MB a matrix": "the rows that the benchmark takes",
+    f"as many as {2**29 >> 20} MB have room for": "the same",
+    "as before: 128 for 2 MB": "slices of 16 KB",
+    "leaves them 67% of the copy": "2 matrices of 3",
+    "beside the 4 MB that it moves": "2 matrices of 2**20 numbers of 2 bytes",
+    "busy for 5 ms": "what the kernel is told",
+    "start ours 1 ms later": "what the host is told",
+    "about 1 ms after programs": "what the host is told",
+    "began to spin for 5 ms": "what the kernel is told",
+    "Above 1 MB there are so many words": "128 * SLICE",
+    "leaves them 60% of the copy": "3 matrices of 5",
 }
 
 PAGE = Page(
