@@ -445,6 +445,7 @@ def _shared_sums(
     later,  # 0: wait at once; 1: take the words of the turn before
     LANES: tl.constexpr,
     SLICES: tl.constexpr,
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
     PTX: tl.constexpr,
 ):
     s = tl.program_id(0)
@@ -458,12 +459,12 @@ def _shared_sums(
 
         # In the very first turn there is none before.
         due = tl.maximum(turn - later, 0)
-        a, b = _collect(words_ptr, due, 1, SLICES, SLICES, PTX)
+        a, b = _collect(words_ptr, due, 1, SLICES, PADDED, PTX)
         tl.store(out_ptr + 2 * s, tl.sum(a))
         tl.store(out_ptr + 2 * s + 1, tl.sum(b))
 
 
-def shared_sums(x, turns=1, later=0):
+def shared_sums(x, turns=1, later=0, warps=4):
     """The sum of all of x and that of its squares, as each row finds it."""
     slices, lanes = x.shape
     out = x.new_empty(slices, 2)
@@ -471,7 +472,7 @@ def shared_sums(x, turns=1, later=0):
         _shared_sums,
         programs=slices,
         per_sm=1,
-        warps=4,
+        warps=warps,
         x_ptr=x,
         out_ptr=out,
         words_ptr=empty_words(turns, slices),
@@ -479,6 +480,7 @@ def shared_sums(x, turns=1, later=0):
         later=later,
         LANES=lanes,
         SLICES=slices,
+        PADDED=triton.next_power_of_2(slices),
     )
     if not launched:
         raise RuntimeError(f"{slices} programs do not fit on this GPU")
@@ -490,8 +492,9 @@ print("four programs know:", shared_sums(x).tolist())
 
 # %%
 # All of them have found the same. How long does it take?
-# We let 2 to 128 programs have 1000 turns, once with words that they wait for
-# at once, and once with those of the turn before.
+# We let 2 to 128 programs have 1000 turns: with words that they wait for at
+# once, and with those of the turn before. They have four warps, and in a third
+# line, which waits at once, only one.
 # The clock is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_.
 
@@ -565,11 +568,11 @@ def speed(bytes_moved, prepare):
 @triton.testing.perf_report(
     triton.testing.Benchmark(
         x_names=["programs"],
-        x_vals=[2, 4, 8, 16, 32, 64, 128],
+        x_vals=[2, 4, 8, 16, 32, 33, 64, 128],
         x_log=True,
         line_arg="provider",
-        line_vals=["triton", "later"],
-        line_names=["At once", "A turn later"],
+        line_vals=["triton", "later", "one warp"],
+        line_names=["At once", "A turn later", "At once, one warp"],
         ylabel="µs",
         plot_name="layer-norm-shared-rows-exchange",
         args={"turns": 1000},
@@ -580,12 +583,15 @@ def bench_exchange(turns, programs, provider):
     several launches, each after L2 was overwritten, less the graph without
     the launches; median, 20% and 80% quantiles."""
     later = 0
+    warps = 4
     if provider == "later":
         later = 1
+    if provider == "one warp":
+        warps = 1
 
     def prepare():
         x = torch.ones(programs, 16, device=DEVICE)
-        return lambda: shared_sums(x, turns, later)
+        return lambda: shared_sums(x, turns, later, warps)
 
     return [us / turns for us in device_time(prepare)]
 
