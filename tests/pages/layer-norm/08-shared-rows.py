@@ -611,6 +611,30 @@ def on_a_gpu(page, M, N, dtype):
     shared(page, M, N, dtype)
 
 
+def sums(page, programs, warps):
+    without_driver(page)
+    x = torch.ones(programs, 16, device=page.DEVICE)
+    page.shared_sums(x, 1000, 0, warps)
+
+
+def test_how_the_words_are_divided_among_warps(launches):
+    """Up to 32 words each warp has all; above that four warps share them and
+    meet, and a single warp has several words for each lane."""
+    from compiled.aot import Call
+
+    programs = 8, 32, 33, 64, 128
+    calls = [
+        Call(PAGE.name, sums, {"programs": each, "warps": warps})
+        for warps in (4, 1)
+        for each in programs
+    ]
+    texts = [built.text for (built,) in launches(calls)]
+    loads = [text.count("ld.relaxed") for text in texts]
+    assert loads == [1, 1, 1, 1, 1, 1, 1, 2, 2, 4]
+    meet = ["bar.sync" in text for text in texts]
+    assert meet == [False, False, True, True, True] + 5 * [False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [33, 128])
 @pytest.mark.parametrize("warps", [1, 4])
