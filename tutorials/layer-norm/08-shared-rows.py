@@ -2104,7 +2104,10 @@ report(bench_backward)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **In narrower rows others are better.** NN
+# - **In narrower rows.** A row that one program can hold needs no messages, as
+#   in `Chunks instead of padding <05-chunks.html>`_, and where a cache holds a
+#   row between its sweeps, the second sweep is cheap. `Every width
+#   <11-every-width.html>`_ measures which is best where.
 # - **Alone on the GPU.** A cooperative launch waits until it has all SMs that
 #   it needs. PyTorch's kernels and two sweeps take what is free.
 # - **On other GPUs.** These kernels need NVIDIA's PTX, and their plan has been
