@@ -874,8 +874,8 @@ def _layer_norm_fwd_shared(
 # - **Above that**, a tile has a single row of 16 KB, so that there are at most
 #   as many slices as before: 128 for 2 MB.
 #
-# These limits come from trials on an H100 and an H200. The plan is folded, with
-# that of the backward pass, which comes further down.
+# These limits come from trials on an H100 and an H200. The plan is folded,
+# together with that of the backward pass, which comes further down.
 
 # %%
 
