@@ -299,13 +299,15 @@ def _layer_norm_bwd_dx(
 ):
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, as a rule
 
-    # Our rows. Those of the tile are numbered from 0: with the first row in 64
-    # bits, because M * N may pass 2**31, 32 bits are enough for the others.
+    # Our rows, in 64 bits, because M * N may pass 2**31. Some of the last
+    # program may not exist. [:, None] makes columns of these numbers.
     first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)[:, None]
+    rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0)[:, None]
+    exists = rows[:, None] < M
+    # Within the tile rows are counted from 0, and 32 bits are enough.
     row = tl.arange(0, ROWS)[:, None]
-    exists = first + row < M
-    mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
-    rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
 
     # First sweep: each element of the tile has two sums of its own.
     sum1 = tl.zeros((ROWS, COLS), acc)
@@ -949,7 +951,8 @@ def one_kernel(dy, x, w, mean, rstd, dtype, wants_dx=True, wants_sums=True):
 # read once. The last column is the best that a design can do if all of that
 # comes from DRAM or goes there.
 
-M, N = 4096, 4096
+M = 4096
+N = 4096
 print(f"{M} x {N} in 16 bits      matrices  rows of sums  of a copy")
 for name, matrices, rows_of_sums in (
     ("example 53's tiling", 7, 0),
@@ -1632,24 +1635,23 @@ def means(ds, db, mean, rstd, N):
     return ds / N, db / N  # to do: c1
 
 
-def sums_of_a_row(mean_over_std, dtype):
-    """ds, db, mean and rstd of 64 rows in a type; c1 in float64."""
+def rows_with(mean_over_std, dtype):
+    """64 rows of x and of w * dy in a type, and their c1 in float64."""
     torch.manual_seed(0)
-    x = mean_over_std + torch.randn(64, 512, dtype=torch.float64)
-    wdy = torch.randn(64, 512, dtype=torch.float64)
-    mean = x.mean(dim=1)
-    rstd = x.var(dim=1, correction=0) ** -0.5
-    c1 = (wdy * (x - mean[:, None])).mean(dim=1) * rstd
-    x = x.to(dtype)
-    wdy = wdy.to(dtype)
-    ds = (wdy * x).sum(dim=1)
-    db = wdy.sum(dim=1)
-    return (ds, db, mean.to(dtype), rstd.to(dtype)), c1
+    x = (mean_over_std + torch.randn(64, 512).double()).to(dtype)
+    wdy = torch.randn(64, 512).to(dtype)
+    wide = x.double()
+    mean = wide.mean(dim=1, keepdim=True)
+    rstd = wide.var(dim=1, correction=0, keepdim=True) ** -0.5
+    c1 = (wdy * ((wide - mean) * rstd)).mean(dim=1)
+    return x, wdy, mean.to(dtype), rstd.to(dtype), c1
 
 
 def exercise_1(means):
-    sums, exact = sums_of_a_row(mean_over_std=1, dtype=torch.float64)
-    c1, _ = means(*sums, 512)
+    x, wdy, mean, rstd, exact = rows_with(1, torch.float64)
+    ds = (wdy * x).sum(dim=1)
+    db = wdy.sum(dim=1)
+    c1, _ = means(ds, db, mean[:, 0], rstd[:, 0], 512)
     print(f"error of c1: {relative_error(c1, exact):.0e}")
     return torch.allclose(c1, exact)
 
@@ -1670,11 +1672,14 @@ assert exercise_1(means_1)
 
 # What does it cost in digits? The larger the mean, the nearer are ds and
 # mean * db to each other, and their first digits cancel.
+print("mean / std  error of c1 in float32: by x_hat, by ds")
 for mean_over_std in (1, 100, 10000):
-    sums, exact = sums_of_a_row(mean_over_std, torch.float32)
-    c1, _ = means_1(*sums, 512)
-    error = relative_error(c1.double(), exact)
-    print(f"float32, mean / std = {mean_over_std}: error of c1 {error:.0e}")
+    x, wdy, mean, rstd, exact = rows_with(mean_over_std, torch.float32)
+    by_x_hat = (wdy * ((x - mean) * rstd)).mean(dim=1)
+    ds = (wdy * x).sum(dim=1)
+    by_ds, _ = means_1(ds, wdy.sum(dim=1), mean[:, 0], rstd[:, 0], 512)
+    errors = [relative_error(c1.double(), exact) for c1 in (by_x_hat, by_ds)]
+    print(f"{mean_over_std:10}{errors[0]:33.0e}{errors[1]:9.0e}")
 
 # %%
 # What we learned
