@@ -623,10 +623,34 @@ report(bench_dx)
 # %%
 # **What the figure shows.**
 # On the H100 whole rows reach NN% to NN% of the copy. The tile of the example
-# reaches NN% to NN%, and NN% to NN% if its second sweep begins at the start.
-# PyTorch reaches NN% to NN%.
+# falls from NN% at 1024 columns to NN% at 16384. If its second sweep begins at
+# the start, it falls from NN% to NN%. PyTorch reaches NN% to NN%.
 #
 # **Why.**
+# A program of the example has 8 rows, so 4096 rows make 512 programs. Six of
+# them fit on an SM, so on 132 SMs all of them run at once. Before the first
+# one begins its second sweep, nearly all of ``x`` and ``dy`` has been read.
+# The L2 cache of an H100 has 50 MB. How much of the two matrices can it hold?
+
+print("columns  MB of x and dy  of which fit into 50 MB")
+for N in (1024, 2048, 4096, 8192, 16384):
+    megabytes = 2 * 4096 * N * 2 / 1e6
+    print(f"{N:7}{megabytes:16.0f}{100 * min(50 / megabytes, 1):24.0f}%")
+
+# %%
+# Up to 2048 columns both sweeps fit, and it hardly matters where the second
+# one begins. From 4096 columns on they do not. A second sweep from the start
+# then finds nothing, as in our example of two tiles, and one from the end
+# finds the part that fits. The wider the row, the smaller is this part, and
+# the smaller is what the example gains.
+#
+# PyTorch's kernel sweeps twice as well, both times from the start, but it has
+# a program for each row. At 4096 columns a row of ``x`` and one of ``dy`` are
+# 16 KB, so the rows of all programs that run at once fit into L2.
+#
+# **What follows.**
+# A row that fits into registers should be read once. Where it does not, let
+# few rows be in progress at a time, and begin the second sweep at the end.
 #
 # The second kernel: dw and db
 # ----------------------------
@@ -1480,9 +1504,22 @@ report(bench_backward)
 # with rows split NN% to NN%. PyTorch reaches NN% to NN%, and torch.compile NN%
 # to NN%.
 #
-# **Why.**
+# **What is the price of the structure?**
+# One kernel is NN to NN times as fast as our two up to 8192 columns. By our
+# count it could be up to 5 / 3 = 1.7 times.
+# Above 8192 columns the rival has no registers left for loads ahead, and there
+# it is NN to NN times as fast. A better rival exists: with `chunks
+# <05-chunks.html>`_ one kernel reaches NN% of the copy at 8704 columns, NN
+# times the share of our two kernels.
+#
+# **And what is the price of the tiles?**
+# At 4096 columns the example's tiling reaches NN%, rows split NN%, and larger
+# tiles NN%. So most of what separates the first line from the copy is not
+# there because of the two kernels, but because of their tiles.
 #
 # **What follows.**
+# Tiles can be changed in a minute, and the structure cannot. Before you give
+# up a structure, find out which of the two you are paying for.
 #
 # How many bytes come from DRAM?
 # ------------------------------
@@ -1553,13 +1590,20 @@ traffic.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100
+# On the H100 the kernel for ``dx`` with whole rows is at NN to NN. With the
+# tile of the example it is at NN at 1024 columns, at NN at 4096 columns, and
+# at NN at 16384 columns. If the second sweep begins at the start, the three
+# numbers are NN, NN and NN.
+# Our two kernels are at NN to NN, and one kernel is at NN to NN.
 #
 # **Why.**
-#
-# ``ncu`` empties the caches before each kernel. So it does not show what the
-# second kernel finds in L2 of what the first one has read, and in the figure
-# before, where kernels follow each other, there may be such a gain.
+# This is the count that we made by hand. A second sweep from the start reads
+# everything twice once the matrices do not fit into L2, and one from the end
+# saves a part.
+# ``ncu`` empties the caches before each kernel, so our two kernels read
+# everything twice here. In the figure before, where one kernel follows the
+# other, the second may find in L2 what the first has read last.
+# What one kernel reads beyond 1 are the sums of its programs.
 #
 # At the size of the example
 # --------------------------
@@ -1601,15 +1645,45 @@ report(bench_own)
 
 # %%
 # **What the figure shows.**
-# On the H100
+# On the H100, at 512 columns, our two kernels reach NN% of the copy, rows
+# split NN%, the example's tiling NN%, and one kernel NN%. PyTorch reaches NN%
+# and torch.compile NN%.
 #
 # **Why.**
+# The second read costs little here, but kernels do. Our two kernels are three,
+# because the parts are added up, and one kernel is two. Each has to start and
+# to end, and in so short a time that counts.
+# The example's tiling has only two kernels, but 16 programs for the sums on
+# 132 SMs. Each of them walks down 1024 rows, 32 at a time, and 116 SMs wait.
 #
 # Why have two kernels at all?
 # ----------------------------
 #
+# Up to here one kernel was the better choice nearly everywhere. What do two
+# have that it has not?
+#
+# - **Any width.** Neither of the two keeps a whole row of sums in registers.
+#   They take up to 33 million columns, and one kernel takes 16384.
+# - **Nobody waits.** `Programs that share a row <08-shared-rows.html>`_ also
+#   take any width and read each row once, but they wait for each other, so all
+#   of them must run at the same time.
+# - **What is not wanted is not computed.** If only ``dx`` is wanted, as with
+#   frozen weights, the second kernel is left out, and no byte is read for
+#   nothing. If only ``dw`` and ``db`` are wanted, the first one is.
+# - **The same bits every time**, because no atomics are involved.
+#
 # Where PyTorch or a library is better
 # ------------------------------------
+#
+# - **torch.compile at 8704 columns.** NN
+# - **PyTorch on small matrices.** NN
+# - **One kernel**, which other pages of this site have, is faster than our two
+#   at NN.
+# - **PyTorch can do more.** It has second derivatives, and it does not compile
+#   a kernel for each new width.
+# - **torch.compile can fuse** a layer norm with what comes before and after.
+# - **Composable Kernel runs on GPUs of AMD**, and we have not measured it
+#   there. What we say of its tiling holds for our kernels on an H100.
 #
 # Exercise 1: the sums of the example
 # -----------------------------------
@@ -1684,3 +1758,30 @@ for mean_over_std in (1, 100, 10000):
 # %%
 # What we learned
 # ---------------
+#
+# These are the designs of this page: what each moves, how fast it is on the
+# H100 at 4096 columns, and why.
+#
+# - **Example 53's tiling** moves up to seven matrices: rows are swept twice
+#   for ``dx`` and read again for the sums. It reaches NN% of the copy. Few
+#   programs compute the sums, and have few bytes in flight.
+# - **Rows split** moves as many, and reaches NN%. Enough programs compute the
+#   sums, and one more kernel adds up their parts.
+# - **Larger tiles**, our function, move five matrices, and reach NN%. A row is
+#   loaded once for ``dx``.
+# - **One kernel** moves three matrices and the sums of its programs. It
+#   reaches NN%.
+# - **PyTorch** has two kernels as well, and reaches NN%.
+#
+# And for kernels in general:
+#
+# - A gradient has properties that need no reference: rows that sum to 0, for
+#   instance. A test with inputs that cannot occur does not see them.
+# - A second sweep from the end finds in the cache what the first one has read
+#   last. It helps where a part of the data fits, and only there.
+# - Price the structure and the tiles separately. Here a part of the gap was
+#   the structure, five matrices in place of three, and the rest was tiles.
+# - Sums that cancel cost digits: subtract the mean before you add up.
+#
+# **Next:** how much of a call is not on the GPU at all? `Host time
+# <10-host-time.html>`_ looks at what Python does before a kernel starts.
