@@ -144,10 +144,10 @@ torch.manual_seed(0)
 large_x = torch.randn(1024, 512).double()
 large_w = torch.rand(512).double()
 large_dy = torch.randn(1024, 512).double()
-exact = by_autograd(
+large_dx = by_autograd(
     lambda x: F.layer_norm(x, (512,), large_w), large_x, large_dy
 )
-error = relative_error(documented(large_x, large_w, large_dy), exact)
+error = relative_error(documented(large_x, large_w, large_dy), large_dx)
 print(f"as layer normalization, 1024 x 512: error {100 * error:.0f}%")
 
 # %%
@@ -350,10 +350,10 @@ def _layer_norm_bwd_dx(
 # both ask for the same addresses. The compiler sees that, loads once, and
 # keeps the tile in registers. So this one kernel can have one sweep or two,
 # depending on its tile.
-#
-# Is it right? Here it computes the three rows from above in tiles of two rows
-# and two columns, so that there is a row too few for the second program, and
-# two tiles in each row.
+
+# %%
+
+# Scaffold: the launch of the kernel for dx.
 
 
 def tile_of(rows, cols, warps):
@@ -379,6 +379,11 @@ def launch_dx(dy, x, w, mean, rstd, tile, from_end=True):
     )
     return dx
 
+
+# %%
+# Is it right? Here it computes the three rows from above in tiles of two rows
+# and two columns, so that there is a row too few for the second program, and
+# two tiles in each row.
 
 mean = x.mean(dim=1)
 rstd = (x.var(dim=1, correction=0) + 1e-5) ** -0.5
@@ -1754,6 +1759,69 @@ for mean_over_std in (1, 100, 10000):
     by_ds, _ = means_1(ds, wdy.sum(dim=1), mean[:, 0], rstd[:, 0], 512)
     errors = [relative_error(c1.double(), exact) for c1 in (by_x_hat, by_ds)]
     print(f"{mean_over_std:10}{errors[0]:33.0e}{errors[1]:9.0e}")
+
+# %%
+# Exercise 2: an error that the rows do not show
+# ----------------------------------------------
+#
+# At the beginning we found an error without knowing the right formula: rows of
+# ``dx`` must sum to 0. This does not find every error. Leave :math:`c_1` out
+# of the formula, and the rows still sum to 0.
+# The function below gets ``dx`` and ``x_hat``, and says whether something must
+# be wrong. Which other sum of a row must be 0? Let the function look at it,
+# too. It will be tried with the right ``dx`` and with three wrong ones.
+#
+# **Hint 1.** We added a number to a whole row, and ``y`` did not change. What
+# else can you do to a row of ``x`` without changing ``y``, apart from epsilon?
+#
+# **Hint 2.** Stretch the row around its mean: add to each element a small
+# multiple of ``x - mean``. Then the deviations and the standard deviation grow
+# by the same factor.
+#
+# **Hint 3.** If the loss does not change when ``x`` moves in a direction, the
+# sum of ``dx`` times this direction is 0. ``x_hat`` has the direction of
+# ``x - mean``.
+
+
+def is_wrong(dx, x_hat):
+    """Whether dx cannot be right, whatever dy and w are."""
+    largest_sum = dx.sum(dim=1).abs().max()  # to do: another sum
+    return (largest_sum > 1e-3).item()
+
+
+def exercise_2(is_wrong):
+    mean = large_x.mean(dim=1, keepdim=True)
+    rstd = (large_x.var(dim=1, correction=0, keepdim=True) + 1e-5) ** -0.5
+    x_hat = (large_x - mean) * rstd
+    wdy = large_w * large_dy
+    c1 = (x_hat * wdy).mean(dim=1, keepdim=True)
+    c2 = wdy.mean(dim=1, keepdim=True)
+    wrong = {
+        "the documented one": documented(large_x, large_w, large_dy),
+        "without c1": rstd * (wdy - c2),
+        "without c2": rstd * (wdy - x_hat * c1),
+    }
+    found = [name for name in wrong if is_wrong(wrong[name], x_hat)]
+    accepts_the_right_one = not is_wrong(large_dx, x_hat)
+    print(f"found: {found}; accepts the right one: {accepts_the_right_one}")
+    return accepts_the_right_one and len(found) == 3
+
+
+exercise_2(is_wrong)
+
+# %%
+
+# Solution 2
+
+
+def is_wrong_2(dx, x_hat):
+    largest_sum = dx.sum(dim=1).abs().max()
+    # Epsilon lets this sum be a little off 0, and so does rounding.
+    along_the_row = (dx * x_hat).sum(dim=1).abs().max()
+    return (max(largest_sum, along_the_row) > 1e-3).item()
+
+
+assert exercise_2(is_wrong_2)
 
 # %%
 # What we learned

@@ -114,6 +114,12 @@ KERNELS = Kernels(
 )
 
 
+FACTS = {
+    "cache of an H100 has 50 MB": "the data sheet",
+    "of which fit into 50 MB": "the same",
+    "be up to 5 / 3 = 1.7 times": "5 matrices over 3",
+    "a matrix has 2 MB": "1024 * 512 * 4 bytes",
+}
 COPIES = {"layer-norm-two-dx": (2, 1)}
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 at = LayerNorm.at
@@ -239,6 +245,8 @@ PAGE = Page(
         "from the end: 2 of 4 tiles in the cache": 1,
         "dx in two sweeps: right": 1,
         "error of c1: 1e+00": 1,  # the stub
+        "found: ['the documented one', 'without c2']; accepts the right": 1,
+        "'without c1', 'without c2']; accepts the right one: True": 1,
     },
     mutants={
         "c1 dropped": ("(x - mean) * rstd * c1 - c2", "0 * c1 - c2"),
@@ -474,6 +482,29 @@ def only_dx(page, N):
     x, w, _, dy = (t.detach() for t in page.inputs(64, N, HALF))
     stats = torch.empty(2, 64, device=page.DEVICE)
     page.DESIGNS["triton"](dy, x, w, *stats, HALF, wants_sums=False)
+
+
+def tile_of_the_example(page, N):
+    x, w, _, dy = (t.detach() for t in page.inputs(64, N, HALF))
+    mean, rstd = torch.empty(2, 64, device=page.DEVICE)
+    for provider in "tile", "tile, from the start":
+        page.dx_by(provider, dy, x, w, mean, rstd)
+
+
+def test_all_programs_of_the_example_run_at_once(launches):
+    """512 of them have 4096 rows, and six fit on each of 132 SMs."""
+    from compiled.aot import Call
+    from compiled.occupancy import occupancy
+
+    widths = 1024, 2048, 4096, 8192, 16384
+    calls = [Call(PAGE.name, tile_of_the_example, {"N": N}) for N in widths]
+    for found in launches(calls):
+        for built in found:
+            warps, _, _ = occupancy(
+                "sm_90", built.registers, built.shared, built.num_warps
+            )
+            assert warps // built.num_warps == 6
+    assert 4096 // 8 == 512 <= 6 * 132
 
 
 def test_a_row_is_read_once(launches):
