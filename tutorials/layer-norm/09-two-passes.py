@@ -12,7 +12,7 @@ Example 53 of AMD's `Composable Kernel
 that.
 On this page we take it apart. First we run the formula of its documentation
 and find it wrong. Then we build its structure in Triton, kernel by kernel,
-change two things about it, and measure what each of them brings and what
+change three things about it, and measure what each of them brings and what
 remains of the price.
 We have not run the example itself, which is made for GPUs of AMD: all our
 numbers are those of Triton kernels on a GPU of NVIDIA.
@@ -23,7 +23,7 @@ numbers are those of Triton kernels on a GPU of NVIDIA.
 - How to read the structure of somebody else's kernel: who has which tile, how
   often it is read, and how many programs there are.
 - What two sweeps over a row cost, and what it brings to begin the second one
-  at the end.
+  at the end: of a row, and of a whole matrix.
 - How to tell the price of a structure from the price of its tiles.
 - When two kernels are the better choice all the same.
 
@@ -190,6 +190,7 @@ for topic, example, here in (
     ("  its tile", "32 rows x 32 columns", "the same; then 64 x 64"),
     ("  its rows", "all", "all; then a part of them"),
     ("  result", "plain stores, no atomics", "the same"),
+    ("order", "dx, then dw and db", "the same; then turned around"),
     ("mean and rstd", "random numbers", "those of x"),
     ("runs with", "1024 x 512, float32", "any size, 16 to 64 bits"),
 ):
@@ -279,7 +280,7 @@ for name, second_sweep in (("start", (0, 1, 2, 3)), ("end", (3, 2, 1, 0))):
 
 # %%
 # The example does that, and so does our kernel. With ``FROM_END`` we can turn
-# it off, to see what it brings.
+# it off, to see what it brings. We will need ``LAST_FIRST`` only later.
 # A program has ``ROWS`` rows, and its tile has ``COLS`` columns of them.
 
 
@@ -295,13 +296,17 @@ def _layer_norm_bwd_dx(
     N: tl.constexpr,  # columns
     ROWS: tl.constexpr,  # rows of a tile
     COLS: tl.constexpr,  # columns of a tile
-    FROM_END: tl.constexpr = True,  # whether the second sweep begins there
+    FROM_END: tl.constexpr,  # whether the second sweep begins there
+    LAST_FIRST: tl.constexpr,  # whether the first program has the last rows
 ):
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, as a rule
 
     # Our rows, in 64 bits, because M * N may pass 2**31. Some of the last
     # program may not exist. [:, None] makes columns of these numbers.
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    program = tl.program_id(0)
+    if LAST_FIRST:
+        program = tl.num_programs(0) - 1 - program
+    first = program.to(tl.int64) * ROWS
     rows = first + tl.arange(0, ROWS)
     mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)[:, None]
     rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0)[:, None]
@@ -361,7 +366,7 @@ def tile_of(rows, cols, warps):
     return {"ROWS": rows, "COLS": cols, "num_warps": warps}
 
 
-def launch_dx(dy, x, w, mean, rstd, tile, from_end=True):
+def launch_dx(dy, x, w, mean, rstd, tile, from_end=True, last_first=False):
     """dx of contiguous (M, N) matrices; w may be None."""
     M, N = x.shape
     dx = torch.empty_like(x)
@@ -375,6 +380,7 @@ def launch_dx(dy, x, w, mean, rstd, tile, from_end=True):
         M=M,
         N=N,
         FROM_END=from_end,
+        LAST_FIRST=last_first,
         **tile,
     )
     return dx
@@ -557,10 +563,11 @@ def whole_rows(N):
     cols = min(triton.next_power_of_2(N), 16384)
     # A program has 1024 lanes at least, so several rows if they are narrow.
     rows = max(1024 // cols, 1)
-    # A thread has 32 columns at most, and 16 in the widest rows: beside them
-    # it keeps w * dy, and a program has 1024 threads at most.
+    # A thread has 32 lanes at most: it keeps x and w * dy of each of them.
     warps = max(cols // 1024, 4)
-    if cols > 8192:
+    if cols < N:
+        # Wider rows are swept. The more warps a program has, the fewer rows
+        # are in progress at a time, and the more of them L2 can hold.
         warps = 32
     return tile_of(rows, cols, warps)
 
@@ -789,20 +796,21 @@ def launch_sums(dy, x, mean, rstd, tile, parts, dtype):
 
 
 # %%
-# The example, and two changes
-# ----------------------------
+# The example, and three changes
+# ------------------------------
 #
 # How much of the time is the price of two kernels, and how much that of their
 # tiles?
 #
-# A *plan* has both tiles, and the number of parts. We make three of them.
+# A *plan* has both tiles, and the number of parts. We make three of them, and
+# a third change comes after them.
 #
 # - **Example 53's tiling**: the tiles of the example, and no parts. It is our
 #   kernel in Triton with its numbers, and not the example.
 # - **Rows split**: the first change. The sums get 4 warps in place of 8, and
 #   parts, so that an SM has about 256 columns.
-# - **Triton**: the second change. The tile of the sums is 64 × 64, and that of
-#   ``dx`` is a whole row.
+# - **Larger tiles**: the second change. The tile of the sums is 64 × 64, and
+#   that of ``dx`` is a whole row.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132  # of an H100
@@ -833,7 +841,7 @@ def larger_tiles(M, N):
 PLANS = {
     "example 53's tiling": example_53,
     "rows split": rows_split,
-    "triton": larger_tiles,
+    "larger tiles": larger_tiles,
 }
 
 # %%
@@ -853,8 +861,10 @@ for N in (512, 4096, 8192):
 # `Loads in flight <04-loads-in-flight.html>`_ found that an SM wants at least
 # 16 KB. The tiling of the example has less than a quarter of that at 4096
 # columns, and at its own 512 columns only 16 of 132 SMs have a program at all.
-# Its tile is not bad: it is made for many rows of columns, and here are few.
-# Now the function that runs a plan:
+# Its tile is not bad: it is made for many more columns than rows, and here it
+# is the other way round.
+#
+# Now the function that runs a plan. As in the example, ``dx`` comes first.
 
 
 def two_kernels(
@@ -869,6 +879,36 @@ def two_kernels(
     grads = None
     if wants_sums:
         grads = launch_sums(dy, x, mean, rstd, sums_tile, parts, dtype)
+    return dx, grads
+
+
+# %%
+# **The third change** is the idea of the second sweep once more, and now for
+# whole kernels.
+# Both kernels begin with the first rows. When the first kernel ends, L2 holds
+# the last rows, and the second kernel begins with rows that are gone.
+# So let the second kernel begin with the last rows. Programs start in the
+# order of their numbers, so it is enough to count them from the end.
+#
+# And which kernel should come first? The kernel for ``dx`` writes as much as
+# it reads of ``x``, and what it writes takes room in L2, though nobody reads
+# it again here. The sums write next to nothing. So the sums come first, and
+# ``dx`` comes back from the end. This is our function, and its line is called
+# "Triton".
+
+
+def there_and_back(
+    dy, x, w, mean, rstd, dtype, wants_dx=True, wants_sums=True
+):
+    """The same, but the sums come first, and dx begins with the last rows."""
+    M, N = x.shape
+    dx_tile, sums_tile, parts = larger_tiles(max(M, 1), N)
+    grads = None
+    if wants_sums:
+        grads = launch_sums(dy, x, mean, rstd, sums_tile, parts, dtype)
+    dx = None
+    if wants_dx:
+        dx = launch_dx(dy, x, w, mean, rstd, dx_tile, last_first=True)
     return dx, grads
 
 
@@ -986,7 +1026,7 @@ print(f"{M} x {N} in 16 bits      matrices  rows of sums  of a copy")
 for name, matrices, rows_of_sums in (
     ("example 53's tiling", 7, 0),
     ("rows split", 7, rows_split(M, N)[2]),
-    ("triton", 5, larger_tiles(M, N)[2]),
+    ("larger tiles", 5, larger_tiles(M, N)[2]),
     ("one kernel", 3, plan_one_kernel(N, 2)[0] * NUM_SMS),
 ):
     bytes_of_column = 2 * M * matrices + 2 * 8 * rows_of_sums
@@ -1213,7 +1253,8 @@ def by_plan(plan):
 
 
 DESIGNS = {
-    "triton": by_plan(larger_tiles),
+    "triton": there_and_back,
+    "larger tiles": by_plan(larger_tiles),
     "rows split": by_plan(rows_split),
     "example 53's tiling": by_plan(example_53),
     "one kernel": one_kernel,
@@ -1435,6 +1476,7 @@ def best_of_three_compilations(function, measure):
 
 NAMES = {
     "triton": "Triton",
+    "larger tiles": "Larger tiles",
     "rows split": "Rows split",
     "example 53's tiling": "Example 53's tiling",
     "one kernel": "One kernel",
@@ -1474,7 +1516,7 @@ def speed_backward(M, N, dtype, provider):
 
 # %%
 
-# Scaffold: the four designs, a benchmark.
+# Scaffold: the designs, a benchmark.
 
 
 @triton.testing.perf_report(
@@ -1509,6 +1551,16 @@ report(bench_backward)
 # with rows split NN% to NN%. PyTorch reaches NN% to NN%, and torch.compile NN%
 # to NN%.
 #
+# **What did the three changes bring?**
+# At 4096 columns the example's tiling reaches NN%, rows split NN%, larger
+# tiles NN%, and turned around it is NN%.
+# The order alone makes our two kernels NN times as fast at 1024 columns, NN at
+# 2048, NN at 4096, NN at 8192, and NN at 15872. At 1024 columns ``x`` and
+# ``dy`` have 17 MB, so the second kernel finds both in L2 in either order. At
+# 2048 they have 34 MB, which fit into L2, but no longer beside ``dx``. And the
+# wider the rows, the smaller is the part that L2 can hold: at 15872 columns
+# they have 260 MB.
+#
 # **What is the price of the structure?**
 # One kernel is NN to NN times as fast as our two up to 8192 columns. By our
 # count it could be up to 5 / 3 = 1.7 times.
@@ -1517,14 +1569,11 @@ report(bench_backward)
 # <05-chunks.html>`_ one kernel reaches NN% of the copy at 8704 columns, NN
 # times the share of our two kernels.
 #
-# **And what is the price of the tiles?**
-# At 4096 columns the example's tiling reaches NN%, rows split NN%, and larger
-# tiles NN%. So most of what separates the first line from the copy is not
-# there because of the two kernels, but because of their tiles.
-#
 # **What follows.**
-# Tiles can be changed in a minute, and the structure cannot. Before you give
-# up a structure, find out which of the two you are paying for.
+# Much of what separates the example's tiling from the copy is not there
+# because of the two kernels, but because of their tiles and their order.
+# Those can be changed in a minute, and the structure cannot. So before you
+# give up a structure, find out which of the two you are paying for.
 #
 # How many bytes come from DRAM?
 # ------------------------------
@@ -1580,7 +1629,8 @@ def traffic(M, N, dtype, mode, counter, provider):
         if provider.startswith("dx, "):
             setting = provider.removeprefix("dx, ")
             return dx_by(setting, dy, x, w, mean, rstd)
-        return DESIGNS[provider](dy, x, w, mean, rstd, dtype)
+        backward = DESIGNS[provider]
+        return backward(dy, x, w, mean, rstd, dtype)
 
     call()  # compiles the kernels
     by_hand = 2 * x.nbytes
@@ -1835,8 +1885,10 @@ assert exercise_2(is_wrong_2)
 #   programs compute the sums, and have few bytes in flight.
 # - **Rows split** moves as many, and reaches NN%. Enough programs compute the
 #   sums, and one more kernel adds up their parts.
-# - **Larger tiles**, our function, move five matrices, and reach NN%. A row is
-#   loaded once for ``dx``.
+# - **Larger tiles** move five matrices, and reach NN%. A row is loaded once
+#   for ``dx``.
+# - **Turned around**, our function, they reach NN%: the kernel for ``dx``
+#   begins with the rows that the sums have read last.
 # - **One kernel** moves three matrices and the sums of its programs. It
 #   reaches NN%.
 # - **PyTorch** has two kernels as well, and reaches NN%.
@@ -1847,8 +1899,10 @@ assert exercise_2(is_wrong_2)
 #   instance. A test with inputs that cannot occur does not see them.
 # - A second sweep from the end finds in the cache what the first one has read
 #   last. It helps where a part of the data fits, and only there.
+# - The same holds for whole kernels: let the second begin where the first has
+#   ended.
 # - Price the structure and the tiles separately. Here a part of the gap was
-#   the structure, five matrices in place of three, and the rest was tiles.
+#   the structure, five matrices in place of three, and the rest was not.
 # - Sums that cancel cost digits: subtract the mean before you add up.
 #
 # **Next:** how much of a call is not on the GPU at all? `Host time
