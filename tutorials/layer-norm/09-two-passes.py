@@ -151,8 +151,8 @@ error = relative_error(documented(large_x, large_w, large_dy), large_dx)
 print(f"as layer normalization, 1024 x 512: error {100 * error:.0f}%")
 
 # %%
-# An error of this size does not stop a model from training: it only makes it
-# worse, and nobody sees why.
+# With an error of a tenth a model may still train, only not as well as it
+# could, and then nobody looks for a mistake.
 #
 # The *code* of the example is right. Its kernel for ``dx`` computes two sums
 # of each row, and it gets neither ``dw`` nor ``db``, which the documentation
@@ -179,7 +179,7 @@ for topic, example, here in (
     ("dx: a program has", "256 threads", "8 warps; then 4 to 32"),
     ("  its tile", "8 rows x 128 columns", "the same; then whole rows"),
     ("  row fits the tile", "reads it once", "the same"),
-    ("  row does not fit", "twice, then from its end", "the same"),
+    ("  row does not fit", "twice, there and back", "the same"),
     (
         "  sums of a row",
         "of x * w * dy and w * dy",
@@ -199,6 +199,11 @@ for topic, example, here in (
 # %%
 # The words are ours: in the source a program is a *block*, ``w`` and ``b`` are
 # gamma and beta, and ``rstd`` is the inverse standard deviation.
+#
+# Two lines are about numbers, and not about speed. What the sums of the
+# example are good for, and what they cost, is Exercise 1. And the cube of
+# ``rstd`` is more than float32 can hold if the numbers of a row are tiny and
+# epsilon is 0. Our formula has no cube.
 #
 # Each kernel is cut along the direction in which it does *not* sum. ``dx``
 # needs sums over the columns, so its programs have whole rows. ``dw`` and
@@ -296,7 +301,7 @@ def _layer_norm_bwd_dx(
     N: tl.constexpr,  # columns
     ROWS: tl.constexpr,  # rows of a tile
     COLS: tl.constexpr,  # columns of a tile
-    FROM_END: tl.constexpr,  # whether the second sweep begins there
+    FROM_END: tl.constexpr,  # whether the second sweep begins at the end
     LAST_FIRST: tl.constexpr,  # whether the first program has the last rows
 ):
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, as a rule
@@ -861,8 +866,7 @@ for N in (512, 4096, 8192):
 # `Loads in flight <04-loads-in-flight.html>`_ found that an SM wants at least
 # 16 KB. The tiling of the example has less than a quarter of that at 4096
 # columns, and at its own 512 columns only 16 of 132 SMs have a program at all.
-# Its tile is not bad: it is made for many more columns than rows, and here it
-# is the other way round.
+# With many more columns it would have enough programs.
 #
 # Now the function that runs a plan. As in the example, ``dx`` comes first.
 
@@ -887,10 +891,41 @@ def two_kernels(
 # whole kernels.
 # Both kernels begin with the first rows. When the first kernel ends, L2 holds
 # the last rows, and the second kernel begins with rows that are gone.
-# So let the second kernel begin with the last rows. Programs start in the
-# order of their numbers, so it is enough to count them from the end.
-#
-# And which kernel should come first? The kernel for ``dx`` writes as much as
+# So let the second kernel begin with the last rows. Programs start more or
+# less in the order of their numbers, so it is enough to count them from the
+# end.
+
+# %%
+
+# Drawing: which rows two kernels read over time.
+
+figure = plt.figure(
+    "Rows over time. Both kernels from the first row to the last: the second "
+    "one begins far from where the first one has ended. There and back: it "
+    "begins where the first one has ended",
+    figsize=(7.5, 2.4),
+)
+for axes, title, second in zip(
+    figure.subplots(1, 2, sharey=True),
+    ("both from the first row", "there and back"),
+    ((0, 1), (1, 0)),
+    strict=True,
+):
+    axes.plot((0, 1), (0, 1), color="C0", lw=2)
+    axes.plot((1.04, 2.04), second, color="C1", lw=2)
+    # What L2 holds when the first kernel ends.
+    axes.fill_between((0.6, 1.44), 0.6, 1, color="gray", alpha=0.25, lw=0)
+    axes.text(0.3, 0.5, "first", color="C0", ha="right", va="center")
+    axes.text(1.55, 0.25, "second", color="C1", ha="left", va="center")
+    axes.text(1.02, 0.52, "in L2", color="gray", ha="center", va="top")
+    axes.set(title=title, xlabel="time", ylim=(1.05, -0.05))
+    axes.set_xticks([])
+    axes.set_yticks([0, 1], ["first row", "last row"])
+    axes.grid(visible=False)
+plt.show()
+
+# %%
+# Which kernel should come first? The kernel for ``dx`` writes as much as
 # it reads of ``x``, and what it writes takes room in L2, though nobody reads
 # it again here. The sums write next to nothing. So the sums come first, and
 # ``dx`` comes back from the end. This is our function, and its line is called
