@@ -916,7 +916,7 @@ for axes, title, second in zip(
     # What L2 holds when the first kernel ends.
     axes.fill_between((0.6, 1.44), 0.6, 1, color="gray", alpha=0.25, lw=0)
     axes.text(0.3, 0.5, "first", color="C0", ha="right", va="center")
-    axes.text(1.72, 0.62, "second", color="C1", ha="left", va="center")
+    axes.text(1.72, 0.48, "second", color="C1", ha="left", va="center")
     axes.text(1.02, 0.52, "in L2", color="gray", ha="center", va="top")
     axes.set(title=title, xlabel="time", ylim=(1.05, -0.05))
     axes.set_xticks([])
