@@ -1926,7 +1926,8 @@ assert exercise_2(is_wrong_2)
 #   begins with the rows that the sums have read last.
 # - **One kernel** moves three matrices and the sums of its programs. It
 #   reaches NN%.
-# - **PyTorch** has two kernels as well, and reaches NN%.
+# - **PyTorch** computes ``dx`` and the sums in separate kernels, too, and
+#   sweeps each row twice for ``dx``. It reaches NN%.
 #
 # And for kernels in general:
 #

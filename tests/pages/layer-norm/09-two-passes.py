@@ -209,8 +209,8 @@ def of_backward(figure):
     yield f"moves as many, and reaches {at_4096['rows split']}%. Enough"
     yield f"move five matrices, and reach {at_4096['larger tiles']}%. A row is"
     yield f"our function, they reach {at_4096['triton']}%:"
-    yield f"It reaches {at_4096['one kernel']}%."
-    yield f"has two kernels as well, and reaches {at_4096['torch']}%."
+    yield f"sums of its programs. It reaches {at_4096['one kernel']}%."
+    yield f"twice for ``dx``. It reaches {at_4096['torch']}%."
 
 
 def of_traffic(figure):
