@@ -169,27 +169,56 @@ class Attention(Operation):
         def shaped(**changes):
             return lambda ones: plain(ones, **changes)
 
+        refused = (
+            (TypeError, "float32", of(lambda *t: [u.float() for u in t])),
+            (TypeError, "int64", of(lambda *t: [u.long() for u in t])),
+            (
+                TypeError,
+                "key has torch.bfloat16",
+                of(lambda q, k, v: (q, k.bfloat16(), v)),
+            ),
+            (
+                ValueError,
+                "key is on meta",
+                of(lambda q, k, v: (q, k.to("meta"), v)),
+            ),
+            (
+                ValueError,
+                "query has 3 dimensions",
+                of(lambda q, k, v: (q[0], k, v)),
+            ),
+            (
+                ValueError,
+                "head dimension is 24",
+                of(lambda *t: [u.repeat(1, 1, 1, 3)[..., :24] for u in t]),
+            ),
+            (
+                ValueError,
+                "head dimension of key is 32",
+                shaped(key=(1, 2, 9, 32)),
+            ),
+            (
+                ValueError,
+                "head dimension of value is 32",
+                shaped(value=(1, 2, 9, 32)),
+            ),
+            (ValueError, "key has 2 sequences", shaped(key=(2, 2, 9, 16))),
+            (ValueError, "key has 1 heads", shaped(key=(1, 1, 9, 16))),
+            (ValueError, "value has 8 rows", shaped(value=(1, 2, 8, 16))),
+            (
+                ValueError,
+                "there is no key",
+                shaped(key=(1, 2, 0, 16), value=(1, 2, 0, 16)),
+            ),
+        )
+        scales = (0.0, -1.0, float("nan"), float("inf"))
         return (
-            Mistake(TypeError, "float32", of(lambda *t: [u.float() for u in t])),
-            Mistake(TypeError, "int64", of(lambda *t: [u.long() for u in t])),
-            Mistake(
-                TypeError, "key has torch.bfloat16", of(lambda q, k, v: (q, k.bfloat16(), v))
-            ),
-            Mistake(ValueError, "key is on meta", of(lambda q, k, v: (q, k.to("meta"), v))),
-            Mistake(ValueError, "query has 3 dimensions", of(lambda q, k, v: (q[0], k, v))),
-            Mistake(ValueError, "head dimension is 24", shaped(
-                query=(1, 2, 8, 24), key=(1, 2, 9, 24), value=(1, 2, 9, 24))),
-            Mistake(ValueError, "head dimension of key", shaped(key=(1, 2, 9, 32))),
-            Mistake(ValueError, "head dimension of value", shaped(value=(1, 2, 9, 32))),
-            Mistake(ValueError, "key has 2 sequences", shaped(key=(2, 2, 9, 16))),
-            Mistake(ValueError, "key has 1 head", shaped(key=(1, 1, 9, 16))),
-            Mistake(ValueError, "value has 8 rows", shaped(value=(1, 2, 8, 16))),
-            Mistake(ValueError, "no key", shaped(key=(1, 2, 0, 16), value=(1, 2, 0, 16))),
+            *(Mistake(*one) for one in refused),
             *(
-                Mistake(ValueError, "scale", of(lambda *t: t), {"scale": scale})
-                for scale in (0.0, -1.0, float("nan"), float("inf"))
+                Mistake(ValueError, "scale is", plain, {"scale": scale})
+                for scale in scales
             ),
-        )  # fmt: skip
+        )
 
     def refusable(self, function, device):
         q, k, v = (
