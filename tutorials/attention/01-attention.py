@@ -36,7 +36,6 @@ You don't need a GPU.
 
 # Scaffold: imports, and the interpreter where there is no GPU.
 
-import functools
 import os
 
 import matplotlib.pyplot as plt
@@ -53,9 +52,16 @@ else:
 
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+
+# Scaffold: more imports.
+
+import functools
+
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # %%
 # Three queries and four keys
@@ -218,9 +224,9 @@ assert torch.allclose(weighted / total, (weights @ v)[2])
 # How does a tile come to the chip? Three lines of the kernel below say
 # ``load`` without an address and without a mask.
 # A *tensor descriptor* knows where a tensor lies, its shape, and the shape of
-# a tile. A program asks for the tile that begins at an index. On an H100 a unit
-# of the SM, the Tensor Memory Accelerator (TMA), then fetches all of it, and
-# writes zeros where the tensor has ended.
+# a tile. A program asks for the tile that begins at an index. On an H100 a
+# unit of the SM, the *Tensor Memory Accelerator* (TMA), then fetches all of
+# it, and gives zeros where the tensor has ended.
 #
 # A program takes ``TILE_Q`` queries of one head, and loops over its keys.
 
@@ -469,7 +475,7 @@ def functions(ours):
     backends = torch.nn.attention.SDPBackend
     return {
         "triton": ours,
-        "cudnn-in-torch": with_backend(backends.CUDNN_ATTENTION),
+        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION),
         "torch": with_backend(backends.FLASH_ATTENTION),
         "formula": formula,
         "torch.compile": compiled_formula(),
@@ -478,7 +484,7 @@ def functions(ours):
 
 LINES = {
     "triton": "Triton",
-    "cudnn-in-torch": "cuDNN, by PyTorch",
+    "sdpa-cudnn": "cuDNN, by PyTorch",
     "torch": "FlashAttention-2, by PyTorch",
     "torch.compile": "The formula, torch.compile",
     "formula": "The formula",
@@ -506,7 +512,7 @@ def speeds(products, calls, N, D):
     return found
 
 
-def report(benchmark):
+def in_percent(benchmark):
     """Draw a benchmark, and print each speed in % of that of cuBLAS."""
     table = benchmark.run(show_plots=ON_GPU, return_df=True)
     table = table.astype({"N": int}).set_index("N")
@@ -522,7 +528,7 @@ def report(benchmark):
 
 # %%
 
-# Scaffold: the forward pass, a benchmark.
+# Scaffold: attention forward, a benchmark.
 
 
 def our_forward(query, key, value):
@@ -565,7 +571,7 @@ def bench_forward(N, D, dtype, mode, provider):
 
 # %%
 
-report(bench_forward)
+in_percent(bench_forward)
 
 # %%
 # On the H100 our kernel reaches NN TFLOP/s at 4096 keys ...
@@ -679,11 +685,11 @@ def _attention_bwd_keys(
 
     for start in tl.range(0, queries, TILE_Q, num_stages=STAGES):
         # Powers again: no maximum and no sum is needed. Queries that do not
-        # exist have an infinite log-sum-exp, so their powers are 0.
+        # exist are zeros, and so is their dy: they add nothing.
         q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, D)
         query = start + tl.arange(0, TILE_Q)
         mask = query < queries
-        lse = tl.load(lse_ptr + row + query, mask=mask, other=float("inf"))
+        lse = tl.load(lse_ptr + row + query, mask=mask, other=0)
         score = tl.dot(k, q.T)
         p = tl.exp2(score * (scale * log2e) - lse[None, :])
 
@@ -735,7 +741,7 @@ def _attention_bwd_queries(
     dy = dy_desc.load([batch, head, first, 0]).reshape(TILE_Q, D)
     query = first + tl.arange(0, TILE_Q)
     mask = query < queries
-    lse = tl.load(lse_ptr + row + query, mask=mask, other=float("inf"))
+    lse = tl.load(lse_ptr + row + query, mask=mask, other=0)
     delta = tl.load(delta_ptr + row + query, mask=mask, other=0)
     dq = tl.zeros((TILE_Q, D), tl.float32)
 
@@ -986,7 +992,7 @@ check(batch=2, heads=1, queries=128, keys=128, D=128, dtype=torch.bfloat16)
 
 # %%
 
-# Scaffold: the backward pass, a benchmark.
+# Scaffold: attention backward, a benchmark.
 
 
 @functools.cache  # all lines in turns; then each is asked for its own
@@ -1025,7 +1031,7 @@ def bench_backward(N, D, dtype, mode, provider):
 
 # %%
 
-report(bench_backward)
+in_percent(bench_backward)
 
 # %%
 # On the H100 our kernels reach NN TFLOP/s at 4096 keys, and cuDNN NN...
