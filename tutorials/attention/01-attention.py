@@ -125,46 +125,6 @@ for batch, length in batch_and_length:
 # 989 · 10¹² of them in a second by its data sheet, and moves 3.35 TB. So the
 # arithmetic takes at least 2.2 ms, and the matrix at least 10.3 ms.
 #
-# The *roofline* is a picture of this comparison. What a kernel can reach
-# depends on its *intensity*, the operations for each byte that it moves.
-# Left of the ridge the memory is the limit, and right of it the arithmetic.
-#
-# Layer norm does some 2 operations a byte. Attention with its matrix does
-# :math:`4 N^2 D` operations and moves :math:`8 N^2` bytes, which is
-# :math:`D / 2` operations a byte, however long it is. Without its matrix it
-# moves :math:`8 N D` bytes, which is :math:`N / 2` operations a byte.
-
-# %%
-
-# Drawing: the roofline of an H100, and three kernels under it.
-
-BANDWIDTH, ARITHMETIC = 3.35, 989  # TB/s and TFLOP/s, of the data sheet
-plt.figure("The roofline of an H100, with three kernels", figsize=(7, 3.4))
-intensity = [2.0**i for i in range(15)]
-plt.loglog(
-    intensity,
-    [min(BANDWIDTH * i, ARITHMETIC) for i in intensity],
-    color="k",
-)
-for name, at in (
-    ("layer norm", 2),
-    ("attention with\nits matrix, D = 128", 64),
-    ("attention without it,\n4096 keys", 2048),
-):
-    height = min(BANDWIDTH * at, ARITHMETIC)
-    plt.plot(at, height, "o")
-    plt.annotate(
-        name, (at, height), (0, -12), textcoords="offset points", va="top"
-    )
-plt.xlabel("operations per byte of memory")
-plt.ylabel("TFLOP/s")
-plt.ylim(1, 2000)
-plt.show()
-
-# %%
-# So with its matrix attention reaches at most a fifth of what an H100 can
-# compute, and without it everything.
-#
 # A sum that shrinks
 # ------------------
 #
@@ -439,14 +399,15 @@ def in_turns(calls):
 
 # Scaffold: inputs, and who attends.
 
-TOKENS, HEADS = 16384, 16
+TOKENS = 16384
 
 
 def inputs(N, D, dtype):
     """query, key, value and dy: TOKENS tokens as sequences of N."""
+    heads = 2048 // D
     return [
         torch.randn(
-            TOKENS // N, HEADS, N, D, device=DEVICE, dtype=dtype
+            TOKENS // N, heads, N, D, device=DEVICE, dtype=dtype
         ).requires_grad_()
         for _ in range(4)
     ]
@@ -454,9 +415,8 @@ def inputs(N, D, dtype):
 
 def formula(query, key, value):
     """Attention as it is written in a book."""
-    scale = query.shape[-1] ** -0.5
-    weights = torch.softmax(scale * query @ key.mT, -1)
-    return weights @ value
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    return torch.softmax(scores, -1) @ value
 
 
 def with_backend(backend):
@@ -477,19 +437,7 @@ def compiled_formula():
     return torch.compile(formula, dynamic=False)
 
 
-def functions(ours):
-    """Name of a line -> a function of query, key and value."""
-    backends = torch.nn.attention.SDPBackend
-    return {
-        "triton": ours,
-        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION),
-        "torch": with_backend(backends.FLASH_ATTENTION),
-        "formula": formula,
-        "torch.compile": compiled_formula(),
-    }
-
-
-LINES = {
+NAMES = {
     "triton": "Triton",
     "sdpa-cudnn": "cuDNN, by PyTorch",
     "torch": "FlashAttention-2, by PyTorch",
@@ -497,25 +445,37 @@ LINES = {
     "formula": "The formula",
     "cublas": "A product of matrices",
 }
+FEW = ["triton", "sdpa-cudnn", "torch", "cublas"]
 
 
-def speeds(products, calls, N, D):
+def functions(ours, lines):
+    """Name of a line -> a function of query, key and value."""
+    backends = torch.nn.attention.SDPBackend
+    found = {
+        "triton": ours,
+        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION),
+        "torch": with_backend(backends.FLASH_ATTENTION),
+    }
+    if "formula" in lines:
+        found["formula"] = formula
+        found["torch.compile"] = compiled_formula()
+    return found
+
+
+def speeds(products, calls, N):
     """TFLOP/s of each call: median, low, high; and of cuBLAS beside them.
 
-    A call has so many products of N x N and D for each head.
+    A call has so many products of (N, N) and D for each of 2048 / D heads.
     """
     a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.float16)
-    operations = {
-        name: products * 2 * N * N * D * HEADS * (TOKENS // N)
-        for name in calls
-    }
-    operations["cublas"] = 2 * 8192**3
+    calls = calls | {"cublas": lambda: a @ a}
     found = {}
-    for name, times in in_turns(calls | {"cublas": lambda: a @ a}).items():
+    for name, times in in_turns(calls).items():
+        operations = products * 2 * N * 2048 * TOKENS
+        if name == "cublas":
+            operations = 2 * 8192**3
         median, short, long = times
-        found[name] = [
-            operations[name] / us * 1e-6 for us in (median, long, short)
-        ]
+        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
     return found
 
 
@@ -527,7 +487,7 @@ def in_percent(benchmark):
     if table.isna().all(axis=None):
         print("Timing needs a GPU; the page shows recorded figures.")
         return
-    ceiling = table[LINES["cublas"]]
+    ceiling = table[NAMES["cublas"]]
     percent = 100 * table.div(ceiling, axis="index")
     print("speed in % of that of a product of matrices")
     print(percent.to_string(float_format="%.0f"))
@@ -545,13 +505,13 @@ def our_forward(query, key, value):
 
 
 @functools.cache  # all lines in turns; then each is asked for its own
-def forward_speeds(N, D, dtype):
+def forward_speeds(N, D, dtype, lines):
     q, k, v, _ = (t.detach() for t in inputs(N, D, dtype))
     calls = {
         name: functools.partial(function, q, k, v)
-        for name, function in functions(our_forward).items()
+        for name, function in functions(our_forward, lines).items()
     }
-    return speeds(2, calls, N, D)
+    return speeds(2, calls, N)
 
 
 @triton.testing.perf_report(
@@ -561,8 +521,8 @@ def forward_speeds(N, D, dtype):
         x_log=True,
         xlabel="N (queries, and keys)",
         line_arg="provider",
-        line_vals=list(LINES),
-        line_names=list(LINES.values()),
+        line_vals=list(NAMES),
+        line_names=list(NAMES.values()),
         ylabel="TFLOP/s",
         plot_name="attention-forward",
         args={"D": 128, "dtype": torch.float16, "mode": "forward"},
@@ -573,7 +533,7 @@ def bench_forward(N, D, dtype, mode, provider):
     first; the time of a graph that only overwrites L2 is subtracted."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
-    return forward_speeds(N, D, dtype)[provider]
+    return forward_speeds(N, D, dtype, tuple(NAMES))[provider]
 
 
 # %%
@@ -581,7 +541,52 @@ def bench_forward(N, D, dtype, mode, provider):
 in_percent(bench_forward)
 
 # %%
-# On the H100 our kernel reaches NN TFLOP/s at 4096 keys ...
+# FORWARD TEXT
+#
+# Which limit is it?
+# ------------------
+#
+# How do we know that this kernel should be measured in operations, and layer
+# norm in bytes? The *roofline* is a picture of both limits.
+# What a kernel can reach
+# depends on its *intensity*, the operations for each byte that it moves.
+# Left of the ridge the memory is the limit, and right of it the arithmetic.
+#
+# Layer norm does some 2 operations a byte. Attention with its matrix does
+# :math:`4 N^2 D` operations and moves :math:`8 N^2` bytes, which is
+# :math:`D / 2` operations a byte, however long it is. Without its matrix it
+# moves :math:`8 N D` bytes, which is :math:`N / 2` operations a byte.
+
+# %%
+
+# Drawing: the roofline of an H100, and three kernels under it.
+
+BANDWIDTH, ARITHMETIC = 3.35, 989  # TB/s and TFLOP/s, of the data sheet
+plt.figure("The roofline of an H100, with three kernels", figsize=(7, 3.4))
+intensity = [2.0**i for i in range(15)]
+plt.loglog(
+    intensity,
+    [min(BANDWIDTH * i, ARITHMETIC) for i in intensity],
+    color="k",
+)
+for name, at in (
+    ("layer norm", 2),
+    ("attention with\nits matrix, D = 128", 64),
+    ("attention without it,\n4096 keys", 2048),
+):
+    height = min(BANDWIDTH * at, ARITHMETIC)
+    plt.plot(at, height, "o")
+    plt.annotate(
+        name, (at, height), (0, -12), textcoords="offset points", va="top"
+    )
+plt.xlabel("operations per byte of memory")
+plt.ylabel("TFLOP/s")
+plt.ylim(1, 2000)
+plt.show()
+
+# %%
+# So with its matrix attention is left of the ridge: it reaches at most a fifth
+# of what an H100 can compute. Without its matrix it is right of the ridge.
 #
 # What the backward pass needs
 # ----------------------------
@@ -1008,15 +1013,15 @@ check(batch=2, heads=1, queries=128, keys=128, D=128, dtype=torch.bfloat16)
 
 
 @functools.cache  # all lines in turns; then each is asked for its own
-def backward_speeds(N, D, dtype):
+def backward_speeds(N, D, dtype, lines):
     q, k, v, dy = inputs(N, D, dtype)
     calls = {}
-    for name, function in functions(attention).items():
+    for name, function in functions(attention, lines).items():
         y = function(q, k, v)
         calls[name] = functools.partial(
             torch.autograd.grad, y, (q, k, v), dy.detach(), retain_graph=True
         )
-    return speeds(5, calls, N, D)
+    return speeds(5, calls, N)
 
 
 @triton.testing.perf_report(
@@ -1026,8 +1031,8 @@ def backward_speeds(N, D, dtype):
         x_log=True,
         xlabel="N (queries, and keys)",
         line_arg="provider",
-        line_vals=list(LINES),
-        line_names=list(LINES.values()),
+        line_vals=list(NAMES),
+        line_names=list(NAMES.values()),
         ylabel="TFLOP/s",
         plot_name="attention-backward",
         args={"D": 128, "dtype": torch.float16, "mode": "backward"},
@@ -1038,7 +1043,7 @@ def bench_backward(N, D, dtype, mode, provider):
     first; the time of a graph that only overwrites L2 is subtracted."""
     if not ON_GPU:
         return 3 * [float("nan")]  # the interpreter cannot be timed
-    return backward_speeds(N, D, dtype)[provider]
+    return backward_speeds(N, D, dtype, tuple(NAMES))[provider]
 
 
 # %%
@@ -1046,12 +1051,130 @@ def bench_backward(N, D, dtype, mode, provider):
 in_percent(bench_backward)
 
 # %%
-# On the H100 our kernels reach NN TFLOP/s at 4096 keys, and cuDNN NN...
+# BACKWARD TEXT
+#
+# Half as many numbers in a head
+# ------------------------------
+#
+# What changes with 32 heads of 64 numbers in place of 16 of 128?
+#
+# A product with 64 numbers has half the operations for each score, and a score
+# still needs its power. So a larger share of the time goes into what Tensor
+# Cores do not do.
+
+# %%
+
+# Scaffold: heads of 64 numbers, two benchmarks.
+
+
+def of_64_numbers(plot_name, mode):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[512, 1024, 2048, 4096, 8192, 16384],
+        x_log=True,
+        xlabel="N (queries, and keys)",
+        line_arg="provider",
+        line_vals=FEW,
+        line_names=[NAMES[name] for name in FEW],
+        ylabel="TFLOP/s",
+        plot_name=plot_name,
+        args={"D": 64, "dtype": torch.float16, "mode": mode},
+    )
+
+
+@triton.testing.perf_report(of_64_numbers("attention-forward-64", "forward"))
+def bench_forward_64(N, D, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    return forward_speeds(N, D, dtype, tuple(FEW))[provider]
+
+
+@triton.testing.perf_report(of_64_numbers("attention-backward-64", "backward"))
+def bench_backward_64(N, D, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    return backward_speeds(N, D, dtype, tuple(FEW))[provider]
+
+
+# %%
+
+in_percent(bench_forward_64)
+
+# %%
+
+in_percent(bench_backward_64)
+
+# %%
+# TEXT 64
+#
+# What a step needs of memory
+# ---------------------------
+#
+# Time was one reason not to write the matrix. The other one is room: what the
+# backward pass needs of it has to be kept until then, in each layer of a
+# model.
+# Here is the most memory that a forward and a backward pass take at a time,
+# beside their inputs.
+
+# %%
+
+# Scaffold: memory, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 2048, 4096, 8192],
+        x_log=True,
+        y_log=True,
+        xlabel="N (queries, and keys)",
+        line_arg="provider",
+        line_vals=["triton", "formula"],
+        line_names=["Triton", "The formula"],
+        ylabel="GB of memory",
+        plot_name="attention-memory",
+        args={
+            "D": 128, "dtype": torch.float16, "mode": "forward and backward"
+        },
+    )
+)  # fmt: skip
+def bench_memory(N, D, dtype, mode, provider):
+    """The most memory that PyTorch allocated while a forward and a backward
+    pass ran, beside that of their inputs."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    function = {"triton": attention, "formula": formula}[provider]
+    q, k, v, dy = inputs(N, D, dtype)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = function(q, k, v)
+    torch.autograd.grad(y, (q, k, v), dy.detach())
+    torch.cuda.synchronize()
+    most = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return most, most, most
+
+
+# %%
+
+bench_memory.run(show_plots=ON_GPU)
+
+# %%
+# TEXT MEMORY
+#
+# Where PyTorch is better
+# -----------------------
+#
+# TEXT LOSSES
 #
 # What we learned
 # ---------------
 #
-# TODO ladder
+# LADDER
 #
 # Exercise
 # --------
