@@ -274,7 +274,7 @@ PLANS = {
     # D: queries, keys, warps, stages
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
-    64: (64, 128, 4, 3),
+    64: (64, 128, 4, 2),
     128: (128, 64, 4, 2),
 }
 
@@ -775,6 +775,9 @@ def _attention_bwd_queries(
 
 
 # %%
+# Both kernels take tiles of 64 queries and 64 keys, and 4 warps. Where a head
+# has 64 numbers or fewer, a tile has half the bytes, and there is room in
+# shared memory for a third one on its way.
 
 
 def plan_backward(D):
@@ -782,12 +785,12 @@ def plan_backward(D):
     return {
         "TILE_Q": 64,
         "TILE_K": 64,
-        "STAGES": 2,
+        "STAGES": 2 if D > 64 else 3,
         "num_warps": warps_here(4),
     }
 
 
-def backward(dy, q, k, v, y, lse, scale, plan):
+def backward(dy, q, k, v, y, lse, scale):
     """dq, dk and dv; all tensors have the layout that descriptors want, and
     dy and y are contiguous."""
     batch, heads, queries, D = q.shape
@@ -808,6 +811,7 @@ def backward(dy, q, k, v, y, lse, scale, plan):
         ROWS=64,
         num_warps=4,
     )
+    plan = plan_backward(D)
     _attention_bwd_keys[(triton.cdiv(keys, plan["TILE_K"]), batch * heads)](
         q_desc=tiles_of(q, plan["TILE_Q"]),
         k_desc=tiles_of(k, plan["TILE_K"]),
@@ -946,9 +950,8 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         q, k, v, y, lse = ctx.saved_tensors
-        plan = plan_backward(q.shape[-1])
         dy = for_descriptors(dy.contiguous())
-        dq, dk, dv = backward(dy, q, k, v, y, lse, ctx.scale, plan)
+        dq, dk, dv = backward(dy, q, k, v, y, lse, ctx.scale)
         return dq, dk, dv, None
 
 
