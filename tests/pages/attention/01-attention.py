@@ -94,7 +94,7 @@ KERNELS = Kernels(
             true=multiplies,
             shared=227 * 1024,
             copies="any",
-            narrow_copies=4,  # lse and delta
+            narrow_copies=6,  # lse and delta
         ),
         "_attention_bwd_queries": Kernel(
             look="Three products in a step, and one sum: ``dq``.",
