@@ -211,10 +211,13 @@ def _attention_fwd(
     WHOLE: tl.constexpr,  # whether the last tile of keys is full
     STAGES: tl.constexpr,  # tiles of keys and values on their way
 ):
-    # Which queries are ours?
-    first = tl.program_id(0) * TILE_Q
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    # Which queries are ours? The programs of a head stand together, so that
+    # its keys and values stay in L2 for all of them.
+    tiles = tl.cdiv(queries, TILE_Q)
+    first = tl.program_id(0) % tiles * TILE_Q
+    lead = tl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
     q = q_desc.load([batch, head, first, 0]).reshape(TILE_Q, D)
 
     # Of each query a maximum, a sum, and a sum of weighted values.
@@ -253,7 +256,7 @@ def _attention_fwd(
 
     # The logarithm of the sum of all powers, as they would be without a
     # maximum.
-    row = tl.program_id(1).to(tl.int64) * queries
+    row = lead.to(tl.int64) * queries
     query = first + tl.arange(0, TILE_Q)
     lse = maximum + tl.log2(total)
     tl.store(lse_ptr + row + query, lse, mask=query < queries)
@@ -310,7 +313,8 @@ def forward(q, k, v, scale, plan):
     lse = torch.empty(batch, heads, queries, device=q.device)
     if y.numel() == 0:
         return y, lse
-    _attention_fwd[(triton.cdiv(queries, plan["TILE_Q"]), batch * heads)](
+    tiles = triton.cdiv(queries, plan["TILE_Q"])
+    _attention_fwd[(tiles * batch * heads,)](
         q_desc=tiles_of(q, plan["TILE_Q"]),
         k_desc=tiles_of(k, plan["TILE_K"]),
         v_desc=tiles_of(v, plan["TILE_K"]),
@@ -678,6 +682,7 @@ def _attention_bwd_keys(
     delta_ptr,  # (batch, heads, queries)
     heads,
     queries,
+    keys,
     scale,  # c
     log2e,  # of powers of 2 it is the unit
     D: tl.constexpr,
@@ -686,10 +691,12 @@ def _attention_bwd_keys(
     STAGES: tl.constexpr,
 ):
     # Which keys are ours?
-    first = tl.program_id(0) * TILE_K
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    row = tl.program_id(1).to(tl.int64) * queries
+    tiles = tl.cdiv(keys, TILE_K)
+    first = tl.program_id(0) % tiles * TILE_K
+    lead = tl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    row = lead.to(tl.int64) * queries
     k = k_desc.load([batch, head, first, 0]).reshape(TILE_K, D)
     v = v_desc.load([batch, head, first, 0]).reshape(TILE_K, D)
     dk = tl.zeros((TILE_K, D), tl.float32)
@@ -745,10 +752,12 @@ def _attention_bwd_queries(
     WHOLE: tl.constexpr,  # whether the last tile of keys is full
     STAGES: tl.constexpr,
 ):
-    first = tl.program_id(0) * TILE_Q
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    row = tl.program_id(1).to(tl.int64) * queries
+    tiles = tl.cdiv(queries, TILE_Q)
+    first = tl.program_id(0) % tiles * TILE_Q
+    lead = tl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    row = lead.to(tl.int64) * queries
     q = q_desc.load([batch, head, first, 0]).reshape(TILE_Q, D)
     dy = dy_desc.load([batch, head, first, 0]).reshape(TILE_Q, D)
     query = first + tl.arange(0, TILE_Q)
@@ -812,7 +821,8 @@ def backward(dy, q, k, v, y, lse, scale):
         num_warps=4,
     )
     plan = plan_backward(D)
-    _attention_bwd_keys[(triton.cdiv(keys, plan["TILE_K"]), batch * heads)](
+    tiles = triton.cdiv(keys, plan["TILE_K"])
+    _attention_bwd_keys[(tiles * batch * heads,)](
         q_desc=tiles_of(q, plan["TILE_Q"]),
         k_desc=tiles_of(k, plan["TILE_K"]),
         v_desc=tiles_of(v, plan["TILE_K"]),
@@ -823,14 +833,14 @@ def backward(dy, q, k, v, y, lse, scale):
         delta_ptr=delta,
         heads=heads,
         queries=queries,
+        keys=keys,
         scale=scale,
         log2e=LOG2E,
         D=D,
         **plan,
     )
-    _attention_bwd_queries[
-        (triton.cdiv(queries, plan["TILE_Q"]), batch * heads)
-    ](
+    tiles = triton.cdiv(queries, plan["TILE_Q"])
+    _attention_bwd_queries[(tiles * batch * heads,)](
         q_desc=tiles_of(q, plan["TILE_Q"]),
         k_desc=tiles_of(k, plan["TILE_K"]),
         v_desc=tiles_of(v, plan["TILE_K"]),
@@ -1208,7 +1218,7 @@ def exercise_1(kernel):
     plan = plan_forward(32)
     y = torch.zeros_like(q)
     lse = torch.empty(1, 2, 150, device=DEVICE)
-    kernel[(triton.cdiv(150, plan["TILE_Q"]), 2)](
+    kernel[(triton.cdiv(150, plan["TILE_Q"]) * 2,)](
         q_desc=tiles_of(q, plan["TILE_Q"]),
         k_desc=tiles_of(k, plan["TILE_K"]),
         v_desc=tiles_of(v, plan["TILE_K"]),
@@ -1254,9 +1264,11 @@ def _attention_fwd_causal(
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    first = tl.program_id(0) * TILE_Q
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    tiles = tl.cdiv(queries, TILE_Q)
+    first = tl.program_id(0) % tiles * TILE_Q
+    lead = tl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
     query = first + tl.arange(0, TILE_Q)
     q = q_desc.load([batch, head, first, 0]).reshape(TILE_Q, D)
     maximum = tl.full((TILE_Q,), float("-inf"), tl.float32)
@@ -1286,7 +1298,7 @@ def _attention_fwd_causal(
     y = weighted / total[:, None]
     y = y.to(y_desc.dtype).reshape(1, 1, TILE_Q, D)
     y_desc.store([batch, head, first, 0], y)
-    row = tl.program_id(1).to(tl.int64) * queries
+    row = lead.to(tl.int64) * queries
     lse = maximum + tl.log2(total)
     tl.store(lse_ptr + row + query, lse, mask=query < queries)
 
