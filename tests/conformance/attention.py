@@ -119,12 +119,17 @@ class Attention(Operation):
         scale = case.D**-0.5 if case.scale is None else case.scale
         # Powers and ds are operands of products, so they are rounded to the
         # type of the inputs: by half a unit, or a unit where the interpreter
-        # cuts, and beside 0 by half of the smallest number. Of sizes that
-        # count in units of float32:
+        # cuts, and beside 0 by the smallest number. A power below the normal
+        # numbers of float32 may count as 0. Of sizes that count in units of
+        # float32:
         unit = torch.finfo(torch.float32).eps * HALF_UNITS
         operand = torch.finfo(case.dtype).eps / unit
-        tiny = torch.finfo(case.dtype).smallest_normal
-        tiny *= torch.finfo(case.dtype).eps / unit
+        kind = torch.finfo(case.dtype)
+        tiny = max(
+            kind.smallest_normal * kind.eps,
+            torch.finfo(torch.float32).smallest_normal,
+        )
+        tiny /= unit
         score = scale * q @ k.mT
         p = score.softmax(-1)
         # An exponent is off by its size: that of the terms of a score.
