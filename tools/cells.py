@@ -20,9 +20,14 @@ EXPLAINED = "layer-norm/01-layer-norm"
 BEFORE = "fused/01-add-layer-norm"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
-# kernels of layer-norm/05 to 07 on the page of every width, and those of
-# layer-norm/07 for wide rows on the page of the addition.
-WAITING = {"layer-norm/11-every-width", "fused/01-add-layer-norm"}
+# kernels of layer-norm/05 to 08 on the page of every width, those of
+# layer-norm/07 for wide rows on the page of the addition, and the columns of
+# layer-norm/02 on the page of two passes.
+WAITING = {
+    "layer-norm/11-every-width",
+    "layer-norm/09-two-passes",
+    "fused/01-add-layer-norm",
+}
 # Functions that have a name of their own on a page that gathers many.
 RENAMED = {
     ("layer-norm/05-chunks", "plan_fwd_chunks"): "plan_forward",
