@@ -1,10 +1,13 @@
 """What must hold of the page "Attention without its matrix"."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Attention, AttentionCase, Page
+from measurements.figure import Measured
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -112,6 +115,200 @@ KERNELS = Kernels(
         "D = 16": Case(run=of_16, sizes={"float16": [1000, 4096]}),
     },
 )
+
+CARD = "H100"
+CUDNN, FLASH, CUBLAS = "sdpa-cudnn", "torch", "cublas"
+
+
+def from_to(numbers, unit=""):
+    return f"{numbers.least}{unit} to {numbers.most}{unit}"
+
+
+def forward(figure):
+    of = figure("attention-forward", CARD)
+    ours = partial(of.median, "triton")
+    long = of.between(4096)
+    assert long.shares("triton", CUBLAS).least >= 67  # two thirds, or more
+    yield (
+        f"our kernel reaches {ours(512)} TFLOP/s at 512 keys, {ours(4096)} at "
+        f"4096 and {ours(16384)} at 16384. From 4096 keys on that is "
+        f"{from_to(long.shares('triton', CUBLAS), '%')} of what the product "
+        f"of matrices reaches, {of.median(CUBLAS, 4096)} TFLOP/s."
+    )
+    formula = of.all_medians("formula")
+    yield (
+        f"It is {from_to(of.ratios('triton', FLASH))} times as fast as "
+        f"FlashAttention-2. The formula reaches {from_to(formula)} TFLOP/s, "
+        f"so ours is {from_to(of.ratios('triton', 'formula'))} times as fast."
+    )
+    assert of.ratios("triton", FLASH).least > 1
+    cudnn = of.shares("triton", CUDNN)
+    assert cudnn.most < 100  # "faster than ours at every length"
+    yield f"we reach {from_to(cudnn, '%')} of its speed."
+    # "Both lines are one."
+    both = of.ratios("torch.compile", CUDNN)
+    assert both.least >= 0.98 and both.most <= 1.02
+    yield from constant(of)
+
+
+def constant(of):
+    """µs that are the same at every length, and µs a key."""
+    N = (512, 1024, 2048, 4096, 8192, 16384)
+    us = [4 * n * 2048 * 16384 / of.median("triton", n) / 1e6 for n in N]
+    # The smallest largest error, as a share of each time.
+    fits = [
+        (max(abs(a + b * n - t) / t for n, t in zip(N, us, strict=True)), a, b)
+        for a in range(200)
+        for b in [0.22 + i / 2000 for i in range(100)]
+    ]
+    error, start, slope = min(fits)
+    assert error <= 0.06
+    start, slope = Measured(start, ".0f"), Measured(slope, ".2f")
+    error = Measured(100 * error, ".0f")
+    yield (
+        f"{start} µs and {slope} µs for each key fit all six times within "
+        f"{error}%."
+    )
+
+
+def backward(figure):
+    of = figure("attention-backward", CARD)
+    ours = partial(of.median, "triton")
+    yield (
+        f"our backward pass reaches {ours(512)} TFLOP/s at 512 keys, "
+        f"{ours(4096)} at 4096 and {ours(16384)} at 16384. It is "
+        f"{from_to(of.ratios('triton', FLASH))} times as fast as "
+        f"FlashAttention-2, and {from_to(of.ratios('triton', 'formula'))} "
+        "times as fast as the formula. We reach "
+        f"{from_to(of.shares('triton', CUDNN), '%')} of cuDNN's speed"
+    )
+    # "The more the shorter": at the ends.
+    cudnn = partial(of.share, "triton", of=CUDNN)
+    assert cudnn(512) > cudnn(1024) > cudnn(2048)
+    all_seven = Measured(7 / 5 * ours(16384), ".0f")
+    ceiling = of.median(CUBLAS, 16384)
+    share = Measured(100 * all_seven / ceiling, ".0f")
+    of_cudnn = of.median(CUDNN, 16384)
+    assert share > of.share(CUDNN, 16384, CUBLAS) + 5
+    yield (
+        f"they do 7/5 of {ours(16384)}, which is {all_seven} TFLOP/s, or "
+        f"{share}% of what the product of matrices reaches."
+    )
+    yield (
+        f"cuDNN does {of_cudnn} TFLOP/s. If it has five products, that is "
+        f"{of.share(CUDNN, 16384, CUBLAS)}% of the product of matrices"
+    )
+
+
+def of_64_numbers(figure):
+    of, large = (
+        figure(f"attention-forward{name}", CARD) for name in ("-64", "")
+    )
+    back = figure("attention-backward-64", CARD)
+    shares = of.between(2048).shares("triton", CUDNN)
+    yield (
+        f"our forward pass reaches {of.median('triton', 16384)} TFLOP/s at "
+        f"16384 keys, where heads of 128 numbers had "
+        f"{large.median('triton', 16384)}. From 2048 keys on it is at "
+        f"{from_to(shares, '%')} of cuDNN's speed."
+    )
+    yield (
+        f"The backward pass reaches {back.median('triton', 16384)} TFLOP/s "
+        "there, and is at "
+        f"{back.share('triton', 512, CUDNN)}% of cuDNN's speed at 512 keys "
+        f"and at {back.share('triton', 16384, CUDNN)}% at 16384."
+    )
+    # "cuDNN's forward pass loses more than ours."
+    ours, cudnn = (
+        of.median(p, 16384) / large.median(p, 16384) for p in ("triton", CUDNN)
+    )
+    assert cudnn < ours - 0.05
+    # "Level with it forward at 4096 keys and more."
+    level = of.between(4096).shares("triton", CUDNN)
+    assert level.least >= 98 and level.most <= 105
+
+
+def memory(figure):
+    of = figure("attention-memory", CARD)
+
+    def gb(provider, N):
+        number = of.median(provider, N)
+        number.rounding = ".1f"
+        return number
+
+    ours = [of.median("triton", N) for N in (1024, 2048, 4096, 8192)]
+    assert max(ours) == min(ours)
+    yield f"our function takes {ours[0]} GB at every length"
+    yield (
+        f"The formula takes {gb('formula', 1024)} GB at 1024 keys and "
+        f"{gb('formula', 8192)} GB at 8192."
+    )
+    for N in 1024, 2048, 4096:
+        assert 1.9 < gb("formula", 2 * N) / gb("formula", N) < 2.1
+
+
+def where_pytorch_is_better(figure):
+    of, back, small = (
+        figure(f"attention-{name}", CARD)
+        for name in ("forward", "backward", "backward-64")
+    )
+    share = partial(of.share, "triton", of=CUDNN)
+    yield (
+        f"our speed is {share(1024)}% of cuDNN's at 1024 keys and "
+        f"{share(16384)}% at 16384."
+    )
+    share = partial(back.share, "triton", of=CUDNN)
+    yield f"Backward it is {share(1024)}% and {share(16384)}%."
+    yield f"where we reach {small.share('triton', 16384, CUDNN)}% at 16384."
+
+
+def ladder(figure):
+    of, back = (
+        figure(f"attention-{name}", CARD) for name in ("forward", "backward")
+    )
+
+    def both(provider):
+        return f"{of.median(provider, 4096)} and {back.median(provider, 4096)}"
+
+    number = figure("attention-memory", CARD).median("formula", 4096)
+    number.rounding = ".1f"
+    yield (
+        f"It reaches {both('formula')} TFLOP/s, and takes {number} GB of "
+        "memory at this length."
+    )
+    yield (
+        "whose Tensor Cores take their operands from registers. It reaches "
+        f"{both(FLASH)} TFLOP/s."
+    )
+    yield f"seven products backward, and reaches {both('triton')} TFLOP/s."
+    yield f"- **cuDNN** reaches {both(CUDNN)} TFLOP/s."
+    yield f"anything around it reaches {of.median(CUBLAS, 4096)} TFLOP/s."
+
+
+def CLAIMS(figure):
+    yield from forward(figure)
+    yield from backward(figure)
+    yield from of_64_numbers(figure)
+    yield from memory(figure)
+    yield from where_pytorch_is_better(figure)
+    yield from ladder(figure)
+
+
+DATA_SHEET = "the data sheet of the H100"
+FACTS = {
+    "it takes 8.6 GB in 16 bits": "16 * 16384**2 * 2 bytes",
+    "results together 0.27 GB": "4 * 16384 * 2048 * 2 bytes",
+    "that is 34 GB, against 0.27 GB": "4 * 16 * 16384**2 * 2 bytes",
+    "and moves 3.35 TB": DATA_SHEET,
+    "at least 2.2 ms": "2.2e12 / 989e12",
+    "at least 10.3 ms": "34.4 GB / 3.35 TB/s",
+    "multiplies 989 TFLOP/s in 16 bits": DATA_SHEET,
+    "So 64% of its result": "the table above it: softmax of 2, 1, 3, 0",
+    "half of 0.1%": "2**-11",
+    "errors below 1%:": "what the check asserts",
+    "16384 numbers of 4 bytes": "128 * 128",
+    "To move 0.27 GB alone takes about 80 µs at 3.35 TB/s": DATA_SHEET,
+}
 
 # Tiles of 16, so that small cases have several.
 SMALL = (
