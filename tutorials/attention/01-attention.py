@@ -1043,10 +1043,10 @@ check(batch=1, heads=2, queries=70, keys=150, D=64)
 check(batch=2, heads=1, queries=128, keys=128, D=128, dtype=torch.bfloat16)
 
 # %%
-# Are these numbers the same each time? Yes, to the last bit, and our checks run
-# both passes a hundred times to see it. Each number of each result belongs to
-# one program, which adds up its terms in an order that is always the same: the
-# tiles from first to last.
+# Are these numbers the same each time? Yes, to the last bit, and our checks
+# run both passes a hundred times to see it. Each number of each result belongs
+# to one program, which adds up its terms in an order that is always the same:
+# the tiles from first to last.
 # That is what the two extra products buy. FlashAttention-2 has one kernel for
 # all gradients, in which many programs add to the same ``dq`` with atomic
 # additions, in the order in which they happen to arrive. Sums of the same
@@ -1405,6 +1405,7 @@ assert exercise_1(_attention_fwd_causal)
 # And for kernels in general:
 #
 # - What divides by a sum can be added up before the sum is known.
+# - One number a row, its log-sum-exp, stands for a whole row of weights.
 # - A number that was not kept can be computed again. Where memory is the limit
 #   that is faster than to read it.
 # - Before you write a kernel, count its operations and its bytes. They say
