@@ -169,8 +169,17 @@ def gathered(t, group):
 
 
 def lanes(N):
+    """The lanes of a row and the warps that share them."""
     block = max(triton.next_power_of_2(N), 16)
-    return {"BLOCK": block, "num_warps": min(max(block // 1024, 4), 16)}
+    if block <= 4096:
+        warps = 4
+    elif block <= 16384:
+        # Sixteen warps of 16384 lanes leave no registers for a second row on
+        # the same multiprocessor, and half as much would be in flight.
+        warps = 8
+    else:
+        warps = 16
+    return {"BLOCK": block, "num_warps": warps}
 
 
 def forward(x, w, b, eps, counts=None, group=None):
@@ -238,6 +247,7 @@ import inspect
 import pickle
 import subprocess
 import tempfile
+import time
 
 
 def work():
@@ -247,6 +257,7 @@ def work():
     join(int(os.environ["RANK"]), "file://" + os.path.abspath("ranks"))
     while call := sys.stdin.readline():
         module, name, args = pickle.loads(bytes.fromhex(call))
+        importlib.invalidate_caches()  # the module may be new
         function = getattr(importlib.import_module(module), name)
         pickle.dump(function(*args), results)
         results.flush()
@@ -254,7 +265,10 @@ def work():
 
 
 def written(folder):
-    """Write a module of imports, CONSTANTS and definitions; its name."""
+    """Write a module of imports, CONSTANTS and definitions; its name.
+
+    A rank may be reading it: it appears as a whole, and is written once.
+    """
     shell = getattr(builtins, "get_ipython", None)  # of a notebook
     cells, text = ["".join(inspect.findsource(join)[0])], ""
     kinds = "Import", "ImportFrom", "FunctionDef", "ClassDef"
@@ -265,8 +279,10 @@ def written(folder):
                 if type(node).__name__ in kinds or targets.isupper():
                     text += ast.unparse(node) + "\n\n"
     name = f"page_{hash(text) % 2**32}"
-    with open(f"{folder}/{name}.py", "w") as file:
-        file.write(text)
+    if not os.path.exists(f"{folder}/{name}.py"):
+        with open(f"{folder}/draft", "w") as file:
+            file.write(text)
+        os.replace(f"{folder}/draft", f"{folder}/{name}.py")
     return name
 
 
@@ -400,12 +416,133 @@ def backward(dy, x, w, stats, counts=None, group=None):
 # Columns, measured
 # -----------------
 #
-# The clock lets all ranks of a group begin together; a figure shows the
-# slowest.
+# The clock of one GPU replays a graph of eight calls, before each of which L2
+# is overwritten, and subtracts the time of the same graph without the calls.
+# The clock of a rank does the same, and in both of its graphs all ranks meet
+# in an all-reduce after each overwriting. So they begin each call together,
+# and the next call waits for the slowest of them.
 
 # %%
 
-# Scaffold: the clock of a rank, and a benchmark of the first ranks.
+# Scaffold: the clock.
+
+
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
+
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
+    """
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
+    times = []
+    for _ in range(25):
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
+    times.sort()
+    return times[12], times[5], times[19]
+
+
+def speed(bytes_moved, prepare):
+    """GB/s of a call that must move so many bytes: median, low, high."""
+    median, short, long = device_time(prepare)
+    return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
+
+
+# %%
+
+# Scaffold: the ceiling.
+
+
+@triton.jit
+def _move(
+    source_ptr,  # (READS, count)
+    target_ptr,  # (WRITES, count)
+    count,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    count = tl.cast(count, tl.int64)
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    index = start + tl.arange(0, BLOCK_SIZE)
+    mask = index < count
+    total = tl.load(source_ptr + index, mask=mask)
+    for i in tl.static_range(1, READS):
+        total += tl.load(source_ptr + i * count + index, mask=mask)
+    for i in tl.static_range(WRITES):
+        tl.store(target_ptr + i * count + index, total, mask=mask)
+
+
+def ceiling(reads, writes, shape, dtype):
+    """GB/s of a kernel that reads and writes so many matrices and does nothing
+    else. Several tiles are tried; the best one counts."""
+    M, N = shape
+    speeds = []
+    for block_size, warps in (
+        (1024, 1), (2048, 1), (4096, 2), (4096, 4), (8192, 4), (8192, 8)
+    ):  # fmt: skip
+
+        def prepare(block_size=block_size, warps=warps):
+            source = torch.randn(reads, M, N, device=DEVICE).to(dtype)
+            target = torch.empty(writes, M, N, dtype=dtype, device=DEVICE)
+
+            def move():
+                _move[(triton.cdiv(M * N, block_size),)](
+                    source_ptr=source,
+                    target_ptr=target,
+                    count=M * N,
+                    READS=reads,
+                    WRITES=writes,
+                    BLOCK_SIZE=block_size,
+                    num_warps=warps,
+                )
+
+            return move
+
+        bytes_moved = (reads + writes) * M * N * dtype.itemsize
+        speeds.append(speed(bytes_moved, prepare))
+    return max(speeds)
+
+
+# %%
+
+# Scaffold: the clock of a rank, and of several.
 
 import functools
 
@@ -417,50 +554,105 @@ def group_of(ranks):
     return group if dist.get_rank() < ranks else None
 
 
-def clock(fn, group):
-    """µs of this rank: median, 20 % and 80 % quantiles."""
-    fn()  # compiles
-    graph = torch.cuda.CUDAGraph()  # replayed without Python
-    given = None, torch.cuda.current_stream(), "thread_local"
-    with torch.cuda.graph(graph, *given):
-        fn()
-    cache, event = torch.empty(2**28, device=DEVICE), torch.cuda.Event
-    pairs = [[event(enable_timing=True) for _ in "ab"] for _ in range(60)]
-    for start, end in pairs:
-        cache.zero_()  # nothing is left in L2
-        dist.all_reduce(cache[:1], group=group)  # all are here
+def time_together(prepare, group):
+    """µs of a call on this rank: median, 20% and 80% quantiles.
+
+    All ranks of the group make the call at the same time, each on its GPU.
+    ``prepare()`` makes inputs and returns the call, as for device_time.
+    """
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    meeting = torch.zeros(1, device=DEVICE)
+
+    def meet():
+        """Nobody is past it before everybody is here."""
+        dist.all_reduce(meeting, group=group)
+
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(
+            graph,
+            stream=torch.cuda.current_stream(),
+            # A thread of NCCL may ask for its events meanwhile.
+            capture_error_mode="thread_local",
+        ):
+            for call in calls:
+                larger_than_l2.zero_()
+                meet()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def replayed(graph):
+        """Events at its start, which is the same for all ranks, and end."""
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        meet()
         start.record()
         graph.replay()
         end.record()
+        return start, end
+
+    calls = [prepared() for _ in range(8)]
+    meet()  # connects the ranks, which a graph cannot record
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
+    pairs = []
+    for _ in range(25):
+        pairs.append((replayed(with_calls), replayed(without)))
     torch.cuda.synchronize()
-    times = torch.tensor([1e3 * a.elapsed_time(b) for a, b in pairs[10:]])
-    return times.quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()
+    times = []
+    for (start, end), (start_without, end_without) in pairs:
+        difference = start.elapsed_time(end)
+        difference -= start_without.elapsed_time(end_without)
+        times.append(1000 * difference / len(calls))
+    times.sort()
+    return times[12], times[5], times[19]
 
 
 # %%
 
-# Scaffold: a benchmark of ranks.
+# Scaffold: what a figure of several ranks shows.
 
 
-def timed(name, mode, time, lines, sizes, x="N", **more):
-    """Draw a benchmark; its table, or None where there is no clock."""
+def slowest(measure, *arguments):
+    """What measure(*arguments) gives on the rank with the largest median."""
+    times = [t for t in everywhere(measure, *arguments) if t is not None]
+    return max(times, default=3 * [float("nan")])
 
-    def measure(M, N, dtype, mode, ranks, provider):
-        """Device time of a CUDA graph on the slowest rank. All begin together,
-        with an overwritten L2 cache; median, 20 % and 80 % quantiles."""
-        if not ON_GPU or ranks > WORLD:
-            return 3 * [float("nan")]
-        found = everywhere(time, M, N, dtype, mode, ranks, provider)
-        return max(filter(None, found), default=None)
 
-    mark = triton.testing.perf_report(triton.testing.Benchmark(
-        [x], sizes, "provider", list(lines), list(lines.values()), name,
-        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode} | more,
-        x_log=x == "N", y_log=True, ylabel="µs",
-    ))  # fmt: skip
-    table = mark(measure).run(show_plots=ON_GPU, return_df=True)
-    table.columns = [x, *lines]
-    table = table.astype({x: int}).set_index(x).dropna(how="all")
+def copy_time(mode, shape, dtype):
+    """µs of the ceiling: a forward pass moves two matrices, a backward pass
+    three."""
+    reads = 1 if mode == "forward" else 2
+    median, low, high = ceiling(reads, 1, shape, dtype)
+    bytes_moved = (reads + 1) * shape[0] * shape[1] * dtype.itemsize
+    return tuple(bytes_moved / each * 1e-3 for each in (median, high, low))
+
+
+def figure_of_ranks(name, mode, lines, sizes, measure):
+    """Draw a benchmark of two ranks; its table, or None without a clock."""
+    mark = triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=sizes,
+        x_log=True,
+        y_log=True,
+        line_arg="provider",
+        line_vals=list(lines),
+        line_names=list(lines.values()),
+        ylabel="µs",
+        plot_name=name,
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": mode, "ranks": 2},
+    )
+    benchmark = triton.testing.perf_report(mark)(measure)
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table.columns = ["N", *lines]
+    table = table.astype({"N": int}).set_index("N").dropna(how="all")
     if len(table):
         return table
     return print("Timing needs two GPUs; the page has recorded figures.")
@@ -468,8 +660,8 @@ def timed(name, mode, time, lines, sizes, x="N", **more):
 
 # %%
 # Others gather whole rows and keep their columns of ``y``; so does DTensor,
-# PyTorch's tensor that knows its layout over ranks. Forward, one line hides
-# the other.
+# PyTorch's tensor that knows its layout over ranks. With PyTorch's kernels,
+# one line hides the other forward.
 
 
 def as_rows(t, group):
@@ -485,55 +677,350 @@ def as_dtensor(t, group):
     return DTensor.from_local(as_rows(t, group), mesh, [Replicate()])
 
 
+# %%
+# What do two numbers a row save, and what do the kernels? Two more lines tell
+# them apart: rows that are gathered for our kernels, here and of `Two sweeps
+# <../layer-norm/07-two-sweeps.html>`_ for more columns than a program holds;
+# and an *all-to-all*, in which each rank gets some rows as a whole and sends
+# their results back.
+
+# %%
+
+# Scaffold: rows of any width, from page 07 of layer norm.
+
+
+@triton.jit
+def _welford(
+    x_ptr, eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, acc: tl.constexpr,  # float32; float64 for float64
+):  # fmt: skip
+    """Mean of the row at x_ptr, and 1 / its standard deviation."""
+    LAST: tl.constexpr = (N - 1) // BLOCK
+    lanes = tl.arange(0, BLOCK)
+    mean, m2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    for i in range(LAST + 1):
+        cols = i * BLOCK + lanes
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
+        d = tl.where(cols < N, x.to(acc) - mean, 0)
+        share = 1 / tl.cast(i + 1, acc)
+        mean += d * share
+        m2 += d * d * (1 - share)  # d times the distance from the new mean
+    count = tl.where(LAST * BLOCK + lanes < N, LAST + 1, LAST).to(acc)
+    common = tl.sum(mean * count) / N
+    d = mean - common
+    variance = tl.sum(m2 + count * d * d) / N
+    return common, 1 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def _layer_norm_fwd_sweeps(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    CACHES: tl.constexpr,
+):  # fmt: skip
+    KEEP: tl.constexpr = "evict_last" if CACHES else ""
+    DROP: tl.constexpr = "evict_first" if CACHES else ""
+    STREAM: tl.constexpr = ".cs" if CACHES else ""
+    LAST: tl.constexpr = (N - 1) // BLOCK
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    mean, rstd = _welford(x_ptr, eps, N, BLOCK, KEEP, acc)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for i in range(LAST + 1):
+        tile = LAST - i if CACHES else i
+        cols = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=DROP)
+        y = (x.to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
+        at = y_ptr + row * N + cols
+        tl.store(at, y, mask=cols < N, cache_modifier=STREAM)
+
+
+@triton.jit
+def _layer_norm_bwd_means(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,  # w may be None
+    M, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    dy_ptr += row * N
+    acc = mean_ptr.dtype.element_ty
+    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+    c1, c2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
+        wdy = dy  # 0 in a masked lane
+        if w_ptr is not None:
+            wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
+        c1 += (x - mean) * wdy
+        c2 += wdy
+    tl.store(c_ptr + row, tl.sum(c1) * rstd / N)
+    tl.store(c_ptr + M + row, tl.sum(c2) / N)
+
+
+@triton.jit
+def _layer_norm_bwd_slices(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,
+    dx_ptr,  # None: not wanted
+    sums_ptr,  # (groups, 2, N), or None: neither dw nor db is wanted
+    M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,  # of a tile
+):  # fmt: skip
+    SLICES: tl.constexpr = (N + COLS - 1) // COLS
+    acc = mean_ptr.dtype.element_ty
+    group, groups = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
+    cols = tl.program_id(0) % SLICES * COLS + tl.arange(0, COLS)[None, :]
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0)
+    dw, db = tl.zeros((1, COLS), acc), tl.zeros((1, COLS), acc)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * N + cols
+    for first in tl.range(group * ROWS, M, groups * ROWS, num_stages=3):
+        exists = row < M - first
+        mask = exists & (cols < N)
+        start = tl.cast(first, tl.int64) * N  # 64 bits only here
+        x = tl.load(x_ptr + start + at, mask=mask, other=0)
+        dy = tl.load(dy_ptr + start + at, mask=mask, other=0)
+        mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
+        rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
+        x_hat, dy = (x.to(acc) - mean) * rstd, dy.to(acc)
+        dw += tl.sum(dy * x_hat, 0, keep_dims=True)
+        db += tl.sum(dy, 0, keep_dims=True)
+        if dx_ptr is not None:
+            c1 = tl.load(c_ptr + first + row, mask=exists, other=0)
+            c2 = tl.load(c_ptr + M + first + row, mask=exists, other=0)
+            wdy = dy if w_ptr is None else dy * w.to(acc)
+            dx = (wdy - x_hat * c1 - c2) * rstd
+            tl.store(dx_ptr + start + at, dx, mask=mask)
+    if sums_ptr is not None:
+        sums_ptr += group * 2 * N + cols
+        tl.store(sums_ptr, dw, mask=cols < N)
+        tl.store(sums_ptr + N, db, mask=cols < N)
+
+
+def plan(N, itemsize):
+    """Lanes of a tile and warps of a program."""
+    row, warp = N * itemsize, 64 if torch.version.hip else 32  # threads
+    size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
+    size, most = (8192, 256) if row % 16 else (size, 1024)
+    block = min(size // itemsize, triton.next_power_of_2(N))
+    return block, max(min(block * itemsize // 16, most) // warp, 1)
+
+
+def forward_in_sweeps(x, w, b, eps, caches=True):
+    """y, mean and rstd for a contiguous (M, N) x."""
+    M, N = x.shape
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = torch.empty_like(x)
+    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
+    block, warps = plan(N, x.itemsize)
+    args = x, w, b, y, mean, rstd, eps, N, block, caches
+    _layer_norm_fwd_sweeps[(M,)](*args, num_warps=warps)
+    return y, mean, rstd
+
+
+def backward_in_sweeps(dy, x, w, mean, rstd, wanted):
+    """dx, dw and db for (M, N) matrices; None where not wanted."""
+    M, N = x.shape
+    new = {"dtype": mean.dtype, "device": x.device}
+    dx = c = sums = None
+    if wanted[0]:
+        dx, c = torch.empty_like(x), torch.empty(2, M, **new)
+        block = min(8192 // x.itemsize, triton.next_power_of_2(N))
+        args = dy, x, w, mean, rstd, c, M, N, block
+        _layer_norm_bwd_means[(M,)](*args, num_warps=16)
+    cols = min(4096 // x.itemsize, triton.next_power_of_2(N))
+    slices, rows = triton.cdiv(N, cols), 2
+    groups = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
+    if wanted[1] or wanted[2]:
+        sums = torch.empty(groups, 2, N, **new)
+    args = dy, x, w, mean, rstd, c, dx, sums, M, N, rows, cols
+    _layer_norm_bwd_slices[(slices * groups,)](*args, num_warps=8)
+    dw, db = (None, None) if sums is None else sums.sum(0)
+    return dx, dw if wanted[1] else None, db if wanted[2] else None
+
+
+# %%
+
+
+AT_ONCE = 16384  # columns of which a program takes a row at once
+
+
+def forward_of_rows(x, w, b, eps):
+    """y, and mean and rstd, of whole rows."""
+    if x.shape[1] <= AT_ONCE:
+        return forward(x, w, b, eps)
+    y, *stats = forward_in_sweeps(x, w, b, eps)
+    return y, stats
+
+
+def backward_of_rows(dy, x, w, stats):
+    """dx, and dw and db of these rows."""
+    if x.shape[1] <= AT_ONCE:
+        return backward(dy, x, w, stats)
+    mean, rstd = stats
+    dx, *sums = backward_in_sweeps(dy, x, w, mean, rstd, 3 * [True])
+    return dx, sums
+
+
+def to_rows(t, group):
+    """Some whole rows, for the columns of all rows that are here."""
+    ranks = group.size()
+    received = torch.empty_like(t)
+    dist.all_to_all_single(received, t, group=group)
+    parts = received.view(ranks, -1, t.shape[1])
+    return torch.cat(parts.unbind(), dim=-1)
+
+
+def to_columns(t, group):
+    """Columns of all rows, for some whole rows: the way back."""
+    ranks = group.size()
+    parts = torch.stack(t.chunk(ranks, dim=-1))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.view(-1, parts.shape[-1])
+
+
+# %%
+
+
+def columns_calls(x, w, b, dy, group, way):
+    """Both passes over columns, each a function without arguments, in one of
+    the ways of the figure."""
+    if way in ("triton", "alone"):
+        counts = None
+        if way == "triton":
+            counts = (x.shape[1],) * group.size()
+        else:
+            group = None
+        stats = forward(x, w, b, 1e-5, counts, group)[1]
+
+        def forth():
+            return forward(x, w, b, 1e-5, counts, group)[0]
+
+        def back():
+            return backward(dy, x, w, stats, counts, group)
+
+    elif way in ("gathered", "exchanged"):
+        place = as_rows if way == "gathered" else to_rows
+        W, B = as_rows(w, group), as_rows(b, group)
+        X = place(x, group)
+        stats = forward_of_rows(X, W, B, 1e-5)[1]
+
+        def forth():
+            y = forward_of_rows(place(x, group), W, B, 1e-5)[0]
+            return to_columns(y, group) if way == "exchanged" else y
+
+        def back():
+            dx, sums = backward_of_rows(place(dy, group), X, W, stats)
+            if way == "exchanged":
+                dx = to_columns(dx, group)
+                sums = torch.stack([*sums])
+                dist.all_reduce(sums, group=group)
+            return dx, sums
+
+    else:
+        place = as_rows if way == "rows" else as_dtensor
+        X, W, B = (place(t, group).requires_grad_() for t in (x, w, b))
+        shape = X.shape[1:]
+        y = F.layer_norm(X, shape, W, B)
+
+        def forth():
+            return F.layer_norm(place(x, group), shape, W, B)
+
+        def back():
+            given = place(dy, group)
+            return torch.autograd.grad(y, (X, W, B), given, retain_graph=True)
+
+    return forth, back
+
+
 def time_columns(M, N, dtype, mode, ranks, way):
     if not (group := group_of(ranks)):
         return None
-    n, grad = N // ranks, torch.autograd.grad
-    x, dy = torch.randn(2, M, n, device=DEVICE, dtype=dtype)
-    w, b = torch.rand(2, n, device=DEVICE, dtype=dtype)
-    given = ((n,) * ranks, group) if way == "triton" else ()
-    stats = forward(x, w, b, 1e-5, *given)[1]
-    there = lambda: forward(x, w, b, 1e-5, *given)
-    back = lambda: backward(dy, x, w, stats, *given)
-    if place := {"rows": as_rows, "dtensor": as_dtensor}.get(way):
-        X, W, B = (place(t, group).requires_grad_() for t in (x, w, b))
-        y = F.layer_norm(X, (N,), W, B)
-        there = lambda: F.layer_norm(place(x, group), (N,), W, B)
-        back = lambda: grad(y, (X, W, B), place(dy, group), retain_graph=True)
-    with contextlib.suppress(RuntimeError if way == "dtensor" else ()):
-        return clock(there if mode == "forward" else back, group)  # if it runs
+    n = N // ranks
 
+    def prepare():
+        x = torch.randn(M, n, device=DEVICE, dtype=dtype)
+        dy = torch.randn(M, n, device=DEVICE, dtype=dtype)
+        w = torch.rand(n, device=DEVICE, dtype=dtype)
+        b = torch.rand(n, device=DEVICE, dtype=dtype)
+        forth, back = columns_calls(x, w, b, dy, group, way)
+        return forth if mode == "forward" else back
 
-def columns(mode, bar):
-    lines = {"triton": "Two numbers a row", "rows": "Rows gathered",
-             "dtensor": "DTensor", "alone": "No other rank"}  # fmt: skip
-    given = time_columns, lines, [2**i for i in range(11, 17)]
-    t = timed(f"layer-norm-columns-{mode}", mode, *given, ranks=2)
-    if t is not None:
-        print("Time over that of two numbers a row:")
-        print(t.div(t["triton"], axis=0).round(2).to_string())
-        at = t.index[t["rows"] >= bar * t["triton"]].tolist()
-        print(f"To gather takes {bar} times as long, or more, at N = {at}")
-        left = (t["rows"] / bar - t["alone"]).round(1).to_dict()
-        print("For that, other ranks may cost (µs):", left)
-        print("They cost:", (t["triton"] - t["alone"]).round(1).to_dict())
+    try:
+        return time_together(prepare, group)
+    except RuntimeError:
+        if way == "dtensor":  # not every torch can
+            return None
+        raise
 
-
-columns("forward", 6)
 
 # %%
-# 8 bytes a row and rank replace the row. Who gathers does the work of all, so
-# that the gain grows with the width. What other ranks cost is the distance to
-# the line without them: where rows are narrow mostly the start of an exchange
-# and of a second kernel, where they are wide to read ``x`` again. A gain of
-# six would leave the narrowest rows less time than an exchange takes to start.
-# At 32768 columns the kernel without other ranks is slow by itself.
-#
-# Backward, ``dy`` is gathered; DTensor gathers ``x`` again as well. From 32768
-# columns on, a rank without others needs both kernels, too: what others cost
-# is the exchange alone.
 
-columns("backward", 3.5)
+
+def measure_columns(M, N, dtype, mode, ranks, provider):
+    """Device time of a CUDA graph of eight calls, less that of the same graph
+    without them. Each call has inputs of its own; before it L2 is overwritten
+    and all ranks meet in an all-reduce. Median, 20% and 80% quantiles of 25
+    pairs, on the rank with the largest median. Copy: on one GPU, the same
+    without the all-reduce, best of six tiles."""
+    if not ON_GPU or ranks > WORLD:
+        return 3 * [float("nan")]
+    if provider == "copy":
+        return copy_time(mode, (M, N // ranks), dtype)
+    return slowest(time_columns, M, N, dtype, mode, ranks, provider)
+
+
+def columns(mode):
+    lines = {
+        "triton": "Two numbers a row",
+        "rows": "Rows gathered",
+        "gathered": "Rows gathered, our kernels",
+        "exchanged": "All-to-all, our kernels",
+        "dtensor": "DTensor",
+        "alone": "No other rank",
+        "copy": "Copy",
+    }
+    name = f"layer-norm-columns-{mode}"
+    sizes = [2**i for i in range(11, 17)]
+    table = figure_of_ranks(name, mode, lines, sizes, measure_columns)
+    if table is not None:
+        print("time divided by that of two numbers a row")
+        print(table.div(table["triton"], axis=0).round(2).to_string())
+        print("speed in % of the speed of the copy")
+        percent = 100 * table.rdiv(table["copy"], axis=0)
+        print(percent.to_string(float_format="%.0f"))
+        cost = table["triton"] - table["alone"]
+        print("µs that other ranks cost:", cost.round(1).to_dict())
+
+
+columns("forward")
+
+# %%
+# 8 bytes a row and rank replace the row. On two H100s two numbers a row take
+# NN µs at 65536 columns, of which each rank has half. Gathered rows take NN
+# times as long with PyTorch's kernels and NN times with ours: each rank does
+# the work of all. An all-to-all divides this work, but its rows travel there
+# and back; it takes NN times as long.
+#
+# What other ranks cost is the distance to the line without them: the start of
+# an exchange and of a second kernel, and a second reading of ``x``. That is
+# NN µs at 2048 columns and NN µs at 65536. The line without them is at NN% of
+# the copy at 65536 columns.
+#
+# Backward, ``dy`` is gathered; DTensor gathers ``x`` again as well. An
+# all-to-all sends ``dy`` there and ``dx`` back, and adds up the weights'
+# gradients of all columns. With more than 8192 columns a rank without others
+# needs both kernels, too, and then others cost the exchange alone.
+
+columns("backward")
 
 # %%
 # Rows: one sum for both gradients
@@ -547,36 +1034,64 @@ columns("backward", 3.5)
 def time_rows(M, N, dtype, mode, ranks, way):
     if not (group := group_of(ranks)):
         return None
-    x, dy = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
-    w, b = torch.rand(2, N, device=DEVICE, dtype=dtype)
-    a = torch.randn(4096, 2048, device=DEVICE, dtype=dtype)
-    _, stats = forward(x, w, b, 1e-5)
 
-    def step():
-        _, sums = backward(dy, x, w, stats)
-        buffers = {"alone": [], "then": [], "two": sums}.get(way, [sums])
-        given = dist.ReduceOp.SUM, group, way == "beside"
-        tasks = [dist.all_reduce(t, *given) for t in buffers]
-        if way in ("then", "beside"):
-            a @ a[:2048]  # of the layer before, whose turn it is
-        if way == "beside":
-            tasks[0].wait()
+    def prepare():
+        x, dy = torch.randn(2, M, N, device=DEVICE, dtype=dtype)
+        w, b = torch.rand(2, N, device=DEVICE, dtype=dtype)
+        a = torch.randn(4096, 2048, device=DEVICE, dtype=dtype)
+        _, stats = forward(x, w, b, 1e-5)
 
-    return clock(step, group)
+        def step():
+            dx, sums = backward(dy, x, w, stats)
+            buffers = {"alone": [], "then": [], "two": sums}.get(way, [sums])
+            given = dist.ReduceOp.SUM, group, way == "beside"
+            tasks = [dist.all_reduce(t, *given) for t in buffers]
+            product = None
+            if way in ("then", "beside"):
+                product = a @ a[:2048]  # of the layer before: its turn now
+            if way == "beside":
+                tasks[0].wait()
+            return dx, sums, product
+
+        return step
+
+    return time_together(prepare, group)
 
 
-lines = {"alone": "No other rank", "one": "One all-reduce",
-         "two": "Two", "then": "None, then a matrix product",
-         "beside": "One beside this product"}  # fmt: skip
-given = time_rows, lines, [2**i for i in range(10, 16)]
-t = timed("layer-norm-rows", "backward", *given, ranks=2)
-if t is not None:
+def measure_rows(M, N, dtype, mode, ranks, provider):
+    """Device time of a CUDA graph of eight calls, less that of the same graph
+    without them. Each call has inputs of its own; before it L2 is overwritten
+    and all ranks meet in an all-reduce. Median, 20% and 80% quantiles of 25
+    pairs, on the rank with the largest median. Copy: on one GPU, the same
+    without the all-reduce, best of six tiles."""
+    if not ON_GPU or ranks > WORLD:
+        return 3 * [float("nan")]
+    if provider == "copy":
+        return copy_time(mode, (M, N), dtype)
+    return slowest(time_rows, M, N, dtype, mode, ranks, provider)
+
+
+lines = {
+    "alone": "No other rank",
+    "one": "One all-reduce",
+    "two": "Two",
+    "then": "None, then a matrix product",
+    "beside": "One beside this product",
+    "copy": "Copy",
+}
+sizes = [2**i for i in range(10, 16)]
+table = figure_of_ranks(
+    "layer-norm-rows", "backward", lines, sizes, measure_rows
+)
+if table is not None:
     for line, base in ("one", "alone"), ("two", "alone"), ("beside", "then"):
-        print(line, "adds (µs):", (t[line] - t[base]).round(1).to_dict())
+        added = (table[line] - table[base]).round(1).to_dict()
+        print(f"µs that {lines[line]} adds to {lines[base]}:", added)
 
 # %%
-# One all-reduce adds its start, whatever the width; a second one adds less.
-# Beside the product most of it is hidden.
+# On two H100s one all-reduce adds NN µs at 1024 columns and NN µs at 32768,
+# where it sends 32 times as much; two of them add NN µs and NN µs. Beside the
+# product, one adds NN µs and NN µs.
 #
 # A function to train with
 # ------------------------
@@ -615,8 +1130,13 @@ class LayerNorm(torch.autograd.Function):
 
 TAKEN = (
     'taken are "rows" or "columns" in 16 or 32 bits, at most 32768 columns, '
-    "and weights of the shape in which x ends, all where the kernels run"
+    "and weights of the shape in which x ends, all on the rank's own device"
 )
+
+
+def elsewhere(t):
+    """Whether a tensor is on another GPU than the one kernels start on."""
+    return t.is_cuda and t.device.index != torch.cuda.current_device()
 
 
 def described(x, shape, weight, bias, eps, shard):
@@ -629,11 +1149,12 @@ def described(x, shape, weight, bias, eps, shard):
         if t is not None:
             end = t.shape[-len(shape) :] if t is x else t.shape
             has[name] = f"{t.dtype} on {t.device.type}"
+            has[name] += ", which is not its GPU" * elsewhere(t)
             has[name] += " with a gradient" * t.requires_grad
             has[name] += f" of {(*t.shape,)}" * (end != shape)
             bits = t.is_floating_point() and 8 * t.itemsize
             fits &= t.device.type == DEVICE.type and bits in (16, 32)
-            fits &= end == shape
+            fits &= end == shape and not elsewhere(t)
     return fits, has
 
 
@@ -666,7 +1187,106 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5,
 
 
 # %%
-# On parts that are not of one size, against PyTorch's in float64:
+# No figure above has this comparison: it takes time on the host before the
+# first kernel of each call, and all ranks wait for the last one. Where ranks
+# cannot disagree, ``LayerNorm.apply`` does without it. How much is it?
+
+
+CALLS = "triton", "kernels", "rows"
+
+
+def time_calls(M, N, dtype, ranks):
+    """µs of a call on the host in each way of the figure, on this rank."""
+    if not (group := group_of(ranks)):
+        return None
+    n = N // ranks
+    x = torch.randn(M, n, device=DEVICE, dtype=dtype)
+    w = torch.rand(n, device=DEVICE, dtype=dtype)
+    b = torch.rand(n, device=DEVICE, dtype=dtype)
+
+    def checked():
+        return layer_norm(x, n, w, b, group=group, shard="columns")
+
+    calls = {"triton": checked}
+    for name, way in ("kernels", "triton"), ("rows", "rows"):
+        calls[name], _ = columns_calls(x, w, b, x, group, way)
+    return time_in_turns(calls, group)
+
+
+def time_in_turns(calls, group):
+    """µs of each call on the host: median, 20% and 80% quantiles.
+
+    In each of 15 rounds all calls take turns, each with the fastest of five
+    batches of 20 calls, until the GPU is done with the last: what disturbs the
+    host makes a batch longer, never shorter. A call's time is the median of
+    the first one times its ratio to the first in the same round.
+    """
+    meeting = torch.zeros(1, device=DEVICE)
+
+    def fastest_batch(call):
+        lengths = []
+        for _ in range(5):
+            dist.all_reduce(meeting, group=group)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            lengths.append(time.perf_counter() - start)
+        return 1e6 * min(lengths) / 20
+
+    for call in calls.values():
+        call()  # compiles the kernels
+    rounds = torch.empty(15, len(calls), dtype=torch.double)
+    for round_ in rounds:
+        for i, call in enumerate(calls.values()):
+            round_[i] = fastest_batch(call)
+    first = rounds[:, 0].clone()
+    rounds[:, 1:] *= first.median() / first[:, None]
+    quantiles = rounds.quantile(rounds.new_tensor([0.5, 0.2, 0.8]), dim=0)
+    times = map(tuple, quantiles.T.tolist())
+    return dict(zip(calls, times, strict=True))
+
+
+@functools.cache  # all calls in turns; then each line asks for its own
+def calls_of_all_ranks(M, N, dtype, ranks):
+    """Of each call the times on the rank with the largest median."""
+    of_ranks = [t for t in everywhere(time_calls, M, N, dtype, ranks) if t]
+    return {way: max(times[way] for times in of_ranks) for way in CALLS}
+
+
+def measure_calls(M, N, dtype, mode, ranks, provider):
+    """Time on the host of calls that follow each other, until the GPU is done
+    with the last, with L2 as they leave it: in each of 15 rounds all lines
+    take turns, each with the fastest of five batches of 20 calls that all
+    ranks begin together. Median of layer_norm; another line's is that times
+    its ratio to layer_norm in the same round, median, 20% and 80% quantiles;
+    on the rank with the largest median."""
+    if not ON_GPU or ranks > WORLD:
+        return 3 * [float("nan")]
+    return calls_of_all_ranks(M, N, dtype, ranks)[provider]
+
+
+lines = {
+    "triton": "layer_norm",
+    "kernels": "forward, unchecked",
+    "rows": "Rows gathered",
+}
+sizes = [2**i for i in (11, 13, 15)]
+table = figure_of_ranks(
+    "layer-norm-columns-call", "forward", lines, sizes, measure_calls
+)
+if table is not None:
+    checks = (table["triton"] - table["kernels"]).round().to_dict()
+    print("µs that the comparison of arguments takes:", checks)
+
+# %%
+# On two H100s a call takes NN µs at 2048 columns and NN µs at 32768. Without
+# the comparison ``forward`` takes NN µs and NN µs, and to gather rows for
+# PyTorch's kernels NN µs and NN µs.
+#
+# Now to the check, on parts that are not of one size, against PyTorch's
+# function in float64:
 
 
 def errors(shard, M, N, mean):
