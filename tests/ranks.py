@@ -245,7 +245,7 @@ def peers(page, M, N):
     found = {}
     for way in WAYS[:-1]:  # "alone" has other rows
         try:
-            forth, back = page.columns_calls(x, w, b, dy, group, way)
+            forth, back = page.CALLS_OF[way](x, w, b, dy, group)
             y, (dx, *sums) = forth(), back()
         except RuntimeError as error:
             found[way] = str(error)

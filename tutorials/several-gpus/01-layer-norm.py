@@ -485,28 +485,29 @@ bench_traffic.run(show_plots=ON_GPU)
 # of half and of twice as many, and other ranks seemed to cost nothing, because
 # the rank was slow by itself. What was wrong?
 #
-# It had 16 warps there. A thread of the compiled kernel takes 79 registers
-# then. 16 warps are 512 threads, and together they take 40960 of the 65536
-# registers of an SM (warps get registers in steps of 8 for each thread). For a
+# It had 16 warps there. In the compiled kernel a thread takes 95 registers
+# then. 16 warps are 512 threads, and together they take 49152 of the 65536
+# registers of an SM, because a thread's registers come in steps of 8. For a
 # second program there is no room. So a single row, of 32 KB, is in flight on
 # each SM, and while its program adds up, nothing is requested at all.
-# With 8 warps a thread has twice the columns, and takes 111 registers. Two
-# programs fit, and one of them loads while the other one computes.
+# With 8 warps a thread has twice as many columns, and takes 128 registers. Now
+# two programs fit, and one of them loads while the other one computes.
 #
-# In the same way we can say how much is in flight at other widths, from the
-# registers that the compiler needs:
+# In the same way we find how much is in flight at other widths, from the
+# registers that the compiler needs there, and from the 64 warps that an SM can
+# have at most:
 
-print("columns  8 warps or as planned: programs, KB  16 warps: programs, KB")
+print("columns  as planned: programs of an SM, KB  16 warps: programs, KB")
 for N, planned, sixteen in (
+    (4096, 8, 4),
     (8192, 4, 3),
     (16384, 2, 1),
     (32768, 1, 1),
 ):
-    kilobytes = N * 2 // 1024
-    print(
-        f"{N:7}{planned:30}{planned * kilobytes:7}"
-        f"{sixteen:20}{sixteen * kilobytes:5}"
-    )
+    row_kb = N * 2 // 1024
+    in_flight = f"{planned:26}{planned * row_kb:12}"
+    in_flight += f"{sixteen:20}{sixteen * row_kb:6}"
+    print(f"{N:7}{in_flight}")
 
 # %%
 
@@ -693,9 +694,15 @@ report(bench_warps)
 
 # %%
 # **What the figure shows.**
-# At 16384 columns sixteen warps reach NN% of a copy on the H100, and the eight
-# of our plan reach NN%. At 8192 columns it is NN% and NN%, and at 32768
-# columns, where our plan has sixteen warps itself, NN%.
+# On the H100 our plan reaches NN%, NN%, NN% and NN% of a copy at the four
+# widths, and sixteen warps reach NN%, NN%, NN% and NN%.
+#
+# **Why.**
+# As planned, 64 KB are in flight on each SM at all four widths. Sixteen warps
+# have half of that at 4096 and at 16384 columns, three quarters at 8192, and
+# as much at 32768, where the two plans are the same. `Loads in flight
+# <../layer-norm/04-loads-in-flight.html>`_ explains why a kernel that waits
+# for memory is as fast as what it has in flight.
 #
 # **What follows.**
 # Before you blame an exchange, look at what a rank does without it. That is

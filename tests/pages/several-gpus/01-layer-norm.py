@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -40,18 +41,14 @@ def also(page, M, N, dtype):
     page._forward[(5,)](*given, **page.lanes(1000))
     page.backward(dy, x, w, stats)
     page._move[(5,)](x, y, x.numel(), 1, 1, BLOCK_SIZE=4096)  # the ceiling
-    x, dy = torch.empty(2, 5, 65536, dtype=dtype, device=page.DEVICE)
-    w, b = torch.empty(2, 65536, dtype=dtype, device=page.DEVICE)
-    # page._layer_norm_fwd_sweeps, then page._layer_norm_bwd_means and
-    # page._layer_norm_bwd_slices, whose panels are on page 07 of layer norm.
-    stats = page.forward_of_rows(x, w, b, 1e-5)[1]
-    page.backward_of_rows(dy, x, w, stats)
 
 
-def whole_rows(page, M, N, dtype):
+def whole_rows(page, M, N, dtype, warps=0):
     x = torch.empty(M, N, dtype=dtype, device=page.DEVICE)
     w = torch.empty(N, dtype=dtype, device=page.DEVICE)
-    page.forward(x, w, w, 1e-5)
+    plan = page.lanes(N)
+    plan["num_warps"] = warps or plan["num_warps"]
+    page.forward(x, w, w, 1e-5, plan=plan)
 
 
 def ask_for_gpus(page):
@@ -192,38 +189,46 @@ else:
 EACH = pytest.mark.parametrize("shard", several.SHARDS)
 
 
-SIXTEEN_WARPS = (
-    (
-        "elif block <= 16384:\n        # Sixteen",
-        "elif block <= 8192:\n        # ",
-    ),
-)
-
-
 @CPU  # with the compiler of the X-rays
-@pytest.mark.parametrize("replace", [(), SIXTEEN_WARPS])
-def test_as_much_is_in_flight_at_all_wide_rows(launches, replace):
-    """Bytes of the rows that a multiprocessor has at a time, alone; sixteen
-    warps were too many for 16384 columns."""
+def test_how_much_is_in_flight(launches, output):
+    """Registers, programs and bytes of rows that a multiprocessor has at a
+    time, as planned and with sixteen warps, as the page says."""
     from compiled.aot import Call
     from compiled.occupancy import occupancy
 
     given = {"M": 4096, "dtype": "bfloat16"}
-    widths = 8192, 16384, 32768
+    widths = 4096, 8192, 16384, 32768
+    plans = [(N, warps) for N in widths for warps in (0, 16)]
     calls = [
-        Call(several.NAME, whole_rows, given | {"N": N}, replace=replace)
-        for N in widths
+        Call(several.NAME, whole_rows, given | {"N": N, "warps": warps})
+        for N, warps in plans
     ]
-    found = []
-    for N, (built,) in zip(widths, launches(calls), strict=True):
+    programs, registers = {}, {}
+    for plan, (built,) in zip(plans, launches(calls), strict=True):
         warps, *_ = occupancy(
             "sm_90", built.registers, built.shared, built.num_warps
         )
-        found.append(warps // built.num_warps * N * 2)
-    expected = [65536, 65536, 65536]
-    if replace:
-        expected[1] = 32768
-    assert found == expected
+        programs[plan] = warps // built.num_warps
+        registers[plan] = built.registers
+    print(programs, registers)
+    said = output.partition("as planned: programs")[2].splitlines()[1:5]
+    found = [tuple(map(int, line.split())) for line in said]
+    assert found == [
+        (
+            N,
+            programs[N, 0],
+            programs[N, 0] * N * 2 // 1024,
+            programs[N, 16],
+            programs[N, 16] * N * 2 // 1024,
+        )
+        for N in widths
+    ]
+    text = " ".join(tutorial.source(several.NAME).replace("#", "").split())
+    few, many = registers[16384, 16], registers[16384, 0]
+    together = 512 * (-(-few // 8) * 8)
+    assert f"takes {few} registers then" in text
+    assert f"together they take {together} of the 65536" in text
+    assert f"as many columns, and takes {many} registers" in text
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -280,30 +285,24 @@ def test_peers_compute_the_same(ranks):
                 assert max(errors) < 1e-6, (way, errors)
 
 
-@CPU
-def test_peers_in_sweeps():
-    """As they take rows that a program cannot hold."""
-    replace = (("AT_ONCE = 16384", "AT_ONCE = 8"),)
-    for found in several.run(2, several.peers, 6, 24, replace=replace):
-        assert isinstance(found, dict), found
-        assert max(found["gathered"]) < 1e-6
-        assert max(found["exchanged"]) < 1e-6
-
-
 WRONG_PEERS = {
     "rows that stay": (
-        "dx = to_columns(dx, group)", "dx = dx.view(len(x), -1)"
+        "dx = to_columns(some_dx, group)",
+        "dx = some_dx.view(len(x), -1)",
     ),
-    "sums of some rows": ("dist.all_reduce(sums, group=group)", "pass"),
+    "sums of some rows": (
+        "        dist.all_reduce(sums, group=group)\n        return dx, sums",
+        "        return dx, sums",
+    ),
     "rows side by side": (
         "    return torch.cat(parts.unbind(), dim=-1)\n\n\ndef to_columns",
         "    return parts.reshape(parts.shape[1], -1)\n\n\ndef to_columns",
     ),
     "columns of others": (
-        "parts = torch.stack(t.chunk(ranks, dim=-1))",
-        "parts = torch.stack(t.chunk(ranks, dim=-1)[::-1])",
+        "parts = torch.stack(tensor.chunk(group.size(), dim=-1))",
+        "parts = torch.stack(tensor.chunk(group.size(), dim=-1)[::-1])",
     ),
-}  # fmt: skip
+}
 
 
 @CPU
@@ -385,16 +384,20 @@ def test_the_clock_of_a_rank_subtracts_all_but_the_call(monkeypatch):
 
 
 @CPU
-def test_calls_on_the_host_take_turns(monkeypatch):
-    """A host that is busy half of the time changes no ratio."""
+@pytest.mark.parametrize("busy_for", [3, 7, 60, 120])
+def test_calls_on_the_host_take_turns(monkeypatch, busy_for):
+    """A host that is busy half of the time, for some batches or for whole
+    rounds, changes no ratio; one that is never busy for a round changes
+    nothing."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(dist, "all_reduce", lambda meeting, group: None)
     clock = {"now": 0.0}
     monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
-    calls_made = itertools.count(-2)  # each call compiles first
+    calls_made = itertools.count()
 
     def call(us):
-        busy = 3 if next(calls_made) // 20 % 2 else 1
+        batches = next(calls_made) // 10
+        busy = 3 if batches // busy_for % 2 else 1
         clock["now"] += busy * us * 1e-6
 
     calls = {
@@ -402,9 +405,57 @@ def test_calls_on_the_host_take_turns(monkeypatch):
         "twice as long": functools.partial(call, 80.0),
     }
     found = several.loaded().time_in_turns(calls, None)
+    assert next(calls_made) == 16 * 30 * 10 * len(calls)
     assert list(found) == list(calls)
-    assert found["one"] == pytest.approx(3 * [40])
-    assert found["twice as long"] == pytest.approx(3 * [80])
+    one, other = found.values()
+    assert other == pytest.approx(3 * [2 * one[0]])
+    if busy_for < 60:
+        assert one == pytest.approx(3 * [40])
+    else:
+        assert one[1:] == pytest.approx((40, 120))
+
+
+@CPU
+def test_garbage_is_collected_again(monkeypatch):
+    """Also if a call fails."""
+    page = several.loaded()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda meeting, group: None)
+    seen = set()
+
+    def call():
+        seen.add(gc.isenabled())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        page.time_in_turns({"one": call}, None)
+    assert seen == {False}
+    assert gc.isenabled()
+
+
+@CPU
+@pytest.mark.parametrize(
+    ("cores", "world", "expected"),
+    [
+        (range(8), 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([1, 3, 5, 7, 9], 2, [[1, 3], [5, 7]]),
+        (range(3), 2, [None, None]),  # too few to share
+    ],
+)
+def test_each_rank_keeps_to_its_own_cores(monkeypatch, cores, world, expected):
+    page = several.loaded()
+    kept = {}
+    monkeypatch.setattr(page, "WORLD", world)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
+    for rank in range(world):
+        kept[rank] = None
+        monkeypatch.setattr(
+            os,
+            "sched_setaffinity",
+            lambda _, some, rank=rank: kept.update({rank: list(some)}),
+        )
+        page.keep_to_own_cores(rank)
+    assert list(kept.values()) == expected
 
 
 @GPUS
@@ -541,6 +592,9 @@ REFUSED = (
     {"normalized_shape": "8"},
     {"normalized_shape": (4, 2, 4, 8)},
     {"shard": "row"},
+    {"eps": -1e-5},
+    {"eps": float("nan")},
+    {"on": "all", "eps": -1e-5},
     {"on": "all", "x": None},
     {"on": "all", "x": torch.Tensor.double},
     {"on": "all", "shard": "row"},
@@ -581,23 +635,24 @@ def test_gpus_that_disagree():
 
 MUTANTS = {
     "no sum over ranks": (
-        'functional.all_reduce(sums, "sum", group)', "sums"
+        'functional.all_reduce(sums, "sum", ctx.group)', "sums"
     ),
-    "a mean in place of the sum": ('(sums, "sum", group)',
-                                   '(sums, "avg", group)'),
+    "a mean in place of the sum": ('(sums, "sum", ctx.group)',
+                                   '(sums, "avg", ctx.group)'),
     "parts count alike": ("share = COUNTS[rank] / max(n + COUNTS[rank], 1)",
                           "share = 1 / (rank + 1)"),
-    "M2 without the distance": ("tl.load(at + M) + d * d * n * share",
-                                "tl.load(at + M)"),
-    "the columns of a rank": ("sum(counts or [N])", "N"),
+    "M2 without the distance": ("tl.load(part_ptr + M) + d * d * n * share",
+                                "tl.load(part_ptr + M)"),
+    "the columns of a rank": ("total = sum(counts)", "total = N"),
     "row sums of a rank": ("dist.all_reduce(c, group=group)", "pass"),
-    "one rank's part": ("gathered(part, group) if group else part",
-                        "torch.stack([part] * len(counts))"),
+    "a rank whose dx has its own columns": ("TOTAL=total", "TOTAL=N"),
+    "one rank's part": ("parts = gathered(parts, group)",
+                        "parts = torch.stack([parts] * len(counts))"),
     "one number short": ("tl.store(c_ptr + M + row, tl.sum(wdy))", "pass"),
     "idle lanes": ("tl.where(tl.arange(0, BLOCK) < N, x - mean, 0)",
                    "x - mean"),
-    "no call without rows": ("if not counts and any(",
-                             "if not counts and len(x) and any("),
+    "no call without rows": ("if any(ctx.needs",
+                             "if len(x) and any(ctx.needs"),
 }  # fmt: skip
 
 
@@ -617,10 +672,9 @@ def test_no_mutant_passes():
 @CPU
 def test_a_rank_that_dies_ends_all(capfd):
     """One has rows of another size; it says so, and nobody waits for it."""
-    one = "x + mean, w[0]"
-    bad = tutorial.load(
-        several.NAME, [(one, "x[:, dist.get_rank() :] + mean, w[0]")]
-    )
+    one = "for tensor in (x, w, b, dy)]\n    wide"
+    other = one.replace("(x,", "(x[:, dist.get_rank() :],")
+    bad = tutorial.load(several.NAME, [(one, other)])
     start, ranks = time.monotonic(), bad.Ranks()
     with pytest.raises(RuntimeError, match="a rank has ended"):
         ranks(bad.errors, "rows", 4, 8, 0)
@@ -727,6 +781,7 @@ def test_torchrun_says_the_same(tmp_path, output):
 
 
 def test_script_runs_alone(output):
+    assert output.count("Timing needs a GPU") == 1
     assert output.count("Timing needs two GPUs") == 4
     lines = output.splitlines()
     assert sum("errors below" in line for line in lines) == 4
@@ -746,7 +801,30 @@ def test_sum_or_mean(output):
     }
 
 
-def test_exercise(output):
+def test_our_example(output):
+    """By hand: 1, 3, 1, 3 and 5, 7, 5, 7."""
+    for line in (
+        "merged: 4.0 5.0",
+        "of the whole row: 4.0 5.0",
+        "the same y: True",
+    ):
+        assert line in output.splitlines()
+    assert output.count("it finds mean 4.0 and variance 5.00") == 2
+    assert "rank 0 holds [1.0, 3.0, 1.0, 3.0] and sends [2.0, 4.0]" in output
+    assert "rank 1 holds [5.0, 7.0, 5.0, 7.0] and sends [6.0, 4.0]" in output
+
+
+def test_exercise_1(output):
+    stub, solution = (
+        float(line.rpartition(" ")[2])
+        for line in output.splitlines()
+        if line.startswith("the worst element of RMS norm")
+    )
+    assert stub > 0.1
+    assert solution < 1e-5
+
+
+def test_exercise_2(output):
     stub, solution = (
         line.rpartition(": ")[2]
         for line in output.splitlines()
