@@ -71,6 +71,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # Scaffold: to become a rank, here or under torchrun.
 
+import contextlib
 import datetime
 import sys
 
@@ -88,7 +89,8 @@ def keep_to_own_cores(rank):
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // WORLD
     if share >= 2:
-        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+        with contextlib.suppress(OSError):  # of a container that forbids it
+            os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
 def join(rank, place="env://"):
@@ -728,7 +730,6 @@ report(bench_warps)
 
 import ast
 import builtins
-import contextlib
 import importlib
 import inspect
 import pickle
