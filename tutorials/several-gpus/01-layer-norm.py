@@ -205,10 +205,16 @@ for N in (2048, 4096, 8192, 16384, 32768):
 # A sum and a sum of squares would do on paper: the variance is the mean of the
 # squares minus the square of the mean. In 32 bits it would not. If the mean is
 # 10000 and the variance is 1, both terms are about 100000000, neighboring
-# numbers of 32 bits are 8 apart there, and nothing is left of the 1.
-#
+# numbers of 32 bits are 8 apart there, and nothing is left of the 1:
+
+large = torch.tensor([9999.0, 10001, 9999, 10001])
+by_squares = large.square().mean() - large.mean().square()
+print("variance:", large.var(correction=0).item())
+print("from sums of squares:", by_squares.item())
+
+# %%
 # So a rank tells its mean, and *M2*, the sum of the squared distances from
-# *its own* mean. These are small numbers, which keep their digits.
+# *its own* mean. Such distances are small numbers, which keep their digits.
 # How are two such pairs merged? In our example rank 0 has the mean 2 and M2 =
 # 1 + 1 + 1 + 1 = 4, and rank 1 has the mean 6 and M2 = 4.
 #
@@ -462,6 +468,7 @@ def bench_traffic(M, N, dtype, mode, counter, provider):
 # %%
 
 bench_traffic.run(show_plots=ON_GPU)
+
 # %%
 # **What the figure shows.**
 # With two kernels, DRAM delivers ``x`` NN times on the H100, at every width.
@@ -482,12 +489,11 @@ bench_traffic.run(show_plots=ON_GPU)
 # How many warps for a wide row?
 # ------------------------------
 #
-# A rank's own kernel should be as fast as a copy. In an earlier version of
-# this page it was not: in rows of 16384 columns it was far slower than in rows
-# of half and of twice as many, and other ranks seemed to cost nothing, because
-# the rank was slow by itself. What was wrong?
+# Before we add other ranks, a rank's own kernel should be as fast as a copy.
+# If it is slow by itself, an exchange seems to cost little beside it.
 #
-# It had 16 warps there. In the compiled kernel a thread takes 95 registers
+# It is easy to make it slow: give 16 warps to a row of 16384 columns, and 32
+# columns to each thread. In the compiled kernel a thread takes 95 registers
 # then. 16 warps are 512 threads, and together they take 49152 of the 65536
 # registers of an SM, because a thread's registers come in steps of 8. For a
 # second program there is no room. So a single row, of 32 KB, is in flight on
@@ -1611,11 +1617,11 @@ report_rows(bench_rows)
 # **Why.**
 # Most of an all-reduce is its start: a kernel of NCCL is launched on both
 # GPUs, and they find each other. The sums of 1024 columns are 8 KB, and those
-# of 32768 columns are 256 KB, which at 450 GB/s takes 0.6 µs. So two starts
-# cost more than twice the bytes in one start.
-# Beside the product, the exchange needs few SMs, and its start is hidden. What
-# is left is that the product has fewer SMs, and that the stream waits for the
-# exchange in the end.
+# of 32768 columns are 256 KB, which at 450 GB/s takes 0.6 µs. So it is better
+# to send all at once than to start twice.
+# Beside the product, the start is hidden. We have not taken apart what is left
+# then: the kernel of the exchange takes some SMs from the product, and in the
+# end the stream has to wait for it.
 #
 # **What follows.**
 # Put into one exchange what can go together, and start it early, when somebody
@@ -1929,8 +1935,8 @@ if table is not None:
 #
 # **What follows.**
 # Compare while you build a model, and where ranks may disagree. Where they
-# cannot, ``LayerNorm.apply`` does without. What a call costs on the host is
-# also a reason to put a training step into a CUDA graph, which keeps neither.
+# cannot, ``LayerNorm.apply`` does without. And a CUDA graph, which replays
+# only what the GPUs do, has neither of these costs in its replays.
 #
 # Is it right?
 # ------------
@@ -2060,6 +2066,9 @@ for way in ("nobody adds", "DDP", "ours", "ours in DDP"):
 # - **Where rows are whole anyway.** *Sequence parallel* training changes from
 #   columns to rows before a norm. Then PyTorch's own layer norm needs no
 #   exchange in the forward pass either.
+# - **More than we take.** PyTorch takes float64, any number of columns, and
+#   second derivatives. We take 16 and 32 bits, up to 32768 columns a rank, and
+#   have no second derivatives.
 # - **Faster exchanges.** NCCL takes its time to start. PyTorch's *symmetric
 #   memory* lets a kernel write to the memory of another GPU directly. This
 #   page does without it.

@@ -956,6 +956,8 @@ def test_sum_or_mean(output):
 def test_our_example(output):
     """By hand: 1, 3, 1, 3 and 5, 7, 5, 7."""
     for line in (
+        "variance: 1.0",
+        "from sums of squares: 0.0",
         "merged: 4.0 5.0",
         "of the whole row: 4.0 5.0",
         "the same y: True",
