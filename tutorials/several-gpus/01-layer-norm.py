@@ -125,8 +125,8 @@ if TORCHRUN:
 # Take a row of 8 columns, and spread it over two ranks: 1, 3, 1, 3 are on rank
 # 0, and 5, 7, 5, 7 are on rank 1. For the layer norm of this row both ranks
 # need the mean of all 8 numbers, which is 4, and their variance, which is 5.
-# Neither of them has it. But each can tell the other something about its own
-# four numbers.
+# Neither of them has it. But each can tell the other two numbers about its own
+# four: their mean, and *M2*, the sum of their squared distances from it.
 
 # %%
 
