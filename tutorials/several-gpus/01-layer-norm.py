@@ -14,10 +14,11 @@ measure what GPUs cost each other.
 
 **If you have one GPU, or none,** you can run all of this page: two processes
 on the CPU stand for two GPUs, and they exchange what GPUs would. What you take
-away is not only for clusters. Merging the mean and the variance of two parts
-works in the same way for two chunks of a row on one GPU. Two of the figures
-are of a single GPU. And you will know what a model's layer norm costs as soon
-as somebody says "tensor parallel".
+away is of use on one GPU, too. Merging the mean and the variance of two parts
+works in the same way for two chunks of a row. Two of the figures are of a
+single GPU: what it costs to cut a kernel in two, and how many warps keep
+enough of wide rows in flight. And you will know what becomes of a model's
+layer norm as soon as somebody says "tensor parallel".
 
 **What you will learn**
 
@@ -1463,8 +1464,8 @@ report_columns(bench_columns_forward)
 # Send what has been summed, not what is to be summed. Even the best of the
 # other ways does not come near.
 #
-# The line of one rank is at NN% of the copy at 32768 columns. That is the line
-# that once was slow by itself.
+# The line of one rank is at NN% of the copy at 32768 columns. It is not slow by
+# itself, so the distance to it is what other ranks cost.
 #
 # Columns, the backward pass
 # --------------------------

@@ -185,6 +185,7 @@ def of_columns_forward(figure):
         f"{others_cost(of, 2048):.0f} µs at 2048 columns and "
         f"{others_cost(of, 32768):.0f} µs at 32768."
     )
+    assert of.share("alone", 32768) >= 85, "it is not slow by itself"
     yield (
         f"The line of one rank is at {of.share('alone', 32768)}% of the copy "
         "at 32768 columns."
