@@ -1464,8 +1464,8 @@ report_columns(bench_columns_forward)
 # Send what has been summed, not what is to be summed. Even the best of the
 # other ways does not come near.
 #
-# The line of one rank is at NN% of the copy at 32768 columns. It is not slow by
-# itself, so the distance to it is what other ranks cost.
+# The line of one rank is at NN% of the copy at 32768 columns. It is not slow
+# by itself, so the distance to it is what other ranks cost.
 #
 # Columns, the backward pass
 # --------------------------
