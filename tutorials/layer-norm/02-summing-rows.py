@@ -1123,15 +1123,16 @@ for N in WIDTHS:
 #   and 48 KB at the second.
 # - **Atomics, rows** could reach 43%. From 4096 columns on they reach 38% to
 #   46%. (A little more than 43% is possible, because an addition ends in L2
-#   and need not go to DRAM.) At 1024 columns they take 54.8 µs and at 2048
-#   columns 63.1 µs, nearly as long for half the bytes. What both widths have
-#   in common is the queue: 4096 additions arrive at each sum. At 1024 columns,
-#   that is one every 13 ns.
+#   and need not go to DRAM. We have not looked into the 38%, at 6144 columns.)
+#   At 1024 columns they take 54.8 µs and at 2048 columns 63.1 µs, nearly as
+#   long for half the bytes. What both widths have in common is the queue: 4096
+#   additions arrive at each sum. At 1024 columns, that is one every 13 ns.
 # - **Atomics** could reach 85% to 96%. At 1024 columns they reach 52%. 528
 #   programs queue up there, and if an addition takes 13 ns, the queue takes
 #   7.1 µs. That is a lot next to the 9.9 µs of the whole copy. At 12288
 #   columns 132 programs queue up, and the copy takes 101.1 µs. There the queue
-#   hardly matters, and atomics reach 87%.
+#   hardly matters, and atomics reach 87%. At 8192 columns they only reach 77%,
+#   because a single program runs on an SM, as with buffers.
 #
 # PyTorch reads ``x`` and ``dy`` twice as well, so it could not reach more than
 # 60% either. We have not looked at the kernels of torch.compile.

@@ -321,6 +321,8 @@ def CLAIMS(figure):
         f"on they reach {wide.least}% to {wide.most}%. (A little more than "
         f"{COUNTED['rows']}% is possible,"
     )
+    assert wide.least == designs.share("rows", 6144)
+    yield f"We have not looked into the {wide.least}%, at 6144 columns."
     queue = designs.us("rows", 1024, 3)
     twice = designs.us("rows", 2048, 3)
     assert twice < 1.25 * queue, "nearly as long"
@@ -343,6 +345,13 @@ def CLAIMS(figure):
         f"the copy takes {designs.us('copy', 12288, 3)} µs. There the queue "
         "hardly matters, and atomics reach "
         f"{designs.share('atomics', 12288)}%."
+    )
+    assert abs(designs.ratio("atomics", "triton", 8192) - 1) < 0.03
+    assert designs.share("atomics", 8192) == min(
+        designs.between(4096).shares("atomics")
+    )
+    yield (
+        f"At 8192 columns they only reach {designs.share('atomics', 8192)}%,"
     )
     # What is read twice cannot be faster.
     assert designs.shares("torch").most <= COUNTED["columns"]
