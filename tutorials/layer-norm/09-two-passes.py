@@ -9,9 +9,10 @@ tile; in return rows may have any width, and no program waits for another.
 
 A single kernel reads ``x`` and ``dy`` once and writes ``dx``, which makes
 three matrices. With two kernels both are read twice, which makes five.
+
 Example 53 of AMD's `Composable Kernel
-<https://github.com/ROCm/composable_kernel>`_, a library in C++, is built like
-that.
+<https://github.com/ROCm/composable_kernel>`_, a library in C++, has two
+kernels.
 On this page we take it apart. First we run the formula in its documentation
 and find it wrong. Then we build its structure in Triton, kernel by kernel,
 change three things about it, and measure what each of them brings and what
@@ -1656,7 +1657,7 @@ report(bench_backward)
 # **What follows.**
 # At 4096 columns the copy takes 35 µs, and the example's tiling takes 104 µs
 # more. Our three changes take away 79 µs of these, without touching the
-# structure. That leaves 25 µs, and one kernel still needs 6 µs of them.
+# structure. That leaves 25 µs, of which even one kernel needs 6 µs.
 # So most of what separated the tiling from the copy was not the price of two
 # kernels, but that of their tiles and their order. Those can be changed in a
 # minute, and the structure cannot. Before you give up a structure, find out

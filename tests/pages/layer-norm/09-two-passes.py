@@ -269,8 +269,8 @@ def of_backward(figure):
         f"At 4096 columns the copy takes {copy} µs, and the example's tiling "
         f"takes {tiling - copy} µs more. Our three changes take away "
         f"{tiling - ours} µs of these, without touching the structure. That "
-        f"leaves {ours - copy} µs, and one kernel still needs {one - copy} µs "
-        "of them."
+        f"leaves {ours - copy} µs, of which even one kernel needs "
+        f"{one - copy} µs."
     )
     own = figure("layer-norm-two-own", CARD)
     lead = [*of.ratios("one kernel", "triton")]
