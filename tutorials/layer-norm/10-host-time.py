@@ -195,48 +195,65 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # look at the clock, make some calls, wait until the device is done with all of
 # them, and look again.
 #
-# But a host is noisy. Python cleans up memory, and the operating system has
-# other work, so the same call takes a little longer now and then, and never
-# shorter than it must. Three things help:
+# But a host is noisy. The operating system has other work, and so have other
+# programs, so a call takes longer now and then, and never shorter than it
+# must. Three things help:
 #
-# - Of five batches of calls, the fastest one counts.
-# - All calls that we compare take turns, in 15 rounds. What slows the whole
-#   machine down for a while slows all of them down.
-# - So we compare within a round: a call's time is divided by that of
-#   PyTorch's layer norm in the same round. The median of these ratios, times
-#   PyTorch's own median, is what a figure shows.
+# - All calls that we compare take turns, with batches of 20. What slows the
+#   whole machine down for a while slows all of them down.
+# - Of ten turns, the fastest batch counts. That is a round, and there are 15.
+# - We compare within a round: a call's time is divided by that of PyTorch's
+#   layer norm in the same round. The median of these ratios, times PyTorch's
+#   own median, is what a figure shows.
+
+
+def in_rounds(batches):
+    """Median, 20% and 80% quantiles of what some functions return.
+
+    Each makes a batch of calls and returns a list of times in µs. The first
+    one makes calls of PyTorch's layer norm, and returns one time.
+    """
+    rounds = []
+    for _ in range(15):
+        turns = []
+        for _ in range(10):
+            turn = []
+            for batch in batches:
+                turn += batch()
+            turns.append(turn)
+        fastest = torch.tensor(turns, dtype=torch.double).min(dim=0).values
+        rounds.append(fastest)
+    rounds = torch.stack(rounds)
+    pytorch = rounds[:, :1].clone()
+    rounds[:, 1:] *= pytorch.median() / pytorch
+    quantiles = rounds.quantile(rounds.new_tensor([0.5, 0.2, 0.8]), dim=0)
+    return [tuple(times) for times in quantiles.T.tolist()]
+
+
+def batch_of(call, repeats):
+    """A function that makes a batch of calls and returns µs of one."""
+
+    def batch():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        return [1e6 * (time.perf_counter() - start) / repeats]
+
+    return batch
 
 
 def in_turns(calls, repeats=20):
-    """µs of each call on the host: {name: (median, 20%, 80% quantile)}.
+    """µs of calls on the host: {name: (median, 20% quantile, 80% quantile)}.
 
-    One of the calls has the name "torch".
+    The first call is PyTorch's layer norm.
     """
-
-    def fastest_batch(call):
-        lengths = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            torch.cuda.synchronize()
-            lengths.append(time.perf_counter() - start)
-        return 1e6 * min(lengths) / repeats
-
     for call in calls.values():
         for _ in range(3):  # compiles, and records graphs
             call()
-    rounds = torch.empty(15, len(calls), dtype=torch.double)
-    for round_ in rounds:
-        for i, call in enumerate(calls.values()):
-            round_[i] = fastest_batch(call)
-    pytorch = rounds[:, list(calls).index("torch")].clone()
-    others = [i for i, name in enumerate(calls) if name != "torch"]
-    rounds[:, others] *= (pytorch.median() / pytorch)[:, None]
-    quantiles = rounds.quantile(rounds.new_tensor([0.5, 0.2, 0.8]), dim=0)
-    times = map(tuple, quantiles.T.tolist())
-    return dict(zip(calls, times, strict=True))
+    batches = [batch_of(call, repeats) for call in calls.values()]
+    return dict(zip(calls, in_rounds(batches), strict=True))
 
 
 # %%
@@ -291,12 +308,12 @@ def parts_of_a_call(M, N, dtype):
         )
 
     return {
+        "torch": lambda: F.layer_norm(x, (N,), w, w),
         "empty": lambda: torch.empty(M, N, dtype=dtype, device=DEVICE),
         "empty_like": lambda: torch.empty_like(x),
         "no programs": lambda: launch(0),
         "a launch": lambda: launch(M),
         "nothing": lambda: Nothing.apply(x, w, w),
-        "torch": lambda: F.layer_norm(x, (N,), w, w),
     }
 
 
@@ -333,7 +350,7 @@ def parts_of_a_call(M, N, dtype):
 )
 def bench_parts(M, N, dtype, mode, provider):
     """Calls on the host, all in turns: in each of 15 rounds the fastest of
-    five batches of 20, with L2 as they leave it. Median of PyTorch; another
+    ten batches of 20, with L2 as they leave it. Median of PyTorch; another
     line's is that times its ratio to PyTorch in the same round, median, 20%
     and 80% quantiles."""
     if not ON_GPU:
@@ -779,6 +796,7 @@ check(plain, *shape, torch.float16)
 # plan, ``torch.empty_like``, and the launches. To look at the clock takes a
 # fraction of a microsecond each time.
 
+PLANS = {}  # will hold plans that are remembered
 NOTED = {"plan": [], "tensors": [], "launches": []}  # seconds
 
 
@@ -863,25 +881,27 @@ PARTS = {
 def times_of_both_passes(function, planner, M, N, dtype):
     """µs of each part: {part: (median, 20% quantile, 80% quantile)}."""
     x, w, b, dy = inputs(M, N, dtype)
-    rounds = torch.empty(15, len(PARTS), dtype=torch.double)
+
+    def pytorch():
+        y = F.layer_norm(x, (N,), w, b)
+        return torch.autograd.grad(y, (x, w, b), dy)
 
     def batch():
         """The mean of each part over 20 calls."""
         torch.cuda.synchronize()
         sums = dict.fromkeys(PARTS, 0.0)
-        for _ in range(20):
-            parts = parts_of_both_passes(function, x, w, b, dy)
-            for part in PARTS:
-                sums[part] += parts[part]
+        with parts_noted(planner):
+            for _ in range(20):
+                parts = parts_of_both_passes(function, x, w, b, dy)
+                for part in PARTS:
+                    sums[part] += parts[part]
         return [1e6 * sums[part] / 20 for part in PARTS]
 
-    with parts_noted(planner):
-        batch()  # compiles
-        for round_ in rounds:
-            batches = torch.tensor([batch() for _ in range(5)])
-            round_[:] = batches.min(dim=0).values
-    quantiles = rounds.quantile(rounds.new_tensor([0.5, 0.2, 0.8]), dim=0)
-    return dict(zip(PARTS, map(tuple, quantiles.T.tolist()), strict=True))
+    PLANS.clear()  # those that are remembered launch without taking notes
+    batch()  # compiles
+    _, *times = in_rounds([batch_of(pytorch, repeats=20), batch])
+    PLANS.clear()
+    return dict(zip(PARTS, times, strict=True))
 
 
 def benchmark_of_parts(name):
@@ -909,9 +929,10 @@ def parts_of_plain_calls(M, N, dtype):
 @triton.testing.perf_report(benchmark_of_parts("layer-norm-host-plain"))
 def bench_plain_parts(M, N, dtype, mode, provider):
     """Calls on the host: each part notes the time that it takes, and autograd
-    is the rest of a pass. In each of 15 rounds a part has the smallest of five
-    means of 20 calls; median, 20% and 80% quantiles of the rounds. L2 is as
-    the calls leave it."""
+    is the rest of a pass. In each of 15 rounds, PyTorch's layer norm and ours
+    take ten turns with batches of 20, with L2 as they leave it, and each part
+    has its smallest mean. It is multiplied by PyTorch's median over its time
+    in the same round; median, 20% and 80% quantiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     return parts_of_plain_calls(M, N, dtype)[provider]
@@ -1088,7 +1109,7 @@ def times_of_clocks(M, N, dtype, mode):
 )
 def bench_clocks(M, N, dtype, mode, provider):
     """Calls of PyTorch's layer norm. In a row and CUDA graph: calls in turns,
-    in each of 15 rounds the fastest of five batches of 20, with L2 as they
+    in each of 15 rounds the fastest of ten batches of 20, with L2 as they
     leave it; the graph's time is its ratio to the calls in the same round.
     do_bench: the smallest of five medians by its own events, after L2 was
     overwritten, in 15 rounds. Median, 20% and 80% quantiles."""
@@ -1168,8 +1189,6 @@ report(bench_clocks)
 # its gradient would be allocated in the wrong type.
 # The values in the tensors and their strides are not in the key: no plan
 # depends on the values, and tensors are made contiguous in each call.
-
-PLANS = {}
 
 
 def current_device():
@@ -1395,7 +1414,7 @@ def times_of_launches(M, N, dtype):
 )
 def bench_launches(M, N, dtype, mode, provider):
     """Calls on the host, all in turns: in each of 15 rounds the fastest of
-    five batches of 20, with L2 as they leave it. Median of PyTorch; another
+    ten batches of 20, with L2 as they leave it. Median of PyTorch; another
     line's is that times its ratio to PyTorch in the same round, median, 20%
     and 80% quantiles."""
     if not ON_GPU:
@@ -1480,12 +1499,12 @@ def functions_to_compare():
         pytorch_layer_norm, dynamic=False, mode="reduce-overhead"
     )
     return {
+        "torch": F.layer_norm,
         "triton": layer_norm,
         "kept": by("kept"),
         "plan": by("jit"),
         "plain": plain,
         "nothing": nothing,
-        "torch": F.layer_norm,
         "torch.compile": compiled,
         "reduce-overhead": with_graphs,
         "CUDA graph": layer_norm,
@@ -1526,7 +1545,7 @@ def times_of_designs(M, N, dtype):
 def benchmark_of_designs(name, mode):
     return triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[1024, 2048, 4096, 8192, 15872],
+        x_vals=[1024, 2048, 4096, 15872],
         line_arg="provider",
         line_vals=list(DESIGNS),
         line_names=list(DESIGNS.values()),
@@ -1541,7 +1560,7 @@ def benchmark_of_designs(name, mode):
 )
 def bench_forward(M, N, dtype, mode, provider):
     """Calls on the host until the device is done, all in turns: in each of 15
-    rounds the fastest of five batches of 20, with L2 as they leave it. Median
+    rounds the fastest of ten batches of 20, with L2 as they leave it. Median
     of PyTorch; another line's is that times its ratio to PyTorch in the same
     round, median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1554,7 +1573,7 @@ def bench_forward(M, N, dtype, mode, provider):
 )
 def bench_both(M, N, dtype, mode, provider):
     """Calls on the host until the device is done, all in turns: in each of 15
-    rounds the fastest of five batches of 20, with L2 as they leave it. Median
+    rounds the fastest of ten batches of 20, with L2 as they leave it. Median
     of PyTorch; another line's is that times its ratio to PyTorch in the same
     round, median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1641,9 +1660,9 @@ def times_of_models(layers, M, N, dtype):
     torch._dynamo.reset()
     model = model_of(pytorch_layer_norm)
     models = {
+        "torch": model_of(F.layer_norm),
         "triton": model_of(layer_norm),
         "plain": model_of(plain),
-        "torch": model_of(F.layer_norm),
         "torch.compile": torch.compile(model, dynamic=False),
         "reduce-overhead": torch.compile(
             model, dynamic=False, mode="reduce-overhead"
@@ -1678,7 +1697,7 @@ def times_of_models(layers, M, N, dtype):
 )
 def bench_layers(layers, M, N, dtype, mode, provider):
     """Calls on the host until the device is done, divided by their number of
-    layers. All take turns, in each of 15 rounds with the fastest of five
+    layers. All take turns, in each of 15 rounds with the fastest of ten
     batches of 20 layers or more, with L2 as they leave it. Median of PyTorch;
     another line's is that times its ratio to PyTorch in the same round,
     median, 20% and 80% quantiles."""
