@@ -199,8 +199,9 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # programs, so a call takes longer now and then, and never shorter than it
 # must. Three things help:
 #
-# - All calls that we compare take turns, with batches of 20. What slows the
-#   whole machine down for a while slows all of them down.
+# - All calls that we compare take turns, with batches of 20, or of 10 where
+#   they are long. What slows the whole machine down for a while slows all of
+#   them down.
 # - Of ten turns, the fastest batch counts. That is a round, and there are 15.
 # - We compare within a round: a call's time is divided by that of PyTorch's
 #   layer norm in the same round. The median of these ratios, times PyTorch's
@@ -245,7 +246,7 @@ def batch_of(call, repeats):
 
 
 def in_turns(calls, repeats=20):
-    """µs of calls on the host: {name: (median, 20% quantile, 80% quantile)}.
+    """µs of each call on the host: median, 20% and 80% quantiles.
 
     The first call is PyTorch's layer norm.
     """
@@ -381,23 +382,24 @@ plt.show()
 # %%
 # **What the figure shows.**
 # On the H100 PyTorch's whole forward pass takes NN µs. A single launch of ours
-# takes NN µs, and before it even starts, autograd takes NN µs to call a
-# function of ours that does nothing.
-# A tensor takes NN µs with ``empty_like``, and NN µs with ``torch.empty``.
+# takes NN µs, which is longer than that. Before a function of ours can even
+# begin, autograd takes NN µs to call it.
+# A tensor takes NN µs with ``torch.empty`` and NN µs with
+# ``torch.empty_like``.
 #
 # **Why.**
 # PyTorch's layer norm is C++ from the moment at which it is called. It
-# allocates the same tensors and launches a kernel too, and all of that takes
-# less time than Python alone takes for our launch: of our NN µs, the launch of
-# no programs takes NN µs. So the driver, which PyTorch needs as well, takes
-# about NN µs.
-# ``torch.empty`` has to understand a shape, a type and a device, which
-# ``empty_like`` only reads off a tensor.
+# allocates tensors, launches a kernel and notes a backward pass, as we do, but
+# none of that is Python.
+# Of our launch, the part without the driver takes NN µs. So the driver, which
+# PyTorch needs as well, takes only about NN µs.
 #
 # **What follows.**
-# Our forward pass will never be as quick as PyTorch's for narrow rows: with
-# autograd and one launch it is already behind. But we can look for what is
-# not needed in each call. First we need a call to look at.
+# A launch is expensive because of what Python does before it, and not because
+# of the GPU. So there is something to gain. But autograd's part is a floor for
+# any function of ours in Python.
+#
+# We need a whole call now, with both passes, to see what else is in it.
 #
 # Backward: the kernels
 # ---------------------
@@ -599,13 +601,6 @@ class Plan:
 # copy anything.
 
 
-def contiguous_or_none(tensor):
-    """The tensor with its elements side by side; copied only if needed."""
-    if tensor is None:
-        return None
-    return tensor.contiguous()
-
-
 def gradients(ctx, dy):
     """dx, dw and db, and None for the plan."""
     x, w, stats = ctx.saved_tensors
@@ -630,9 +625,11 @@ def gradients(ctx, dy):
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, plan):
-        x = contiguous_or_none(x)
-        w = contiguous_or_none(w)
-        b = contiguous_or_none(b)
+        x = x.contiguous()
+        if w is not None:
+            w = w.contiguous()
+        if b is not None:
+            b = b.contiguous()
         y = torch.empty_like(x)
         stats = torch.empty_like(plan.stats)
         plan.forward(x, w, b, y, stats)
@@ -878,7 +875,7 @@ PARTS = {
 
 
 def times_of_both_passes(function, planner, M, N, dtype):
-    """µs of each part: {part: (median, 20% quantile, 80% quantile)}."""
+    """µs of each part: median, 20% and 80% quantiles."""
     x, w, b, dy = inputs(M, N, dtype)
 
     def pytorch():
@@ -964,21 +961,26 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H100 the plain call takes NN µs, the bars together: NN µs in the
-# forward pass and NN µs in the backward pass.
-# The plan takes NN µs, the tensors of both passes take NN µs, the three
-# launches take NN µs, and autograd takes NN and NN µs.
+# On the H100 the bars are NN µs long together: NN µs forward and NN µs
+# backward. The plan takes NN µs, the six tensors of both passes take NN µs,
+# and the three launches take NN µs. Autograd takes NN µs forward and NN µs
+# backward.
 #
 # **Why.**
-# A launch by the JIT looks at each of its arguments, in Python: is it a
-# tensor, of what type, is its address a multiple of 16? The answers make a
-# key, and under this key it finds the compiled kernel.
-# The plan is Python, too, with five allocations of patterns.
-# In the backward pass autograd is the largest part. It runs on a *thread* of
-# its own, one for each GPU. The thread of Python hands the work over and
-# sleeps, and at the end it has to be woken up. That costs the same for
-# PyTorch's own backward passes. In a model it is paid once for all layers, as
-# we will see.
+# The plan is Python: it checks arguments, divides, and makes patterns, for
+# each of which PyTorch is called twice.
+# A launch by the JIT looks at each of its arguments, in Python again: what is
+# its type, and is its address a multiple of 16? The answers become a key, and
+# under this key it finds the compiled kernel.
+# Backward, autograd has more to do than forward. PyTorch runs a backward pass
+# on a *thread* of its own, one for each GPU. The thread that called hands the
+# work over and sleeps, and it has to be woken up at the end. Then it is Python
+# that runs there, so the other thread must let it. PyTorch's own backward
+# passes go through the same thread, without Python.
+#
+# A part takes longer here than by itself. In a loop that does nothing else, a
+# launch finds its code and its data in the caches of the CPU. In a call, a lot
+# of other code has run since the last launch.
 #
 # **What follows.**
 # Autograd belongs to PyTorch, so we leave it alone. The plan and the launches
@@ -1084,7 +1086,8 @@ def fastest_do_bench(call):
 @functools.cache
 def times_of_clocks(M, N, dtype, mode):
     call = prepare(F.layer_norm, M, N, dtype, mode)
-    times = in_turns({"torch": call, "CUDA graph": as_graph(call)})
+    calls = {"torch": call, "CUDA graph": as_graph(call)}
+    times = in_turns(calls)
     times["do_bench"] = fastest_do_bench(call)
     return times
 
@@ -1121,7 +1124,7 @@ def bench_clocks(M, N, dtype, mode, provider):
 # Scaffold: a report of host times.
 
 
-def report(benchmark):
+def report_host_times(benchmark):
     """Draw a benchmark, and print each time divided by PyTorch's."""
     table = benchmark.run(show_plots=ON_GPU, return_df=True)
     table = table.set_index(table.columns[0])
@@ -1137,26 +1140,28 @@ def report(benchmark):
 
 # %%
 
-report(bench_clocks)
+report_host_times(bench_clocks)
 
 # %%
 # **What the figure shows.**
 # On the H100, at 1024 columns, calls in a row take NN µs each, and their
-# kernels, in the graph, take NN µs. At 15872 columns it is NN and NN µs.
-# ``do_bench`` says NN µs at 1024 columns, less than the calls take.
+# kernels, in the graph, take NN µs. ``do_bench`` says NN µs, which is neither.
+# At 15872 columns the three clocks say NN, NN and NN µs.
 #
 # **Why.**
-# The time of the graph grows with the width, because the kernels do. Calls in
-# a row take as long as the host or the device, whoever is slower: up to NN
-# columns that is the host.
-# ``do_bench`` does not count what the host did while L2 was overwritten. Then
-# it is what is left of the host, or the kernels, and it can be anything
-# between the two.
+# The time of the graph grows with the width, because its kernels do. A call in
+# a row takes as long as the host or the device, whoever is slower. Up to NN
+# columns it takes at least NN times as long as the graph, so there it is the
+# host.
+# ``do_bench`` does not count what the host has done while L2 was overwritten.
+# What it counts is the rest of the host's work, or the kernels. That is no
+# mistake of ``do_bench``: it is made for kernels. But where the host takes
+# longer than overwriting L2, its number is about neither of the two.
 #
 # **What follows.**
 # A fast kernel in a slow call does not help whoever waits for it. To compare
-# kernels, use a clock of the device. To find out what a user waits for, make
-# calls in a row and count everything.
+# kernels, use a clock of the device, as all other pages do. To find out what a
+# user waits for, make calls in a row and count everything.
 #
 # Three changes
 # -------------
@@ -1441,13 +1446,14 @@ plt.show()
 # bare launch takes NN µs.
 #
 # **Why.**
-# The kept kernel saves the search. What a bare launch saves beside that is a
-# few lines of Python. What is left is our own loop over addresses, Triton's
-# unpacking of arguments in C, and the driver.
+# The kept kernel saves the search for it. A bare launch also saves some lines
+# of Python around the same call. What is left is our loop over addresses, the
+# C code of Triton that takes the arguments apart, and the driver.
 #
 # **What follows.**
-# With three launches in a call, the second change is worth NN µs and the third
-# NN µs.
+# A bare launch is shorter than PyTorch's forward pass, which a launch by the
+# JIT is not. A training step of a layer norm has three launches, so each
+# microsecond counts three times.
 #
 # What each change buys
 # ---------------------
@@ -1535,7 +1541,7 @@ def times_of_designs(M, N, dtype):
             waiting = calls["reduce-overhead"]
             calls["reduce-overhead"] = step_by_step(waiting)
         calls["CUDA graph"] = as_graph(calls["CUDA graph"])
-        times[mode] = in_turns(calls)
+        times[mode] = in_turns(calls, repeats=20 if mode == "forward" else 10)
     return times
 
 
@@ -1570,7 +1576,7 @@ def bench_forward(M, N, dtype, mode, provider):
 )
 def bench_both(M, N, dtype, mode, provider):
     """Calls on the host until the device is done, all in turns: in each of 15
-    rounds the fastest of ten batches of 20, with L2 as they leave it. Median
+    rounds the fastest of ten batches of 10, with L2 as they leave it. Median
     of PyTorch; another line's is that times its ratio to PyTorch in the same
     round, median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1580,19 +1586,42 @@ def bench_both(M, N, dtype, mode, provider):
 
 # %%
 
-report(bench_forward)
+report_host_times(bench_forward)
 
 # %%
 # **What the figure shows.**
-# TEXT
+# On the H100, at 1024 columns, PyTorch's forward pass takes NN µs, our plain
+# one takes NN µs, and the lean one takes NN µs. The graph takes NN µs.
+# torch.compile takes NN µs, and with reduce-overhead it takes NN µs.
+# At 15872 columns it is NN µs for PyTorch and NN µs for the lean function.
 #
-# Both passes:
+# And both passes:
 
-report(bench_both)
+report_host_times(bench_both)
 
 # %%
 # **What the figure shows.**
-# TEXT
+# On the H100, at 1024 columns, PyTorch takes NN µs for both passes. The plain
+# function takes NN times as long, with plans that are remembered NN times,
+# with kernels that are kept NN times, and the lean function NN times. From
+# 1024 to 4096 columns the lean function takes NN to NN times as long as
+# PyTorch.
+# At 15872 columns the lean function is NN times as fast as PyTorch.
+#
+# **Why.**
+# Each change takes away what the parts have shown: first the plan, then the
+# search at each launch, then the lines around it.
+# At 15872 columns the device is slower than any host here, and there our
+# kernels are faster than PyTorch's. At 1024 columns the kernels, in the graph,
+# take NN µs, so nobody waits for them.
+#
+# **And torch.compile?**
+# It takes NN times as long as PyTorch at 1024 columns, and with
+# reduce-overhead NN times. A function that it has compiled checks in each call
+# what it has assumed about its arguments. Then it goes through an autograd
+# function in Python, like ours. With reduce-overhead it also looks for the
+# right graph, and copies what has moved. A single layer norm does not pay for
+# all that.
 #
 # What is left?
 # -------------
@@ -1652,13 +1681,14 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# TEXT
-#
-# **Why.**
-# TEXT
+# On the H100 the plan takes NN µs, where it took NN µs, and the three launches
+# take NN µs, where they took NN µs. Autograd has become the largest part: NN%
+# of the whole call, and the tensors are NN%.
 #
 # **What follows.**
-# TEXT
+# With three changes we have nearly used up what a function in Python can
+# gain. Who wants more has to leave Python: an operator in C++, or fewer and
+# larger operations. Or the whole step has to become a graph.
 #
 # In a model
 # ----------
@@ -1730,7 +1760,7 @@ def times_of_models(layers, M, N, dtype):
     for name in models:
         calls[name] = prepare_model(models[name], layers, M, N, dtype)
     calls["CUDA graph"] = as_graph(calls["CUDA graph"])
-    times = in_turns(calls, repeats=max(20 // layers, 3))
+    times = in_turns(calls, repeats=max(10 // layers, 1))
     return {name: [us / layers for us in times[name]] for name in times}
 
 
@@ -1755,7 +1785,7 @@ def times_of_models(layers, M, N, dtype):
 def bench_layers(layers, M, N, dtype, mode, provider):
     """Calls on the host until the device is done, divided by their number of
     layers. All take turns, in each of 15 rounds with the fastest of ten
-    batches of 20 layers or more, with L2 as they leave it. Median of PyTorch;
+    batches of 10 layers or more, with L2 as they leave it. Median of PyTorch;
     another line's is that times its ratio to PyTorch in the same round,
     median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1765,11 +1795,24 @@ def bench_layers(layers, M, N, dtype, mode, provider):
 
 # %%
 
-report(bench_layers)
+report_host_times(bench_layers)
 
 # %%
 # **What the figure shows.**
-# TEXT
+# On the H100 PyTorch takes NN µs for a single layer, and NN µs for each of 16.
+# The lean function takes NN and NN µs, the plain one NN and NN µs,
+# torch.compile NN and NN µs, and reduce-overhead NN and NN µs.
+#
+# **Why.**
+# What autograd does once for a backward pass, such as changing threads, is
+# shared by all layers.
+# The checks of torch.compile, too, are made once for all that it has compiled,
+# and its graphs are launched as a whole.
+#
+# **What follows.**
+# In a model a layer costs less than our single call. What a layer pays by
+# itself stays: its plan, tensors and launches. This is where the three changes
+# help, and where PyTorch's C++ is ahead of us.
 #
 # PyTorch's own cures
 # -------------------
@@ -1898,7 +1941,11 @@ for launcher in LAUNCHERS:
 # %%
 # Other things do change:
 #
-# - **torch.compile** TEXT
+# - **torch.compile** cannot look into any of the three. It compiles what comes
+#   before and what comes after, and runs our function as usual in between. The
+#   results are right, but nothing is fused across it. On `Every width
+#   <11-every-width.html>`_ the function is an operator that torch.compile
+#   knows.
 # - **Hooks and profilers** see the launches of "jit" and of "kept", and none
 #   of "bare".
 # - **A changed global variable** that a kernel uses makes "jit" raise an
@@ -1916,14 +1963,23 @@ for launcher in LAUNCHERS:
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# TEXT
+# - **PyTorch's own layer norm takes less time on the host**, at all widths. On
+#   the H100, at 1024 columns, our lean function takes NN times as long forward
+#   and NN times as long in both passes. Nothing in Python will change that.
+# - **New shapes.** PyTorch makes no plans and compiles nothing, so it is as
+#   quick with the first batch of a new size as with the hundredth.
+# - **Whole models.** torch.compile with reduce-overhead is quicker than we are
+#   as soon as it sees many operations: NN µs for each of 16 layers, where the
+#   lean function takes NN µs.
+# - **Safety.** PyTorch checks all arguments in each call. We check them once
+#   for each key.
 #
 # Exercise 1: a key
 # -----------------
 #
 # A key with too little in it finds wrong plans, one with too much makes
-# needless ones. This stub does both: it leaves out four things on which a plan
-# depends, and has one in it that no plan needs.
+# needless ones. This stub does both: it leaves out five things on which a plan
+# or its kernels depend, and has one in it that no plan needs.
 #
 # **Hint 1.** Go through ``Plan.__init__``. From which properties of ``x``,
 # ``weight`` and ``bias`` does it take something, and what does
@@ -1948,6 +2004,7 @@ def exercise_1(key):
         "fewer rows": (x[:4], w, w, 1e-5),
         "x in 16 bits": (x.half(), w, w, 1e-5),
         "no weight": (x, None, w, 1e-5),
+        "weight in 16 bits": (x, w.half(), w, 1e-5),
         "no bias": (x, w, None, 1e-5),
         "bias in 16 bits": (x, w, w.half(), 1e-5),
         "another eps": (x, w, w, 1e-3),
@@ -1991,4 +2048,27 @@ assert exercise_1(key_1)
 # What we learned
 # ---------------
 #
-# TEXT
+# These are the designs of this page, with what both passes take on the host of
+# the H100, for 4096 rows of 1024 columns:
+#
+# - **Plain**: NN µs. It makes a plan in each call, and launches by the JIT.
+# - **Plan remembered**: NN µs. Needs a key that misses nothing, and memory.
+# - **Kernels kept**: NN µs. Needs a check of addresses.
+# - **Launched bare**, the lean function: NN µs. Needs a version of Triton that
+#   we know.
+# - **Autograd alone**: NN µs. This is the floor for a function in Python.
+# - **PyTorch**: NN µs. It is C++.
+# - **CUDA graph** of the lean function: NN µs. Needs fixed shapes and
+#   addresses.
+#
+# And for functions that launch kernels:
+#
+# - Host and device work at the same time, and you wait for the slower one.
+#   Find out which one that is before you make the other one faster.
+# - A clock answers one question. Ask what it leaves out.
+# - What is the same in each call can be remembered. The key has to hold
+#   whatever makes a difference, and nothing else.
+# - Whoever goes around a check has to make it.
+#
+# **Next:** `Every width <11-every-width.html>`_ puts the kernels of all pages
+# behind one function, with what this page has taught about calls.

@@ -64,6 +64,279 @@ KERNELS = Kernels(
     },
 )
 
+CARD = "H100"
+BOTH = "layer-norm-host-ladder"
+NARROW = 1024
+
+
+def us(of, provider, N=NARROW):
+    number = of.median(provider, N)
+    number.rounding = ".1f" if number < 100 else ".0f"
+    return number
+
+
+def summed(of, *providers):
+    """The sum of some parts."""
+    total = sum(of.median(each, NARROW) for each in providers)
+    total.rounding = ".0f"
+    return total
+
+
+def times_as_long(of, ours, theirs, N):
+    number = of.median(ours, N) / of.median(theirs, N)
+    number.rounding = ".1f"
+    return number
+
+
+def parts_of_a_forward_pass(figure):
+    of = figure("layer-norm-host-parts", CARD)
+    pytorch, launch, nothing, empty, empty_like, no_programs = (
+        us(of, provider)
+        for provider in (
+            *("torch", "a launch", "nothing", "empty", "empty_like"),
+            "no programs",
+        )
+    )
+    assert launch > pytorch > nothing > empty
+    yield (
+        f"On the H100 PyTorch's whole forward pass takes {pytorch} µs. A "
+        f"single launch of ours takes {launch} µs, which is longer than that. "
+        "Before a function of ours can even begin, autograd takes "
+        f"{nothing} µs to call it. A tensor takes {empty} µs with "
+        f"``torch.empty`` and {empty_like} µs with ``torch.empty_like``."
+    )
+    driver = launch - no_programs
+    # "Because of what Python does before it."
+    assert 0 < driver < launch / 3
+    yield (
+        f"Of our launch, the part without the driver takes {no_programs} µs. "
+        "So the driver, which PyTorch needs as well, takes only about "
+        f"{driver:.0f} µs."
+    )
+
+
+FORWARD = "plan", "autograd", "tensors", "launches"
+
+
+def parts_of_a_plain_call(figure):
+    of = figure("layer-norm-host-plain", CARD)
+    forward = summed(of, *(f"forward {part}" for part in FORWARD))
+    backward = summed(of, *(f"backward {part}" for part in FORWARD[1:]))
+    plan = summed(of, "forward plan")
+    tensors = summed(of, "forward tensors", "backward tensors")
+    launches = summed(of, "forward launches", "backward launches")
+    autograd = [summed(of, f"{p} autograd") for p in ("forward", "backward")]
+    assert autograd[1] > autograd[0]
+    yield (
+        f"On the H100 the bars are {forward + backward:.0f} µs long together: "
+        f"{forward} µs forward and {backward} µs backward. The plan takes "
+        f"{plan} µs, the six tensors of both passes take {tensors} µs, and "
+        f"the three launches take {launches} µs. Autograd takes "
+        f"{autograd[0]} µs forward and {autograd[1]} µs backward."
+    )
+    # "A part takes longer here than by itself."
+    alone = figure("layer-norm-host-parts", CARD)
+    assert us(of, "forward launches") > 1.2 * us(alone, "a launch")
+
+
+def three_clocks(figure):
+    of = figure("layer-norm-host-clocks", CARD)
+    narrow, wide = (
+        [us(of, clock, N) for clock in ("torch", "CUDA graph", "do_bench")]
+        for N in (NARROW, 15872)
+    )
+    row, graph, do_bench = narrow
+    # "Which is neither."
+    assert 1.1 * graph < do_bench < 0.9 * row
+    yield (
+        f"On the H100, at 1024 columns, calls in a row take {row} µs each, "
+        f"and their kernels, in the graph, take {graph} µs. ``do_bench`` says "
+        f"{do_bench} µs, which is neither. At 15872 columns the three clocks "
+        f"say {wide[0]}, {wide[2]} and {wide[1]} µs."
+    )
+    assert max(wide) / min(wide) < 1.05
+    graphs = of.all_medians("CUDA graph")
+    assert graphs == sorted(graphs)
+    longer = {
+        N: times_as_long(of, "torch", "CUDA graph", N)
+        for N in of.medians["torch"]
+    }
+    host = [N for N in longer if longer[N] >= 1.2]
+    assert host == list(longer)[: len(host)]
+    yield (
+        f"Up to {max(host)} columns it takes at least "
+        f"{min(longer[N] for N in host)} times as long as the graph, so there "
+        "it is the host."
+    )
+
+
+def launches(figure):
+    of = figure("layer-norm-host-launches", CARD)
+    by_jit, kept, bare, pytorch = (
+        us(of, each) for each in ("jit", "kept", "bare", "torch")
+    )
+    assert by_jit > pytorch > bare and kept > bare
+    yield (
+        f"On the H100 a launch by the JIT takes {by_jit} µs, a kept kernel "
+        f"takes {kept} µs, and a bare launch takes {bare} µs."
+    )
+
+
+def forward_passes(figure):
+    of = figure("layer-norm-host-forward", CARD)
+    pytorch, plain, lean, graph, compiled, reduced = (
+        us(of, each)
+        for each in (
+            *("torch", "plain", "triton", "CUDA graph"),
+            *("torch.compile", "reduce-overhead"),
+        )
+    )
+    assert compiled > lean and reduced > lean
+    yield (
+        "On the H100, at 1024 columns, PyTorch's forward pass takes "
+        f"{pytorch} µs, our plain one takes {plain} µs, and the lean one "
+        f"takes {lean} µs. The graph takes {graph} µs. torch.compile takes "
+        f"{compiled} µs, and with reduce-overhead it takes {reduced} µs. At "
+        f"15872 columns it is {us(of, 'torch', 15872)} µs for PyTorch and "
+        f"{us(of, 'triton', 15872)} µs for the lean function."
+    )
+
+
+def both_passes(figure):
+    of = figure(BOTH, CARD)
+    plain, remembered, kept, lean = (
+        times_as_long(of, each, "torch", NARROW)
+        for each in ("plain", "plan", "kept", "triton")
+    )
+    assert plain > remembered > kept > lean > 1
+    narrow = [
+        times_as_long(of, "triton", "torch", N) for N in (1024, 2048, 4096)
+    ]
+    yield (
+        "On the H100, at 1024 columns, PyTorch takes "
+        f"{us(of, 'torch')} µs for both passes. The plain function takes "
+        f"{plain} times as long, with plans that are remembered {remembered} "
+        f"times, with kernels that are kept {kept} times, and the lean "
+        f"function {lean} times. From 1024 to "
+        f"4096 columns the lean function takes {min(narrow)} to {max(narrow)} "
+        "times as long as PyTorch."
+    )
+    faster = of.ratio("triton", "torch", 15872)
+    assert faster > 1
+    yield (
+        f"At 15872 columns the lean function is {faster} times as fast as "
+        "PyTorch."
+    )
+    graph = us(of, "CUDA graph")
+    assert graph < us(of, "triton") / 2
+    yield (
+        f"At 1024 columns the kernels, in the graph, take {graph} µs, so "
+        "nobody waits for them."
+    )
+    compiled, reduced = (
+        times_as_long(of, each, "torch", NARROW)
+        for each in ("torch.compile", "reduce-overhead")
+    )
+    assert compiled > lean and reduced > lean
+    yield (
+        f"It takes {compiled} times as long as PyTorch at 1024 columns, and "
+        f"with reduce-overhead {reduced} times."
+    )
+    forward = times_as_long(
+        figure("layer-norm-host-forward", CARD), "triton", "torch", NARROW
+    )
+    # "At all widths": what PyTorch needs for the host shows where it is slow.
+    assert forward > 1
+    yield (
+        f"our lean function takes {forward} times as long forward and {lean} "
+        "times as long in both passes."
+    )
+    for said, design in (
+        ("**Plain**", "plain"),
+        ("**Plan remembered**", "plan"),
+        ("**Kernels kept**", "kept"),
+        ("**Launched bare**, the lean function", "triton"),
+        ("**Autograd alone**", "nothing"),
+        ("**PyTorch**", "torch"),
+        ("**CUDA graph** of the lean function", "CUDA graph"),
+    ):
+        yield f"{said}: {of.median(design, NARROW):.0f} µs."
+
+
+def what_is_left(figure):
+    of = figure("layer-norm-host-lean", CARD)
+    before = figure("layer-norm-host-plain", CARD)
+
+    def launches(of):
+        return summed(of, "forward launches", "backward launches")
+
+    def plan(of):
+        return summed(of, "forward plan")
+
+    autograd = summed(of, "forward autograd", "backward autograd")
+    tensors = summed(of, "forward tensors", "backward tensors")
+    whole = autograd + tensors + launches(of) + plan(of)
+    assert autograd > max(tensors, launches(of), plan(of))
+    yield (
+        f"On the H100 the plan takes {plan(of)} µs, where it took "
+        f"{plan(before)} µs, and the three launches take {launches(of)} µs, "
+        f"where they took {launches(before)} µs. Autograd has become the "
+        f"largest part: {100 * autograd / whole:.0f}% of the whole call, and "
+        f"the tensors are {100 * tensors / whole:.0f}%."
+    )
+
+
+def in_a_model(figure):
+    of = figure("layer-norm-host-layers", CARD)
+
+    def pair(provider):
+        return [
+            format(of.median(provider, layers), ".0f") for layers in (1, 16)
+        ]
+
+    pytorch, lean, plain, compiled, reduced = map(
+        pair, ("torch", "triton", "plain", "torch.compile", "reduce-overhead")
+    )
+    for provider in of.medians:
+        if provider != "CUDA graph":
+            assert of.median(provider, 1) > of.median(provider, 16), provider
+    yield (
+        f"On the H100 PyTorch takes {pytorch[0]} µs for a single layer, and "
+        f"{pytorch[1]} µs for each of 16. The lean function takes {lean[0]} "
+        f"and {lean[1]} µs, the plain one {plain[0]} and {plain[1]} µs, "
+        f"torch.compile {compiled[0]} and {compiled[1]} µs, and "
+        f"reduce-overhead {reduced[0]} and {reduced[1]} µs."
+    )
+    assert of.median("reduce-overhead", 16) < of.median("triton", 16)
+    yield (
+        f"as soon as it sees many operations: {reduced[1]} µs for each of 16 "
+        f"layers, where the lean function takes {lean[1]} µs."
+    )
+
+
+def CLAIMS(figure):
+    yield from parts_of_a_forward_pass(figure)
+    yield from parts_of_a_plain_call(figure)
+    yield from three_clocks(figure)
+    yield from launches(figure)
+    yield from forward_passes(figure)
+    yield from both_passes(figure)
+    yield from what_is_left(figure)
+    yield from in_a_model(figure)
+
+
+# Numbers with a unit that nothing has measured, and why they are right.
+EXAMPLE = "an example: what a host and two devices might need"
+FACTS = {
+    "Here is a host that needs 10 µs": EXAMPLE,
+    "Four calls of 10 µs on the host": EXAMPLE,
+    "With kernels of 4 µs the device": EXAMPLE,
+    "With kernels of 40 µs it never": EXAMPLE,
+    "the other one needs 40": EXAMPLE,
+    "one needs 4 µs for the kernel": EXAMPLE,
+    "each further call takes 10 µs": EXAMPLE,
+    "In the second it takes 40 µs": EXAMPLE,
+}
 
 PAGE_TEXT = tutorial.script_of("layer-norm/10-host-time")
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
@@ -173,8 +446,8 @@ PAGE = Page(
         "right with views, rows, autocast\n": 3,
         "wrong: nothing\n": 1,
         (
-            "wrong: x in 16 bits, no bias, bias in 16 bits, another eps, "
-            "transposed\n"
+            "wrong: x in 16 bits, weight in 16 bits, no bias, bias in 16 "
+            "bits, another eps, transposed\n"
         ): 1,  # the stub
     },
     mutants={
@@ -566,12 +839,12 @@ def test_report(page, capsys):
         {"N": [8.0, 9], "A (µs)": [2.0, 6], "PyTorch (µs)": [1.0, 4]}
     )
     drawn = SimpleNamespace(run=lambda **_: table)
-    page.report(drawn)
+    page.report_host_times(drawn)
     said = capsys.readouterr().out
     assert "divided by that of PyTorch" in said
     assert said.splitlines()[3].split() == ["8", "2.0", "1.0"]
     table.iloc[:, 1:] = float("nan")
-    page.report(drawn)
+    page.report_host_times(drawn)
     assert "needs a GPU" in capsys.readouterr().out
 
 
