@@ -202,7 +202,7 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # - All calls that we compare take turns, with batches of 20, or of 10 where
 #   they are long. What slows the whole machine down for a while slows all of
 #   them down.
-# - Of ten turns, the fastest batch counts. That is a round, and there are 15.
+# - Of 16 turns, the fastest batch counts. That is a round, and there are 9.
 # - We compare within a round: a call's time is divided by that of PyTorch's
 #   layer norm in the same round. The median of these ratios, times PyTorch's
 #   own median, is what a figure shows.
@@ -215,9 +215,9 @@ def in_rounds(batches):
     one makes calls of PyTorch's layer norm, and returns one time.
     """
     rounds = []
-    for _ in range(15):
+    for _ in range(9):
         turns = []
-        for _ in range(10):
+        for _ in range(16):
             turn = []
             for batch in batches:
                 turn += batch()
@@ -350,8 +350,8 @@ def parts_of_a_call(M, N, dtype):
     )
 )
 def bench_parts(M, N, dtype, mode, provider):
-    """Calls on the host, all in turns: in each of 15 rounds the fastest of
-    ten batches of 20, with L2 as they leave it. Median of PyTorch; another
+    """Calls on the host, all in turns: in each of 9 rounds the fastest of
+    16 batches of 20, with L2 as they leave it. Median of PyTorch; another
     line's is that times its ratio to PyTorch in the same round, median, 20%
     and 80% quantiles."""
     if not ON_GPU:
@@ -925,8 +925,8 @@ def parts_of_plain_calls(M, N, dtype):
 @triton.testing.perf_report(benchmark_of_parts("layer-norm-host-plain"))
 def bench_plain_parts(M, N, dtype, mode, provider):
     """Calls on the host: each part notes the time that it takes, and autograd
-    is the rest of a pass. In each of 15 rounds, PyTorch's layer norm and ours
-    take ten turns with batches of 20, with L2 as they leave it, and each part
+    is the rest of a pass. In each of 9 rounds, PyTorch's layer norm and ours
+    take 16 turns with batches of 20, with L2 as they leave it, and each part
     has its smallest mean. It is multiplied by PyTorch's median over its time
     in the same round; median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1069,15 +1069,15 @@ def as_graph(call):
 
 
 def fastest_do_bench(call):
-    """µs by do_bench in 15 rounds: median, 20% and 80% quantiles."""
-    rounds = torch.empty(15)
-    for i in range(15):
-        # The smallest of five medians, as for the other clocks.
+    """µs by do_bench in 9 rounds: median, 20% and 80% quantiles."""
+    rounds = torch.empty(9)
+    for i in range(9):
+        # The smallest of ten medians, as for the other clocks.
         times = [
             triton.testing.do_bench(
                 call, warmup=1, rep=5, return_mode="median"
             )
-            for _ in range(5)
+            for _ in range(10)
         ]
         rounds[i] = 1000 * min(times)
     return rounds.quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()
@@ -1110,10 +1110,10 @@ def times_of_clocks(M, N, dtype, mode):
 )
 def bench_clocks(M, N, dtype, mode, provider):
     """Calls of PyTorch's layer norm. In a row and CUDA graph: calls in turns,
-    in each of 15 rounds the fastest of ten batches of 20, with L2 as they
+    in each of 9 rounds the fastest of 16 batches of 20, with L2 as they
     leave it; the graph's time is its ratio to the calls in the same round.
-    do_bench: the smallest of five medians by its own events, after L2 was
-    overwritten, in 15 rounds. Median, 20% and 80% quantiles."""
+    do_bench: the smallest of ten medians by its own events, after L2 was
+    overwritten, in 9 rounds. Median, 20% and 80% quantiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
     return times_of_clocks(M, N, dtype, mode)[provider]
@@ -1416,8 +1416,8 @@ def times_of_launches(M, N, dtype):
     )
 )
 def bench_launches(M, N, dtype, mode, provider):
-    """Calls on the host, all in turns: in each of 15 rounds the fastest of
-    ten batches of 20, with L2 as they leave it. Median of PyTorch; another
+    """Calls on the host, all in turns: in each of 9 rounds the fastest of
+    16 batches of 20, with L2 as they leave it. Median of PyTorch; another
     line's is that times its ratio to PyTorch in the same round, median, 20%
     and 80% quantiles."""
     if not ON_GPU:
@@ -1562,8 +1562,8 @@ def benchmark_of_designs(name, mode):
     benchmark_of_designs("layer-norm-host-forward", mode="forward")
 )
 def bench_forward(M, N, dtype, mode, provider):
-    """Calls on the host until the device is done, all in turns: in each of 15
-    rounds the fastest of ten batches of 20, with L2 as they leave it. Median
+    """Calls on the host until the device is done, all in turns: in each of 9
+    rounds the fastest of 16 batches of 20, with L2 as they leave it. Median
     of PyTorch; another line's is that times its ratio to PyTorch in the same
     round, median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1575,8 +1575,8 @@ def bench_forward(M, N, dtype, mode, provider):
     benchmark_of_designs("layer-norm-host-ladder", mode="forward and backward")
 )
 def bench_both(M, N, dtype, mode, provider):
-    """Calls on the host until the device is done, all in turns: in each of 15
-    rounds the fastest of ten batches of 10, with L2 as they leave it. Median
+    """Calls on the host until the device is done, all in turns: in each of 9
+    rounds the fastest of 16 batches of 10, with L2 as they leave it. Median
     of PyTorch; another line's is that times its ratio to PyTorch in the same
     round, median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1642,8 +1642,8 @@ def parts_of_lean_calls(M, N, dtype):
 @triton.testing.perf_report(benchmark_of_parts("layer-norm-host-lean"))
 def bench_lean_parts(M, N, dtype, mode, provider):
     """Calls on the host: each part notes the time that it takes, and autograd
-    is the rest of a pass. In each of 15 rounds, PyTorch's layer norm and ours
-    take ten turns with batches of 20, with L2 as they leave it, and each part
+    is the rest of a pass. In each of 9 rounds, PyTorch's layer norm and ours
+    take 16 turns with batches of 20, with L2 as they leave it, and each part
     has its smallest mean. It is multiplied by PyTorch's median over its time
     in the same round; median, 20% and 80% quantiles."""
     if not ON_GPU:
@@ -1784,7 +1784,7 @@ def times_of_models(layers, M, N, dtype):
 )
 def bench_layers(layers, M, N, dtype, mode, provider):
     """Calls on the host until the device is done, divided by their number of
-    layers. All take turns, in each of 15 rounds with the fastest of ten
+    layers. All take turns, in each of 9 rounds with the fastest of 16
     batches of 10 layers or more, with L2 as they leave it. Median of PyTorch;
     another line's is that times its ratio to PyTorch in the same round,
     median, 20% and 80% quantiles."""

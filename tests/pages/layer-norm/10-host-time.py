@@ -706,23 +706,23 @@ def test_the_fastest_turn_of_a_round_counts(page):
     turns = iter(range(1000))
 
     def slow(turn):
-        return 3 if turn // 10 == 4 else 1  # the fifth round
+        return 3 if turn // 16 == 4 else 1  # the fifth round
 
     now = [0]
 
     def pytorch():
         now[0] = next(turns)
-        return [slow(now[0]) * (20 if now[0] % 10 == 3 else 30)]
+        return [slow(now[0]) * (20 if now[0] % 16 == 3 else 30)]
 
     def ours():
-        fast = 40 if now[0] % 10 == 7 else 80
+        fast = 40 if now[0] % 16 == 7 else 80
         return [slow(now[0]) * fast, slow(now[0]) * 5]
 
     found = page.in_rounds([pytorch, ours])
     assert [times[0] for times in found] == pytest.approx([20, 40, 5])
     # The slow round does not show: times are compared within it.
     assert found[1] == pytest.approx((40, 40, 40))
-    assert next(turns) == 150
+    assert next(turns) == 9 * 16
 
 
 def test_calls_take_turns(page, monkeypatch):
@@ -738,7 +738,7 @@ def test_calls_take_turns(page, monkeypatch):
         n: functools.partial(call, n, us) for n, us in (("a", 5), ("b", 9))
     }
     found = page.in_turns(calls, repeats=4)
-    assert order == [*"aaabbb", *(150 * "|aaaa||bbbb|")]
+    assert order == [*"aaabbb", *(9 * 16 * "|aaaa||bbbb|")]
     assert found["a"][0] == pytest.approx(5)
     assert found["b"][0] == pytest.approx(9)
 
