@@ -191,12 +191,11 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # What a call is made of
 # ----------------------
 #
-# We need a clock for the host. It is simpler than the one for the device:
-# look at the clock, make some calls, wait until the device is done with all of
-# them, and look again.
+# To measure a host is simple: look at the clock, make some calls, wait until
+# the device is done with all of them, and look again.
 #
-# But a host is noisy. The operating system has other work, and so have other
-# programs, so a call takes longer now and then, and never shorter than it
+# But a host is noisy. The operating system and other programs have work to do
+# as well, so a call takes longer now and then. It never takes less than it
 # must. Three things help:
 #
 # - All calls that we compare take turns, with batches of 20, or of 10 where
@@ -395,9 +394,9 @@ plt.show()
 # PyTorch needs as well, takes only about NN µs.
 #
 # **What follows.**
-# A launch is expensive because of what Python does before it, and not because
-# of the GPU. So there is something to gain. But autograd's part is a floor for
-# any function of ours in Python.
+# A launch is expensive because of what Triton does before it, most of it in
+# Python, and not because of the GPU. So there is something to gain. But
+# autograd's part is a floor for any function of ours in Python.
 #
 # We need a whole call now, with both passes, to see what else is in it.
 #
@@ -969,9 +968,9 @@ plt.show()
 # **Why.**
 # The plan is Python: it checks arguments, divides, and makes patterns, for
 # each of which PyTorch is called twice.
-# A launch by the JIT looks at each of its arguments, in Python again: what is
-# its type, and is its address a multiple of 16? The answers become a key, and
-# under this key it finds the compiled kernel.
+# A launch by the JIT looks at each of its arguments: what is its type, and is
+# its address a multiple of 16? The answers become a key, and under this key it
+# finds the compiled kernel.
 # Backward, autograd has more to do than forward. PyTorch runs a backward pass
 # on a *thread* of its own, one for each GPU. The thread that called hands the
 # work over and sleeps, and it has to be woken up at the end. Then it is Python
@@ -989,7 +988,7 @@ plt.show()
 # Three clocks, one call
 # ----------------------
 #
-# Why has no other page of this site shown these times?
+# Why has no page before this one shown these times?
 #
 # Because their clocks leave them out, on purpose. The usual clock of Triton,
 # ``do_bench``, queues four things for each call: a kernel that overwrites the
@@ -1160,8 +1159,8 @@ report_host_times(bench_clocks)
 #
 # **What follows.**
 # A fast kernel in a slow call does not help whoever waits for it. To compare
-# kernels, use a clock of the device, as all other pages do. To find out what a
-# user waits for, make calls in a row and count everything.
+# kernels, use a clock of the device, as the pages before this one do. To find
+# out what a user waits for, make calls in a row and count everything.
 #
 # Three changes
 # -------------
@@ -1282,15 +1281,19 @@ def by_grid(compiled, programs):
 
 # %%
 # A pointer argument may be a tensor or its address. We have asked for the
-# addresses already, so we hand them on. An argument that is ``None`` has been
-# compiled into the kernel, so any number may stand in its place.
+# addresses already, so we hand them on. That saves more than it seems to: of
+# a tensor Triton asks the driver whether the GPU can reach its memory, and an
+# address it takes as it is.
+# An argument that is ``None`` has been compiled into the kernel, so any number
+# may stand in its place.
 #
 # **What it costs.**
 # What Triton has checked, we must check. If the key misses something on which
-# the compiled kernel depends, nobody notices, and the kernel reads what it
-# should not.
-# Triton also compiles a kernel anew when a global variable that it uses has
-# changed, or rather, it refuses to go on. Now it is not asked.
+# the compiled kernel depends, or if a tensor is on the CPU, nobody notices,
+# and the kernel reads what it should not. That is why the device of each
+# tensor is in the key.
+# The JIT also looks whether a global variable that the kernel uses has
+# changed since it was compiled, and raises an error if so. Now nobody looks.
 #
 # Third change: launch it bare
 # ----------------------------
@@ -1331,9 +1334,9 @@ LAUNCHERS = {
 
 # %%
 # **What it costs.**
-# ``run`` is Triton's own business. Its arguments are the same from version 3.6
-# to 3.9, which we have tried, and they may change with the next one. So we use
-# it only where we know it, and ``compiled[grid]`` elsewhere.
+# ``run`` is Triton's own business. Its arguments are the same in the source of
+# versions 3.6 to 3.9, and they may change with the next one. So we use it only
+# where we know it, and ``compiled[grid]`` elsewhere.
 # Profilers that hook into Triton, such as Proton, do not see these launches.
 
 MAJOR_MINOR = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -1846,12 +1849,13 @@ print("2 * 1 and 2 * 3 by a graph:", results_of_two_replays())
 # On a GPU it prints (6.0, 6.0): the second replay has overwritten the first
 # result.
 #
-# ``mode="reduce-overhead"`` takes care of all that. It records a graph for
-# each shape, copies inputs to the addresses that it has recorded, and checks
-# in Python whether the graph still fits. These checks are the reason that a
-# single layer norm gains little from it.
-# It records on its own when it sees a new shape, and the memory of each graph
-# stays taken.
+# ``mode="reduce-overhead"`` takes care of most of that. It records a graph for
+# each new shape, copies inputs to the addresses that it has recorded, and
+# checks in Python whether the graph still fits. For a single layer norm, these
+# checks take longer than what the graph saves.
+# The memory of each graph stays taken. And its results, too, last only until
+# the next call: whoever keeps one has to copy it. PyTorch raises an error if
+# you read one that has been overwritten.
 #
 # A graph is the right cure for a whole step of a training, or for a model that
 # makes one token after the other. Our lean function can be recorded in one, as
@@ -1963,9 +1967,9 @@ for launcher in LAUNCHERS:
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **PyTorch's own layer norm takes less time on the host**, at all widths. On
-#   the H100, at 1024 columns, our lean function takes NN times as long forward
-#   and NN times as long in both passes. Nothing in Python will change that.
+# - **PyTorch's own layer norm takes less time on the host.** On the H100, at
+#   1024 columns, our lean function takes NN times as long forward and NN times
+#   as long in both passes. It is a function in Python, and PyTorch's is C++.
 # - **New shapes.** PyTorch makes no plans and compiles nothing, so it is as
 #   quick with the first batch of a new size as with the hundredth.
 # - **Whole models.** torch.compile with reduce-overhead is quicker than we are
