@@ -31,6 +31,7 @@ DRAWN = {  # by a tutorial: its name, how, and passports on the page
     "06-double": ("double", f"imshow({NUMBERS} + 1)", 1),
     "07-double": ("bars", f"barh(range(6), {NUMBERS}.ravel())", 2),
     "08-double": ("bars", f"barh(range(6), {NUMBERS}.ravel() + 1)", 1),
+    "09-double": ("later", f"barh(range(6), {NUMBERS}.ravel(), left=1/3)", 2),
 }
 
 

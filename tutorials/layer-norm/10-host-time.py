@@ -194,9 +194,9 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # To measure a host is simple: look at the clock, make some calls, wait until
 # the device is done with all of them, and look again.
 #
-# But a host is noisy. The operating system and other programs have work to do
-# as well, so a call takes longer now and then. It never takes less than it
-# must. Three things help:
+# But a host is noisy. The operating system has other work to do, so a call
+# takes longer now and then. It never takes less than it must. Three things
+# help:
 #
 # - All calls that we compare take turns, with batches of 20, or of 10 where
 #   they are long. What slows the whole machine down for a while slows all of
@@ -205,6 +205,10 @@ torch.testing.assert_close(y, F.layer_norm(x, (4,)))
 # - We compare within a round: a call's time is divided by that of PyTorch's
 #   layer norm in the same round. The median of these ratios, times PyTorch's
 #   own median, is what a figure shows.
+
+# %%
+
+# Scaffold: a clock of the host.
 
 
 def in_rounds(batches):
@@ -1134,7 +1138,8 @@ def report_host_times(benchmark):
         return
     first = "PyTorch" if "PyTorch" in table else table.columns[0]
     print(f"time divided by that of {first}")
-    print(table.div(table[first], axis="index").round(2).to_string())
+    ratio = table.div(table[first], axis="index")
+    print(ratio.T.round(2).to_string())
 
 
 # %%

@@ -105,12 +105,21 @@ def _drawn_from(figure, known):
     Its picture, a heat map or bars, must hold all of the benchmark's medians
     and no other number: a name proves nothing.
     """
-    shown = {number for axes in figure.axes for number in _numbers(axes)}
+    shown = {
+        _nine_digits(number)
+        for axes in figure.axes
+        for number in _numbers(axes)
+    }
     for results in known:
         medians = {row["median"] for row in results[0].rows} - {None}
-        if len(shown) > 1 and shown == medians:
+        if len(shown) > 1 and shown == set(map(_nine_digits, medians)):
             return results[0]
     return None
+
+
+def _nine_digits(number):
+    """matplotlib keeps the ends of a bar, and rounds its length."""
+    return f"{number:.9g}"
 
 
 def _numbers(axes):
