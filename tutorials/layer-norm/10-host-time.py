@@ -1061,7 +1061,9 @@ def as_graph(call):
 
     def replay():
         graph.replay()
-        return results  # they belong to the graph
+        # A graph knows addresses, and keeps nothing alive: neither what the
+        # call reads nor what it returns.
+        return call, results
 
     return replay
 
