@@ -20,7 +20,7 @@ EXPLAINED = "layer-norm/01-layer-norm"
 BEFORE = "fused/01-add-layer-norm"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again.
-WAITING = {"layer-norm/11-every-width"}
+WAITING = set()
 # Functions that have a name of their own on a page that gathers many.
 RENAMED = {
     ("layer-norm/05-chunks", "plan_fwd_chunks"): "plan_forward",

@@ -547,14 +547,14 @@ def _layer_norm_fwd_shifted(
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32; or float64
     i = tl.program_id(0)
 
-    # Programs are as many as a multiple of STEP, and so all rows of program i
+    # The number of programs is a multiple of STEP, so all rows of program i
     # have the shift of row i.
     shift = i % STEP * N % STEP
     ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
     bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
 
-    # STEP tiles take ROWS * STEP neighboring rows: tile 0 takes the first of
-    # each STEP of them, tile 1 the second, and so on.
+    # With ROWS = 2 and STEP = 8, tile 0 has rows 0 and 8, tile 1 has rows 1
+    # and 9, and tile 8 has rows 16 and 24.
     tiles = tl.cdiv(M, ROWS * STEP) * STEP
     for tile in tl.range(
         i,
