@@ -6,7 +6,25 @@ Which kernel is right for a row of ``N`` columns, on any device?
 One function picks it by a rule of a few lines, which is not the fastest at
 every width: a figure shows where it errs.
 
-Copy its cells, up to the check, into a model: one kind of GPU a process.
+Do you only want to use it? Take :download:`every_width.py <every_width.py>`,
+which is made of the cells of this page, and put it beside your model.
+It needs PyTorch, Triton and a GPU.
+
+.. code-block:: python
+
+   import every_width
+
+   model = every_width.swap(model)
+
+Every ``torch.nn.LayerNorm`` of the model is ours now, with the same parameters
+of the same names.
+
+**What you will learn**
+
+- Which of four kinds of kernels is right for a width, and why.
+- How one function with one rule takes any width, type and layout.
+- How far that function is from a copy, and where others are faster.
+- When a call waits for Python, and not for the GPU.
 
 **What you need:** nothing, to use the function. To follow its rule:
 `Chunks instead of padding <05-chunks.html>`_, `Rows that begin anywhere
@@ -44,7 +62,6 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 import functools
 import inspect
-import operator
 import time
 
 # %%
@@ -71,37 +88,77 @@ import time
 
 
 def pick(row, most):
-    """Kernels of both passes; programs may share ``most`` bytes of a row."""
-    wide = "shared" if row <= most else "sweeps"
-    if row % 16 > 0:
-        first = "shifted" if row <= 32768 else wide
-        return first, "shifted" if row <= 20464 else wide
-    first = "chunks" if row <= 49152 else "sweeps" if row <= 98304 else wide
-    return first, "chunks" if row <= 20480 else wide
+    """Kernels of the forward and of the backward pass for rows of so many
+    bytes; programs may share ``most`` bytes of a row."""
+    wide = "sweeps"
+    if row <= most:
+        wide = "shared"
 
+    # Rows begin at a multiple of 16 bytes.
+    if row % 16 == 0:
+        forward = wide
+        if row <= 49152:
+            forward = "chunks"
+        elif row <= 98304:
+            forward = "sweeps"
+        backward = wide
+        if row <= 20480:
+            backward = "chunks"
+        return forward, backward
+
+    # Rows begin anywhere.
+    forward = wide
+    if row <= 32768:
+        forward = "shifted"
+    backward = wide
+    if row <= 20464:
+        backward = "shifted"
+    return forward, backward
+
+
+# %%
+# Here it is for 16 bits, on a GPU with 132 multiprocessors.
 
 # %%
 
 # Drawing: my N, which kernel, which page.
 
 PAGES = {"chunks": "05", "shifted": "06", "sweeps": "07", "shared": "08"}
-plt.figure("Kernel and page for each width in 16 bits, on 132 "
-           "multiprocessors", (7.5, 3.4), layout="tight")  # fmt: skip
-powers = [8 * 2 ** (i / 64) for i in range(64 * 20)]
-for level, (offset, which, name) in enumerate((
-    (1, 1, "backward,\nN = 8 n + 1"), (0, 1, "backward,\nN = 8 n"),
-    (1, 0, "forward,\nN = 8 n + 1"), (0, 0, "forward,\nN = 8 n"),
-)):  # fmt: skip
+# Of each row of the chart: its name, columns beyond a multiple of 8, the pass.
+CHART = (
+    ("backward,\nN = 8 n + 1", 1, 1),
+    ("backward,\nN = 8 n", 0, 1),
+    ("forward,\nN = 8 n + 1", 1, 0),
+    ("forward,\nN = 8 n", 0, 0),
+)
+
+
+def stretches(offset, which):
+    """(kind, first width, last width) from left to right."""
+    found = []
+    for i in range(64 * 20):
+        N = 8 * 2 ** (i / 64)
+        row_bytes = 2 * (int(N) // 8 * 8 + offset)
+        kind = pick(row_bytes, most=2 * 132 * 8192)[which]
+        if not found or found[-1][0] != kind:
+            found.append([kind, N, N])
+        found[-1][2] = 8 * 2 ** ((i + 1) / 64)
+    return found
+
+
+plt.figure(
+    "Kernel and page for each width in 16 bits, on 132 multiprocessors",
+    figsize=(7.5, 3.4),
+    layout="tight",
+)
+for level, (name, offset, which) in enumerate(CHART):
     plt.text(6, level, name, ha="right", va="center")
-    widths = [int(N) // 8 * 8 + offset for N in powers]
-    kinds = [pick(2 * N, 2 * 132 * 8192)[which] for N in widths]
-    starts = [i for i, kind in enumerate(kinds) if kinds[:i][-1:] != [kind]]
-    for start, end in zip(starts, [*starts[1:], len(kinds) - 1], strict=True):
-        left, right, kind = powers[start], powers[end], kinds[start]
+    for kind, left, right in stretches(offset, which):
         color = f"C{list(PAGES).index(kind)}"
         plt.barh(level, right - left, 0.8, left, color=color, alpha=0.6)
-        plt.text((left * right) ** 0.5, level, f"{kind}\n{PAGES[kind]}",
-                 ha="center", va="center")  # fmt: skip
+        middle = (left * right) ** 0.5
+        words = f"{kind}\n{PAGES[kind]}"
+        plt.text(middle, level, words, ha="center", va="center")
 plt.xscale("log", base=2)
 plt.xlabel("N")
 plt.xticks(
@@ -116,16 +173,26 @@ plt.show()
 # Scaffold: what the device can do.
 
 CUDA = ON_GPU and torch.version.hip is None
-EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
-GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
-NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 # Bytes. Without a GPU slices are narrow, so that small matrices have some.
 SLICE = 8192 if ON_GPU else 64
+NUM_SMS = 4  # without a GPU
+EARLY = False  # whether a kernel can start before another one has ended
+
+
+@functools.cache
+def ask_the_gpu():
+    """Called when the first plan is made: to import this asks no GPU."""
+    global NUM_SMS, EARLY
+    if ON_GPU:
+        NUM_SMS = torch.cuda.get_device_properties().multi_processor_count
+        EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def can_share(dtype):
     """The most bytes of a row that programs can share."""
-    return 2 * NUM_SMS * SLICE if CUDA and dtype != torch.float64 else 0
+    if not CUDA or dtype == torch.float64:
+        return 0
+    return 2 * NUM_SMS * SLICE
 
 
 # %%
@@ -1111,42 +1178,77 @@ def _layer_norm_bwd_shared(
 
 
 # %%
+# Launches and plans
+# ------------------
+#
+# What a kernel needs beside its tensors is found once for all calls of a kind,
+# and remembered as a *plan*.
+
+# %%
 
 # Scaffold: a launch that remembers itself.
 
 
 def launcher(kernel, grid, unaligned=None, **more):
-    """A launch as a function of tensors.
+    """A launch as a function of the tensors of a kernel, in its order.
 
-    It remembers what Triton compiled. If an address is no multiple of 16,
-    Triton looks at all arguments again, or ``unaligned`` takes over.
+    Mean and rstd, which are two arguments of a kernel, are one tensor here.
+    What Triton compiled is kept, and only addresses are handed over from then
+    on. If one of them is no multiple of 16, Triton looks at all arguments
+    again, or ``unaligned`` takes over.
     """
-    names = inspect.signature(kernel.fn).parameters
-    rest = [more.pop(name) for name in names if name in more]
-    first, again = functools.partial(kernel[(grid,)], **more), None
+    names = [*inspect.signature(kernel.fn).parameters]
+    constants = [more.pop(name) for name in names if name in more]
+    by_triton = functools.partial(kernel[(grid,)], **more)
+    both = None
+    if "mean_ptr" in names:
+        both = names.index("mean_ptr")
+    to_rstd = 0  # bytes from the first mean to the first rstd
+    again = None
 
     def launch(*tensors):
-        nonlocal again
-        places = [0 if t is None else t.data_ptr() for t in tensors]
-        aligned = functools.reduce(operator.or_, places) % 16 == 0
-        if again and aligned:
-            again(*places, *rest)
-        elif unaligned and not aligned:
+        nonlocal again, to_rstd
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        any_bit = 0
+        for address in addresses:
+            any_bit |= address
+        aligned = any_bit % 16 == 0
+        if again is not None and aligned:
+            if both is not None:
+                addresses.insert(both + 1, addresses[both] + to_rstd)
+            again(*addresses, *constants)
+            return
+        if unaligned is not None and not aligned:
             unaligned(*tensors)
-        elif (compiled := first(*tensors, *rest)) and aligned:
+            return
+        if both is not None:
+            mean, rstd = tensors[both].unbind()
+            to_rstd = rstd.data_ptr() - mean.data_ptr()
+            tensors = *tensors[:both], mean, rstd, *tensors[both + 1 :]
+        compiled = by_triton(*tensors, *constants)
+        # The interpreter compiles nothing.
+        if compiled is not None and aligned:
             again = bare(compiled, grid)
 
     return launch
 
 
 def bare(compiled, grid):
+    """A launch of what is compiled, on the stream that is current then."""
     driver = triton.runtime.driver.active
-    device, stream = driver.get_current_device(), driver.get_current_stream
-    run, handle = compiled.run, (compiled.function, compiled.packed_metadata)
-    # Three times None: no metadata for hooks, and no hooks.
-    return lambda *args: run(
-        grid, 1, 1, stream(device), *handle, None, None, None, *args
-    )
+    device = driver.get_current_device()  # a plan is for one
+    current_stream = driver.get_current_stream
+    run = compiled.run
+    function = compiled.function
+    metadata = compiled.packed_metadata
+
+    def launch(*arguments):
+        # Three times None: no metadata for hooks, and no hooks.
+        hooks = None, None, None
+        stream = current_stream(device)
+        run(grid, 1, 1, stream, function, metadata, *hooks, *arguments)
+
+    return launch
 
 
 # %%
@@ -1156,18 +1258,29 @@ def bare(compiled, grid):
 
 def together(kernel, grid, per_sm, warps, **more):
     """A launch of programs that wait for each other."""
-    more |= {"num_warps": warps, "PTX": CUDA}
+    more["num_warps"] = warps
+    more["PTX"] = CUDA
     if CUDA:
         registers = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
-        more |= {"maxnreg": registers, "launch_cooperative_grid": True}
+        more["maxnreg"] = registers
+        more["launch_cooperative_grid"] = True
     launch = launcher(kernel, grid, **more)
-    # The interpreter's programs run one by one: twice, so all words are there.
-    return launch if ON_GPU else lambda *args: (launch(*args), launch(*args))
+    if ON_GPU:
+        return launch
+
+    def twice(*tensors):
+        """The interpreter's programs run one by one: after the first time all
+        words are there."""
+        launch(*tensors)
+        launch(*tensors)
+
+    return twice
 
 
 def cut(M, N, rows, lanes, per_sm):
     """Groups and programs, the shape of words, and tiles for a kernel."""
-    programs, least = NUM_SMS * per_sm, triton.cdiv(N, lanes)
+    programs = NUM_SMS * per_sm
+    least = triton.cdiv(N, lanes)
     groups = max(min(programs // least, triton.cdiv(M, rows)), 1)
     padded = triton.next_power_of_2(least)
     unit = min(lanes, 64)  # slices begin at a multiple of 128 bytes
@@ -1178,7 +1291,7 @@ def cut(M, N, rows, lanes, per_sm):
 
 
 def empty_words(shape, device):
-    words = torch.empty(*shape, dtype=torch.int64, device=device)
+    words = torch.empty(shape, dtype=torch.int64, device=device)
     return words.fill_(EMPTY if CUDA else 0)
 
 
@@ -1187,39 +1300,63 @@ def empty_words(shape, device):
 # Scaffold: forward launches, one for each kind.
 
 
-def forward_chunks(M, N, size, eps):
-    plan = plan_fwd_chunks(N, size)
-    grid, given = triton.cdiv(M, plan["ROWS"]), {"M": M, "eps": eps, "N": N}
-    return launcher(_layer_norm_fwd_chunks, grid, **given, **plan)
+def forward_chunks(M, N, itemsize, eps):
+    plan = plan_fwd_chunks(N, itemsize)
+    return launcher(
+        _layer_norm_fwd_chunks,
+        triton.cdiv(M, plan["ROWS"]),
+        M=M,
+        eps=eps,
+        N=N,
+        **plan,
+    )
 
 
-def forward_shifted(M, N, size, eps):
-    given = {"M": M, "stride": N, "eps": eps, "N": N}
-    kernel, launch = _layer_norm_fwd_shifted, None
-    for step in 1, 16 // size:  # the first is for the second's unaligned
-        plan = plan_fwd_shifted(N, size, step)
+def forward_shifted(M, N, itemsize, eps):
+    launch = None
+    # The first is for what the second cannot take: a matrix that does not
+    # begin at a multiple of 16 bytes.
+    for step in (1, 16 // itemsize):
+        plan = plan_fwd_shifted(N, itemsize, step)
         launch = launcher(
-            kernel, programs_for(M, N, size, plan), launch, **given, **plan
+            _layer_norm_fwd_shifted,
+            programs_for(M, N, itemsize, plan),
+            unaligned=launch,
+            M=M,
+            stride=N,
+            eps=eps,
+            N=N,
+            **plan,
         )
     return launch
 
 
-def forward_sweeps(M, N, size, eps):
-    block, warps = plan_sweeps(N, size)
-    given = {"eps": eps, "N": N, "BLOCK": block, "CACHES": True}
-    return launcher(_layer_norm_fwd_sweeps, M, num_warps=warps, **given)
+def forward_sweeps(M, N, itemsize, eps):
+    block, warps = plan_sweeps(N, itemsize)
+    return launcher(
+        _layer_norm_fwd_sweeps,
+        M,
+        eps=eps,
+        N=N,
+        BLOCK=block,
+        CACHES=True,
+        num_warps=warps,
+    )
 
 
-def forward_shared(M, N, size, eps):
-    tile, how = plan_shared(N, size, True)
-    _, grid, shape, tiles = cut(M, N, *tile, how["per_sm"])
-    given = {"M": M, "eps": eps, "N": N, **tiles, **how}
-    launch = together(_layer_norm_fwd_shared, grid, **given)
+def forward_shared(M, N, itemsize, eps):
+    tile, how = plan_shared(N, itemsize, True)
+    _, programs, shape, tiles = cut(M, N, *tile, how["per_sm"])
+    launch = together(
+        _layer_norm_fwd_shared, programs, M=M, eps=eps, N=N, **tiles, **how
+    )
 
-    def run(x, w, b, *results):
-        w = x.new_ones(N) if w is None else w
-        b = x.new_zeros(N) if b is None else b
-        launch(x, w, b, *results, empty_words(shape, x.device))
+    def run(x, w, b, y, stats):
+        if w is None:
+            w = x.new_ones(N)
+        if b is None:
+            b = x.new_zeros(N)
+        launch(x, w, b, y, stats, empty_words(shape, x.device))
 
     return run
 
@@ -1229,42 +1366,63 @@ def forward_shared(M, N, size, eps):
 # Scaffold: backward launches, and how many rows of sums there are.
 
 
-def backward_chunks(M, N, size):
-    # Half the warps, and two programs on a multiprocessor: where one waits for
-    # a sum over its rows, the other one works.
-    per_sm = 2 if 2048 < N * size <= 6144 else 1
-    plan = plan_bwd_chunks(N, size, 1 / per_sm)
+def backward_chunks(M, N, itemsize):
+    # In these rows half the warps, and two programs on a multiprocessor: where
+    # one waits for a sum over its rows, the other one works.
+    per_sm = 1
+    if 2048 < N * itemsize <= 6144:
+        per_sm = 2
+    plan = plan_bwd_chunks(N, itemsize, 1 / per_sm)
     P = min(NUM_SMS * per_sm, triton.cdiv(M, plan["ROWS"]))
-    given = {"M": M, "N": N, "EARLY": EARLY, **plan}
-    return P, launcher(_layer_norm_bwd_chunks, P, **given)
+    return P, launcher(
+        _layer_norm_bwd_chunks, P, M=M, N=N, EARLY=EARLY, **plan
+    )
 
 
-def backward_shifted(M, N, size):
-    P = programs_for(M, N, size, plan_bwd_shifted(N, size, 16 // size))
-    given = {"M": M, "stride": N, "N": N, "EARLY": EARLY}
-    kernel, launch = _layer_norm_bwd_shifted, None
-    for step in 1, 16 // size:
-        plan = plan_bwd_shifted(N, size, step)
-        launch = launcher(kernel, P, launch, **given, **plan)
+def backward_shifted(M, N, itemsize):
+    plan = plan_bwd_shifted(N, itemsize, 16 // itemsize)
+    P = programs_for(M, N, itemsize, plan)
+    launch = None
+    for step in (1, 16 // itemsize):
+        launch = launcher(
+            _layer_norm_bwd_shifted,
+            P,
+            unaligned=launch,
+            M=M,
+            stride=N,
+            N=N,
+            EARLY=EARLY,
+            **plan_bwd_shifted(N, itemsize, step),
+        )
     return P, launch
 
 
-def backward_sweeps(M, N, size):
-    block = min(8192 // size, triton.next_power_of_2(N))
-    cols = min(4096 // size, triton.next_power_of_2(N))
-    slices, rows, given = triton.cdiv(N, cols), 2, {"M": M, "N": N}
+def backward_sweeps(M, N, itemsize):
+    columns = triton.next_power_of_2(N)
+    block = min(8192 // itemsize, columns)
+    cols = min(4096 // itemsize, columns)
+    slices = triton.cdiv(N, cols)
+    rows = 2
     P = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
     means = launcher(
-        _layer_norm_bwd_means, M, BLOCK=block, num_warps=16, **given
+        _layer_norm_bwd_means, M, M=M, N=N, BLOCK=block, num_warps=16
     )
-    given |= {"ROWS": rows, "COLS": cols, "num_warps": 8}
-    finish = launcher(_layer_norm_bwd_slices, slices * P, **given)
+    finish = launcher(
+        _layer_norm_bwd_slices,
+        slices * P,
+        M=M,
+        N=N,
+        ROWS=rows,
+        COLS=cols,
+        num_warps=8,
+    )
 
-    def run(dy, x, w, mean, rstd, dx, sums):
-        c = None if dx is None else mean.new_empty(2, M)
-        if c is not None:
-            means(dy, x, w, mean, rstd, c)
-        finish(dy, x, w, mean, rstd, c, dx, sums)
+    def run(dy, x, w, stats, dx, sums):
+        c = None
+        if dx is not None:
+            c = stats.new_empty(2, M)
+            means(dy, x, w, stats, c)
+        finish(dy, x, w, stats, c, dx, sums)
 
     return P, run
 
@@ -1274,18 +1432,21 @@ def backward_sweeps(M, N, size):
 # Scaffold: backward launches of shared rows, and the last sums.
 
 
-def backward_shared(M, N, size):
-    tile, how = plan_shared(N, size, False)
-    P, grid, shape, tiles = cut(M, N, *tile, how["per_sm"])
-    given = {"M": M, "N": N, **tiles, **how}
-    launch = together(_layer_norm_bwd_shared, grid, **given)
+def backward_shared(M, N, itemsize):
+    tile, how = plan_shared(N, itemsize, False)
+    P, programs, shape, tiles = cut(M, N, *tile, how["per_sm"])
+    launch = together(
+        _layer_norm_bwd_shared, programs, M=M, N=N, **tiles, **how
+    )
 
-    def run(dy, x, w, mean, rstd, dx, sums):
-        w = x.new_ones(N) if w is None else w
-        dx = torch.empty_like(x) if dx is None else dx
-        sums = mean.new_empty(P, 2, N) if sums is None else sums
-        words = empty_words(shape, x.device)
-        launch(dy, x, w, mean, rstd, dx, words, sums)
+    def run(dy, x, w, stats, dx, sums):
+        if w is None:
+            w = x.new_ones(N)
+        if dx is None:
+            dx = torch.empty_like(x)
+        if sums is None:
+            sums = stats.new_empty(P, 2, N)
+        launch(dy, x, w, stats, dx, empty_words(shape, x.device), sums)
 
     return P, run
 
@@ -1295,87 +1456,133 @@ def add_up(P, N):
     rows = triton.next_power_of_2(max(P, 1))
     few = triton.next_power_of_2(2 * N // 512)
     cols = max(min(4096 // rows, few), 16)
-    given = {"programs": P, "WIDTH": 2 * N, "ROWS": rows, "COLS": cols}
-    early = {"launch_pdl": True} if EARLY else {}
-    grid = triton.cdiv(2 * N, cols)
-    return launcher(_add_up_chunks, grid, EARLY=EARLY, **given, **early)
+    more = {}
+    if EARLY:
+        more["launch_pdl"] = True
+    return launcher(
+        _add_up_chunks,
+        triton.cdiv(2 * N, cols),
+        programs=P,
+        WIDTH=2 * N,
+        ROWS=rows,
+        COLS=cols,
+        EARLY=EARLY,
+        **more,
+    )
 
+
+FORWARD = {
+    "chunks": forward_chunks,
+    "shifted": forward_shifted,
+    "sweeps": forward_sweeps,
+    "shared": forward_shared,
+}
+BACKWARD = {
+    "chunks": backward_chunks,
+    "shifted": backward_shifted,
+    "sweeps": backward_sweeps,
+    "shared": backward_shared,
+}
 
 # %%
 
 # Scaffold: plans.
 
 
-FORWARD = {
-    "chunks": forward_chunks, "shifted": forward_shifted,
-    "sweeps": forward_sweeps, "shared": forward_shared,
-}  # fmt: skip
-BACKWARD = {
-    "chunks": backward_chunks, "shifted": backward_shifted,
-    "sweeps": backward_sweeps, "shared": backward_shared,
-}  # fmt: skip
+def dtype_of_gradients(w, b, acc_dtype):
+    """The type of w and b, if they agree; acc_dtype, if they do not.
+
+    Autograd then rounds each gradient to the type of its parameter.
+    """
+    dtypes = {tensor.dtype for tensor in (w, b) if tensor is not None}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return acc_dtype
 
 
-def grads_dtype(w, b, acc):
-    """The type that both gradients share until PyTorch rounds them."""
-    types = {t.dtype for t in (w, b) if t is not None}
-    return types.pop() if len(types) == 1 else acc
+def statistics(M):
+    """The shape of mean and rstd; both begin at a multiple of 16 bytes."""
+    return 2, triton.cdiv(M, 8) * 8
 
 
 class Plan:
-    def __init__(self, shape, x, weight, bias, eps, kernels):
-        N, size = shape.numel(), x.itemsize
+    """What calls of one kind have in common: launches, and results to make."""
+
+    def __init__(self, shape, x, weight, bias, eps, kernels=None):
+        ask_the_gpu()
+        N = shape.numel()
         M = x.numel() // N
-        wanted = kernels or pick(N * size, can_share(x.dtype))
-        self.kernels = wanted
-        self.forward = FORWARD[wanted[0]](M, N, size, eps)
-        acc = torch.promote_types(x.dtype, torch.float32)
-        dtype = grads_dtype(weight, bias, acc)
-        new = functools.partial(torch.empty, device=x.device)
-        self.numbers = functools.partial(new, M, dtype=acc)
-        self.grads = functools.partial(new, (2, *shape), dtype=dtype)
+        first, second = kernels or pick(N * x.itemsize, can_share(x.dtype))
+        self.kernels = first, second
+        self.forward = FORWARD[first](M, N, x.itemsize, eps)
+
+        # Patterns of what a call makes anew, of one number each: to make a
+        # tensor like another one takes the host least.
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = dtype_of_gradients(weight, bias, acc_dtype)
+        one = torch.empty((), dtype=acc_dtype, device=x.device)
+        self.stats = one.expand(statistics(M))
+        self.grads = one.to(dtype).expand(2, *shape)
 
         # Which gradients are wanted is a part of a compiled kernel.
         @functools.cache
         def backward(for_x, for_parameters):
-            P, launch = BACKWARD[wanted[1]](M, N, size)
-            sums = functools.partial(new, (P, 2, N), dtype=acc)
-            return launch, sums, add_up(P, N)
+            P, launch = BACKWARD[second](M, N, x_itemsize)
+            return launch, one.expand(P, 2, N), add_up(P, N)
 
+        x_itemsize = x.itemsize  # and not x, which need not be kept
         self.backward = backward
 
 
 # %%
 
-# Scaffold: both passes of a plan, and autograd.
+# Scaffold: both passes of a plan.
 
 
 def normalize(plan, x, w, b):
-    """What backward needs, and the result in its middle."""
-    x, w, b = (None if t is None else t.contiguous() for t in (x, w, b))
-    y, mean, rstd = torch.empty_like(x), plan.numbers(), plan.numbers()
-    plan.forward(x, w, b, y, mean, rstd)
-    return x, w, y, mean, rstd
+    """y, and mean and rstd of its rows, of contiguous tensors."""
+    y = torch.empty_like(x)
+    stats = torch.empty_like(plan.stats)
+    plan.forward(x, w, b, y, stats)
+    return y, stats
 
 
-def gradients(plan, wanted, dy, x, w, mean, rstd):
-    """dx, and dw and db in one tensor; None where not wanted."""
-    launch, sums, add_up = plan.backward(*wanted)
-    dx = torch.empty_like(x) if wanted[0] else None
-    sums = sums() if wanted[1] else None
-    launch(dy.contiguous(), x, w, mean, rstd, dx, sums)
-    if sums is None:
+def gradients(plan, for_x, for_parameters, dy, x, w, stats):
+    """dx, and dw and db in one tensor; None for what is not wanted."""
+    launch, like_sums, add_up = plan.backward(for_x, for_parameters)
+    dx = None
+    if for_x:
+        dx = torch.empty_like(x)
+    if not for_parameters:
+        launch(dy.contiguous(), x, w, stats, dx, None)
         return dx, None
-    grads = plan.grads()
+    sums = torch.empty_like(like_sums)
+    launch(dy.contiguous(), x, w, stats, dx, sums)
+    grads = torch.empty_like(plan.grads)
     add_up(sums, grads)
     return dx, grads
 
 
-class LayerNorm(torch.autograd.Function):
+def contiguous_or_none(tensor):
+    """The tensor with its elements side by side; copied only if needed."""
+    if tensor is None:
+        return None
+    return tensor.contiguous()
+
+
+# %%
+
+# Scaffold: the autograd function.
+
+
+class BothPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, plan):
-        x, w, y, mean, rstd = normalize(plan, x, w, b)
-        ctx.save_for_backward(x, w, mean, rstd)
+        x = x.contiguous()
+        w = contiguous_or_none(w)
+        b = contiguous_or_none(b)
+        y, stats = normalize(plan, x, w, b)
+        ctx.save_for_backward(x, w, stats)
         ctx.plan = plan
         return y
 
@@ -1388,10 +1595,15 @@ class LayerNorm(torch.autograd.Function):
 
 
 def gradients_of(ctx, dy):
+    """One gradient for each argument of forward; a plan has none."""
     for_x, for_w, for_b, _ = ctx.needs_input_grad
-    wanted = for_x, for_w or for_b
-    dx, grads = gradients(ctx.plan, wanted, dy, *ctx.saved_tensors)
-    dw, db = (None, None) if grads is None else grads
+    dx, grads = gradients(
+        ctx.plan, for_x, for_w or for_b, dy, *ctx.saved_tensors
+    )
+    dw = None
+    db = None
+    if grads is not None:
+        dw, db = grads.unbind()
     return dx, dw if for_w else None, db if for_b else None, None
 
 
@@ -1399,20 +1611,54 @@ def gradients_of(ctx, dy):
 # The function
 # ------------
 #
+# The first call of a kind checks its arguments and makes a plan. All others
+# find it in a dictionary.
+#
 # For ``torch.compile`` both passes are operators: it sees only their shapes,
-# and ``kernels`` is ignored.
+# and ``kernels``, which forces the kernels of both passes, is ignored.
 
 
 def layer_norm(
     x, normalized_shape, weight=None, bias=None, eps=1e-5, *, kernels=None
 ):
-    """Normalize x over its last dimensions; weight and bias may be None."""
-    one = isinstance(normalized_shape, int)
-    shape = (normalized_shape,) if one else tuple(normalized_shape)
+    """Normalize x over its last dimensions; both passes run in Triton.
+
+    x has floats of 16 bits or more, and any dimensions and strides.
+    normalized_shape, a number or a shape, gives the last dimensions of x.
+    weight and bias have that shape, or are None.
+    """
+    if isinstance(normalized_shape, int):
+        shape = (normalized_shape,)
+    else:
+        shape = tuple(normalized_shape)
     if torch.compiler.is_compiling():
         return operator_forward(x, weight, bias, shape, eps)[0]
     plan = plan_of(shape, x, weight, bias, eps, kernels)
-    return LayerNorm.apply(x, weight, bias, plan)
+    return BothPasses.apply(x, weight, bias, plan)
+
+
+# %%
+# The layer is PyTorch's, with another forward pass: it has the same arguments,
+# and parameters of the same names, so it loads what a ``torch.nn.LayerNorm``
+# has saved. A layer of a model that exists becomes ours without being made
+# anew, because a module may change its class.
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, whose both passes run in Triton."""
+
+    def forward(self, x):
+        return layer_norm(
+            x, self.normalized_shape, self.weight, self.bias, self.eps
+        )
+
+
+def swap(model):
+    """Let each torch.nn.LayerNorm in a model be ours; parameters stay."""
+    for module in model.modules():
+        if type(module) is torch.nn.LayerNorm:
+            module.__class__ = LayerNorm
+    return model
 
 
 # %%
@@ -1423,53 +1669,82 @@ PLANS = {}
 
 
 def current_device():
-    return torch.cuda.current_device() if ON_GPU else -1
+    """Its number; -1 without a GPU, as of tensors in memory of the host."""
+    if not ON_GPU:
+        return -1
+    return torch.cuda.current_device()
 
 
 def plan_of(shape, x, weight, bias, eps, kernels=None):
+    """The plan of a call; a kind has all that a plan depends on."""
     kind = (
-        *(shape, eps, kernels, current_device(), x.shape, x.dtype, x.device),
+        shape,
+        eps,
+        kernels,
+        current_device(),
+        x.shape,
+        x.dtype,
+        x.device,
         weight is not None and (weight.shape, weight.dtype, weight.device),
         bias is not None and (bias.shape, bias.dtype, bias.device),
     )
     plan = PLANS.get(kind)
     if plan is None:
-        given = torch.Size(shape), x, weight, bias, eps
-        check_arguments(*given)
+        check_arguments(x, torch.Size(shape), weight, bias, eps)
         if len(PLANS) >= 4096:
             PLANS.clear()
-        plan = PLANS[kind] = Plan(*given, kernels)
+        plan = Plan(torch.Size(shape), x, weight, bias, eps, kernels)
+        PLANS[kind] = plan
     return plan
 
 
 # %%
 
-# Scaffold: arguments are checked.
+# Scaffold: which arguments are taken.
 
 
-def check_arguments(shape, x, weight, bias, eps):
-    for name, t in {"x": x, "weight": weight, "bias": bias}.items():
-        if t is None and name != "x":
-            continue
-        if not t.is_floating_point() or t.itemsize == 1:
-            raise TypeError(f"{name} is {t.dtype}: floats of 16 bits or more")
-        if t.get_device() != current_device() or t.device != x.device:
-            raise ValueError(f"{name} is on {t.device}: not the current one")
-        if (t.shape[-len(shape) :] if t is x else t.shape) != shape:
-            shapes = f"{(*t.shape,)}, normalized_shape is {(*shape,)}"
-            raise ValueError(f"the shape of {name} is {shapes}")
-    if shape.numel() == 0:
-        raise ValueError(f"normalized_shape is {(*shape,)}: it has no columns")
+def check_arguments(x, shape, weight, bias, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        # Triton starts a kernel on the current GPU, wherever its tensors are.
+        if tensor.get_device() != current_device():
+            raise ValueError(
+                f"{name} is on {tensor.device}: not the current one"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, and x is on {x.device}"
+            )
+    if shape.numel() == 0 or len(shape) == 0:
+        raise ValueError(f"normalized_shape is {tuple(shape)}: it is empty")
+    for name, tensor in tensors.items():
+        last_dimensions = tensor.shape
+        if name == "x":
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, and "
+                f"normalized_shape is {tuple(shape)}"
+            )
     if shape.numel() > 2**30:  # places in two rows are numbers of 32 bits
-        raise ValueError(f"normalized_shape is {(*shape,)}: above 2**30")
-    if not eps >= 0:
+        raise ValueError(
+            f"normalized_shape is {tuple(shape)}: at most 2**30 columns"
+        )
+    if not eps >= 0:  # negative, or NaN
         raise ValueError(f"eps is {eps}: it must be 0 or more")
 
 
 # %%
 
 # Scaffold: both passes as operators for torch.compile.
-
 
 MAYBE = torch.Tensor | None
 
@@ -1479,32 +1754,39 @@ def operator_forward(
     x: torch.Tensor, w: MAYBE, b: MAYBE, shape: list[int], eps: float
 ) -> list[torch.Tensor]:
     plan = plan_of(tuple(shape), x, w, b, eps)
-    return list(normalize(plan, x, w, b)[2:])
+    w = contiguous_or_none(w)
+    b = contiguous_or_none(b)
+    return list(normalize(plan, x.contiguous(), w, b))
 
 
 @operator_forward.register_fake
 def _(x, w, b, shape, eps):
-    acc = torch.promote_types(x.dtype, torch.float32)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    M = x.numel() // torch.Size(shape).numel()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    numbers = x.numel() // torch.Size(shape).numel()
-    return [y, *(x.new_empty(numbers, dtype=acc) for _ in range(2))]
+    return [y, x.new_empty(statistics(M), dtype=acc_dtype)]
 
 
 @torch.library.custom_op("both_passes::every_width_bwd", mutates_args=())
 def operator_backward(
-    dy: torch.Tensor, x: torch.Tensor, w: MAYBE, b: MAYBE,
-    mean: torch.Tensor, rstd: torch.Tensor, shape: list[int], eps: float,
-) -> list[torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: MAYBE,
+    b: MAYBE,
+    stats: torch.Tensor,
+    shape: list[int],
+    eps: float,
+) -> list[torch.Tensor]:
     plan = plan_of(tuple(shape), x, w, b, eps)
-    x, w = x.contiguous(), None if w is None else w.contiguous()
-    return list(gradients(plan, (True, True), dy, x, w, mean, rstd))
+    w = contiguous_or_none(w)
+    return list(gradients(plan, True, True, dy, x.contiguous(), w, stats))
 
 
 @operator_backward.register_fake
-def _(dy, x, w, b, mean, rstd, shape, eps):
-    dtype = grads_dtype(w, b, mean.dtype)
+def _(dy, x, w, b, stats, shape, eps):
+    dtype = dtype_of_gradients(w, b, stats.dtype)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return [dx, x.new_empty(2, *shape, dtype=dtype)]
+    return [dx, x.new_empty((2, *shape), dtype=dtype)]
 
 
 # %%
@@ -1513,16 +1795,25 @@ def _(dy, x, w, b, mean, rstd, shape, eps):
 
 
 def keep(ctx, inputs, output):
-    x, w, b, *ctx.more = inputs
-    ctx.save_for_backward(x, w, b, *output[1:])
+    x, w, b, shape, eps = inputs
+    _, stats = output
+    ctx.save_for_backward(x, w, b, stats)
+    ctx.shape = shape
+    ctx.eps = eps
 
 
-def operator_gradients(ctx, grads):
-    x, w, b, *numbers = ctx.saved_tensors
-    found = operator_backward(grads[0], x, w, b, *numbers, *ctx.more)
-    pairs = zip((w, b), found[1], strict=True)
-    dw, db = (None if t is None else grad.to(t.dtype) for t, grad in pairs)
-    return found[0], dw, db, None, None
+def operator_gradients(ctx, results):
+    x, w, b, stats = ctx.saved_tensors
+    dx, grads = operator_backward(
+        results[0], x, w, b, stats, ctx.shape, ctx.eps
+    )
+    dw = None
+    if w is not None:
+        dw = grads[0].to(w.dtype)
+    db = None
+    if b is not None:
+        db = grads[1].to(b.dtype)
+    return dx, dw, db, None, None
 
 
 BOUND = operator_forward.register_autograd(
@@ -1530,37 +1821,80 @@ BOUND = operator_forward.register_autograd(
 )
 
 # %%
+# Is it right?
+# ------------
+#
+# We compare each element with PyTorch's layer norm in float64.
+# For a small matrix the rule would pick two of the kinds, so ``kernels``
+# forces the others, too.
 
-# Scaffold: inputs, and a check against float64.
+# %%
+
+# Scaffold: inputs.
 
 
 def inputs(M, N, dtype):
-    """x, w, b and dy; the mean of x is far from 0."""
+    """x, w, b and dy. The mean of x is far from 0, as it may be in a model."""
     torch.manual_seed(0)
     x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
-    w, b = torch.rand(2, N, device=DEVICE)
+    w = torch.rand(N, device=DEVICE)
+    b = torch.rand(N, device=DEVICE)
     dy = 0.1 * torch.randn(M, N, device=DEVICE)
-    return *(t.to(dtype).requires_grad_() for t in (x, w, b)), dy.to(dtype)
-
-
-def check(function, M, N, dtype):
-    """Compare y, dx, dw and db with those of PyTorch in float64."""
-    given, results = inputs(M, N, dtype), []
-    exact = [t.detach().double().requires_grad_() for t in given]
-    for f, (x, w, b, dy) in (function, given), (F.layer_norm, exact):
-        y = f(x, (N,), w, b)
-        results.append((y, *torch.autograd.grad(y, (x, w, b), dy)))
-    # 16 bits: one rounding of a result. float32: the sums round as well.
-    limit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.5)
-    for name, got, want in zip(("y", "dx", "dw", "db"), *results, strict=True):
-        error = ((got - want).norm() / want.norm()).item()
-        assert error <= limit, f"{name}: {error:.1e} is above {limit:.1e}"
-    print(f"{M} x {N}, {dtype}: errors below {limit:.1e} in y, dx, dw, db")
+    x = x.to(dtype).requires_grad_()
+    w = w.to(dtype).requires_grad_()
+    b = b.to(dtype).requires_grad_()
+    return x, w, b, dy.to(dtype)
 
 
 # %%
-# On the device
-# -------------
+
+# Scaffold: a check of each element against float64.
+
+
+def both_passes(function, x, w, b, dy):
+    """y, dx, dw and db by name."""
+    y = function(x, (x.shape[1],), w, b)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    return {"y": y, "dx": dx, "dw": dw, "db": db}
+
+
+def in_float64(tensor):
+    """The same numbers in float64, as a new input for autograd."""
+    return tensor.detach().double().requires_grad_()
+
+
+def check(function, M, N, dtype):
+    """Compare each element of y, dx, dw and db with PyTorch's in float64."""
+    arguments = inputs(M, N, dtype)
+    ours = both_passes(function, *arguments)
+    wide = [in_float64(tensor) for tensor in arguments]
+    exact = both_passes(F.layer_norm, *wide)
+    for name in ours:
+        error = (ours[name] - exact[name]).abs()
+        rounding = exact[name].abs() * torch.finfo(dtype).eps / 2
+        typical_size = exact[name].square().mean().sqrt()
+        sums = 64 * torch.finfo(torch.float32).eps * typical_size
+        worst = (error / (rounding + sums)).max().item()
+        assert worst <= 1, f"{name}: {worst:.1f} times the allowed error"
+    print(f"{M} x {N}, {dtype}: each element of y, dx, dw and db is right")
+
+
+# %%
+
+M, N = (3, 41)  # small, because the interpreter is slow
+if ON_GPU:
+    M, N = (1151, 521)
+kinds = [("shifted", N), ("sweeps", N), ("chunks", N - 1)]
+if CUDA == ON_GPU:  # without CUDA no programs can wait for each other
+    kinds.append(("shared", N - 1))
+for kind, columns in kinds:
+    print(end=f"{kind:8}")
+    function = functools.partial(layer_norm, kernels=(kind, kind))
+    check(function, M, columns, torch.float16)
+
+# %%
+# How fast is it?
+# ---------------
 #
 # Libraries that can be imported are compared: `Liger
 # <https://github.com/linkedin/Liger-Kernel>`_, `quack
@@ -1575,14 +1909,8 @@ def check(function, M, N, dtype):
 # Each is at its best. torch.compile compiles each width three times, and the
 # fastest result of each pass counts. quack and cuDNN take weights in float32
 # here: quack takes no others, and cuDNN would convert them in each call. cuDNN
-# takes seconds to build a graph, so it is asked for multiples of 2048 columns
-# only, up to 65536; the plan is its own choice.
-# The copy is the fastest of six tiles of a kernel that moves the same bytes
-# and does nothing else: two matrices forward, three backward.
-#
-# Some lines have a known defect, as the forward pass of quack 0.6.5 at some
-# widths. Where a line is behind us far more than at its median, a second mean
-# leaves out these widths and names them.
+# takes seconds to build a graph, so it is asked for four widths only; the plan
+# is its own choice.
 
 # %%
 
@@ -1701,7 +2029,7 @@ def refuses(key, N, itemsize):
     if key == "quack":
         return N > 2**18 or N % 8 > 0
     if key == "cudnn":
-        return N > 65536 or N % 2048 > 0  # it builds for seconds
+        return N > 16384 or N % 4096 > 0  # it builds for seconds
     if key == "apex":
         return N not in APEX
     if key == "liger":
@@ -1734,39 +2062,71 @@ def function(provider, N, dtype, mode):
 
 # %%
 
-# Scaffold: calls without arguments.
+# Scaffold: calls to time.
 
 
-def call_of(f, M, N, dtype, mode, float32_weights=False):
-    """A call of f without arguments."""
+def call_of(function, M, N, dtype, mode, weights=None):
+    """A call without arguments, of one pass or of both, with inputs of its
+    own; weights is the type of w and b, if it is not that of x."""
     x, w, b, dy = inputs(M, N, dtype)
-    if float32_weights:
-        w = w.detach().float().requires_grad_()
-        b = b.detach().float().requires_grad_()
-    leaves = x, w, b
+    if weights is not None:
+        w = w.detach().to(weights).requires_grad_()
+        b = b.detach().to(weights).requires_grad_()
+
+    def forward():
+        return function(x, (N,), w, b)
+
+    def both():
+        return torch.autograd.grad(forward(), (x, w, b), dy)
+
     if mode == "forward":
-        return lambda: f(x, (N,), w, b)
-    if mode == "backward":
-        y = f(x, (N,), w, b)
-        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
-    return lambda: torch.autograd.grad(f(x, (N,), w, b), leaves, dy)
+        return forward
+    if mode == "forward and backward":
+        return both
+    y = forward()
+
+    def backward():
+        return torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+    return backward
+
+
+def function_of(provider, N, dtype, mode):
+    """A function like PyTorch's."""
+    if provider in ("triton", "CUDA graph"):
+        return layer_norm
+    if provider in FORWARD:  # one kind of kernels, for the pass in question
+        first, _ = pick(N * dtype.itemsize, can_share(dtype))
+        if mode == "forward":
+            first = provider
+        return functools.partial(layer_norm, kernels=(first, provider))
+    if provider in LIBRARIES:
+        return library(provider)
+    if provider == "torch.compile":
+        return torch.compile(pytorch, dynamic=False)
+    if provider == "reduce-overhead":
+        return torch.compile(pytorch, dynamic=False, mode="reduce-overhead")
+    return pytorch
 
 
 def prepared(provider, M, N, dtype, mode):
-    f = function(provider, N, dtype, mode)
-    in_float32 = provider in ("quack", "cudnn")
-    return call_of(f, M, N, dtype, mode, in_float32)
+    """A call of a provider."""
+    weights = None
+    if provider in ("quack", "cudnn"):
+        weights = torch.float32
+    function = function_of(provider, N, dtype, mode)
+    return call_of(function, M, N, dtype, mode, weights)
 
 
-def attempt(call, provider, N):
-    """What a call returns; None for a library that fails."""
+def attempt(measure, provider, N):
+    """What measure() returns; None for a library that fails."""
     try:
-        return call()
+        return measure()
     except Exception as error:
         if provider not in (*LIBRARIES, "reduce-overhead"):
             raise
-        why = str(error).strip().partition("\n")[0]
-        print(f"{provider} has no point at N = {N}: {why}")
+        reason = str(error).strip().partition("\n")[0]
+        print(f"{provider} has no point at N = {N}: {reason}")
         return None
 
 
@@ -1938,14 +2298,19 @@ def report(benchmark):
 
 
 def bytes_moved(M, N, dtype, mode):
-    matrices = 2 if mode == "forward" else 3
+    matrices = 3  # read x and dy, write dx
+    if mode == "forward":
+        matrices = 2  # read x, write y
     return matrices * M * N * dtype.itemsize
 
 
 @functools.cache
 def copied(M, N, dtype, mode):
     """The speed of a copy: forward of one matrix, backward a sum of two."""
-    return ceiling(1 if mode == "forward" else 2, 1, (M, N), dtype)
+    reads = 2
+    if mode == "forward":
+        reads = 1
+    return ceiling(reads=reads, writes=1, shape=(M, N), dtype=dtype)
 
 
 @functools.cache
@@ -1957,31 +2322,49 @@ def best_compilations(M, N, dtype):
     """
     backward = []
 
-    def both_passes(f):
-        passes = "forward", "backward"
-        first, second = (
-            speed(
-                bytes_moved(M, N, dtype, mode),
-                functools.partial(call_of, f, M, N, dtype, mode),
-            )
-            for mode in passes
-        )
-        backward.append(second)
-        return first
+    def measure(function):
+        speeds = []
+        for mode in ("forward", "backward"):
 
-    forward = best_of_three_compilations(pytorch, both_passes)
+            def prepare(mode=mode):
+                return call_of(function, M, N, dtype, mode)
+
+            speeds.append(speed(bytes_moved(M, N, dtype, mode), prepare))
+        backward.append(speeds[1])
+        return speeds[0]
+
+    forward = best_of_three_compilations(pytorch, measure)
     return {"forward": forward, "backward": max(backward)}
 
 
-# %%
+def speed_of(provider, M, N, dtype, mode):
+    """GB/s of a provider: median, low, high; NaN where it has no point."""
+    no_point = 3 * [float("nan")]
+    # The interpreter cannot be timed.
+    if not ON_GPU or refuses(provider, N, dtype.itemsize):
+        return no_point
+    M = min(M, 2**29 // (N * dtype.itemsize))  # a matrix of at most 512 MB
+    if provider == "copy":
+        return copied(M, N, dtype, mode)
+    if provider == "torch.compile":
+        return best_compilations(M, N, dtype)[mode]
 
-# Scaffold: one benchmark for all lines, on the device.
+    def prepare():
+        return prepared(provider, M, N, dtype, mode)
+
+    def measure():
+        return speed(bytes_moved(M, N, dtype, mode), prepare)
+
+    return attempt(measure, provider, N) or no_point
 
 
 def lines(widths, dtype):
-    """Keys and names of what is compared."""
-    names = {"triton": "Triton", "torch": "PyTorch"}
-    names["torch.compile"] = "torch.compile"
+    """Providers and their names, without libraries that have no point."""
+    names = {
+        "triton": "Triton",
+        "torch": "PyTorch",
+        "torch.compile": "torch.compile",
+    }
     for key, (name, _) in LIBRARIES.items():
         taken = [N for N in widths if not refuses(key, N, dtype.itemsize)]
         if ON_GPU and taken and library(key):
@@ -1989,160 +2372,190 @@ def lines(widths, dtype):
     return names
 
 
-def on_device(name, mode, widths, dtype=torch.float16, rungs=()):
-    names = {"triton": "Triton"} | {key: key for key in rungs}
-    if not rungs:
-        names = lines(widths, dtype)
-    names["copy"] = "Copy"
+# %%
 
-    def measure(M, N, dtype, mode, provider):
-        """Device time: a CUDA graph of several calls, each with inputs of its
-        own and after L2 was overwritten, less the graph without the calls;
-        median, 20% and 80% quantiles. Copy: the best of six tiles. At most 512
-        MB a matrix."""
-        nothing = 3 * [float("nan")]
-        if not ON_GPU or refuses(provider, N, dtype.itemsize):
-            return nothing  # the interpreter cannot be timed
-        M = min(M, 2**29 // (N * dtype.itemsize))
-        if provider == "copy":
-            return copied(M, N, dtype, mode)
-        if provider == "torch.compile":
-            return best_compilations(M, N, dtype)[mode]
+# Scaffold: usual widths, two benchmarks.
 
-        def timed():
-            prepare = functools.partial(prepared, provider, M, N, dtype, mode)
-            return speed(bytes_moved(M, N, dtype, mode), prepare)
+WIDTHS = [1024, 1536, 2048, 4096, 8192, 12288, 16384, 65536, 2**20]
+USUAL = lines(WIDTHS, torch.float16) | {"copy": "Copy"}
 
-        return attempt(timed, provider, N) or nothing
 
-    mark = triton.testing.Benchmark(
-        ["N"], widths, "provider", list(names), list(names.values()),
-        f"layer-norm-every-{name}{mode}",
-        {"M": 4096, "dtype": dtype, "mode": mode}, ylabel="GB/s",
-        x_log=widths[-1] > 100_000,
-    )  # fmt: skip
-    return triton.testing.perf_report(mark)(measure)
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=WIDTHS,
+        x_log=True,
+        line_arg="provider",
+        line_vals=[*USUAL],
+        line_names=[*USUAL.values()],
+        ylabel="GB/s",
+        plot_name="layer-norm-every-forward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward"},
+    )
+)
+def bench_forward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles. At most 512 MB a matrix."""
+    return speed_of(provider, M, N, dtype, mode)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=WIDTHS,
+        x_log=True,
+        line_arg="provider",
+        line_vals=[*USUAL],
+        line_names=[*USUAL.values()],
+        ylabel="GB/s",
+        plot_name="layer-norm-every-backward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles. At most 512 MB a matrix."""
+    return speed_of(provider, M, N, dtype, mode)
 
 
 # %%
-
-# Scaffold: how fast we are, against each line.
-
-
-def geometric(ratio):
-    """The geometric mean of speeds divided by speeds."""
-    return ratio.prod() ** (1 / len(ratio))
-
-
-def judge(benchmark, times=False):
-    """Draw a benchmark; print how fast we are, against each line."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True).set_index("N")
-    table.columns = [name.split(" (")[0] for name in table.columns]
-    table = 1 / table if times else table
-    if table.isna().all(axis=None):
-        return print("Timing needs a GPU; the page shows recorded figures.")
-    ours = table.pop("Triton")
-    print("speed divided by that of")
-    for name, line in table.items():
-        ratio = (ours / line).dropna()
-        if ratio.empty:
-            print(f"{name}: no points")
-            continue
-        print(f"{name}: {geometric(ratio):.2f} (geometric mean), "
-              f"{ratio.min():.2f} at N = {ratio.idxmin():.0f} to "
-              f"{ratio.max():.2f} at {ratio.idxmax():.0f}")  # fmt: skip
-        if line.isna().any():
-            print(f"  no points at {[*map(int, line.index[line.isna()])]}")
-        broken = ratio.index[ratio > 3 * max(ratio.median(), 1)]
-        left = ratio.drop(broken)
-        if len(broken) and len(left):
-            print(f"  far below itself at {[*map(int, broken)]}; mean "
-                  f"without these {geometric(left):.2f}")  # fmt: skip
-
-
-SWEEP = [512 * i for i in range(2, 32)]
-UNUSUAL = [1000, 1151, 2047, 4097, 4608, 5000, 7777, 8704, 12345]
-WIDE = [2**i for i in range(14, 21)]
+# Usual widths in float16, forward and then backward, with fewer rows where a
+# matrix would pass 512 MB:
 
 # %%
-# Every multiple of 512, in float16, forward and then backward:
 
-judge(on_device("", "forward", SWEEP))
-
-# %%
-judge(on_device("", "backward", SWEEP))
+report(bench_forward)
 
 # %%
-# Where quack is far below itself forward, the text under that figure names the
-# widths: that is the defect of its version 0.6.5.
+
+report(bench_backward)
+
+# %%
+# Where quack is far below itself forward, that is the known defect of its
+# version 0.6.5.
 #
 # Widths that nobody tunes for, in bfloat16:
 
-judge(on_device("unusual-", "forward", UNUSUAL, torch.bfloat16))
+# %%
+
+# Scaffold: unusual widths, two benchmarks.
+
+ODD_WIDTHS = [1000, 1151, 4097, 12345]
+UNUSUAL = lines(ODD_WIDTHS, torch.bfloat16) | {"copy": "Copy"}
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=ODD_WIDTHS,
+        line_arg="provider",
+        line_vals=[*UNUSUAL],
+        line_names=[*UNUSUAL.values()],
+        ylabel="GB/s",
+        plot_name="layer-norm-every-unusual-forward",
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": "forward"},
+    )
+)
+def bench_unusual_forward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    return speed_of(provider, M, N, dtype, mode)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=ODD_WIDTHS,
+        line_arg="provider",
+        line_vals=[*UNUSUAL],
+        line_names=[*UNUSUAL.values()],
+        ylabel="GB/s",
+        plot_name="layer-norm-every-unusual-backward",
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": "backward"},
+    )
+)
+def bench_unusual_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    return speed_of(provider, M, N, dtype, mode)
+
 
 # %%
-judge(on_device("unusual-", "backward", UNUSUAL, torch.bfloat16))
+
+report(bench_unusual_forward)
 
 # %%
-# Odd widths beyond the limits of shifted rows, as 12345 backward, are shared
-# by programs, with loads of 2 bytes each, and are far from the copy: on the
-# H200 NN% of it, on the H100 NN%.
-#
-# Wide rows, with fewer of them where a matrix would pass 512 MB:
 
-judge(on_device("wide-", "forward", WIDE))
+report(bench_unusual_backward)
 
 # %%
-judge(on_device("wide-", "backward", WIDE))
-
-# %%
-# Shared rows have NN% of the copy forward at a million columns on the H200,
-# and NN% backward; between powers of two they dip, as `their page
-# <08-shared-rows.html>`_ shows.
-#
 # Is the rule right?
 # ------------------
 #
-# On both sides of its limits, every kind for rows of whole groups of 16 bytes;
-# where a ratio is below 1, another kind would have been faster.
-# Sharing needs an NVIDIA GPU, for a cooperative launch and PTX, and words of
-# two float32 numbers, so float64 never shares.
-
-
-def at_limits(mode, widths):
-    rungs = "chunks", "sweeps", "shared"
-    return on_device("limits-", mode, widths, rungs=rungs)
-
-
-FIRST = [8192, 8704, 12288, 16384, 17408, 24576, 32768, 49152, 65536]
-report(at_limits("forward", FIRST))
-
-# %%
-# Two sweeps go in tiles of 4096 columns, beyond 16384 of 8192, and beyond
-# 32768 of 16384. At 8704 and 17408 the third tile is mostly empty, but takes
-# its time: there chunks are ahead of two sweeps by NN% and NN% on the H200,
-# and by NN% and NN% at 12288 and 24576, where all tiles are full.
-
-report(at_limits("backward", [8192, 10240, 10752, 12288, 16384, 32768]))
-
-# %%
-# Backward another kind is faster than what the rule picks by at most NN% at
-# these widths on the H200, and by NN% on the H100.
-#
-# An exact check
-# --------------
-#
-# The rule would use two of the kinds for a small matrix, so ``kernels`` forces
-# the others.
+# On both sides of its limits, every kind for rows of whole groups of 16 bytes.
 
 # %%
 
-M, N = (1151, 521) if ON_GPU else (3, 41)
-kinds = [(N, "shifted"), (N, "sweeps"), (N - 1, "chunks"), (N - 1, "shared")]
-for N, kind in kinds if CUDA == ON_GPU else kinds[:-1]:
-    print(end=f"{kind:8}")
-    f = functools.partial(layer_norm, kernels=(kind, kind))
-    check(f, M, N, torch.float16)
+# Scaffold: at the limits of the rule, two benchmarks.
+
+KINDS = {
+    "triton": "Triton",
+    "chunks": "chunks",
+    "sweeps": "sweeps",
+    "shared": "shared",
+    "copy": "Copy",
+}
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[8704, 12288, 16384, 24576, 32768, 49152, 65536],
+        line_arg="provider",
+        line_vals=[*KINDS],
+        line_names=[*KINDS.values()],
+        ylabel="GB/s",
+        plot_name="layer-norm-every-limits-forward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward"},
+    )
+)
+def bench_limits_forward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    return speed_of(provider, M, N, dtype, mode)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[8192, 10240, 10752, 12288, 16384],
+        line_arg="provider",
+        line_vals=[*KINDS],
+        line_names=[*KINDS.values()],
+        ylabel="GB/s",
+        plot_name="layer-norm-every-limits-backward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_limits_backward(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    return speed_of(provider, M, N, dtype, mode)
+
+
+# %%
+
+report(bench_limits_forward)
+
+# %%
+
+report(bench_limits_backward)
 
 # %%
 # What the user waits for
@@ -2221,67 +2634,107 @@ def next_step(call):
     return step
 
 
-# %%
+@functools.cache  # all lines in turns; then each is asked for its own
+def turns(M, N, dtype, mode):
+    torch._dynamo.reset()  # nothing is left of other shapes
+    calls = {}
+    for provider in CALLS:
+        if refuses(provider, N, dtype.itemsize):
+            continue
 
-# Scaffold: one benchmark for whole calls.
+        def make(provider=provider):
+            return ready(provider, M, N, dtype, mode)
 
-
-def whole_calls(mode):
-    widths = [1024, 2048, 4096, 8192, 15872, 65536]
-    names = lines(widths, torch.float16)
-    names["reduce-overhead"] = "reduce-overhead"
-    names["CUDA graph"] = "CUDA graph"
-
-    @functools.cache  # all lines in turns; then each is asked for its own
-    def turns(M, N, dtype, mode):
-        torch._dynamo.reset()  # nothing is left of other shapes
-        calls = {}
-        for provider in names:
-            if refuses(provider, N, dtype.itemsize):
-                continue
-
-            def make(provider=provider):
-                return ready(provider, M, N, dtype, mode)
-
-            if call := attempt(make, provider, N):
-                calls[provider] = call
-        return in_turns(calls)
-
-    def of_all_turns(M, N, dtype, mode, provider):
-        """Whole calls, until the device has finished, with L2 as they leave
-        it: in each of 15 rounds all lines take turns, each with the fastest
-        of five batches of 20 calls. Median of ours; another line's is that
-        times its ratio to ours in the same round, median, 20% and 80%
-        quantiles."""
-        if not ON_GPU:
-            return 3 * [float("nan")]  # the interpreter cannot be timed
-        found = turns(M, N, dtype, mode)
-        return found.get(provider, 3 * [float("nan")])
-
-    mark = triton.testing.Benchmark(
-        ["N"], widths, "provider",
-        list(names), list(names.values()),
-        f"layer-norm-every-call-{mode.replace(' ', '-')}",
-        {"M": 4096, "dtype": torch.float16, "mode": mode}, ylabel="µs",
-    )  # fmt: skip
-    return triton.testing.perf_report(mark)(of_all_turns)
+        call = attempt(make, provider, N)
+        if call is not None:
+            calls[provider] = call
+    return in_turns(calls)
 
 
 # %%
 
-judge(whole_calls("forward"), times=True)
+# Scaffold: whole calls, two benchmarks.
+
+CALLED = [1024, 2048, 4096, 16384]
+CALLS = lines(CALLED, torch.float16)
+CALLS |= {"reduce-overhead": "reduce-overhead", "CUDA graph": "CUDA graph"}
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=CALLED,
+        line_arg="provider",
+        line_vals=[*CALLS],
+        line_names=[*CALLS.values()],
+        ylabel="µs",
+        plot_name="layer-norm-every-call-forward",
+        args={"M": 4096, "dtype": torch.float16, "mode": "forward"},
+    )
+)
+def bench_call_forward(M, N, dtype, mode, provider):
+    """Whole calls, until the device has finished, with L2 as they leave it: in
+    each of 15 rounds all lines take turns, each with the fastest of five
+    batches of 20 calls. Median of ours; another line's is that times its ratio
+    to ours in the same round, median, 20% and 80% quantiles."""
+    no_point = 3 * [float("nan")]
+    if not ON_GPU:
+        return no_point
+    return turns(M, N, dtype, mode).get(provider, no_point)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=CALLED,
+        line_arg="provider",
+        line_vals=[*CALLS],
+        line_names=[*CALLS.values()],
+        ylabel="µs",
+        plot_name="layer-norm-every-call-forward-and-backward",
+        args={
+            "M": 4096,
+            "dtype": torch.float16,
+            "mode": "forward and backward",
+        },
+    )
+)
+def bench_call_both(M, N, dtype, mode, provider):
+    """Whole calls, until the device has finished, with L2 as they leave it: in
+    each of 15 rounds all lines take turns, each with the fastest of five
+    batches of 20 calls. Median of ours; another line's is that times its ratio
+    to ours in the same round, median, 20% and 80% quantiles."""
+    no_point = 3 * [float("nan")]
+    if not ON_GPU:
+        return no_point
+    return turns(M, N, dtype, mode).get(provider, no_point)
+
+
+def report_calls(benchmark):
+    """Draw a benchmark, and print each time in multiples of PyTorch's."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    multiples = table.div(table["PyTorch"], axis="index")
+    print("time divided by that of PyTorch")
+    print(multiples.to_string(float_format="%.2f"))
+
 
 # %%
-judge(whole_calls("forward and backward"), times=True)
+
+report_calls(bench_call_forward)
+
+# %%
+
+report_calls(bench_call_both)
 
 # %%
 # Where the host takes longer than the kernels, a call takes as long as the
 # host, and the graph shows by how much: faster kernels would not help there.
-# Our host code is Python, PyTorch's is C++. On the H200 a forward pass of 1024
-# columns takes NN µs with ours and NN µs with PyTorch, of 4096 columns NN and
-# NN µs, and of 15872 NN and NN µs; both passes take NN and NN µs at 1024
-# columns, NN and NN µs at 4096, and NN and NN µs at 15872.
-# The figures squeeze the narrow rows; the tables below them have the numbers.
+# Our host code is Python, PyTorch's is C++.
 #
 # Any layout
 # ----------
@@ -2322,64 +2775,83 @@ for x in (
 print("seven layouts are right")
 
 # %%
-# Exercise 1: into a model
-# ------------------------
+# And a model, whose layers keep their parameters:
+
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16),
+    torch.nn.LayerNorm(16, eps=0.1),
+    torch.nn.LayerNorm(16, elementwise_affine=False),
+    torch.nn.LayerNorm((16,), bias=False),
+).to(DEVICE)
+torch.nn.init.uniform_(model[1].weight)
+x = torch.randn(3, 8, device=DEVICE)
+before = model(x)
+names = [*model.state_dict()]
+torch.testing.assert_close(swap(model)(x), before)
+assert [*model.state_dict()] == names
+print(model)
+
+# %%
+# Exercise 1: from how much on is it faster?
+# ------------------------------------------
 #
-# Replace every ``torch.nn.LayerNorm`` of a model with ours.
-# The model must keep its parameters, their names in ``state_dict``, and
-# ``eps``; some layers have no bias, or no parameters at all.
-# The stub makes new layers.
+# The host prepares a call while the device still works on the one before. So a
+# call in a row takes as long as the slower of the two: the host, whose time is
+# always the same, or the device, whose time grows with the matrix.
+# Our host takes longer than PyTorch's, and our device takes less time.
+# From how many MB on is our call the faster one?
+# The stub adds up host and device, as if one waited for the other.
 #
-# **Hint.** A module can be of another class without being made anew.
+# **Hint 1.** Draw the time of both calls over the MB: each is a flat line, and
+# from some point on a line that rises.
+#
+# **Hint 2.** Our flat line is the higher one. Which part of PyTorch's does it
+# meet?
 
 
-class Norm(torch.nn.LayerNorm):
-    def forward(self, x):
-        given = self.normalized_shape, self.weight, self.bias, self.eps
-        return layer_norm(x, *given)
+def time_of_call(host, mb_per_us, megabytes):
+    """µs of a call in a row."""
+    return max(host, megabytes / mb_per_us)
 
 
-def swap(model):
-    for name, child in model.named_children():
-        if isinstance(child, torch.nn.LayerNorm):
-            setattr(model, name, Norm(child.normalized_shape))  # to do
-        else:
-            swap(child)
+def break_even(our_host, their_host, ours, theirs):
+    """MB from which our call takes less time than theirs; ours and theirs are
+    the MB that kernels move in a µs."""
+    more_host = our_host - their_host
+    return max(more_host / (1 / theirs - 1 / ours), 0)  # to do
 
 
-def exercise_1(swap):
-    nn = torch.nn
-    model = nn.Sequential(
-        nn.Linear(8, 16), nn.LayerNorm(16, eps=0.1),
-        nn.Sequential(nn.LayerNorm(16, elementwise_affine=False)),
-        nn.LayerNorm((16,), bias=False), nn.Linear(16, 4),
-    ).to(DEVICE)  # fmt: skip
-    nn.init.uniform_(model[1].weight)
-    x = torch.randn(3, 8, device=DEVICE)
-    before, names = model(x), [*model.state_dict()]
-    parameters = [*model.parameters()]
-    swap(model)
-    kept = [*model.state_dict()] == names and all(
-        a is b for a, b in zip(parameters, model.parameters(), strict=False)
-    )
-    norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
-    ours = all(isinstance(m, Norm) for m in norms)
-    same = torch.allclose(model.to(DEVICE)(x), before, atol=1e-5)
-    print(f"ours: {ours}, same result: {same}, parameters kept: {kept}")
-    return ours and same and kept
+def exercise_1(break_even):
+    """Print what it says of three pairs, and say whether it is right."""
+    right = True
+    for our_host, their_host, ours, theirs in (
+        (24, 16, 2.4, 1.2),
+        (60, 16, 2.0, 1.5),
+        (12, 16, 2.4, 1.2),
+    ):
+        found = break_even(our_host, their_host, ours, theirs)
+        print(f"ours is faster from {found:.0f} MB on")
+        for megabytes in (found - 1, found + 1):
+            our_time = time_of_call(our_host, ours, megabytes)
+            their_time = time_of_call(their_host, theirs, megabytes)
+            ours_is_faster = our_time < their_time
+            if megabytes > 0 and ours_is_faster != (megabytes > found):
+                right = False
+    return right
 
 
-exercise_1(swap)
+print("right:", exercise_1(break_even))
 
 # %%
 
 # Solution 1
 
 
-def swap_1(model):
-    for module in model.modules():
-        if type(module) is torch.nn.LayerNorm:
-            module.__class__ = Norm
+def break_even_1(our_host, their_host, ours, theirs):
+    if our_host <= their_host:
+        return 0
+    # Their kernels take as long as our host.
+    return our_host * theirs
 
 
-assert exercise_1(swap_1)
+assert exercise_1(break_even_1)
