@@ -19,7 +19,9 @@ def run(page, M, N, dtype):
     x, w, b, dy = page.inputs(M, N, dtype)
     for kind in page.FORWARD:
         plan = page.Plan(torch.Size([N]), x, w, b, 1e-5, (kind, kind))
-        torch.autograd.grad(page.LayerNorm.apply(x, w, b, plan), (x, w, b), dy)
+        torch.autograd.grad(
+            page.BothPasses.apply(x, w, b, plan), (x, w, b), dy
+        )
 
 
 def also(page, M, N, dtype):
@@ -31,7 +33,7 @@ def also(page, M, N, dtype):
         x, w, b, dy = page.inputs(37, n, given)
         for weight, bias in (w, b), (None, b), (None, None):
             plan = page.Plan(torch.Size([n]), x, weight, bias, 1e-5, None)
-            y = page.LayerNorm.apply(x, weight, bias, plan)
+            y = page.BothPasses.apply(x, weight, bias, plan)
             torch.autograd.grad(y, x, dy)
     for reads in 1, 2:  # the ceilings of both passes
         page._move[(5,)](x, dy, 37 * 13 // reads, reads, 1, BLOCK_SIZE=4096)
@@ -40,9 +42,10 @@ def also(page, M, N, dtype):
 # Two programs on a multiprocessor.
 def narrow(page, M, N, dtype):
     x, w, _b, dy = page.inputs(M, N, dtype)
-    mean, rstd = torch.empty(2, M, device=page.DEVICE)
+    stats = torch.empty(page.statistics(M), device=page.DEVICE)
+    page.ask_the_gpu()
     P, launch = page.backward_chunks(M, N, x.itemsize)
-    launch(dy, x, w, mean, rstd, x, torch.empty(P, 2, N, device=page.DEVICE))
+    launch(dy, x, w, stats, x, torch.empty(P, 2, N, device=page.DEVICE))
 
 
 def no_spills(code):
@@ -150,7 +153,6 @@ PAIRS = {kind: (kind, kind) for kind in KINDS} | {
         ("chunks", "sweeps"),
     )
 }
-BY_RULE = "layer_norm", "layer_norm again"
 LIBRARIES = "liger", "apex", "quack", "flash", "cudnn", "fla"
 
 
@@ -216,23 +218,21 @@ def the_rule(load):
 
 
 def sizes_of_the_rule():
-    """M, N and a type: around each limit, usual widths, and wide rows."""
-    for limit in 20464, 20480, 24560, 32768, 98304, SHARED:
+    """M, N and a type: on both sides of each limit, and of all kinds. What a
+    kernel does at many widths is checked on its own page."""
+    for limit in 20464, 20480, 32768, 49152, 98304, SHARED:
         N = limit // 2
         M = 37 if N < 100_000 else 3
-        yield from (
-            (M, width, HALF) for width in (N - 8, N - 1, N, N + 1, N + 8)
-        )
-        yield M, limit // 4, SINGLE
-        yield M, limit // 8, DOUBLE
-    for N in 1, 2, 8, 37, 1000, 1151, 4097, 4608, 15872:
-        yield 4096, N, HALF
-        yield 1151, N, torch.bfloat16
+        yield from ((M, width, HALF) for width in (N - 1, N, N + 8))
+    for N in 1, 8, 1151, 4608:
+        yield 1151, N, HALF
         yield 300, N, SINGLE
-        yield 300, N, DOUBLE
-    for N in 2**16 - 1, 2**16, 100_003, 2**20:
-        for M in 1, 6:
-            yield from ((M, N, dtype) for dtype in LayerNorm.dtypes)
+    yield 300, 5000, torch.bfloat16
+    for N in 1151, 5000, 2**16:
+        yield 6, N, DOUBLE
+    for N in 2**16 - 1, 2**20:
+        yield 6, N, SINGLE
+        yield 1, N, HALF
 
 
 def ahead(figure, ours, theirs, N):
@@ -343,40 +343,36 @@ PAGE = Page(
             "rows = 8 * warps // chunk",
         ),
         ("block = min(size // itemsize,", "block = min(64 // itemsize,"),
-        ("block = min(8192 // size,", "block = min(128 // size,"),
-        ("cols = min(4096 // size,", "cols = min(64 // size,"),
+        ("block = min(8192 // itemsize,", "block = min(128 // itemsize,"),
+        ("cols = min(4096 // itemsize,", "cols = min(64 // itemsize,"),
         ("few), 16)", "few), 128)"),
-        (
-            "NUM_SMS = GPU.multi_processor_count if ON_GPU else 4",
-            "NUM_SMS = 2",
-        ),
+        ("NUM_SMS = 4  #", "NUM_SMS = 2  #"),
     ),
     cases=(
         *(at(3, 120, HALF, function=name) for name in PAIRS),
         *(at(M, 24, function=name) for M in (0, 1, 9) for name in KINDS),
     ),
+    # The second call of a kind: the first one launches in another way, and
+    # is checked by the table.
     full=(
         *(
-            at(*size, function=name)
+            at(*size, function="layer_norm again")
             for size in sizes_of_the_rule()
-            for name in BY_RULE
         ),
         *(
-            at(701, N, dtype, bias=bias, function=name)
-            for name in KINDS
-            for N in ((4096, 9000) if name == "chunks" else (4095, 9001))
-            for dtype, bias in ((HALF, True), (torch.bfloat16, False))
+            at(701, N, torch.bfloat16, bias=False, function=name)
+            for name, N in zip(KINDS, (9000, 9001, 9001, 9001), strict=True)
         ),
     ),
     mistakes=(
         Mistake(
             ValueError,
-            "normalized_shape is .*0.*: it has no columns",
+            "normalized_shape is .*0.*: it is empty",
             lambda ones: (ones(2, 0), 0),
         ),
         Mistake(
             ValueError,
-            r"normalized_shape is .*: above 2\*\*30",
+            r"normalized_shape is .*: at most 2\*\*30",
             lambda ones: (ones(1).expand(2**30 + 1), 2**30 + 1),
         ),
         Mistake(
@@ -392,17 +388,16 @@ PAGE = Page(
     ),
     repeatable=("layer_norm", *KINDS),
     repeated=tuple(
-        at(min(512, 2**25 // N), N, HALF)
-        for N in (256, 1000, 1151, 8192, 15872, 65536, 2**20)
+        at(min(512, 2**25 // N), N, HALF) for N in (1000, 1151, 65536)
     ),
     compiled=("layer_norm",),
     compiled_cases=tuple(
         LayerNormCase(lead=(4, 37), shape=(N,), dtype=HALF)
-        for N in (1000, 1151, 16384, 65536)
+        for N in (1000, 1151, 16384)
     ),
     graphs=tuple(at(512, N, HALF) for N in (1000, 1151, 16384, 65536)),
     trains=("layer_norm",),
-    huge=(4093, 4096, 12345, 32768),
+    huge=(4093, 12345),
     huge_functions=("layer_norm",),
     sanitizers=("memcheck", "racecheck"),
     # No shifted rows: their last group may reach beyond the matrix, inside
@@ -418,26 +413,29 @@ PAGE = Page(
     elsewhere="is on cuda:1: not the current one",
     mutants={
         "rule: sharing everywhere": (
-            "if row <= most else",
-            "if row >= 0 else",
+            "if row <= most:",
+            "if row >= 0:",
         ),
-        "rule: 16 bytes": ("if row % 16 > 0:", "if row % 8 > 0:"),
+        "rule: 16 bytes": ("if row % 16 == 0:", "if row % 8 == 0:"),
         "rule: one limit": ("row <= 20480", "row <= 49152"),
         "one row of sums": (
-            "sums, add_up(P, N)",
-            "sums, add_up(min(P, 1), N)",
+            "2, N), add_up(P, N)",
+            "2, N), add_up(min(P, 1), N)",
         ),
-        "the kind without eps": ("(shape, eps, kernels,", "(shape, kernels,"),
+        "the kind without eps": (
+            "        eps,\n        kernels,",
+            "        kernels,",
+        ),
         "the kind without rows": (
-            "x.shape, x.dtype, x.device)",
-            "x.shape[-1:], x.dtype, x.device)",
+            "        x.shape,\n",
+            "        x.shape[-1:],\n",
         ),
         "dy with strides of its own": (
-            "launch(dy.contiguous(), x,",
-            "launch(dy, x,",
+            "launch(dy.contiguous(), x, w, stats, dx, sums)",
+            "launch(dy, x, w, stats, dx, sums)",
         ),
         "means that nobody computed": (
-            "means(dy, x, w, mean, rstd, c)",
+            "means(dy, x, w, stats, c)",
             "pass",
         ),
     },
@@ -455,6 +453,7 @@ PAGE = Page(
 @pytest.fixture(autouse=True)
 def no_plans(page):
     page.PLANS.clear()
+    page.ask_the_gpu()
 
 
 @pytest.fixture
@@ -638,6 +637,38 @@ def test_another_address_goes_another_way(page):
     assert said == [usual, usual, "other"]
 
 
+def test_a_second_launch_has_the_same_addresses(page, monkeypatch):
+    """Both statistics are in one tensor, and a kernel has two arguments."""
+    said = []
+
+    class Kernel:
+        @staticmethod
+        def fn(x_ptr, mean_ptr, rstd_ptr, y_ptr, N):
+            pass
+
+        def __getitem__(self, grid):
+            return lambda *tensors: said.append(tensors) or "compiled"
+
+    def bare(compiled, grid):
+        assert (compiled, grid) == ("compiled", 3)
+        return lambda *addresses: said.append(addresses)
+
+    monkeypatch.setattr(page, "bare", bare)
+    launch = page.launcher(Kernel(), 3, N=5)
+    x = torch.zeros(64, dtype=HALF, device=page.DEVICE)
+    for _ in range(3):
+        stats = torch.zeros(page.statistics(5), device=page.DEVICE)
+        launch(x, stats, None)
+        (_, mean, rstd, y, N), again = said[0], said[-1]
+        assert (mean.data_ptr() % 16, rstd.data_ptr() % 16) == (0, 0)
+        assert mean.shape == rstd.shape and (y, N) == (None, 5)
+        if len(said) > 1:
+            where = stats.data_ptr()
+            step = rstd.data_ptr() - mean.data_ptr()
+            assert again == (x.data_ptr(), where, where + step, 0, 5)
+    assert len(said) == 3
+
+
 @pytest.mark.cpu
 def test_torch_compile_sees_shapes():
     """Of the operators the compiler sees shapes only; results are ours."""
@@ -690,9 +721,8 @@ def test_known_refusals(page):
     assert not page.refuses("liger", 65536, 2)
     assert page.refuses("fla", 32769, 2) and not page.refuses("fla", 32768, 2)
     assert page.refuses("apex", 4608, 2) and not page.refuses("apex", 1536, 2)
-    assert page.refuses("cudnn", 1536, 2) and not page.refuses(
-        "cudnn", 2048, 2
-    )
+    assert page.refuses("cudnn", 2048, 2) and page.refuses("cudnn", 65536, 2)
+    assert not page.refuses("cudnn", 4096, 2)
 
 
 def test_a_line_without_points_is_not_drawn(page, monkeypatch):
@@ -701,31 +731,8 @@ def test_a_line_without_points_is_not_drawn(page, monkeypatch):
     usual = ["triton", "torch", "torch.compile"]
     odd = [*page.lines([1151, 40001], HALF)]
     assert odd == [*usual, "liger", "flash"]
-    many = [*page.lines([1151, 2048], HALF)]
+    many = [*page.lines([1151, 4096], HALF)]
     assert many == [*usual, "liger", "apex", "quack", "flash", "cudnn"]
-
-
-def test_broken_points_are_found_in_the_table(page, capsys):
-    import pandas
-
-    def said(table, times=False):
-        """What the page says of a benchmark that answers with this table."""
-        whole = pandas.DataFrame({"N": [1, 2, 3, 4]} | table)
-        page.judge(SimpleNamespace(run=lambda **_: whole.copy()), times)
-        return capsys.readouterr().out
-
-    nan = math.nan
-    ours, nothing = {"Triton (GB/s)": [8.0] * 4}, [nan] * 4
-    broken = said(ours | {"quack (GB/s)": [4.0, 4, 0.5, nan]})
-    mean = "quack: 4.00 (geometric mean), 2.00 at N = 1 to 16.00 at 3"
-    assert mean in broken
-    assert "no points at [4]" in broken
-    assert "far below itself at [3]; mean without these 2.00" in broken
-    slow = {"Triton (µs)": [1.0] * 4, "PyTorch (µs)": [2.0] * 4}
-    times = said(slow, times=True)
-    assert "PyTorch: 2.00" in times and "far below" not in times
-    assert "Timing needs a GPU" in said({"Triton (GB/s)": nothing})
-    assert "quack: no points" in said(ours | {"quack (GB/s)": nothing})
 
 
 @pytest.mark.gpu
@@ -816,13 +823,25 @@ def test_each_pass_has_its_best_compilation(page, monkeypatch):
 
 def test_script_runs_alone(output):
     assert "seven layouts are right" in output
-    for kind in KINDS[:3]:  # without CUDA no programs share a row
+    for kind in KINDS:
         assert re.search(
-            rf"^{kind} +\d+ x \d+, .*: errors below", output, re.M
+            rf"^{kind} +\d+ x \d+, .*: each element of y", output, re.M
         )
-    assert output.count("Timing needs a GPU") == 10
+    assert output.count("Timing needs a GPU") == 8
 
 
 def test_exercise(output):
-    assert "ours: True, same result: False" in output  # the stub
-    assert "ours: True, same result: True, parameters kept: True" in output
+    assert output.count("right: False") == 1  # the stub
+
+
+def test_who_breaks_even_sees_it(load):
+    """The checker finds wrong answers on both sides."""
+    page = load()
+    assert page.exercise_1(page.break_even_1)
+    assert not page.exercise_1(page.break_even)
+    for wrong in 0.9, 1.1:
+
+        def scaled(*given, wrong=wrong):
+            return wrong * page.break_even_1(*given)
+
+        assert not page.exercise_1(scaled)
