@@ -1821,78 +1821,6 @@ BOUND = operator_forward.register_autograd(
 )
 
 # %%
-# Is it right?
-# ------------
-#
-# We compare each element with PyTorch's layer norm in float64.
-# For a small matrix the rule would pick two of the kinds, so ``kernels``
-# forces the others, too.
-
-# %%
-
-# Scaffold: inputs.
-
-
-def inputs(M, N, dtype):
-    """x, w, b and dy. The mean of x is far from 0, as it may be in a model."""
-    torch.manual_seed(0)
-    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
-    w = torch.rand(N, device=DEVICE)
-    b = torch.rand(N, device=DEVICE)
-    dy = 0.1 * torch.randn(M, N, device=DEVICE)
-    x = x.to(dtype).requires_grad_()
-    w = w.to(dtype).requires_grad_()
-    b = b.to(dtype).requires_grad_()
-    return x, w, b, dy.to(dtype)
-
-
-# %%
-
-# Scaffold: a check of each element against float64.
-
-
-def both_passes(function, x, w, b, dy):
-    """y, dx, dw and db by name."""
-    y = function(x, (x.shape[1],), w, b)
-    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
-    return {"y": y, "dx": dx, "dw": dw, "db": db}
-
-
-def in_float64(tensor):
-    """The same numbers in float64, as a new input for autograd."""
-    return tensor.detach().double().requires_grad_()
-
-
-def check(function, M, N, dtype):
-    """Compare each element of y, dx, dw and db with PyTorch's in float64."""
-    arguments = inputs(M, N, dtype)
-    ours = both_passes(function, *arguments)
-    wide = [in_float64(tensor) for tensor in arguments]
-    exact = both_passes(F.layer_norm, *wide)
-    for name in ours:
-        error = (ours[name] - exact[name]).abs()
-        rounding = exact[name].abs() * torch.finfo(dtype).eps / 2
-        typical_size = exact[name].square().mean().sqrt()
-        sums = 64 * torch.finfo(torch.float32).eps * typical_size
-        worst = (error / (rounding + sums)).max().item()
-        assert worst <= 1, f"{name}: {worst:.1f} times the allowed error"
-    print(f"{M} x {N}, {dtype}: each element of y, dx, dw and db is right")
-
-
-# %%
-
-M, N = (3, 41)  # small, because the interpreter is slow
-if ON_GPU:
-    M, N = (1151, 521)
-kinds = [("shifted", N), ("sweeps", N), ("chunks", N - 1)]
-if CUDA == ON_GPU:  # without CUDA no programs can wait for each other
-    kinds.append(("shared", N - 1))
-for kind, columns in kinds:
-    print(end=f"{kind:8}")
-    function = functools.partial(layer_norm, kernels=(kind, kind))
-    check(function, M, columns, torch.float16)
-
-# %%
 # How fast is it?
 # ---------------
 #
@@ -2043,21 +1971,22 @@ def pytorch(x, shape, w, b):
     return F.layer_norm(x, shape, w, b)
 
 
-def function(provider, N, dtype, mode):
-    """A function like PyTorch's."""
-    if provider in ("triton", "CUDA graph"):
-        return layer_norm
-    if provider in FORWARD:  # one kind of kernels, for the pass in question
-        first, _ = pick(N * dtype.itemsize, can_share(dtype))
-        kernels = provider if mode == "forward" else first, provider
-        return functools.partial(layer_norm, kernels=kernels)
-    if provider in LIBRARIES:
-        return library(provider)
-    if provider == "torch.compile":
-        return torch.compile(pytorch, dynamic=False)
-    if provider == "reduce-overhead":
-        return torch.compile(pytorch, dynamic=False, mode="reduce-overhead")
-    return pytorch
+# %%
+
+# Scaffold: inputs.
+
+
+def inputs(M, N, dtype):
+    """x, w, b and dy. The mean of x is far from 0, as it may be in a model."""
+    torch.manual_seed(0)
+    x = -2.3 + 0.5 * torch.randn(M, N, device=DEVICE)
+    w = torch.rand(N, device=DEVICE)
+    b = torch.rand(N, device=DEVICE)
+    dy = 0.1 * torch.randn(M, N, device=DEVICE)
+    x = x.to(dtype).requires_grad_()
+    w = w.to(dtype).requires_grad_()
+    b = b.to(dtype).requires_grad_()
+    return x, w, b, dy.to(dtype)
 
 
 # %%
@@ -2556,6 +2485,60 @@ report(bench_limits_forward)
 # %%
 
 report(bench_limits_backward)
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare each element with PyTorch's layer norm in float64.
+# For a small matrix the rule would pick two of the kinds, so ``kernels``
+# forces the others, too.
+
+# %%
+
+# Scaffold: a check of each element against float64.
+
+
+def both_passes(function, x, w, b, dy):
+    """y, dx, dw and db by name."""
+    y = function(x, (x.shape[1],), w, b)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    return {"y": y, "dx": dx, "dw": dw, "db": db}
+
+
+def in_float64(tensor):
+    """The same numbers in float64, as a new input for autograd."""
+    return tensor.detach().double().requires_grad_()
+
+
+def check(function, M, N, dtype):
+    """Compare each element of y, dx, dw and db with PyTorch's in float64."""
+    arguments = inputs(M, N, dtype)
+    ours = both_passes(function, *arguments)
+    wide = [in_float64(tensor) for tensor in arguments]
+    exact = both_passes(F.layer_norm, *wide)
+    for name in ours:
+        error = (ours[name] - exact[name]).abs()
+        rounding = exact[name].abs() * torch.finfo(dtype).eps / 2
+        typical_size = exact[name].square().mean().sqrt()
+        sums = 64 * torch.finfo(torch.float32).eps * typical_size
+        worst = (error / (rounding + sums)).max().item()
+        assert worst <= 1, f"{name}: {worst:.1f} times the allowed error"
+    print(f"{M} x {N}, {dtype}: each element of y, dx, dw and db is right")
+
+
+# %%
+
+M, N = (3, 41)  # small, because the interpreter is slow
+if ON_GPU:
+    M, N = (1151, 521)
+kinds = [("shifted", N), ("sweeps", N), ("chunks", N - 1)]
+if CUDA == ON_GPU:  # without CUDA no programs can wait for each other
+    kinds.append(("shared", N - 1))
+for kind, columns in kinds:
+    print(end=f"{kind:8}")
+    function = functools.partial(layer_norm, kernels=(kind, kind))
+    check(function, M, columns, torch.float16)
 
 # %%
 # What the user waits for
