@@ -60,6 +60,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # Scaffold: more imports.
 
+import ctypes
 import functools
 import inspect
 import time
@@ -175,6 +176,8 @@ plt.show()
 CUDA = ON_GPU and torch.version.hip is None
 # Bytes. Without a GPU slices are narrow, so that small matrices have some.
 SLICE = 8192 if ON_GPU else 64
+WARP = 64 if torch.version.hip else 32  # threads
+GPU = None
 NUM_SMS = 4  # without a GPU
 EARLY = False  # whether a kernel can start before another one has ended
 
@@ -182,9 +185,10 @@ EARLY = False  # whether a kernel can start before another one has ended
 @functools.cache
 def ask_the_gpu():
     """Called when the first plan is made: to import this asks no GPU."""
-    global NUM_SMS, EARLY
+    global GPU, NUM_SMS, EARLY
     if ON_GPU:
-        NUM_SMS = torch.cuda.get_device_properties().multi_processor_count
+        GPU = torch.cuda.get_device_properties()
+        NUM_SMS = GPU.multi_processor_count
         EARLY = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -1189,13 +1193,14 @@ def _layer_norm_bwd_shared(
 # Scaffold: a launch that remembers itself.
 
 
-def launcher(kernel, grid, unaligned=None, **more):
+def launcher(kernel, grid, unaligned=None, fits=None, **more):
     """A launch as a function of the tensors of a kernel, in its order.
 
     Mean and rstd, which are two arguments of a kernel, are one tensor here.
     What Triton compiled is kept, and only addresses are handed over from then
     on. If one of them is no multiple of 16, Triton looks at all arguments
-    again, or ``unaligned`` takes over.
+    again, or ``unaligned`` takes over. If ``fits(compiled)`` is not true,
+    nothing is launched, and the result is False.
     """
     names = [*inspect.signature(kernel.fn).parameters]
     constants = [more.pop(name) for name in names if name in more]
@@ -1217,18 +1222,24 @@ def launcher(kernel, grid, unaligned=None, **more):
             if both is not None:
                 addresses.insert(both + 1, addresses[both] + to_rstd)
             again(*addresses, *constants)
-            return
+            return True
         if unaligned is not None and not aligned:
-            unaligned(*tensors)
-            return
+            return unaligned(*tensors)
         if both is not None:
             mean, rstd = tensors[both].unbind()
             to_rstd = rstd.data_ptr() - mean.data_ptr()
             tensors = *tensors[:both], mean, rstd, *tensors[both + 1 :]
+        if fits is not None:
+            compiled = kernel.warmup(
+                *tensors, *constants, grid=(grid,), **more
+            )
+            if not fits(compiled):
+                return False
         compiled = by_triton(*tensors, *constants)
         # The interpreter compiles nothing.
         if compiled is not None and aligned:
             again = bare(compiled, grid)
+        return True
 
     return launch
 
@@ -1256,25 +1267,45 @@ def bare(compiled, grid):
 # Scaffold: launches of programs that wait for each other.
 
 
+def places(compiled):
+    """How many programs of a compiled kernel the GPU can run at a time."""
+    try:
+        compiled._init_handles()  # load it onto the GPU, as a launch does
+    except triton.OutOfResources:
+        return 0  # not even one: it needs more than an SM has
+    per_sm = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(per_sm),
+        ctypes.c_void_p(compiled.function),
+        ctypes.c_int(32 * compiled.metadata.num_warps),  # threads
+        ctypes.c_size_t(compiled.metadata.shared),  # bytes of shared memory
+    )
+    return per_sm.value * NUM_SMS
+
+
 def together(kernel, grid, per_sm, warps, **more):
-    """A launch of programs that wait for each other."""
+    """A launch of programs that wait for each other, if the GPU has room for
+    all of them at a time; it says whether it has."""
     more["num_warps"] = warps
     more["PTX"] = CUDA
-    if CUDA:
-        registers = min(65536 // (32 * warps * per_sm) // 8 * 8, 255)
-        more["maxnreg"] = registers
-        more["launch_cooperative_grid"] = True
-    launch = launcher(kernel, grid, **more)
-    if ON_GPU:
-        return launch
+    if not CUDA:
+        launch = launcher(kernel, grid, **more)
 
-    def twice(*tensors):
-        """The interpreter's programs run one by one: after the first time all
-        words are there."""
-        launch(*tensors)
-        launch(*tensors)
+        def twice(*tensors):
+            """The interpreter's programs run one by one: after the first time
+            all words are there."""
+            launch(*tensors)
+            return launch(*tensors)
 
-    return twice
+        return twice
+
+    def fits(compiled):
+        return grid <= places(compiled)
+
+    registers = 65536 // (32 * warps * per_sm)
+    more["maxnreg"] = min(registers // 8 * 8, 255)  # a multiple of 8
+    more["launch_cooperative_grid"] = True
+    return launcher(kernel, grid, fits=fits, **more)
 
 
 def cut(M, N, rows, lanes, per_sm):
@@ -1350,13 +1381,14 @@ def forward_shared(M, N, itemsize, eps):
     launch = together(
         _layer_norm_fwd_shared, programs, M=M, eps=eps, N=N, **tiles, **how
     )
+    otherwise = forward_sweeps(M, N, itemsize, eps)
 
     def run(x, w, b, y, stats):
-        if w is None:
-            w = x.new_ones(N)
-        if b is None:
-            b = x.new_zeros(N)
-        launch(x, w, b, y, stats, empty_words(shape, x.device))
+        ones = x.new_ones(N) if w is None else w
+        zeros = x.new_zeros(N) if b is None else b
+        words = empty_words(shape, x.device)
+        if not launch(x, ones, zeros, y, stats, words):
+            otherwise(x, w, b, y, stats)
 
     return run
 
@@ -1397,13 +1429,13 @@ def backward_shifted(M, N, itemsize):
     return P, launch
 
 
-def backward_sweeps(M, N, itemsize):
+def backward_sweeps(M, N, itemsize, groups=None):
     columns = triton.next_power_of_2(N)
     block = min(8192 // itemsize, columns)
     cols = min(4096 // itemsize, columns)
     slices = triton.cdiv(N, cols)
     rows = 2
-    P = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
+    P = groups or max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
     means = launcher(
         _layer_norm_bwd_means, M, M=M, N=N, BLOCK=block, num_warps=16
     )
@@ -1438,15 +1470,16 @@ def backward_shared(M, N, itemsize):
     launch = together(
         _layer_norm_bwd_shared, programs, M=M, N=N, **tiles, **how
     )
+    _, otherwise = backward_sweeps(M, N, itemsize, groups=P)
 
     def run(dy, x, w, stats, dx, sums):
-        if w is None:
-            w = x.new_ones(N)
-        if dx is None:
-            dx = torch.empty_like(x)
-        if sums is None:
-            sums = stats.new_empty(P, 2, N)
-        launch(dy, x, w, stats, dx, empty_words(shape, x.device), sums)
+        ones = x.new_ones(N) if w is None else w
+        # What nobody wants is computed all the same.
+        all_dx = torch.empty_like(x) if dx is None else dx
+        all_sums = stats.new_empty(P, 2, N) if sums is None else sums
+        words = empty_words(shape, x.device)
+        if not launch(dy, x, ones, stats, all_dx, words, all_sums):
+            otherwise(dy, x, w, stats, dx, sums)
 
     return P, run
 
