@@ -2,13 +2,18 @@
 
 import functools
 import math
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import cells
+import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, LayerNormCase, Mistake, Page, warm
 from tutorial import load, source
@@ -203,9 +208,9 @@ RULE = (
     (32766, SHARED, "shifted shared"),
     (32770, SHARED, "shared shared"),
     (32770, 0, "sweeps sweeps"),
-    (98304, SHARED, "sweeps shared"),
-    (98320, SHARED, "shared shared"),
-    (98320, 0, "sweeps sweeps"),
+    (131072, SHARED, "sweeps shared"),
+    (131088, SHARED, "shared shared"),
+    (131088, 0, "sweeps sweeps"),
     (SHARED, SHARED, "shared shared"),
     (SHARED + 16, SHARED, "sweeps sweeps"),
 )
@@ -220,7 +225,7 @@ def the_rule(load):
 def sizes_of_the_rule():
     """M, N and a type: on both sides of each limit, and of all kinds. What a
     kernel does at many widths is checked on its own page."""
-    for limit in 20464, 20480, 32768, 49152, 98304, SHARED:
+    for limit in 20464, 20480, 32768, 49152, 131072, SHARED:
         N = limit // 2
         M = 37 if N < 100_000 else 3
         yield from ((M, width, HALF) for width in (N - 1, N, N + 8))
@@ -651,7 +656,7 @@ def test_a_second_launch_has_the_same_addresses(page, monkeypatch):
 
     def bare(compiled, grid):
         assert (compiled, grid) == ("compiled", 3)
-        return lambda *addresses: said.append(addresses)
+        return lambda *given: said.append([a for some in given for a in some])
 
     monkeypatch.setattr(page, "bare", bare)
     launch = page.launcher(Kernel(), 3, N=5)
@@ -665,7 +670,7 @@ def test_a_second_launch_has_the_same_addresses(page, monkeypatch):
         if len(said) > 1:
             where = stats.data_ptr()
             step = rstd.data_ptr() - mean.data_ptr()
-            assert again == (x.data_ptr(), where, where + step, 0, 5)
+            assert again == [x.data_ptr(), where, where + step, 0, 5]
     assert len(said) == 3
 
 
@@ -683,6 +688,103 @@ def test_torch_compile_sees_shapes():
     tensors = PAGE.operation.tensors(case, page.DEVICE)
     found = PAGE.operation.results(function, case, tensors)
     PAGE.operation.judge(case, tensors, found)
+
+
+def test_transforms_of_torch_func_are_refused(page, ones):
+    """Not taken silently: a launch asks for addresses, and there are none."""
+
+    def total(x):
+        return page.layer_norm(x, 8).sum()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            torch.func.grad(total)(ones(2, 8))
+        with pytest.raises(RuntimeError):
+            torch.func.vmap(total)(ones(3, 2, 8))
+    with pytest.raises(RuntimeError), torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(ones(2, 8), ones(2, 8))
+        page.layer_norm(x, 8)
+
+
+# A module to import ----------------------------------------------------------
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import functools, os, sys
+
+before = dict(os.environ)
+import every_width
+
+assert dict(os.environ) == before
+assert not {"matplotlib", "pandas"} & {*sys.modules}
+import torch
+
+if torch.cuda.is_available():
+    assert not torch.cuda.is_initialized()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+sys.path[:0] = sys.argv[1:]
+from conformance import LayerNorm, takes_the_place
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+operation, at, half = LayerNorm(), LayerNorm.at, torch.float16
+cases = {
+    "by the rule": (None, [at(5, 40, half), at(5, 33), at(3, 130, half)]),
+    "chunks": (("chunks", "chunks"), [at(9, 24, half)]),
+    "shifted": (("shifted", "shifted"), [at(9, 29, half)]),
+    "sweeps": (("sweeps", "sweeps"), [at(9, 29, half)]),
+    "shared": (("shared", "shared"), [at(9, 24, half)]),
+}
+for name, (kernels, some) in cases.items():
+    f = functools.partial(every_width.layer_norm, kernels=kernels)
+    for case in some:
+        operation.run(f, case, device)
+        operation.run(f, case, device)
+    print(name, "is right")
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.LayerNorm(16), torch.nn.LayerNorm(16, bias=False)
+).to(device)
+x = torch.randn(4, 16, device=device)
+expected, names = model(x), [*model.state_dict()]
+assert every_width.swap(model) is model
+assert all(type(layer) is every_width.LayerNorm for layer in model)
+torch.testing.assert_close(model(x), expected)
+assert [*model.state_dict()] == names
+ours = every_width.LayerNorm(16, device=device)
+ours.load_state_dict(torch.nn.LayerNorm(16).state_dict())
+print("layers are right")
+"""
+
+
+def test_the_module_is_right_by_itself(tmp_path):
+    """Imported where nothing of the page has run."""
+    from page import module
+
+    (tmp_path / module.FILE).write_text(module.text(), encoding="utf-8")
+    switch = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    paths = [str(tutorial.FILES.parent), str(tutorial.ROOT / "docs/_ext")]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, *paths],
+        cwd=tmp_path,
+        env=os.environ | switch,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("right") == 6
+
+
+def test_the_module_has_the_cells_of_the_page():
+    """To the byte, and nothing that a script does beside them."""
+    from page import module
+
+    text = module.text()
+    for word in ("set_stream", "environ", "plt.", "print(", "perf_report"):
+        assert word not in text, word
+    ours, theirs = (cells.functions(each) for each in (text, TEXT))
+    assert len(ours) > 60
+    assert ours.items() <= theirs.items()
 
 
 # Other libraries -------------------------------------------------------------
