@@ -13,8 +13,7 @@ from pathlib import Path
 import tutorial
 from page import downloads
 
-PAGE = "layer-norm/11-every-width"
-FILE = "every_width.py"
+((PAGE, FILE),) = downloads.MODULES.items()
 # The headings of the first cell that is taken, and of the first that is not.
 FIRST, BEYOND = "# The rule\n", "# How fast is it?\n"
 ABOUT = '''"""Layer norm of any width in Triton, forward and backward.
@@ -71,7 +70,9 @@ def used(kind, cell, code):
 def write(app, error):
     """Beside the page, in each language."""
     if error is None and app.builder.format == "html":
+        needs = " ".join(downloads.PACKAGES)
         said = downloads.head(downloads.origin(PAGE, app.config))
+        said = said.replace(needs, "torch triton")  # it draws nothing
         file = (Path(app.outdir) / "tutorials" / PAGE).with_name(FILE)
         file.write_text(said + text(), encoding="utf-8")
 

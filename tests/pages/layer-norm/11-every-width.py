@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cells
 import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, LayerNormCase, Mistake, Page, warm
@@ -777,6 +776,7 @@ def test_the_module_is_right_by_itself(tmp_path):
 
 def test_the_module_has_the_cells_of_the_page():
     """To the byte, and nothing that a script does beside them."""
+    import cells
     from page import module
 
     text = module.text()
