@@ -318,8 +318,8 @@ def test_the_gate_refuses(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch, triton, matplotlib, pandas\n")
     assert run_script(script).returncode == 0
-    for module in ("sphinx", "pytest"):
-        script.write_text(f"import {module}\n")
+    for name in ("sphinx", "pytest"):
+        script.write_text(f"import {name}\n")
         done = run_script(script)
         assert done.returncode == 1
-        assert f"No module named '{module}'" in done.stderr
+        assert f"No module named '{name}'" in done.stderr

@@ -2571,9 +2571,11 @@ def check(function, M, N, dtype):
 
 # %%
 
-M, N = (3, 41)  # small, because the interpreter is slow
+M = 3  # small, because the interpreter is slow
+N = 41
 if ON_GPU:
-    M, N = (1151, 521)
+    M = 1151
+    N = 521
 kinds = [("shifted", N), ("sweeps", N), ("chunks", N - 1)]
 if CUDA == ON_GPU:  # without CUDA no programs can wait for each other
     kinds.append(("shared", N - 1))

@@ -346,7 +346,10 @@ PAGE = Page(
             "rows = 512 // itemsize * warps // chunk",
             "rows = 8 * warps // chunk",
         ),
-        ("block = min(size // itemsize,", "block = min(64 // itemsize,"),
+        (
+            "// itemsize, triton.next_power_of_2(N))",
+            "// itemsize // 128, triton.next_power_of_2(N))",
+        ),
         ("block = min(8192 // itemsize,", "block = min(128 // itemsize,"),
         ("cols = min(4096 // itemsize,", "cols = min(64 // itemsize,"),
         ("few), 16)", "few), 128)"),
