@@ -18,8 +18,14 @@ from conformance import LayerNorm, LayerNormCase, Mistake, Page, warm
 from tutorial import load, source
 
 
+def with_room(page):
+    """Kernels are compiled where no GPU can say how many programs fit."""
+    page.places = lambda compiled: math.inf
+
+
 # All kinds at one width; the kernels keep their limits on pages of their own.
 def run(page, M, N, dtype):
+    with_room(page)
     x, w, b, dy = page.inputs(M, N, dtype)
     for kind in page.FORWARD:
         plan = page.Plan(torch.Size([N]), x, w, b, 1e-5, (kind, kind))
@@ -29,6 +35,7 @@ def run(page, M, N, dtype):
 
 
 def also(page, M, N, dtype):
+    with_room(page)
     for n, given in (
         (10232, torch.float16),
         (13, torch.float64),
@@ -690,6 +697,43 @@ def test_torch_compile_sees_shapes():
     tensors = PAGE.operation.tensors(case, page.DEVICE)
     found = PAGE.operation.results(function, case, tensors)
     PAGE.operation.judge(case, tensors, found)
+
+
+def test_sweeps_stand_in_for_shared_rows(page, monkeypatch):
+    """Where the GPU has no room for all programs at a time."""
+    monkeypatch.setattr(page, "together", lambda *_, **__: lambda *_: False)
+    shared = functools.partial(page.layer_norm, kernels=("shared", "shared"))
+    page.check(shared, 9, 40, HALF)
+    x = torch.randn(9, 40, device=page.DEVICE, requires_grad=True)
+    y = shared(x, 40)
+    expected = F.layer_norm(x, (40,))
+    torch.testing.assert_close(y, expected)
+    grads = [torch.autograd.grad(each, x, x)[0] for each in (y, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_nothing_is_launched_without_room(page):
+    said = []
+
+    class Kernel:
+        @staticmethod
+        def fn(x_ptr, N):
+            pass
+
+        def __getitem__(self, grid):
+            return lambda *args: said.append(args)
+
+        def warmup(self, *args, grid):
+            assert (args[1], grid) == (5, (3,))
+            return "compiled"
+
+    x = torch.zeros(8, device=page.DEVICE)
+    for room in False, True:
+        launch = page.launcher(
+            Kernel(), 3, fits=lambda compiled, room=room: room, N=5
+        )
+        assert launch(x) == room
+        assert len(said) == room
 
 
 def test_transforms_of_torch_func_are_refused(page, ones):
