@@ -6,9 +6,8 @@ Which kernel is right for a row of ``N`` columns, on any device?
 One function picks it by a rule of a few lines, which is not the fastest at
 every width: a figure shows where it errs.
 
-Do you only want to use it? Take :download:`every_width.py <every_width.py>`,
-which is made of the cells of this page, and put it beside your model.
-It needs PyTorch, Triton and a GPU.
+Do you only want to use it? Take ``every_width.py``, which you find above: the
+cells of this page as a module. Put it beside your model, and write two lines:
 
 .. code-block:: python
 
@@ -16,8 +15,13 @@ It needs PyTorch, Triton and a GPU.
 
    model = every_width.swap(model)
 
-Every ``torch.nn.LayerNorm`` of the model is ours now, with the same parameters
-of the same names.
+Each ``torch.nn.LayerNorm`` of the model is ours now, and its parameters keep
+their names and values.
+You gain faster kernels: on the H100, at 4096 columns in float16, ours are N.N
+times as fast as PyTorch's forward and N.N times backward.
+You lose time on the host, which decides where matrices are small: at 1024
+columns and 4096 rows a call of both passes takes N.N times as long as
+PyTorch's. And the first call of a new shape compiles its kernels.
 
 **What you will learn**
 
@@ -25,12 +29,13 @@ of the same names.
 - How one function with one rule takes any width, type and layout.
 - How far that function is from a copy, and where others are faster.
 - When a call waits for Python, and not for the GPU.
+- How a module of PyTorch takes other kernels without being made anew.
 
 **What you need:** nothing, to use the function. To follow its rule:
 `Chunks instead of padding <05-chunks.html>`_, `Rows that begin anywhere
 <06-unaligned-rows.html>`_, `Two sweeps, and a variance that stays right
 <07-two-sweeps.html>`_, and `Programs that share a row
-<08-shared-rows.html>`_.
+<08-shared-rows.html>`_. You don't need a GPU.
 """
 
 # %%
@@ -69,23 +74,40 @@ import time
 # The rule
 # --------
 #
-# What counts is the size of a row in bytes, and whether rows begin at a
-# multiple of 16 bytes: all do if the size is such a multiple.
+# Which kernel is right for my ``N``?
+#
+# Two things decide: how many bytes a row has, and whether rows begin at a
+# multiple of 16 bytes. They all do if the size of a row is such a multiple.
 # There are four kinds of kernels, each with a forward and a backward pass:
 #
-# * ``chunks``: a row in registers, cut into chunks (`page 05
-#   <05-chunks.html>`_);
-# * ``shifted``: the same for rows that begin anywhere (`page 06
-#   <06-unaligned-rows.html>`_);
-# * ``sweeps``: a row is read twice; any width, type and device (`page 07
-#   <07-two-sweeps.html>`_);
-# * ``shared``: a row in the registers of many programs (`page 08
-#   <08-shared-rows.html>`_).
+# - ``chunks``: a program holds a row in registers, cut into chunks (page 05,
+#   `Chunks instead of padding <05-chunks.html>`_).
+# - ``shifted``: the same for rows that begin anywhere (page 06, `Rows that
+#   begin anywhere <06-unaligned-rows.html>`_).
+# - ``sweeps``: a program reads a row twice. That takes any width, type and
+#   GPU (page 07, `Two sweeps <07-two-sweeps.html>`_).
+# - ``shared``: many programs hold a row together (page 08, `Programs that
+#   share a row <08-shared-rows.html>`_).
 #
-# Forward, a second sweep costs little as long as a cache has the row.
-# Backward it comes from memory, so rows that chunks cannot hold are shared, if
-# they can be. Sums in float32 need registers: backward, rows in registers end
-# earlier.
+# A row of 4096 columns in 16 bits has 8192 bytes, a multiple of 16: chunks.
+# One of 4097 columns has 8194 bytes, so the next row begins 2 bytes beyond a
+# multiple of 16: shifted.
+# A row of 16384 columns has 32 KB. Forward that is no problem. Backward a
+# program also holds ``dy``, ``w``, and two sums in float32 for each column,
+# and the registers of an SM do not hold all that: shared.
+#
+# The limits are where one kind became faster than the other when we tried
+# both:
+#
+# - **Forward**, rows stay in registers up to 48 KB, or 32 KB if they begin
+#   anywhere. Then come two sweeps: up to 128 KB a cache still holds most of
+#   the row when it is read again. Wider rows are shared.
+# - **Backward**, rows stay in registers up to 20 KB. Two sweeps are no bridge
+#   here: the second one reads both matrices from memory again. So wider rows
+#   are shared at once.
+# - **Sharing ends** where the programs that the GPU has room for cannot hold a
+#   row: at 2 MB on 132 SMs. It needs an NVIDIA GPU, and sums in float32, so
+#   rows in float64 are never shared. What cannot be shared takes two sweeps.
 
 
 def pick(row, most):
@@ -118,7 +140,8 @@ def pick(row, most):
 
 
 # %%
-# Here it is for 16 bits, on a GPU with 132 multiprocessors.
+# The chart says it for rows in 16 bits, on a GPU with 132 SMs. Find your ``N``;
+# below the kind stands its page.
 
 # %%
 
@@ -203,7 +226,8 @@ def can_share(dtype):
 # The kernels
 # -----------
 #
-# They are those of their pages, to the byte, folded like the host code below.
+# They are those of their pages, word for word, so they are folded: what is
+# still to be understood of them stands on pages 05 to 08.
 
 # %%
 
@@ -1185,8 +1209,21 @@ def _layer_norm_bwd_shared(
 # Launches and plans
 # ------------------
 #
+# How does one function call four kinds of kernels, and lose no time?
+#
 # What a kernel needs beside its tensors is found once for all calls of a kind,
-# and remembered as a *plan*.
+# and remembered as a *plan*: which kernels, how many programs, what to
+# allocate, and, after the first call, what Triton has compiled. `What the user
+# waits for <10-host-time.html>`_ explains each of these steps, so they are
+# folded, too. Here is what this page adds:
+#
+# - Mean and rstd of all rows are one tensor. To make a tensor takes the host
+#   about as long as half a launch.
+# - The autograd function is called below ``apply``, whose Python serves
+#   ``torch.func``.
+# - Programs that share a row are only launched if the GPU has room for all of
+#   them at a time. CUDA is asked before the first launch, and otherwise two
+#   sweeps stand in.
 
 # %%
 
@@ -1653,11 +1690,11 @@ def gradients_of(ctx, dy):
 # The function
 # ------------
 #
-# The first call of a kind checks its arguments and makes a plan. All others
-# find it in a dictionary.
-#
-# For ``torch.compile`` both passes are operators: it sees only their shapes,
-# and ``kernels``, which forces the kernels of both passes, is ignored.
+# It has the arguments of PyTorch's, and ``kernels``, which forces the kernels
+# of both passes and is there for measuring.
+# The first call of a kind checks its arguments and makes a plan; all others
+# find it in a dictionary. For ``torch.compile`` both passes are operators, of
+# which it sees only the shapes.
 
 
 def layer_norm(
@@ -1680,10 +1717,9 @@ def layer_norm(
 
 
 # %%
-# The layer is PyTorch's, with another forward pass: it has the same arguments,
-# and parameters of the same names, so it loads what a ``torch.nn.LayerNorm``
-# has saved. A layer of a model that exists becomes ours without being made
-# anew, because a module may change its class.
+# The layer is PyTorch's with another forward pass, so it loads what a
+# ``torch.nn.LayerNorm`` has saved. And a module may change its class: a layer
+# of your model becomes ours without being made anew.
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -1866,21 +1902,21 @@ BOUND = operator_forward.register_autograd(
 # How fast is it?
 # ---------------
 #
-# Libraries that can be imported are compared: `Liger
-# <https://github.com/linkedin/Liger-Kernel>`_, `quack
-# <https://github.com/Dao-AILab/quack>`_, FastLayerNorm of `Apex
-# <https://github.com/NVIDIA/apex>`_, the Triton kernel of `flash-attn
-# <https://github.com/Dao-AILab/flash-attention>`_, `cuDNN
-# <https://github.com/NVIDIA/cudnn-frontend>`_ through its front end, and `fla
-# <https://github.com/fla-org/flash-linear-attention>`_.
-# A line that is not in a figure could not be imported where it was recorded.
-# Some libraries refuse widths: there they have no point.
+# We compare with PyTorch, torch.compile and libraries that have a layer norm:
+# `Liger <https://github.com/linkedin/Liger-Kernel>`_, `quack
+# <https://github.com/Dao-AILab/quack>`_, `flash-attn
+# <https://github.com/Dao-AILab/flash-attention>`_ with its kernel in Triton,
+# `fla <https://github.com/fla-org/flash-linear-attention>`_, and `cuDNN
+# <https://github.com/NVIDIA/cudnn-frontend>`_.
+# FastLayerNorm of `Apex <https://github.com/NVIDIA/apex>`_ has no line: it
+# must be built from source, and could not be had where the figures were
+# recorded.
 #
-# Each is at its best. torch.compile compiles each width three times, and the
-# fastest result of each pass counts. quack and cuDNN take weights in float32
-# here: quack takes no others, and cuDNN would convert them in each call. cuDNN
-# takes seconds to build a graph, so it is asked for four widths only; the plan
-# is its own choice.
+# Each is at its best, and has no point where it refuses a width. torch.compile
+# compiles each width three times, and the fastest result of each pass counts.
+# quack and cuDNN have weights in float32, because quack takes no others, and
+# cuDNN would convert them in each call. cuDNN takes seconds to build a graph,
+# so we ask it for three widths only.
 
 # %%
 
@@ -2392,22 +2428,69 @@ def bench_backward(M, N, dtype, mode, provider):
 
 
 # %%
-# Usual widths in float16, forward and then backward, with fewer rows where a
-# matrix would pass 512 MB:
+# First come widths of models, and wide rows, all in float16. From 131072
+# columns on there are fewer rows, so that no matrix passes 512 MB.
 
 # %%
 
 report(bench_forward)
 
 # %%
+# **What the figure shows.**
+# On the H100 ours reaches NN% to NN% of a copy up to 65536 columns, PyTorch
+# reaches NN% to NN%, and torch.compile NN% to NN%. Ours is N.N to N.N times as
+# fast as PyTorch there.
+# Wider rows are shared: at 262144 columns ours reaches NN%, and at 1048576
+# NN%, where PyTorch reaches NN% and NN%.
+#
+# Of the libraries, quack takes rows of up to 262144 columns. In the geometric
+# mean over these widths ours is N.N times as fast, and N.N times without 12288
+# columns. There quack reaches NN%: its version 0.6.5 is far below itself at
+# some widths, which is a known defect.
+# Over the widths that each takes, ours is N.N times as fast as Liger in the
+# geometric mean, N.N times as fast as flash-attn, N.N times as fast as fla and
+# N.N times as fast as cuDNN.
+#
+# **Why.**
+# Up to 12288 columns a row moves once, as in the copy. At 65536 columns it is
+# read a second time, from a cache as far as it is still there.
+# PyTorch reads each row twice, too, as `Layer normalization, both passes
+# <01-layer-norm.html>`_ explains. What holds the libraries back we have not
+# looked for.
+#
+# **What follows.**
+# Forward, at the widths of most models, memory decides, and there is little
+# left to gain.
+
+# %%
 
 report(bench_backward)
 
 # %%
-# Where quack is far below itself forward, that is the known defect of its
-# version 0.6.5.
+# **What the figure shows.**
+# On the H100 ours reaches NN% to NN% of a copy up to 65536 columns, PyTorch
+# reaches NN% to NN%, and torch.compile NN% to NN%. Ours is N.N to N.N times as
+# fast as PyTorch.
+# At 262144 columns ours reaches NN%, and at 1048576 NN%.
+# In the geometric mean, over the widths that each takes, ours is N.N times as
+# fast as quack, N.N times as fast as Liger, N.N times as fast as flash-attn,
+# N.N times as fast as fla, and N.N times as fast as cuDNN.
 #
-# Widths that nobody tunes for, in bfloat16:
+# **Why.**
+# The bytes: ours reads ``x`` and ``dy`` once and writes ``dx``, whether a
+# program holds the row or many do. PyTorch reads both matrices a second time
+# for ``dw`` and ``db``, which is five matrices in place of three. That alone
+# would leave it 60% of the copy; it reaches less, so there are other reasons,
+# too.
+#
+# **What follows.**
+# Backward is where a kernel of one's own pays: rivals are further away here
+# than forward, and in training this pass moves more bytes.
+#
+# Widths that nobody tunes for
+# ----------------------------
+#
+# What if a width is no multiple of 512, or odd? These are in bfloat16.
 
 # %%
 
@@ -2464,10 +2547,29 @@ report(bench_unusual_forward)
 report(bench_unusual_backward)
 
 # %%
+# **What the figures show.**
+# On the H100 ours reaches NN%, NN%, NN% and NN% of a copy forward at these
+# widths, and PyTorch NN%, NN%, NN% and NN%. Backward ours reaches NN%, NN%,
+# NN% and NN%, and PyTorch NN%, NN%, NN% and NN%.
+#
+# **Why.**
+# 1000 columns are 2000 bytes, a multiple of 16, and rows begin where loads of
+# 16 bytes can begin. The other three widths are odd. `Rows that begin anywhere
+# <06-unaligned-rows.html>`_ explains why that costs PyTorch so much, and why
+# ours loses less.
+# Backward, 12345 columns are beyond the limit of shifted rows. Programs share
+# such a row, but with loads of 2 bytes each, which is why ours falls to NN%
+# there.
+#
+# **What follows.**
+# If you can choose a width, take a multiple of 8 in 16 bits. If you cannot,
+# little is lost up to 10232 columns.
+#
 # Is the rule right?
 # ------------------
 #
-# On both sides of its limits, every kind for rows of whole groups of 16 bytes.
+# We measure all kinds on both sides of its limits, where rows begin at a
+# multiple of 16 bytes. "Triton" is what the rule picks.
 
 # %%
 
@@ -2529,6 +2631,28 @@ report(bench_limits_forward)
 report(bench_limits_backward)
 
 # %%
+# **What the figures show.**
+# Forward, on the H100, another kind is faster than what the rule picks by at
+# most NN%, at NNNNN columns, and backward by at most NN%, at NNNNN.
+# Chunks and two sweeps are close to each other forward: at 12288 columns
+# chunks reach NN% and two sweeps NN%, and at 24576 they reach NN% and NN%.
+# At 8704 two sweeps reach only NN%, and chunks NN%.
+# At 65536 columns two sweeps reach NN% and shared rows NN%, and at 98304 it is
+# NN% and NN%.
+# Backward, at 10240 columns, chunks reach NN% and shared rows NN%; at 10752 it
+# is NN% and NN%, and at 16384 chunks fall to NN%.
+#
+# **Why.**
+# At 8704 columns two sweeps go in tiles of 4096 lanes, and the third tile is
+# mostly empty, but takes its time. 12288 and 24576 columns fill their tiles.
+# Backward, chunks stop at 10240 columns because the sums of a sixth chunk of
+# 2048 lanes are more than the registers hold. At 16384 columns most of them
+# are in memory.
+#
+# **What follows.**
+# A rule of two thresholds in each pass is close to the best kind, and its
+# answer costs nothing. Autotuning would try all kinds at each new width.
+#
 # Is it right?
 # ------------
 #
@@ -2588,17 +2712,17 @@ for kind, columns in kinds:
 # What the user waits for
 # -----------------------
 #
-# Arguments of one kind share a *plan*.
-# They are checked when their kind is new; from the second time on a launch
-# needs addresses alone (`What the user waits for <10-host-time.html>`_).
-# Whole calls are timed, one after the other until the device has finished.
-# A host is never quiet for long: so all lines take turns, and a line is
-# compared with ours of the same turn.
+# So far we have timed the GPU. How long does a call take?
 #
-# PyTorch's own cure for host time is beside ours:
+# We make calls in a row, until the device has finished the last one. A call
+# then takes as long as the slower of the two: the host that prepares it, or
+# the device. Other work on the machine disturbs the host, so all lines take
+# turns, and each is compared with ours of the same turn.
+#
+# PyTorch has a cure of its own for host time:
 # ``torch.compile(mode="reduce-overhead")`` replays CUDA graphs, after it has
-# copied the inputs to where these read.
-# A CUDA graph of our call, made by hand, takes the time of the device.
+# copied the inputs to where these read. And "CUDA graph" is a graph of our
+# call, made by hand, which takes the time of the device.
 
 # %%
 
@@ -2759,14 +2883,33 @@ report_calls(bench_call_forward)
 report_calls(bench_call_both)
 
 # %%
-# Where the host takes longer than the kernels, a call takes as long as the
-# host, and the graph shows by how much: faster kernels would not help there.
-# Our host code is Python, PyTorch's is C++.
+# **What the figures show.**
+# On the H100 a forward pass takes N.N times as long as PyTorch's at 1024
+# columns, N.N times at 2048 and N.N times at 4096. Both passes take N.N, N.N
+# and N.N times as long.
+# At 12288 columns it is the other way round: ours takes NN µs forward and NN
+# µs for both passes, and PyTorch NN µs and NN µs.
+# At 1024 columns the graph of our two passes takes NN µs, and our call NN
+# µs.
+#
+# **Why.**
+# At 1024 columns the device is done long before the host, and our host code is
+# Python, where PyTorch's is C++. What a call is made of, `What the user waits
+# for <10-host-time.html>`_ measures part by part: the autograd function is the
+# largest, since even one that does nothing takes most of PyTorch's time. Then
+# come two tensors and a launch forward, and three tensors and two launches
+# backward. To find the plan is the smallest part.
+#
+# **What follows.**
+# With narrow rows and few of them, faster kernels gain nothing, and our call
+# loses. In a model the host often has time while the GPU works through large
+# matrix products. Where it has not, take a CUDA graph of the whole step: it
+# has no Python at all, and both our kernels and this figure are for it.
 #
 # Any layout
 # ----------
 #
-# This is the long account; the other pages keep it short.
+# What does the function do with tensors that are no plain matrix?
 #
 # * **Dimensions.** ``normalized_shape`` is a number or a shape, and ``x`` ends
 #   in it. Dimensions before it, of any number, are rows: a view of ``M * N``
@@ -2802,7 +2945,11 @@ for x in (
 print("seven layouts are right")
 
 # %%
-# And a model, whose layers keep their parameters:
+# Into a model
+# ------------
+#
+# ``swap`` changes the layers of a model that exists. Some have no bias, or no
+# parameters at all, and ``eps`` may be any.
 
 model = torch.nn.Sequential(
     torch.nn.Linear(8, 16),
@@ -2819,6 +2966,30 @@ assert [*model.state_dict()] == names
 print(model)
 
 # %%
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# - **Small matrices.** A call of ours takes longer on the host than one of
+#   PyTorch, as the last figures show.
+# - **Some widths.** On the H100 a rival is faster forward at NNNN, NNNN and
+#   NNNN columns, at most N.N times, and backward at no width.
+# - **Wide odd rows.** Where programs share a row that begins anywhere, they
+#   load 2 bytes at a time.
+# - **Beside other kernels.** Programs that share a row start only when the GPU
+#   has room for all of them, as `Programs that share a row
+#   <08-shared-rows.html>`_ shows. A kernel that keeps a few SMs busy, as one
+#   that sends gradients to other GPUs, makes them wait.
+# - **New shapes.** A kernel is compiled for each width and type, and a plan is
+#   made for each number of rows.
+# - **Other GPUs.** The limits of the rule come from trials on an H100 and an
+#   H200.
+# - **More than two passes.** PyTorch has second derivatives, forward mode and
+#   the transforms of ``torch.func``. Ours refuses them.
+# - **Autocast.** Under ``torch.autocast`` PyTorch's result is in float32, and
+#   ours has the type of ``x``.
+# - **torch.compile can fuse** a layer norm with what comes before and after,
+#   and ours is an operator to it.
+#
 # Exercise 1: from how much on is it faster?
 # ------------------------------------------
 #
@@ -2882,3 +3053,29 @@ def break_even_1(our_host, their_host, ours, theirs):
 
 
 assert exercise_1(break_even_1)
+
+# %%
+# What we learned
+# ---------------
+#
+# These are the kinds of kernels of this page: how often each moves a matrix,
+# and how fast it is on the H100.
+#
+# - **Chunks** move each matrix once: at 4096 columns they reach NN% of a copy
+#   forward and NN% backward.
+# - **Shifted** rows do, too: at 4097 columns they reach NN% and NN%.
+# - **Two sweeps** read a row twice, forward from a cache while it lasts: at
+#   65536 columns they reach NN%.
+# - **Shared** rows move each matrix once, and numbers between programs: at
+#   65536 columns they reach NN% backward, and at 262144 NN% forward.
+#
+# And for a function that takes any input:
+#
+# - A rule of a few lines can pick among kernels, if each limit was measured on
+#   both sides.
+# - Find out once per kind of arguments what does not change, and keep it.
+# - A call in a row takes as long as the slower of host and device. Measure
+#   both before you make either faster.
+#
+# **Next:** what stands around a layer norm in a model, in the same kernel:
+# `Add and layer norm <../fused/01-add-layer-norm.html>`_.
