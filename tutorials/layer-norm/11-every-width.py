@@ -140,8 +140,8 @@ def pick(row, most):
 
 
 # %%
-# The chart says it for rows in 16 bits, on a GPU with 132 SMs. Find your ``N``;
-# below the kind stands its page.
+# The chart says it for rows in 16 bits, on a GPU with 132 SMs. Below each kind
+# stands its page.
 
 # %%
 
@@ -841,20 +841,34 @@ def programs_for(M, N, itemsize, plan):
 
 @triton.jit
 def _welford(
-    x_ptr, eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, acc: tl.constexpr,  # float32; float64 for float64
-):  # fmt: skip
-    """Mean of the row at x_ptr, and 1 / its standard deviation."""
-    LAST: tl.constexpr = (N - 1) // BLOCK
+    x_ptr,  # where the row begins
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    KEEP: tl.constexpr,  # what the caches should do with x
+    acc: tl.constexpr,  # the type of the sums: float32, or float64
+):
+    """Mean of a row, and 1 / its standard deviation."""
+    LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
     lanes = tl.arange(0, BLOCK)
-    mean, m2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
-    for i in range(LAST + 1):
+
+    # The first element of each lane is the mean of the lane so far.
+    x = tl.load(x_ptr + lanes, mask=lanes < N, eviction_policy=KEEP)
+    mean = tl.where(lanes < N, x.to(acc), 0)
+    m2 = tl.zeros((BLOCK,), acc)
+    for i in range(1, LAST + 1):
         cols = i * BLOCK + lanes
         x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
+        # A masked lane may hold anything: with a distance of 0 it changes
+        # neither of its two numbers.
         d = tl.where(cols < N, x.to(acc) - mean, 0)
+        # One division for all lanes, and a multiplication in each.
         share = 1 / tl.cast(i + 1, acc)
         mean += d * share
-        m2 += d * d * (1 - share)  # d times the distance from the new mean
+        m2 += d * d * (1 - share)
+
+    # Put the lanes together. A lane that was masked in the last tile has one
+    # element less.
     count = tl.where(LAST * BLOCK + lanes < N, LAST + 1, LAST).to(acc)
     common = tl.sum(mean * count) / N
     d = mean - common
@@ -869,20 +883,33 @@ def _welford(
 
 @triton.jit
 def _layer_norm_fwd_sweeps(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
-    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    CACHES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    CACHES: tl.constexpr,  # whether to help the caches
+):
     KEEP: tl.constexpr = "evict_last" if CACHES else ""
     DROP: tl.constexpr = "evict_first" if CACHES else ""
     STREAM: tl.constexpr = ".cs" if CACHES else ""
-    LAST: tl.constexpr = (N - 1) // BLOCK
-    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # A program for each row. M * N may pass 2**31.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * N
+
+    # First sweep.
     mean, rstd = _welford(x_ptr, eps, N, BLOCK, KEEP, acc)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
+
+    # Second sweep, from the last tile to the first.
     for i in range(LAST + 1):
         tile = LAST - i if CACHES else i
         cols = tile * BLOCK + tl.arange(0, BLOCK)
@@ -897,12 +924,22 @@ def _layer_norm_fwd_sweeps(
 
 
 def plan_sweeps(N, itemsize):
-    """Lanes of a tile and warps of a program."""
-    row, warp = N * itemsize, 64 if torch.version.hip else 32  # threads
-    size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
-    size, most = (8192, 256) if row % 16 else (size, 1024)
-    block = min(size // itemsize, triton.next_power_of_2(N))
-    return block, max(min(block * itemsize // 16, most) // warp, 1)
+    """Lanes of a tile, and warps of a program."""
+    row_bytes = N * itemsize
+    threads = 1024
+    tile_bytes = 32768
+    if row_bytes <= 65536:
+        tile_bytes = 16384
+    if row_bytes <= 32768:
+        threads = 512
+        tile_bytes = 8192
+    if row_bytes % 16 > 0:
+        threads = 256
+        tile_bytes = 8192
+    block = min(tile_bytes // itemsize, triton.next_power_of_2(N))
+    # A narrow row does not need so many threads.
+    threads = min(threads, block * itemsize // 16)
+    return block, max(threads // WARP, 1)
 
 
 # %%
@@ -912,26 +949,55 @@ def plan_sweeps(N, itemsize):
 
 @triton.jit
 def _layer_norm_bwd_means(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,  # w may be None
-    M, N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    c_ptr,  # (2, M): c1 of all rows, then c2
+    M,  # rows
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+):
+    # A program for each row. M * N may pass 2**31.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * N
     dy_ptr += row * N
-    acc = mean_ptr.dtype.element_ty
-    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
-    c1, c2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+
+    # Both sums, for each lane.
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    c1 = tl.zeros((BLOCK,), acc)
+    c2 = tl.zeros((BLOCK,), acc)
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
-        wdy = dy  # 0 in a masked lane
+        wdy = dy  # 0 in a masked lane, which then adds nothing
         if w_ptr is not None:
             wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
+        # x_hat is (x - mean) * rstd. All of a row have the same factor rstd,
+        # so one multiplication at the end is enough.
         c1 += (x - mean) * wdy
         c2 += wdy
+
     tl.store(c_ptr + row, tl.sum(c1) * rstd / N)
     tl.store(c_ptr + M + row, tl.sum(c2) / N)
+
+
+# %%
+
+# Scaffold: two sweeps, backward, the plan of the first, from page 07.
+
+
+def plan_means(N, itemsize):
+    """Lanes of a tile of the first kernel, and warps of a program."""
+    block = min(8192 // itemsize, triton.next_power_of_2(N))
+    tiles = triton.cdiv(N, block)
+    if tiles == 3 or 5 <= tiles <= 8:
+        return block, 8
+    return block, 16
 
 
 # %%
@@ -941,38 +1007,66 @@ def _layer_norm_bwd_means(
 
 @triton.jit
 def _layer_norm_bwd_slices(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,
-    dx_ptr,  # None: not wanted
-    sums_ptr,  # (groups, 2, N), or None: neither dw nor db is wanted
-    M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,  # of a tile
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    c_ptr,  # (2, M): c1 and c2 of all rows; None if dx is not wanted
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (groups, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    COLS: tl.constexpr,  # columns of a slice: a power of two
+):
+    # Which slice is ours, and which group of rows? Neighboring programs have
+    # neighboring slices of the same rows.
     SLICES: tl.constexpr = (N + COLS - 1) // COLS
-    acc = mean_ptr.dtype.element_ty
-    group, groups = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
+    group = tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
     cols = tl.program_id(0) % SLICES * COLS + tl.arange(0, COLS)[None, :]
+
+    # Our part of w stays in registers, and so do our sums.
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0)
-    dw, db = tl.zeros((1, COLS), acc), tl.zeros((1, COLS), acc)
+    dw = tl.zeros((1, COLS), acc)
+    db = tl.zeros((1, COLS), acc)
+
+    # Where the elements of a tile are, from the beginning of its first row.
+    # For two rows of up to 2**30 columns, 32 bits are enough.
     row = tl.arange(0, ROWS)[:, None]
     at = row * N + cols
+
     for first in tl.range(group * ROWS, M, groups * ROWS, num_stages=3):
+        # Load a tile, and what is known of its rows.
         exists = row < M - first
         mask = exists & (cols < N)
-        start = tl.cast(first, tl.int64) * N  # 64 bits only here
+        start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
         x = tl.load(x_ptr + start + at, mask=mask, other=0)
         dy = tl.load(dy_ptr + start + at, mask=mask, other=0)
         mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
         rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
-        x_hat, dy = (x.to(acc) - mean) * rstd, dy.to(acc)
-        dw += tl.sum(dy * x_hat, 0, keep_dims=True)
-        db += tl.sum(dy, 0, keep_dims=True)
+
+        # The terms of dw and db, summed over the rows of the tile.
+        x_hat = (x.to(acc) - mean) * rstd
+        dy = dy.to(acc)
+        dw += tl.sum(dy * x_hat, axis=0, keep_dims=True)
+        db += tl.sum(dy, axis=0, keep_dims=True)
+
         if dx_ptr is not None:
+            # The formula for dx, with the means of the first kernel.
             c1 = tl.load(c_ptr + first + row, mask=exists, other=0)
             c2 = tl.load(c_ptr + M + first + row, mask=exists, other=0)
-            wdy = dy if w_ptr is None else dy * w.to(acc)
+            wdy = dy
+            if w_ptr is not None:
+                wdy = dy * w.to(acc)
             dx = (wdy - x_hat * c1 - c2) * rstd
             tl.store(dx_ptr + start + at, dx, mask=mask)
+
     if sums_ptr is not None:
+        # Each group has a buffer of its own.
         sums_ptr += group * 2 * N + cols
         tl.store(sums_ptr, dw, mask=cols < N)
         tl.store(sums_ptr + N, db, mask=cols < N)
@@ -986,18 +1080,34 @@ EMPTY = 0x7F800001_7F800001
 
 
 @triton.jit
-def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
-             PTX: tl.constexpr):  # fmt: skip
+def _publish(
+    words_ptr,  # (rows, SLICES)
+    first,  # the first row of a tile
+    s,  # our slice
+    a,  # (rows of the tile,) float32: the lower halves of the words
+    b,  # (rows of the tile,) float32: the upper halves
+    SLICES: tl.constexpr,  # slices of a row
+    PTX: tl.constexpr,  # False: in the interpreter
+):
     """Store the word of slice s for each row of a tile."""
     row = first + tl.arange(0, a.shape[0])
     at = words_ptr + row * SLICES + s
+
+    # The bits of both numbers, and then one beside the other. A number of 32
+    # bits becomes one of 64 with zeros before it, because it is unsigned.
     low = a.to(tl.uint32, bitcast=True).to(tl.int64)
-    word = low | b.to(tl.uint32, bitcast=True).to(tl.int64) << 32
+    high = b.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = low | (high << 32)
+
     if PTX:
         tl.inline_asm_elementwise(
-            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;", "=r,l,l",
-            [at.to(tl.int64), word], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;",
+            constraints="=r,l,l",
+            args=[at.to(tl.int64), word],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.store(at, word)
 
@@ -1008,27 +1118,44 @@ def _publish(words_ptr, first, s, a, b, SLICES: tl.constexpr,
 
 
 @triton.jit
-def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
-             PADDED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def _collect(
+    words_ptr,  # (rows, SLICES)
+    first,  # the first row of a tile
+    ROWS: tl.constexpr,  # rows of a tile
+    SLICES: tl.constexpr,  # slices of a row
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
+    PTX: tl.constexpr,  # False: in the interpreter
+):
     """For each row of a tile the numbers of all slices, then zeros."""
     row = first + tl.arange(0, ROWS)[:, None]
     s = tl.arange(0, PADDED)[None, :]
+    # Lanes beyond the last slice load its word once more.
     at = words_ptr + row * SLICES + tl.minimum(s, SLICES - 1)
+
     if PTX:
         word = tl.inline_asm_elementwise(
             """{
-            .reg .pred empty, again; .reg .b32 loads; mov.b32 loads, 0;
+            .reg .pred empty, again;
+            .reg .b32 loads;
+            mov.b32 loads, 0;
             LOAD:
             ld.relaxed.gpu.global.b64 $0, [$1];
             setp.eq.b64 empty, $0, 0x7F8000017F800001;
             add.u32 loads, loads, 1;
             setp.lt.and.u32 again, loads, 10000000, empty;
-            @again bra LOAD; @empty trap;
+            @again bra LOAD;
+            @empty trap;
             }""",
-            "=&l,l", [at.to(tl.int64)], tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
+            constraints="=&l,l",
+            args=[at.to(tl.int64)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
     else:
         word = tl.load(at)
+
+    # Both halves as float32 again.
     a = word.to(tl.uint32).to(tl.float32, bitcast=True)
     b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)
@@ -1040,22 +1167,36 @@ def _collect(words_ptr, first, ROWS: tl.constexpr, SLICES: tl.constexpr,
 
 
 @triton.jit
-def _my_slice(N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-              WIDTH: tl.constexpr):  # fmt: skip
-    """Slice; first row, and rows to the next tile; columns; which exist."""
+def _my_slice(
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    LANES: tl.constexpr,  # lanes of a slice: a power of two, at least WIDTH
+    WIDTH: tl.constexpr,  # columns of a slice
+):
+    """Our slice, our first row, rows from one tile to the next, the columns of
+    our lanes, and which of them exist."""
     SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
-    s, group = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
+    s = tl.program_id(0) % SLICES
+    group = tl.program_id(0) // SLICES
     lane = tl.arange(0, LANES)[None, :]
     inside = (lane < WIDTH) & (s * WIDTH + lane < N)
-    step = tl.num_programs(0) // SLICES * ROWS
-    return s, group * ROWS, step, s * WIDTH + lane, inside
+    groups = tl.num_programs(0) // SLICES
+    return s, group * ROWS, groups * ROWS, s * WIDTH + lane, inside
 
 
 @triton.jit
-def _tile(first, cols, inside, M, N: tl.constexpr, ROWS: tl.constexpr):
-    """Where a tile is in a matrix, and what of it exists."""
+def _tile(
+    first,  # the first row of the tile
+    cols,  # the columns of its lanes
+    inside,  # which of the columns exist
+    M,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+):
+    """Where a tile is in a matrix, and which of its elements exist."""
     row = tl.arange(0, ROWS)[:, None]
-    start = tl.cast(first, tl.int64) * N  # 64 bits: M * N may pass 2**31
+    # Only this is in 64 bits, once a tile: M * N may pass 2**31.
+    start = tl.cast(first, tl.int64) * N
     return start, row * N + cols, inside & (row < M - first)
 
 
@@ -1065,14 +1206,22 @@ def _column(t):
 
 
 @triton.jit
-def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
-                WIDTH: tl.constexpr):  # fmt: skip
+def _statistics(
+    means,  # (rows, PADDED): the mean of each slice
+    m2s,  # (rows, PADDED): its squared distances from it, summed
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    WIDTH: tl.constexpr,  # columns of a slice
+):
     """Mean and 1 / standard deviation of each row."""
+    # The columns of each slice: the last one may have fewer, and what is
+    # beyond it has none.
     s = tl.arange(0, means.shape[1])[None, :]
     n = tl.maximum(tl.minimum(N - s * WIDTH, WIDTH), 0).to(tl.float32)
-    mean = tl.sum(means * n, 1) / N
+    mean = tl.sum(means * n, axis=1) / N
     d = means - _column(mean)
-    return mean, 1 / tl.sqrt(tl.sum(m2s + n * d * d, 1) / N + eps)
+    variance = tl.sum(m2s + n * d * d, axis=1) / N
+    return mean, 1 / tl.sqrt(variance + eps)
 
 
 # %%
@@ -1082,30 +1231,58 @@ def _statistics(means, m2s, eps: tl.constexpr, N: tl.constexpr,
 
 @triton.jit
 def _layer_norm_fwd_shared(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, words_ptr,
-    M, eps: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,)
+    b_ptr,  # (N,)
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,) float32: saved for the backward pass
+    rstd_ptr,  # (M,) float32: 1 / standard deviation, saved as well
+    words_ptr,  # (M and some more, SLICES), empty
+    M,  # rows
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    LANES: tl.constexpr,  # lanes of a slice: a power of two, at least WIDTH
+    WIDTH: tl.constexpr,  # columns of a slice
+    PADDED: tl.constexpr,  # a power of two, at least the number of slices
+    PTX: tl.constexpr,  # False: in the interpreter
+):
     SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
     s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+
+    # A program always has the same columns, so it loads w and b once.
     w = tl.load(w_ptr + cols, mask=inside, other=0)
     b = tl.load(b_ptr + cols, mask=inside, other=0)
+
     before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    # Until M + step: one turn more than there are tiles.
     for first in tl.range(start, M + step, step, num_stages=3):
+        # Load a tile.
         at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
         x = tl.load(x_ptr + at + cell, mask=mask, other=0)
-        mean = tl.sum(x.to(tl.float32), 1) / tl.minimum(N - s * WIDTH, WIDTH)
+
+        # Mean and m2 of our slice of each row, and tell the others.
+        count = tl.minimum(N - s * WIDTH, WIDTH)  # columns of our slice
+        mean = tl.sum(x.to(tl.float32), axis=1) / count
         d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)
-        _publish(words_ptr, first, s, mean, tl.sum(d * d, 1), SLICES, PTX)
+        m2 = tl.sum(d * d, axis=1)
+        _publish(words_ptr, first, s, mean, m2, SLICES, PTX)
+
+        # The tile before: its first row, and how many rows may be stored. In
+        # the first turn that is no row at all.
         done = tl.maximum(first - step, start)
-        end = tl.where(first > start, M, 0)  # in the first turn no row
+        end = tl.where(first > start, M, 0)
+
+        # What all slices of its rows have published, and the statistics. All
+        # programs of the group compute the same.
         means, m2s = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
         mean, rstd = _statistics(means, m2s, eps, N, WIDTH)
         rows = done + tl.arange(0, ROWS)
-        once = rows < tl.where(s == 0, end, 0)  # one slice stores them
+        once = rows < tl.where(s == 0, end, 0)  # slice 0 stores them
         tl.store(mean_ptr + rows, mean, mask=once)
         tl.store(rstd_ptr + rows, rstd, mask=once)
+
+        # Scale, shift and store.
         y = (before.to(tl.float32) - _column(mean)) * _column(rstd)
         y = y * w.to(tl.float32) + b.to(tl.float32)
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
@@ -1119,19 +1296,21 @@ def _layer_norm_fwd_shared(
 
 
 def plan_shared(N, itemsize, forward):
-    """Rows and lanes of a tile; programs on a multiprocessor, and warps."""
-    row, warps = N * itemsize, 8
+    """Rows and lanes of a tile; programs on an SM, and warps of each."""
+    row = N * itemsize
     if forward:
-        per_sm = 1 if row <= 32 * SLICE else 2
-        rows, size = 2, 2 * SLICE // per_sm
-        if row > 96 * SLICE:
-            rows, size, warps = 1, 2 * SLICE, 4
-    else:
-        per_sm, rows, size = 2, 1, SLICE
-        if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
-            per_sm, rows, size = 3, 4, SLICE // 4
-        warps = 4 if row <= 128 * SLICE else 8
-    return (rows, size // itemsize), {"per_sm": per_sm, "warps": warps}
+        if row <= 32 * SLICE:
+            return (2, 2 * SLICE // itemsize), {"per_sm": 1, "warps": 8}
+        if row <= 96 * SLICE:
+            return (2, SLICE // itemsize), {"per_sm": 2, "warps": 8}
+        return (1, 2 * SLICE // itemsize), {"per_sm": 2, "warps": 4}
+
+    # The backward pass comes further down.
+    if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
+        return (4, SLICE // 4 // itemsize), {"per_sm": 3, "warps": 4}
+    if row <= 128 * SLICE:
+        return (1, SLICE // itemsize), {"per_sm": 2, "warps": 4}
+    return (1, SLICE // itemsize), {"per_sm": 2, "warps": 8}
 
 
 # %%
@@ -1146,21 +1325,39 @@ def _add_pairs(a1, a2, b1, b2):
 
 @triton.jit
 def _slice_sums(x, dy, w, mean):
+    """The two sums over our slice of each row of a tile."""
     wdy = w.to(tl.float32) * dy.to(tl.float32)
     d = x.to(tl.float32) - _column(mean)
     return tl.reduce((wdy * d, wdy), 1, _add_pairs)
 
 
 @triton.jit
-def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
-                     N: tl.constexpr):  # fmt: skip
+def _slice_gradients(
+    x,  # a tile
+    dy,  # a tile
+    w,  # (1, LANES)
+    mean,  # (rows,)
+    rstd,  # (rows,)
+    sum1,  # (rows, PADDED): the first sum of each slice
+    sum2,  # (rows, PADDED): the second
+    dw,  # (1, LANES): the sums so far
+    db,  # (1, LANES)
+    N: tl.constexpr,  # columns
+):
+    """dx of a tile, and dw and db with its terms."""
+    # The sums over whole rows.
     sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
+    # From the left: rstd**3 alone may be too large for float32.
     c1 = _column(sum1 * rstd * rstd * rstd / N)
     c2 = _column(sum2 * rstd / N)
-    d, dy = x.to(tl.float32) - _column(mean), dy.to(tl.float32)
+
+    d = x.to(tl.float32) - _column(mean)
+    dy = dy.to(tl.float32)
     scaled = dy * _column(rstd)
     dx = scaled * w.to(tl.float32) - (d * c1 + c2)
-    return dx, dw + tl.sum(scaled * d, 0)[None, :], db + tl.sum(dy, 0)[None, :]
+    dw += tl.sum(scaled * d, axis=0)[None, :]
+    db += tl.sum(dy, axis=0)[None, :]
+    return dx, dw, db
 
 
 # %%
@@ -1170,36 +1367,73 @@ def _slice_gradients(x, dy, w, mean, rstd, sum1, sum2, dw, db,
 
 @triton.jit
 def _layer_norm_bwd_shared(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, words_ptr, sums_ptr,
-    M, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,)
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N)
+    words_ptr,  # (M and some more, SLICES), empty
+    sums_ptr,  # (groups, 2, N): dw and db of each group
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    LANES: tl.constexpr,  # lanes of a slice: a power of two, at least WIDTH
+    WIDTH: tl.constexpr,  # columns of a slice
+    PADDED: tl.constexpr,  # a power of two, at least the number of slices
+    PTX: tl.constexpr,  # False: in the interpreter
+):
     SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
     s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
     w = tl.load(w_ptr + cols, mask=inside, other=0)
-    dw, db = tl.zeros((1, LANES), tl.float32), tl.zeros((1, LANES), tl.float32)
-    x1 = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
-    dy1 = x1
-    for first in tl.range(start, M + step, step, num_stages=3,
-                          disable_licm=True):  # fmt: skip
+
+    # The sums of our columns, over all rows of our group.
+    dw = tl.zeros((1, LANES), tl.float32)
+    db = tl.zeros((1, LANES), tl.float32)
+
+    # The tile before.
+    x_before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    dy_before = x_before
+
+    for first in tl.range(
+        start,
+        M + step,  # one turn more than there are tiles
+        step,
+        num_stages=3,
+        # The compiler would convert w to float32 before the loop, because the
+        # result is always the same. That takes registers, and they are full.
+        disable_licm=True,
+    ):
+        # Load a tile of both matrices, and the means of its rows.
         at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
         x = tl.load(x_ptr + at + cell, mask=mask, other=0)
         dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
         rows = first + tl.arange(0, ROWS)
         mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
+
+        # The sums of our slice, and tell the others.
         sum1, sum2 = _slice_sums(x, dy, w, mean)
         _publish(words_ptr, first, s, sum1, sum2, SLICES, PTX)
+
+        # The tile before; in the first turn none of its rows is stored.
         done = tl.maximum(first - step, start)
         end = tl.where(first > start, M, 0)
         sum1, sum2 = _collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+
+        # Its statistics once more: registers are too few to keep them.
         rows = done + tl.arange(0, ROWS)
         mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
-        dx, dw, db = _slice_gradients(x1, dy1, w, mean, rstd, sum1, sum2,
-                                      dw, db, N)  # fmt: skip
+
+        dx, dw, db = _slice_gradients(
+            x_before, dy_before, w, mean, rstd, sum1, sum2, dw, db, N
+        )
         at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
         tl.store(dx_ptr + at + cell, dx, mask=mask)
-        x1, dy1 = x, dy
+        x_before = x
+        dy_before = dy
+
+    # Each group has a row of sums, and each program its own columns of it.
     sums_ptr += start // ROWS * 2 * N + cols
     tl.store(sums_ptr, dw, mask=inside)
     tl.store(sums_ptr + N, db, mask=inside)
@@ -1469,14 +1703,13 @@ def backward_shifted(M, N, itemsize):
 
 
 def backward_sweeps(M, N, itemsize, groups=None):
-    columns = triton.next_power_of_2(N)
-    block = min(8192 // itemsize, columns)
-    cols = min(4096 // itemsize, columns)
+    block, warps = plan_means(N, itemsize)
+    cols = min(4096 // itemsize, triton.next_power_of_2(N))
     slices = triton.cdiv(N, cols)
     rows = 2
     P = groups or max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
     means = launcher(
-        _layer_norm_bwd_means, M, M=M, N=N, BLOCK=block, num_warps=16
+        _layer_norm_bwd_means, M, M=M, N=N, BLOCK=block, num_warps=warps
     )
     finish = launcher(
         _layer_norm_bwd_slices,

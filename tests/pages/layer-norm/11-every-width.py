@@ -353,7 +353,10 @@ def usual_backward(figure):
         f"{gain.least} to {gain.most} times as fast as PyTorch."
     )
     mine = of.at(2**18, 2**20).shares("triton")
-    yield f"At 262144 columns ours reaches {mine[0]}%, and at 1048576 {mine[1]}%."
+    yield (
+        f"At 262144 columns ours reaches {mine[0]}%, and at 1048576 "
+        f"{mine[1]}%."
+    )
     yield (
         "In the geometric mean, over the widths that each takes, ours is "
         f"{times('quack', of)} as quack, {times('liger', of)} as Liger, "
@@ -553,10 +556,7 @@ PAGE = Page(
             "rows = 512 // itemsize * warps // chunk",
             "rows = 8 * warps // chunk",
         ),
-        (
-            "// itemsize, triton.next_power_of_2(N))",
-            "// itemsize // 128, triton.next_power_of_2(N))",
-        ),
+        ("block = min(tile_bytes //", "block = min(64 //"),
         ("block = min(8192 // itemsize,", "block = min(128 // itemsize,"),
         ("cols = min(4096 // itemsize,", "cols = min(64 // itemsize,"),
         ("few), 16)", "few), 128)"),
