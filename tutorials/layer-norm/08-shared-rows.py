@@ -948,23 +948,39 @@ for N, programs, lanes in (
 
 # Scaffold: two sweeps, from page 07.
 
+WARP = 64 if torch.version.hip else 32  # threads
+
 
 @triton.jit
 def _welford(
-    x_ptr, eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, acc: tl.constexpr,  # float32; float64 for float64
-):  # fmt: skip
-    """Mean of the row at x_ptr, and 1 / its standard deviation."""
-    LAST: tl.constexpr = (N - 1) // BLOCK
+    x_ptr,  # where the row begins
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    KEEP: tl.constexpr,  # what the caches should do with x
+    acc: tl.constexpr,  # the type of the sums: float32, or float64
+):
+    """Mean of a row, and 1 / its standard deviation."""
+    LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
     lanes = tl.arange(0, BLOCK)
-    mean, m2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
-    for i in range(LAST + 1):
+
+    # The first element of each lane is the mean of the lane so far.
+    x = tl.load(x_ptr + lanes, mask=lanes < N, eviction_policy=KEEP)
+    mean = tl.where(lanes < N, x.to(acc), 0)
+    m2 = tl.zeros((BLOCK,), acc)
+    for i in range(1, LAST + 1):
         cols = i * BLOCK + lanes
         x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
+        # A masked lane may hold anything: with a distance of 0 it changes
+        # neither of its two numbers.
         d = tl.where(cols < N, x.to(acc) - mean, 0)
+        # One division for all lanes, and a multiplication in each.
         share = 1 / tl.cast(i + 1, acc)
         mean += d * share
-        m2 += d * d * (1 - share)  # d times the distance from the new mean
+        m2 += d * d * (1 - share)
+
+    # Put the lanes together. A lane that was masked in the last tile has one
+    # element less.
     count = tl.where(LAST * BLOCK + lanes < N, LAST + 1, LAST).to(acc)
     common = tl.sum(mean * count) / N
     d = mean - common
@@ -974,20 +990,33 @@ def _welford(
 
 @triton.jit
 def _layer_norm_fwd_sweeps(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
-    eps: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    CACHES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    CACHES: tl.constexpr,  # whether to help the caches
+):
     KEEP: tl.constexpr = "evict_last" if CACHES else ""
     DROP: tl.constexpr = "evict_first" if CACHES else ""
     STREAM: tl.constexpr = ".cs" if CACHES else ""
-    LAST: tl.constexpr = (N - 1) // BLOCK
-    acc: tl.constexpr = mean_ptr.dtype.element_ty
+    LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # A program for each row. M * N may pass 2**31.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * N
+
+    # First sweep.
     mean, rstd = _welford(x_ptr, eps, N, BLOCK, KEEP, acc)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
+
+    # Second sweep, from the last tile to the first.
     for i in range(LAST + 1):
         tile = LAST - i if CACHES else i
         cols = tile * BLOCK + tl.arange(0, BLOCK)
@@ -1001,85 +1030,182 @@ def _layer_norm_fwd_sweeps(
         tl.store(at, y, mask=cols < N, cache_modifier=STREAM)
 
 
-def plan(N, itemsize):
-    """Lanes of a tile and warps of a program."""
-    row, warp = N * itemsize, 64 if torch.version.hip else 32  # threads
-    size = 8192 if row <= 32768 else 16384 if row <= 65536 else 32768
-    size, most = (8192, 256) if row % 16 else (size, 1024)
-    block = min(size // itemsize, triton.next_power_of_2(N))
-    return block, max(min(block * itemsize // 16, most) // warp, 1)
+def plan_forward(N, itemsize):
+    """Lanes of a tile, and warps of a program."""
+    row_bytes = N * itemsize
+    threads = 1024
+    tile_bytes = 32768
+    if row_bytes <= 65536:
+        tile_bytes = 16384
+    if row_bytes <= 32768:
+        threads = 512
+        tile_bytes = 8192
+    if row_bytes % 16 > 0:
+        threads = 256
+        tile_bytes = 8192
+    block = min(tile_bytes // itemsize, triton.next_power_of_2(N))
+    # A narrow row does not need so many threads.
+    threads = min(threads, block * itemsize // 16)
+    return block, max(threads // WARP, 1)
 
 
 def forward_in_sweeps(x, w, b, eps, caches=True):
-    """y, mean and rstd for a contiguous (M, N) x."""
+    """y, mean and rstd for a contiguous (M, N) x; w and b may be None."""
     M, N = x.shape
-    acc = torch.promote_types(x.dtype, torch.float32)
     y = torch.empty_like(x)
-    mean, rstd = torch.empty(2, M, dtype=acc, device=x.device)
-    block, warps = plan(N, x.itemsize)
-    args = x, w, b, y, mean, rstd, eps, N, block, caches
-    _layer_norm_fwd_sweeps[(M,)](*args, num_warps=warps)
+    # 16-bit rows are summed in float32.
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    mean = torch.empty(M, dtype=acc_dtype, device=x.device)
+    rstd = torch.empty(M, dtype=acc_dtype, device=x.device)
+    block, warps = plan_forward(N, x.itemsize)
+    _layer_norm_fwd_sweeps[(M,)](
+        x_ptr=x,
+        w_ptr=w,
+        b_ptr=b,
+        y_ptr=y,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        eps=eps,
+        N=N,
+        BLOCK=block,
+        CACHES=caches,
+        num_warps=warps,
+    )
     return y, mean, rstd
 
 
 @triton.jit
 def _layer_norm_bwd_means(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,  # w may be None
-    M, N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    c_ptr,  # (2, M): c1 of all rows, then c2
+    M,  # rows
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+):
+    # A program for each row. M * N may pass 2**31.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * N
     dy_ptr += row * N
-    acc = mean_ptr.dtype.element_ty
-    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
-    c1, c2 = tl.zeros((BLOCK,), acc), tl.zeros((BLOCK,), acc)
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+
+    # Both sums, for each lane.
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    c1 = tl.zeros((BLOCK,), acc)
+    c2 = tl.zeros((BLOCK,), acc)
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
-        wdy = dy  # 0 in a masked lane
+        wdy = dy  # 0 in a masked lane, which then adds nothing
         if w_ptr is not None:
             wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
+        # x_hat is (x - mean) * rstd. All of a row have the same factor rstd,
+        # so one multiplication at the end is enough.
         c1 += (x - mean) * wdy
         c2 += wdy
+
     tl.store(c_ptr + row, tl.sum(c1) * rstd / N)
     tl.store(c_ptr + M + row, tl.sum(c2) / N)
 
 
+def plan_means(N, itemsize):
+    """Lanes of a tile of the first kernel, and warps of a program."""
+    block = min(8192 // itemsize, triton.next_power_of_2(N))
+    tiles = triton.cdiv(N, block)
+    if tiles == 3 or 5 <= tiles <= 8:
+        return block, 8
+    return block, 16
+
+
+def means_of_rows(dy, x, w, mean, rstd, warps=None):
+    """c1 and c2 of each row, as a (2, M) tensor; warps: not by the rule."""
+    M, N = x.shape
+    c = torch.empty(2, M, dtype=mean.dtype, device=x.device)
+    block, warps_by_rule = plan_means(N, x.itemsize)
+    if warps is None:
+        warps = warps_by_rule
+    _layer_norm_bwd_means[(M,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        c_ptr=c,
+        M=M,
+        N=N,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return c
+
+
 @triton.jit
 def _layer_norm_bwd_slices(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, c_ptr,
-    dx_ptr,  # None: not wanted
-    sums_ptr,  # (groups, 2, N), or None: neither dw nor db is wanted
-    M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,  # of a tile
-):  # fmt: skip
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    c_ptr,  # (2, M): c1 and c2 of all rows; None if dx is not wanted
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (groups, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    COLS: tl.constexpr,  # columns of a slice: a power of two
+):
+    # Which slice is ours, and which group of rows? Neighboring programs have
+    # neighboring slices of the same rows.
     SLICES: tl.constexpr = (N + COLS - 1) // COLS
-    acc = mean_ptr.dtype.element_ty
-    group, groups = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
+    group = tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
     cols = tl.program_id(0) % SLICES * COLS + tl.arange(0, COLS)[None, :]
+
+    # Our part of w stays in registers, and so do our sums.
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0)
-    dw, db = tl.zeros((1, COLS), acc), tl.zeros((1, COLS), acc)
+    dw = tl.zeros((1, COLS), acc)
+    db = tl.zeros((1, COLS), acc)
+
+    # Where the elements of a tile are, from the beginning of its first row.
+    # For two rows of up to 2**30 columns, 32 bits are enough.
     row = tl.arange(0, ROWS)[:, None]
     at = row * N + cols
+
     for first in tl.range(group * ROWS, M, groups * ROWS, num_stages=3):
+        # Load a tile, and what is known of its rows.
         exists = row < M - first
         mask = exists & (cols < N)
-        start = tl.cast(first, tl.int64) * N  # 64 bits only here
+        start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
         x = tl.load(x_ptr + start + at, mask=mask, other=0)
         dy = tl.load(dy_ptr + start + at, mask=mask, other=0)
         mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
         rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
-        x_hat, dy = (x.to(acc) - mean) * rstd, dy.to(acc)
-        dw += tl.sum(dy * x_hat, 0, keep_dims=True)
-        db += tl.sum(dy, 0, keep_dims=True)
+
+        # The terms of dw and db, summed over the rows of the tile.
+        x_hat = (x.to(acc) - mean) * rstd
+        dy = dy.to(acc)
+        dw += tl.sum(dy * x_hat, axis=0, keep_dims=True)
+        db += tl.sum(dy, axis=0, keep_dims=True)
+
         if dx_ptr is not None:
+            # The formula for dx, with the means of the first kernel.
             c1 = tl.load(c_ptr + first + row, mask=exists, other=0)
             c2 = tl.load(c_ptr + M + first + row, mask=exists, other=0)
-            wdy = dy if w_ptr is None else dy * w.to(acc)
+            wdy = dy
+            if w_ptr is not None:
+                wdy = dy * w.to(acc)
             dx = (wdy - x_hat * c1 - c2) * rstd
             tl.store(dx_ptr + start + at, dx, mask=mask)
+
     if sums_ptr is not None:
+        # Each group has a buffer of its own.
         sums_ptr += group * 2 * N + cols
         tl.store(sums_ptr, dw, mask=cols < N)
         tl.store(sums_ptr + N, db, mask=cols < N)
@@ -1087,23 +1213,49 @@ def _layer_norm_bwd_slices(
 
 def backward_in_sweeps(dy, x, w, mean, rstd, wanted):
     """dx, dw and db for (M, N) matrices; None where not wanted."""
+    wants_dx, wants_dw, wants_db = wanted
     M, N = x.shape
-    new = {"dtype": mean.dtype, "device": x.device}
-    dx = c = sums = None
-    if wanted[0]:
-        dx, c = torch.empty_like(x), torch.empty(2, M, **new)
-        block = min(8192 // x.itemsize, triton.next_power_of_2(N))
-        args = dy, x, w, mean, rstd, c, M, N, block
-        _layer_norm_bwd_means[(M,)](*args, num_warps=16)
+    dx = None
+    c = None
+    if wants_dx:
+        dx = torch.empty_like(x)
+        c = means_of_rows(dy, x, w, mean, rstd)
+
+    # As many groups as fill two programs on each SM; at least one.
+    rows = 2
     cols = min(4096 // x.itemsize, triton.next_power_of_2(N))
-    slices, rows = triton.cdiv(N, cols), 2
-    groups = max(min(2 * NUM_SMS // slices, triton.cdiv(M, rows)), 1)
-    if wanted[1] or wanted[2]:
-        sums = torch.empty(groups, 2, N, **new)
-    args = dy, x, w, mean, rstd, c, dx, sums, M, N, rows, cols
-    _layer_norm_bwd_slices[(slices * groups,)](*args, num_warps=8)
-    dw, db = (None, None) if sums is None else sums.sum(0)
-    return dx, dw if wanted[1] else None, db if wanted[2] else None
+    slices = triton.cdiv(N, cols)
+    groups = min(2 * NUM_SMS // slices, triton.cdiv(M, rows))
+    groups = max(groups, 1)
+    sums = None
+    if wants_dw or wants_db:
+        shape = (groups, 2, N)
+        sums = torch.empty(shape, dtype=mean.dtype, device=x.device)
+    _layer_norm_bwd_slices[(slices * groups,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        c_ptr=c,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        M=M,
+        N=N,
+        ROWS=rows,
+        COLS=cols,
+        num_warps=8,
+    )
+
+    dw = None
+    db = None
+    if sums is not None:
+        both = sums.sum(dim=0)
+        if wants_dw:
+            dw = both[0]
+        if wants_db:
+            db = both[1]
+    return dx, dw, db
 
 
 # %%
