@@ -13,7 +13,13 @@ from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
-from conformance.page_files import Mistake, Page, too_wide
+from conformance.page_files import (
+    Mistake,
+    Page,
+    below_zero,
+    negative_eps,
+    too_wide,
+)
 from conformance.rms_norm import RmsNorm, RmsNormCase
 from conformance.softmax import Softmax, SoftmaxCase
 
@@ -31,7 +37,9 @@ __all__ = [
     "RmsNormCase",
     "Softmax",
     "SoftmaxCase",
+    "below_zero",
     "guarded_allocations",
+    "negative_eps",
     "takes_the_place",
     "too_wide",
     "warm",
