@@ -92,9 +92,9 @@ import time
 # A row of 4096 columns in 16 bits has 8192 bytes, a multiple of 16: chunks.
 # One of 4097 columns has 8194 bytes, so the next row begins 2 bytes beyond a
 # multiple of 16: shifted.
-# A row of 16384 columns has 32 KB. Forward that is no problem. Backward a
-# program also holds ``dy``, ``w``, and two sums in float32 for each column,
-# and the registers of an SM do not hold all that: shared.
+# A row of 16384 columns has 32 KB: chunks forward. Backward a program also
+# holds ``dy``, ``w``, and two sums in float32 for each column, and the
+# registers of an SM do not hold all that: shared.
 #
 # The limits are where one kind became faster than the other when we tried
 # both:
@@ -226,8 +226,7 @@ def can_share(dtype):
 # The kernels
 # -----------
 #
-# They are those of their pages, word for word, so they are folded: what is
-# still to be understood of them stands on pages 05 to 08.
+# They are those of pages 05 to 08, word for word, and folded.
 
 # %%
 
@@ -392,13 +391,15 @@ def _layer_norm_bwd_chunks(
     EARLY: tl.constexpr,  # whether the second kernel may start early
 ):
     # w stays in registers for all rows, in its own type.
-    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
-    ws, dws, dbs = (), (), ()
+    ws = ()
     if w_ptr is not None:
         # With a stride of 0, each row of the tile is w.
         ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
 
     # The sums for dw and db, of each lane: tuples of chunks, too.
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    dws = ()
+    dbs = ()
     for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
@@ -412,8 +413,10 @@ def _layer_norm_bwd_chunks(
         # result is always the same. That takes twice the registers.
         disable_licm=True,
     ):
-        # Load ROWS rows of x and of dy, and what the forward pass saved.
-        row, left = first + tl.arange(0, ROWS)[:, None], M - first
+        # Load ROWS rows of x and of dy, and what the forward pass saved. Rows
+        # that do not exist are 0.
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         start = tl.cast(first, tl.int64) * N
@@ -425,16 +428,20 @@ def _layer_norm_bwd_chunks(
 
         # Then each chunk is done by itself. An element of a tuple cannot be
         # replaced, so the sums go into new tuples.
-        new_dws, new_dbs = (), ()
+        new_dws = ()
+        new_dbs = ()
         for c in tl.static_range(len(xs)):
-            w = None if w_ptr is None else ws[c]
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
             dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
             new_dws += (dws[c] + dw,)
             new_dbs += (dbs[c] + db,)
             if dx_ptr is not None:
                 i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
                 tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
-        dws, dbs = new_dws, new_dbs
+        dws = new_dws
+        dbs = new_dbs
 
     # The second kernel may start now; the next section explains it.
     if EARLY:
@@ -484,12 +491,12 @@ def _add_up_chunks(
 # Scaffold: plans for rows in chunks, from page 05.
 
 
-def tile_of(N, itemsize, warps, times=1):
-    """Rows and lanes of a chunk that these warps load at once, or times."""
+def tile_of(N, itemsize, warps, loads=1):
+    """Rows and lanes of a chunk, for which each thread makes so many loads."""
     # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
     # The warps that a narrow row leaves idle load other rows.
-    rows = 512 // itemsize * warps // chunk * times
+    rows = 512 // itemsize * warps // chunk * loads
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
@@ -498,18 +505,30 @@ def plan_fwd_chunks(N, itemsize, times=1):
     row = N * itemsize
     # At most 4096 bytes of a row for each warp: 8 loads of 16 bytes a thread.
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
-    warps = int(times * max(warps, 2 if row <= 3072 else 4))
-    # Narrow rows come in pairs.
-    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    # A limit of registers, so that one program more fits on an SM.
-    if CUDA and 16384 < row <= 49152:
-        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
-    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
+    least = 4
+    if row <= 3072:
+        least = 2
+    warps = int(times * max(warps, least))
+    # A program takes twice as many narrow rows.
+    loads = 1
+    if row <= 2048:
+        loads = 2
+    plan = tile_of(N, itemsize, warps, loads)
+    plan["HINT"] = ""
+    if row <= 6144:
+        plan["HINT"] = "evict_first"
+    # A limit of registers, so that two programs of 16 warps fit on an SM.
+    if CUDA and 40960 < row <= 49152:
+        plan["maxnreg"] = 64
+    return plan
 
 
 def plan_bwd_chunks(N, itemsize, times=1):
     """The plan of a row; times: with other warps, to try the formula."""
-    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    warps = 8
+    if N * itemsize <= 2048:
+        warps = 4
+    warps = int(times * warps)
     plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
@@ -517,7 +536,8 @@ def plan_bwd_chunks(N, itemsize, times=1):
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
-    return plan | {"STAGES": 1 + min(98304 // tile, 3)}
+    plan["STAGES"] = 1 + min(98304 // tile, 3)
+    return plan
 
 
 # %%
@@ -2661,8 +2681,8 @@ def bench_backward(M, N, dtype, mode, provider):
 
 
 # %%
-# First come widths of models, and wide rows, all in float16. From 131072
-# columns on there are fewer rows, so that no matrix passes 512 MB.
+# First come widths of models, and wide rows, all in float16, with fewer rows
+# where a matrix would pass 512 MB.
 
 # %%
 

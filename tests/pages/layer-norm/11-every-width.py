@@ -525,7 +525,7 @@ def CLAIMS(figure):
 FACTS = {
     f"At most {2**29 >> 20} MB a matrix": "the rows that the benchmark takes",
     f"a matrix of at most {2**29 >> 20} MB": "the same",
-    f"passes {2**29 >> 20} MB": "the same",
+    f"would pass {2**29 >> 20} MB": "the same",
     "at 2 MB on 132 SMs": "2 * 132 * 8192 bytes",
     "leave it 60% of the copy": "3 matrices of 5",
     "numbers of 32 bits": "places of two rows",
