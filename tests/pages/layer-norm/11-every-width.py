@@ -1104,34 +1104,36 @@ def test_libraries_are_called_rightly(page, key):
 # Clocks ----------------------------------------------------------------------
 
 
-def turns(page, batches, monkeypatch):
-    """What in_turns says of calls whose batches take these µs."""
-    monkeypatch.setattr(page, "fastest_batch", lambda call: next(call))
-    calls = {name: iter(each) for name, each in batches.items()}
-    return page.in_turns(calls, rounds=len(batches["triton"]))
+def turns(page, ours, theirs, monkeypatch):
+    """What time_of says of calls whose batches take these µs."""
+    alone, *beside = ours
+    times = {"triton": iter(alone + beside[0]), "torch": iter(theirs)}
+    monkeypatch.setattr(page, "ON_GPU", True)
+    monkeypatch.setattr(page, "ready", lambda provider, *_: times[provider])
+    monkeypatch.setattr(page, "fastest_batch", next)
+    page.our_times.cache_clear()
+    found = [
+        page.time_of(who, 4, 8, HALF, "forward") for who in ("triton", "torch")
+    ]
+    page.our_times.cache_clear()
+    return found
 
 
-def test_a_slow_round_is_slow_for_all_lines(page, monkeypatch):
+def test_a_slow_round_is_slow_for_both(page, monkeypatch):
     """Ratios are paired: a host that is slow for a while changes no ratio."""
-    quiet = {"triton": [10.0] * 5, "torch": [20.0] * 5, "graph": [5.0] * 5}
-    slow = [1, 1.5, 1, 3, 1]
-    host = {
-        name: [a * b for a, b in zip(times, slow, strict=True)]
-        for name, times in quiet.items()
-    }
-    found = turns(page, host, monkeypatch)
-    assert found["torch"] == [20, 20, 20] and found["graph"] == [5, 5, 5]
-    median, low, high = found["triton"]
+    slow = [1, 1.5, 1, 3, 1, 1, 1.5, 1, 1, 2, 1]
+    ours = [10.0 * each for each in slow]
+    theirs = [20.0 * each for each in slow]
+    one, two = turns(page, (ours, ours), theirs, monkeypatch)
+    assert two == [20, 20, 20]
+    median, low, high = one
     assert median == low == 10 < high
 
 
 def test_a_line_that_is_slow_alone_shows_it(page, monkeypatch):
-    found = turns(
-        page,
-        {"triton": [10.0] * 5, "torch": [20.0, 20, 20, 40, 40]},
-        monkeypatch,
-    )
-    median, low, high = found["torch"]
+    ours = page.ROUNDS * [10.0]
+    theirs = 7 * [20.0] + 4 * [40.0]
+    _, (median, low, high) = turns(page, (ours, ours), theirs, monkeypatch)
     assert median == low == 20 < high
 
 
