@@ -1463,7 +1463,7 @@ def _layer_norm_bwd_shared(
 # Launches and plans
 # ------------------
 #
-# How does one function call four kinds of kernels, and lose no time?
+# How does one function call four kinds of kernels without losing time?
 #
 # What a kernel needs beside its tensors is found once for all calls of a kind,
 # and remembered as a *plan*: which kernels, how many programs, what to
@@ -1471,8 +1471,8 @@ def _layer_norm_bwd_shared(
 # waits for <10-host-time.html>`_ explains each of these steps, so they are
 # folded, too. Here is what this page adds:
 #
-# - Mean and rstd of all rows are one tensor. To make a tensor takes the host
-#   about as long as half a launch.
+# - Mean and rstd of all rows are one tensor, because each tensor that a call
+#   makes takes time on the host.
 # - The autograd function is called below ``apply``, whose Python serves
 #   ``torch.func``.
 # - Programs that share a row are only launched if the GPU has room for all of
@@ -1921,8 +1921,8 @@ class BothPasses(torch.autograd.Function):
         return gradients_of(ctx, dy)
 
 
-# What autograd functions do before this serves torch.func, whose transforms
-# our launches refuse anyway, and takes as long as two launches.
+# What apply of an autograd function does before it calls this serves
+# torch.func, whose transforms our launches refuse anyway, and takes time.
 APPLY = super(torch.autograd.Function, BothPasses).apply
 
 
@@ -2898,9 +2898,11 @@ report(bench_limits_backward)
 # **Why.**
 # At 8704 columns two sweeps go in tiles of 4096 lanes, and the third tile is
 # mostly empty, but takes its time. 12288 and 24576 columns fill their tiles.
-# Backward, chunks stop at 10240 columns because the sums of a sixth chunk of
-# 2048 lanes are more than the registers hold. At 16384 columns most of them
-# are in memory.
+# Backward, chunks stop at 10240 columns, which are 40 for each of 256 threads.
+# Each of them takes 3.5 registers, as `Chunks instead of padding
+# <05-chunks.html>`_ counts. At 16384 columns that is 64 × 3.5 = 224 of the 255
+# registers that a thread can have, and what a row needs beside them goes to
+# memory and comes back.
 #
 # **What follows.**
 # A rule of two thresholds in each pass is close to the best kind, and its
