@@ -138,6 +138,12 @@ def forward_figure(figure):
         f"Without help for the caches it reaches {plain[0]} up to 65536 "
         f"columns, and {plain[1]}% at 131072."
     )
+    dip, before, after = (of.share("triton", N) for N in (32768, 24576, 49152))
+    assert dip < 0.95 * min(before, after)
+    yield (
+        f"The line has a dip at 32768 columns: {dip}%, between {before}% at "
+        f"24576 columns and {after}% at 49152."
+    )
     yield (
         f"PyTorch reaches {from_to(of.shares('torch'))} over all widths, and "
         f"torch.compile reaches {from_to(of.shares('torch.compile'))}."
@@ -249,6 +255,14 @@ def backward_figure(figure):
         f"Backward, ours is {gains[0].least} to {gains[0].most} times as fast "
         f"as PyTorch, and {gains[1].least} to {gains[1].most} times as fast "
         "as torch.compile."
+    )
+    chunks = figure(
+        "layer-norm-chunks-backward", CARD, page="layer-norm/05-chunks"
+    ).share("triton", 8192)
+    assert chunks > of.share("triton", 8192)
+    yield (
+        f"At 8192 columns it reaches {chunks}% of the copy on the H100, and "
+        f"we reach {of.share('triton', 8192)}%."
     )
     yield (
         f"At 8192 columns we reach {of.share('triton', 8192)}%. There the "
