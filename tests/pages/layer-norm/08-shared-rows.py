@@ -221,6 +221,31 @@ def of_the_exchange(figure):
     def us(provider, programs):
         return rounded(of.median(provider, programs), ".2f")
 
+    at_once = of.medians["triton"]
+    peak = max(at_once, key=at_once.get)
+    assert peak == 32, "the page explains a peak at 32"
+    assert of.median("one warp", 64) > of.median("one warp", 32)
+    assert of.median("triton", 64) < of.median("triton", 32)
+    later = [rounded(x, ".2f") for x in of.all_medians("later")]
+    assert max(later) <= 0.5 * at_once[128]
+    yield (
+        "On the H100, with four warps, a turn that waits at once takes "
+        f"{us('triton', 2)} µs with 2 programs, {us('triton', 8)} µs with 8, "
+        f"and {us('triton', 128)} µs with 128. It takes longest with 32, "
+        f"{us('triton', 32)} µs. A turn later, the words cost {min(later)} to "
+        f"{max(later)} µs."
+    )
+    yield (
+        f"Then 64 programs need {us('one warp', 64)} µs and 32 need "
+        f"{us('one warp', 32)} µs"
+    )
+    # The fastest copy of the page, by one of 132 SMs.
+    copy = figure(FORWARD, CARD).all_medians("copy").most
+    moved = us("triton", 128) * copy / 132
+    yield (
+        f"in {us('triton', 128)} µs an H100 could move {moved:.0f} KB for "
+        "each of its SMs."
+    )
     yield (
         f"takes {us('triton', 128)} µs if they wait for it at once, and "
         f"{us('later', 128)} µs if they take it a turn later."
@@ -298,7 +323,7 @@ def of_the_backward_pass(figure):
     assert of.ratios("triton", "torch.compile").least > 1
     # "Further behind the copy than it was forward."
     forward = figure(FORWARD, CARD)
-    for N in 65536, 131072, 1048576:
+    for N in 65536, 262144, 524288, 1048576:
         assert of.share("triton", N) < forward.share("triton", N), N
     at = partial(of.share, x=1048576)
     assert at("sweeps") <= 60 + 3  # five matrices for three
@@ -662,8 +687,8 @@ def test_too_many_programs_are_asked_about(load):
     """If CUDA says that they do not fit, nothing is launched, and sweeps are
     taken. Were it not asked, the launch would fail."""
     page = load()
-    x = torch.zeros(2**17, 16, device="cuda")
-    with pytest.raises(RuntimeError, match="131072 programs do not fit"):
+    x = torch.zeros(4096, 16, device="cuda")
+    with pytest.raises(RuntimeError, match="4096 programs do not fit"):
         page.shared_sums(x)
     # As if the GPU were larger than it is.
     with in_sweeps(page, NUM_SMS=8 * page.NUM_SMS) as calls:
@@ -675,7 +700,7 @@ def test_too_many_programs_are_asked_about(load):
 def test_the_launch_refuses_what_does_not_fit(load):
     """What the question is there for: a cooperative launch that fails."""
     page = load()
-    x = torch.zeros(2**17, 16, device="cuda")
+    x = torch.zeros(4096, 16, device="cuda")
     with (
         in_sweeps(page, places=lambda compiled: 2**20),
         pytest.raises(RuntimeError, match="cooperative"),
