@@ -6,8 +6,9 @@ Which kernel is right for a row of ``N`` columns, on any device?
 One function picks it by a rule of a few lines, which is not the fastest at
 every width: a figure shows where it errs.
 
-Do you only want to use it? Take ``every_width.py``, which you find above: the
-cells of this page as a module. Put it beside your model, and write two lines:
+Do you only want to use it? Take ``every_width.py``, which this page offers
+under its title: it holds the cells of this page as a module. Put it beside
+your model, and write two lines:
 
 .. code-block:: python
 
@@ -17,6 +18,7 @@ cells of this page as a module. Put it beside your model, and write two lines:
 
 Each ``torch.nn.LayerNorm`` of the model is ours now, and its parameters keep
 their names and values.
+
 You gain faster kernels: on the H100, at 4096 columns in float16, ours are N.N
 times as fast as PyTorch's forward and N.N times backward.
 You lose time on the host, which decides where matrices are small: at 1024
@@ -3233,7 +3235,7 @@ print(model)
 # - **Small matrices.** A call of ours takes longer on the host than one of
 #   PyTorch, as the last figures show.
 # - **Some widths.** On the H100 a rival is faster forward at NNNN, NNNN and
-#   NNNN columns, at most N.N times, and backward at no width.
+#   NNNN columns, by up to NN%, and backward at no width.
 # - **Wide odd rows.** Where programs share a row that begins anywhere, they
 #   load 2 bytes at a time.
 # - **Beside other kernels.** Programs that share a row start only when the GPU

@@ -475,11 +475,11 @@ def losses(figure):
     assert not lost(backward)
     there = lost(forward)
     assert len(there) > 1
-    widths = series([*map(str, there)])
+    most = rounded(100 * (max(there.values()) - 1), ".0f")
     yield (
-        f"On the H100 a rival is faster forward at {widths} columns, at most "
-        f"{rounded(max(there.values()), '.1f')} times, and backward at no "
-        "width."
+        "On the H100 a rival is faster forward at "
+        f"{series([*map(str, there)])} columns, by up to {most}%, and "
+        "backward at no width."
     )
 
 
