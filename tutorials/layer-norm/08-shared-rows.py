@@ -1672,8 +1672,9 @@ if ON_GPU:
 # formula for ``dx`` needs two sums over a row, those of :math:`g \, d` and of
 # :math:`g`. That is one word again:
 #
-# .. math:: dx = r \, g - \Big( \frac{r^3}{N} \, d \sum g \, d
-#           + \frac{r}{N} \sum g \Big)
+# .. math:: c_1 = \frac{r^3}{N} \sum g \, d \qquad c_2 = \frac{r}{N} \sum g
+#
+# .. math:: dx = r \, g - (d \, c_1 + c_2)
 #
 # ``dw`` and ``db`` are sums over rows. A program always has the same columns,
 # so it adds them up in registers, and tells nobody before the end.
