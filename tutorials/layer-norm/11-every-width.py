@@ -3013,7 +3013,7 @@ def ready(provider, M, N, dtype, mode):
         return call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        graph.kept = call()
+        graph.kept = call, call()  # a graph keeps nothing alive
     return graph.replay
 
 

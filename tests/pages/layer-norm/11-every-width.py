@@ -1003,6 +1003,7 @@ print("layers are right")
 """
 
 
+@pytest.mark.cpu  # what writes it needs Sphinx
 def test_the_module_is_right_by_itself(tmp_path):
     """Imported where nothing of the page has run."""
     from page import module
@@ -1021,6 +1022,7 @@ def test_the_module_is_right_by_itself(tmp_path):
     assert done.stdout.count("right") == 6
 
 
+@pytest.mark.cpu  # what writes it needs Sphinx
 def test_the_module_has_the_cells_of_the_page():
     """To the byte, and nothing that a script does beside them."""
     import cells
