@@ -74,10 +74,10 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # A usual generator has a state: each number changes it, and the next number
 # follows from that. To get the thousandth number one must have drawn 999.
-# `Philox <https://doi.org/10.1145/2063384.2063405>`_ has none. It is a function
-# of a *key* and a *counter*, and mixes their bits so well that the result
-# looks random. Our key is the seed, and our counter is the position in the
-# matrix: whoever knows both gets the same numbers, in any order and on any
+# `Philox <https://doi.org/10.1145/2063384.2063405>`_ has none. It is a
+# function of a *key* and a *counter*, and mixes their bits so well that the
+# result looks random. Our key is the seed, and our counter is the position in
+# the matrix: whoever knows both gets the same numbers, in any order and on any
 # thread.
 #
 # One call returns four words of 32 bits, so we let four neighboring columns
