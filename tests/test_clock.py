@@ -39,7 +39,7 @@ WIDTHS = 1024, 1536, 2048, 4096, 8192
 SAME, WIDE = 1.03, 1024
 MOST = 102  # % of a copy
 # What a method says that used this clock.
-METHOD = re.compile(r"CUDA graph of \w+ calls\b")
+METHOD = re.compile(r"CUDA graph of \w+ (calls|launches)\b")
 USUAL = (
     "a CUDA graph of several calls, each with inputs of its own and after L2 "
     "was overwritten"
@@ -468,7 +468,8 @@ def methods(text):
     return {
         name: " ".join((ast.get_docstring(node) or "").split())
         for name, node in functions.items()
-        if name in using and "provider" in (a.arg for a in node.args.args)
+        if name in using
+        and any("perf_report" in ast.unparse(d) for d in node.decorator_list)
     }
 
 

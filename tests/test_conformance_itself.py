@@ -5,6 +5,8 @@ import torch
 
 from conformance import (
     AddNorm,
+    Attention,
+    AttentionCase,
     CrossEntropy,
     LayerNorm,
     LayerNormCase,
@@ -106,6 +108,24 @@ def test_one_element_of_any_result_shows(operation, fault):
             fault(wrong[name].view(-1)[-30:])  # of a row that counts
             with pytest.raises(AssertionError, match=r": (error|inf)"):
                 operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+def test_one_element_of_attention_shows(dtype, fault):
+    case = AttentionCase(queries=40, keys=60, dtype=dtype)
+    operation, found = Attention(), {}
+    tensors = operation.tensors(case, CPU)
+    empty = torch.zeros_like(tensors["query"])
+    for _ in "twice":  # the gradients belong to y
+        expected = operation.exact(case, tensors, found or {"y": empty})
+        found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        wrong = found | {name: whole.clone()}
+        fault(wrong[name].view(-1)[-30:])
+        with pytest.raises(AssertionError, match=rf"{name}: (error|inf)"):
+            operation.judge(case, tensors, wrong)
 
 
 def test_many_small_errors_show_in_norm():

@@ -249,8 +249,8 @@ FAULTS = {
     ),
     "no loads ahead": (
         AHEAD,
-        '{"STAGES": 1 + min(98304 // tile, 3)}',
-        '{"STAGES": 1}',
+        'plan["STAGES"] = 1 + min(98304 // tile, 3)',
+        'plan["STAGES"] = 1',
         "loads ahead, by asynchronous copies: limit True, now False",
     ),
 }

@@ -36,7 +36,9 @@ def test_the_first_cell_is_shared(stem):
 
 
 # The first line that draws a benchmark.
-MEASURES = re.compile(r"^(report\(|judge\(|(\w+ = )?\w+\.run\()", re.MULTILINE)
+MEASURES = re.compile(
+    r"^((report|judge|in_percent)\(|(\w+ = )?\w+\.run\()", re.MULTILINE
+)
 
 
 def share_before(text):

@@ -39,17 +39,19 @@ LINES = {
     "flash": ("flash-attn", "grey", "-"),
     "cudnn": ("cuDNN", "olive", "-"),
     "fla": ("fla", "indigo", "-."),
+    "sdpa-cudnn": ("cuDNN, by PyTorch", "olive", "-"),
     # Ours, and torch.compile, when the host has nothing to do.
     "CUDA graph": ("CUDA graph", "blue", ":"),
     "reduce-overhead": ("reduce-overhead", "amber", ":"),
     "copy": ("Copy", "ink", "--"),
+    "cublas": ("A product of matrices", "ink", "--"),
 }
 # Peers that a machine may lack: drawn when they were recorded.
 OPTIONAL = ("liger", "apex", "quack", "flash", "cudnn", "fla")
 # Letters of a name, if three stand beside each other in a legend.
 WIDEST_OF_THREE = 20
 # Whoever is no kernel of ours and no ceiling: who a page has to beat.
-NO_RIVALS = ("triton", "CUDA graph", "copy")
+NO_RIVALS = ("triton", "CUDA graph", "copy", "cublas")
 RIVALS = {
     provider: name
     for provider, (name, _, _) in LINES.items()
@@ -137,7 +139,7 @@ def finish(figure, bench):
         axes.set_xlabel("N (columns)")
     for provider, line in zip(bench.line_vals, lines, strict=True):
         # A line at 0 lies on the axis, not under it; ours lies on top.
-        level = {"copy": 1, "triton": 4}.get(provider, 3)
+        level = {"copy": 1, "cublas": 1, "triton": 4}.get(provider, 3)
         line.set(clip_on=False, zorder=level)
         if any(y != y for y in line.get_ydata()):  # points between gaps
             line.set(marker="o", markersize=4)

@@ -8,12 +8,19 @@ loaded, and no triton.
 """
 
 from conformance.add_norm import AddNorm, AddNormCase
+from conformance.attention import Attention, AttentionCase
 from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
-from conformance.page_files import Mistake, Page, too_wide
+from conformance.page_files import (
+    Mistake,
+    Page,
+    below_zero,
+    negative_eps,
+    too_wide,
+)
 from conformance.rms_norm import RmsNorm, RmsNormCase
 from conformance.softmax import Softmax, SoftmaxCase
 
@@ -21,6 +28,8 @@ __all__ = [
     "LAYOUTS",
     "AddNorm",
     "AddNormCase",
+    "Attention",
+    "AttentionCase",
     "CrossEntropy",
     "CrossEntropyCase",
     "LayerNorm",
@@ -31,7 +40,9 @@ __all__ = [
     "RmsNormCase",
     "Softmax",
     "SoftmaxCase",
+    "below_zero",
     "guarded_allocations",
+    "negative_eps",
     "takes_the_place",
     "too_wide",
     "warm",

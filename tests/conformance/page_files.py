@@ -33,6 +33,34 @@ def too_wide(columns, words, inputs=lambda x: (x,), wanted=False):
     return Mistake(ValueError, words, arguments)
 
 
+def below_zero(inputs=lambda x: (x,)):
+    """Two calls, with a negative eps and with one that is no number; inputs
+    are the arguments before the normalized shape."""
+
+    def arguments(ones):
+        return *inputs(ones(2, 8)), (8,)
+
+    return tuple(
+        Mistake(
+            ValueError,
+            rf"\beps is {eps}: .*0 or more",
+            arguments,
+            {"eps": eps},
+        )
+        for eps in (-1e-5, float("nan"))
+    )
+
+
+def negative_eps(load):
+    """A step of `kills`: a page that takes a negative eps is found."""
+    page = load()
+    try:
+        page.layer_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Page:
     """PAGE = Page(__file__, operation, functions, ...), in a page's file.

@@ -6,11 +6,12 @@ How does a row of 4608 columns fit into registers without a tile of 8192?
 Cut it into chunks, of which only the last can have idle lanes, and let narrow
 rows share a program.
 
-A tile has a power of two of elements, and few rows have.
-On the first half of this page we cut a row into chunks, try them at a few
+The number of elements of a tile is always a power of two, and few rows are
+that wide.
+In the first half of this page we cut a row into chunks, try them at a few
 widths with a plan made by hand, and find out when the padding of a tile costs
 time and when it does not.
-On the second half we write a formula that makes a plan for every width, test
+In the second half we write a formula that makes a plan for every width, test
 it at widths that it was not made from, and build the function to train with.
 
 **What you will learn**
@@ -22,11 +23,13 @@ it at widths that it was not made from, and build the function to train with.
 - How to compute the registers that a kernel needs before you compile it.
 - How to choose chunks, warps, stages and a limit of registers by a formula,
   without autotuning, and how to test such a formula.
-- How to start a second kernel before the first one has ended.
+- How to start a second kernel before the first one has ended, and what that
+  is worth here.
 
 **What you need:** `Layer normalization, both passes <01-layer-norm.html>`_ for
-the formulas, and `Loads in flight <04-loads-in-flight.html>`_ for stages. You
-don't need a GPU.
+the formulas, `Who adds up the rows? <02-summing-rows.html>`_ for the buffers
+that a second kernel adds up, and `Loads in flight <04-loads-in-flight.html>`_
+for stages. You don't need a GPU.
 """
 
 # %%
@@ -60,12 +63,11 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # A row of 4608 columns needs a tile of 8192 lanes. 3584 of them, or 44%, are
 # *idle*: they are masked, and hold no column.
 #
-# A *chunk* is one of several tiles that hold a row together. Chunks are as
-# wide as each other, and their width is a power of two, but their number can
-# be anything.
+# A *chunk* is one of several tiles that hold a row together. All chunks have
+# the same width, which is a power of two, but there can be any number of them.
 # Five chunks of 1024 lanes have 5120 lanes. The first four are full, and half
-# of the last one is idle, which is 10% of all lanes.
-# In the picture idle lanes have no color.
+# of the last one is idle. That is 512 lanes, or 10%.
+# In the picture, idle lanes have no color.
 
 # %%
 
@@ -87,9 +89,9 @@ plt.show()
 # Forward, in chunks
 # ------------------
 #
-# How does a kernel work on several tiles as on one row?
+# How does a kernel treat several tiles as one row?
 #
-# Here is a row of ten columns in chunks of four, with tensors of PyTorch.
+# Here is a row of ten columns in chunks of four, as PyTorch tensors.
 # The last chunk has two idle lanes, which hold 0.
 
 row = torch.arange(10.0)
@@ -99,17 +101,19 @@ for c in range(3):
     chunks[c][: len(columns)] = columns
 print("chunks:", [chunk.tolist() for chunk in chunks])
 
-# Lane by lane, then over the lanes: one sum for each chunk is not needed.
+# We add up the chunks lane by lane, and then the four lanes.
 total = chunks[0] + chunks[1] + chunks[2]
 print("sums of the lanes:", total.tolist())
 print("sum of the row:", total.sum().item())
 
 # %%
-# Why in two steps? A sum over the lanes of a program needs all its threads,
-# and they have to wait for each other. An addition lane by lane does not.
+# Why in this order? A sum over the lanes needs numbers of all threads of a
+# program, and they have to wait for each other. An addition lane by lane does
+# not: each thread adds up what it has.
 # So we first add up the chunks, and then the lanes, once for the whole row.
 #
-# The first function says which lanes a chunk has.
+# The first function says which rows and columns the lanes of a chunk stand
+# for.
 # A program may take several rows: chunk ``c`` of ``ROWS`` rows is a tile of
 # ``ROWS`` × ``CHUNK`` lanes.
 
@@ -153,8 +157,8 @@ def _load_chunks(
 # ``tl.static_range`` writes the iterations one after the other when the kernel
 # is compiled, so each chunk has registers of its own, and nothing of the tuple
 # is left at run time.
-# Nothing waits in this loop, either: all chunks are requested before the first
-# of them arrives.
+# The loop does not wait for a load, either: all chunks are requested before
+# the first of them arrives.
 #
 # The kernel is the forward kernel of `Layer normalization, both passes
 # <01-layer-norm.html>`_, with a loop over chunks in place of each step over
@@ -225,21 +229,24 @@ def _layer_norm_fwd_chunks(
 # It matters where a program has several rows. Take 4 rows of 256 columns in 2
 # warps. Of the tile of ``x``, each of the 64 threads loads pieces of 8
 # neighboring columns. A row of ``w`` alone has only 256 lanes, and the
-# compiler would give each thread 4 of them: narrower loads, and other columns
-# than those that the thread has of ``x``. So ``w`` would have to change hands
-# through shared memory, where all threads wait for each other.
-# ``row * 0`` has as many rows as the tile, so ``at`` is an address for each of
-# its lanes. Now ``w`` is loaded just like ``x``, 16 bytes at a time, and each
+# compiler would give each thread 4 of them. So its loads would be narrower,
+# and a thread would get other columns of ``w`` than it has of ``x``. The
+# threads would have to exchange them through shared memory, and wait for each
+# other.
+# ``row * 0`` has as many rows as the tile, so ``at`` has an address for each
+# lane of it. Now ``w`` is loaded just like ``x``, 16 bytes at a time, and each
 # thread has what it needs. The rows of the tile load the same bytes, which
 # come from a cache.
 # A program with a single row gets the same code either way.
 #
-# *Eviction policies* tell the caches what to give up first when they need
-# room. ``evict_last`` keeps ``w`` and ``b`` for the other programs.
-# ``HINT`` is the policy of ``x``, which nobody reads again.
+# ``KEEP`` and ``HINT`` are *eviction policies*: they tell the caches what to
+# give up first when they need room. ``evict_last`` keeps ``w`` and ``b`` for
+# the other programs. ``HINT`` is the policy of ``x``, which no program reads
+# again.
 #
-# The launch takes the four things that we choose as a *plan*: the rows and
-# the lanes of a chunk, the policy, and the warps of a program.
+# Four things are ours to choose: the rows and the lanes of a chunk, the
+# policy, and the warps of a program. Together they are a *plan*, and the
+# launch takes it as a dictionary.
 
 
 def forward(x, w, b, eps, plan):
@@ -274,8 +281,8 @@ print("chunks of 4:", torch.allclose(y, F.layer_norm(x, (10,)), atol=1e-5))
 # Do idle lanes cost time?
 # ------------------------
 #
-# We compare chunks of 1024 with one tile, both with four warps, and without
-# ``w`` and ``b``. Nothing else differs.
+# We compare chunks of 1024 lanes with one tile. Both have four warps, and
+# neither has ``w`` or ``b``, so they differ in nothing but their lanes.
 # The clock and the ceiling are those of `Layer normalization, both passes
 # <01-layer-norm.html>`_, which explains them.
 
@@ -479,15 +486,23 @@ report(bench_lanes)
 
 # %%
 # **What the figure shows.**
-# No, they do not. On the H100 chunks reach 92% to 99% of a copy, and one tile
-# reaches 92% to 100%. Over all widths they differ by up to 0.3%.
+# No, idle lanes cost no time here. On the H100 chunks reach 92% to 100% of a
+# copy, and one tile reaches 91% to 100%. Over all widths they differ by up to
+# 0.5%.
 #
 # **Why.**
-# An idle lane moves no bytes: a masked load asks for nothing. It takes
-# instructions. At 4608 columns a thread of the compiled kernel loads ``x``
-# with 8 instructions in a tile, and with 5 in chunks.
-# But several programs share an SM, and while one of them executes
-# instructions, the others wait for memory anyway.
+# An idle lane moves no bytes, because a masked load asks for nothing. What it
+# takes is instructions and registers.
+#
+# - At 4608 columns each of the 128 threads has 8192 / 128 = 64 lanes of the
+#   tile, and loads them with 8 instructions of 8 lanes each. In chunks it has
+#   40 lanes, and needs 5. But several programs share an SM, and while one of
+#   them executes instructions, the others wait for memory anyway.
+# - At 6656 columns a thread of the compiled kernel has 74 registers with a
+#   tile, and 72 with chunks. So six programs fit on an SM with a tile, and
+#   seven with chunks. But each of them requests its whole row at once, and six
+#   rows are 80 KB. `Loads in flight <04-loads-in-flight.html>`_ found that 64
+#   KB are enough.
 #
 # **What follows.**
 # Forward, padding is free, and we could have stayed with one tile. Chunks pay
@@ -506,30 +521,44 @@ report(bench_lanes)
 #   each. That is 2.
 #
 # Together that is 3.5 registers a lane, from the first row to the last. The
-# forward pass keeps ``x`` and one running sum for all chunks, which is much
-# less.
+# forward pass needs much less: half a register for ``x``, and one running sum
+# that all chunks share.
 #
 # A thread can have at most 255 registers. A program of 8 warps has 256
-# threads, so how many lanes does each of them have, and how many registers do
-# its chunks take?
+# threads. How many lanes does each of them have, and how many registers do
+# they take?
 
-print("columns  lanes of a thread: one tile, chunks  registers of chunks")
+print("         one tile          chunks of 2048")
+print("columns  lanes  registers  lanes  registers")
 for N in (2560, 4608, 8192, 8704, 10240):
-    in_tile = triton.next_power_of_2(N) // 256
-    in_chunks = triton.cdiv(N, 2048) * 2048 // 256
-    print(f"{N:7}{in_tile:29}{in_chunks:8}{3.5 * in_chunks:21.0f}")
+    line = f"{N:7}"
+    for chunk in (triton.next_power_of_2(N), 2048):
+        lanes = triton.cdiv(N, chunk) * chunk // 256  # of a thread
+        line += f"{lanes:7}{3.5 * lanes:11.0f}"
+    print(line)
 
 # %%
 # At 10240 columns, chunks leave 115 of 255 registers for addresses and for
 # what a row needs while it is computed, such as ``x`` and ``dy`` in float32.
-# A tile of 16384 lanes would take 64 × 3.5 = 224 registers and leave 31.
-# (The compiler is a little smarter than that. It knows ``N``, and it keeps no
-# sums for lanes that never hold a column.)
+# A tile of 16384 lanes leaves 31.
+# (The compiler is a little smarter than our count. The sums of a lane that is
+# beyond column ``N`` are never stored, so it does not keep them.)
 #
-# The two sums of a row have to go through all threads of a program. We send
-# both at once: ``tl.reduce`` takes a tuple, and a function that combines two
-# pairs. So the warps of a program have to wait for each other once, and not
-# twice.
+# Now the kernel. The formula for ``dx`` was
+# :math:`r \, (g - \hat{x} \, c_1 - c_2)`, with :math:`g = w \, dy` and
+# :math:`\hat{x} = r \, (x - \mu)`; :math:`c_1` is the mean of
+# :math:`g \, \hat{x}` over the row, and :math:`c_2` is the mean of :math:`g`.
+# We multiply it out, so that factors that are the same for a whole row are
+# multiplied once a row, and not in each lane.
+# With :math:`d = x - \mu`, a lane computes
+#
+# .. math:: dx = r \, g - (d \, r^2 c_1 + r \, c_2)
+#
+# The first function returns :math:`r^2 c_1` and :math:`r \, c_2`.
+# Both means need a sum over the row, and a sum has to go through all threads
+# of a program. We send both at once: ``tl.reduce`` takes a tuple, and a
+# function that combines two pairs. So the warps of a program have to wait for
+# each other once, and not twice.
 
 
 @triton.jit
@@ -543,6 +572,7 @@ def _means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
     sum1 = tl.zeros(xs[0].shape, mean.dtype)
     sum2 = tl.zeros(xs[0].shape, mean.dtype)
     for c in tl.static_range(len(xs)):
+        # Lanes that hold no column have dy = 0, so they add 0 to both sums.
         wdy = dys[c].to(mean.dtype)
         if len(ws) > 0:
             wdy = wdy * ws[c].to(mean.dtype)
@@ -557,15 +587,9 @@ def _means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
 
 
 # %%
-# The formula for ``dx`` was :math:`r \, (g - \hat{x} \, c_1 - c_2)`, with
-# :math:`g = w \, dy` and :math:`\hat{x} = r \, (x - \mu)`.
-# We multiply it out: factors that are the same for a whole row are then
-# multiplied once a row, and not in each lane.
-# With :math:`d = x - \mu`, a lane computes
-#
-# .. math:: dx = r \, g - (d \, r^2 c_1 + r \, c_2)
-#
-# The function above returns :math:`r^2 c_1` and :math:`r \, c_2`.
+# With these two numbers of a row, each chunk can be done by itself.
+# A lane adds :math:`dy \, \hat{x} = dy \, r \, d` to ``dw``, and
+# :math:`dy` to ``db``.
 
 
 @triton.jit
@@ -574,7 +598,7 @@ def _gradients(x, dy, w, mean, rstd, c1, c2):
     d = x.to(mean.dtype) - mean
     dy = dy.to(mean.dtype)
     scaled = dy * rstd
-    wdy = scaled
+    wdy = scaled  # r * g
     if w is not None:
         wdy = scaled * w.to(mean.dtype)
     return wdy - (d * c1 + c2), scaled * d, dy
@@ -594,9 +618,9 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 
 # %%
 # As on the pages before, a program loops over rows, here over ``ROWS`` of them
-# at a time, and keeps its sums in registers until the last.
-# ``STAGES`` says how far ahead rows are `requested
-# <04-loads-in-flight.html>`_.
+# at a time, and keeps its sums in registers until its last row is done.
+# ``STAGES`` says `how far ahead <04-loads-in-flight.html>`_ rows are
+# requested.
 
 
 @triton.jit
@@ -616,13 +640,15 @@ def _layer_norm_bwd_chunks(
     EARLY: tl.constexpr,  # whether the second kernel may start early
 ):
     # w stays in registers for all rows, in its own type.
-    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
-    ws, dws, dbs = (), (), ()
+    ws = ()
     if w_ptr is not None:
         # With a stride of 0, each row of the tile is w.
         ws = _load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
 
     # The sums for dw and db, of each lane: tuples of chunks, too.
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    dws = ()
+    dbs = ()
     for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
         dws += (zeros,)
         dbs += (zeros,)
@@ -636,8 +662,10 @@ def _layer_norm_bwd_chunks(
         # result is always the same. That takes twice the registers.
         disable_licm=True,
     ):
-        # Load ROWS rows of x and of dy, and what the forward pass saved.
-        row, left = first + tl.arange(0, ROWS)[:, None], M - first
+        # Load ROWS rows of x and of dy, and what the forward pass saved. Rows
+        # that do not exist are 0.
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         start = tl.cast(first, tl.int64) * N
@@ -649,16 +677,20 @@ def _layer_norm_bwd_chunks(
 
         # Then each chunk is done by itself. An element of a tuple cannot be
         # replaced, so the sums go into new tuples.
-        new_dws, new_dbs = (), ()
+        new_dws = ()
+        new_dbs = ()
         for c in tl.static_range(len(xs)):
-            w = None if w_ptr is None else ws[c]
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
             dx, dw, db = _gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
             new_dws += (dws[c] + dw,)
             new_dbs += (dbs[c] + db,)
             if dx_ptr is not None:
                 i, j, mask = _chunk(c, left, N, ROWS, CHUNK)
                 tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
-        dws, dbs = new_dws, new_dbs
+        dws = new_dws
+        dbs = new_dbs
 
     # The second kernel may start now; the next section explains it.
     if EARLY:
@@ -671,16 +703,20 @@ def _layer_norm_bwd_chunks(
 # A second kernel that starts early
 # ---------------------------------
 #
-# As before, a second kernel adds up the buffers of all programs.
-# Usually a kernel starts when the one before has ended, and starting takes a
-# moment in which the GPU has nothing to do.
+# As on the page `Who adds up the rows? <02-summing-rows.html>`_, a second
+# kernel adds up the buffers of all programs.
+# Usually a kernel starts when the one before it has ended, and starting takes
+# a moment in which the GPU has nothing to do. Can it start earlier?
 #
-# From the H100 on there is *programmatic dependent launch*. When each program
-# of the first kernel has called ``gdc_launch_dependents``, or has ended, the
-# programs of the second one can start, wherever there is room.
+# On the H100 and later GPUs it can. This is called *programmatic dependent
+# launch*. When each program of the first kernel has called
+# ``gdc_launch_dependents``, or has ended, the programs of the second one can
+# start, wherever there is room.
 # They do what they can do without the buffers. Then they call ``gdc_wait``,
-# which waits until the first kernel has ended and all that it stored can be
-# seen. Without this line they would read buffers that nobody has filled yet.
+# which waits until the first kernel has ended and the second one can see all
+# that it stored. Without this line they would read buffers that have not been
+# filled yet.
+# Further down we measure what the early start is worth.
 
 
 @triton.jit
@@ -703,8 +739,9 @@ def _add_up_chunks(
 
 
 # %%
-# One program runs on each SM. Rows come ahead of time, so it needs no others
-# beside it, and it has all registers.
+# One program runs on each SM. Since it requests rows ahead of time, it needs
+# no others beside it that load while it works, and it has all registers to
+# itself.
 
 # The interpreter counts as CUDA.
 CUDA = torch.version.hip is None
@@ -713,11 +750,11 @@ NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 EARLY = ON_GPU and CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def add_up(sums, grads):
+def add_up(sums, grads, early=EARLY):
     """Fill grads, dw and db as (2, N), from (programs, 2, N) sums."""
     programs, _, N = sums.shape
     options = {}
-    if EARLY:
+    if early:
         options["launch_pdl"] = True
     columns_per_program = 16
     _add_up_chunks[(triton.cdiv(2 * N, columns_per_program),)](
@@ -727,12 +764,12 @@ def add_up(sums, grads):
         WIDTH=2 * N,
         ROWS=triton.next_power_of_2(max(programs, 1)),
         COLS=columns_per_program,
-        EARLY=EARLY,
+        EARLY=early,
         **options,
     )
 
 
-def backward(dy, x, w, mean, rstd, dx, grads, plan):
+def backward(dy, x, w, mean, rstd, dx, grads, plan, early=EARLY):
     """Fill dx and grads, which are dw and db; either may be None."""
     M, N = x.shape
     programs = min(NUM_SMS, triton.cdiv(M, plan["ROWS"]))
@@ -750,11 +787,11 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
         sums_ptr=sums,
         M=M,
         N=N,
-        EARLY=EARLY,
+        EARLY=early,
         **plan,
     )
     if grads is not None:
-        add_up(sums, grads)
+        add_up(sums, grads, early)
 
 
 # %%
@@ -762,9 +799,10 @@ def backward(dy, x, w, mean, rstd, dx, grads, plan):
 # ----------------------------
 #
 # Again we change nothing but the width of a chunk. Both plans have 8 warps,
-# one row at a time, and three stages, which keep two rows in flight.
-# There is one exception: at a tile of 16384 lanes, loads ahead would make the
-# compiler *spill* registers to memory, and so it gets a single stage.
+# one row at a time, and three stages, which keep up to two rows in flight.
+# There is one exception: with a tile of 16384 lanes, loads ahead would make
+# the compiler *spill* registers to memory, so this tile gets a single stage.
+# To see what that alone costs, a third line shows chunks with a single stage.
 
 
 def plan_by_hand(N):
@@ -784,17 +822,18 @@ def plan_of_one_tile(N):
 # Scaffold: idle lanes backward, a benchmark.
 
 
-def speed_backward(M, N, dtype, plan):
+def speed_backward(M, N, dtype, plan, early=EARLY):
     """GB/s of the backward pass alone, with a plan."""
 
     def prepare():
-        x, w, b, dy = (t.detach() for t in inputs(M, N, dtype))
-        _, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
+        x, w, b, dy = inputs(M, N, dtype)
+        with torch.no_grad():
+            _, mean, rstd = torch.native_layer_norm(x, (N,), w, b, 1e-5)
 
         def run():
             dx = torch.empty_like(x)
             grads = x.new_empty(2, N)
-            backward(dy, x, w, mean, rstd, dx, grads, plan)
+            backward(dy, x, w, mean, rstd, dx, grads, plan, early)
             return dx, grads
 
         return run
@@ -808,8 +847,8 @@ def speed_backward(M, N, dtype, plan):
         x_names=["N"],
         x_vals=[2560, 4608, 5120, 6656, 8192, 8704, 10240],
         line_arg="provider",
-        line_vals=["triton", "tile", "copy"],
-        line_names=["Chunks", "One tile", "Copy"],
+        line_vals=["triton", "tile", "one stage", "copy"],
+        line_names=["Chunks", "One tile", "Chunks, one stage", "Copy"],
         ylabel="GB/s",
         plot_name="layer-norm-chunks-lanes-backward",
         args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
@@ -826,6 +865,8 @@ def bench_lanes_backward(M, N, dtype, mode, provider):
     plan = plan_by_hand(N)
     if provider == "tile":
         plan = plan_of_one_tile(N)
+    if provider == "one stage":
+        plan["STAGES"] = 1
     return speed_backward(M, N, dtype, plan)
 
 
@@ -836,11 +877,11 @@ report(bench_lanes_backward)
 # %%
 # **What the figure shows.**
 # Above 8192 columns they do. We divide the speed with chunks by that with one
-# tile. On the H100 it is 1.18 at 8704 columns and 1.11 at 10240, where chunks
-# have 10240 lanes and the tile has 16384 of them. It is 1.03 at 4608 columns
-# and 1.02 at 5120, where it is 6144 lanes against 8192 lanes. And it is 1.03,
-# 1.00 and 1.00 at 2560, 6656 and 8192 columns, where both have the same number
-# of lanes.
+# tile, both with three stages where that is possible. On the H100 it is 1.18
+# at 8704 columns and 1.11 at 10240, where chunks have 10240 lanes and the tile
+# has 16384 of them. It is 1.03 at 4608 columns and 1.02 at 5120, where it is
+# 6144 lanes against 8192 lanes. And it is 1.03, 1.00 and 1.00 at 2560, 6656
+# and 8192 columns, where both have the same number of lanes.
 #
 # So at 4608 and 5120 columns chunks gain no more than at 2560, where they save
 # no lane at all. Up to 8192 columns the figure does not show that idle lanes
@@ -849,19 +890,25 @@ report(bench_lanes_backward)
 # **Why.**
 # Above 8192 columns registers are the reason. With three stages, a thread of
 # the tile would spill 360 bytes at 8704 columns, and one of the chunks spills
-# 8 bytes. So the tile must do without stages, and while it computes, nothing
-# is in flight.
+# 8 bytes. So the tile must do without loads ahead, and while it computes,
+# nothing is in flight.
+# The third line shows what that alone costs. With a single stage, chunks reach
+# 79% of the copy at 8704 columns and 84% at 10240, where the tile reaches 76%
+# and 81%. So most of the difference is due to the loads ahead. The rest may be
+# the work of idle lanes, which is not hidden where nothing is in flight
+# meanwhile.
 #
 # At 4608 columns registers are no reason: the compiled kernels take 177 of
-# them with a tile, and 176 with chunks. Idle lanes do make work there. Rows
-# that are requested ahead come through shared memory. What lies there is known
-# only at run time, so the compiler cannot leave idle lanes out: it copies
-# zeros, reads them back, and multiplies them. The slots of two rows take 64 KB
-# with a tile, and 48 KB with chunks. But the next rows are on their way in the
-# meantime, so such work need not take time.
-# Lanes are not all that differs, either: a tile compares all its columns with
-# ``N``, and chunks only those of the last one. We have not looked into the 3%
-# at 2560 columns.
+# them with a tile, and 176 with chunks. (Our count was 112 and 84. It is what
+# must stay, and the compiler takes more where it may.)
+# Idle lanes do make work there. Rows that are requested ahead come through
+# shared memory, and their idle lanes come as zeros, which are stored there,
+# read back and multiplied. The slots of two rows take 64 KB with a tile, and
+# 48 KB with chunks. But the next rows are on their way in the meantime, so
+# such work need not take time.
+# The two plans differ in something else, too: a tile compares all its columns
+# with ``N``, and chunks only those of the last one. We have not looked into
+# the 3% at 2560 columns.
 #
 # **What follows.**
 # In the backward pass, padding is expensive where idle lanes take the
@@ -873,39 +920,46 @@ report(bench_lanes_backward)
 # We have tried two plans, and made both by hand. The second half of this page
 # makes a plan for any width. How do we find one?
 #
-# Often one lets the computer try: *autotuning* runs several plans at each new
-# width and keeps the fastest. That takes seconds for each width, and the
-# winner may be another one next time.
+# One can let the computer try: *autotuning* runs several plans at each new
+# width, and keeps a table of the fastest. That takes seconds for each width,
+# and the winner may be another one next time.
 # We use a formula instead. Its answer costs nothing, and we can say why it is
 # what it is. In the forward pass it makes five choices.
 #
-# - **Lanes of a chunk.** As many as the warps can load with one instruction,
-#   16 bytes for each thread, or 512 bytes for each warp. The compiler would
-#   cut a wider chunk into such pieces anyway, and a narrower one would have
-#   narrower loads.
-# - **Warps.** At most 4096 bytes of a row for each warp. That is 8 loads of 16
-#   bytes for each thread, and they take 32 of its registers. Below that, 4
-#   warps, and 2 in rows of up to 3 KB: in narrow rows each warp has little to
-#   do, and in a sum all of them wait for the last.
-# - **Rows.** What a narrow row leaves of the warps takes other rows. Up to 2
-#   KB, a program takes twice as many, so that more bytes are in flight before
-#   it waits for its sums.
-# - **Registers.** An SM has 65536. At 8704 columns the compiler takes 79 for
-#   each thread, and three programs of 256 threads fit. With ``maxnreg=64`` we
-#   allow 64, and four fit. At 15872 columns it would take 127, and two would
-#   fit; 80 make it three.
+# - **Lanes of a chunk.** As many as the warps can load with one instruction:
+#   16 bytes for each thread, which is 512 bytes for each warp. The compiler
+#   would cut a wider chunk into such pieces anyway, and a narrower one would
+#   have narrower loads.
+# - **Warps.** At most 4096 bytes of a row for each warp. Then a thread makes
+#   at most 8 loads of 16 bytes, and they take 32 of its registers. A program
+#   has at least 4 warps, or 2 where a row has up to 3 KB: each warp has little
+#   to do in a narrow row, and in a sum all of them wait for the last.
+# - **Rows.** If a row is narrower than what the warps load with one
+#   instruction, a chunk takes as many rows as fit. Up to 2 KB it takes twice
+#   as many, so that more bytes are in flight before the program waits for its
+#   sums.
 # - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
+# - **Registers.** An SM has 65536 of them, and a thread gets a multiple of 8.
+#   At 8704 columns the compiler takes 64 for each thread, so four programs of
+#   256 threads fit. At 15872 columns it takes 127, and two fit. Their rows are
+#   62 KB, so a third one would gain little. From 16392 columns on, a program
+#   has 16 warps. Up to 20480 columns the compiler takes 64, and two programs
+#   fit. At 24576 columns it would take 88, and a single one would fit, so
+#   nothing would be in flight while that adds up its row. With ``maxnreg=64``
+#   we allow 64: two fit, and a thread spills 8 bytes. In wider rows a thread
+#   would spill 80 bytes or more, so we set no limit.
 #
-# The first and the fourth can be computed. The limits of 2, 3 and 6 KB cannot:
-# they are where one plan became faster than the other when we tried both.
+# The lanes follow from the hardware, and to count registers we only have to
+# compile. The limits of 2, 3 and 6 KB we had to measure: they are where one
+# plan became faster than the other when we tried both.
 
 
-def tile_of(N, itemsize, warps, times=1):
-    """Rows and lanes of a chunk that these warps load at once, or times."""
+def tile_of(N, itemsize, warps, loads=1):
+    """Rows and lanes of a chunk, for which each thread makes so many loads."""
     # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
     # The warps that a narrow row leaves idle load other rows.
-    rows = 512 // itemsize * warps // chunk * times
+    rows = 512 // itemsize * warps // chunk * loads
     return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
 
 
@@ -914,20 +968,29 @@ def plan_forward(N, itemsize, times=1):
     row = N * itemsize
     # At most 4096 bytes of a row for each warp: 8 loads of 16 bytes a thread.
     warps = triton.next_power_of_2(triton.cdiv(row, 4096))
-    warps = int(times * max(warps, 2 if row <= 3072 else 4))
-    # Narrow rows come in pairs.
-    plan = tile_of(N, itemsize, warps, 2 if row <= 2048 else 1)
-    # A limit of registers, so that one program more fits on an SM.
-    if CUDA and 16384 < row <= 49152:
-        plan["maxnreg"] = 80 if 20480 < row <= 32768 else 64
-    return plan | {"HINT": "evict_first" if row <= 6144 else ""}
+    least = 4
+    if row <= 3072:
+        least = 2
+    warps = int(times * max(warps, least))
+    # A program takes twice as many narrow rows.
+    loads = 1
+    if row <= 2048:
+        loads = 2
+    plan = tile_of(N, itemsize, warps, loads)
+    plan["HINT"] = ""
+    if row <= 6144:
+        plan["HINT"] = "evict_first"
+    # A limit of registers, so that two programs of 16 warps fit on an SM.
+    if CUDA and 40960 < row <= 49152:
+        plan["maxnreg"] = 64
+    return plan
 
 
 # %%
-# Here is what it says of rows in 16 bits.
+# Here are its plans for rows in 16 bits.
 
 print("columns  rows  chunks  warps  registers")
-for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 15872, 24576):
+for N in (256, 512, 1024, 2048, 4608, 8192, 8704, 16384, 20480, 24576):
     plan = plan_forward(N, itemsize=2)
     chunks = triton.cdiv(N, plan["CHUNK"])
     chunks = f"{chunks} × {plan['CHUNK']}"
@@ -1032,20 +1095,29 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our kernel reaches 92% to 97% of a copy, PyTorch reaches 47% to
+# On the H100 our kernel reaches 90% to 98% of a copy, PyTorch reaches 45% to
 # 70%, and torch.compile reaches 72% to 97%.
 # Forward, ours is 1.3 to 2.0 times as fast as PyTorch. At 8192 columns
 # torch.compile is faster than ours: it reaches 97%, and ours 94%. At 512 and
-# 15872 columns the two are equally fast.
+# 15872 columns the two are equally fast, and at the other three ours is 1.1 to
+# 1.3 times as fast.
 #
 # **Why.**
-# A row moves once, as in the copy, and at each width programs that load, sum
-# and store share an SM. PyTorch reads each row twice, as `Layer normalization,
-# both passes <01-layer-norm.html>`_ explains.
+# Our kernel moves a row once, as the copy does, and at each width several
+# programs share an SM, so that some load while others add up or store.
+# PyTorch's kernel reads each row twice, and it updates the mean and the
+# variance after each element. `Layer normalization, both passes
+# <01-layer-norm.html>`_ says more about it; we have not measured which of the
+# two costs more.
+#
+# What do we lose to the copy? From 4096 to 8192 columns the formula makes the
+# plan of the first figure. There, without ``w`` and ``b``, it reached 98% at
+# 4096 columns, 98% at 4608 and 100% at 8192. With them, it reaches 94%, 93%
+# and 94%. So most of what we lose at these widths is due to ``w`` and ``b``.
 #
 # **What follows.**
-# There is little left to gain forward, and torch.compile shows that there is
-# something. We go on to the backward pass.
+# There is little left to gain forward, though torch.compile shows that there
+# is something. We go on to the backward pass.
 #
 # The formula of the backward pass
 # --------------------------------
@@ -1053,24 +1125,30 @@ report(bench_forward)
 # The backward pass has one program on each SM, which has all its registers and
 # all its shared memory. How should it use them?
 #
-# - **Warps.** 8 of them are 256 threads, and 65536 registers are 256 for each,
-#   the most that a thread can have. With 16 warps each thread could have only
-#   128. Rows of up to 2 KB get 4 warps, so that a sum has fewer to wait for.
+# - **Warps.** 8 of them are 256 threads. The 65536 registers of an SM are 256
+#   for each, and a thread can have 255 at most. With 16 warps it could have
+#   only 128. Rows of up to 2 KB get 4 warps, so that a sum has fewer to wait
+#   for.
 # - **Rows.** As many as give a thread up to 32 columns, but at most 8 rows. 32
 #   columns of 16 bits take 32 × 3.5 = 112 registers.
 # - **The widest row.** It has 5 chunks of 2048, or 40 columns for each thread.
 #   That is 10240 columns in 16 bits. With a sixth chunk, 48 × 3.5 = 168
 #   registers and what a row needs beside them are too many: a thread spills 48
 #   bytes.
-# - **Stages.** Of each tile we need ``x`` and ``dy``, and we request as many
-#   ahead as fit into 96 KB, but at most three. `Loads in flight
-#   <04-loads-in-flight.html>`_ found that 64 KB in flight are enough, and a
-#   program that works on a tile has one less in flight.
+# - **Stages.** A slot of shared memory holds ``x`` and ``dy`` of a tile. We
+#   take as many slots as fit into 96 KB, but at most three, and there is one
+#   stage more than slots. While a program works on a tile, its slot is not
+#   free. So at 8192 columns, where a slot has 32 KB, two others are in flight,
+#   and those are the 64 KB that `Loads in flight <04-loads-in-flight.html>`_
+#   found to be enough.
 
 
 def plan_backward(N, itemsize, times=1):
     """The plan of a row; times: with other warps, to try the formula."""
-    warps = int(times * (4 if N * itemsize <= 2048 else 8))
+    warps = 8
+    if N * itemsize <= 2048:
+        warps = 4
+    warps = int(times * warps)
     plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
     # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
@@ -1078,7 +1156,8 @@ def plan_backward(N, itemsize, times=1):
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
     # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
-    return plan | {"STAGES": 1 + min(98304 // tile, 3)}
+    plan["STAGES"] = 1 + min(98304 // tile, 3)
+    return plan
 
 
 # %%
@@ -1087,11 +1166,11 @@ def plan_backward(N, itemsize, times=1):
 #
 # The autograd function is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_, and so are its checks: you have seen them, so they
-# are folded. It takes the formula of the backward pass as ``rule``.
+# are folded.
 #
-# Chunks are loaded by 16 bytes, so each row must begin at a multiple of 16
-# bytes, and on this page widths are multiples of 8. `Rows that begin anywhere
-# <06-unaligned-rows.html>`_ takes the others.
+# Each thread loads 16 bytes at a time, so a row must begin at a multiple of 16
+# bytes. This page takes widths that are multiples of 8, and `Rows that begin
+# anywhere <06-unaligned-rows.html>`_ takes the others.
 
 # %%
 
@@ -1123,7 +1202,7 @@ def dtype_of_gradients(w, b, acc_dtype):
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, eps, rule):
+    def forward(ctx, x, w, b, eps):
         x = contiguous_or_none(x)
         w = contiguous_or_none(w)
         b = contiguous_or_none(b)
@@ -1132,14 +1211,14 @@ class LayerNorm(torch.autograd.Function):
         y, mean, rstd = forward(x, w, b, eps, plan)
         ctx.save_for_backward(x, w, mean, rstd)
         ctx.grads_dtype = dtype_of_gradients(w, b, mean.dtype)
-        ctx.plan = rule(N, x.itemsize)
+        ctx.plan = plan_backward(N, x.itemsize)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # no second derivatives
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
-        wants_dx, wants_dw, wants_db, _, _ = ctx.needs_input_grad
+        wants_dx, wants_dw, wants_db, _ = ctx.needs_input_grad
 
         # A gradient that nobody wants is None, and its code is not compiled.
         dx = None
@@ -1156,8 +1235,8 @@ class LayerNorm(torch.autograd.Function):
         db = None
         if wants_db:
             db = grads[1]
-        # One gradient for each argument of forward; eps and rule have none.
-        return dx, dw, db, None, None
+        # One gradient for each argument of forward; eps has none.
+        return dx, dw, db, None
 
 
 # %%
@@ -1232,7 +1311,7 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
         weight = weight.reshape(N)
     if bias is not None:
         bias = bias.reshape(N)
-    y = LayerNorm.apply(x.reshape(-1, N), weight, bias, eps, plan_backward)
+    y = LayerNorm.apply(x.reshape(-1, N), weight, bias, eps)
     return y.reshape(x.shape)
 
 
@@ -1352,26 +1431,101 @@ report(bench_backward)
 # PyTorch reads ``x`` and ``dy`` a second time for ``dw`` and ``db``, so five
 # matrices have to move instead of three, unless L2 still holds them. That
 # would leave it 60% of the copy. PyTorch reaches 40% at most, also where L2
-# can hold all, so it must lose time to something else too, which we have not
-# looked for.
-# We are further behind the copy where rows are narrow: at 1024 columns we
-# reach 75%. There the matrices have 25 MB, and each of 132 programs writes two
-# sums for each column, which are read again: 1.1 MB, twice. And the second
-# kernel, which takes a moment to start and to end, is a larger part of a
-# shorter time.
+# can hold all of them, so it must lose time to something else too, which we
+# have not looked for.
+#
+# What do we lose to the copy? Let's subtract its time from ours. At 1024
+# columns we take 3.3 µs longer, at 4608 columns 5.7 µs, and at 10240 columns
+# 9.2 µs. All six widths lie within half a microsecond of a straight line: 2.7
+# µs, and 0.66 µs more for each 1024 columns.
+#
+# - The part that grows is about what the buffers take. For each 1024 columns,
+#   132 programs write two sums of 4 bytes for each column, and the second
+#   kernel reads them. That is 1.1 MB, twice, which take 0.73 µs at the speed
+#   of the copy.
+# - The other part is the same at each width. The second kernel starts and
+#   ends, and at the end of the first one some SMs are done while others still
+#   have a row. We have not measured how long each of these takes.
+#
+# So we are further behind the copy where rows are narrow. At 1024 columns we
+# reach 75%, because the whole pass takes only 13.3 µs there.
 #
 # **What follows.**
-# The widths of the figure were known when we made the formula. What is it
-# worth at others?
+# To come closer to the copy, a kernel would have to write fewer sums, or lose
+# less time at the start and at the end of both kernels. The early start was
+# made for the second.
+#
+# What is the early start worth?
+# ------------------------------
+#
+# We measure the backward pass once more, with the same plans, and let the
+# second kernel wait until the first one has ended.
+
+# %%
+
+# Scaffold: the early start, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 4608, 10240],
+        line_arg="provider",
+        line_vals=["triton", "one by one", "copy"],
+        line_names=["Early start", "One by one", "Copy"],
+        ylabel="GB/s",
+        plot_name="layer-norm-chunks-early",
+        args={"M": 4096, "dtype": torch.float16, "mode": "backward"},
+    )
+)
+def bench_early(M, N, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. Copy: the best of six tiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider == "copy":
+        return ceiling(reads=2, writes=1, shape=(M, N), dtype=dtype)
+    plan = plan_backward(N, dtype.itemsize)
+    early = EARLY and provider == "triton"
+    return speed_backward(M, N, dtype, plan, early)
+
+
+# %%
+
+report(bench_early)
+
+# %%
+# **What the figure shows.**
+# It is worth hardly anything here. On the H100 the pass takes 13.3 µs at 1024
+# columns, with the early start and without it. At 4608 columns the early start
+# saves 0.3 µs of 45.5 µs, and at 10240 columns 0.4 µs of 94.3 µs.
+#
+# **Why.**
+# We know only a part of it. At 10240 columns there is no room for the second
+# kernel: a program of the first one has 256 threads with 254 registers each,
+# and they take all registers of an SM. So nothing can start before a program
+# of the first kernel has ended.
+# At 1024 and 4608 columns there is room, and yet the early start gains no
+# more. Our clock replays a CUDA graph, so the GPU knows beforehand which
+# kernel comes next. Where the host launches one kernel after the other, it may
+# be worth more; we have not measured that.
+#
+# **What follows.**
+# The early start takes two lines in the kernels and an option of the launch.
+# It costs no time, so we keep it. But measure such a trick in your own program
+# before you count on it.
 #
 # Is the formula any good?
 # ------------------------
 #
+# The widths of the figures were known when we made the formula. What is it
+# worth at others?
 # We try it at four widths that it was not made from, and compare it with half
 # and with twice the warps. All else follows from the warps, by the same
 # formula.
-# Before we measure, let's compute what a backward plan means for a thread: the
-# registers that its lanes take, and how many it can have.
+# Before we measure, let's compute what a backward plan means for a thread: how
+# many registers its lanes take, and how many it can have.
 
 print("columns  warps  registers of lanes  of at most  stages")
 for N in (1280, 3328, 5888, 9984):
@@ -1452,49 +1606,52 @@ report(bench_warps_backward)
 
 # %%
 # **What the figures show.**
-# In the tables, the formula is the first column.
-# Forward, on the H100, it reaches 82% to 97% of a copy at these widths, half
-# the warps reach 45% to 90%, and twice the warps reach 81% to 97%. Here the
-# formula loses: twice the warps are 1% faster at 3328 columns, which is about
-# what measurements of one kernel differ, and 3% at 5888. At the other two
-# widths they are not faster, and half the warps are slower at all four.
-# Backward, it reaches 73% to 90%, half the warps reach 71%, 85%, 66% and 5%
-# at the four widths, and twice the warps reach 25%, 38%, 44% and 74%. None of
-# them is faster than the formula.
+# In the tables, the first column is the formula.
+# Forward, on the H100, it reaches 83% to 97% of a copy at these widths, half
+# the warps reach 79% to 93%, and twice the warps reach 81% to 97%. Here the
+# formula loses: twice the warps are 1% faster at 3328 columns, and 3% at 5888.
+# At the other two widths they are slower, and half the warps are slower at all
+# four.
+# Backward, it reaches 74% to 89%, half the warps reach 71%, 85%, 66% and 4%
+# at the four widths, and twice the warps reach 25%, 38%, 44% and 75%. At 3328
+# columns half the warps are as fast as the formula. All others are slower.
 #
 # **Why half the warps can be a disaster.**
-# At 9984 columns half the warps are slower by a factor of 19. Our table said
+# At 9984 columns half the warps are slower by a factor of 23. Our table said
 # so: the lanes of a thread would take 280 registers, and it can have at most
 # 255.
-# Then the compiler does not just spill the rest. In the compiled kernel a
-# thread has 32 registers, and keeps 2336 bytes in memory. For 128 threads that
-# is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and ``dx``
-# are 60 KB.
+# Then the compiler does worse than spill the rest. In the compiled kernel a
+# thread has only 32 registers, and keeps 2336 bytes in memory. For 128 threads
+# that is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and
+# ``dx`` are 60 KB.
 # At 5888 columns, 168 registers of lanes leave too few for the rest: a thread
 # spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
-# warps lose little.
+# warps lose 4% at the first of the two, and nothing at the second.
 #
 # **Why twice the warps are no help backward.**
 # A thread can have 128 registers then. At the first three widths its lanes
 # take 112 of them, and it spills 184 to 216 bytes. A tile has also become
-# twice as large, and there is room for two stages only, which are no better
-# than one, as `Loads in flight <04-loads-in-flight.html>`_ has shown.
+# twice as large, so there is room for two stages only, and `Loads in flight
+# <04-loads-in-flight.html>`_ has shown that two are no better than one.
 # At 9984 columns the lanes take 84 registers, a thread spills 40 bytes, and
 # there are three stages. There, twice the warps lose least.
 #
 # **And forward?**
-# At 9984 columns half the warps have 80 columns of ``x`` for each thread. They
-# take 40 of the 64 registers that we allow. A thread spills 288 bytes, and
-# half the warps are slower by a factor of 2.1. Twice the warps have two
-# programs of 16 warps on an SM, where the formula has four of 8 warps. So
-# there are fewer rows on their way, and more warps that wait for each other in
-# each sum. They are 4% slower there. We do not know why they are faster at
-# 5888 columns.
+# There, a thread keeps only ``x``, so with half the warps nothing is spilled
+# either. At 9984 columns a thread has 127 registers then, and 64 with the
+# formula, but it is four programs that fit on an SM in both cases, and their
+# rows are 80 KB. So half the warps are no disaster here: they reach 93% there,
+# and the formula 97%.
+# Twice the warps have two programs of 16 warps on an SM. Their rows are only
+# 40 KB, and more warps wait for each other in each sum. They are 5% slower
+# there. We do not know why they are faster at 3328 and 5888 columns, nor why
+# half the warps are slower at every width.
 #
 # **What follows.**
-# Count registers before you choose warps. The cliffs are where the count says.
-# The last few percent are not in it: where a program needs few registers, as
-# forward, another plan may be a little faster, and only a trial tells.
+# Count registers before you choose warps: the count shows where a plan becomes
+# many times slower. It does not show the last few percent. Where a program
+# needs few registers, as in the forward pass, another plan may be a little
+# faster, and you only learn that when you try it.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -1517,14 +1674,15 @@ report(bench_warps_backward)
 # There is a way to have no idle lanes at all. If the last chunk does not fit,
 # move it to the left until it ends with the row.
 # A row of 13 columns in chunks of 8 then has the columns 0 to 7 and 5 to 12.
-# But columns 5, 6 and 7 stand in both chunks, and in a sum each column counts
-# once. The stub below adds them up twice, and finds 16 ones in a row of 13.
+# But columns 5, 6 and 7 are in both chunks, and in a sum each column must
+# count once. The stub below adds them up twice, and finds 16 ones in a row of
+# 13. Mend it.
 #
 # **Hint 1.** Chunk ``c`` would begin at ``c * CHUNK`` if it were not moved.
-# Which of its columns have been in the chunk before?
+# Which of its columns were already in the chunk before it?
 #
-# **Hint 2.** Those to the left of ``c * CHUNK``. Set what they hold to 0 with
-# ``tl.where`` before it is added.
+# **Hint 2.** They are those to the left of ``c * CHUNK``. Set what they hold
+# to 0 with ``tl.where`` before you add it.
 
 
 @triton.jit
@@ -1543,12 +1701,17 @@ def _row_sums(
 
 
 def exercise_1(kernel):
-    """Print the sums of rows of ones, and say whether they are right."""
-    x = torch.ones(3, 13, device=DEVICE)
-    sums = torch.zeros(3, device=DEVICE)
-    kernel[(3,)](x_ptr=x, sums_ptr=sums, N=13, CHUNK=8)
-    print("sums of rows of 13 ones:", sums.tolist())
-    return (sums == 13).all().item()
+    """Print the sums of rows of ones; say if they and others are right."""
+
+    def sums_of(x):
+        sums = torch.zeros(3, device=DEVICE)
+        kernel[(3,)](x_ptr=x, sums_ptr=sums, N=13, CHUNK=8)
+        return sums
+
+    ones = torch.ones(3, 13, device=DEVICE)
+    print("sums of rows of 13 ones:", sums_of(ones).tolist())
+    different = torch.arange(39.0, device=DEVICE).reshape(3, 13)
+    return all(torch.equal(sums_of(x), x.sum(1)) for x in (ones, different))
 
 
 print("right:", exercise_1(_row_sums))
@@ -1581,17 +1744,17 @@ assert exercise_1(_row_sums_1)
 # Forward, at 4608 columns:
 #
 # - **One tile** has 44% of its lanes idle. It reaches 98% of a copy, because
-#   masked lanes move no bytes, and others hide their instructions.
-# - **Chunks of 1024** have 10% idle, and reach 98%. It is the same.
+#   masked lanes move no bytes, and other programs load while one executes
+#   their instructions.
+# - **Chunks of 1024** have 10% idle, and reach 98%. They are equally fast.
 #
 # Backward, at 4608 and 8704 columns:
 #
-# - **One tile** goes through shared memory as a whole, and above 8192 columns
-#   it has no registers for stages. It reaches 81% and 76% of the copy.
-# - **Chunks of 2048** leave out what never holds a column. They reach 83% and
-#   90%.
+# - **One tile** has no registers for stages above 8192 columns. It reaches
+#   80% and 76% of the copy.
+# - **Chunks of 2048** have them at both widths. They reach 83% and 90%.
 # - **The formula**, which also chooses rows and stages, reaches 87% and 90%.
-# - **PyTorch** moves five matrices, and reaches 36% and 36%.
+# - **PyTorch** moves five matrices, and reaches 36% at both.
 #
 # And for kernels in general:
 #
@@ -1599,9 +1762,11 @@ assert exercise_1(_row_sums_1)
 #   of tiles in registers.
 # - Idle lanes are free while a kernel waits for memory, and cost time where
 #   they take registers that it needs.
-# - Registers can be counted: numbers that stay, times lanes of a thread. A
-#   plan that needs more than 255 is not a little slower, but many times.
-# - A formula is a claim like any other. Test it where it was not made.
+# - You can count registers: multiply the numbers that stay by the lanes of a
+#   thread. A plan that needs more than 255 is not a little slower, but many
+#   times slower.
+# - A formula may fit only the widths that it was made from, so test it at
+#   others.
 #
 # **Next:** what if a row does not begin at a multiple of 16 bytes?
 # `Rows that begin anywhere <06-unaligned-rows.html>`_ finds out.

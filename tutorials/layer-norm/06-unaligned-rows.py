@@ -9,8 +9,8 @@ A thread can load 16 bytes at once only from an address that is a multiple of
 So far our rows had 1024, 4096 or 8192 columns. Other widths are less
 convenient: a vocabulary may have 50257 words, and a slice of a matrix any
 number of columns.
-On this page we add one column to a row and count what its loads ask of the
-memory. Then we write both passes of layer norm so that this column costs
+On this page we add one column to a row, and count how often its loads have to
+ask memory. Then we write both passes of layer norm so that this column costs
 little.
 
 **What you will learn**
@@ -70,8 +70,8 @@ import functools
 # - Row 2 begins at element 26, which is 2 elements after one.
 # - Row 8 begins at element 104 = 13 × 8, at the start of a group again.
 #
-# We call this distance the *shift* of a row. The picture shows the groups that
-# each row lies in:
+# We call this distance the *shift* of a row. The picture shows in which groups
+# each row lies:
 
 # %%
 
@@ -147,8 +147,8 @@ plt.show()
 # Eight requests take the place of one, and each asks once more for the last
 # sector of the request before it.
 # How many requests and sectors does a whole row need? Let's count them for
-# rows of about 4040 columns, as the mean of 16 rows, in which all shifts
-# occur.
+# rows of about 4040 columns. They depend on the shift, so we take the mean of
+# 16 rows, which have all shifts that a width can have.
 
 
 def asked_for(first, end, width):
@@ -451,8 +451,9 @@ bench_reading.run(show_plots=ON_GPU)
 # takes longer. We have not found out which part of that work takes the time.
 #
 # **What follows.**
-# The requests make an odd width slow, and not the bytes. As long as DRAM takes
-# longer than L1, more requests cost little. Beyond that, each one counts.
+# It is the requests that make an odd width slow, and not the bytes. As long as
+# DRAM takes longer than L1, more requests cost little. Beyond that, each one
+# counts.
 #
 # Layer norm in groups
 # --------------------
@@ -500,15 +501,15 @@ def _only_inside(x, c, shift, N, STEP):
 
 # %%
 # As on `page 05 <05-chunks.html>`_, a row is a tuple of chunks, and a program
-# may hold several rows at a time, which are a tile.
+# may hold several rows at a time, which form a tile.
 #
-# ``w`` is loaded once and kept in registers for all rows of a program, with
-# column ``j`` in lane ``j + shift``. That only works if all rows of a program
-# have the same shift.
-# Rows 8 apart have it at any width, because 8 rows together have a multiple of
-# 8 elements. So a tile takes rows ``first``, ``first + 8``, ``first + 16`` and
-# so on, and ``STEP`` is both the lanes in a group and the distance of these
-# rows.
+# A program loads ``w`` once and keeps it in registers for all its rows, with
+# column ``j`` in lane ``j + shift``. That only works if all its rows have the
+# same shift.
+# Rows that are 8 apart do, at any width, because 8 rows together have a
+# multiple of 8 elements. So a tile takes rows ``first``, ``first + 8``,
+# ``first + 16`` and so on. ``STEP`` is both the number of lanes in a group and
+# the distance of these rows.
 
 
 @triton.jit
@@ -571,7 +572,8 @@ def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
 
 
 # %%
-# With these functions the forward pass looks as it does with chunks.
+# With these functions, the forward pass looks much like the one in chunks.
+# What is new is the loop: a program takes several tiles, one after the other.
 
 
 @triton.jit
@@ -649,9 +651,9 @@ def _layer_norm_fwd_shifted(
 # this makes twice the requests, and half the idle lanes. With 8 warps a row is
 # so wide that idle lanes matter less, and a thread takes 16 bytes.
 #
-# Up to 110 KB of rows are `in flight <04-loads-in-flight.html>`_ on an SM
-# while its programs work on others. Where lanes begin at column 0, our plan
-# requests nothing ahead.
+# While the programs of an SM work on their rows, up to 110 KB of further rows
+# are `in flight <04-loads-in-flight.html>`_. Where lanes begin at column 0,
+# our plan requests nothing ahead.
 
 # %%
 
@@ -765,8 +767,8 @@ def forward(x, w, b, eps, step, plan=None):
 #
 # "Triton" is our kernel in groups, as a user gets it.
 # "From column 0" is the same kernel with ``STEP`` = 1. We measure it with the
-# plan above and with twice the warps, each also with rows in flight if the
-# number of columns is even, and take the fastest.
+# plan above and with twice the warps, and if the number of columns is even, we
+# also measure both with rows requested ahead. The fastest of these counts.
 # (At an odd width no row can be requested ahead: asynchronous copies move at
 # least 4 bytes, and a row may begin 2 bytes after a multiple of 4.)
 #
@@ -1047,7 +1049,7 @@ report(bench_forward)
 # `PyTorch's kernel <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
 # loads four numbers at a time, but only if the number of columns is a multiple
 # of four. Otherwise another kernel runs, which loads them one by one. This is
-# why it is fast at 4100 columns, and at 4098 as slow as at 4097.
+# why PyTorch is fast at 4100 columns, and as slow at 4098 as at 4097.
 #
 # At 4096 columns our two lines run the same kernel, but "From column 0" takes
 # the best of four plans. `Chunks instead of padding <05-chunks.html>`_ has a
@@ -1233,9 +1235,9 @@ def _add_up_chunks(
 
 
 # %%
-# The plan has the form of that of the forward pass. A program holds ``x``,
-# ``dy`` and two sums, so a warp gets a smaller part of a row, and a row of
-# ``x`` and one of ``dy`` are requested together.
+# The plan has the same form as that of the forward pass. A program now holds
+# ``x``, ``dy`` and two sums, so each warp gets a smaller part of a row. A row
+# of ``x`` and one of ``dy`` are requested together.
 
 # %%
 
@@ -1598,7 +1600,7 @@ report(bench_backward)
 #   needs groups, and PyTorch is faster as well. A vocabulary of 50257 words
 #   is often padded to 50304, which is 64 × 786.
 # - **At multiples of 8, use** `Chunks instead of padding <05-chunks.html>`_,
-#   which requests rows ahead in its forward pass.
+#   which has better plans for them.
 # - **Some views keep narrow loads.** If the rows of ``x`` have other shifts
 #   than those of ``y``, as in ``x[:, 3:]``, our lanes begin at column 0.
 # - **PyTorch has no limit.** Our rows hold at most 32 KB, and 20 KB with
@@ -1606,7 +1608,7 @@ report(bench_backward)
 #   <11-every-width.html>`_ takes all widths.
 # - **torch.compile can fuse** a layer norm with what comes before and after.
 # - **Libraries have kernels of their own.** `Every width
-#   <11-every-width.html>`_ measures them, at odd widths, too.
+#   <11-every-width.html>`_ measures them, also at odd widths.
 #
 # Exercise 1: how far apart?
 # --------------------------
@@ -1677,8 +1679,8 @@ assert exercise_1(distance_1)
 # - Reading a little too much is harmless, if you set it to 0. Writing too much
 #   is not.
 # - When a kernel is slow, count its requests as well as its bytes.
-# - Choose which rows a program takes so that what it keeps can stay where it
-#   is.
+# - Choose the rows of a program so that what it keeps for all of them can stay
+#   in the same registers.
 #
 # **Next:** what if a row does not fit into registers at all? `Two sweeps, and
 # a variance that stays right <07-two-sweeps.html>`_ reads it twice.

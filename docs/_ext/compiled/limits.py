@@ -60,6 +60,11 @@ class Facts:
         self.loaded = self.moved("load")  # bytes of a program
         self.stored = self.moved("store")
         self.float64 = bool(re.search(r"\.f64\b|_f64", built.text))
+        # Whether matrices are multiplied, and tiles fetched by descriptors.
+        self.multiplies = bool(
+            re.search(r"\b(wgmma|mma\.sync|tcgen05\.mma|v_mfma)", built.text)
+        )
+        self.fetches_tiles = "cp.async.bulk.tensor" in built.text
         self.unsafe = [
             mark
             for mark in self.marks

@@ -15,6 +15,7 @@ MARKED = f"{OPEN}.*?{CLOSE}"
 # How many times as fast, from numbers of these units.
 FASTER = {
     "GB/s": lambda ours, theirs: ours / theirs,
+    "TFLOP/s": lambda ours, theirs: ours / theirs,
     "µs": lambda ours, theirs: theirs / ours,
 }
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -96,7 +97,8 @@ class Figure:
 
     def median(self, provider, x):
         """What was measured, in the unit of the figure."""
-        rounding = {"GB/s": ".0f", "% of copy": ".0f", "µs": ".1f"}
+        whole = ("GB/s", "TFLOP/s", "% of copy")
+        rounding = dict.fromkeys(whole, ".0f") | {"µs": ".1f"}
         value = self._all(provider).get(x)
         if value is None:
             there = [x for x, v in self._all(provider).items() if v]

@@ -33,6 +33,7 @@ BY_BUILD = ROOT / "docs" / "_build" / "measurements"
 POSITIVE = (math.ulp(0), math.inf)
 UNITS = {
     "GB/s": POSITIVE,
+    "TFLOP/s": POSITIVE,
     "% of copy": POSITIVE,
     "µs": POSITIVE,
     "relative error": (0, math.inf),

@@ -27,8 +27,13 @@ CALLS = {
     "forward and backward": N_("Whole call, both passes"),
 }
 OURS = "triton"
-# The first that a page is compared with, and its name.
-FIRST = {"torch": "PyTorch", "rows": N_("PyTorch on gathered rows")}
+# The first that a page is compared with, and its name. Of PyTorch's ways to
+# attend it is the one that PyTorch takes by itself.
+FIRST = {
+    "sdpa-cudnn": "cuDNN, by PyTorch",
+    "torch": "PyTorch",
+    "rows": N_("PyTorch on gathered rows"),
+}
 # Whoever else is no design of ours, and no ceiling.
 RIVALS = FIRST | style.RIVALS | {"dtensor": "DTensor"}
 BEST = N_("the best rival")
@@ -85,7 +90,7 @@ def of(data):
         calls=calls,
         called_at=_circumstances_of_calls(whole_calls, first),
         where=[
-            *_counted(passes, first["x_names"]),
+            *_counted(passes, first),
             *said(_rest(first)),
             recording.environment_of(data, first)["gpu"],
         ],
@@ -200,8 +205,9 @@ def _speed(benchmark, sizes):
     return Speed(benchmark["args"]["mode"], over, sizes)
 
 
-def _counted(passes, x_names):
+def _counted(passes, benchmark):
     """Of how many sizes the speeds are medians; of one, which it is."""
+    x_names = benchmark["x_names"]
     counts = list(dict.fromkeys(len(each.sizes) for each in passes))
     if not counts:
         return []
@@ -209,7 +215,7 @@ def _counted(passes, x_names):
         return _size(x_names, passes[0].sizes[0])
     text = (
         N_("median of %(count)s widths")
-        if x_names == ["N"]
+        if x_names == ["N"] and "D" not in benchmark["args"]
         else N_("median of %(count)s sizes")
     )
     return [Said(text, {"count": words.listed(counts, words.AND)})]

@@ -9,9 +9,10 @@ import torch
 from compiled.declared import Kernel, Kernels
 from conformance import (
     LayerNorm,
-    Mistake,
     Page,
+    below_zero,
     guarded_allocations,
+    negative_eps,
     too_wide,
 )
 from conformance.layer_norm import full_size
@@ -104,15 +105,6 @@ def every_flaw(load):
     tensors, _ = page.given(300, 1024)
     for flaw in page.FLAWS:
         page.stage_1(*tensors, (300, 16, 8, True), flaw)
-
-
-def negative_eps(load):
-    page = load()
-    try:
-        page.layer_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
-    except ValueError:
-        return
-    raise AssertionError("a negative eps is taken")
 
 
 def one_launch(load):
@@ -514,15 +506,7 @@ PAGE = Page(
     ),
     mistakes=(
         too_wide(16385, "1 to 16384"),
-        *(
-            Mistake(
-                ValueError,
-                rf"\beps is {eps}\b",
-                lambda ones: (ones(2, 4), (4,)),
-                {"eps": eps},
-            )
-            for eps in (-1e-05, float("nan"))
-        ),
+        *below_zero(),
     ),
     elsewhere="is on cuda:1: not the current one",
     # Where two meet at a lock, their order does not matter.

@@ -1,0 +1,495 @@
+"""What must hold of the page "Attention without its matrix"."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from compiled.declared import Case, Kernel, Kernels
+from conformance import Attention, AttentionCase, Page
+from measurements.figure import Measured
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+def run(page, M, N, dtype, D=128):
+    def empty():
+        t = torch.empty(M, 16, N, D, dtype=dtype, device=page.DEVICE)
+        return t.requires_grad_()
+
+    q, k, v = empty(), empty(), empty()
+    y = page.attention(q, k, v)
+    torch.autograd.grad(y, (q, k, v), torch.empty_like(y))
+
+
+def of_64(page, M, N, dtype):
+    run(page, M, N, dtype, 64)
+
+
+def of_32(page, M, N, dtype):
+    run(page, M, N, dtype, 32)
+
+
+def of_16(page, M, N, dtype):
+    run(page, M, N, dtype, 16)
+
+
+def also(page, M, N, dtype):
+    """The solution of the exercise."""
+    t = torch.empty(1, 2, 150, 32, dtype=dtype, device=page.DEVICE)
+    plan = page.plan_forward(32)
+    page._attention_fwd_causal[(4,)](
+        q_desc=page.tiles_of(t, plan["TILE_Q"]),
+        k_desc=page.tiles_of(t, plan["TILE_K"]),
+        v_desc=page.tiles_of(t, plan["TILE_K"]),
+        y_desc=page.tiles_of(t, plan["TILE_Q"]),
+        lse_ptr=torch.empty(1, 2, 150, device=page.DEVICE),
+        heads=2,
+        queries=150,
+        keys=150,
+        scale=1.0,
+        D=32,
+        WHOLE=False,
+        **plan,
+    )
+
+
+PUBLISHED = "2026-11-25"
+
+
+def multiplies(code):
+    """By Tensor Cores, with tiles from the TMA where there is one."""
+    return [
+        code.multiplies,
+        code.fetches_tiles == (code.target in ("sm_90", "sm_100")),
+        code.spills == 0 or code.target == "sm_80",
+    ]
+
+
+KERNELS = Kernels(
+    run=run,
+    also=also,
+    M=4,
+    N=[4096],
+    dtype="float16",
+    sizes={"float16": [512, 1000, 4096], "bfloat16": [4096]},
+    kernels={
+        "_attention_fwd": Kernel(
+            look="""
+            On sm_90 one instruction, ``wgmma``, multiplies for 4 warps, and
+            ``cp.async.bulk.tensor`` fetches a tile.
+            Nothing is spilled.
+            """,
+            true=multiplies,
+            shared=227 * 1024,
+            copies="any",
+            narrow_stores=4,
+            spills=16,  # 32 on sm_80 alone: see multiplies
+        ),
+        "_attention_bwd_delta": Kernel(
+            look="Two rows in, one number out: no product, no Tensor Core.",
+            true=lambda code: [not code.multiplies],
+            narrow_stores=4,
+        ),
+        "_attention_bwd_keys": Kernel(
+            look="""
+            Four products in a step. The sums of ``dk`` and ``dv`` take 128
+            registers of each thread at a head dimension of 128.
+            """,
+            true=multiplies,
+            shared=227 * 1024,
+            copies="any",
+            narrow_copies=6,  # lse and delta
+        ),
+        "_attention_bwd_queries": Kernel(
+            look="Three products in a step, and one sum: ``dq``.",
+            true=multiplies,
+            shared=227 * 1024,
+            copies="any",
+            narrow_loads=4,  # lse and delta
+        ),
+    },
+    cases={
+        "D = 64": Case(run=of_64, sizes={"float16": [1000, 4096]}),
+        "D = 32": Case(run=of_32, sizes={"float16": [1000, 4096]}),
+        "D = 16": Case(run=of_16, sizes={"float16": [1000, 4096]}),
+    },
+)
+
+CARD = "H100"
+CUDNN, FLASH, CUBLAS = "sdpa-cudnn", "torch", "cublas"
+
+
+def from_to(numbers, unit=""):
+    return f"{numbers.least}{unit} to {numbers.most}{unit}"
+
+
+def forward(figure):
+    of = figure("attention-forward", CARD)
+    ours = partial(of.median, "triton")
+    long = of.between(4096)
+    assert long.shares("triton", CUBLAS).least >= 67  # two thirds, or more
+    yield (
+        f"our kernel reaches {ours(512)} TFLOP/s at 512 keys, {ours(4096)} at "
+        f"4096 and {ours(16384)} at 16384. From 4096 keys on that is "
+        f"{from_to(long.shares('triton', CUBLAS), '%')} of what the product "
+        f"of matrices reaches, {of.median(CUBLAS, 4096)} TFLOP/s."
+    )
+    formula = of.all_medians("formula")
+    yield (
+        f"It is {from_to(of.ratios('triton', FLASH))} times as fast as "
+        f"FlashAttention-2. The formula reaches {from_to(formula)} TFLOP/s, "
+        f"so ours is {from_to(of.ratios('triton', 'formula'))} times as fast."
+    )
+    assert of.ratios("triton", FLASH).least > 1
+    cudnn = of.shares("triton", CUDNN)
+    assert cudnn.most < 100  # "faster than ours at every length"
+    yield f"we reach {from_to(cudnn, '%')} of its speed."
+    # "Both lines are one."
+    both = of.ratios("torch.compile", CUDNN)
+    assert both.least >= 0.98 and both.most <= 1.02
+    yield from constant(of)
+
+
+def constant(of):
+    """µs that are the same at every length, and µs a key."""
+    N = (512, 1024, 2048, 4096, 8192, 16384)
+    us = [4 * n * 2048 * 16384 / of.median("triton", n) / 1e6 for n in N]
+    # The smallest largest error, as a share of each time.
+    fits = [
+        (max(abs(a + b * n - t) / t for n, t in zip(N, us, strict=True)), a, b)
+        for a in range(200)
+        for b in [0.22 + i / 2000 for i in range(100)]
+    ]
+    error, start, slope = min(fits)
+    assert error <= 0.06
+    start, slope = Measured(start, ".0f"), Measured(slope, ".2f")
+    error = Measured(100 * error, ".0f")
+    yield (
+        f"{start} µs and {slope} µs for each key fit all six times within "
+        f"{error}%."
+    )
+
+
+def backward(figure):
+    of = figure("attention-backward", CARD)
+    ours = partial(of.median, "triton")
+    yield (
+        f"our backward pass reaches {ours(512)} TFLOP/s at 512 keys, "
+        f"{ours(4096)} at 4096 and {ours(16384)} at 16384. It is "
+        f"{from_to(of.ratios('triton', FLASH))} times as fast as "
+        f"FlashAttention-2, and {from_to(of.ratios('triton', 'formula'))} "
+        "times as fast as the formula. We reach "
+        f"{from_to(of.shares('triton', CUDNN), '%')} of cuDNN's speed"
+    )
+    # "The more the shorter": at the ends.
+    cudnn = partial(of.share, "triton", of=CUDNN)
+    assert cudnn(512) > cudnn(1024) > cudnn(2048)
+    all_seven = Measured(7 / 5 * ours(16384), ".0f")
+    ceiling = of.median(CUBLAS, 16384)
+    share = Measured(100 * all_seven / ceiling, ".0f")
+    of_cudnn = of.median(CUDNN, 16384)
+    assert share > of.share(CUDNN, 16384, CUBLAS) + 5
+    yield (
+        f"they do 7/5 of {ours(16384)}, which is {all_seven} TFLOP/s, or "
+        f"{share}% of what the product of matrices reaches."
+    )
+    yield (
+        f"cuDNN does {of_cudnn} TFLOP/s. If it has five products, that is "
+        f"{of.share(CUDNN, 16384, CUBLAS)}% of the product of matrices"
+    )
+
+
+def of_64_numbers(figure):
+    of, large = (
+        figure(f"attention-forward{name}", CARD) for name in ("-64", "")
+    )
+    back = figure("attention-backward-64", CARD)
+    shares = of.between(2048).shares("triton", CUDNN)
+    yield (
+        f"our forward pass reaches {of.median('triton', 16384)} TFLOP/s at "
+        f"16384 keys, where heads of 128 numbers had "
+        f"{large.median('triton', 16384)}. From 2048 keys on it is at "
+        f"{from_to(shares, '%')} of cuDNN's speed."
+    )
+    yield (
+        f"The backward pass reaches {back.median('triton', 16384)} TFLOP/s "
+        "there, and is at "
+        f"{back.share('triton', 512, CUDNN)}% of cuDNN's speed at 512 keys "
+        f"and at {back.share('triton', 16384, CUDNN)}% at 16384."
+    )
+    # "cuDNN's forward pass loses more than ours."
+    ours, cudnn = (
+        of.median(p, 16384) / large.median(p, 16384) for p in ("triton", CUDNN)
+    )
+    assert cudnn < ours - 0.05
+    # "Level with it forward at 4096 keys and more."
+    level = of.between(4096).shares("triton", CUDNN)
+    assert level.least >= 98 and level.most <= 105
+
+
+def memory(figure):
+    of = figure("attention-memory", CARD)
+
+    def gb(provider, N):
+        number = of.median(provider, N)
+        number.rounding = ".1f"
+        return number
+
+    ours = [of.median("triton", N) for N in (1024, 2048, 4096, 8192)]
+    assert max(ours) == min(ours)
+    yield f"our function takes {ours[0]} GB at every length"
+    yield (
+        f"The formula takes {gb('formula', 1024)} GB at 1024 keys and "
+        f"{gb('formula', 8192)} GB at 8192."
+    )
+    for N in 1024, 2048, 4096:
+        assert 1.9 < gb("formula", 2 * N) / gb("formula", N) < 2.1
+
+
+def where_pytorch_is_better(figure):
+    of, back, small = (
+        figure(f"attention-{name}", CARD)
+        for name in ("forward", "backward", "backward-64")
+    )
+    share = partial(of.share, "triton", of=CUDNN)
+    yield (
+        f"our speed is {share(1024)}% of cuDNN's at 1024 keys and "
+        f"{share(16384)}% at 16384."
+    )
+    share = partial(back.share, "triton", of=CUDNN)
+    yield f"Backward it is {share(1024)}% and {share(16384)}%."
+    yield f"where we reach {small.share('triton', 16384, CUDNN)}% at 16384."
+
+
+def ladder(figure):
+    of, back = (
+        figure(f"attention-{name}", CARD) for name in ("forward", "backward")
+    )
+
+    def both(provider):
+        return f"{of.median(provider, 4096)} and {back.median(provider, 4096)}"
+
+    number = figure("attention-memory", CARD).median("formula", 4096)
+    number.rounding = ".1f"
+    yield (
+        f"It reaches {both('formula')} TFLOP/s, and takes {number} GB of "
+        "memory at this length."
+    )
+    yield (
+        "whose Tensor Cores take their operands from registers. It reaches "
+        f"{both(FLASH)} TFLOP/s."
+    )
+    yield f"seven products backward, and reaches {both('triton')} TFLOP/s."
+    yield f"- **cuDNN** reaches {both(CUDNN)} TFLOP/s."
+    yield f"anything around it reaches {of.median(CUBLAS, 4096)} TFLOP/s."
+
+
+def CLAIMS(figure):
+    yield from forward(figure)
+    yield from backward(figure)
+    yield from of_64_numbers(figure)
+    yield from memory(figure)
+    yield from where_pytorch_is_better(figure)
+    yield from ladder(figure)
+
+
+DATA_SHEET = "the data sheet of the H100"
+FACTS = {
+    "it takes 8.6 GB in 16 bits": "16 * 16384**2 * 2 bytes",
+    "results together 0.27 GB": "4 * 16384 * 2048 * 2 bytes",
+    "that is 34 GB, against 0.27 GB": "4 * 16 * 16384**2 * 2 bytes",
+    "and moves 3.35 TB": DATA_SHEET,
+    "at least 2.2 ms": "2.2e12 / 989e12",
+    "at least 10.3 ms": "34.4 GB / 3.35 TB/s",
+    "multiplies 989 TFLOP/s in 16 bits": DATA_SHEET,
+    "So 64% of its result": "the table above it: softmax of 2, 1, 3, 0",
+    "half of 0.1%": "2**-11",
+    "errors below 1%:": "what the check asserts",
+    "16384 numbers of 4 bytes": "128 * 128",
+    "To move 0.27 GB alone takes about 80 µs at 3.35 TB/s": DATA_SHEET,
+}
+
+# Tiles of 16, so that small cases have several.
+SMALL = (
+    ("16: (128, 64, 4, 3),", "16: (16, 32, 4, 3),"),
+    ("32: (128, 64, 4, 3),", "32: (32, 16, 4, 3),"),
+    ("64: (64, 128, 4, 2),", "64: (16, 32, 4, 3),"),
+    ("128: (128, 64, 4, 2),", "128: (16, 32, 4, 2),"),
+    ('"TILE_Q": 64,\n        "TILE_K": 64,', '"TILE_Q": 16, "TILE_K": 32,'),
+)
+
+
+def half(*sizes, **more):
+    (lead, queries, keys, D), dtype = sizes, HALF
+    return AttentionCase(lead, queries, keys, D, dtype, **more)
+
+
+PAGE = Page(
+    __file__,
+    Attention(),
+    {"attention": lambda page: page.attention},
+    quick=(),
+    forms={"small": SMALL, "as it is": ()},
+    cases=(
+        half((1, 2), 64, 128, 32, large=900.0),
+        half((2, 2), 128, 256, 16),
+        half((1, 2), 129, 65, 64),
+        half((1, 1), 1, 300, 128),
+    ),
+    full=tuple(
+        AttentionCase(lead, queries, keys, D, dtype)
+        for lead, queries, keys, D in (
+            ((2, 4), 1024, 1024, 128),
+            ((1, 3), 1000, 2077, 128),
+            ((3, 2), 2048, 333, 64),
+            ((1, 2), 4097, 4095, 32),
+            ((5, 1), 511, 513, 16),
+        )
+        for dtype in (HALF, BRAIN)
+    ),
+    repeatable=("attention",),
+    repeated=(half((1, 4), 1000, 1500, 128),),
+    graphs=(half((1, 4), 200, 300, 64),),
+    trains=("attention",),
+    huge=(4096,),
+    elsewhere="not the current GPU",
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=(
+        half((1, 2), 37, 51, 32),
+        half((1, 2), 150, 100, 128),
+    ),
+    prints={
+        "errors below 1%": 2,
+        "Timing needs a GPU": 4,
+        "exercise 1: largest error": 2,
+    },
+    mutants={
+        "keys that are not there have a weight": (
+            'score = tl.where(key[None, :] < keys, score, float("-inf"))',
+            "score = tl.where(key[None, :] < keys, score, 0.0)",
+        ),
+        "sums do not shrink": (
+            "total = total * shrink + tl.sum(power, axis=1)\n"
+            "        weighted = weighted * shrink[:, None]\n\n"
+            "        # The powers",
+            "total = total + tl.sum(power, axis=1)\n\n        # The powers",
+        ),
+        "the weighted sum does not shrink": (
+            "weighted = weighted * shrink[:, None]\n\n        # The powers",
+            "weighted = weighted * 1.0\n\n        # The powers",
+        ),
+        "no maximum in the log-sum-exp": (
+            "lse = maximum + tl.log2(total)\n"
+            "    tl.store(lse_ptr + row + query, lse, mask=query < queries)"
+            "\n\n\n# %%\n# ``tl.dot(p",
+            "lse = tl.log2(total)\n"
+            "    tl.store(lse_ptr + row + query, lse, mask=query < queries)"
+            "\n\n\n# %%\n# ``tl.dot(p",
+        ),
+        "head and batch": (
+            "batch = lead // heads\n    head = lead % heads\n    q = q_desc",
+            "batch = lead % heads\n    head = lead // heads\n    q = q_desc",
+        ),
+        "delta is dropped for keys": (
+            "ds = p * (dp - delta[None, :])",
+            "ds = p * dp",
+        ),
+        "delta is dropped for queries": (
+            "ds = p * (dp - delta[:, None])",
+            "ds = p * dp",
+        ),
+        "dk without the scale": ("dk = (dk * scale)", "dk = (dk * 1)"),
+        "dq without the scale": ("dq = (dq * scale)", "dq = (dq * 1)"),
+        "the last keys get no gradient": (
+            'tiles = triton.cdiv(keys, plan["TILE_K"])',
+            'tiles = max(keys // plan["TILE_K"], 1)',
+        ),
+        "scale is not used": (
+            "ctx.scale = scale",
+            "ctx.scale = query.shape[-1] ** -0.5",
+        ),
+        "dy as it lies": (
+            "dy = for_descriptors(dy.contiguous())",
+            "dy = for_descriptors(dy)",
+        ),
+        "a stride that is no multiple of 16 bytes": (
+            "stride <= 0 or stride * t.itemsize % 16",
+            "stride <= 0",
+        ),
+        "memory that begins anywhere": (
+            "t.data_ptr() % 16 == 0 and t.stride(-1) == 1",
+            "t.stride(-1) == 1",
+        ),
+    },
+    kills=(
+        half((2, 3), 37, 51, 32),
+        half((1, 2), 64, 64, 64, scale=2.0),
+        half((1, 2), 33, 40, 16, large=30.0, scale=0.3),
+        half((1, 2), 20, 40, 16, dy="transposed"),
+        half((1, 2), 20, 40, 16, query="columns", key="unaligned"),
+        half((1, 2), 20, 40, 16, value="unaligned"),
+        lambda load: far_below(load("small")),
+        lambda load: other_strides(load("small")),
+    ),
+)
+
+
+def far_below(page):
+    """All scores are far below 0: a key that is not there has a score of 0,
+    and an infinite power."""
+    D, dtype = 16, HALF
+    q = torch.full((1, 1, 20, D), 30.0, dtype=dtype, device=page.DEVICE)
+    k = torch.full((1, 1, 40, D), -30.0, dtype=dtype, device=page.DEVICE)
+    v, dy = (torch.randn_like(t) for t in (k, q))
+    given = [t.requires_grad_() for t in (q, k, v)]
+    y = page.attention(*given)
+    mean = v.detach().float().mean(2, keepdim=True)
+    torch.testing.assert_close(
+        y.float(), mean.expand(y.shape), atol=2e-3, rtol=0
+    )
+    for t in torch.autograd.grad(y, given, dy):
+        assert t.isfinite().all()
+
+
+def other_strides(page):
+    """Heads are neighbors in memory, or a row is a part of a wider one."""
+
+    def filled(*shape):
+        return torch.randn(shape, device=page.DEVICE).to(HALF)
+
+    swapped = [filled(1, 20, 3, 16).transpose(1, 2) for _ in range(4)]
+    parts = [filled(1, 3, 20, 35)[..., :16] for _ in range(4)]
+    for q, k, v, dy in swapped, parts:
+        results = []
+        for function, kind in (
+            (page.attention, HALF),
+            (F.scaled_dot_product_attention, torch.float64),
+        ):
+            given = [t.to(kind).requires_grad_() for t in (q, k, v)]
+            y = function(*given)
+            results.append(torch.autograd.grad(y, given, dy.to(kind)))
+        for ours, exact in zip(*results, strict=True):
+            assert (ours - exact).norm() <= 1e-2 * exact.norm()
+
+
+def test_scores_far_below_zero(load):
+    far_below(load("as it is"))
+
+
+def test_heads_may_be_split_without_a_copy(page):
+    """What a projection gives, (batch, length, heads, D), is taken as it
+    lies."""
+    t = torch.randn(2, 20, 3 * 2 * 16, device=page.DEVICE, dtype=HALF)
+    for part in t.view(2, 20, 3, 2, 16).unbind(2):
+        part = part.transpose(1, 2)
+        assert page.for_descriptors(part) is part
+
+
+def test_exercise(output):
+    stub, solution = (
+        float(line.rpartition(" ")[2])
+        for line in output.splitlines()
+        if "exercise 1: largest error" in line
+    )
+    assert stub > 0.1 > 2e-3 > solution
