@@ -32,7 +32,7 @@ def test_cells_are_those_of_their_sources(name):
 
 
 def test_an_edit_of_a_copy_is_found_and_undone(folder):
-    name = "fused/02-dropout"
+    name = "norms-and-losses/04-cross-entropy"
     edit(folder, name, "warmup=10, rep=40", "warmup=1, rep=4")
     assert cells.changed(folder) == [name]
     assert written(name, folder) == read(name, cells.TUTORIALS)
@@ -70,9 +70,12 @@ def test_what_waits_is_not_as_its_sources_are(monkeypatch):
 
 def test_a_line_that_does_not_begin_its_cell_is_named(folder):
     """Under a heading nothing would be written for it."""
-    name, line = "fused/02-dropout", "# Scaffold: the clock, and what"
+    name = "norms-and-losses/04-cross-entropy"
+    line = "# Scaffold: the clock, and what"
     edit(folder, name, f"# %%\n\n{line}", f"# %%\n# Prose.\n\n{line}")
-    with pytest.raises(LookupError, match=r"02-dropout.py: .* the clock"):
+    with pytest.raises(
+        LookupError, match=r"04-cross-entropy.py: .* the clock"
+    ):
         cells.changed(folder)
 
 
