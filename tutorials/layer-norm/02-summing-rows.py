@@ -606,25 +606,28 @@ for N in WIDTHS:
 
 # %%
 # **What the figure shows.**
-# On the H100, columns reach 28% of a copy at 1024 columns and NN% at 12288
-# columns. Split columns reach 53% and NN%, and PyTorch's sums 30% and 75%.
+# On the H100, columns reach 28% of a copy at 1024 columns and 77% at 12288
+# columns. Split columns reach 53% and 81%, and PyTorch's sums 30% and 76%.
 # Split columns are faster than PyTorch at every width. Without the split we
 # are slower than PyTorch up to 8192 columns.
 #
 # **Why.**
 # The table of programs tells us: the more bytes they request at a time, the
 # faster the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and
-# reach 28%, 38%, 60%, 61%, 74% and NN% of a copy.
+# reach 28%, 38%, 60%, 61%, 73% and 77% of a copy.
 # At 1024 columns only 64 programs run, and half of the SMs request nothing.
 # With the split, 512 programs request 16 KB on each SM, and the sums are 1.9
 # times as fast.
 #
 # One thing the table does not explain. From 2048 to 8192 columns, split
 # columns request about 30 KB on an SM, and yet their share rises from 55% to
-# 78%.
+# 77%.
 # What counts here is the time that does not grow with the matrix: two kernels
-# have to start and to finish. At 2048 columns everything takes 21.4 µs, and at
-# 8192 columns 59.5 µs.
+# have to start and to finish. At 2048 columns everything takes 21.5 µs, and at
+# 8192 columns 59.7 µs.
+# That leaves one step unexplained. Between 4096 and 6144 columns the shares
+# hardly change: columns go from 60% to 61%, split columns from 66% to 65%, and
+# PyTorch's sums from 63% to 64%. We do not know why.
 #
 # **What follows.**
 # A kernel needs enough programs. They can come from any dimension whose sums
@@ -924,26 +927,26 @@ bench_programs.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # Our rules are close to the best: on the H100, none of the other numbers is
-# more than 0.2% faster.
+# more than 0.1% faster.
 # At 4096 columns, our rules start three programs on each SM for buffers and
-# for atomics, which reach 2286 and 2362 GB/s, and eight for split columns,
-# which reach 1420 GB/s. At 1024 columns, they start six for buffers, which
-# reach 1538 GB/s, and four for atomics and for split columns, which reach 1280
-# and 1294 GB/s.
+# for atomics, which reach 2285 and 2371 GB/s, and eight for split columns,
+# which reach 1416 GB/s. At 1024 columns, they start six for buffers, which
+# reach 1532 GB/s, and four for atomics and for split columns, which reach 1283
+# and 1286 GB/s.
 #
 # **Why.**
 # Up to these numbers, more programs help. While one computes, the others load.
 #
 # At 4096 columns, the registers of an SM hold three programs that work on
 # whole rows. If we start four, the fourth begins when another one has ended,
-# and then it is nearly alone: buffers fall to 1917 GB/s, and atomics to 2111
+# and then it is nearly alone: buffers fall to 1910 GB/s, and atomics to 2123
 # GB/s.
 # If we start six, they run in two full rounds of three. Atomics are back at
-# 2245 GB/s. Buffers are not, with 1824 GB/s, because there are now twice as
+# 2248 GB/s. Buffers are not, with 1816 GB/s, because there are now twice as
 # many of them to write and to read.
 #
 # At 1024 columns, the registers hold more programs than we start. But with
-# eight, atomics fall to 1091 GB/s, because more additions queue up.
+# eight, atomics fall to 1085 GB/s, because more additions queue up.
 #
 # **What follows.**
 # Each design is measured near its best. From 8192 columns on, the registers of
@@ -1077,15 +1080,16 @@ report(bench_designs)
 
 # %%
 # **What the figure shows.**
-# On the H100, buffers reach 60% to 85% of the copy, atomics 51% to 86%,
-# split columns 45% to 54%, and columns 36% to 52%. An atomic addition for
+# On the H100, buffers reach 61% to 85% of the copy, atomics 52% to 87%,
+# split columns 45% to 55%, and columns 36% to 52%. An atomic addition for
 # each row reaches 18% to 46%, and PyTorch 35% to 40%.
 # Buffers are 1.2 times as fast as atomics at 1024 columns, where atomics are
 # no faster than split columns. From 4096 columns on, atomics are slightly
 # ahead of buffers.
 # On the H100, buffers are 1.7 to 2.2 times as fast as PyTorch, and 1.5 to
-# 2.0 times as fast as torch.compile. At 12288 columns, torch.compile is
-# faster than columns, split or not.
+# 2.0 times as fast as torch.compile.
+# But torch.compile beats columns at two widths: it is 6% faster than columns
+# at 2048 columns and 5% at 12288, where it is also as fast as split columns.
 #
 # **Why.**
 # Does our count explain the figure?
@@ -1110,24 +1114,25 @@ for N in WIDTHS:
 
 # %%
 # - **Columns** could reach 60%. They reach 36% to 52%, and split columns 45%
-#   to 54%, because their sums are slower than a copy, as we have seen.
+#   to 55%, because their sums are slower than a copy, as we have seen.
 # - **Buffers** could reach 66%, 74%, 80% and 85% up to 6144 columns. They
-#   reach 60%, 73%, 80% and 82%, so there the count explains nearly everything.
-#   At 8192 and 12288 columns they could reach 92%, and they reach 76% and 85%.
+#   reach 61%, 72%, 80% and 82%, so there the count explains nearly everything.
+#   At 8192 and 12288 columns they could reach 92%, and they reach 75% and 85%.
 #   The registers of an SM then hold a single program, and nobody loads while
 #   it computes. It requests 32 KB at a time at the first of the two widths,
 #   and 48 KB at the second.
 # - **Atomics, rows** could reach 43%. From 4096 columns on they reach 38% to
 #   46%. (A little more than 43% is possible, because an addition ends in L2
-#   and need not go to DRAM.) At 1024 columns they take 54.9 µs and at 2048
-#   columns 63.0 µs, nearly as long for half the bytes. What both widths have
-#   in common is the queue: 4096 additions arrive at each sum. At 1024 columns,
-#   that is one every 13 ns.
-# - **Atomics** could reach 85% to 96%. At 1024 columns they reach 51%. 528
+#   and need not go to DRAM. We have not looked into the 38%, at 6144 columns.)
+#   At 1024 columns they take 54.8 µs and at 2048 columns 63.1 µs, nearly as
+#   long for half the bytes. What both widths have in common is the queue: 4096
+#   additions arrive at each sum. At 1024 columns, that is one every 13 ns.
+# - **Atomics** could reach 85% to 96%. At 1024 columns they reach 52%. 528
 #   programs queue up there, and if an addition takes 13 ns, the queue takes
-#   7.1 µs. That is a lot next to the 10.0 µs of the whole copy. At 12288
-#   columns 132 programs queue up, and the copy takes 101.2 µs. There the queue
-#   hardly matters, and atomics reach 86%.
+#   7.1 µs. That is a lot next to the 9.9 µs of the whole copy. At 12288
+#   columns 132 programs queue up, and the copy takes 101.1 µs. There the queue
+#   hardly matters, and atomics reach 87%. At 8192 columns they only reach 77%,
+#   because a single program runs on an SM, as with buffers.
 #
 # PyTorch reads ``x`` and ``dy`` twice as well, so it could not reach more than
 # 60% either. We have not looked at the kernels of torch.compile.
@@ -1449,8 +1454,10 @@ check(layer_norm, *shape, torch.float16)
 # ------------------------------------
 #
 # - **PyTorch's sums beat columns that are not split**, up to 8192 columns.
-#   And at 12288 columns, torch.compile beats a backward pass by columns, split
-#   or not.
+# - **torch.compile beats some of our backward passes.** It is faster than
+#   columns at 2048 and 12288 columns, and at 12288 split columns are no faster
+#   than it is. An addition for each row is slower than torch.compile at four
+#   of the six widths, and slower than PyTorch at the two narrowest.
 # - **PyTorch can do more.** It has second derivatives and rows of any width,
 #   and it leaves out gradients that nobody wants.
 # - **torch.compile can fuse** a layer norm with what comes before and after.

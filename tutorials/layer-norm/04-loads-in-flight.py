@@ -327,28 +327,28 @@ if knee:  # it was measured
 
 # %%
 # **What the figure shows.**
-# On the H100, 1 KB in flight on each SM gives NN GB/s, 8 KB give NN GB/s, 16
-# KB give NN GB/s, 32 KB give NN GB/s, and 64 KB give NN GB/s.
+# On the H100, 1 KB in flight on each SM gives 309 GB/s, 8 KB give 1828 GB/s,
+# 16 KB give 2476 GB/s, 32 KB give 2768 GB/s, and 64 KB give 2784 GB/s.
 #
 # **Why.**
 # On the left the pipe is almost empty. A step takes one latency, whatever it
 # requests, so twice the bytes in flight are nearly twice the speed.
 # We can turn Little's law around and compute this latency: 1 KB on each of
-# 132 SMs, divided by the speed, is NN ns.
+# 132 SMs, divided by the speed, is 437 ns.
 # A load of the chain took 362 ns. A step takes longer, because a thread
 # requests its eight numbers one after the other, and waits for the last.
 #
 # Then the memory gets busy. The law asked for 8 KB, but with 8 KB we get only
-# NN% of the best speed.
+# 66% of the best speed.
 # The reason is that requests have to wait for each other when there are many
 # of them, so the latency grows. The law, turned around again, tells by how
-# much: a step takes NN ns with 8 KB in flight, and NN ns with 16 KB.
+# much: a step takes 591 ns with 8 KB in flight, and 873 ns with 16 KB.
 #
-# On the right the pipe is full. With 64 KB in flight a step takes NN ns, twice
-# the NN ns that it takes with 32 KB. The additional bytes only wait.
+# On the right the pipe is full. With 64 KB in flight a step takes 3107 ns,
+# twice the 1563 ns that it takes with 32 KB. The additional bytes only wait.
 # (The best speed is below the 3.0 TB/s from above. Those came from reading 4
-# GB. Here the kernel takes only NN µs, and the time to start and to finish
-# is part of it.)
+# GB. Here the kernel takes only 92 µs, and the time to start and to finish is
+# part of it.)
 #
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
@@ -673,9 +673,10 @@ by_programs = by_programs.set_index("programs")
 # %%
 # **What the figure shows.**
 # On the H100, one program on each SM reaches 29% of the copy at 1024 columns,
-# 55% at 4096 columns, and 75% at 8192 columns.
-# At 1024 columns more programs help all the way, up to 8, which reach 61%. At
-# 4096 columns three are best and reach 79%. At 8192 columns nothing beats one.
+# 55% at 4096 columns, and 76% at 8192 columns.
+# At 1024 columns more programs help up to six, which reach 60%, and eight are
+# no faster. At 4096 columns three are best and reach 80%. At 8192 columns
+# nothing beats one.
 #
 # **Why more programs help.**
 # A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
@@ -699,15 +700,15 @@ by_programs = by_programs.set_index("programs")
 #   the first has ended. So it can only cost something, and two reach 70%.
 #
 # So what if we start four at 4096 columns? Three of them work on three
-# quarters of the rows, at 79% of the copy, and when they are done, the fourth
-# works on the rest alone, at 55%. Together that would be 71%, and we measured
+# quarters of the rows, at 80% of the copy, and when they are done, the fourth
+# works on the rest alone, at 55%. Together that would be 72%, and we measured
 # 67%.
 #
 # *Buffers.* Each program stores its sums in a buffer, and the second kernel
 # reads them back. With 8 programs on each SM, the buffers of 1024 columns take
 # 8.7 MB, and they move twice, beside matrices of 25 MB.
 # This is why the same 32 KB in flight are worth less in a narrow row: 8
-# programs at 1024 columns reach 61%, and 2 programs at 4096 columns reach 74%.
+# programs at 1024 columns reach 60%, and 2 programs at 4096 columns reach 74%.
 #
 # **What follows.**
 # Programs are a way to have more bytes in flight, but each of them costs
@@ -757,9 +758,9 @@ bench_warps.run(show_plots=ON_GPU)
 # **What the figure shows.**
 # No, they mostly make it slower.
 # On the H100, at 4096 columns, 4 warps reach 80% of the copy, 8 reach 64%, and
-# 32 reach 49%. At 1024 columns 4 and 8 warps are alike with 61% and 60%, and
-# 16 reach 48%. Only at 8192 columns are 4 warps too few: they reach 53%, and
-# 16 reach 75%.
+# 32 reach 49%. At 1024 columns 4 and 8 warps are alike with 61% each, and
+# 16 reach 47%. Only at 8192 columns are 4 warps too few: they reach 53%, and
+# 16 reach 76%.
 #
 # **Why.**
 # More warps do not add bytes: a row has as many bytes, however many warps load
@@ -784,7 +785,7 @@ bench_warps.run(show_plots=ON_GPU)
 #
 # **What follows.**
 # We take as few warps as the registers of a thread allow. At 8192 columns our
-# plan has 16, and 8 warps reach 75%, just as much.
+# plan has 16, and 8 warps reach 75%, nearly as much.
 #
 # Third knob: stages
 # ------------------
@@ -795,7 +796,7 @@ bench_warps.run(show_plots=ON_GPU)
 # 4096 rows on 132 programs are 31 or 32 rows for each, one after the other.
 # On the H100 the whole pass takes 90 µs (the last figure of this page shows
 # it), so each row takes 2.8 µs. A row of ``x`` and one of ``dy`` are 32 KB,
-# and an SM needs NN.N µs for them if it reads as fast as our reading kernel at
+# and an SM needs 1.6 µs for them if it reads as fast as our reading kernel at
 # its best.
 # In the rest of the time the program computes, stores, and has nothing in
 # flight.
@@ -947,7 +948,7 @@ by_stages = by_stages.set_index("stages")
 # **What the figure shows.**
 # On the H100, at 4096 columns, one stage reaches 55% of the copy, two reach
 # 52%, three 76% and five 84%; at 8192 columns one reaches 75%, two 71%, three
-# 87% and five 85%.
+# 88% and five 86%.
 #
 # **Why.**
 # Two stages are no faster than one, at any of the three widths: nothing is in
@@ -1052,7 +1053,7 @@ occupancy.run(show_plots=ON_GPU)
 # H100, 18% and 34% at 1024 columns, 6% and 18% at 4096 columns, and 12% and
 # 25% at 8192 columns.
 # And yet stages are faster at all three widths: at 4096 columns they reach 84%
-# of the copy, and three programs reach 79%.
+# of the copy, and three programs reach 80%.
 # What ncu counts is a little less than what we computed, because a program
 # that has ended uses no warps.
 #
@@ -1091,17 +1092,18 @@ for column, N in enumerate(WIDTHS):
 # - **The program works, too.** These bytes are in flight while it waits. While
 #   it works, there is a row less, and with one stage there is nothing.
 # - **A copy keeps the memory busier.** The knee is that of our reading kernel,
-#   which reads at most NN GB/s on the H100. The copy moves 2946 GB/s at 8192
+#   which reads at most 2784 GB/s on the H100. The copy moves 2951 GB/s at 8192
 #   columns, and a third of that is stores. The busier a memory is, the later
 #   it answers, and the more must be in flight.
 # - **The last round.** With 6 programs on each SM, 792 programs share 4096
 #   rows. That is 5.2 rows for each, so some take six rows and the others five,
 #   and in the last round most of the programs are gone. With 8 programs it is
-#   3.9 rows for each, so nearly all take four. This is one reason why 8 are
-#   better than 6 at 1024 columns.
+#   3.9 rows for each, so nearly all take four.
 # - **Buffers, and the second kernel.** Here, stages gain once more, because
 #   they need fewer programs: at 4096 columns the buffers of one program on
-#   each SM take 4.3 MB, and those of three take 13 MB.
+#   each SM take 4.3 MB, and those of three take 13 MB. They may also be why 8
+#   programs are no faster than 6 at 1024 columns, although they have more in
+#   flight and a full last round.
 #
 # A function to train with
 # ------------------------
@@ -1435,17 +1437,17 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 stages reach 70% to 85% of the copy up to 8192 columns, and more
+# On the H100 stages reach 69% to 85% of the copy up to 8192 columns, and more
 # programs reach 61% to 82%. Above 8192 columns the three plans are the same
-# and reach 62% to 79%.
-# Stages are 1.8 to 2.3 times as fast as PyTorch, and 1.5 to 2.4 times as fast
+# and reach 66% to 79%.
+# Stages are 1.7 to 2.3 times as fast as PyTorch, and 1.5 to 2.4 times as fast
 # as torch.compile.
 #
 # **How precise is this?**
 # Some plans stand in two figures of this page. Their shares of the copy differ
-# by up to 1.1 points between the two.
+# by up to 0.9 points between the two.
 # And above 8192 columns all three lines show the same kernel. They differ by
-# at most 0.2% at 8704 and 10240 columns, but by 5% at 15872 columns.
+# at most 0.6%.
 #
 # **Why.**
 # Up to 8192 columns, stages are 1.0 to 1.1 times as fast as more programs.
@@ -1455,7 +1457,7 @@ report(bench_backward)
 #   nothing else can load while it works. It reaches 76%, and stages reach 85%.
 # - At 1024 columns six programs on each SM request 24 KB at a time. Three
 #   programs with five stages have up to 48 KB in flight, with half as many
-#   buffers. They reach 70%, and six programs reach 61%.
+#   buffers. They reach 69%, and six programs reach 61%.
 # - At 6144 columns stages gain least. Two programs fit there, and request 48
 #   KB at a time. They reach 82%, and stages reach 84%.
 #
@@ -1464,7 +1466,7 @@ report(bench_backward)
 # nothing to do. They take registers like all others, so there is no room for
 # stages any more: 8704 columns reach 75%.
 # At 15872 columns, where nearly all lanes are in use, even one stage needs
-# more registers than there are. The compiler spills, and we reach 65%.
+# more registers than there are. The compiler spills, and we reach 66%.
 #
 # **What follows.**
 # A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
@@ -1477,8 +1479,8 @@ report(bench_backward)
 # width. But:
 #
 # - **Our wide rows are slow.** Above 8192 columns we have neither room for a
-#   second program nor for stages. At 15872 columns we are at 65% of the copy,
-#   and torch.compile is at 43%.
+#   second program nor for stages. At 15872 columns we are at 66% of the copy,
+#   and torch.compile is at 44%.
 # - **The plan is made for one kind of GPU.** A GPU with less shared memory
 #   gets fewer stages, and we have not tried one.
 # - **PyTorch can do more.** It has second derivatives and rows of any width.
@@ -1560,12 +1562,12 @@ assert exercise_1(_read_two_1)
 # 4096 and 8192 columns, how fast it is on the H100, and why.
 #
 # - **One program** has 4, 16 and 32 KB in flight while it waits, and nothing
-#   while it works. It reaches 29%, 55% and 75% of the copy.
-# - **More programs** have 24, 48 and 32 KB in flight. They reach 60%, 79% and
-#   75% of the copy. Registers and buffers limit them.
+#   while it works. It reaches 29%, 55% and 76% of the copy.
+# - **More programs** have 24, 48 and 32 KB in flight. They reach 60%, 80% and
+#   76% of the copy. Registers and buffers limit them.
 # - **More warps** have no more bytes in flight, and fewer programs fit.
 # - **Stages** have 48, 64 and 128 KB in flight while they wait, and 36, 48 and
-#   96 KB while they work. They reach 69%, 84% and 85% of the copy. Shared
+#   96 KB while they work. They reach 70%, 84% and 86% of the copy. Shared
 #   memory limits them, and the work on each row.
 #
 # And for kernels in general:

@@ -486,9 +486,9 @@ report(bench_lanes)
 
 # %%
 # **What the figure shows.**
-# No, idle lanes cost no time here. On the H100 chunks reach 92% to 99% of a
-# copy, and one tile reaches 92% to 100%. Over all widths they differ by up to
-# 0.3%.
+# No, idle lanes cost no time here. On the H100 chunks reach 92% to 100% of a
+# copy, and one tile reaches 91% to 100%. Over all widths they differ by up to
+# 0.5%.
 #
 # **Why.**
 # An idle lane moves no bytes, because a masked load asks for nothing. What it
@@ -893,7 +893,7 @@ report(bench_lanes_backward)
 # 8 bytes. So the tile must do without loads ahead, and while it computes,
 # nothing is in flight.
 # The third line shows what that alone costs. With a single stage, chunks reach
-# NN% of the copy at 8704 columns and NN% at 10240, where the tile reaches 76%
+# 79% of the copy at 8704 columns and 84% at 10240, where the tile reaches 76%
 # and 81%. So most of the difference is due to the loads ahead. The rest may be
 # the work of idle lanes, which is not hidden where nothing is in flight
 # meanwhile.
@@ -1095,11 +1095,12 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our kernel reaches 92% to 97% of a copy, PyTorch reaches 47% to
+# On the H100 our kernel reaches 90% to 98% of a copy, PyTorch reaches 45% to
 # 70%, and torch.compile reaches 72% to 97%.
 # Forward, ours is 1.3 to 2.0 times as fast as PyTorch. At 8192 columns
 # torch.compile is faster than ours: it reaches 97%, and ours 94%. At 512 and
-# 15872 columns the two are equally fast.
+# 15872 columns the two are equally fast, and at the other three ours is 1.1 to
+# 1.3 times as fast.
 #
 # **Why.**
 # Our kernel moves a row once, as the copy does, and at each width several
@@ -1108,6 +1109,11 @@ report(bench_forward)
 # variance after each element. `Layer normalization, both passes
 # <01-layer-norm.html>`_ says more about it; we have not measured which of the
 # two costs more.
+#
+# What do we lose to the copy? From 4096 to 8192 columns the formula makes the
+# plan of the first figure. There, without ``w`` and ``b``, it reached 98% at
+# 4096 columns, 98% at 4608 and 100% at 8192. With them, it reaches 94%, 93%
+# and 94%. So most of what we lose at these widths is due to ``w`` and ``b``.
 #
 # **What follows.**
 # There is little left to gain forward, though torch.compile shows that there
@@ -1429,9 +1435,9 @@ report(bench_backward)
 # have not looked for.
 #
 # What do we lose to the copy? Let's subtract its time from ours. At 1024
-# columns we take 3.4 µs longer, at 4608 columns 5.9 µs, and at 10240 columns
-# 9.4 µs. All six widths lie on a straight line: 2.7 µs, and 0.67 µs more for
-# each 1024 columns.
+# columns we take 3.3 µs longer, at 4608 columns 5.7 µs, and at 10240 columns
+# 9.2 µs. All six widths lie within half a microsecond of a straight line: 2.7
+# µs, and 0.66 µs more for each 1024 columns.
 #
 # - The part that grows is about what the buffers take. For each 1024 columns,
 #   132 programs write two sums of 4 bytes for each column, and the second
@@ -1442,13 +1448,12 @@ report(bench_backward)
 #   have a row. We have not measured how long each of these takes.
 #
 # So we are further behind the copy where rows are narrow. At 1024 columns we
-# reach 75%, because the whole pass takes only 13.4 µs there.
+# reach 75%, because the whole pass takes only 13.3 µs there.
 #
 # **What follows.**
 # To come closer to the copy, a kernel would have to write fewer sums, or lose
 # less time at the start and at the end of both kernels. The early start was
 # made for the second.
-#
 #
 # What is the early start worth?
 # ------------------------------
@@ -1492,18 +1497,17 @@ report(bench_early)
 
 # %%
 # **What the figure shows.**
-# It is worth hardly anything here. On the H100 the pass takes NN.N µs at 1024
-# columns with the early start, and NN.N µs without it. Over the three widths
-# its speed differs by up to N.N%, which is no more than two measurements of
-# one kernel may differ.
+# It is worth hardly anything here. On the H100 the pass takes 13.3 µs at 1024
+# columns, with the early start and without it. At 4608 columns the early start
+# saves 0.3 µs of 45.5 µs, and at 10240 columns 0.4 µs of 94.3 µs.
 #
 # **Why.**
 # We know only a part of it. At 10240 columns there is no room for the second
 # kernel: a program of the first one has 256 threads with 254 registers each,
 # and they take all registers of an SM. So nothing can start before a program
 # of the first kernel has ended.
-# At 1024 and 4608 columns there is room, and the early start gains nothing
-# either. Our clock replays a CUDA graph, so the GPU knows beforehand which
+# At 1024 and 4608 columns there is room, and yet the early start gains no
+# more. Our clock replays a CUDA graph, so the GPU knows beforehand which
 # kernel comes next. Where the host launches one kernel after the other, it may
 # be worth more; we have not measured that.
 #
@@ -1603,18 +1607,17 @@ report(bench_warps_backward)
 # %%
 # **What the figures show.**
 # In the tables, the first column is the formula.
-# Forward, on the H100, it reaches 82% to 97% of a copy at these widths, half
-# the warps reach 45% to 90%, and twice the warps reach 81% to 97%. Here the
-# formula loses: twice the warps are 1% faster at 3328 columns, which is about
-# what measurements of one kernel differ, and 3% at 5888. At the other two
-# widths they are not faster. Half the warps are slower at the first three
-# widths.
-# Backward, it reaches 73% to 90%, half the warps reach 71%, 85%, 66% and 5%
-# at the four widths, and twice the warps reach 25%, 38%, 44% and 74%. None of
-# them is faster than the formula.
+# Forward, on the H100, it reaches 83% to 97% of a copy at these widths, half
+# the warps reach 79% to 93%, and twice the warps reach 81% to 97%. Here the
+# formula loses: twice the warps are 1% faster at 3328 columns, and 3% at 5888.
+# At the other two widths they are slower, and half the warps are slower at all
+# four.
+# Backward, it reaches 74% to 89%, half the warps reach 71%, 85%, 66% and 4%
+# at the four widths, and twice the warps reach 25%, 38%, 44% and 75%. At 3328
+# columns half the warps are as fast as the formula. All others are slower.
 #
 # **Why half the warps can be a disaster.**
-# At 9984 columns half the warps are slower by a factor of 19. Our table said
+# At 9984 columns half the warps are slower by a factor of 23. Our table said
 # so: the lanes of a thread would take 280 registers, and it can have at most
 # 255.
 # Then the compiler does worse than spill the rest. In the compiled kernel a
@@ -1623,7 +1626,7 @@ report(bench_warps_backward)
 # ``dx`` are 60 KB.
 # At 5888 columns, 168 registers of lanes leave too few for the rest: a thread
 # spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
-# warps lose little.
+# warps lose 4% at the first of the two, and nothing at the second.
 #
 # **Why twice the warps are no help backward.**
 # A thread can have 128 registers then. At the first three widths its lanes
@@ -1637,10 +1640,12 @@ report(bench_warps_backward)
 # There, a thread keeps only ``x``, so with half the warps nothing is spilled
 # either. At 9984 columns a thread has 127 registers then, and 64 with the
 # formula, but it is four programs that fit on an SM in both cases, and their
-# rows are 80 KB. Half the warps reach NN% there, and the formula NN%.
+# rows are 80 KB. So half the warps are no disaster here: they reach 93% there,
+# and the formula 97%.
 # Twice the warps have two programs of 16 warps on an SM. Their rows are only
-# 40 KB, and more warps wait for each other in each sum. They are N% slower
-# there. We do not know why they are faster at 5888 columns.
+# 40 KB, and more warps wait for each other in each sum. They are 5% slower
+# there. We do not know why they are faster at 3328 and 5888 columns, nor why
+# half the warps are slower at every width.
 #
 # **What follows.**
 # Count registers before you choose warps: the count shows where a plan becomes
@@ -1746,10 +1751,10 @@ assert exercise_1(_row_sums_1)
 # Backward, at 4608 and 8704 columns:
 #
 # - **One tile** has no registers for stages above 8192 columns. It reaches
-#   81% and 76% of the copy.
+#   80% and 76% of the copy.
 # - **Chunks of 2048** have them at both widths. They reach 83% and 90%.
 # - **The formula**, which also chooses rows and stages, reaches 87% and 90%.
-# - **PyTorch** moves five matrices, and reaches 36% and 36%.
+# - **PyTorch** moves five matrices, and reaches 36% at both.
 #
 # And for kernels in general:
 #

@@ -323,10 +323,9 @@ def _collect(
 # and `tl.atomic_load
 # <https://triton-lang.org/main/python-api/generated/triton.language.atomic_load.html>`_.
 # With ``sem="relaxed"`` they are these two instructions, and the loop around
-# the load can be written in Triton.
-# (Its ``tl.atomic_poll`` waits for one certain value. We wait for any value
-# but one.)
-# This page runs with older versions, too, so it has PTX.
+# the load can be written in Triton. (Its ``tl.atomic_poll`` waits for one
+# certain value. We wait for any value but one.) This page runs with older
+# versions, too, so it has PTX.
 #
 # What if a word never comes?
 # ---------------------------
@@ -378,6 +377,7 @@ def places(compiled):
 # The interpreter runs one program after the other, so nobody can wait there.
 # Instead it runs the kernel twice. The first time some words are missing, and
 # what is computed with them is wrong. The second time all words are there.
+# Since nobody looks whether a word is empty there, an empty one is simply 0.
 
 
 def together(kernel, programs, per_sm, warps, **arguments):
@@ -605,35 +605,34 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 
 # %%
 # **What the figure shows.**
-# On the H100, with four warps, a turn that waits at once takes NN µs with 2
-# programs, NN µs with 8, and NN µs with 128. It takes longest with 32, NN µs.
-# A turn later, the words cost NN to NN µs.
+# On the H100, with four warps, a turn that waits at once takes 0.44 µs with 2
+# programs, 0.75 µs with 8, and 1.65 µs with 128. It takes longest with 32,
+# 1.90 µs. With the words of the turn before, a turn takes 0.24 to 0.50 µs.
 #
 # **Why.**
-# Waiting at once, the way is the same for all: a word goes to L2 and back to
-# each SM, and nobody can go on before the last word has come. A turn later
-# all words have been there for a while.
+# A program that waits at once waits for the slowest of all: its word has to
+# go to L2, and from there to each SM. The words of the turn before have been
+# in L2 for a while. A turn then takes about as long as it takes to load them,
+# and more words take longer.
 #
-# Why do 32 programs need more time than 64? We have looked at what the
-# compiler makes of it. A tile of up to 32 words fits into a single warp, a
-# lane for each word. So each of the four warps loads all of them again, over
-# and over until they have come: a word of 32 is asked for by four warps of 32
-# programs. A tile of 64 or 128 words is divided: a warp has 32 words, and it
-# meets the other warps before it goes on.
-# With one warp, nothing is divided. Then 64 programs need NN µs and 32 need
-# NN µs, so more words take more time, and there is no peak.
-# That is not all. With four warps a word is asked for by 128 warps in all at
-# 32, 64 and 128 programs, and 32 need the most time. In a trial, words that
-# lie 128 bytes apart were faster at each number of programs, most of all at
-# 32, so programs do get in each other's way at a cache line, but a small peak
-# stayed. Which SMs the programs run on made no difference. The rest we cannot
-# explain.
+# Why do 32 programs need more time than 64? The compiled code gives a part of
+# the answer. Up to 32 words fit into a single warp, one word for each lane.
+# So each of the four warps loads all of them, over and over until they have
+# come. Of 64 or 128 words, a warp loads only 32, and it meets the other warps
+# before it goes on.
+# With one warp, nothing is divided. Then 64 programs need 2.27 µs and 32 need
+# 1.44 µs, so more words take more time, and there is no peak.
+# But this does not explain all of it: with four warps, each word is loaded by
+# 128 warps in all, whether there are 32, 64 or 128 programs. In a trial,
+# words that lay 128 bytes apart were faster at each number of programs, most
+# of all at 32. So programs do get in each other's way at a cache line. A
+# small peak stayed even then, and we cannot explain it.
 #
 # **What follows.**
-# Waiting at once is too slow: in NN µs an H100 could move NN KB for each of
-# its SMs. But a word that was published a turn ago has arrived by now, and
-# collecting it costs little more than a load. So our kernel will do the same:
-# publish the numbers of one tile, and finish the tile *before* it.
+# Waiting at once is too slow: in 1.65 µs an H100 could move 38 KB for each of
+# its SMs. A word that was published a turn ago has arrived by now, so
+# collecting it is a load and no wait. Our kernel will do the same: publish the
+# numbers of one tile, and finish the tile *before* it.
 #
 # Rows in slices
 # --------------
@@ -738,11 +737,14 @@ print("means", mean.tolist(), "m2", m2.tolist())
 print("variance", variance.item(), "PyTorch", row.var(correction=0).item())
 
 # %%
-# The function ``_column`` makes the numbers of a tile's rows a column, to
-# compute with them and the tile. If the tile has a single row, a plain number
-# does as well, and it saves time: a column that comes from a sum has a layout
-# of its own, and the compiler would send it through shared memory to bring it
-# into the layout of the tile. A plain number is the same for all threads.
+# These sums are over words, and we want to use them with a tile of ``x``.
+# The *layout* of a tensor says which thread has which element, and words and
+# tiles have different ones. A column of sums over words has to go through
+# shared memory to reach the threads that need it for the tile. (A sum over the
+# tile itself is with the right threads already.)
+# If a tile has a single row, there is a cheaper way: a plain number is the
+# same for all threads. The function ``_column`` makes a plain number of a
+# single row's number, and a column of several rows' numbers.
 
 
 @triton.jit
@@ -874,7 +876,7 @@ def _layer_norm_fwd_shared(
 # - **Above that**, a tile has a single row of 16 KB, so that there are at most
 #   as many slices as before: 128 for 2 MB.
 #
-# These limits come from trials on an H100 and an H200.
+# These limits come from trials, and your GPU may want others.
 
 # Bytes. Without a GPU slices are narrow, so that small matrices have some.
 SLICE = 8192 if ON_GPU else 256
@@ -891,7 +893,8 @@ def plan_shared(N, itemsize, forward):
         return (1, 2 * SLICE // itemsize), {"per_sm": 2, "warps": 4}
 
     # The backward pass comes further down.
-    if row <= min(16, 3 * NUM_SMS // 4) * SLICE:  # so many slices fit
+    # A quarter of SLICE each, in three programs on an SM, if that is enough.
+    if row <= min(16, 3 * NUM_SMS // 4) * SLICE:
         return (4, SLICE // 4 // itemsize), {"per_sm": 3, "warps": 4}
     if row <= 128 * SLICE:
         return (1, SLICE // itemsize), {"per_sm": 2, "warps": 4}
@@ -953,8 +956,8 @@ for N, programs, lanes in (
 # %%
 # At 393216 columns 96 slices of 4096 columns would be enough. Then two groups
 # would be 192 programs, and 72 places would stay empty. So a group gets 128
-# programs, and each of them uses 3072 of its 4096 lanes. A quarter of the
-# lanes is idle.
+# programs, and each of them uses 3072 of its 4096 lanes. All places but eight
+# are taken, at the price of a quarter of the lanes.
 #
 # Forward: launch and check
 # -------------------------
@@ -1543,23 +1546,43 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 shared rows reach NN% to NN% of a copy, and two sweeps reach NN%
-# to NN%. Forward, ours is NN to NN times as fast as PyTorch, and NN to NN
+# On the H100 shared rows reach 73% to 95% of a copy, and two sweeps reach 63%
+# to 100%. Forward, ours is 1.6 to 5.2 times as fast as PyTorch, and 1.4 to 1.5
 # times as fast as torch.compile.
-# At 393216 columns we reach NN%, which is our lowest share.
+# We have not won everywhere: at 65536 columns two sweeps reach 100%, and we
+# reach 95%. From 262144 columns on we are ahead of them, with 73% to 87%
+# against 63% to 71%. At 393216 columns we reach 73%, which is our lowest
+# share.
 #
 # **Why.**
 # Each row moves once, as in the copy. Two sweeps, PyTorch and torch.compile
-# read ``x`` twice. Where no cache holds what the first sweep has read, they
-# move three matrices instead of two, and that leaves them 67% of the copy.
-# Words are no load: at 1048576 columns a row has 128 of them, or 1 KB, beside
-# the 4 MB that it moves.
+# read ``x`` twice. At 65536 columns that costs two sweeps nothing, because L2
+# still holds the row (`Two sweeps <07-two-sweeps.html>`_ measures it). Where
+# no cache holds what the first sweep has read, three matrices move instead of
+# two, and that leaves 67% of the copy. From 393216 columns on, two sweeps are
+# just below that. At 262144 they are a little above, so L2 may still hold a
+# part of the row.
+#
+# PyTorch falls much further, to 16% at 1048576 columns. It has a thread block
+# of only 128 threads for each row. With 512 MB a matrix there are 1024 rows of
+# 262144 columns but only 256 rows of 1048576. So the wider the rows, the fewer
+# threads there are, and the fewer bytes are on their way.
+#
+# And what do we lose? Not the bytes of the words: at 1048576 columns a row has
+# 128 words, or 1 KB, beside the 4 MB that it moves.
 # At 393216 columns a quarter of our lanes is idle, as the table above says. So
 # there are fewer bytes on their way.
+# At the other widths the tiles of an SM have 32 KB. But a row of 65536 columns
+# has 8 slices, and the wider ones have 64 or 128. The more programs share a
+# row, the more often one of them is late, and all others wait. From 524288
+# columns on, the compiler also *spills*: it keeps some numbers in memory,
+# because registers are full. These two reasons are likely, but we have not
+# measured how much each of them costs.
 #
 # **What follows.**
-# A message between programs can be free, if you send it early enough and have
-# something else to do in the meantime.
+# A message between programs can be cheap, if you send it early enough and have
+# something else to do in the meantime. It pays where a row is too wide for the
+# caches.
 #
 # What if another kernel is there?
 # --------------------------------
@@ -1652,11 +1675,12 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 
 # %%
 # **What the figure shows.**
-# Up to four busy SMs nothing happens: on the H100 shared rows take NN µs alone
-# and NN µs beside four of them. With five, 127 SMs are left for 128 programs,
-# and ours takes NN µs: it has waited until the other kernel ended. Two sweeps
-# take NN µs alone, and NN µs beside 16 of them, for their programs run on the
-# SMs that are free.
+# Up to four busy SMs little happens: on the H100 shared rows take 201 µs alone
+# and 216 µs beside four of them. With five, 127 SMs are left for 128 programs,
+# and ours takes 4054 µs: it has waited until the other kernel ended. Two
+# sweeps take 192 µs alone, and 216 µs beside 16 of them, because their
+# programs run on the SMs that are free. They take 209 µs even beside two: both
+# kernels lose some µs as soon as another one runs, and we don't know why.
 #
 # **What follows.**
 # If something else runs beside your kernels all the time, such as the
@@ -1813,6 +1837,11 @@ def _layer_norm_bwd_shared(
 # Rows of up to 128 KB have slices of 2 KB and tiles of four rows, with three
 # programs on an SM: fewer sums for a thread, and more rows at a time.
 # Above 1 MB there are so many words that 8 warps collect them faster than 4.
+# The launch is like that of the forward pass, and folded.
+
+# %%
+
+# Scaffold: launch the backward kernel.
 
 
 def backward_shared(dy, x, w, mean, rstd):
@@ -2086,17 +2115,26 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our backward pass reaches NN% to NN% of the copy, two sweeps
-# reach NN% to NN%, PyTorch reaches NN% to NN%, and torch.compile reaches NN%
-# to NN%. Backward, ours is NN to NN times as fast as PyTorch. It is NN to NN
-# times as fast as torch.compile.
+# On the H100 our backward pass reaches 85% to 94% of the copy, two sweeps
+# reach 57% to 59%, PyTorch reaches 20% to 37%, and torch.compile reaches 37%
+# to 51%. Backward, ours is 2.5 to 4.3 times as fast as PyTorch. It is 1.7 to
+# 2.4 times as fast as torch.compile. The wider the rows, the less we reach:
+# 94% at 65536 columns, 89% at 524288, and 85% at 1048576.
 #
 # **Why.**
 # Two sweeps read ``x`` and ``dy`` twice and move five matrices instead of
-# three, which leaves them 60% of the copy.
-# Our kernel is further behind the copy than it was forward. It keeps two
-# tiles, ``w``, ``dw`` and ``db`` in registers, so a slice has only 8 KB, there
-# are twice as many words for a row, and fewer bytes are on their way.
+# three, which leaves them 60% of the copy. PyTorch reads both twice for ``dx``
+# and once more for ``dw`` and ``db``. These seven matrices leave it 43%, and
+# as in the forward pass it has fewer threads the wider the rows are.
+# Why torch.compile does best in the widest rows, we have not looked into.
+#
+# Our slices have 8 KB at most, because ``dw`` and ``db`` take registers, too.
+# So a row has more words than forward: 64 and not 8 at 65536 columns, 128 and
+# not 64 at 524288, and 256 and not 128 at 1048576, where all programs share
+# one row. And only at 65536 columns an SM has three programs, so that two can
+# work while one waits. Both fit what we see, but we have not measured how much
+# each of them costs. All the same, we are about as near to the copy as
+# forward, or nearer.
 #
 # **What follows.**
 # One launch does all: no row is read twice, and ``dw`` and ``db`` need only a
@@ -2106,13 +2144,14 @@ report(bench_backward)
 # ------------------------------------
 #
 # - **In narrower rows.** A row that one program can hold needs no messages, as
-#   in `Chunks instead of padding <05-chunks.html>`_, and where a cache holds a
-#   row between its sweeps, the second sweep is cheap. `Every width
+#   in `Chunks instead of padding <05-chunks.html>`_. And where a cache holds a
+#   row between its sweeps, the second sweep is cheap: forward, two sweeps are
+#   ahead of us at 65536 columns. `Every width
 #   <11-every-width.html>`_ measures which is best where.
 # - **Alone on the GPU.** A cooperative launch waits until it has all SMs that
 #   it needs. PyTorch's kernels and two sweeps take what is free.
-# - **On other GPUs.** These kernels need NVIDIA's PTX, and their plan has been
-#   tried on an H100 and an H200 only.
+# - **On other GPUs.** These kernels need NVIDIA's PTX, and what you see here
+#   was measured on an H100 only.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
 # - **Three gradients or none.** The backward kernel makes ``dx``, ``dw`` and
@@ -2124,7 +2163,11 @@ report(bench_backward)
 # A softmax needs the largest element of a row, and the sum of the exponentials
 # of all distances from it. Here, four programs share a row. Each of them
 # computes both numbers for its slice and publishes them in one word. The
-# stub collects the words and just adds up the sums. Put them together rightly.
+# kernel below collects the words and just adds up the sums, which is wrong:
+# each of them is about another largest element. Mend the line with ``to do``.
+# ``largest`` and ``total`` have shape (1, SLICES) by then, and each program
+# should store the sum of ``exp(x - m)`` over the whole row, where ``m`` is the
+# largest element of the row.
 #
 # **Hint 1.** A slice with largest element 3 has told us the sum of
 # ``exp(x - 3)``. The largest element of the row is 5. What is the sum of
@@ -2213,29 +2256,29 @@ assert exercise_1(_shared_exponentials_1)
 #
 # Forward:
 #
-# - **Two sweeps** read ``x`` twice: three matrices. They reach NN% of a copy.
-# - **Shared rows** read it once, and reach NN%.
-# - **PyTorch** reaches NN% forward, and **torch.compile** NN%.
+# - **Two sweeps** read ``x`` twice: three matrices. They reach 63% of a copy.
+# - **Shared rows** read it once, and reach 85%.
+# - **PyTorch** reaches 16% forward, and **torch.compile** 62%.
 #
 # Backward:
 #
-# - **Two sweeps** read ``x`` and ``dy`` twice: five matrices. They reach NN%
+# - **Two sweeps** read ``x`` and ``dy`` twice: five matrices. They reach 57%
 #   of the copy.
-# - **Shared rows** read both once, and reach NN%.
-# - **PyTorch** reaches NN% backward, and **torch.compile** NN%.
+# - **Shared rows** read both once, and reach 85%.
+# - **PyTorch** reaches 20% backward, and **torch.compile** 51%.
 #
-# And an exchange between 128 programs takes NN µs if they wait for it at once,
-# and NN µs if they take it a turn later.
+# And an exchange between 128 programs takes 1.65 µs if they wait for it at
+# once, and 0.50 µs if they take it a turn later.
 #
 # For kernels in general:
 #
 # - A message whose value says whether it has arrived needs no flag, no lock
-#   and no promise about the order of other accesses. It must be loaded and
-#   stored at once.
+#   and no promise about the order of other accesses. It must be stored and
+#   loaded in one piece.
 # - Programs that wait for each other must all run at the same time. Ask CUDA
 #   whether they fit, launch them together, and have a way out if they don't.
 # - Don't wait: do something else until the message is there. A tile later
-#   costs registers for the tile, and no time.
+#   costs registers for the tile, and little time.
 # - A loop that waits needs an end, so that a mistake is an error and not a
 #   kernel that hangs.
 #

@@ -5,24 +5,27 @@ What a second pass costs
 What does it cost to pass over ``x`` and ``dy`` twice, in one kernel for ``dx``
 and another for ``dw`` and ``db``?
 Five matrices move, not three, and up to seven where a row is wider than a
-tile; in return no program waits for another.
+tile; in return rows may have any width, and no program waits for another.
+
+A single kernel reads ``x`` and ``dy`` once and writes ``dx``, which makes
+three matrices. With two kernels both are read twice, which makes five.
 
 Example 53 of AMD's `Composable Kernel
-<https://github.com/ROCm/composable_kernel>`_, a library in C++, is built like
-that.
-On this page we take it apart. First we run the formula of its documentation
+<https://github.com/ROCm/composable_kernel>`_, a library in C++, has two
+kernels.
+On this page we take it apart. First we run the formula in its documentation
 and find it wrong. Then we build its structure in Triton, kernel by kernel,
 change three things about it, and measure what each of them brings and what
 remains of the price.
-We have not run the example itself, which is made for GPUs of AMD: all our
-numbers are those of Triton kernels on a GPU of NVIDIA.
+We have not run the example itself, which is made for AMD GPUs: all our numbers
+are those of Triton kernels on an NVIDIA GPU.
 
 **What you will learn**
 
 - How to find an error in a gradient without knowing the right formula.
 - How to read the structure of somebody else's kernel: who has which tile, how
   often it is read, and how many programs there are.
-- What two sweeps over a row cost, and what it brings to begin the second one
+- What two sweeps over a row cost, and what you gain if the second one begins
   at the end: of a row, and of a whole matrix.
 - How to tell the price of a structure from the price of its tiles.
 - When two kernels are the better choice all the same.
@@ -124,10 +127,11 @@ for name, dx in (("documented", documented(x, w, dy)), ("autograd", expected)):
 #    c_1 = \frac{1}{N} \sum_j \hat{x}_j \, w_j \, dy_j, \qquad
 #    c_2 = \frac{1}{N} \sum_j w_j \, dy_j
 #
-# There is an operation for which the documented formula would be right: take
-# mean and variance of each *column*, and their length, and it is the gradient
-# of batch normalization. Let's try that too, and let's see how far off the
-# formula is at the size of the example, 1024 rows of 512 columns.
+# There is an operation for which the documented formula would be right. Take
+# the mean and the variance of each *column*, and divide by the number of rows:
+# then it is the gradient of batch normalization. Let's try that too, and let's
+# see how far off the formula is for layer normalization at the size of the
+# example, 1024 rows of 512 columns.
 
 
 def relative_error(found, expected):
@@ -151,24 +155,26 @@ error = relative_error(documented(large_x, large_w, large_dy), large_dx)
 print(f"as layer normalization, 1024 x 512: error {100 * error:.0f}%")
 
 # %%
-# With an error of a tenth a model may still train, only not as well as it
-# could, and then nobody looks for a mistake.
+# An error of a tenth is a dangerous size: a model may still train with it,
+# only not as well as it could, and then nobody looks for a mistake.
 #
 # The *code* of the example is right. Its kernel for ``dx`` computes two sums
 # of each row, and it gets neither ``dw`` nor ``db``, which the documentation
 # says it reads.
-# But the test of the example would not have found the error. It fills mean and
-# ``rstd`` with random numbers, which have nothing to do with ``x``, and
+# But the test of the example would not have found the error. It fills the mean
+# and ``rstd`` with random numbers, which have nothing to do with ``x``, and
 # compares with a second implementation. If both had the same wrong formula,
 # the test would pass. And with such statistics even the right formula gives
-# rows that do not sum to 0, because ``x_hat`` does not.
+# rows that do not sum to 0, because the rows of ``x_hat`` do not.
 #
 # How is the example built?
 # -------------------------
 #
-# It has two kernels, which do not need each other. We read their source and
-# noted, for each, what a program has, how often it reads its rows, and where
-# its sums go. In the right column is what we are going to build.
+# It has two kernels, and neither needs a result of the other. We read their
+# source and noted, for each, what a program has, how often it reads its rows,
+# and where its sums go. The right column is what we are going to build. You
+# need not understand every line of it now, because the rest of the page goes
+# through them; come back to it at the end.
 
 # %%
 
@@ -284,9 +290,10 @@ for name, second_sweep in (("start", (0, 1, 2, 3)), ("end", (3, 2, 1, 0))):
     print(f"second sweep from the {name}: {found} of 4 tiles in the cache")
 
 # %%
-# The example does that, and so does our kernel. With ``FROM_END`` we can turn
-# it off, to see what it brings. We will need ``LAST_FIRST`` only later.
-# A program has ``ROWS`` rows, and its tile has ``COLS`` columns of them.
+# The example begins at the end, and so does our kernel. With ``FROM_END`` we
+# can turn that off, to see what it brings. We will need ``LAST_FIRST`` only
+# later. A program has ``ROWS`` rows, and its tile has ``COLS`` columns of
+# them.
 
 
 @triton.jit
@@ -306,8 +313,9 @@ def _layer_norm_bwd_dx(
 ):
     acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, as a rule
 
-    # Our rows, in 64 bits, because M * N may pass 2**31. Some of the last
-    # program may not exist. [:, None] makes columns of these numbers.
+    # Our rows, in 64 bits, because M * N may pass 2**31. The last program may
+    # have rows that do not exist. [:, None] turns a list of numbers, one for
+    # each row, into a column, which fits beside a tile of rows and columns.
     program = tl.program_id(0)
     if LAST_FIRST:
         program = tl.num_programs(0) - 1 - program
@@ -319,7 +327,8 @@ def _layer_norm_bwd_dx(
     # Within the tile rows are counted from 0, and 32 bits are enough.
     row = tl.arange(0, ROWS)[:, None]
 
-    # First sweep: each element of the tile has two sums of its own.
+    # First sweep: each element of the tile has two sums of its own, so no
+    # thread needs a number of another one inside the loop.
     sum1 = tl.zeros((ROWS, COLS), acc)
     sum2 = tl.zeros((ROWS, COLS), acc)
     for start in range(0, N, COLS):
@@ -356,10 +365,10 @@ def _layer_norm_bwd_dx(
 
 
 # %%
-# What if the tile is as wide as the row? Then each loop has a single turn, and
-# both ask for the same addresses. The compiler sees that, loads once, and
-# keeps the tile in registers. So this one kernel can have one sweep or two,
-# depending on its tile.
+# What if the tile is as wide as the row? Then each loop runs once, and both
+# ask for the same addresses. The compiler sees that, loads once, and keeps the
+# tile in registers. So the same kernel makes one sweep or two, depending on
+# its tile.
 
 # %%
 
@@ -393,8 +402,8 @@ def launch_dx(dy, x, w, mean, rstd, tile, from_end=True, last_first=False):
 
 # %%
 # Is it right? Here it computes the three rows from above in tiles of two rows
-# and two columns, so that there is a row too few for the second program, and
-# two tiles in each row.
+# and two columns. So each row has two tiles, and the second program has one
+# row that exists and one that does not.
 
 mean = x.mean(dim=1)
 rstd = (x.var(dim=1, correction=0) + 1e-5) ** -0.5
@@ -407,9 +416,9 @@ print("3 x 4, dx in two sweeps: right")
 # What do two sweeps cost?
 # ------------------------
 #
-# Let's count. In one sweep ``dx`` moves three matrices: it reads ``x`` and
-# ``dy`` and writes ``dx``. In two sweeps it reads four times, which makes five
-# matrices. If no cache helped, it could reach three fifths of a copy.
+# Let's count. In one sweep the kernel moves three matrices: it reads ``x`` and
+# ``dy`` and writes ``dx``. In two sweeps it reads both twice, which makes five
+# matrices. If no cache helped, it could reach three fifths of a copy, or 60%.
 #
 # We measure this kernel alone, at three settings: with the tile of the
 # example, with the same tile and a second sweep from the start, and with a
@@ -639,15 +648,17 @@ report(bench_dx)
 
 # %%
 # **What the figure shows.**
-# On the H100 whole rows reach NN% to NN% of the copy. The tile of the example
-# falls from NN% at 1024 columns to NN% at 16384. If its second sweep begins at
-# the start, it falls from NN% to NN%. PyTorch reaches NN% to NN%.
+# On the H100 whole rows reach 94% to 100% of the copy. With the tile of the
+# example we fall from 84% at 1024 columns to 54% at 16384, and if the second
+# sweep begins at the start, from 84% to 53%. PyTorch reaches 58% to 85%.
 #
 # **Why.**
-# A program of the example has 8 rows, so 4096 rows make 512 programs. Six of
-# them fit on an SM, so on 132 SMs all of them run at once. Before the first
-# one begins its second sweep, nearly all of ``x`` and ``dy`` has been read.
-# The L2 cache of an H100 has 50 MB. How much of the two matrices can it hold?
+# A program of the example has 8 rows, so 4096 rows make 512 programs. Their
+# registers let six of them run on an SM, so on 132 SMs all of them run at
+# once. Before the first one begins its second sweep, nearly all of ``x`` and
+# ``dy`` has been read.
+# The L2 cache of an H100 has 50 MB. If it held nothing else, how much of the
+# two matrices could it hold?
 
 print("columns  MB of x and dy  of which fit into 50 MB")
 for N in (1024, 2048, 4096, 8192, 16384):
@@ -655,30 +666,53 @@ for N in (1024, 2048, 4096, 8192, 16384):
     print(f"{N:7}{megabytes:16.0f}{100 * min(50 / megabytes, 1):24.0f}%")
 
 # %%
-# Up to 2048 columns both sweeps fit, and it hardly matters where the second
-# one begins. From 4096 columns on they do not. A second sweep from the start
-# then finds nothing, as in our example of two tiles, and one from the end
-# finds the part that fits. The wider the row, the smaller is this part, and
-# the smaller is what the example gains.
+# At 1024 columns everything fits, ``dx`` included, and it does not matter
+# where the second sweep begins. A second read from L2 is not free, though:
+# whole rows are faster here, too.
 #
-# PyTorch's kernel sweeps twice as well, both times from the start, but it has
-# a program for each row. At 4096 columns a row of ``x`` and one of ``dy`` are
-# 16 KB, so the rows of all programs that run at once fit into L2.
+# At 2048 columns the two matrices would fit if they were alone. But the second
+# sweep also writes ``dx``, and what it writes takes room, too: a third of what
+# then passes through L2 is ``dx``, which leaves at most 33 MB for ``x`` and
+# ``dy``. So here it begins to matter, and a second sweep from the end is 1.1
+# times as fast as one from the start.
+#
+# From 4096 columns on, a second sweep from the start finds nothing, as in our
+# example of two tiles, and one from the end finds the part that still fits.
+# This part has the same size however wide the rows are (we will count its
+# bytes further down), so it saves about the same time: 6.0 µs at 4096 columns,
+# 6.0 µs at 8192, and 6.5 µs at 16384. But the whole takes longer and longer,
+# 62, 124 and 247 µs from the end, and the gain falls from 1.10 times as fast
+# to 1.03 times.
+#
+# A second sweep from the start does not even reach the 60% of five matrices.
+# One reason is Little's law: 512 programs, each with 2 KB of ``x`` and 2 KB of
+# ``dy``, make 15.5 KB in flight on an SM, and `Loads in flight
+# <04-loads-in-flight.html>`_ found that it needs 32 KB.
+#
+# PyTorch's kernel sweeps twice as well, both times from the start. But each
+# program has one row and 128 threads, of which an SM holds 2048. So no more
+# than 16 rows are in progress on an SM, or 2112 on all of them. At 2048
+# columns these rows of ``x`` and ``dy`` have 17 MB, which L2 holds, and
+# PyTorch reaches 84% of the copy, where the tile of the example reaches 63%.
+# At 4096 columns they have 35 MB, which is too much, at least beside ``dx``,
+# and PyTorch reaches 66%. At 8192 columns they have 69 MB, and PyTorch reaches
+# 59%, not far from the 60% of five matrices.
 #
 # **What follows.**
-# A row that fits into registers should be read once. Where it does not, let
+# A row that fits into registers should be read once. If it does not fit, let
 # few rows be in progress at a time, and begin the second sweep at the end.
 #
 # The second kernel: dw and db
 # ----------------------------
 #
-# Its programs walk down some columns, a tile of rows at a time. This is the
-# kernel of `Weight gradients: who adds up the rows? <02-summing-rows.html>`_,
-# which explains it; here it is folded.
-# The example has a program for each 32 columns, and this program has all the
-# rows. On that page we saw what is wrong with it: there are too few programs.
-# Several of them may share the columns if each has a *part* of the rows. Then
-# a third, small kernel adds up the parts.
+# How does a program add up columns? It walks down some of them, a tile of rows
+# at a time. This is the kernel of `Weight gradients: who adds up the rows?
+# <02-summing-rows.html>`_, which explains it; here it is folded.
+#
+# The example has one program for every 32 columns, and this program has all
+# the rows. On that page we saw what is wrong with it: there are too few
+# programs. Several programs can share the same columns if each has a *part* of
+# the rows. Then a third, small kernel adds up the sums of the parts.
 
 # %%
 
@@ -804,17 +838,18 @@ def launch_sums(dy, x, mean, rstd, tile, parts, dtype):
 # The example, and three changes
 # ------------------------------
 #
-# How much of the time is the price of two kernels, and how much that of their
-# tiles?
+# How much of the time is the price of having two kernels, and how much is the
+# price of their tiles?
 #
-# A *plan* has both tiles, and the number of parts. We make three of them, and
-# a third change comes after them.
+# To tell them apart we keep the two kernels and change their *plan*: the tile
+# of each, and the number of parts. There are three plans.
 #
-# - **Example 53's tiling**: the tiles of the example, and no parts. It is our
-#   kernel in Triton with its numbers, and not the example.
-# - **Rows split**: the first change. The sums get 4 warps in place of 8, and
-#   parts, so that an SM has about 256 columns.
-# - **Larger tiles**: the second change. The tile of the sums is 64 × 64, and
+# - **Example 53's tiling** has the tiles of the example, and no parts. These
+#   are our kernels in Triton with its numbers, and not the example itself.
+# - **Rows split** is the first change. The kernel for the sums gets 4 warps in
+#   place of 8, and it gets parts: so many that the programs of an SM have 256
+#   columns together, eight programs of 32 columns for instance.
+# - **Larger tiles** is the second change. The tile of the sums is 64 × 64, and
 #   that of ``dx`` is a whole row.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
@@ -863,10 +898,11 @@ for N in (512, 4096, 8192):
         print(f"{N:7}  {name:19}{programs:10}{in_flight / 1024:12.1f}")
 
 # %%
-# `Loads in flight <04-loads-in-flight.html>`_ found that an SM wants at least
-# 16 KB. The tiling of the example has less than a quarter of that at 4096
-# columns, and at its own 512 columns only 16 of 132 SMs have a program at all.
-# With many more columns it would have enough programs.
+# `Loads in flight <04-loads-in-flight.html>`_ found that an SM needs 32 KB.
+# The tiling of the example has an eighth of that at 4096 columns, and at its
+# own 512 columns only 16 of 132 SMs have a program at all.
+# The wider the rows, the more programs it has, so splitting the rows should
+# bring less and less. We will see whether it does.
 #
 # Now the function that runs a plan. As in the example, ``dx`` comes first.
 
@@ -887,13 +923,13 @@ def two_kernels(
 
 
 # %%
-# **The third change** is the idea of the second sweep once more, and now for
+# **The third change** is the idea of the second sweep once more, this time for
 # whole kernels.
-# Both kernels begin with the first rows. When the first kernel ends, L2 holds
-# the last rows, and the second kernel begins with rows that are gone.
+# Up to now both kernels begin with the first rows. When the first kernel ends,
+# L2 holds the last rows, and the second kernel begins with rows that are gone.
 # So let the second kernel begin with the last rows. Programs start more or
 # less in the order of their numbers, so it is enough to count them from the
-# end.
+# end, and that is what ``LAST_FIRST`` does.
 
 # %%
 
@@ -925,11 +961,10 @@ for axes, title, second in zip(
 plt.show()
 
 # %%
-# Which kernel should come first? The kernel for ``dx`` writes as much as
-# it reads of ``x``, and what it writes takes room in L2, though nobody reads
-# it again here. The sums write next to nothing. So the sums come first, and
-# ``dx`` comes back from the end. This is our function, and its line is called
-# "Triton".
+# Which kernel should come first? The kernel for ``dx`` writes a whole matrix,
+# which takes room in L2, though nobody reads it again here. The kernel for the
+# sums writes next to nothing. So the sums come first, and ``dx`` comes back
+# from the end. This is our function, and its line is called "Triton".
 
 
 def there_and_back(
@@ -951,11 +986,11 @@ def there_and_back(
 # The rival
 # ---------
 #
-# What do we compare with? With one kernel that reads each row once, and
-# computes ``dx`` and its terms of ``dw`` and ``db`` from it. It is the kernel
-# of `Loads in flight <04-loads-in-flight.html>`_, with the plan of that page.
-# It keeps both sums of all columns in registers, and so it can take 16384
-# columns at most.
+# What do we compare two kernels with? With one kernel that reads each row
+# once, and computes ``dx`` and the terms of ``dw`` and ``db`` from it. It is
+# the kernel of `Loads in flight <04-loads-in-flight.html>`_, with the plan of
+# that page. It keeps both sums of all columns in registers, so it cannot take
+# more than 16384 columns.
 
 # %%
 
@@ -1050,10 +1085,10 @@ def one_kernel(dy, x, w, mean, rstd, dtype, wants_dx=True, wants_sums=True):
 
 
 # %%
-# Here is what each design moves, counted in matrices. One row of sums, ``dw``
-# and ``db`` in float32, takes 8 bytes a column, and it is written once and
-# read once. The last column is the best that a design can do if all of that
-# comes from DRAM or goes there.
+# Here is what each design moves, counted in matrices and in rows of sums. One
+# row of sums, ``dw`` and ``db`` in float32, takes 8 bytes a column, and it is
+# written once and read once. The last column is the best that a design could
+# reach if all of that came from DRAM or went there.
 
 M = 4096
 N = 4096
@@ -1073,8 +1108,8 @@ for name, matrices, rows_of_sums in (
 # ------------------------
 #
 # The forward pass is that of `Layer normalization, both passes
-# <01-layer-norm.html>`_, which also measures it: a row in registers up to
-# 16384 columns, and three sweeps beyond.
+# <01-layer-norm.html>`_, which also measures it. Up to 16384 columns a row
+# stays in registers, and wider rows take three sweeps.
 
 # %%
 
@@ -1581,34 +1616,52 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our two kernels reach NN% to NN% of the copy, and one kernel
-# reaches NN% to NN%. With the tiling of the example they reach NN% to NN%, and
-# with rows split NN% to NN%. PyTorch reaches NN% to NN%, and torch.compile NN%
-# to NN%.
+# On the H100 our two kernels reach 55% to 59% of the copy, and one kernel
+# reaches 65% to 86%. With the tiling of the example they reach 14% to 36%, and
+# with rows split 35% to 47%. PyTorch reaches 35% to 40%, and torch.compile 34%
+# to 55%.
 #
 # **What did the three changes bring?**
-# At 4096 columns the example's tiling reaches NN%, rows split NN%, larger
-# tiles NN%, and turned around it is NN%.
-# The order alone makes our two kernels NN times as fast at 1024 columns, NN at
-# 2048, NN at 4096, NN at 8192, and NN at 15872. At 1024 columns ``x`` and
-# ``dy`` have 17 MB, so the second kernel finds both in L2 in either order. At
-# 2048 they have 34 MB, which fit into L2, but no longer beside ``dx``. And the
-# wider the rows, the smaller is the part that L2 can hold: at 15872 columns
-# they have 260 MB.
+# At 4096 columns the example's tiling reaches 25%, rows split 38%, larger
+# tiles 50%, and the same tiles turned around 59%.
+#
+# - **Splitting the rows** makes the tiling 3.3 times as fast at 1024 columns,
+#   2.2 at 2048, 1.5 at 4096, and 1.1 at 8192. From 12288 columns on the two
+#   are equally fast. By our count the tiling still has only 11.6 KB in flight
+#   there, so one tile for each program is too simple a count. We have not
+#   found out what else is in flight.
+# - **Larger tiles** are 1.1 to 1.6 times as fast as rows split. The kernel for
+#   ``dx`` then reads a row once, which saves two matrices of seven. It brings
+#   least at 1024 columns, where the second read comes from L2 anyway.
+# - **The order** alone makes our two kernels 1.04 times as fast at 1024
+#   columns, 1.24 at 2048, 1.16 at 4096, 1.09 at 8192, and 1.03 at 15872. At
+#   1024 columns ``x`` and ``dy`` have 17 MB, so the second kernel finds nearly
+#   all of them in L2 in either order. At 2048 they have 34 MB, too much beside
+#   ``dx``. And the wider the rows, the smaller is the part that L2 can hold:
+#   at 15872 columns they have 260 MB, and the gain is hardly more than the
+#   noise.
 #
 # **What is the price of the structure?**
-# One kernel is NN to NN times as fast as our two up to 8192 columns. By our
-# count it could be up to 5 / 3 = 1.7 times.
-# Above 8192 columns the rival has no registers left for loads ahead, and there
-# it is NN to NN times as fast. A better rival exists: with `chunks
-# <05-chunks.html>`_ one kernel reaches NN% of the copy at 8704 columns, NN
-# times the share of our two kernels.
+# One kernel is 1.3 to 1.4 times as fast as our two up to 8192 columns. By our
+# count it could be up to 5 / 3 = 1.7 times. It is less, above all because one
+# kernel does not reach the copy either.
+#
+# Above 8192 columns the rival has no registers left for loads ahead. Then a
+# single row of ``x`` and ``dy`` is all that an SM requests at a time: 34 KB at
+# 8704 columns, where one kernel is 1.3 times as fast as our two, and 48 KB at
+# 12288 columns, where it is 1.5 times as fast. At 15872 columns a row has 62
+# KB, but the compiler spills, and one kernel is 1.1 times as fast.
+# A better rival exists: with `chunks <05-chunks.html>`_ one kernel reaches 90%
+# of the copy at 8704 columns, 1.6 times the share of our two kernels.
 #
 # **What follows.**
-# Much of what separates the example's tiling from the copy is not there
-# because of the two kernels, but because of their tiles and their order.
-# Those can be changed in a minute, and the structure cannot. So before you
-# give up a structure, find out which of the two you are paying for.
+# At 4096 columns the copy takes 35 µs, and the example's tiling takes 104 µs
+# more. Our three changes take away 79 µs of these, without touching the
+# structure. That leaves 25 µs, of which even one kernel needs 6 µs.
+# So most of what separated the tiling from the copy was not the price of two
+# kernels, but that of their tiles and their order. Those can be changed in a
+# minute, and the structure cannot. Before you give up a structure, find out
+# which of the two you are paying for.
 #
 # How many bytes come from DRAM?
 # ------------------------------
@@ -1680,28 +1733,33 @@ traffic.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100 the kernel for ``dx`` with whole rows is at NN to NN. With the
-# tile of the example it is at NN at 1024 columns, at NN at 4096 columns, and
-# at NN at 16384 columns. If the second sweep begins at the start, the three
-# numbers are NN, NN and NN.
-# Our two kernels are at NN to NN, and one kernel is at NN to NN.
+# On the H100 the kernel for ``dx`` with whole rows is at 1.00 at all four
+# widths. With the tile of the example it is at 1.00 at 1024 columns, at 1.65
+# at 4096 columns, and at 1.92 at 16384 columns. If the second sweep begins at
+# the start, the three numbers are 1.00, 2.00 and 2.00. Our two kernels are at
+# 2.00 to 2.02, and one kernel is at 1.07 to 1.20.
 #
 # **Why.**
-# This is the count that we made by hand. A second sweep from the start reads
-# everything twice once the matrices do not fit into L2, and one from the end
-# saves a part.
+# This is the count that we made by hand: once the matrices do not fit into L2,
+# a second sweep from the start reads everything twice, and one from the end
+# saves a part. How large is this part? At 4096 columns it has 23 MB, at 8192
+# columns 23 MB, and at 16384 columns 22 MB, so it does have the same size at
+# each width. It is less than the 33 MB for which there could be room. We have
+# not found out where the rest goes.
+#
 # ``ncu`` empties the caches before each kernel, so our two kernels read
 # everything twice here. In the figure before, where one kernel follows the
 # other, the second may find in L2 what the first has read last.
-# What one kernel reads beyond 1 are the sums of its programs.
+# What one kernel reads beyond 1 are the sums of its programs: at 1024 columns
+# 396 programs have 3.2 MB of them, 19% of ``x`` and ``dy``.
 #
 # At the size of the example
 # --------------------------
 #
-# Is the example so much worse at its own size? It has 1024 rows of 512 columns
-# in float32: a matrix has 2 MB, and L2 holds all three.
-# A second read then comes from L2, and costs less. And a kernel takes so
-# little time that starting it matters.
+# Are the designs as far apart at the example's own size? It has 1024 rows of
+# 512 columns in float32: a matrix has 2 MB, and L2 holds all three.
+# So a second read comes from L2, and costs less. But a kernel takes so little
+# time that starting it matters.
 
 # %%
 
@@ -1735,22 +1793,40 @@ report(bench_own)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 512 columns, our two kernels reach NN% of the copy, rows
-# split NN%, the example's tiling NN%, and one kernel NN%. PyTorch reaches NN%
-# and torch.compile NN%.
+# On the H100, at 512 columns, our two kernels reach 42% of the copy, rows
+# split 45%, the example's tiling 26%, and one kernel 55%. PyTorch reaches 44%
+# and torch.compile 28%.
 #
 # **Why.**
-# The second read costs little here, but kernels do. Our two kernels are three,
-# because the parts are added up, and one kernel is two. Each has to start and
-# to end, and in so short a time that counts.
-# The example's tiling has only two kernels, but 16 programs for the sums on
-# 132 SMs. Each of them walks down 1024 rows, 32 at a time, and 116 SMs wait.
+# The copy takes 3.9 µs at 512 columns, one kernel 7.1 µs, and our two kernels
+# 9.2 µs. At this size not only bytes take time. Each kernel has to start and
+# to end: our two kernels are three, because the parts are added up, and one
+# kernel is two.
+#
+# Programs are scarce, too. The example's tiling has 16 of them for the sums on
+# 132 SMs. Each walks down 1024 rows, 32 at a time, and 116 SMs wait.
+# At 128 columns our larger tiles leave 32 programs for the sums, and rows
+# split have 128. There rows split reach 47%, one kernel 45%, and our two
+# kernels 33%.
+#
+# And the third change does not help where L2 holds everything. At 128, 512 and
+# 1024 columns our two kernels take 0.8 to 1.0 µs longer than the same tiles in
+# the order of the example. At 2048 columns, where the three matrices have 25
+# MB, they are 1.04 times as fast. That they lose time at all we did not
+# expect. It may be because the first kernel reads from DRAM: this is now the
+# one for the sums, which has a quarter of the programs of the other. We have
+# not measured whether that is the reason.
+#
+# **What follows.**
+# A plan is good for some sizes. Small matrices want small tiles and many
+# programs, and our function has the same plan for all of them.
 #
 # Why have two kernels at all?
 # ----------------------------
 #
-# Up to here one kernel was the better choice nearly everywhere. What do two
-# have that it has not?
+# In both figures of whole backward passes one kernel is faster than our two at
+# every width, 1.1 to 1.5 times as fast. What do two kernels have that one does
+# not?
 #
 # - **Any width.** Neither of the two keeps a whole row of sums in registers.
 #   They take up to 33 million columns, and one kernel takes 16384.
@@ -1758,22 +1834,27 @@ report(bench_own)
 #   take any width and read each row once, but they wait for each other, so all
 #   of them must run at the same time.
 # - **What is not wanted is not computed.** If only ``dx`` is wanted, as with
-#   frozen weights, the second kernel is left out, and no byte is read for
-#   nothing. If only ``dw`` and ``db`` are wanted, the first one is.
+#   frozen weights, the kernel for the sums is left out, and nothing is read
+#   for it. If only ``dw`` and ``db`` are wanted, the kernel for ``dx`` is.
 # - **The same bits every time**, because no atomics are involved.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **torch.compile at 8704 columns.** NN
-# - **PyTorch on small matrices.** NN
+# On 4096 rows in 16 bits neither PyTorch nor torch.compile is faster than our
+# two kernels at any width. But:
+#
+# - **PyTorch on small matrices.** With 1024 rows in float32 it reaches 34%,
+#   44% and 52% of the copy at 128, 512 and 1024 columns, and our two kernels
+#   33%, 42% and 51%. That is a small lead, but PyTorch has it at all three
+#   widths. At 128 columns torch.compile reaches 34% as well.
 # - **One kernel**, which other pages of this site have, is faster than our two
-#   at NN.
+#   at every width that we measured.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
 # - **torch.compile can fuse** a layer norm with what comes before and after.
-# - **Composable Kernel runs on GPUs of AMD**, and we have not measured it
-#   there. What we say of its tiling holds for our kernels on an H100.
+# - **Composable Kernel runs on AMD GPUs**, and we have not measured it there.
+#   What we say of its tiling holds for our kernels on an H100.
 #
 # Exercise 1: the sums of the example
 # -----------------------------------
@@ -1783,7 +1864,9 @@ report(bench_own)
 # which there is the sum of ``w * dy``. (It is not our ``db``, which is a sum
 # over rows.)
 # How do you get :math:`c_1` and :math:`c_2` of our kernel from these two, with
-# the mean and ``rstd`` of the row? The stub below has :math:`c_2` right.
+# the mean and ``rstd`` of the row? The stub below has :math:`c_2` right. The
+# checker prints the error of :math:`c_1` in float64: if yours is right, only
+# rounding is left, an error below 1e-14.
 #
 # **Hint 1.** Write :math:`c_1` as a sum over ``x_hat * w * dy``, and solve
 # ``x_hat = (x - mean) * rstd`` for ``x``.
@@ -1854,7 +1937,9 @@ for mean_over_std in (1, 100, 10000):
 # of the formula, and the rows still sum to 0.
 # The function below gets ``dx`` and ``x_hat``, and says whether something must
 # be wrong. Which other sum of a row must be 0? Let the function look at it,
-# too. It will be tried with the right ``dx`` and with three wrong ones.
+# too. The checker tries it with the right ``dx`` and with three wrong ones,
+# and prints which of them it has found. Keep the tolerance of 1e-3, because
+# epsilon leaves the other sum a little off 0.
 #
 # **Hint 1.** We added a number to a whole row, and ``y`` did not change. What
 # else can you do to a row of ``x`` without changing ``y``, apart from epsilon?
@@ -1916,29 +2001,30 @@ assert exercise_2(is_wrong_2)
 # H100 at 4096 columns, and why.
 #
 # - **Example 53's tiling** moves up to seven matrices: rows are swept twice
-#   for ``dx`` and read again for the sums. It reaches NN% of the copy. Few
-#   programs compute the sums, and have few bytes in flight.
-# - **Rows split** moves as many, and reaches NN%. Enough programs compute the
+#   for ``dx`` and read again for the sums. It reaches 25% of the copy. Few
+#   programs compute the sums, so an SM has few bytes in flight.
+# - **Rows split** moves as many, and reaches 38%. Enough programs compute the
 #   sums, and one more kernel adds up their parts.
-# - **Larger tiles** move five matrices, and reach NN%. A row is loaded once
+# - **Larger tiles** move five matrices, and reach 50%. A row is loaded once
 #   for ``dx``.
-# - **Turned around**, our function, they reach NN%: the kernel for ``dx``
+# - **Turned around**, our function, they reach 59%: the kernel for ``dx``
 #   begins with the rows that the sums have read last.
 # - **One kernel** moves three matrices and the sums of its programs. It
-#   reaches NN%.
+#   reaches 85%.
 # - **PyTorch** computes ``dx`` and the sums in separate kernels, too, and
-#   sweeps each row twice for ``dx``. It reaches NN%.
+#   sweeps each row twice for ``dx``. It reaches 40%.
 #
 # And for kernels in general:
 #
 # - A gradient has properties that need no reference: rows that sum to 0, for
 #   instance. A test with inputs that cannot occur does not see them.
 # - A second sweep from the end finds in the cache what the first one has read
-#   last. It helps where a part of the data fits, and only there.
+#   last. It saves as many bytes as the cache holds, so it helps most where the
+#   data is only a little larger than the cache.
 # - The same holds for whole kernels: let the second begin where the first has
 #   ended.
-# - Price the structure and the tiles separately. Here a part of the gap was
-#   the structure, five matrices in place of three, and the rest was not.
+# - Price the structure and the tiles separately. Here the structure, five
+#   matrices in place of three, was the smaller part of the gap at every width.
 # - Sums that cancel cost digits: subtract the mean before you add up.
 #
 # **Next:** how much of a call is not on the GPU at all? `Host time
