@@ -230,15 +230,20 @@ for row in range(4):
                 0.9,
                 facecolor=color,
                 edgecolor="gray",
-                alpha=0.4 if row == 1 and column > 2 else 1,
+                alpha=0.3 if row == 1 and column > 2 else 1,
             )
         )
-for column, text in ((0.97, "done"), (2.47, "now"), (4.47, "to come")):
-    plt.text(column, -0.55, text, color="white", ha="center", va="center")
+for column, text in enumerate(["done"] * 2 + ["now"] + ["later"] * 3):
+    plt.text(
+        column + 0.47,
+        -0.55,
+        text,
+        color="black" if text == "later" else "white",
+        ha="center",
+        va="center",
+    )
 plt.text(3, 1.1, "keys, in tiles of TILE_K", ha="center", va="bottom")
-plt.text(
-    -0.2, -1.05, "queries,\nin tiles\nof TILE_Q", ha="right", va="center"
-)
+plt.text(-0.2, -1.05, "queries,\nin tiles\nof TILE_Q", ha="right", va="center")
 plt.annotate(
     "",
     xy=(6.9, -0.55),
@@ -362,9 +367,9 @@ def _attention_fwd(
 # How large should a tile be? The weighted sums of a program stay in registers.
 # With ``TILE_Q`` = 128 and ``D`` = 128 they are 16384 numbers of 4 bytes. That
 # is 128 of the 255 registers that each thread of 4 warps may have, and a tile
-# of scores takes 64 more. Queries, keys and values wait in shared memory, where
-# Tensor Cores read them. A larger tile would use each key more often, but its
-# sums would not fit.
+# of scores takes 64 more. Queries, keys and values wait in shared memory,
+# where Tensor Cores read them. A larger tile would use each key more often,
+# but its sums would not fit.
 # The tiles for heads of 64 and 128 numbers were the fastest of those that we
 # tried on an H100.
 
@@ -375,6 +380,10 @@ PLANS = {
     64: (64, 128, 4, 2),
     128: (128, 64, 4, 2),
 }
+
+# %%
+
+# Scaffold: the tiles of a head dimension, and warps for GPUs before the H100.
 
 
 def warps_here(warps):
@@ -394,6 +403,9 @@ def plan_forward(D):
         "STAGES": stages,
         "num_warps": warps_here(warps),
     }
+
+
+# %%
 
 
 def tiles_of(t, rows):
@@ -651,18 +663,19 @@ in_percent(bench_forward)
 # is 3.8 to 7.3 times as fast. cuDNN is faster than ours at every length: we
 # reach 76% to 84% of its speed. torch.compile recognizes the formula and calls
 # PyTorch's own attention function in its place. That function chooses a
-# library, and by its speed it chose cuDNN here, so two lines lie on top of each
-# other.
+# library, and by its speed it chose cuDNN here, so two lines lie on top of
+# each other.
 #
 # **Why don't we reach the product of matrices?**
 # We don't, because attention is more than two products: each score also needs
 # a power. By `NVIDIA's table
 # <https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/index.html#arithmetic-instructions-throughput-native-arithmetic-instructions>`_
-# an SM computes 16 powers in a clock cycle. Its Tensor Cores do 4096 operations
-# in a cycle: with 132 SMs at 1.83 GHz that is the data sheet's 989 TFLOP/s.
-# A score takes 4 · 128 = 512 operations, so its products need 1/8 of a cycle,
-# and its power needs 1/16. If an SM did only one of the two at a time, its
-# Tensor Cores would work for two thirds of the time, and wait for one third.
+# an SM computes 16 powers in a clock cycle. Its Tensor Cores do 4096
+# operations in a cycle: with 132 SMs at 1.83 GHz that is the data sheet's 989
+# TFLOP/s. A score takes 4 · 128 = 512 operations, so its products need 1/8 of
+# a cycle, and its power needs 1/16. If an SM did only one of the two at a
+# time, its Tensor Cores would work for two thirds of the time, and wait for
+# one third.
 
 # %%
 
@@ -709,9 +722,9 @@ plt.axis("off")
 plt.show()
 
 # %%
-# Our kernel does somewhat better than two thirds. Two programs share an SM, so
-# one of them can multiply while the other one computes powers. But nothing
-# makes them take turns as in the drawing.
+# For long sequences our kernel does somewhat better than two thirds. Two
+# programs share an SM, so one of them can multiply while the other one
+# computes powers. But nothing makes them take turns as in the drawing.
 # `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_ does: two groups of
 # warps pass the Tensor Cores back and forth.
 #
@@ -727,10 +740,14 @@ plt.show()
 #
 # **Why is the formula that slow?**
 # It moves matrices. As we wrote it, it moves them even more than we counted:
-# the multiplication by :math:`c` is a kernel of its own, which reads all scores
-# and writes them again. That makes six times 8.6 GB at 16384 keys, which takes
-# at least 15.4 ms. So the formula can't do more than 143 TFLOP/s on this card,
-# whatever the length.
+# the multiplication by :math:`c` is a kernel of its own, which reads all
+# scores and writes them again. That makes six times 8.6 GB at 16384 keys,
+# which takes at least 15.4 ms. So the formula can't do more than 143 TFLOP/s
+# there. At other lengths it is about the same, because half as many keys have
+# half as many operations and half as many bytes.
+# This does not say why the formula is slowest at 8192 keys and fastest at
+# 16384. PyTorch chooses its kernels by the length of a row, and we have not
+# looked into them.
 #
 # **What follows.**
 # Not to write the matrix is what brings the most. After that the powers are
@@ -740,10 +757,10 @@ plt.show()
 # Which limit is it?
 # ------------------
 #
-# We measure this kernel in operations, and we measured layer norm in bytes. How
-# do we know which of the two limits a kernel? The *roofline* is a picture of
-# both limits. What a kernel can reach depends on its *intensity*, which is the
-# number of operations that it does for each byte that it moves.
+# We measure this kernel in operations, and we measured layer norm in bytes.
+# How do we know which of the two limits a kernel? The *roofline* is a picture
+# of both limits. What a kernel can reach depends on its *intensity*, which is
+# the number of operations that it does for each byte that it moves.
 # An H100 can do 989 · 10¹² operations in the second in which it moves 3.35 ·
 # 10¹² bytes, which is 295 operations for each byte. There the roof has its
 # *ridge*. A kernel with a lower intensity is limited by memory, and one with a
@@ -762,7 +779,7 @@ plt.show()
 
 BANDWIDTH, ARITHMETIC = 3.35, 989  # TB/s and TFLOP/s, of the data sheet
 plt.figure("The roofline of an H100, with three kernels", figsize=(7, 3.4))
-intensity = [2.0**i for i in range(15)]
+intensity = [1, ARITHMETIC / BANDWIDTH, 2**14]  # the ridge in the middle
 plt.loglog(
     intensity,
     [min(BANDWIDTH * i, ARITHMETIC) for i in intensity],
@@ -784,8 +801,9 @@ plt.ylim(1, 2000)
 plt.show()
 
 # %%
-# With its matrix, attention is left of the ridge: memory allows it about a fifth
-# of what an H100 can compute. Without the matrix it is right of the ridge.
+# With its matrix, attention is left of the ridge: memory allows it about a
+# fifth of what an H100 can compute. Without the matrix it is right of the
+# ridge.
 #
 # What the backward pass needs
 # ----------------------------
@@ -797,17 +815,17 @@ plt.show()
 # - The result is :math:`y = \sum_j p_j v_j`. So value :math:`j` gets
 #   :math:`dv_j = p_j \, dy` from this query, and adds up what it gets from all
 #   queries. The weight gets :math:`dp_j = dy \cdot v_j`.
-# - Softmax gives each score :math:`ds_j = p_j (dp_j - \delta)`, as in `Softmax,
-#   both passes <../norms-and-losses/03-softmax.html>`_. The number
+# - Softmax gives each score :math:`ds_j = p_j (dp_j - \delta)`, as in
+#   `Softmax, both passes <../norms-and-losses/03-softmax.html>`_. The number
 #   :math:`\delta = \sum_k p_k \, dp_k` is the same for all scores of the row.
 # - A score is :math:`s_j = c \, q \cdot k_j`, so the query gets
 #   :math:`dq = c \sum_j ds_j k_j`.
 # - Key :math:`j` gets :math:`dk_j = c \, ds_j q` from this query, and it, too,
 #   adds up what it gets from all queries.
 #
-# The number :math:`\delta` looks as if we needed the whole row for it. We don't:
-# :math:`\sum_k p_k (dy \cdot v_k) = dy \cdot \sum_k p_k v_k = dy \cdot y`. It
-# is the dot product of two rows that we have in memory.
+# The number :math:`\delta` looks as if we needed the whole row for it. We
+# don't: :math:`\sum_k p_k (dy \cdot v_k) = dy \cdot \sum_k p_k v_k = dy \cdot
+# y`. It is the dot product of two rows that we have in memory.
 #
 # Let's check these formulas against autograd, in float64.
 
@@ -832,15 +850,15 @@ print("dq, dk and dv are those of autograd")
 # So the backward pass has five products of matrices. Two of them give matrices
 # of all queries and keys: the scores once more, and ``dp``. The other three
 # turn these into ``dq``, ``dk`` and ``dv``.
-# We don't want to keep a matrix of all queries and keys, so we compute it again
-# when we need it, tile by tile, from ``q``, ``k`` and ``lse``. That is called
-# *recomputation*.
+# We don't want to keep a matrix of all queries and keys, so we compute it
+# again when we need it, tile by tile, from ``q``, ``k`` and ``lse``. That is
+# called *recomputation*.
 #
-# Who adds up the gradients? ``dv`` and ``dk`` are sums over queries, and ``dq``
-# is a sum over keys. A program that stays with a tile of keys and goes through
-# all queries adds up ``dk`` and ``dv`` by itself, but it has only a part of
-# each ``dq``. A program that stays with a tile of queries is in the opposite
-# position. So we write two kernels, one of each kind.
+# Who adds up the gradients? ``dv`` and ``dk`` are sums over queries, and
+# ``dq`` is a sum over keys. A program that stays with a tile of keys and goes
+# through all queries adds up ``dk`` and ``dv`` by itself, but it has only a
+# part of each ``dq``. A program that stays with a tile of queries is in the
+# opposite position. So we write two kernels, one of each kind.
 
 # %%
 
@@ -875,9 +893,7 @@ for axes, (title, (row_of_ours, column_of_ours), sums, end) in zip(
     axes.text(3, 1, "keys", ha="center", va="bottom")
     axes.text(-0.2, -1.05, "queries", ha="right", va="center", rotation=90)
     begin = (6.0, -0.55) if column_of_ours is None else (2.47, -3.1)
-    axes.annotate(
-        "", xy=end, xytext=begin, arrowprops={"arrowstyle": "->"}
-    )
+    axes.annotate("", xy=end, xytext=begin, arrowprops={"arrowstyle": "->"})
     axes.text(
         *end,
         f" {sums}" if column_of_ours is None else sums,
@@ -1251,8 +1267,8 @@ def attention(query, key, value, scale=None):
 # Is it right? We compare with the formula in float64, and print the largest
 # error of each tensor, as a share of its largest number.
 # We must expect some error: powers and ``ds`` were rounded to 16 bits before
-# they were multiplied. In float16 that changes each of them by up to 0.05%, and
-# in bfloat16, which has three bits fewer, by up to 0.4%.
+# they were multiplied. In float16 that changes each of them by up to 0.05%,
+# and in bfloat16, which has three bits fewer, by up to 0.4%.
 
 
 def check(batch, heads, queries, keys, D, dtype=torch.float16):
@@ -1279,10 +1295,10 @@ check(batch=1, heads=2, queries=70, keys=150, D=64)
 check(batch=2, heads=1, queries=128, keys=128, D=128, dtype=torch.bfloat16)
 
 # %%
-# Are these numbers the same each time? They are, to the last bit, and our checks
-# run both passes a hundred times to see it. Each number of each result belongs
-# to one program, and this program always adds up its terms in the same order,
-# from the first tile to the last.
+# Are these numbers the same each time? They are, to the last bit, and our
+# checks run both passes a hundred times to see it. Each number of each result
+# belongs to one program, and this program always adds up its terms in the same
+# order, from the first tile to the last.
 # That is what the two extra products buy. FlashAttention-2 has one kernel for
 # all three gradients. In it many programs add to the same ``dq`` with atomic
 # additions, in the order in which they happen to arrive, and the same numbers
