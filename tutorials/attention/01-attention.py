@@ -745,8 +745,8 @@ plt.show()
 # which takes at least 15.4 ms. So the formula can't do more than 143 TFLOP/s
 # there. At other lengths it is about the same, because half as many keys have
 # half as many operations and half as many bytes.
-# This does not say why the formula is slowest at 8192 keys and fastest at
-# 16384. PyTorch chooses its kernels by the length of a row, and we have not
+# This does not say why the formula is slowest at 8192 keys and fastest
+# at 16384. PyTorch chooses its kernels by the length of a row, and we have not
 # looked into them.
 #
 # **What follows.**
