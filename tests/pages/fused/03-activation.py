@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
-from conformance import LayerNorm, Page, below_zero, negative_eps, too_wide
+from conformance import LayerNorm, Page, below_zero, too_wide
 from conformance.operation import DTYPES
 
 
@@ -188,6 +188,17 @@ def tiny_rows(load):
     for ours, exact in zip(*results, strict=True):
         assert ours.isfinite().all()
         assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+def negative_eps(load):
+    """A step of `kills`: a page that takes a negative eps is found."""
+    page = load()
+    x = torch.ones(2, 8, device=page.DEVICE)
+    try:
+        page.activation_layer_norm(x, 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
 
 
 PAGE = Page(
