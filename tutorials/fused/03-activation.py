@@ -1459,6 +1459,7 @@ def _squared_relu_1(x):
 
 
 print("dx is right:", exercise_1(_squared_relu_1))
+assert exercise_1(_squared_relu_1)
 
 # %%
 # What we learned
