@@ -880,12 +880,12 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 # come back.
 #
 # So we must keep the compiler from seeing that it converts the same number
-# twice. In between, we apply an exclusive or with ``zero``. That is
-# ``c1 != c1``, which is 1 if ``c1`` is NaN, and 0 if not. An exclusive or with
-# 0 changes no bit, but the compiler does not know that ``zero`` is 0, so for
-# it the result is a new number.
-# (If ``c1`` is NaN, the gradient is NaN anyway.)
-# One instruction does it for two numbers of 16 bits, which share a register.
+# twice. In between, we apply an exclusive or with ``zero``. That is ``c1 !=
+# c1``, which is 1 if ``c1`` is NaN, and 0 if not. An exclusive or with 0
+# changes no bit, but the compiler does not know that ``zero`` is 0, so for it
+# the result is a new number. (If ``c1`` is NaN, so is that whole row of
+# ``dx``, and a wrong bit does no more harm.) One instruction does it for two
+# numbers of 16 bits, which share a register.
 
 PTX = tl.constexpr(CUDA)
 
@@ -1213,8 +1213,13 @@ sectors.run(show_plots=ON_GPU)
 # The autograd function saves ``s``, which is a result anyway, and two numbers
 # for each row. If a result was not used, no gradient arrives for it:
 # ``set_materialize_grads(False)`` makes that None, where PyTorch would make a
-# matrix of zeros.
-# Both inputs receive the same gradient, which PyTorch rounds to their types.
+# matrix of zeros. Both inputs receive the same gradient, which PyTorch rounds
+# to their types. The kernels only know matrices, so the function makes rows of
+# all other dimensions. It does that inside: if ``x`` and ``residual`` came as
+# views, each would hand its own view of that one gradient on. PyTorch would
+# take each for a tensor of its own and keep both, and whoever changes the
+# gradient of ``x``, to clip it for instance, would change that of the
+# residual, too.
 
 
 def contiguous_or_none(tensor):
@@ -1224,14 +1229,22 @@ def contiguous_or_none(tensor):
     return tensor.contiguous()
 
 
+def rows_or_none(tensor, N):
+    """The tensor as a matrix of rows of N columns; copied only if needed."""
+    if tensor is None:
+        return None
+    return tensor.reshape(-1, N).contiguous()
+
+
 class AddLayerNorm(torch.autograd.Function):
-    """y and s of matrices; without a residual s is None."""
+    """y and s over rows of N columns; without a residual s is None."""
 
     @staticmethod
-    def forward(ctx, x, residual, w, b, eps):
+    def forward(ctx, x, residual, w, b, N, eps):
         ctx.set_materialize_grads(False)
-        x = contiguous_or_none(x)
-        residual = contiguous_or_none(residual)
+        ctx.shape = x.shape
+        x = rows_or_none(x, N)
+        residual = rows_or_none(residual, N)
         w = contiguous_or_none(w)
         b = contiguous_or_none(b)
         y, s, mean, rstd = forward(x, residual, w, b, eps)
@@ -1239,30 +1252,32 @@ class AddLayerNorm(torch.autograd.Function):
             ctx.save_for_backward(x, w, mean, rstd)
         else:
             ctx.save_for_backward(s, w, mean, rstd)
+            s = s.reshape(ctx.shape)
         # dw and db have the type of w and b, if these agree. If not, PyTorch
         # rounds each to its type.
         dtypes = {tensor.dtype for tensor in (w, b) if tensor is not None}
         ctx.grads_dtype = mean.dtype
         if len(dtypes) == 1:
             ctx.grads_dtype = dtypes.pop()
-        return y, s
+        return y.reshape(ctx.shape), s
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # no second derivatives
     def backward(ctx, dy, ds):
         s, w, mean, rstd = ctx.saved_tensors
-        wants_dx, wants_dresidual, wants_dw, wants_db, _ = ctx.needs_input_grad
+        wanted = ctx.needs_input_grad[:4]
+        wants_dx, wants_dresidual, wants_dw, wants_db = wanted
+        N = s.shape[1]
         if dy is None:
             dy = torch.zeros_like(s)
         dx = None
         if wants_dx or wants_dresidual:
-            dx = torch.empty_like(s)
+            dx = torch.empty(ctx.shape, dtype=s.dtype, device=s.device)
         grads = None
         if wants_dw or wants_db:
-            N = s.shape[1]
             grads = torch.empty(2, N, dtype=ctx.grads_dtype, device=s.device)
-        dy = contiguous_or_none(dy)
-        ds = contiguous_or_none(ds)
+        dy = rows_or_none(dy, N)
+        ds = rows_or_none(ds, N)
         backward(dy, ds, s, w, mean, rstd, dx, grads)
         dw = None
         db = None
@@ -1275,7 +1290,7 @@ class AddLayerNorm(torch.autograd.Function):
             dresidual = dx
         if not wants_dx:
             dx = None
-        return dx, dresidual, dw, db, None
+        return dx, dresidual, dw, db, None, None
 
 
 # %%
@@ -1717,7 +1732,6 @@ def add_layer_norm(
     shape = torch.Size(normalized_shape)
     check_arguments(x, residual, shape, weight, bias, eps)
 
-    # The kernels only know matrices, so all other dimensions become rows.
     N = shape.numel()
     if weight is not None:
         weight = weight.reshape(N)
@@ -1734,13 +1748,10 @@ def add_layer_norm(
         y = Streamed.apply(s.reshape(-1, N), weight, bias, eps, x.dtype)
         return y.reshape(x.shape), s
 
-    rows = residual
-    if residual is not None:
-        rows = residual.reshape(-1, N)
-    y, s = AddLayerNorm.apply(x.reshape(-1, N), rows, weight, bias, eps)
+    y, s = AddLayerNorm.apply(x, residual, weight, bias, N, eps)
     if s is None:
-        return y.reshape(x.shape), x
-    return y.reshape(x.shape), s.reshape(x.shape)
+        s = x
+    return y, s
 
 
 # %%

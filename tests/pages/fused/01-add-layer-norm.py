@@ -107,9 +107,15 @@ KERNELS = Kernels(
             "layer-norm/07-two-sweeps",
             "_layer_norm_fwd_sweeps",
             look="""
-            ``x``, here the sum, is loaded in two loops, the second time from a
-            cache if it is still there; all loads are by 16 bytes.
+            ``x``, here the sum, is loaded twice, the second time from a cache
+            if it is still there; all loads are by 16 bytes. A row of 4096
+            columns is a single tile. At 14336 look for the two loops.
             """,
+            true=lambda code: [
+                len(code.lines("load")) == 4,
+                code.narrow("load") == 0,
+            ],
+            true_at={14336: lambda code: [len(code.lines("load")) == 5]},
         ),
         **of_page(
             "layer-norm/07-two-sweeps",
@@ -280,8 +286,8 @@ PAGE = Page(
             "dresidual = 0 * dx",
         ),
         "gradients with strides of their own": (
-            "        ds = contiguous_or_none(ds)\n",
-            "",
+            "ds = rows_or_none(ds, N)",
+            "ds = ds if ds is None else ds.reshape(-1, N)",
         ),
         "rstd cubed": (
             "sum1[:, None] * rstd * rstd * rstd / N",
