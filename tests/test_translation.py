@@ -1,6 +1,7 @@
 """Catalogs: what is asked of translators, and what becomes of their words."""
 
 import json
+import re
 
 import checks_of_translations as checks
 import pytest
@@ -124,6 +125,14 @@ def test_no_line_begins_with_a_space():
         wrapped = lines.wrapped(text, width)
         assert lines.one(wrapped) == text
         assert all(line == line.strip() for line in wrapped)
+
+
+def test_no_line_becomes_an_item_of_a_list():
+    text = "It takes 1.65 µs with 128. It takes longest with 32. So we ask."
+    for width in range(10, 60):
+        wrapped = lines.wrapped(text, width)
+        assert lines.one(wrapped) == text
+        assert not any(re.match(r"\d+\. ", line) for line in wrapped)
 
 
 @pytest.fixture

@@ -1675,8 +1675,8 @@ report(bench_warps_backward)
 # move it to the left until it ends with the row.
 # A row of 13 columns in chunks of 8 then has the columns 0 to 7 and 5 to 12.
 # But columns 5, 6 and 7 are in both chunks, and in a sum each column must
-# count once. The stub below adds them up twice, and finds 16 ones in a row of
-# 13. Mend it.
+# count once. The stub below adds them up twice, and finds 16 ones in a row
+# of 13. Mend it.
 #
 # **Hint 1.** Chunk ``c`` would begin at ``c * CHUNK`` if it were not moved.
 # Which of its columns were already in the chunk before it?

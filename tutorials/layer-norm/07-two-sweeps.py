@@ -920,9 +920,9 @@ l2_reads.run(show_plots=ON_GPU)
 # most of what is read again. At 65536 columns ``w`` and ``b`` alone would fill
 # L1, and at 131072 columns it delivers little. Then L2 has to help.
 #
-# The rows in progress on all 132 SMs are 17 MB at 65536 columns and 35 MB at
-# 131072. An H100 has 50 MB of L2, but ``y`` goes through it, too, and so some
-# of the rows leave before the second sweep comes.
+# The rows in progress on all 132 SMs are 17 MB at 65536 columns and 35 MB
+# at 131072. An H100 has 50 MB of L2, but ``y`` goes through it, too, and so
+# some of the rows leave before the second sweep comes.
 #
 # Do the bytes from DRAM explain the speed? At 131072 columns our kernel moves
 # 2.36 matrices: those that it reads, and ``y``. A copy moves 2, so we expect

@@ -73,9 +73,9 @@ print("both need", row.sum().item())
 # What can go wrong? We watch the note of program 0. Its place holds 0 at
 # first, and program 1 reads it.
 #
-# **First try: just read it.** Nothing says that program 0 is as far as program
-# 1. If it is late, program 1 reads 0, and takes 0 + 26 = 26 for the sum of the
-# row.
+# **First try: just read it.** Nothing says that program 0 is as far as
+# program 1. If it is late, program 1 reads 0, and takes 0 + 26 = 26 for the
+# sum of the row.
 #
 # **Second try: a flag beside the note.** Program 0 writes its sum, 10, and
 # then a flag, 1. Program 1 reads the flag until it is 1, and then the sum. But

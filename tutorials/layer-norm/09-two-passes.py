@@ -1831,8 +1831,9 @@ report(bench_own)
 # - **Any width.** Neither of the two keeps a whole row of sums in registers.
 #   They take up to 33 million columns, and one kernel takes 16384.
 # - **Nobody waits.** `Programs that share a row <08-shared-rows.html>`_ also
-#   take any width and read each row once, but they wait for each other, so all
-#   of them must run at the same time.
+#   take wide rows, and read each of them once. But they wait for each other,
+#   so all of them must run at the same time, and that ends at about 2 MB a
+#   row.
 # - **What is not wanted is not computed.** If only ``dx`` is wanted, as with
 #   frozen weights, the kernel for the sums is left out, and nothing is read
 #   for it. If only ``dw`` and ``db`` are wanted, the kernel for ``dx`` is.

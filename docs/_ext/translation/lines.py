@@ -42,9 +42,13 @@ def _pieces(text):
 
 
 def _words(text):
-    """The words between spaces; what is marked up stays in one."""
+    """The words between spaces; what is marked up stays in one.
+
+    The number that ends a sentence stays with the word before it: a line that
+    begins with "128. " would be an item of a list.
+    """
     marked = r"(?:``.*?``|:math:`[^`]*`|`[^`]*`_|[^\s`]|`)+"
-    return re.findall(marked, text)
+    return re.findall(rf"{marked}(?: \d+\.(?= ))?", text)
 
 
 def one(parts):

@@ -120,6 +120,11 @@ CARD = "H100"
 CUDNN, FLASH, CUBLAS = "sdpa-cudnn", "torch", "cublas"
 
 
+# Bytes of 16 heads of 16384 tokens, and the bytes that move in a second.
+MATRIX, OPERANDS = 16 * 16384**2 * 2, 4 * 16384 * 2048 * 2
+BANDWIDTH = 3.35e12
+
+
 def from_to(numbers, unit=""):
     return f"{numbers.least}{unit} to {numbers.most}{unit}"
 
@@ -145,7 +150,13 @@ def forward(figure):
     cudnn = of.shares("triton", CUDNN)
     assert cudnn.most < 100  # "faster than ours at every length"
     yield f"we reach {from_to(cudnn, '%')} of its speed."
-    # "Both lines are one."
+    # "The formula can't do more than 143 TFLOP/s", and "it is slowest at 8192
+    # keys and fastest at 16384".
+    most = 2 * 2 * 2048 * 16384**2 / (6 * MATRIX / BANDWIDTH) / 1e12
+    assert f"{most:.0f}" == "143" and formula.most <= most
+    assert formula.least == of.median("formula", 8192)
+    assert formula.most == of.median("formula", 16384)
+    # "Two lines lie on top of each other."
     both = of.ratios("torch.compile", CUDNN)
     assert both.least >= 0.98 and both.most <= 1.02
     yield from constant(of)
@@ -163,12 +174,17 @@ def constant(of):
     ]
     error, start, slope = min(fits)
     assert error <= 0.06
+    # "At 512 keys those µs are a third of the time", and "a part of it is
+    # hidden": less than the time to move all operands.
+    assert 0.3 <= start / us[0] <= 0.37
+    assert start < 1e6 * OPERANDS / BANDWIDTH
     start, slope = Measured(start, ".0f"), Measured(slope, ".2f")
     error = Measured(100 * error, ".0f")
     yield (
         f"{start} µs and {slope} µs for each key fit all six times within "
         f"{error}%."
     )
+    yield f"At 512 keys those {start} µs are a third of the time."
 
 
 def backward(figure):
@@ -182,9 +198,10 @@ def backward(figure):
         "times as fast as the formula. We reach "
         f"{from_to(of.shares('triton', CUDNN), '%')} of cuDNN's speed"
     )
-    # "The more the shorter": at the ends.
+    # "And most for the shortest sequences."
     cudnn = partial(of.share, "triton", of=CUDNN)
     assert cudnn(512) > cudnn(1024) > cudnn(2048)
+    assert cudnn(512) == of.shares("triton", CUDNN).most
     all_seven = Measured(7 / 5 * ours(16384), ".0f")
     ceiling = of.median(CUBLAS, 16384)
     share = Measured(100 * all_seven / ceiling, ".0f")
@@ -218,6 +235,9 @@ def of_64_numbers(figure):
         f"{back.share('triton', 512, CUDNN)}% of cuDNN's speed at 512 keys "
         f"and at {back.share('triton', 16384, CUDNN)}% at 16384."
     )
+    # "Whoever does one after the other leaves the Tensor Cores idle for half
+    # of the time": ours does better.
+    assert of.share("triton", 16384, CUBLAS) > 50
     # "cuDNN's forward pass loses more than ours."
     ours, cudnn = (
         of.median(p, 16384) / large.median(p, 16384) for p in ("triton", CUDNN)
@@ -296,18 +316,24 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H100"
 FACTS = {
-    "it takes 8.6 GB in 16 bits": "16 * 16384**2 * 2 bytes",
-    "results together 0.27 GB": "4 * 16384 * 2048 * 2 bytes",
+    "one such matrix takes 8.6 GB in 16 bits": "16 * 16384**2 * 2 bytes",
+    "values and results together take 0.27 GB": "4 * 16384 * 2048 * 2 bytes",
     "that is 34 GB, against 0.27 GB": "4 * 16 * 16384**2 * 2 bytes",
     "and moves 3.35 TB": DATA_SHEET,
     "at least 2.2 ms": "2.2e12 / 989e12",
     "at least 10.3 ms": "34.4 GB / 3.35 TB/s",
-    "multiplies 989 TFLOP/s in 16 bits": DATA_SHEET,
+    "does 989 TFLOP/s in 16 bits": DATA_SHEET,
+    "that is the data sheet's 989 TFLOP/s": "132 * 4096 * 1.83e9",
     "So 64% of its result": "the table above it: softmax of 2, 1, 3, 0",
-    "half of 0.1%": "2**-11",
+    "by up to 0.05%": "2**-11, half of the last of 10 bits of a fraction",
+    "by up to 0.4%": "2**-8, half of the last of 7 bits of a fraction",
     "errors below 1%:": "what the check asserts",
     "16384 numbers of 4 bytes": "128 * 128",
-    "To move 0.27 GB alone takes about 80 µs at 3.35 TB/s": DATA_SHEET,
+    "To move the 0.27 GB of queries": "4 * 16384 * 2048 * 2 bytes",
+    "takes about 80 µs at 3.35 TB/s": "0.268 GB / 3.35 TB/s",
+    "six times 8.6 GB": "16 * 16384**2 * 2 bytes",
+    "at least 15.4 ms": "6 * 8.59 GB / 3.35 TB/s",
+    "more than 143 TFLOP/s": "2.2e12 / 15.4 ms: asserted in forward",
 }
 
 # Tiles of 16, so that small cases have several.
