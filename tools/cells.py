@@ -17,7 +17,7 @@ from pathlib import Path
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
 # What it explained before, on pages that are not yet written anew.
-BEFORE = "fused/03-activation"
+BEFORE = "norms-and-losses/02-rms-norm-16-bits"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
 # kernels of layer-norm/05 to 08 on the page of every width, and the columns of
