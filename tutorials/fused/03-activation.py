@@ -340,12 +340,13 @@ report(bench_alone)
 
 # %%
 # **What the figure shows.**
-# Alone, a function costs next to nothing. On the H100 the kernel reaches NN%
-# to NN% of a copy.
+# Alone, a function costs little. On the H200 the kernel reaches 92% to 100% of
+# a copy, and it is lowest at 2048 columns.
 #
 # **Why.**
 # Many programs share an SM. While one computes its sigmoids, others wait for
-# memory, which takes longer.
+# memory, which takes longer. (We do not know what is special at 2048 columns:
+# to this kernel a matrix is one long row.)
 #
 # **What follows.**
 # An activation by itself cannot be made much faster. What we can save is the
@@ -614,13 +615,13 @@ report(bench_plain)
 
 # %%
 # **What the figure shows.**
-# On the H100 the kernel reaches NN% to NN% of a copy, where the function alone
-# reached NN% or more. `Chunks instead of padding
-# <../layer-norm/05-chunks.html>`_ has measured nearly the same kernel without
-# a function. It reached 98%, 94% and 94% at 1024, 4096 and 8192 columns, and
-# with the plain sigmoid we reach NN%, NN% and NN%.
+# On the H200 the kernel reaches 70% to 86% of a copy, where the function alone
+# reached 92% or more.
 #
 # **Why.**
+# A part of that is the norm's: `Chunks instead of padding
+# <../layer-norm/05-chunks.html>`_ measures it without a function, on another
+# card. But a part is the function's, and a shorter one will show which.
 # A program that adds up a row waits for all its elements, and asks for nothing
 # else in the meantime. The function stands in this gap, between the last load
 # and the first store, so its instructions make the gap longer. The other
@@ -757,21 +758,20 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 the short sigmoid reaches NN% to NN% of a copy, and the plain one
-# NN% to NN%. It is up to N.N times as fast as the plain one.
-# Forward, ours is N.N to N.N times as fast as PyTorch, and N.N to N.N times as
+# On the H200 the short sigmoid reaches 71% to 90% of a copy, and the plain one
+# 70% to 85%. It is up to 1.2 times as fast as the plain one.
+# Forward, ours is 2.3 to 2.6 times as fast as PyTorch, and 1.0 to 2.2 times as
 # fast as torch.compile.
 #
 # The plain kernel stands in the figure before as well. Its speeds in the two
-# figures lie up to N.N% apart, so do not read much into differences as small
+# figures lie up to 0.2% apart, so do not read much into differences as small
 # as that.
 #
 # **Why.**
 # PyTorch's two kernels move four matrices in place of two. Where L2 does not
-# hold the one in between, that leaves them 50% of a copy at most. PyTorch's
-# layer norm by itself reaches 62% of a copy at 8192 columns, as the page on
-# chunks has measured. If its SiLU is as fast as a copy, both together reach
-# 38%, and we have measured NN%.
+# hold the one in between, that leaves them 50% of a copy at most. Its layer
+# norm is slower than a copy, too, as all pages on layer norm measure, and so
+# both together reach 31% to 37%.
 # torch.compile fuses the two functions as we do. We have not looked at its
 # kernels.
 #
@@ -1391,14 +1391,14 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our backward pass reaches NN% to NN% of a copy. Backward, ours is
-# N.N to N.N times as fast as PyTorch, and N.N to N.N times as fast as
+# On the H200 our backward pass reaches 66% to 85% of a copy. Backward, ours is
+# 2.7 to 3.2 times as fast as PyTorch, and 2.3 to 2.9 times as fast as
 # torch.compile, although it computes the function twice.
 #
 # **Why.**
 # PyTorch moves six matrices for ``dx`` in place of three, and reads two more
 # for ``dw`` and ``db``. Where L2 does not hold any of them, three of eight are
-# 38% of a copy at most, and we have measured NN% at 8192 columns. Our kernel
+# 38% of a copy at most, and we have measured 27% at 8192 columns. Our kernel
 # has each row in registers when it needs it again, so recomputing costs
 # instructions and no bytes.
 #
@@ -1466,20 +1466,20 @@ assert exercise_1(_squared_relu_1)
 # ---------------
 #
 # These are the designs of this page, with the matrices that they move and what
-# they reach on the H100, at 4096 columns.
+# they reach on the H200, at 4096 columns.
 #
 # Forward:
 #
-# - **PyTorch's two functions** move four, and reach NN% of a copy.
-# - **One kernel with a plain sigmoid** moves two, and reaches NN%.
-# - **One kernel with four instructions** moves two, and reaches NN%.
-# - **torch.compile** reaches NN%.
+# - **PyTorch's two functions** move four, and reach 37% of a copy.
+# - **One kernel with a plain sigmoid** moves two, and reaches 85%.
+# - **One kernel with four instructions** moves two, and reaches 87%.
+# - **torch.compile** reaches 42%.
 #
 # Backward:
 #
-# - **PyTorch's functions** move six for ``dx``, and reach NN%.
-# - **One kernel that recomputes** moves three, and reaches NN%.
-# - **torch.compile** reaches NN%.
+# - **PyTorch's functions** move six for ``dx``, and reach 29%.
+# - **One kernel that recomputes** moves three, and reaches 77%.
+# - **torch.compile** reaches 28%.
 #
 # And for kernels in general:
 #
