@@ -422,3 +422,156 @@ def test_every_line_of_the_figures_measures_what_it_says():
 def test_exercise(page):
     assert not page.exercise_1(page._sum_of_three)
     assert page.exercise_1(page._sum_of_three_1)
+
+
+FACTS = {
+    "or 80%, of its speed": "4 matrices over 5",
+    "We have counted 80%": "the same",
+    "it is four of 5, or 80%": "the same",
+    "or 67%, of the speed of one": "4 matrices over 6",
+    "we have counted 67%": "the same",
+    "Four of 6 is 67%": "the same",
+    "Four of 8 is 50%": "4 matrices over 8",
+}
+
+
+def from_to(shares):
+    return f"{shares.least}% to {shares.most}%"
+
+
+def forward_figure(figure):
+    of = figure("add-layer-norm-forward", "H200")
+    one, two, pytorch, compiled, flash = (
+        from_to(of.shares(name))
+        for name in ("triton", "both", "torch", "torch.compile", "flash")
+    )
+    yield (
+        f"On the H200 one kernel reaches {one} of the copy, two kernels reach "
+        f"{two}, PyTorch reaches {pytorch}, torch.compile reaches {compiled}, "
+        f"and flash-attn's function reaches {flash}."
+    )
+    over_torch, over_compiled = (
+        of.ratios("triton", name) for name in ("torch", "torch.compile")
+    )
+    assert over_compiled.least > 1
+    near = [of.ratio("triton", "flash", N) for N in (4096, 8192)]
+    apart = max(100 * abs(ratio - 1) for ratio in near)
+    yield f"at 4096 and 8192 columns, within {apart:.0f}%."
+    yield (
+        f"Forward, ours is {over_torch.least} to {over_torch.most} times as "
+        f"fast as PyTorch, and {over_compiled.least} to {over_compiled.most} "
+        "times as fast as torch.compile."
+    )
+    part = {N: 100 * of.ratio("both", "triton", N) for N in of.medians["both"]}
+    assert min(part, key=part.get) == 1024
+    yield (
+        f"Two kernels reach {min(part.values()):.0f}% to "
+        f"{max(part.values()):.0f}% of the speed of one."
+    )
+    away = max(abs(part[N] - 80) for N in part if N > 1024)
+    assert away < abs(part[1024] - 80)
+    yield f"At the other widths they are at most {away:.0f} points away,"
+
+
+def backward_figure(figure):
+    whole = figure("add-layer-norm-backward", "H200")
+    of = whole.between(0, 12288)
+    one, two, pytorch, compiled, flash = (
+        from_to(of.shares(name))
+        for name in ("triton", "both", "torch", "torch.compile", "flash")
+    )
+    yield (
+        f"On the H200, up to 12288 columns, one kernel reaches {one} of the "
+        f"copy, two kernels reach {two}, PyTorch reaches {pytorch}, "
+        f"torch.compile reaches {compiled}, and flash-attn's function reaches "
+        f"{flash}."
+    )
+    over_torch, over_compiled = (
+        of.ratios("triton", name) for name in ("torch", "torch.compile")
+    )
+    yield (
+        f"Backward, ours is {over_torch.least} to {over_torch.most} times as "
+        f"fast as PyTorch there, and {over_compiled.least} to "
+        f"{over_compiled.most} times as fast as torch.compile."
+    )
+    ours, theirs = (
+        [whole.share(name, N) for N in (16384, 32768)]
+        for name in ("triton", "torch.compile")
+    )
+    # What "where a library is better" says of the wide rows.
+    assert ours[0] < theirs[0] and ours[1] > theirs[1]
+    assert max(ours) <= 51, "four of eight, and the noise"
+    yield (
+        f"At 16384 and 32768 columns our two steps reach {ours[0]}% and "
+        f"{ours[1]}%, and torch.compile reaches {theirs[0]}% and {theirs[1]}%."
+    )
+    part = {
+        N: 100 * of.ratio("both", "triton", N)
+        for N in (1024, 4096, 5120, 8192, 12288)
+    }
+    wide = [part[N] for N in part if N > 1024]
+    assert part[1024] > max(wide) + 5
+    yield (
+        f"From 4096 columns on, two kernels reach {min(wide):.0f}% to "
+        f"{max(wide):.0f}% of the speed of one, and we have counted 67%. At "
+        f"1024 columns they reach {part[1024]:.0f}%: there one kernel is at "
+        f"{of.share('triton', 1024)}% of the copy itself,"
+    )
+
+
+def ladder(figure):
+    forward = figure("add-layer-norm-forward", "H200")
+    backward = figure("add-layer-norm-backward", "H200")
+    names = "torch", "both", "torch.compile", "triton"
+    pytorch, two, compiled, one = (forward.share(name, 4096) for name in names)
+    yield (
+        "- **PyTorch**, an addition and a layer norm, moves 5 and reaches "
+        f"{pytorch}%. - **An addition and our layer norm** move 5 and reach "
+        f"{two}%. - **torch.compile**, which fuses both, reaches {compiled}%. "
+        f"- **One kernel** moves 4 and reaches {one}%."
+    )
+    pytorch, two, compiled, one = (
+        backward.share(name, 4096) for name in names
+    )
+    yield (
+        f"- **PyTorch**, a layer norm and an addition, reaches {pytorch}%. "
+        f"- **Our layer norm and an addition** move 6 and reach {two}%. "
+        f"- **torch.compile** reaches {compiled}%. "
+        f"- **One kernel** moves 4 and reaches {one}%."
+    )
+
+
+def CLAIMS(figure):
+    yield from ladder(figure)
+    yield from forward_figure(figure)
+
+    of = figure("add-layer-norm-sectors", "H200")
+    moved = [
+        of.all_medians(name)
+        for name in ("triton", "backward one", "forward both", "backward both")
+    ]
+    one, back, two, back_two = (
+        f"{min(each):.2f} to {max(each):.2f}" for each in moved
+    )
+    yield (
+        f"On the H200 one kernel moves {one} times the four matrices forward, "
+        f"and {back} times backward. Two kernels move {two} times forward, "
+        f"and {back_two} times backward."
+    )
+
+    yield from backward_figure(figure)
+
+    of = figure("add-layer-norm-wide", "H200")
+    ours, compiled, flash = (
+        [of.share(name, N) for N in (16384, 32768)]
+        for name in ("triton", "torch.compile", "flash")
+    )
+    assert abs(ours[0] - 80) < 3, "all of the second sweep"
+    assert 67 < ours[1] < 79, "a part of it"
+    assert min(*compiled, *flash) > max(ours)
+    yield (
+        f"On the H200 our two steps reach {ours[0]}% and {ours[1]}% of the "
+        "copy at 16384 and 32768 columns. torch.compile reaches "
+        f"{compiled[0]}% and {compiled[1]}%, and flash-attn's function "
+        f"reaches {flash[0]}% and {flash[1]}%."
+    )
