@@ -1462,11 +1462,12 @@ plt.show()
 # C code of Triton that takes the arguments apart, and the driver.
 #
 # **Can we compare it with the first figure?**
-# No. PyTorch's forward pass is the same call in both. It took 13.3 µs there
-# and takes 23.7 µs here, where a launch by the JIT took 17.6 µs and takes 22.6
-# µs. The host was slower when this figure was measured, and not by the same
-# factor for both. We don't know why. So on this page we compare only what has
-# taken turns: calls of one figure, at one size.
+# No. PyTorch's forward pass is nearly the same call in both; only here ``x``
+# wants a gradient, too. It took 13.3 µs there and takes 23.7 µs here, where a
+# launch by the JIT took 17.6 µs and takes 22.6 µs. Probably the host was
+# slower when this figure was measured, but not by the same factor for both,
+# and we don't know why. So compare what has taken turns: calls of one figure,
+# at one size.
 #
 # **What follows.**
 # A launch by the JIT takes about as long as PyTorch's forward pass here, and a
