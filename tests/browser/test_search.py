@@ -102,7 +102,7 @@ QUESTIONS = {
         "填充": r"05-chunks.html$",
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout).html#",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -127,7 +127,7 @@ QUESTIONS = {
         "インタプリタ": r"how-figures-are-made.html#recorded-or-live",
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout).html#",
     },
 }
 
