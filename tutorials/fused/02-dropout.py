@@ -779,15 +779,16 @@ def _add_up(
 # %%
 # How wide are chunks, and how many rows are requested ahead?
 #
-# - **Warps.** 4 for rows of up to 8 KB, and 8 for wider ones.
+# - **Warps.** 4 for rows of up to 4 KB, and 8 for wider ones. At 8 KB the sums
+#   for ``dw`` and ``db`` no longer fit into the registers of 4 warps.
 # - **Programs of an SM.** Two for rows of up to 4 KB, and else one.
 # - **Lanes of a chunk.** What the warps load with 16 bytes a thread.
 # - **Rows.** Up to 2 KB a tile takes several, at most 8, so that each thread
 #   has two loads of a matrix to wait for.
 # - **Stages.** As many tiles ahead as fit into shared memory. A tile is three
 #   matrices wide here, ``dy``, ``s`` and ``ds``, and each program leaves 8 KB
-#   for its sums over rows. More than three tiles, or two of wide rows, do not
-#   help.
+#   for its sums over rows. More than three tiles, or two of rows of more than
+#   4 KB, do not help.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -805,7 +806,7 @@ def plan_backward(N, itemsize):
     row = N * itemsize
     warps = 4
     most_ahead = 3
-    if row > 8192:
+    if row > 4096:
         warps = 8
         most_ahead = 2
     chunk = min(512 // itemsize * warps, max(triton.next_power_of_2(N), 16))
