@@ -779,10 +779,10 @@ def inputs(M, N, dtype):
     w = torch.rand(N, device=DEVICE)
     dy = 0.5 + torch.randn(M, N, device=DEVICE)
     ds = 0.5 + torch.randn(M, N, device=DEVICE)
-    x, residual, w, dy, ds = (t.to(dtype) for t in (x, residual, w, dy, ds))
-    for leaf in (x, residual, w):
-        leaf.requires_grad_()
-    return x, residual, w, dy, ds
+    x = x.to(dtype).requires_grad_()
+    residual = residual.to(dtype).requires_grad_()
+    w = w.to(dtype).requires_grad_()
+    return x, residual, w, dy.to(dtype), ds.to(dtype)
 
 
 def in_one(x, residual, w):
@@ -804,14 +804,7 @@ CALLS = {"triton": in_one, "two steps": in_two_steps, "torch": pytorch}
 
 # %%
 
-# Scaffold: a check of each element against float64.
-
-
-def both_passes(function, x, w, b, dy):
-    """y, dx, dw and db by name."""
-    y = function(x, (x.shape[1],), w, b)
-    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
-    return {"y": y, "dx": dx, "dw": dw, "db": db}
+# Scaffold: a check of s, y and the gradients against float64.
 
 
 def in_float64(tensor):
@@ -820,11 +813,29 @@ def in_float64(tensor):
 
 
 def check(function, M, N, dtype):
-    """Compare each element of y, dx, dw and db with PyTorch's in float64."""
-    arguments = inputs(M, N, dtype)
-    ours = both_passes(function, *arguments)
-    wide = [in_float64(tensor) for tensor in arguments]
-    exact = both_passes(F.layer_norm, *wide)
+    """Compare each element of s, y, dx, dresidual and dw."""
+    x, residual, w, dy, ds = inputs(M, N, dtype)
+    y, s = function(x, residual, w)
+    dx, dresidual, dw = torch.autograd.grad((y, s), (x, residual, w), (dy, ds))
+    ours = {"y": y, "dx": dx, "dresidual": dresidual, "dw": dw}
+
+    exact_sum = x.detach().double() + residual.detach().double()
+    assert torch.equal(s, exact_sum.to(dtype)), "s is not the rounded sum"
+
+    # The rest belongs to the s that was returned.
+    wide_s = in_float64(s)
+    wide_w = in_float64(w)
+    exact_y = F.rms_norm(wide_s, (N,), wide_w, 1e-6)
+    through_norm, exact_dw = torch.autograd.grad(
+        exact_y, (wide_s, wide_w), dy.double()
+    )
+    exact_dx = through_norm + ds.double()
+    exact = {
+        "y": exact_y,
+        "dx": exact_dx,
+        "dresidual": exact_dx,
+        "dw": exact_dw,
+    }
     for name in ours:
         error = (ours[name] - exact[name]).abs()
         rounding = exact[name].abs() * torch.finfo(dtype).eps / 2
@@ -832,7 +843,7 @@ def check(function, M, N, dtype):
         sums = 64 * torch.finfo(torch.float32).eps * typical_size
         worst = (error / (rounding + sums)).max().item()
         assert worst <= 1, f"{name}: {worst:.1f} times the allowed error"
-    print(f"{M} x {N}, {dtype}: each element of y, dx, dw and db is right")
+    print(f"{M} x {N}, {dtype}: each element of s, y and gradients is right")
 
 
 # %%
@@ -841,7 +852,7 @@ shape = (9, 200)  # small, because the interpreter is slow
 if ON_GPU:
     shape = (1151, 8192)
 for dtype in (torch.float16, torch.float32):
-    check(*shape, dtype)
+    check(in_one, *shape, dtype)
 
 # %%
 # How fast is the forward pass?
@@ -1020,18 +1031,9 @@ def best_of_three_compilations(function, measure):
 
 # %%
 
-# Scaffold: Liger and quack.
+# Scaffold: quack and cuDNN.
 
 from importlib.util import find_spec
-
-
-def liger(x, residual, w):
-    from liger_kernel.ops import fused_add_rms_norm as ops
-
-    # The last one: dx does not overwrite dy.
-    return ops.LigerFusedAddRMSNormFunction.apply(
-        x, residual, w, 1e-6, 0.0, "llama", False
-    )
 
 
 def quack(x, residual, w):
@@ -1040,19 +1042,89 @@ def quack(x, residual, w):
     return rmsnorm(x, w, residual=residual, eps=1e-6, prenorm=True)
 
 
+def cudnn(x, residual, w):
+    from cudnn.experimental.ops import rms_norm as cudnn_rms_norm
+
+    s = x + residual  # its norm takes one matrix
+    return cudnn_rms_norm(s, w, eps=1e-6), s
+
+
 NAMES = {
     "triton": "Triton",
     "two steps": "Two steps",
     "torch": "PyTorch",
     "torch.compile": "torch.compile",
 }
-if find_spec("liger_kernel"):
-    CALLS["liger"] = liger
-    NAMES["liger"] = "Liger"
 if find_spec("quack"):
     CALLS["quack"] = quack
     NAMES["quack"] = "quack"
+if find_spec("cudnn"):
+    CALLS["cudnn"] = cudnn
+    NAMES["cudnn"] = "cuDNN"
+
+
+# %%
+
+# Scaffold: what is measured.
+
+import functools
+
 WIDTHS = [2048, 4096, 5120, 8192, 12288, 16384]
+
+
+def speed_of(function, M, N, dtype, mode):
+    """GB/s of a forward or a backward pass: median, low, high."""
+
+    def prepare():
+        x, residual, w, dy, ds = inputs(M, N, dtype)
+        if mode == "forward":
+            return lambda: function(x, residual, w)
+        out = function(x, residual, w)
+
+        def run():
+            return torch.autograd.grad(
+                out, (x, residual, w), (dy, ds), retain_graph=True
+            )
+
+        return run
+
+    # Each pass of one kernel has four matrices.
+    return speed(4 * M * N * dtype.itemsize, prepare)
+
+
+@functools.cache
+def compiled_speeds(M, N, dtype):
+    """The speeds of torch.compile in both passes.
+
+    To compile takes longer than to measure, so each of the three compilations
+    is measured in both passes, and the best of each pass counts.
+    """
+    speeds = {"forward": [], "backward": []}
+
+    def measure(function):
+        for mode in speeds:
+            speeds[mode].append(speed_of(function, M, N, dtype, mode))
+        return speeds["forward"][-1]
+
+    best_of_three_compilations(pytorch, measure)
+    return {mode: max(speeds[mode]) for mode in speeds}
+
+
+def speed_of_provider(provider, M, N, dtype, mode):
+    """The same; no number where cuDNN refuses or cannot be imported."""
+    if provider == "torch.compile":
+        return compiled_speeds(M, N, dtype)[mode]
+    if provider != "cudnn":
+        return speed_of(CALLS[provider], M, N, dtype, mode)
+    nothing = 3 * [float("nan")]
+    if N % 4096 > 0:  # it takes seconds to build a graph for a width
+        return nothing
+    try:
+        return speed_of(cudnn, M, N, dtype, mode)
+    except Exception as error:  # of an import, or of what builds a graph
+        reason = str(error).strip().partition("\n")[0]
+        print(f"cuDNN has no point at N = {N}: {reason}")
+        return nothing
 
 
 # %%
@@ -1080,17 +1152,7 @@ def bench_forward(M, N, dtype, mode, provider):
         return 3 * [float("nan")]
     if provider == "copy":  # x and residual are read, s and y are written
         return ceiling(reads=2, writes=2, shape=(M, N), dtype=dtype)
-
-    def measure(function):
-        def prepare():
-            x, residual, w, _, _ = inputs(M, N, dtype)
-            return lambda: function(x, residual, w)
-
-        return speed(4 * M * N * dtype.itemsize, prepare)
-
-    if provider == "torch.compile":
-        return best_of_three_compilations(pytorch, measure)
-    return measure(CALLS[provider])
+    return speed_of_provider(provider, M, N, dtype, mode)
 
 
 # %%
@@ -1143,24 +1205,7 @@ def bench_backward(M, N, dtype, mode, provider):
         return 3 * [float("nan")]
     if provider == "copy":  # dy, s and ds are read, dx is written
         return ceiling(reads=3, writes=1, shape=(M, N), dtype=dtype)
-
-    def measure(function):
-        def prepare():
-            x, residual, w, dy, ds = inputs(M, N, dtype)
-            out = function(x, residual, w)
-
-            def run():
-                return torch.autograd.grad(
-                    out, (x, residual, w), (dy, ds), retain_graph=True
-                )
-
-            return run
-
-        return speed(4 * M * N * dtype.itemsize, prepare)
-
-    if provider == "torch.compile":
-        return best_of_three_compilations(pytorch, measure)
-    return measure(CALLS[provider])
+    return speed_of_provider(provider, M, N, dtype, mode)
 
 
 # %%
@@ -1211,10 +1256,10 @@ def bench_hidden(M, N, dtype, mode, provider):
     plan["HIDE"] = provider == "hidden"
 
     def prepare():
-        given = inputs(M, N, dtype)
-        x, residual, w, dy, ds = (t.detach() for t in given)
-        _, s, rstd = forward(x, residual, w, 1e-6)
-        return lambda: backward(dy, ds, s, w, rstd, plan)
+        x, residual, w, dy, ds = inputs(M, N, dtype)
+        with torch.no_grad():
+            _, s, rstd = forward(x, residual, w, 1e-6)
+        return lambda: backward(dy, ds, s, w.detach(), rstd, plan)
 
     return speed(4 * M * N * dtype.itemsize, prepare)
 
