@@ -311,7 +311,7 @@ FACTS = {
     "or 1.41 times as large": "the square root of 2",
     "make 1.41 times the error of one": "the square root of 2",
     "``y`` is 1.41 times as large": "the square root of 2, as measured",
-    "which alone would make 1.73 times": "the square root of 3",
+    "it would make 1.73 times": "the square root of 3",
     "we expect 1.75 times the time": "28 bytes of 16",
     "Bytes explain 1.75 times": "28 bytes of 16",
     "errors eight times as small": "three bits; CLAIMS asserts it",
