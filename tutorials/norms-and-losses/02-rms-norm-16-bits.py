@@ -134,7 +134,7 @@ for number in range(249, 254):
     plt.plot(number, 0, "|", color="black", ms=12)
     plt.text(number, -0.75, f"{number}/256", ha="center")
 plt.plot(250.88, 0, "o", color="C1")
-plt.text(250.6, 0.45, "0.98", ha="center")
+plt.text(250.82, 0.25, "0.98", ha="right")
 for number, casting in ((251, "gemma"), (250, "llama"), (252, "none")):
     plt.annotate(
         casting,
@@ -1259,6 +1259,9 @@ for index, name in enumerate(("bfloat16", "float32")):
     plt.loglog(counts, line, label=f"stream in {name}")
 expected = [0.00166 * (count / 2) ** 0.5 for count in counts]
 plt.loglog(counts, expected, ":", color="gray", label="expected, bfloat16")
+ticks = (2, 4, 8, 16, 32, 64)
+plt.xticks(ticks, ticks)
+plt.minorticks_off()
 plt.xlabel("results that were added")
 plt.ylabel("relative error")
 plt.legend()
