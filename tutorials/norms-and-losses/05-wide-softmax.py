@@ -2018,19 +2018,17 @@ report(bench_backward)
 # computed. We have not measured which of these differences costs how much.
 #
 # What would it take in Triton? A launch with ``num_ctas=4`` makes each program
-# a cluster of four thread blocks, and tensors are spread over them. Our
+# a cluster of four thread blocks, and spreads its tensors over them. The
 # kernel would need no words: ``tl.max`` and ``tl.sum`` over a row would go
-# through the cluster. Up to version 3.7 the compiler fails if a
-# one-dimensional tensor is reduced over a cluster:
-
-print(f"this is Triton {triton.__version__}")
-
-# %%
-# Since 3.9 such a sum compiles, and goes through the shared memory of the
-# cluster. We have not measured it. In Gluon, the lower language that comes
-# with Triton, a kernel can say itself which part of a tensor each thread block
-# has, and has barriers for clusters. It leaves to you what the compiler does
-# here: layouts, loads into shared memory ahead of time, and the exchange.
+# through the cluster. But up to version 3.7 the compiler fails if a
+# one-dimensional tensor is summed over a cluster. Since 3.9 such a sum
+# compiles, and the thread blocks exchange what they have found through shared
+# memory. We have not measured it.
+#
+# In Gluon, the lower language that comes with Triton, a kernel says itself
+# which thread has which part of a tensor, and it has barriers for clusters. It
+# leaves to you what the compiler does here: layouts, loads into shared memory
+# ahead of time, and the exchange.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
