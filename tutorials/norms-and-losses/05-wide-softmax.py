@@ -1119,9 +1119,11 @@ def _pair(
     xs = ()
     for c in tl.static_range(len(words)):
         x = _numbers(words[c], dtype)
-        full = _full(c, x.numel, LEAST, STEP)
-        xs += (_only(x, c, place, float("-inf"), full, STEP),)
-        m = tl.maximum(m, tl.max(xs[c], 1))
+        x = _only(
+            x, c, place, float("-inf"), _full(c, x.numel, LEAST, STEP), STEP
+        )
+        xs += (x,)
+        m = tl.maximum(m, tl.max(x, 1))
     s = tl.zeros_like(m)
     for c in tl.static_range(len(words)):
         s += tl.sum(_exp(xs[c] - m[:, None]), 1)
@@ -1149,8 +1151,7 @@ def _finish(
     for c in tl.static_range(len(words)):
         d = _numbers(words[c], dtype) - m
         y = d - log if LOG else _exp(d) * scale
-        full = _full(c, y.numel, LEAST, STEP)
-        _store(y_ptr, y, c, place, full, STEP)
+        _store(y_ptr, y, c, place, _full(c, y.numel, LEAST, STEP), STEP)
 
 
 # %%
@@ -1205,8 +1206,8 @@ def _softmax_fwd_shared(
 
         # Finish the row before.
         ms, sums = _collect(words_ptr, row - groups, 1, SLICES, PADDED, PTX)
-        m, s = _row_pair(ms, sums, SLICES)
-        _finish(waits, m, s, y_ptr, before, dtype, LEAST, STEP, LOG)
+        top, total = _row_pair(ms, sums, SLICES)
+        _finish(waits, top, total, y_ptr, before, dtype, LEAST, STEP, LOG)
 
         # Tell the others about the next row.
         m, s = _pair(words, place, dtype, LEAST, STEP)
@@ -1217,8 +1218,8 @@ def _softmax_fwd_shared(
     # Finish the last row of the group.
     last = first + (M - 1 - first) // groups * groups
     ms, sums = _collect(words_ptr, last, 1, SLICES, PADDED, PTX)
-    m, s = _row_pair(ms, sums, SLICES)
-    _finish(waits, m, s, y_ptr, before, dtype, LEAST, STEP, LOG)
+    top, total = _row_pair(ms, sums, SLICES)
+    _finish(waits, top, total, y_ptr, before, dtype, LEAST, STEP, LOG)
 
 
 # %%
@@ -1489,8 +1490,10 @@ def _dot(
     for c in tl.static_range(len(ys)):
         term = _numbers(dys[c], dtype)
         term = term if LOG else term * _numbers(ys[c], dtype)
-        full = _full(c, term.numel, LEAST, STEP)
-        total += tl.sum(_only(term, c, place, 0.0, full, STEP), 1)
+        term = _only(
+            term, c, place, 0.0, _full(c, term.numel, LEAST, STEP), STEP
+        )
+        total += tl.sum(term, 1)
     return tl.full((1,), tl.sum(total), tl.float32)
 
 
@@ -1511,8 +1514,7 @@ def _finish_gradient(
         y = _numbers(ys[c], dtype)
         dy = _numbers(dys[c], dtype)
         dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        full = _full(c, dx.numel, LEAST, STEP)
-        _store(dx_ptr, dx, c, place, full, STEP)
+        _store(dx_ptr, dx, c, place, _full(c, dx.numel, LEAST, STEP), STEP)
 
 
 # %%

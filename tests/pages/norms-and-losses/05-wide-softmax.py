@@ -362,8 +362,8 @@ PAGE = Page(
             "    last = first\n    sums",
         ),
         "this row is finished": (
-            "        _finish(waits, m,",
-            "        _finish(words, m,",
+            "        _finish(waits, top,",
+            "        _finish(words, top,",
         ),
         "the gradient of this row": (
             "y_waits, dy_waits, c, dx_ptr, before, dtype, LEAST, STEP, LOG\n"
