@@ -942,50 +942,6 @@ def _publish(
         tl.store(at, word)
 
 
-@triton.jit
-def _collect(
-    words_ptr,  # (rows, SLICES)
-    first,  # the first row of a tile
-    ROWS: tl.constexpr,  # rows of a tile
-    SLICES: tl.constexpr,  # slices of a row
-    PADDED: tl.constexpr,  # a power of two, at least SLICES
-    PTX: tl.constexpr,  # False: in the interpreter
-):
-    """For each row of a tile the numbers of all slices, then zeros."""
-    row = first + tl.arange(0, ROWS)[:, None]
-    s = tl.arange(0, PADDED)[None, :]
-    # Lanes beyond the last slice load its word once more.
-    at = words_ptr + row * SLICES + tl.minimum(s, SLICES - 1)
-
-    if PTX:
-        word = tl.inline_asm_elementwise(
-            """{
-            .reg .pred empty, again;
-            .reg .b32 loads;
-            mov.b32 loads, 0;
-            LOAD:
-            ld.relaxed.gpu.global.b64 $0, [$1];
-            setp.eq.b64 empty, $0, 0x7F8000017F800001;
-            add.u32 loads, loads, 1;
-            setp.lt.and.u32 again, loads, 10000000, empty;
-            @again bra LOAD;
-            @empty trap;
-            }""",
-            constraints="=&l,l",
-            args=[at.to(tl.int64)],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        word = tl.load(at)
-
-    # Both halves as float32 again.
-    a = word.to(tl.uint32).to(tl.float32, bitcast=True)
-    b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
-    return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)
-
-
 def places(compiled):
     """How many programs of a compiled kernel the GPU can run at a time."""
     try:
@@ -1028,23 +984,62 @@ def empty_words(rows, slices):
 
 
 # %%
-# Words are merged in the order of slices and not in that in which they arrive,
-# so each program of a row finds the same pair, and each run gives the same
-# bits. A word that does not exist comes as two zeros. For a sum that is right,
-# but a maximum of 0 would be wrong if all elements are below 0.
+# Only ``_collect`` is another one here. There the loop that waits stands
+# inside the PTX. The compiler does not see it, and moves work to before it,
+# which needs registers. Ours are full, because two slices are in them, and the
+# backward kernel would spill about 250 bytes a thread. A loop in Triton is one
+# that the compiler sees, and nothing is moved across it. ``volatile`` says
+# that the load goes to memory each time.
+#
+# Words are collected in the order of slices and not in that in which they
+# arrive, so each program of a row finds the same sum, and each run gives the
+# same bits.
+
+
+@triton.jit
+def _collect(
+    words_ptr,  # (M, SLICES)
+    row,
+    SLICES: tl.constexpr,  # slices of a row
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    """Both numbers of each slice of a row, as soon as all are there."""
+    s = tl.arange(0, PADDED)
+    at = words_ptr + tl.cast(row, tl.int64) * SLICES
+    at += tl.minimum(s, SLICES - 1)
+    word = tl.load(at, volatile=True)
+    if PTX:
+        loads = 0
+        # The same number as EMPTY: as long as any word is empty, load again.
+        while tl.max((word == 0x7F800001_7F800001).to(tl.int32)) > 0:
+            word = tl.load(at, volatile=True)
+            loads += 1
+            if loads == 10_000_000:  # it never comes: end with an error
+                tl.inline_asm_elementwise(
+                    "trap; mov.b32 $0, $1;",
+                    constraints="=r,r",
+                    args=[loads],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+
+    # Both halves as float32 again. Behind the last slice there is a maximum
+    # that is below all others, and a sum of 0.
+    a = word.to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(s < SLICES, a, LOWEST), tl.where(s < SLICES, b, 0)
 
 
 @triton.jit
 def _row_pair(
-    ms,  # (1, PADDED): the maximum of each slice
-    sums,  # (1, PADDED): its sum; 0 behind the last slice
-    SLICES: tl.constexpr,
+    ms,  # (PADDED,): the maximum of each slice
+    sums,  # (PADDED,): its sum
 ):
     """Maximum and sum of the row."""
-    s = tl.arange(0, ms.shape[1])[None, :]
-    ms = tl.where(s < SLICES, ms, LOWEST)
-    m = tl.max(ms)
-    return m, tl.sum(sums * tl.exp(ms - m))
+    m = tl.max(ms, 0)
+    return m, tl.sum(sums * tl.exp(ms - m), 0)
 
 
 # %%
@@ -1205,8 +1200,8 @@ def _softmax_fwd_shared(
         words = _load_words(x_ptr, place, PAIRS, WIDTH, LEAST)
 
         # Finish the row before.
-        ms, sums = _collect(words_ptr, row - groups, 1, SLICES, PADDED, PTX)
-        top, total = _row_pair(ms, sums, SLICES)
+        ms, sums = _collect(words_ptr, row - groups, SLICES, PADDED, PTX)
+        top, total = _row_pair(ms, sums)
         _finish(waits, top, total, y_ptr, before, dtype, LEAST, STEP, LOG)
 
         # Tell the others about the next row.
@@ -1217,8 +1212,8 @@ def _softmax_fwd_shared(
 
     # Finish the last row of the group.
     last = first + (M - 1 - first) // groups * groups
-    ms, sums = _collect(words_ptr, last, 1, SLICES, PADDED, PTX)
-    top, total = _row_pair(ms, sums, SLICES)
+    ms, sums = _collect(words_ptr, last, SLICES, PADDED, PTX)
+    top, total = _row_pair(ms, sums)
     _finish(waits, top, total, y_ptr, before, dtype, LEAST, STEP, LOG)
 
 
@@ -1471,8 +1466,8 @@ dram_reads.run(show_plots=ON_GPU)
 # .. math:: dx_j = dl_j - e^{l_j} \, c, \qquad c = \sum_k dl_k
 #
 # Page 03 derives both. A row needs a single number, so a word has room to
-# spare: its upper half is not used. But a slice of two matrices has to wait in
-# registers, ``y`` and ``dy``.
+# spare: both of its halves are the same. But a slice of two matrices has to
+# wait in registers, ``y`` and ``dy``.
 
 
 @triton.jit
@@ -1557,8 +1552,8 @@ def _softmax_bwd_shared(
         dys = _load_words(dy_ptr, place, PAIRS, WIDTH, LEAST)
 
         # Finish the row before.
-        sums, _ = _collect(words_ptr, row - groups, 1, SLICES, PADDED, PTX)
-        c = tl.sum(sums)
+        _, sums = _collect(words_ptr, row - groups, SLICES, PADDED, PTX)
+        c = tl.sum(sums, 0)
         _finish_gradient(
             y_waits, dy_waits, c, dx_ptr, before, dtype, LEAST, STEP, LOG
         )
@@ -1572,8 +1567,8 @@ def _softmax_bwd_shared(
 
     # Finish the last row of the group.
     last = first + (M - 1 - first) // groups * groups
-    sums, _ = _collect(words_ptr, last, 1, SLICES, PADDED, PTX)
-    c = tl.sum(sums)
+    _, sums = _collect(words_ptr, last, SLICES, PADDED, PTX)
+    c = tl.sum(sums, 0)
     _finish_gradient(
         y_waits, dy_waits, c, dx_ptr, before, dtype, LEAST, STEP, LOG
     )
