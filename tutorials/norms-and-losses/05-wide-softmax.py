@@ -2098,5 +2098,6 @@ assert exercise_1(merge_logs_1)
 # - What waits in registers from turn to turn waits best in integers of 32
 #   bits.
 #
-# **Next:** matrices of logits that are never written, in `Cross-entropy
-# <04-cross-entropy.html>`_, if you have not read it yet.
+# **Next:** what does it cost if ``dx`` has a kernel of its own, and ``dw`` and
+# ``db`` another one? `Two passes <../layer-norm/09-two-passes.html>`_ measures
+# it.
