@@ -417,9 +417,9 @@ def _sums(
         m, s, sum_x = _add(xs, block, w_ptr, m, s, sum_x, SMOOTH)
 
     if edges:
-        block = _edges(head, behind, N, THREADS, GROUP)
-        xs = _load(x_ptr, block, HINT)
-        m, s, sum_x = _add(xs, block, w_ptr, m, s, sum_x, SMOOTH)
+        outer = _edges(head, behind, N, THREADS, GROUP)
+        xs_outer = _load(x_ptr, outer, HINT)
+        m, s, sum_x = _add(xs_outer, outer, w_ptr, m, s, sum_x, SMOOTH)
 
     # The three numbers of each thread become those of the program.
     m, s = tl.reduce((m, s), 0, _merge)
@@ -1100,27 +1100,25 @@ def _cross_entropy_bwd(
     # Load the block.
     x_ptr += start
     dx_ptr += start
-    w_ptr = None if w_ptr is None else w_ptr + head
+    w_here = None if w_ptr is None else w_ptr + head
     first = number * (THREADS * LOADS)
     block = _block(first, groups, THREADS, GROUP, LOADS)
     xs = _load(x_ptr, block, "")
 
     # What is known of the row.
-    t, live, _, w_t, sum_w = _target(
-        target_ptr, None if w_ptr is None else w_ptr - head, row, ignore, N
-    )
+    t, live, _, w_t, sum_w = _target(target_ptr, w_ptr, row, ignore, N)
     m = tl.load(rows_ptr + 2 * M + row)
     s = tl.load(rows_ptr + 3 * M + row)
     g_ptr += row.to(tl.int64) * g_stride
     p, a, e = _factors(g_ptr, live, w_t, sum_w, m, s, N, SMOOTH, Z)
 
     hot = (t - head).to(tl.int32)
-    _write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
+    _write(xs, block, dx_ptr, w_here, hot, m, p, a, e, SMOOTH)
     edges = number == 0 if N % GROUP > 0 else False
     if edges:
-        block = _edges(head, groups, N, THREADS, GROUP)
-        xs = _load(x_ptr, block, "")
-        _write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
+        outer = _edges(head, groups, N, THREADS, GROUP)
+        xs_outer = _load(x_ptr, outer, "")
+        _write(xs_outer, outer, dx_ptr, w_here, hot, m, p, a, e, SMOOTH)
 
 
 # %%
@@ -1475,8 +1473,8 @@ def _cross_entropy_ahead(
         ms, sums = _share(words, part, m, s, SLICES, PADDED, WAIT)
         if SMOOTH > 0:
             words += SLICES
-            _, xs = _share(words, part, m, sum_x, SLICES, PADDED, WAIT)
-            sum_x = tl.sum(xs)
+            _, parts = _share(words, part, m, sum_x, SLICES, PADDED, WAIT)
+            sum_x = tl.sum(parts)
         m, s = tl.reduce((ms, sums), 0, _merge)
     m, s = _keep(
         rows_ptr + row,
@@ -1508,9 +1506,9 @@ def _cross_entropy_ahead(
             xs = _load(x_ptr, block, "evict_first")
             _write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
         if edges:
-            block = _edges(head, groups_of_row, N, THREADS, GROUP)
-            xs = _load(x_ptr, block, "evict_first")
-            _write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
+            outer = _edges(head, groups_of_row, N, THREADS, GROUP)
+            xs_outer = _load(x_ptr, outer, "evict_first")
+            _write(xs_outer, outer, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
 
 
 # %%
@@ -1698,6 +1696,8 @@ def check_arguments(
     tensors = {"input": x, "target": target}
     if weight is not None:
         tensors["weight"] = weight
+        if not weight.is_floating_point():
+            raise TypeError(f"weight is {weight.dtype}: it must have floats")
     for name, tensor in tensors.items():
         if tensor.device != x.device or tensor.device.type != DEVICE.type:
             raise ValueError(
@@ -1714,15 +1714,11 @@ def check_arguments(
             f"input has the rows and classes {tuple(x.shape)}, and the shape "
             f"of target is {tuple(target.shape)}"
         )
-    if weight is not None and (
-        weight.shape != (N,)
-        or weight.requires_grad
-        or not weight.is_floating_point()
-    ):
+    constant = weight is None or not weight.requires_grad
+    if weight is not None and (weight.shape != (N,) or not constant):
         raise ValueError(
-            f"weight has the shape {tuple(weight.shape)} and is "
-            f"{weight.dtype}: it must be a constant weight for each of {N} "
-            "classes, in floats"
+            f"weight has the shape {tuple(weight.shape)}: it must be a "
+            f"constant weight for each of {N} classes"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction=}: it must be mean, sum or none")
@@ -2119,7 +2115,8 @@ ahead(x, target, None, torch.ones((), device=DEVICE), dx=x)
 
 (after,) = torch.autograd.grad(squares, logits)
 print("gradient of the squares before:", before[0].tolist())
-print("gradient of the squares after:", after[0].tolist())
+numbers = [round(each, 3) for each in after[0].tolist()]
+print("gradient of the squares after:", numbers)
 print("changes that autograd saw:", logits._version)
 
 # %%
