@@ -239,6 +239,11 @@ def a_step(figure):
         f"torch.compile, and {times(of, 'triton', 'torch')} times as fast as "
         "PyTorch."
     )
+    yield (
+        "On the H100 a step with ahead is "
+        f"{times(of, 'triton', 'quack')} times as fast as quack's, and one "
+        f"with later {times(of, 'later', 'quack')} times."
+    )
     # The ladder.
     yield (
         f"the softmax and reads it again. It reaches {shares['torch']} of the "
