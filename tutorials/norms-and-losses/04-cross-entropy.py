@@ -1263,8 +1263,8 @@ for N in (32000, 50257, 65536, 128256, 262144):
 
 # %%
 # Up to 65536 columns that may do. Beyond, several programs have to share a
-# row. If each of them has at most 48 KB of it, and if four of them are on an
-# SM, then it is 26 MB at all times.
+# row. If each of them has at most 48 KB of it, and if five of them are on an
+# SM, then at most 32 MB are under way, however wide a row is.
 #
 # So a wide row is cut into *slices*, one for each program. Each program finds
 # the pair of its slice in the first sweep, tells it to the others, and waits
@@ -1476,9 +1476,10 @@ def _cross_entropy_ahead(
 # ---------------------
 #
 # A slice has at most 48 KB, and a row of up to 128 KB has a single one. A
-# program of a slice has 8 warps and at most 64 registers a thread, so four of
-# them fit on an SM. ``resident`` computes how many run on the whole GPU: 528
-# on 132 SMs.
+# program of a slice has 8 warps and at most 64 registers a thread, so at least
+# four of them fit on an SM. (If the compiler needs only 48 registers, it is
+# five.) ``resident`` computes how many run at least on the whole GPU: 528 on
+# 132 SMs.
 #
 # This is also the most slices that a row may have. With 16 bits a number, an
 # H100 gets there at 13 million classes. A smaller GPU gets there earlier, for
@@ -1917,10 +1918,9 @@ dram_reads.run(show_plots=ON_GPU)
 # times at 32000 columns, NN at 65536 and NN at 262144.
 #
 # **What follows.**
-# Take ahead for training with a single loss, where a factor of 1 arrives. If
-# the loss is multiplied, for instance by a loss scale or by the share of a
-# micro-batch, multiply before: divide the sum of the losses yourself, or take
-# later.
+# Take ahead where the loss is the end of the model, and a factor of 1 arrives.
+# If the loss is multiplied afterwards, for instance by a loss scale or by the
+# share of a micro-batch, later moves one matrix less.
 #
 # What do options cost?
 # ---------------------
@@ -1994,6 +1994,9 @@ report(bench_options)
 # With weights it is NN%, NN% and NN%.
 #
 # **Why.**
+# Smoothing needs one more sum in the first sweep. And where rows have slices,
+# there is a second word for each slice, for which all programs of the row have
+# to wait.
 # All programs read the same weights, so these come from a cache. But a group
 # of eight logits needs eight weights of four bytes, two loads more for each
 # load of logits. At 50257 columns it is worse: groups begin at a multiple of
@@ -2115,7 +2118,7 @@ print("changes that autograd saw:", logits._version)
 # read and written for each group of rows. The more groups there are, the more
 # often that happens.
 #
-# Exercise 2 builds such a layer. Liger has one, PyTorch has had
+# Exercise 2 builds such a layer. Liger has one, PyTorch has
 # ``linear_cross_entropy`` since version 2.13, and `Cut Cross-Entropy
 # <https://github.com/apple/ml-cross-entropy>`_ goes a step further: its logits
 # never leave the SM.
@@ -2130,9 +2133,9 @@ print("changes that autograd saw:", logits._version)
 #   it refuses a vocabulary that is no multiple of eight, such as 50257. On the
 #   H100 a step with ahead is NN to NN times as fast as quack's, and one with
 #   later NN to NN times.
-# - **PyTorch can do more.** It takes probabilities as targets, float64, and
-#   weights that want a gradient, and it has second derivatives. It does not
-#   compile a kernel for each new vocabulary.
+# - **PyTorch can do more.** It takes probabilities as targets, and float64,
+#   and it has second derivatives. It does not compile a kernel for each new
+#   vocabulary.
 # - **PyTorch finds a wrong target** on a GPU, too. It stops the program, and
 #   we return NaN.
 # - **Ahead serves one backward pass only**, and is slower than later if the

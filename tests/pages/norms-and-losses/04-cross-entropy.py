@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from compiled.aot import Call
 from compiled.declared import Case, Kernel, Kernels
+from compiled.limits import by_name
 from conformance import (
     CrossEntropy,
     CrossEntropyCase,
@@ -313,7 +315,7 @@ def CLAIMS(figure):
 FACTS = {
     "could reach 50%": "1 matrix of 2",
     "50 MB of L2": "NVIDIA's data sheet",
-    "it is 26 MB at all times": "132 SMs, 4 slices of 48 KB on each",
+    "at most 32 MB are under way": "132 SMs, 5 slices of 48 KB on each",
     "most 67% of the copy": "2 matrices of 3",
     "moves four, which leaves 50%": "2 matrices of 4",
     "cannot pass its 67%": "2 matrices of 3",
@@ -768,6 +770,24 @@ def test_rows_have_as_many_slices_as_the_page_says(unedited, monkeypatch):
         assert unedited.plan_ahead(row)[2] == slices
     monkeypatch.setattr(unedited, "NUM_SMS", 16)
     assert f"{unedited.resident(8, 64) * 24 * 1024 / 1e6:.1f}" == "1.6"
+
+
+def test_what_the_page_says_of_programs_on_an_sm(launches):
+    """Two of whole rows on an H100, and four or five of slices; where rows are
+    whole, with and without options."""
+    calls = [
+        Call(PAGE.name, called, {"M": 8192, "N": N, "dtype": "bfloat16"})
+        for called in (run, smoothing, weights)
+        for N in VOCABULARIES
+    ]
+    for call, builds in zip(calls, launches(calls), strict=True):
+        built = by_name(builds)["_cross_entropy_ahead"]
+        registers = -(-built.registers // 8) * 8
+        programs = 65536 // (32 * built.num_warps * registers)
+        if call.values["N"] <= 65536:
+            assert (built.num_warps, programs) == (16, 2)
+        else:
+            assert built.num_warps == 8 and programs in (4, 5)
 
 
 @pytest.mark.cpu
