@@ -205,6 +205,7 @@ for row in range(4):
             color = f"C{number}"
         plt.barh(-row, 1, 0.8, column, color=color, alpha=0.6, ec="k")
 plt.yticks(range(0, -4, -1), [f"row {row}" for row in range(4)])
+plt.xticks(range(0, 22, 3))
 plt.xlabel("column")
 plt.show()
 
@@ -306,31 +307,32 @@ def _load(
 # What do the options ask for?
 # ----------------------------
 #
-# Losses of models have options, and we want all of them:
+# PyTorch calls the columns *classes*. Here a class is a token of the
+# vocabulary. Losses of models have options, and we want all of them:
 #
 # - *Weights*: each class has a weight :math:`w`. A row counts as much as the
 #   class of its target.
-# - *Label smoothing*: a part :math:`\varepsilon` of the target is shared by
-#   all classes, so that a model is not punished for being unsure.
+# - *Label smoothing*: all classes share a part :math:`s` of the target, so
+#   that a model is not punished for being unsure.
 # - *z-loss*: a small multiple of the square of logsumexp is added, which keeps
 #   it near 0.
 #
-# With :math:`\ell` for logsumexp, the loss of a row with :math:`N` classes is
+# With :math:`l` for logsumexp, the loss of a row with :math:`N` classes is
 #
-# .. math:: a \, (\ell - x_t) + \frac{\varepsilon}{N} \sum_j w_j \,
-#    (\ell - x_j) + z \, \ell^2, \qquad a = (1 - \varepsilon) \, w_t
+# .. math:: a \, (l - x_t) + e \sum_j w_j \, (l - x_j) + z \, l^2, \qquad
+#    a = (1 - s) \, w_t, \qquad e = \frac{s}{N}
 #
-# The sum in the middle is :math:`\ell \sum_j w_j - \sum_j w_j x_j`. So all
+# The sum in the middle is :math:`l \sum_j w_j - \sum_j w_j x_j`. So all
 # options together need only one more sum of a row, that of its weighted
 # logits. The sum of all weights is the same for all rows.
 #
 # The gradient has a term for each of the three:
 #
-# .. math:: dx_j = p \, y_j - a \, [j = t] - \frac{\varepsilon}{N} \, w_j,
-#    \qquad p = a + \frac{\varepsilon}{N} \sum_k w_k + 2 z \, \ell
+# .. math:: dx_j = p \, y_j - e \, w_j, \qquad
+#    p = a + e \sum_k w_k + 2 z \, l
 #
-# Here :math:`y_j` is the softmax, and :math:`[j = t]` is 1 at the target and 0
-# elsewhere. PyTorch and autograd agree with both formulas:
+# Here :math:`y_j` is the softmax. At the target, :math:`a` is subtracted, too.
+# PyTorch and autograd agree with both formulas:
 
 # %%
 
@@ -339,18 +341,21 @@ def _load(
 x = torch.randn(3, 5, dtype=torch.float64).requires_grad_()
 w = torch.rand(5, dtype=torch.float64)
 target = torch.tensor([1, 4, 0])
-e = 0.1  # label smoothing
+smooth = 0.1
+e = smooth / 5  # a class's part of the target
 z = 0.01
 lse = x.logsumexp(dim=1)
 hot = F.one_hot(target, 5)  # 1 at the target
-a = (1 - e) * w[target]
-loss = a * (lse - (x * hot).sum(dim=1)) + e / 5 * (w.sum() * lse - x @ w)
-expected = F.cross_entropy(x, target, w, reduction="none", label_smoothing=e)
+a = (1 - smooth) * w[target]
+loss = a * (lse - (x * hot).sum(dim=1)) + e * (w.sum() * lse - x @ w)
+expected = F.cross_entropy(
+    x, target, w, reduction="none", label_smoothing=smooth
+)
 assert torch.allclose(loss, expected)
 
 (dx,) = torch.autograd.grad((loss + z * lse**2).sum(), x)
-p = a + e / 5 * w.sum() + 2 * z * lse
-by_hand = p[:, None] * x.softmax(dim=1) - a[:, None] * hot - e / 5 * w
+p = a + e * w.sum() + 2 * z * lse
+by_hand = p[:, None] * x.softmax(dim=1) - a[:, None] * hot - e * w
 assert torch.allclose(dx, by_hand)
 print("loss and gradient by hand are those of PyTorch")
 
@@ -473,7 +478,7 @@ def _target(
 # What do we keep of a row? Its loss and its weight, which become the mean, and
 # ``m`` and ``s`` for the backward pass. Logsumexp alone would be one number
 # less. But it is :math:`m + \log s`, and if the logits are near 100000, the
-# logarithm loses nearly all of its digits in this sum.
+# logarithm loses most of its digits in this sum.
 
 
 @triton.jit
