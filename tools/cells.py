@@ -19,9 +19,9 @@ EXPLAINED = "layer-norm/01-layer-norm"
 # What it explained before, on pages that are not yet written anew.
 BEFORE = "fused/01-add-layer-norm"
 # What these have from pages that were written anew since then is as it was
-# when they were measured, and is written when they are measured again: those
-# of layer-norm/07 for wide rows on the page of the addition, and the columns of
-# layer-norm/02 on the page of two passes.
+# when they were measured, and is written when they are measured again: the
+# kernels of layer-norm/07 for wide rows on the page of the addition, and the
+# columns of layer-norm/02 on the page of two passes.
 WAITING = {
     "layer-norm/09-two-passes",
     "fused/01-add-layer-norm",
