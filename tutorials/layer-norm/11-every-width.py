@@ -2298,6 +2298,8 @@ def refuses(key, N, itemsize):
         return N > 65536
     if key in ("flash", "fla"):
         return 65536 // itemsize < N
+    if key == "chunks":
+        return 131072 // itemsize < N  # a program has at most 32 warps
     return False
 
 
