@@ -69,6 +69,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 import ctypes
 import functools
+import gc
 import inspect
 import time
 
@@ -2989,12 +2990,13 @@ for kind, columns in kinds:
 # Scaffold: whole calls in turns.
 
 
-def fastest_batch(call, batches=5, times=20):
+def fastest_batch(call, batches=25, times=10):
     """µs of a call: many in a row, until the device has finished.
 
     What disturbs the host makes a batch longer, never shorter.
     """
     lengths = []
+    gc.disable()  # Python collects no garbage meanwhile
     for _ in range(batches):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -3002,6 +3004,7 @@ def fastest_batch(call, batches=5, times=20):
             call()
         torch.cuda.synchronize()
         lengths.append(time.perf_counter() - start)
+    gc.enable()
     return min(lengths) / times * 1e6
 
 
@@ -3096,7 +3099,7 @@ CALLS |= {"reduce-overhead": "reduce-overhead", "CUDA graph": "CUDA graph"}
 def bench_call_forward(M, N, dtype, mode, provider):
     """Whole calls, until the device has finished, with L2 as they leave it: in
     each of 11 rounds ours and another line take turns, each with the fastest
-    of five batches of 20 calls. Median of ours; another line's is that times
+    of 25 batches of 10 calls. Median of ours; another line's is that times
     its ratio to ours in the same round, median, 20% and 80% quantiles."""
     return time_of(provider, M, N, dtype, mode)
 
@@ -3120,7 +3123,7 @@ def bench_call_forward(M, N, dtype, mode, provider):
 def bench_call_both(M, N, dtype, mode, provider):
     """Whole calls, until the device has finished, with L2 as they leave it: in
     each of 11 rounds ours and another line take turns, each with the fastest
-    of five batches of 20 calls. Median of ours; another line's is that times
+    of 25 batches of 10 calls. Median of ours; another line's is that times
     its ratio to ours in the same round, median, 20% and 80% quantiles."""
     return time_of(provider, M, N, dtype, mode)
 
