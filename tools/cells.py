@@ -20,10 +20,8 @@ EXPLAINED = "layer-norm/01-layer-norm"
 BEFORE = "norms-and-losses/02-rms-norm-16-bits"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
-# kernels of layer-norm/05 to 08 on the page of every width, and the columns of
-# layer-norm/02 on the page of two passes.
+# columns of layer-norm/02 on the page of two passes.
 WAITING = {
-    "layer-norm/11-every-width",
     "layer-norm/09-two-passes",
 }
 # Functions that have a name of their own on a page that gathers many.
