@@ -1795,11 +1795,10 @@ def layer_norm(
 # does this take?
 #
 # Time on the host is harder to measure than time on the device, because other
-# things happen there. So all lines take turns: five calls of the first, five
-# of the second, and so on, 60 times. Of its 60 batches, the fastest one
-# counts, for what disturbs a host makes a batch longer and never shorter. All
-# of this is repeated 15 times, after one time that warms up, and we show the
-# median.
+# things happen there. So all lines take turns: two calls of the first, two of
+# the second, and so on, 150 times. Of its 150 batches, the fastest one counts,
+# for what disturbs a host makes a batch longer and never shorter. All of this
+# is repeated 15 times, after one time that warms up, and we show the median.
 # The ranks begin each batch together, each of them keeps to its own cores, and
 # Python collects no garbage meanwhile.
 
@@ -1813,24 +1812,24 @@ import gc
 def time_in_turns(calls, group):
     """µs of each call on the host: median, 20% and 80% quantiles.
 
-    In a round all calls take turns, 60 times, with a batch of five calls each,
+    In a round all calls take turns, 150 times, with a batch of two calls each,
     and the fastest batch counts. A call's time is the median of the first one
     times its ratio to the first in the same round.
     """
     meeting = torch.zeros(1, device=DEVICE)
 
     def batch(call):
-        """µs of one of five calls, until the GPU is done with the last."""
+        """µs of one of two calls, until the GPU is done with the last."""
         dist.all_reduce(meeting, group=group)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(5):
+        for _ in range(2):
             call()
         torch.cuda.synchronize()
-        return 1e6 * (time.perf_counter() - start) / 5
+        return 1e6 * (time.perf_counter() - start) / 2
 
     def one_round():
-        turns = [[batch(call) for call in calls.values()] for _ in range(60)]
+        turns = [[batch(call) for call in calls.values()] for _ in range(150)]
         return torch.tensor(turns, dtype=torch.double).amin(dim=0)
 
     gc.collect()
@@ -1904,7 +1903,7 @@ def calls_of_all_ranks(M, N, dtype, ranks):
 def bench_calls(M, N, dtype, mode, ranks, provider):
     """Whole calls that follow each other, on the host, until the GPU is done
     with the last, with L2 as they leave it: in each of 15 rounds all lines
-    take turns, 60 times, with a batch of five calls each, which all ranks
+    take turns, 150 times, with a batch of two calls each, which all ranks
     begin together; the fastest batch counts. Median of layer_norm; another
     line's is that times its ratio to layer_norm in the same round; 20% and 80%
     quantiles; on the rank with the largest median."""

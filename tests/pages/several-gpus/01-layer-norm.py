@@ -558,7 +558,7 @@ def test_calls_on_the_host_take_turns(monkeypatch, busy_for):
         "twice as long": functools.partial(call, 80.0),
     }
     found = several.loaded().time_in_turns(calls, None)
-    assert next(calls_made) == 16 * 60 * 5 * len(calls)
+    assert next(calls_made) == 16 * 150 * 2 * len(calls)
     assert list(found) == list(calls)
     one, other = found.values()
     assert other == pytest.approx(3 * [2 * one[0]])
