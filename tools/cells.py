@@ -16,8 +16,6 @@ from pathlib import Path
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
-# What it explained before, on pages that are not yet written anew.
-BEFORE = "norms-and-losses/02-rms-norm-16-bits"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
 # columns of layer-norm/02 on the page of two passes.
@@ -47,12 +45,11 @@ def read(name, folder=TUTORIALS):
 def shared(folder=TUTORIALS):
     """The cells of the page that explains them: {first line: text}."""
     found = {}
-    for page in BEFORE, EXPLAINED:
-        for cell in CELL.split(read(page, folder)):
-            title = TITLE.match(cell)
-            # What a page has from another one is not its own to explain.
-            if title and not ORIGIN.search(title[1]):
-                found[title[1]] = cell.strip()
+    for cell in CELL.split(read(EXPLAINED, folder)):
+        title = TITLE.match(cell)
+        # What a page has from another one is not its own to explain.
+        if title and not ORIGIN.search(title[1]):
+            found[title[1]] = cell.strip()
     return found
 
 

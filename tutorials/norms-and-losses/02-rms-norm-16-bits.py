@@ -257,12 +257,14 @@ plt.show()
 
 @triton.jit
 def _load(ptr, c, N: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr):
+    """Chunk c of the row that begins at ptr; 0 in idle lanes."""
     col = c * CHUNK + tl.arange(0, CHUNK)
     return tl.load(ptr + col, mask=col < N, other=0, eviction_policy=HINT)
 
 
 @triton.jit
 def _store(ptr, value, c, N: tl.constexpr, CHUNK: tl.constexpr):
+    """The same for a store."""
     col = c * CHUNK + tl.arange(0, CHUNK)
     tl.store(ptr + col, value, mask=col < N)
 
