@@ -427,8 +427,8 @@ report(bench_dropout)
 
 # %%
 # **What the figure shows.**
-# On the H200, dropout reaches 88% to 98% of a copy if four columns share a
-# call. With a call for each column it reaches 33% to 37%. PyTorch reaches 49%
+# On the H200, dropout reaches 87% to 97% of a copy if four columns share a
+# call. With a call for each column it reaches 33% to 37%. PyTorch reaches 47%
 # to 58%.
 #
 # **Why.**
@@ -436,8 +436,8 @@ report(bench_dropout)
 # column, and with a call for each column it is 20. Programs that compute and
 # programs that wait for memory share an SM, so 5 of them are nearly hidden
 # behind the loads. 20 are not: there the arithmetic is the limit, and the line
-# hardly rises with the width, from 1164 to 1367 GB/s, while the copy rises
-# from 3164 to 4132 GB/s.
+# hardly rises with the width, from 1166 to 1367 GB/s, while the copy rises
+# from 3151 to 4130 GB/s.
 # PyTorch moves 2.5 units where we move 2. That alone would leave it 80% of the
 # copy. We have not looked into what else it loses.
 #
@@ -1357,14 +1357,14 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches 88% to 95% of the copy, and 97% of it without
-# dropout. PyTorch reaches 33% to 41%, and torch.compile reaches 32% to 42%.
-# Forward, ours is 2.3 to 2.7 times as fast as PyTorch.
+# On the H200 our kernel reaches 88% to 95% of the copy, and 94% to 97% of it
+# without dropout. PyTorch reaches 33% to 40%, and torch.compile reaches 32% to
+# 42%. Forward, ours is 2.3 to 2.7 times as fast as PyTorch.
 #
 # **Why.**
 # PyTorch moves 7.5 units in three kernels, and we move 4, so 1.9 times as fast
 # is what we have counted. The rest is that its dropout and its layer norm
-# fall further behind a copy than ours: the dropout alone reached 49% to 58%
+# fall further behind a copy than ours: the dropout alone reached 47% to 58%
 # in the figure before, and `Layer normalization, both passes
 # <../layer-norm/01-layer-norm.html>`_ has the layer norm.
 # torch.compile fuses all of it, too, and writes a mask of booleans for the
@@ -1374,7 +1374,7 @@ report(bench_forward)
 #
 # **What follows.**
 # What dropout costs in this kernel is the difference between the first two
-# lines: 2% at 8192 columns, and 9% at 1024.
+# lines: 2% at 8192 columns, and 8% at 1024.
 #
 # How fast is the backward pass?
 # ------------------------------
@@ -1385,15 +1385,17 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches 69% to 87% of the copy, PyTorch reaches
+# On the H200 our backward pass reaches 73% to 87% of the copy, PyTorch reaches
 # 32% to 38%, and torch.compile reaches 38% to 46%.
-# Backward, ours is 1.8 to 2.4 times as fast as PyTorch.
+# Backward, ours is 2.1 to 2.4 times as fast as PyTorch.
 #
 # **Why.**
 # PyTorch moves 8.5 units where we move 5, and its layer norm reads ``s`` and
 # ``dy`` a second time for ``dw`` and ``db``, unless L2 still holds them.
-# We have no reason for our own lowest point, 69% at 4096 columns, where 5120
-# columns reach 82%.
+# Our own lowest share is 73%, at 1024 columns. In microseconds it is the other
+# way round: there our pass takes 4.5 µs longer than a copy, and at 8192
+# columns 12.0 µs. Some of that is the second kernel, which starts when the
+# first one has ended. We have not timed it alone.
 #
 # **What follows.**
 # Neither pass keeps a mask, and both stay ahead of those that keep one. This

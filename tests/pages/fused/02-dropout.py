@@ -466,13 +466,12 @@ def CLAIMS(figure):
         forward.shares("torch.compile"),
     )
     gain = forward.ratios("triton", "torch")
-    assert none.least > 96 and none.most < 98, "a single number is said"
     assert compiled.most < 50
     yield (
         f"On the H200 our kernel reaches {ours.least}% to {ours.most}% of the "
-        f"copy, and {none.most}% of it without dropout. PyTorch reaches "
-        f"{pytorch.least}% to {pytorch.most}%, and torch.compile reaches "
-        f"{compiled.least}% to {compiled.most}%. Forward, ours is "
+        f"copy, and {none.least}% to {none.most}% of it without dropout. "
+        f"PyTorch reaches {pytorch.least}% to {pytorch.most}%, and "
+        f"torch.compile reaches {compiled.least}% to {compiled.most}%. Forward, ours is "
         f"{gain.least} to {gain.most} times as fast as PyTorch."
     )
     assert each.least >= 30 and each.most < 40, "a third of the copy"
@@ -502,9 +501,22 @@ def CLAIMS(figure):
         f"{compiled.most}%. Backward, ours is {gain.least} to {gain.most} "
         "times as fast as PyTorch."
     )
-    lowest = backward.share("triton", 4096)
+    lowest = backward.share("triton", 1024)
     assert lowest <= ours.least
+
+    def longer(N):
+        """µs that our call takes longer than a copy of its bytes."""
+        bytes_moved = 5 * 4096 * N * 2
+        times = [
+            bytes_moved / backward.median(provider, N) / 1e3
+            for provider in ("triton", "copy")
+        ]
+        return times[0] - times[1]
+
+    extra = [longer(N) for N in sorted(backward.medians["triton"])]
+    assert extra == sorted(extra), "the wider, the longer"
     yield (
-        f"our own lowest point, {lowest}% at 4096 columns, where 5120 columns "
-        f"reach {backward.share('triton', 5120)}%."
+        f"lowest share is {lowest}%, at 1024 columns. In microseconds it is "
+        f"the other way round: there our pass takes {extra[0]:.1f} µs longer "
+        f"than a copy, and at 8192 columns {extra[-1]:.1f} µs."
     )
