@@ -1403,8 +1403,7 @@ report(bench_backward)
 # instructions and no bytes.
 #
 # **What follows.**
-# Where a kernel waits for memory, computing a number again is cheaper than
-# reading it.
+# A number can be cheaper to compute again than to read again.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
