@@ -2977,8 +2977,9 @@ for kind, columns in kinds:
 #
 # We make calls in a row, until the device has finished the last one. A call
 # then takes as long as the slower of the two: the host that prepares it, or
-# the device. Other work on the machine disturbs the host, so ours and another
-# line take turns, and are compared in the same turn.
+# the device. Other work on the machine disturbs the host. It makes calls
+# longer and never shorter, so ours and another line take turns, and the
+# fastest turn of each counts.
 #
 # PyTorch has a cure of its own for host time:
 # ``torch.compile(mode="reduce-overhead")`` replays CUDA graphs, after it has
@@ -3036,24 +3037,24 @@ def next_step(call):
 ROUNDS = 11
 
 
-def quantiles(numbers):
-    """Of as many numbers as there are rounds: median, 20% and 80%."""
-    numbers = sorted(numbers)
-    return numbers[5], numbers[2], numbers[8]
+def fastest(times):
+    """The least, again the least, and what three rounds have reached."""
+    times = sorted(times)
+    return times[0], times[0], times[2]
 
 
 @functools.cache
 def our_times(M, N, dtype, mode):
-    """Our call, and its µs: median, 20% and 80% quantiles."""
+    """Our call, and its µs: least, least, and what three rounds reach."""
     call = ready("triton", M, N, dtype, mode)
-    return call, quantiles([fastest_batch(call) for _ in range(ROUNDS)])
+    return call, fastest([fastest_batch(call) for _ in range(ROUNDS)])
 
 
 def time_of(provider, M, N, dtype, mode):
-    """µs of a call: median, 20% and 80% quantiles.
+    """µs of a call: least, least, and what three rounds reach.
 
-    Ours and the other call take turns. The time of the other one is the
-    median of ours times the ratio of both in the same round.
+    Ours and the other call take turns. The time of the other one is that of
+    ours times the ratio of both in these turns.
     """
     no_point = 3 * [float("nan")]
     # The interpreter cannot be timed.
@@ -3066,11 +3067,12 @@ def time_of(provider, M, N, dtype, mode):
     def measure():
         torch._dynamo.reset()  # nothing is left of other shapes
         call = ready(provider, M, N, dtype, mode)
-        ratios = []
-        for _ in range(ROUNDS):
-            our_time = fastest_batch(ours)
-            ratios.append(fastest_batch(call) / our_time)
-        return [times[0] * ratio for ratio in quantiles(ratios)]
+        turns = [
+            (fastest_batch(ours), fastest_batch(call)) for _ in range(ROUNDS)
+        ]
+        our_turns, their_turns = zip(*turns, strict=True)
+        scale = times[0] / min(our_turns)
+        return [scale * each for each in fastest(their_turns)]
 
     return attempt(measure, provider, N) or no_point
 
@@ -3099,8 +3101,8 @@ CALLS |= {"reduce-overhead": "reduce-overhead", "CUDA graph": "CUDA graph"}
 def bench_call_forward(M, N, dtype, mode, provider):
     """Whole calls, until the device has finished, with L2 as they leave it: in
     each of 11 rounds ours and another line take turns, each with the fastest
-    of 25 batches of 10 calls. Median of ours; another line's is that times
-    its ratio to ours in the same round, median, 20% and 80% quantiles."""
+    of 25 batches of 10 calls. The fastest round of ours, and what three have
+    reached; another line's is that times its ratio to ours in its turns."""
     return time_of(provider, M, N, dtype, mode)
 
 
@@ -3123,8 +3125,8 @@ def bench_call_forward(M, N, dtype, mode, provider):
 def bench_call_both(M, N, dtype, mode, provider):
     """Whole calls, until the device has finished, with L2 as they leave it: in
     each of 11 rounds ours and another line take turns, each with the fastest
-    of 25 batches of 10 calls. Median of ours; another line's is that times
-    its ratio to ours in the same round, median, 20% and 80% quantiles."""
+    of 25 batches of 10 calls. The fastest round of ours, and what three have
+    reached; another line's is that times its ratio to ours in its turns."""
     return time_of(provider, M, N, dtype, mode)
 
 

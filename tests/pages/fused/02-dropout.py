@@ -472,7 +472,8 @@ def CLAIMS(figure):
         f"copy, and {none.least}% to {none.most}% of it without dropout. "
         f"PyTorch reaches {pytorch.least}% to {pytorch.most}%, and "
         f"torch.compile reaches {compiled.least}% to {compiled.most}%. "
-        f"Forward, ours is {gain.least} to {gain.most} times as fast as PyTorch."
+        f"Forward, ours is {gain.least} to {gain.most} times as fast as "
+        "PyTorch."
     )
     assert each.least >= 30 and each.most < 40, "a third of the copy"
     yield (

@@ -540,8 +540,7 @@ def test_the_clock_of_a_rank_subtracts_all_but_the_call(monkeypatch):
 @pytest.mark.parametrize("busy_for", [3, 7, 120, 240])
 def test_calls_on_the_host_take_turns(monkeypatch, busy_for):
     """A host that is busy half of the time, for some batches or for whole
-    rounds, changes no ratio; one that is never busy for a round changes
-    nothing."""
+    rounds, changes nothing."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(dist, "all_reduce", lambda meeting, group: None)
     clock = {"now": 0.0}
@@ -561,11 +560,25 @@ def test_calls_on_the_host_take_turns(monkeypatch, busy_for):
     assert next(calls_made) == 16 * 150 * 2 * len(calls)
     assert list(found) == list(calls)
     one, other = found.values()
-    assert other == pytest.approx(3 * [2 * one[0]])
-    if busy_for < 120:
-        assert one == pytest.approx(3 * [40])
-    else:
-        assert one[1:] == pytest.approx((40, 120))
+    assert one == pytest.approx(3 * [40])
+    assert other == pytest.approx(3 * [80])
+
+
+@CPU
+def test_a_round_that_nobody_repeats_shows(monkeypatch):
+    """One round that is faster than all others, and the band up to them."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda meeting, group: None)
+    clock = {"now": 0.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
+    calls_made = itertools.count()
+
+    def call():
+        fast = next(calls_made) // 300 == 7
+        clock["now"] += 40e-6 if fast else 60e-6
+
+    found = several.loaded().time_in_turns({"one": call}, None)
+    assert found["one"] == pytest.approx((40, 40, 60))
 
 
 @CPU
