@@ -130,7 +130,7 @@ BRAIN = torch.bfloat16
 at = RmsNorm.at
 
 
-CARD = "H100"
+CARD = "H200"
 
 
 def from_to(several):
@@ -150,7 +150,7 @@ def bytes_read(figure):
     one, two = (of.all_medians(each) for each in ("triton", "steps"))
     assert one.most < 1.01 and two.least > 1.49 and two.most < 1.51
     yield (
-        f"On the H100 one kernel reads {one.most} times the bytes of ``x`` "
+        f"On the H200 one kernel reads {one.most} times the bytes of ``x`` "
         f"and the residual at all widths, and two steps read {two.most} times."
     )
 
@@ -167,14 +167,29 @@ def both_figures(figure):
             )
         }  # fmt: skip
         yield (
-            f"On the H100 our {ours} reaches {shares['triton']} of the copy, "
+            f"On the H200 our {ours} reaches {shares['triton']} of the copy, "
             f"and two steps reach {shares['two steps']}. PyTorch reaches "
             f"{shares['torch']}, and torch.compile {shares['torch.compile']}. "
             f"quack reaches {shares['quack']}, and cuDNN {shares['cudnn']}."
         )
         least, most = times(of, "two steps")
+        gains = of.ratios("triton", "two steps")
         if mode == "forward":  # matrices are why
             assert least > 1.15 and most < 1.35
+            # "Least at 2048 columns", and PyTorch "most at 16384".
+            assert gains.least == of.ratio("triton", "two steps", 2048)
+            assert of.shares("torch").least == of.share("torch", 16384)
+            assert of.ratios("triton", "torch").least > 1.3
+            ahead = 100 * (of.ratio("triton", "copy", 2048) - 1)
+            ahead.rounding = ".1f"
+            yield f"at 2048 columns our kernel is {ahead}% faster than it."
+        else:  # ours "loses most where rows are narrow"
+            ours_narrow = of.share("triton", 2048)
+            assert of.shares("triton").least == ours_narrow
+            yield f"with {ours_narrow}% of the copy at 2048 columns."
+            # torch.compile and quack "are slower than ours in this pass".
+            for rival in ("torch.compile", "quack"):
+                assert of.ratios("triton", rival).least > 1.05
         what = {
             "forward": "Two steps move five matrices instead of four, which "
             "would leave them 80% of what one kernel reaches.",
@@ -187,22 +202,40 @@ def both_figures(figure):
 
 
 def less_than_matrices(figure):
-    """The backward pass in two steps: its addition is as fast as a copy."""
+    """The backward pass in two steps: its addition is as fast as a copy, but
+    for the narrowest and the widest rows."""
     of = figure("add-rms-norm-backward", CARD)
-    expected, found = [], []
-    for N in (4096, 5120, 8192, 12288, 16384):
-        expected.append(3 * (1 + of.share("triton", N) / 100) / 4)
-        found.append(of.ratio("triton", "two steps", N))
-        assert abs(found[-1] - expected[-1]) <= 0.06
-    narrow = 3 * (1 + of.share("triton", 2048) / 100) / 4
-    assert of.ratio("triton", "two steps", 2048) < narrow - 0.06
-    ends = [min(expected), max(expected), min(found), max(found)]
-    for number in ends:
-        number.rounding = ".2f"
+    expected, found = {}, {}
+    for N in (2048, 4096, 5120, 8192, 12288, 16384):
+        expected[N] = 3 * (1 + of.share("triton", N) / 100) / 4
+        found[N] = of.ratio("triton", "two steps", N)
+        expected[N].rounding = found[N].rounding = ".2f"
+    between = (4096, 5120, 8192, 12288)
+    for N in between:
+        assert abs(found[N] - expected[N]) <= 0.06
+        assert found[N] < 1.5  # "less than 1.5 at most widths"
+    ends = [
+        end([by_width[N] for N in between])
+        for by_width in (expected, found)
+        for end in (min, max)
+    ]
     yield (
-        "which is {} to {} from 4096 columns on, and we have measured {} to "
-        "{}."
+        "which is {} to {} from 4096 to 12288 columns, and we have measured "
+        "{} to {}."
     ).format(*ends)
+    assert found[2048] < expected[2048] - 0.06
+    yield f"At 2048 columns it is less, {found[2048]} times."
+    # What nobody has explained: cuDNN shares the addition, and falls too.
+    assert found[16384] > expected[16384] + 0.1
+    cudnn = [of.share("cudnn", N) for N in (12288, 16384)]
+    assert cudnn[1] < cudnn[0] - 5
+    forward = figure("add-rms-norm-forward", CARD)
+    assert forward.share("two steps", 16384) > 79  # "forward it is not"
+    yield (
+        f"At 16384 columns it is more: {found[16384]} times, where "
+        f"{expected[16384]} would be expected."
+    )
+    yield (f"from {cudnn[0]}% of the copy at 12288 columns to {cudnn[1]}%.")
 
 
 def hidden(figure):
@@ -217,7 +250,7 @@ def hidden(figure):
         for N in (8192, 12288, 16384)
     }
     yield (
-        f"On the H100 the pass reaches {share['hidden', 16384]}% of the copy "
+        f"On the H200 the pass reaches {share['hidden', 16384]}% of the copy "
         "at 16384 columns with the hidden number, and "
         f"{share['open', 16384]}% without it. At 8192 columns it reaches "
         f"{share['hidden', 8192]}% and {share['open', 8192]}%, and at 12288 "
@@ -236,7 +269,7 @@ def rivals(figure):
         for rival in ("torch.compile", "quack"):
             said.append("{} to {}".format(*times(of, rival)))
     yield (
-        "Forward, ours is {} times as fast as torch.compile, and {} times as "
+        "Ours is {} times as fast as torch.compile, and {} times as "
         "fast as quack. Backward, it is {} times as fast as torch.compile, "
         "and {} times as fast as quack."
     ).format(*said)
@@ -248,7 +281,7 @@ def ladder(figure):
         for mode in ("forward", "backward")
     )
     for design, before in (
-        ("two steps", "On the H100 they reach"),
+        ("two steps", "On the H200 they reach"),
         ("triton", "which is all that has to move. It reaches"),
     ):
         both = [from_to(of.shares(design)) for of in (forward, backward)]
@@ -272,7 +305,8 @@ FACTS = {
     "would leave them 80% of": "4 matrices of 5",
     "would leave two steps 67% of": "4 matrices of 6",
     "a matrix has only 17 MB": "4096 * 2048 numbers of 2 bytes",
-    "L2 has 50 MB": "NVIDIA's data sheet",
+    "(3 + 3 *p*)/4 times as fast": "4/p over 3/p + 3, as the page says",
+    "which has 60 MB": "what torch says of the L2 of the H200",
 }
 
 
@@ -563,6 +597,11 @@ def test_what_the_page_says_of_registers(launches):
         assert (built[0].spills > 0) == (
             each["N"] == 16384 and not each["hide"]
         )
+    # "The norm of two steps spills no registers there."
+    alone_at = {"M": 4096, "N": 16384, "dtype": "bfloat16"}
+    ((*_, backward, add_up),) = launches([Call(PAGE.name, alone, alone_at)])
+    assert backward.kernel == "_rms_norm_bwd"
+    assert backward.spills == add_up.spills == 0
 
 
 @pytest.mark.cpu
