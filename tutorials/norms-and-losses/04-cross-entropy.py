@@ -990,12 +990,12 @@ print_percent(table)
 # could reach 50%. torch.compile writes no such matrix, as its memory will
 # show. We have not looked for what slows it down.
 #
-# We do not know why our loss falls behind at 50257 and at 65536 columns. Later
-# we will measure a whole step, the loss and its gradient, and there this time
-# is not lost. At 50257 columns a step takes 597 µs, where the two passes,
-# measured one by one, take 229 µs and 400 µs. At 65536 columns it takes 760
-# µs, and the passes 290 µs and 510 µs. At the other vocabularies a step takes
-# as long as both passes, to 2%.
+# We do not know why our loss falls behind at 50257 and at 65536 columns. Below
+# we measure a whole step, the loss and its gradient, and there most of this
+# time is not lost. At 50257 columns a step takes 597 µs, where the two passes,
+# measured one by one, take 229 µs and 400 µs. At 65536 columns it takes
+# 760 µs, and the passes 290 µs and 510 µs. At the other vocabularies a step
+# takes as long as both passes, to 2%.
 #
 # **What follows.**
 # Where our loss reaches 96% of reading, there is little left to gain. So from
@@ -1658,7 +1658,8 @@ class Ahead(torch.autograd.Function):
 # ------------------------------
 #
 # The function that a user calls takes the arguments of PyTorch's function, and
-# two more: ``z_loss`` and ``ahead``. It checks them first.
+# two more: ``z_loss`` and ``ahead``. It checks them first, and refuses, for
+# instance, a ``label_smoothing`` that is not between 0 and 1.
 # A target that is no class is an error on the CPU. On a GPU a check would have
 # to wait for all kernels before it, and so the loss becomes NaN.
 
@@ -1955,13 +1956,15 @@ dram_reads.run(show_plots=ON_GPU)
 # 128256 and 91% at 262144. It reaches 82%, 76%, 84%, 76% and 74%. So they
 # explain only the smaller part of what is missing.
 #
-# We know two more things that take time, but we have not measured them. More
-# than a dozen small kernels run around ours, most of them for the mean. They
-# take as long for a small vocabulary as for a large one, and so they weigh
-# most at 32000 columns, where a step takes 301 µs and a copy 247 µs. And from
-# 128256 columns on, rows have slices, whose programs wait for each other.
-# Neither of the two explains why 50257 columns are slower than 65536. Rows
-# begin anywhere there, but we do not know what makes them slow.
+# We know two more things that take time, but we have not measured either by
+# itself. More than a dozen small kernels run around ours, most of them for the
+# mean. They take as long for a small vocabulary as for a large one. At 32000
+# columns a step takes 301 µs and a copy 247 µs, so they take 54 µs at most.
+# That is little at 262144 columns, where a step takes 710 µs longer than a
+# copy. And from 128256 columns on, rows have slices, whose programs wait for
+# each other. Neither of the two explains why ahead is further from the copy at
+# 50257 columns than at 65536. Rows begin anywhere there, but we do not know
+# what makes them slow.
 #
 # **What follows.**
 # Take ahead where the loss is the end of the model, and a factor of 1 arrives.
@@ -2042,8 +2045,9 @@ report(bench_options)
 # **Why.**
 # Smoothing needs one more sum in the first sweep. And where rows have slices,
 # there is a second word for each slice, for which all programs of the row have
-# to wait. But the longest rows do not pay most: a step takes 18 µs more at
-# 32000 columns, 11 µs at 50257 and 20 µs at 128256. We have not found out why.
+# to wait. But rows of four times as many columns hardly pay more: a step takes
+# 18 µs more at 32000 columns, 11 µs more at 50257, and 20 µs more at 128256.
+# We have not found out why.
 #
 # With weights, a few small kernels more run before ours, which make the
 # weights and their sum. In ours, all programs read the same weights, so these
@@ -2169,7 +2173,7 @@ print("changes that autograd saw:", logits._version)
 # The price is time. The gradient of the weight is a sum over all rows, and
 # such a sum should be kept in float32. It has 2.1 GB for this layer, and it is
 # read and written for each group of rows. The more groups there are, the more
-# often that happens.
+# often that happens. We have not measured such a layer on this page.
 #
 # Exercise 2 builds such a layer. Liger has one, PyTorch has
 # ``linear_cross_entropy`` since version 2.13, and `Cut Cross-Entropy
