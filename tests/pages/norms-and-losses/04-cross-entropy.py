@@ -397,6 +397,7 @@ FACTS = {
     "it cannot pass 50%": "2 matrices of 4",
     "that would be 67% of the copy": "2 matrices of 3",
     "moves four matrices, which leaves 50%": "2 matrices of 4",
+    "rows of four times as many columns": "128256 columns beside 32000",
     "the logits have 2.1 GB": "8192 * 128256 numbers of 2 bytes",
     "the hidden states have 67 MB": "8192 * 4096 numbers of 2 bytes",
     "The logits of Llama 3 have 2.1 GB": "8192 * 128256 numbers of 2 bytes",
