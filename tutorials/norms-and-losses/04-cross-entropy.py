@@ -979,17 +979,27 @@ print_percent(table)
 
 # %%
 # **What the figure shows.**
-# On the H100 our kernel reaches NN% to NN% of reading. PyTorch reaches NN% to
-# NN%, torch.compile NN% to NN%, and quack NN% to NN%.
+# On the H200 our loss reaches 89% of reading at 32000 columns, 81% at 50257,
+# 82% at 65536, 96% at 128256 and 96% at 262144. PyTorch reaches 23% to 33%,
+# torch.compile 29% to 35%, and quack 72% to 83%. At 65536 columns quack is 1%
+# faster than we are.
 #
 # **Why.**
 # PyTorch reads the logits more than once and writes a matrix of the same size.
 # If it read them once only, two matrices would move instead of one, and it
-# could reach 50%.
+# could reach 50%. torch.compile writes no such matrix, as its memory will
+# show. We have not looked for what slows it down.
+#
+# We do not know why our loss falls behind at 50257 and at 65536 columns. Below
+# we measure a whole step, the loss and its gradient, and there most of this
+# time is not lost. At 50257 columns a step takes 597 µs, where the two passes,
+# measured one by one, take 229 µs and 400 µs. At 65536 columns it takes
+# 760 µs, and the passes 290 µs and 510 µs. At the other vocabularies a step
+# takes as long as both passes, to 2%.
 #
 # **What follows.**
-# The forward pass has little left to gain. So from now on it is about the
-# gradient.
+# Where our loss reaches 96% of reading, there is little left to gain. So from
+# now on it is about the gradient.
 #
 # Backward: the gradient from two numbers
 # ---------------------------------------
@@ -1232,12 +1242,20 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our backward pass reaches NN% to NN% of the copy. PyTorch reaches
-# NN% to NN%, torch.compile NN% to NN%, and quack NN% to NN%.
+# On the H200 our backward pass reaches 97% to 100% of the copy. PyTorch
+# reaches 37% to 38%, torch.compile 54% to 81%, and quack 92% to 93%.
+# torch.compile is slowest at 50257 columns, where rows begin anywhere, and we
+# have not looked for the reason.
+#
+# **Why.**
+# PyTorch has one more matrix, the gradient of the logarithms, which is 0
+# everywhere but at the targets. It writes this matrix, and reads it again
+# together with the logarithms to write the gradient of the logits. So at least
+# four matrices move instead of two, and it cannot pass 50%.
 #
 # **What follows.**
-# Each pass by itself is done. But both together read the logits twice, and
-# move three matrices. Can it be two?
+# The backward pass by itself is done. But both passes together read the logits
+# twice, and move three matrices. Can it be two?
 #
 # Ahead: the gradient together with the loss
 # ------------------------------------------
@@ -1257,7 +1275,7 @@ report(bench_backward)
 #
 # The kernel makes two sweeps. The first one goes from the end of a row to its
 # beginning, and the second one returns to the end.
-# Does a cache keep the row in between? An H100 has 50 MB of L2. What it has to
+# Does a cache keep the row in between? An H200 has 60 MB of L2. What it has to
 # hold are the rows that are under way at a time, and the gradients that pass
 # through it. So let's count how many bytes are under way. A program of 16
 # warps with 64 registers a thread takes half of the registers of an SM, and so
@@ -1487,8 +1505,8 @@ def _cross_entropy_ahead(
 # 132 SMs.
 #
 # This is also the most slices that a row may have. With 16 bits a number, an
-# H100 gets there at 13 million classes. A smaller GPU gets there earlier, for
-# instance a part of an H100 with 16 SMs at 1.6 million. Then we do not launch
+# H200 gets there at 13 million classes. A smaller GPU gets there earlier, for
+# instance a part of an H200 with 16 SMs at 1.6 million. Then we do not launch
 # what could wait forever, and make two passes: the loss first, and then its
 # gradient from ``m`` and ``s``.
 
@@ -1640,7 +1658,8 @@ class Ahead(torch.autograd.Function):
 # ------------------------------
 #
 # The function that a user calls takes the arguments of PyTorch's function, and
-# two more: ``z_loss`` and ``ahead``. It checks them first.
+# two more: ``z_loss`` and ``ahead``. It checks them first, and refuses, for
+# instance, a ``label_smoothing`` that is not between 0 and 1.
 # A target that is no class is an error on the CPU. On a GPU a check would have
 # to wait for all kernels before it, and so the loss becomes NaN.
 
@@ -1803,9 +1822,12 @@ for dtype in (torch.bfloat16, torch.float32):
 # When does ahead pay?
 # --------------------
 #
-# Now we measure a whole step, the loss and its gradient, through autograd.
-# Two matrices must move, as in a copy. Later moves three, which leaves it at
-# most 67% of the copy. Ahead with a factor of 3 moves four, which leaves 50%.
+# Now we measure a whole step, the loss and its gradient, through autograd. Two
+# matrices must move, as in a copy. Later moves three. If each of them took as
+# long as one of a copy, that would be 67% of the copy. It may be a little
+# more, because to read alone is faster than to copy: on the H200 our ceiling
+# of reading is 4335 to 4692 GB/s, and the copy 4244 to 4262 GB/s. Ahead with a
+# factor of 3 moves four matrices, which leaves 50%.
 
 # %%
 
@@ -1866,16 +1888,18 @@ report(bench_step)
 
 # %%
 # **What the figure shows.**
-# On the H100 ahead reaches NN% to NN% of the copy, later NN% to NN%, and ahead
-# with a factor of 3 NN% to NN%. PyTorch reaches NN% to NN%, torch.compile NN%
-# to NN%, and quack NN% to NN%.
-# Ahead is NN to NN times as fast as torch.compile, and NN to NN times as fast
-# as PyTorch.
+# On the H200 ahead reaches 74% to 84% of the copy, later 65% to 68%, and ahead
+# with a factor of 3 41% to 46%. PyTorch reaches 21% to 24%, torch.compile 29%
+# to 40%, and quack 58% to 61%. Ahead is 1.1 to 1.3 times as fast as later, 1.9
+# to 2.7 times as fast as torch.compile, and 3.1 to 3.9 times as fast as
+# PyTorch. But with a factor of 3 a step with ahead takes 1.4 to 1.7 times as
+# long as one with later.
 #
 # **Why.**
-# Later cannot pass its 67%. Ahead stays below the copy where a part of the
-# second sweep comes from memory. ``ncu``, NVIDIA's profiler, counts the bytes
-# that DRAM delivers. We divide them by the bytes of the logits.
+# Later is close to what three matrices allow. Ahead moves two, and yet it
+# stays below the copy. Does a part of the second sweep come from memory?
+# ``ncu``, NVIDIA's profiler, counts the bytes that DRAM delivers. We divide
+# them by the bytes of the logits.
 
 # %%
 
@@ -1919,13 +1943,33 @@ dram_reads.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# Later reads the logits NN times at all vocabularies. Ahead reads them NN
-# times at 32000 columns, NN at 65536 and NN at 262144.
+# Later reads the logits 2.0 times at all vocabularies. Ahead reads them 1.00
+# times at 32000 columns, 1.03 at 50257, 1.13 at 65536, 1.09 at 128256 and 1.19
+# at 262144.
+#
+# **Why.**
+# The rows that are under way would fit into L2. But the gradients pass through
+# it as well, and so a part of the rows leaves it before the second sweep.
+#
+# Do these bytes explain the speed? If nothing else took time, ahead would
+# reach 100% of the copy at 32000 columns, 99% at 50257, 94% at 65536, 96% at
+# 128256 and 91% at 262144. It reaches 82%, 76%, 84%, 76% and 74%. So they
+# explain only the smaller part of what is missing.
+#
+# We know two more things that take time, but we have not measured either by
+# itself. More than a dozen small kernels run around ours, most of them for the
+# mean. They take as long for a small vocabulary as for a large one. At 32000
+# columns a step takes 301 µs and a copy 247 µs, so they take 54 µs at most.
+# That is little at 262144 columns, where a step takes 710 µs longer than a
+# copy. And from 128256 columns on, rows have slices, whose programs wait for
+# each other. Neither of the two explains why ahead is further from the copy at
+# 50257 columns than at 65536. Rows begin anywhere there, but we do not know
+# what makes them slow.
 #
 # **What follows.**
 # Take ahead where the loss is the end of the model, and a factor of 1 arrives.
 # If the loss is multiplied afterwards, for instance by a loss scale or by the
-# share of a micro-batch, later moves one matrix less.
+# share of a micro-batch, take later, which moves one matrix less then.
 #
 # What do options cost?
 # ---------------------
@@ -1994,19 +2038,23 @@ report(bench_options)
 
 # %%
 # **What the figure shows.**
-# On the H100, smoothing and the z-loss bring ahead from NN% to NN% of the copy
-# at 32000 columns, from NN% to NN% at 50257, and from NN% to NN% at 128256.
-# With weights it is NN%, NN% and NN%.
+# On the H200, smoothing and the z-loss bring ahead from 82% to 77% of the copy
+# at 32000 columns, from 76% to 74% at 50257, and from 76% to 75% at 128256.
+# With weights it is 68%, 37% and 63%.
 #
 # **Why.**
 # Smoothing needs one more sum in the first sweep. And where rows have slices,
 # there is a second word for each slice, for which all programs of the row have
-# to wait.
-# All programs read the same weights, so these come from a cache. But a group
-# of eight logits needs eight weights of four bytes, two loads more for each
-# load of logits. At 50257 columns it is worse: groups begin at a multiple of
-# 16 bytes of the *logits*, and the weights of the same columns do not. So they
-# are loaded one by one, eight loads more.
+# to wait. But rows of four times as many columns hardly pay more: a step takes
+# 18 µs more at 32000 columns, 11 µs more at 50257, and 20 µs more at 128256.
+# We have not found out why.
+#
+# With weights, a few small kernels more run before ours, which make the
+# weights and their sum. In ours, all programs read the same weights, so these
+# come from a cache. But a group of eight logits needs eight weights of four
+# bytes, two loads more for each load of logits. At 50257 columns it is worse:
+# groups begin at a multiple of 16 bytes of the *logits*, and the weights of
+# the same columns do not. So they are loaded one by one, eight loads more.
 #
 # What does a step need of memory?
 # --------------------------------
@@ -2066,8 +2114,12 @@ bench_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# At 128256 columns the logits have 2.1 GB. On the H100 PyTorch takes NN GB
-# more, and all others take NN GB, which is the gradient.
+# At 128256 columns the logits have 2.1 GB. On the H200 PyTorch takes 6.3 GB
+# more, and all others take 2.1 GB, which is the gradient.
+#
+# **Why.**
+# PyTorch has three matrices beside the logits: the logarithm of the softmax,
+# its gradient, and the gradient of the logits.
 #
 # **What follows.**
 # Both of our forms need the logits and their gradient. To need less, a
@@ -2121,7 +2173,7 @@ print("changes that autograd saw:", logits._version)
 # The price is time. The gradient of the weight is a sum over all rows, and
 # such a sum should be kept in float32. It has 2.1 GB for this layer, and it is
 # read and written for each group of rows. The more groups there are, the more
-# often that happens.
+# often that happens. We have not measured such a layer on this page.
 #
 # Exercise 2 builds such a layer. Liger has one, PyTorch has
 # ``linear_cross_entropy`` since version 2.13, and `Cut Cross-Entropy
@@ -2135,16 +2187,17 @@ print("changes that autograd saw:", logits._version)
 #   stand in our figures: it waits for the GPU in each call, so a CUDA graph
 #   cannot record it.
 # - **quack** is written for the newest GPUs, and measured above where it runs:
-#   it refuses a vocabulary that is no multiple of eight, such as 50257. On the
-#   H100 a step with ahead is NN to NN times as fast as quack's, and one with
-#   later NN to NN times.
+#   it refuses a vocabulary that is no multiple of eight, such as 50257. Its
+#   loss alone is faster than ours at 65536 columns, and slower elsewhere. On
+#   the H200 a step with ahead is 1.3 to 1.4 times as fast as quack's, and one
+#   with later 1.1 to 1.2 times.
 # - **PyTorch can do more.** It takes probabilities as targets, and float64,
 #   and it has second derivatives. It does not compile a kernel for each new
 #   vocabulary.
 # - **PyTorch finds a wrong target** on a GPU, too. It stops the program, and
 #   we return NaN.
 # - **Ahead serves one backward pass only**, and is slower than later if the
-#   gradient that arrives is not 1.
+#   gradient that arrives is not 1, as the figure of the step shows.
 #
 # Exercise 1: capped logits
 # -------------------------
@@ -2273,17 +2326,18 @@ assert exercise_2(layer_2)
 # ---------------
 #
 # These are the designs of this page: which matrices each moves for a loss and
-# its gradient, how fast it is on the H100, and why.
+# its gradient, how fast it is on the H200, and why.
 #
 # - **PyTorch** writes the logarithm of the softmax and reads it again. It
-#   reaches NN% to NN% of the copy.
-# - **torch.compile** reaches NN% to NN%.
+#   reaches 21% to 24% of the copy.
+# - **torch.compile** reaches 29% to 40%.
 # - **Later** moves three matrices, because the logits are read in each pass.
-#   It reaches NN% to NN%.
+#   It reaches 65% to 68%.
 # - **Ahead** moves two, and a little more where a cache does not keep the row.
-#   It reaches NN% to NN%.
+#   It reaches 74% to 84%. The bytes explain only the smaller part of what is
+#   missing.
 # - **Ahead, times 3** moves four, because the gradient is read and written
-#   once more. It reaches NN% to NN%.
+#   once more. It reaches 41% to 46%.
 #
 # And for kernels in general:
 #
