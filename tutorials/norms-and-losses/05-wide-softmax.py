@@ -9,10 +9,10 @@ element that each has, and the sum of its exponentials.
 `Softmax, both passes <03-softmax.html>`_ takes any width, too. But it could
 not keep a wide row while it adds it up. There a row belongs to one program,
 and a program runs on one SM, whose registers hold 256 KB; a row of a million
-columns has 2 MB. So page 03 reads a wide row twice, and where the row is too
-wide for the caches, the second read is as expensive as the first. On this page
-we first measure where that begins, and mend what can be mended with two
-sweeps. Then programs share a row.
+columns of 16 bits has 2 MB. So page 03 reads a wide row twice, and where the
+row is too wide for the caches, the second read is as expensive as the first.
+On this page we first measure where that begins, and mend what can be mended
+with two sweeps. Then programs share a row.
 
 **What you will learn**
 
@@ -1393,11 +1393,11 @@ report(bench_forms)
 # reach 88% to 89%.
 #
 # At 100003 columns the copy is no ceiling. With 2684 rows its number of
-# elements is no multiple of 16, so Triton does not know that its mask ends
-# between two groups of 16 bytes, and the copy moves 2 bytes at a time, too. It
-# reaches 2148 GB/s there, and 4227 GB/s at 131072 columns. Shared rows reach
-# 3409 GB/s at 100003 columns, shifted sweeps 2789 GB/s, and page 03 1632 GB/s.
-# We leave this width out of all percentages on this page.
+# elements is no multiple of 16, so Triton can no longer count on a mask that
+# ends between two groups of 16 bytes, and the copy moves 2 bytes at a time,
+# too. It reaches 2148 GB/s there, and 4227 GB/s at 131072 columns. Shared rows
+# reach 3409 GB/s at 100003 columns, shifted sweeps 2789 GB/s, and page 03 1632
+# GB/s. We leave this width out of all percentages on this page.
 #
 # **Why.**
 # A clock cannot say where the second sweep reads from. But the hardware counts
@@ -1461,7 +1461,7 @@ dram_reads.run(show_plots=ON_GPU)
 # one program on an SM, so half as many bytes are under way, and they read 0%
 # of ``x`` twice at 65536 columns and 22% at 131072. The bytes would leave 100%
 # and 90% of the copy, and they reach 89% and 77%. From 262144 columns on page
-# 03 is even the faster one of both. One program cannot read one row while it
+# 03 is even the faster of the two. One program cannot read one row while it
 # writes another, which may be the reason. We have not measured it. Nor do we
 # know why shifted sweeps reach 83% at 50257 columns and 98% at 49152, where
 # two programs share an SM in both cases.
@@ -1470,8 +1470,9 @@ dram_reads.run(show_plots=ON_GPU)
 # although they read each byte once. A program collects a word of each slice,
 # 16 of them at 65536 columns and 128 at 1048576, and above 262144 columns half
 # as many programs run. Both may cost time. But with 8 words, at 32768 columns,
-# they reach no more than 89%, and with 12, at 49152, 83%. So something else
-# costs time, too, and we have not found it.
+# they reach no more than 89%, and with 12, at 49152, 83%. (The last one varied
+# by several percent while it was measured.) So something else costs time, too,
+# and we have not found it.
 #
 # **What follows.**
 # Two sweeps are good where a cache holds the row, and shared rows where none
