@@ -6,10 +6,13 @@ How do you take a softmax of rows that no cache holds, and read them once?
 Many programs hold a row together, and tell each other two numbers: the largest
 element that each has, and the sum of its exponentials.
 
-`Softmax, both passes <03-softmax.html>`_ takes any width, too. But it has to
-read a wide row twice, and where a row is too wide for the caches, the second
-read is as expensive as the first. On this page we first measure where that
-begins, and mend what can be mended with two sweeps. Then programs share a row.
+`Softmax, both passes <03-softmax.html>`_ takes any width, too. But it could
+not keep a wide row while it adds it up. There a row belongs to one program,
+and a program runs on one SM, whose registers hold 256 KB; a row of a million
+columns of 16 bits has 2 MB. So page 03 reads a wide row twice, and where the
+row is too wide for the caches, the second read is as expensive as the first.
+On this page we first measure where that begins, and mend what can be mended
+with two sweeps. Then programs share a row.
 
 **What you will learn**
 
@@ -19,7 +22,7 @@ begins, and mend what can be mended with two sweeps. Then programs share a row.
   where a row begins and ends.
 - How the largest elements and the sums of many slices become those of the row.
 - How to keep 16-bit numbers in registers from one turn of a loop to the next.
-- What a cluster is, why a library with clusters is hard to beat, and what it
+- What a cluster is, where a library with clusters is ahead of us, and what it
   would take to write such a kernel in Triton or in Gluon.
 
 **What you need:** `Softmax, both passes <03-softmax.html>`_ for the pair of
@@ -66,8 +69,8 @@ import ctypes
 # second one computes the result. Only the first has to go to DRAM, as long as
 # a cache still holds the row when the second one comes.
 #
-# When does it not? On an H100 each SM has an L1 cache of up to 256 KB, and all
-# SMs share an L2 cache of 50 MB. A program of page 03 has a row of its own.
+# When does it not? On an H200 each SM has an L1 cache of up to 256 KB, and all
+# SMs share an L2 cache of 60 MB. A program of page 03 has a row of its own.
 # For wide rows it has 1024 threads, and two such programs fit on an SM, so 264
 # rows are under way at a time on 132 SMs. How many bytes is that?
 
@@ -581,14 +584,17 @@ report(bench_sweeps)
 
 # %%
 # **What the figure shows.**
-# On the H100 two sweeps reach NN% of the copy at 32768 columns, NN% at 65536,
-# NN% at 131072, and NN% at 1048576. At 50257 columns they reach NN%.
+# On the H200 two sweeps reach 101% of the copy at 32768 columns, 88% at 65536,
+# 74% at 131072, and 64% at 1048576. At 50257 columns they reach 38%.
 #
 # **Why.**
-# The widest rows come close to the 67% that three matrices leave. At 50257
-# columns the caches would do: a row is narrower than the one of 65536 columns.
-# There the loads of 2 bytes are the reason.
-#
+# Where rows begin at 16 bytes, the speed falls where the table lets us expect
+# it. (The copy is a plain kernel, and ours is a percent ahead of it at 32768
+# columns.) The widest rows end a little below the 67% that three matrices
+# leave, so not all of the loss is the second read. Further down we count the
+# bytes, which tells how much of it is. At 50257 columns the caches would do: a
+# row is narrower than the one of 65536 columns. There the loads of 2 bytes are
+# the reason.
 # **What follows.**
 # We have two things to mend. We begin with the rows that begin anywhere,
 # because all kernels of this page need the answer.
@@ -955,7 +961,7 @@ def empty_words(rows, slices):
 # PTX. The reason is that registers are full here, because two slices are in
 # them. With both functions in PTX, the backward kernel *spills* 232 to 256
 # bytes a thread to memory, and in Triton at most 8. (We compiled both for an
-# H100 with Triton 3.7, at 65536, 131072 and 1048576 columns.) The compiler
+# H200 with Triton 3.7, at 65536, 131072 and 1048576 columns.) The compiler
 # sees a loop that is written in Triton, and probably moves less work to before
 # it.
 #
@@ -1380,9 +1386,18 @@ report(bench_forms)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 50257 columns, the shift brings two sweeps from NN% to NN% of
-# the copy. At 131072 columns shared rows reach NN%, and shifted sweeps NN%. At
-# 1048576 columns they reach NN% and NN%.
+# On the H200, at 50257 columns, the shift brings two sweeps from 39% to 83% of
+# the copy. At 131072 columns shared rows reach 87%, and shifted sweeps 77%. At
+# 1048576 columns they reach 80% and 61%. At 32768 columns shared rows reach
+# 89%, where both kinds of sweeps reach 101%, and at 65536 columns all three
+# reach 88% to 89%.
+#
+# At 100003 columns the copy is no ceiling. With 2684 rows its number of
+# elements is no multiple of 16, so Triton can no longer count on a mask that
+# ends between two groups of 16 bytes, and the copy moves 2 bytes at a time,
+# too. It reaches 2148 GB/s there, and 4227 GB/s at 131072 columns. Shared rows
+# reach 3409 GB/s at 100003 columns, shifted sweeps 2789 GB/s, and page 03 1632
+# GB/s. We leave this width out of all percentages on this page.
 #
 # **Why.**
 # A clock cannot say where the second sweep reads from. But the hardware counts
@@ -1434,9 +1449,30 @@ dram_reads.run(show_plots=ON_GPU)
 # %%
 # Shared rows read ``x`` from DRAM once, however wide a row is. Two sweeps read
 # a part of it twice as soon as the rows under way are more than a cache holds,
-# and nearly all of it in the widest rows, which is what the table at the
-# beginning lets us expect. Shifted sweeps of 65536 columns have only one
-# program on an SM, so half as many bytes are under way.
+# and nearly all of it in the widest rows. On the H200 page 03 reads 21% of
+# ``x`` twice at 65536 columns, 59% at 131072, 78% at 262144, and 95% at
+# 1048576.
+#
+# *Do the bytes explain page 03?* Mostly. If nothing but bytes of DRAM counted,
+# it would reach 90%, 77%, 72% and 68% of the copy at these widths. It reaches
+# 89%, 74%, 67% and 64%.
+#
+# *Do they explain shifted sweeps?* No. From 65536 columns on, these have only
+# one program on an SM, so half as many bytes are under way, and they read 0%
+# of ``x`` twice at 65536 columns and 22% at 131072. The bytes would leave 100%
+# and 90% of the copy, and they reach 89% and 77%. From 262144 columns on page
+# 03 is even the faster of the two. One program cannot read one row while it
+# writes another, which may be the reason. We have not measured it. Nor do we
+# know why shifted sweeps reach 83% at 50257 columns and 98% at 49152, where
+# two programs share an SM in both cases.
+#
+# *What do shared rows lose?* From 65536 columns on they fall from 88% to 80%,
+# although they read each byte once. A program collects a word of each slice,
+# 16 of them at 65536 columns and 128 at 1048576, and above 262144 columns half
+# as many programs run. Both may cost time. But with 8 words, at 32768 columns,
+# they reach no more than 89%, and with 12, at 49152, 83%. (The last one varied
+# by several percent while it was measured.) So something else costs time, too,
+# and we have not found it.
 #
 # **What follows.**
 # Two sweeps are good where a cache holds the row, and shared rows where none
@@ -1581,14 +1617,15 @@ def backward_in_slices(y, dy, log=False, dtype=None):
 # Softmax of every width
 # ----------------------
 #
-# Which form is the fastest where? The figure of the forward pass gives the
-# rule:
+# Which form is the fastest where? The figure of the three forms gives the rule
+# for the forward pass:
 #
 # - **Shared rows** from 128 KB a row on, which is more than 65536 columns of
 #   16 bits. Backward, registers hold 64 KB of each matrix, and wider rows are
 #   shared.
 # - **Shifted sweeps** where rows begin anywhere, and where L1 holds one row
-#   but not two.
+#   but not two. In the second case they read less from DRAM, but on the H200
+#   they are not faster for it at 65536 columns.
 # - **Page 03** for all others.
 #
 # Shared rows cannot take everything: a word has no room for two float64
@@ -1905,13 +1942,22 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 ours reaches NN% to NN% of the copy, PyTorch reaches NN% to NN%,
-# and torch.compile reaches NN% to NN%. quack reaches NN% at 49152 columns, NN%
-# at 65536, and NN% at 262144, where ours reaches NN%, NN% and NN%.
+# On the H200 ours reaches 80% to 101% of the copy, PyTorch reaches 46% to 55%,
+# and torch.compile reaches 45% to 47%. quack reaches 98% at 32768 columns, 99%
+# at 49152, 99% at 65536, and 93% at 262144, where ours reaches 101%, 88%, 89%
+# and 84%. At 100003 columns, which these percentages leave out, ours reaches
+# 3398 GB/s, PyTorch 1875 GB/s, and torch.compile 1437 GB/s.
+#
+# At 49152 columns our function takes the kernel of page 03. It reaches 88%
+# here, and 97% in the figure of the three forms. Neither measurement varied by
+# as much as a percent, and we do not know why they differ.
 #
 # **Why.**
-# PyTorch and torch.compile read wide rows more than once. quack reads each row
-# once, as we do; how it does so is the question of a section below.
+# PyTorch and torch.compile read wide rows more than once. That does not
+# explain all of their distance: our two sweeps read a row twice as well, and
+# reach 101% at 32768 columns, where torch.compile reaches 47%. We have not
+# looked for the rest. quack reads each row once, as we do; how it does so is
+# the question of a section below.
 
 # %%
 
@@ -1969,24 +2015,38 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our backward pass reaches NN% to NN% of the copy, page 03 reaches
-# NN% to NN%, PyTorch reaches NN% to NN%, and torch.compile reaches NN% to NN%.
-# quack reaches NN% at 65536 columns and NN% at 262144, where ours reaches NN%
-# and NN%.
+# On the H200 our backward pass reaches 76% to 98% of the copy, page 03 reaches
+# 59% to 98%, PyTorch reaches 40% to 42%, and torch.compile reaches 57% to 97%.
+# quack reaches 82% at 32768 columns, 82% at 65536 and 71% at 262144, where
+# ours reaches 98%, 87% and 91%. Between 32768 and 65536 columns this figure
+# has no width. There the figure of page 03 shows quack ahead of the kernels of
+# that page, and we have not measured shared rows.
 #
 # **Why.**
 # Two sweeps backward read ``y`` and ``dy`` twice. If nothing of them stays in
 # a cache, five matrices move instead of three, which leaves 60% of the copy.
+# From 262144 columns on page 03 reaches 59%, and torch.compile 57% to 59%.
+#
+# Ours is slowest at 1048576 columns. There a program collects 256 words, which
+# are 2 KB, for each 16 KB of ``y`` and ``dy`` that it holds, and at 262144
+# columns 64 words. That may be the reason, but it cannot be all: at 65536
+# columns there are 16 words, and ours is slower than at 262144.
 #
 # What do clusters do, and could we have them?
 # --------------------------------------------
 #
-# quack keeps a row in a *cluster*. Since the H100, a launch can ask that a few
-# thread blocks run at the same time on SMs that are near each other: up to 8
-# of them, or 16 if a kernel asks for it. A thread block of a cluster can read
-# and write the shared memory of the others. So each one keeps its part of the
-# row, adds it up, and writes its pair into the shared memory of all others.
-# Then it waits at a barrier that the hardware has for clusters.
+# On the H200 quack is ahead of us by 11% to 13% forward, from 49152 to 262144
+# columns. Backward we are ahead of it by 6% to 29% at the widths of the
+# figure.
+#
+# quack keeps a row in a *cluster*, in both passes. Since the H100, a launch
+# can ask that a few thread blocks run at the same time on SMs that are near
+# each other: up to 8 of them, or 16 if a kernel asks for it. A thread block of
+# a cluster can read and write the shared memory of the others. So each one
+# keeps its part of the row, adds it up, and writes its pair into the shared
+# memory of all others. Then it waits at a barrier that lies in its own shared
+# memory. In version 0.6.5, which we measured, a row of 65536 columns has a
+# cluster of 4, and one of 262144 has 16.
 #
 # This is what we do, too, with three differences:
 #
@@ -1996,12 +2056,15 @@ report(bench_backward)
 #   and each cluster by itself. We need a cooperative launch of all programs,
 #   which waits until all of them have a place.
 # - **How wide a row can be.** A cluster of 16 SMs has at most 16 × 227 KB of
-#   shared memory, 3.5 MB. All SMs of an H100 have eight times as much. We use
+#   shared memory, 3.5 MB. All SMs of an H200 have eight times as much. We use
 #   registers, and take a million columns.
 #
-# In registers a slice waits at most a turn, and it is never moved. Their row
-# lies in shared memory, which has room for the next one while this one is
-# computed. We have not measured which of these differences costs how much.
+# There is a fourth: their kernel has no loop. A cluster has one row, loads it,
+# waits for all of it, finishes it, and makes room for the next cluster. While
+# it waits, other thread blocks on the same SM load theirs. Ours stays, and
+# loads its next slice before it finishes the last one. We have not measured
+# which of these differences costs how much. Clusters alone do not decide: with
+# them quack is ahead forward, and behind backward.
 #
 # What would it take in Triton? A launch with ``num_ctas=4`` makes each program
 # a cluster of four thread blocks, and spreads its tensors over them. The
@@ -2020,12 +2083,13 @@ report(bench_backward)
 # ------------------------------------
 #
 # - **quack from 49152 columns on, forward,** if rows begin at 16 bytes and
-#   have at most 262144 columns: see the figure.
+#   have at most 262144 columns: by 11% to 13% on the H200. Backward it may be
+#   ahead between 32768 and 65536 columns, which we have not measured.
 # - **Beside other kernels.** A cooperative launch waits until all its programs
 #   have a place. `Programs that share a row
 #   <../layer-norm/08-shared-rows.html>`_ measures how long that can take.
 # - **On other GPUs.** On GPUs of AMD there are no shared rows, and what you
-#   see here was measured on an H100 only.
+#   see here was measured on an H200 only.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
 #
@@ -2079,14 +2143,14 @@ assert exercise_1(merge_logs_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, at 1048576 columns on the H100, and what
+# These are the designs of this page, at 1048576 columns on the H200, and what
 # they have to move.
 #
-# - **Two sweeps** read ``x`` twice: three matrices. They reach NN% of the
+# - **Two sweeps** read ``x`` twice: three matrices. They reach 64% of the
 #   copy.
-# - **Shared rows** read it once, and reach NN%. Backward they read ``y`` and
-#   ``dy`` once, and reach NN% where two sweeps reach NN%.
-# - **PyTorch** reaches NN% forward and NN% backward.
+# - **Shared rows** read it once, and reach 80%. Backward they read ``y`` and
+#   ``dy`` once, and reach 76% where two sweeps reach 59%.
+# - **PyTorch** reaches 47% forward and 41% backward.
 #
 # For kernels in general:
 #
