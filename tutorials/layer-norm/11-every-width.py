@@ -2978,7 +2978,7 @@ for kind, columns in kinds:
 # We make calls in a row, until the device has finished the last one. A call
 # then takes as long as the slower of the two: the host that prepares it, or
 # the device. Other work on the machine disturbs the host. It makes calls
-# longer and never shorter, so ours and another line take turns, and the
+# longer and never shorter, so all lines take turns, many times, and the
 # fastest turn of each counts.
 #
 # PyTorch has a cure of its own for host time:
@@ -2991,22 +2991,14 @@ for kind, columns in kinds:
 # Scaffold: whole calls in turns.
 
 
-def fastest_batch(call, batches=25, times=10):
-    """µs of a call: many in a row, until the device has finished.
-
-    What disturbs the host makes a batch longer, never shorter.
-    """
-    lengths = []
-    gc.disable()  # Python collects no garbage meanwhile
-    for _ in range(batches):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        torch.cuda.synchronize()
-        lengths.append(time.perf_counter() - start)
-    gc.enable()
-    return min(lengths) / times * 1e6
+def time_of_batch(call, times=10):
+    """µs of a call: many in a row, until the device has finished."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / times * 1e6
 
 
 def ready(provider, M, N, dtype, mode):
@@ -3034,47 +3026,49 @@ def next_step(call):
     return step
 
 
-ROUNDS = 11
-
-
-def fastest(times):
-    """The least, again the least, and what three rounds have reached."""
-    times = sorted(times)
-    return times[0], times[0], times[2]
+ROUNDS = 15
+TURNS = 15  # of a round
 
 
 @functools.cache
-def our_times(M, N, dtype, mode):
-    """Our call, and its µs: least, least, and what three rounds reach."""
-    call = ready("triton", M, N, dtype, mode)
-    return call, fastest([fastest_batch(call) for _ in range(ROUNDS)])
+def times_of_all(M, N, dtype, mode):
+    """For each line the µs of a call: least, least, and what three rounds
+    have reached.
+
+    In a round all lines take turns, and the fastest turn of each counts.
+    """
+    torch._dynamo.reset()  # nothing is left of other shapes
+    calls = {}
+    for provider in CALLS:
+        # The interpreter cannot be timed.
+        if not ON_GPU or refuses(provider, N, dtype.itemsize):
+            continue
+        start = functools.partial(ready, provider, M, N, dtype, mode)
+        call = attempt(start, provider, N)
+        if call is not None:
+            calls[provider] = call
+    rounds = {provider: [] for provider in calls}
+    gc.disable()  # Python collects no garbage meanwhile
+    for _ in range(ROUNDS):
+        fastest = dict.fromkeys(calls, float("inf"))
+        for _ in range(TURNS):
+            for provider, call in calls.items():
+                taken = time_of_batch(call)
+                fastest[provider] = min(fastest[provider], taken)
+        for provider, taken in fastest.items():
+            rounds[provider].append(taken)
+    gc.enable()
+    times = {}
+    for provider, each in rounds.items():
+        each.sort()
+        times[provider] = each[0], each[0], each[2]
+    return times
 
 
 def time_of(provider, M, N, dtype, mode):
-    """µs of a call: least, least, and what three rounds reach.
-
-    Ours and the other call take turns. The time of the other one is that of
-    ours times the ratio of both in these turns.
-    """
-    no_point = 3 * [float("nan")]
-    # The interpreter cannot be timed.
-    if not ON_GPU or refuses(provider, N, dtype.itemsize):
-        return no_point
-    ours, times = our_times(M, N, dtype, mode)
-    if provider == "triton":
-        return times
-
-    def measure():
-        torch._dynamo.reset()  # nothing is left of other shapes
-        call = ready(provider, M, N, dtype, mode)
-        turns = [
-            (fastest_batch(ours), fastest_batch(call)) for _ in range(ROUNDS)
-        ]
-        our_turns, their_turns = zip(*turns, strict=True)
-        scale = times[0] / min(our_turns)
-        return [scale * each for each in fastest(their_turns)]
-
-    return attempt(measure, provider, N) or no_point
+    """µs of a call of one line: least, least, and what three rounds reach."""
+    times = times_of_all(M, N, dtype, mode)
+    return times.get(provider, 3 * [float("nan")])
 
 
 # %%
@@ -3100,9 +3094,8 @@ CALLS |= {"reduce-overhead": "reduce-overhead", "CUDA graph": "CUDA graph"}
 )
 def bench_call_forward(M, N, dtype, mode, provider):
     """Whole calls, until the device has finished, with L2 as they leave it: in
-    each of 11 rounds ours and another line take turns, each with the fastest
-    of 25 batches of 10 calls. The fastest round of ours, and what three have
-    reached; another line's is that times its ratio to ours in its turns."""
+    each of 15 rounds all lines take turns, 15 times, with a batch of 10 calls
+    each. The fastest batch of all, and what three rounds have reached."""
     return time_of(provider, M, N, dtype, mode)
 
 
@@ -3124,9 +3117,8 @@ def bench_call_forward(M, N, dtype, mode, provider):
 )
 def bench_call_both(M, N, dtype, mode, provider):
     """Whole calls, until the device has finished, with L2 as they leave it: in
-    each of 11 rounds ours and another line take turns, each with the fastest
-    of 25 batches of 10 calls. The fastest round of ours, and what three have
-    reached; another line's is that times its ratio to ours in its turns."""
+    each of 15 rounds all lines take turns, 15 times, with a batch of 10 calls
+    each. The fastest batch of all, and what three rounds have reached."""
     return time_of(provider, M, N, dtype, mode)
 
 

@@ -1108,50 +1108,47 @@ def test_libraries_are_called_rightly(page, key):
 
 def turns(page, ours, theirs, monkeypatch):
     """What time_of says of calls whose batches take these µs."""
-    alone, *beside = ours
-    times = {"triton": iter(alone + beside[0]), "torch": iter(theirs)}
+    times = {"triton": iter(ours), "torch": iter(theirs)}
     monkeypatch.setattr(page, "ON_GPU", True)
+    monkeypatch.setattr(page, "CALLS", dict.fromkeys(times))
     monkeypatch.setattr(page, "ready", lambda provider, *_: times[provider])
-    monkeypatch.setattr(page, "fastest_batch", next)
-    page.our_times.cache_clear()
+    monkeypatch.setattr(page, "time_of_batch", next)
+    page.times_of_all.cache_clear()
     found = [
         page.time_of(who, 4, 8, HALF, "forward") for who in ("triton", "torch")
     ]
-    page.our_times.cache_clear()
+    assert all(next(each, None) is None for each in times.values())
+    page.times_of_all.cache_clear()
     return found
 
 
 def test_slow_rounds_change_nothing(page, monkeypatch):
-    """A host that is disturbed for a while, or slower in all later turns."""
-    slow = [1, 1.5, 1, 3, 1, 1, 1.5, 1, 1, 2, 1]
-    ours = [10.0 * each for each in slow]
-    theirs = [20.0 * each for each in slow]
-    one, two = turns(page, (ours, ours), theirs, monkeypatch)
-    assert [*one] == [10, 10, 10] and two == [20, 20, 20]
-    slower = [2 * each for each in ours]
-    theirs = [2 * each for each in theirs]
-    one, two = turns(page, (ours, slower), theirs, monkeypatch)
-    assert [*one] == [10, 10, 10] and two == [20, 20, 20]
+    """A host that is disturbed in most rounds, and not in three of them."""
+    once = [1.5, 1, 3, *(page.TURNS - 3) * [2]]
+    slow = page.TURNS * [2]
+    rounds = [*once, *(page.ROUNDS - 3) * slow, *once, *once]
+    ours = [10.0 * each for each in rounds]
+    theirs = [20.0 * each for each in rounds]
+    one, two = turns(page, ours, theirs, monkeypatch)
+    assert one == (10, 10, 10) and two == (20, 20, 20)
 
 
 def test_a_line_that_is_fast_only_once_shows_it(page, monkeypatch):
-    ours = page.ROUNDS * [10.0]
-    theirs = [20.0, *10 * [40.0]]
-    _, times = turns(page, (ours, ours), theirs, monkeypatch)
-    assert times == [20, 20, 40]
+    count = page.ROUNDS * page.TURNS
+    theirs = [20.0, *(count - 1) * [40.0]]
+    _, times = turns(page, count * [10.0], theirs, monkeypatch)
+    assert times == (20, 20, 40)
 
 
-def test_the_fastest_batch_counts(page, monkeypatch):
-    """Each batch makes all its calls; the shortest one says how long."""
+def test_a_batch_makes_all_its_calls(page, monkeypatch):
     monkeypatch.setattr(page.torch.cuda, "synchronize", lambda: None)
-    # 60, 10, 40, 30 and 50 s for 10 calls, and so on
-    now = iter(5 * [0, 60, 100, 110, 200, 240, 300, 330, 400, 450])
+    now = iter([7, 17])  # 10 s for 10 calls
     monkeypatch.setattr(
         page, "time", SimpleNamespace(perf_counter=lambda: next(now))
     )
     made = []
-    assert page.fastest_batch(lambda: made.append(1)) == pytest.approx(1e6)
-    assert len(made) == 250
+    assert page.time_of_batch(lambda: made.append(1)) == pytest.approx(1e6)
+    assert len(made) == 10
 
 
 def test_each_pass_has_its_best_compilation(page, monkeypatch):
