@@ -640,23 +640,26 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 one kernel reaches NN% to NN% of the copy, two kernels reach NN%
-# to NN%, PyTorch reaches NN% to NN%, and torch.compile reaches NN% to NN%.
-# Forward, ours is NN to NN times as fast as PyTorch, and NN to NN times as
+# On the H200, one kernel reaches 97% to 98% of the copy, two kernels reach 72%
+# to 78%, PyTorch reaches 49% to 61%, and torch.compile reaches 78% to 94%.
+# Forward, ours is 1.6 to 2.0 times as fast as PyTorch, and 1.0 to 1.2 times as
 # fast as torch.compile.
+# The function of flash-attn reaches 85% to 97%. At 4096 and 8192 columns it is
+# as fast as ours, within a percent.
 #
 # **Why.**
-# Two kernels reach NN% to NN% of the speed of one. We have counted 80%.
-# The wider the matrix is, the better the count fits: at 1024 columns ``s`` has
-# 8 MB, and the second kernel may find it in L2, which has 50 MB. And there the
+# Two kernels reach 74% to 81% of the speed of one. We have counted 80%.
+# They are furthest from it at 1024 columns, where a call is shortest, so the
 # start of a second kernel is a larger part of the time.
 # PyTorch moves the same five matrices as our two kernels. Its layer norm is
 # slower than ours, as `Layer normalization, both passes
 # <../layer-norm/01-layer-norm.html>`_ has found.
-# torch.compile fuses the addition as well, so it has four to move.
+# torch.compile and flash-attn fuse the addition as well, so they have four
+# matrices to move. Why torch.compile is slower at 5120 columns, we have not
+# measured.
 #
 # **What follows.**
-# The fusion is worth what the count says, and the count needs no GPU.
+# The fusion is worth about what the count says, and the count needs no GPU.
 #
 # `Example 45 of AMD's Composable Kernel
 # <https://github.com/ROCm/composable_kernel/tree/8e22e1a/example/45_elementwise_normalization>`_
@@ -1193,9 +1196,9 @@ sectors.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100 one kernel moves NN to NN times the four matrices forward, and NN
-# to NN times backward. Two kernels move NN to NN times forward, and NN to NN
-# times backward.
+# On the H200, one kernel moves 1.00 to 1.01 times the four matrices forward,
+# and 1.00 to 1.01 times backward. Two kernels move 1.25 to 1.26 times forward,
+# and 1.50 to 1.51 times backward.
 #
 # **Why.**
 # That is what we have counted: 5/4 is 1.25, and 6/4 is 1.5. What is a little
@@ -1906,15 +1909,19 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100, up to 12288 columns, one kernel reaches NN% to NN% of the copy,
-# two kernels reach NN% to NN%, PyTorch reaches NN% to NN%, and torch.compile
-# reaches NN% to NN%.
-# Backward, ours is NN to NN times as fast as PyTorch there, and NN to NN times
-# as fast as torch.compile.
-# At 16384 and 32768 columns our two steps reach NN% and NN%.
+# On the H200, up to 12288 columns, one kernel reaches 71% to 89% of the copy,
+# two kernels reach 59% to 62%, PyTorch reaches 32% to 38%, and torch.compile
+# reaches 36% to 53%. Backward, ours is 2.2 to 2.5 times as fast as PyTorch
+# there, and 1.7 to 2.2 times as fast as torch.compile. At 16384 and 32768
+# columns our two steps reach 48% and 49%, and torch.compile reaches 51% and
+# 45%.
 #
 # **Why.**
-# Two kernels reach NN% to NN% of the speed of one, and we have counted 67%.
+# Two kernels reach 69% to 84% of the speed of one, and we have counted 67%.
+# The count fits from 4096 columns on. At 1024 columns one kernel reaches only
+# 71% of the copy. Both designs also add up ``dw`` and ``db`` in a second
+# kernel, which the count leaves out, and which weighs more in a short call.
+#
 # For wide rows let's count once more: the two kernels of the layer norm read
 # ``s`` and ``dy`` twice and write a gradient, which is 5 matrices, and the
 # addition moves 3. Four of 8 is 50%, so that is the most that two steps could
@@ -1965,20 +1972,25 @@ report(bench_wide)
 
 # %%
 # **What the figure shows.**
-# On the H100 our two steps reach NN% and NN% of the copy at 16384 and 32768
-# columns, and torch.compile reaches NN% and NN%.
+# On the H200, our two steps reach 80% and 74% of the copy at 16384 and 32768
+# columns, torch.compile reaches 94% and 94%, and flash-attn reaches 96% and
+# 94%.
 #
 # **Why.**
-# We stay near 80%, so caches deliver most of the second sweep. torch.compile
-# has one kernel for both steps, which adds while it reads a row, and so it
-# need not move ``s`` a second time.
+# At 16384 columns we are at the 80% of the count, so caches deliver the second
+# sweep. At 32768 columns they deliver only a part of it.
+# The other two have one kernel for both steps, so they need not move ``s`` a
+# second time.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **Wide rows forward.** torch.compile is faster from 16384 columns on, as we
-#   have just seen. `Every width <../layer-norm/11-every-width.html>`_ has
-#   other kernels for such rows, without an addition.
+# - **Wide rows forward.** torch.compile and flash-attn are faster from 16384
+#   columns on, as we have just seen. `Every width
+#   <../layer-norm/11-every-width.html>`_ has other kernels for such rows,
+#   without an addition.
+# - **Wide rows backward.** torch.compile is faster at 16384 columns: it
+#   reaches 51% of the copy there, and we reach 48%.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
 # - **flash-attn's function** can also drop elements, scale rows, and normalize
@@ -2065,21 +2077,21 @@ assert exercise_1(_sum_of_three_1)
 # ---------------
 #
 # These are the designs of this page, with the matrices that each moves and its
-# speed on the H100 at 4096 columns, in percent of a copy of four matrices.
+# speed on the H200 at 4096 columns, in percent of a copy of four matrices.
 #
 # Forward:
 #
-# - **PyTorch**, an addition and a layer norm, moves 5 and reaches NN%.
-# - **An addition and our layer norm** move 5 and reach NN%.
-# - **torch.compile**, which fuses both, reaches NN%.
-# - **One kernel** moves 4 and reaches NN%.
+# - **PyTorch**, an addition and a layer norm, moves 5 and reaches 61%.
+# - **An addition and our layer norm** move 5 and reach 77%.
+# - **torch.compile**, which fuses both, reaches 94%.
+# - **One kernel** moves 4 and reaches 86%.
 #
 # Backward:
 #
-# - **PyTorch**, a layer norm and an addition, reaches NN%.
-# - **Our layer norm and an addition** move 6 and reach NN%.
-# - **torch.compile** reaches NN%.
-# - **One kernel** moves 4 and reaches NN%.
+# - **PyTorch**, a layer norm and an addition, reaches 38%.
+# - **Our layer norm and an addition** move 6 and reach 62%.
+# - **torch.compile** reaches 40%.
+# - **One kernel** moves 4 and reaches 86%.
 #
 # And for kernels in general:
 #

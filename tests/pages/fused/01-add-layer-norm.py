@@ -132,6 +132,115 @@ KERNELS = Kernels(
 )
 
 
+FACTS = {
+    "two kernels to reach 4/5, or 80%": "5 matrices and 4",
+    "We have counted 80%": "5 matrices and 4",
+    "we have counted 67%": "6 matrices and 4",
+    "Four of 8 is 50%": "arithmetic",
+    "Four of 6 is 67%": "arithmetic",
+    "four of 5, or 80%": "arithmetic",
+    "at the 80% of the count": "4 matrices of 5",
+}
+
+
+def CLAIMS(figure):
+    def span(numbers, unit="%"):
+        return f"{numbers.least}{unit} to {numbers.most}{unit}"
+
+    forward = figure("add-layer-norm-forward", "H200")
+    yield (
+        f"On the H200, one kernel reaches {span(forward.shares('triton'))} of "
+        f"the copy, two kernels reach {span(forward.shares('both'))}, PyTorch "
+        f"reaches {span(forward.shares('torch'))}, and torch.compile reaches "
+        f"{span(forward.shares('torch.compile'))}."
+    )
+    yield (
+        f"Forward, ours is {span(forward.ratios('triton', 'torch'), '')} "
+        "times as fast as PyTorch, and "
+        f"{span(forward.ratios('triton', 'torch.compile'), '')} times as fast "
+        "as torch.compile."
+    )
+    yield (
+        f"The function of flash-attn reaches {span(forward.shares('flash'))}."
+    )
+    for N in (4096, 8192):
+        assert abs(forward.ratio("flash", "triton", N) - 1) < 0.01
+    yield (
+        f"Two kernels reach {span(forward.shares('both', 'triton'))} of the "
+        "speed of one. We have counted 80%."
+    )
+
+    sectors = figure("add-layer-norm-sectors", "H200")
+    one, two, back_one, back_two = (
+        span(sectors.all_medians(name), "")
+        for name in ("triton", "forward both", "backward one", "backward both")
+    )
+    yield (
+        f"On the H200, one kernel moves {one} times the four matrices "
+        f"forward, and {back_one} times backward. Two kernels move {two} "
+        f"times forward, and {back_two} times backward."
+    )
+
+    backward = figure("add-layer-norm-backward", "H200")
+    fits = backward.between(0, 12288)
+    yield (
+        "On the H200, up to 12288 columns, one kernel reaches "
+        f"{span(fits.shares('triton'))} of the copy, two kernels reach "
+        f"{span(fits.shares('both'))}, PyTorch reaches "
+        f"{span(fits.shares('torch'))}, and torch.compile reaches "
+        f"{span(fits.shares('torch.compile'))}."
+    )
+    yield (
+        f"Backward, ours is {span(fits.ratios('triton', 'torch'), '')} times "
+        "as fast as PyTorch there, and "
+        f"{span(fits.ratios('triton', 'torch.compile'), '')} times as fast as "
+        "torch.compile."
+    )
+    ours, theirs = (
+        [backward.share(name, N) for N in (16384, 32768)]
+        for name in ("triton", "torch.compile")
+    )
+    yield (
+        f"At 16384 and 32768 columns our two steps reach {ours[0]}% and "
+        f"{ours[1]}%, and torch.compile reaches {theirs[0]}% and {theirs[1]}%."
+    )
+    yield (
+        f"torch.compile is faster at 16384 columns: it reaches {theirs[0]}% "
+        f"of the copy there, and we reach {ours[0]}%."
+    )
+    yield (
+        f"Two kernels reach {span(fits.shares('both', 'triton'))} of the "
+        "speed of one, and we have counted 67%."
+    )
+    yield (
+        "At 1024 columns one kernel reaches only "
+        f"{backward.share('triton', 1024)}% of the copy."
+    )
+
+    wide = figure("add-layer-norm-wide", "H200")
+    ours, theirs, flash = (
+        [wide.share(name, N) for N in (16384, 32768)]
+        for name in ("triton", "torch.compile", "flash")
+    )
+    yield (
+        f"On the H200, our two steps reach {ours[0]}% and {ours[1]}% of the "
+        "copy at 16384 and 32768 columns, torch.compile reaches "
+        f"{theirs[0]}% and {theirs[1]}%, and flash-attn reaches {flash[0]}% "
+        f"and {flash[1]}%."
+    )
+
+    share = {name: forward.share(name, 4096) for name in forward.medians}
+    yield f"an addition and a layer norm, moves 5 and reaches {share['torch']}%"
+    yield f"our layer norm** move 5 and reach {share['both']}%"
+    yield f"which fuses both, reaches {share['torch.compile']}%"
+    yield f"**One kernel** moves 4 and reaches {share['triton']}%"
+    share = {name: backward.share(name, 4096) for name in backward.medians}
+    yield f"a layer norm and an addition, reaches {share['torch']}%"
+    yield f"an addition** move 6 and reach {share['both']}%"
+    yield f"**torch.compile** reaches {share['torch.compile']}%"
+    yield f"**One kernel** moves 4 and reaches {share['triton']}%"
+
+
 HALF, SINGLE = torch.float16, torch.float32
 at = AddNorm.at
 
