@@ -650,7 +650,8 @@ report(bench_forward)
 # **Why.**
 # Two kernels reach 74% to 81% of the speed of one. We have counted 80%.
 # They are furthest from it at 1024 columns, where a call is shortest, so the
-# start of a second kernel is a larger part of the time.
+# start of a second kernel should be a larger part of the time. That does not
+# explain why they are below it at 5120 columns, too.
 # PyTorch moves the same five matrices as our two kernels. Its layer norm is
 # slower than ours, as `Layer normalization, both passes
 # <../layer-norm/01-layer-norm.html>`_ has found.
@@ -1918,9 +1919,10 @@ report(bench_backward)
 #
 # **Why.**
 # Two kernels reach 69% to 84% of the speed of one, and we have counted 67%.
-# The count fits from 4096 columns on. At 1024 columns one kernel reaches only
-# 71% of the copy. Both designs also add up ``dw`` and ``db`` in a second
-# kernel, which the count leaves out, and which weighs more in a short call.
+# From 4096 columns on the count nearly fits. At 1024 columns one kernel
+# reaches only 71% of the copy. Both designs also add up ``dw`` and ``db`` in a
+# second kernel, which the count leaves out. It should weigh more in a short
+# call, but we have not timed it alone.
 #
 # For wide rows let's count once more: the two kernels of the layer norm read
 # ``s`` and ``dy`` twice and write a gradient, which is 5 matrices, and the
