@@ -1193,8 +1193,8 @@ check_design(backward_by_reductions, 1, 2, queries=70, keys=150, D=64)
 # They can, if they take turns in a fixed order: for each tile of queries,
 # program 0 adds first, then program 1, and so on. So each tile of queries gets
 # a number in memory that says whose turn it is. It begins with 0. A program
-# waits until the number is its own, adds its part, and then adds 1 to the
-# number. As with `a lock <../layer-norm/03-lock.html>`_ it takes ``acquire``
+# waits until the number is its own, adds its part, and then writes the number
+# of the next program. As with `a lock <../layer-norm/03-lock.html>`_ it takes ``acquire``
 # to see what the programs before have added, and a barrier and ``release`` to
 # pass the turn on.
 #
@@ -1334,7 +1334,7 @@ def _attention_bwd_in_order(
 
         # New: once all our threads have added, it is the next one's turn.
         tl.debug_barrier()
-        tl.atomic_add(turn_ptr, 1, sem="release")
+        tl.atomic_xchg(turn_ptr, tile + 1, sem="release")
 
     dk = (dk * scale).to(dk_desc.dtype).reshape(1, 1, TILE_K, D)
     dv = dv.to(dv_desc.dtype).reshape(1, 1, TILE_K, D)
@@ -1804,10 +1804,11 @@ different_bits.run(show_plots=ON_GPU)
 # don't we give it 128 keys, or 256?
 #
 # Its sums are the reason. ``dk`` and ``dv`` of 128 keys with 128 numbers are
-# 2 · 128 · 128 float32 numbers. Four warps have 128 threads, so that is 256 for
-# each, and a thread has at most 255 registers. The compiler has to *spill*: it
-# keeps some of the sums in *local memory*, which belongs to a thread and lies
-# where all memory lies. Each step then loads them, adds, and stores them.
+# 2 · 128 · 128 float32 numbers. Four warps have 128 threads, so that is 256
+# for each, and a thread has at most 255 registers. The compiler has to
+# *spill*: it keeps some of the sums in *local memory*, which belongs to a
+# thread and lies where all memory lies. Each step then loads them, adds, and
+# stores them.
 # With 64 numbers in a head the same tile takes half as many registers.
 #
 # How do we see that before we measure? A compiled kernel knows it. A launch in
@@ -2033,7 +2034,7 @@ def _attention_bwd_first_stores(
                 pass
             tl.atomic_add(sums_ptr + at, part, mask=mask, sem="relaxed")
         tl.debug_barrier()
-        tl.atomic_add(turn_ptr, 1, sem="release")
+        tl.atomic_xchg(turn_ptr, tile + 1, sem="release")
 
     dk = (dk * scale).to(dk_desc.dtype).reshape(1, 1, TILE_K, D)
     dv = dv.to(dv_desc.dtype).reshape(1, 1, TILE_K, D)

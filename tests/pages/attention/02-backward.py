@@ -1,0 +1,337 @@
+"""What must hold of the page "Five products or seven"."""
+
+from functools import partial
+
+import torch
+
+from compiled.declared import Case, Kernel, Kernels, of_page
+from conformance import Attention, AttentionCase, Mistake, Page
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+FIRST = "attention/01-attention"
+DESIGNS = ("triton", "atomics", "reductions", "in-order", "stored")
+OWNED = ("triton", "in-order", "stored")  # the same bits each time
+
+
+def run(page, M, N, dtype, D=128):
+    def empty():
+        t = torch.empty(M, 16, N, D, dtype=dtype, device=page.DEVICE)
+        return t.requires_grad_()
+
+    for design in DESIGNS:
+        q, k, v = empty(), empty(), empty()
+        y = page.attention(q, k, v, design=design)
+        torch.autograd.grad(y, (q, k, v), torch.empty_like(y))
+
+
+def of_64(page, M, N, dtype):
+    run(page, M, N, dtype, 64)
+
+
+def of_32(page, M, N, dtype):
+    run(page, M, N, dtype, 32)
+
+
+def of_16(page, M, N, dtype):
+    run(page, M, N, dtype, 16)
+
+
+def alone(D, name):
+    """The kernel with keys of seven products, with a tile of the figure."""
+
+    def launch(page, M, N, dtype):
+        page.keys_alone(N, D, page.TILES[name])()
+
+    launch.__name__ = f"keys_{D}_{name}".replace(" ", "_")
+    return launch
+
+
+def keys_64_4(page, M, N, dtype):
+    page.keys_alone(N, 64, page.TILES["32 × 128, 4 warps"])()
+
+
+def keys_128_4(page, M, N, dtype):
+    page.keys_alone(N, 128, page.TILES["32 × 128, 4 warps"])()
+
+
+def keys_128_8(page, M, N, dtype):
+    page.keys_alone(N, 128, page.TILES["32 × 128, 8 warps"])()
+
+
+def also(page, M, N, dtype):
+    """The solution of the exercise."""
+    t = torch.empty(1, 2, 100, 32, dtype=dtype, device=page.DEVICE)
+    lse = torch.empty(1, 2, 100, device=page.DEVICE)
+    plan = {"TILE_Q": 16, "TILE_K": 32, "STAGES": 1, "num_warps": 4}
+    arguments, programs = page.given_to_keys(
+        t, t, t, t, t, lse, 1.0, t, t, plan
+    )
+    numbers = torch.zeros(64, dtype=torch.int32, device=page.DEVICE)
+    page._attention_bwd_first_stores[programs](
+        sums_ptr=t.float(),
+        ticket_ptr=numbers[:1],
+        turns_ptr=numbers[32:],
+        **arguments,
+    )
+
+
+PUBLISHED = "2026-11-26"
+
+
+def multiplies(code):
+    """By Tensor Cores, with tiles from the TMA where there is one."""
+    return [
+        code.multiplies,
+        code.fetches_tiles == (code.target in ("sm_90", "sm_100")),
+    ]
+
+
+def five(look, true=multiplies, **limits):
+    return Kernel(
+        look=look,
+        true=true,
+        shared=227 * 1024,
+        copies="any",
+        narrow_copies=6,  # lse and delta
+        **limits,
+    )
+
+
+KERNELS = Kernels(
+    run=run,
+    also=also,
+    M=4,
+    N=[4096],
+    dtype="float16",
+    sizes={"float16": [1000, 4096], "bfloat16": [4096]},
+    kernels={
+        **of_page(
+            FIRST,
+            "_attention_fwd",
+            "_attention_bwd_delta",
+            "_attention_bwd_keys",
+            "_attention_bwd_queries",
+        ),
+        "_attention_bwd_atomics": five(
+            """
+            Five products in a step. On sm_90 an atomic addition adds four
+            numbers at a time: ``atom.global.add.v4.f32``.
+            """,
+        ),
+        "_attention_bwd_reductions": five(
+            """
+            ``cp.reduce.async.bulk.tensor`` adds a whole tile on sm_90, from
+            shared memory. One thread of a program starts it.
+            """,
+            lambda code: [*multiplies(code), code.count("release") == 0],
+        ),
+        "_attention_bwd_in_order": five(
+            """
+            The addition of 0 with ``acquire`` asks whose turn it is. After
+            the additions there is a barrier, and then the addition with
+            ``release`` that passes the turn on.
+            """,
+            lambda code: [code.multiplies, code.count("release") == 1],
+            releases=1,
+        ),
+        "_attention_bwd_stored": five(
+            "Four products in a step, and a tile of ``ds`` that is stored.",
+        ),
+        "_attention_bwd_product": Kernel(
+            look="One product in a step, of two tiles from memory.",
+            true=multiplies,
+            shared=227 * 1024,
+            copies="any",
+        ),
+        "_attention_bwd_round": Kernel(
+            look="Read by 16 bytes, multiplied, and rounded.",
+            true=lambda code: [not code.multiplies],
+        ),
+    },
+    cases={
+        "D = 64": Case(run=of_64, sizes={"float16": [4096]}),
+        "D = 32": Case(run=of_32, sizes={"float16": [4096]}),
+        "D = 16": Case(run=of_16, sizes={"float16": [4096]}),
+        "tile of 128 keys, D = 64": Case(
+            run=keys_64_4,
+            sizes={"float16": [4096]},
+            true={
+                "_attention_bwd_keys": lambda code: [code.registers <= 255],
+            },
+        ),
+        "tile of 128 keys, D = 128": Case(
+            run=keys_128_4,
+            sizes={"float16": [4096]},
+            kernels={"_attention_bwd_keys": {"spills": 2000}},
+            true={
+                # "More than 1000 bytes."
+                "_attention_bwd_keys": lambda code: [
+                    code.registers == 255,
+                    code.spills > 1000,
+                ],
+            },
+        ),
+        "tile of 128 keys, D = 128, 8 warps": Case(
+            run=keys_128_8, sizes={"float16": [4096]}
+        ),
+    },
+)
+
+FACTS = {}
+
+# Tiles of 16, so that small cases have several.
+SMALL = (
+    ("16: (128, 64, 4, 3),", "16: (16, 32, 4, 3),"),
+    ("32: (128, 64, 4, 3),", "32: (32, 16, 4, 3),"),
+    ("64: (64, 128, 4, 2),", "64: (16, 32, 4, 3),"),
+    ("128: (128, 64, 4, 2),", "128: (16, 32, 4, 2),"),
+    ('"TILE_Q": 64,\n        "TILE_K": 64,', '"TILE_Q": 16, "TILE_K": 32,'),
+    ("16: (64, 64, 4, 3),", "16: (16, 32, 4, 3),"),
+    ("32: (64, 64, 4, 3),", "32: (32, 16, 4, 3),"),
+    ("64: (64, 128, 8, 2),", "64: (16, 32, 8, 2),"),
+    ("128: (64, 64, 8, 2),", "128: (16, 32, 8, 2),"),
+    ("16: (64, 64, 4),", "16: (16, 32, 4),"),
+    ("32: (64, 64, 4),", "32: (32, 16, 4),"),
+    ("64: (64, 128, 8),", "64: (16, 32, 8),"),
+    ("128: (64, 64, 8),", "128: (16, 32, 8),"),
+    ("tile_q, tile_k = 128, 64", "tile_q, tile_k = 32, 16"),
+)
+
+
+def half(*sizes, **more):
+    (lead, queries, keys, D), dtype = sizes, HALF
+    return AttentionCase(lead, queries, keys, D, dtype, **more)
+
+
+def of_all(*sizes, **more):
+    return tuple(half(*sizes, function=name, **more) for name in DESIGNS)
+
+
+def attention_of(design):
+    return lambda page: partial(page.attention, design=design)
+
+
+def all_of_five(load):
+    """Small tiles in the interpreter, each design."""
+    load("small")
+
+
+PAGE = Page(
+    __file__,
+    Attention(),
+    {design: attention_of(design) for design in DESIGNS},
+    quick=(),
+    forms={"small": SMALL, "as it is": ()},
+    mistakes=(
+        Mistake(
+            ValueError,
+            "design is 'eight'",
+            lambda ones: [ones(1, 1, 8, 16, dtype=HALF)] * 3,
+            {"design": "eight"},
+        ),
+    ),
+    cases=(
+        half((1, 2), 64, 128, 32, large=900.0, function="atomics"),
+        half((1, 2), 33, 65, 64, large=900.0, function="in-order"),
+        half((2, 2), 128, 256, 16, function="stored"),
+        half((1, 2), 129, 65, 64, function="reductions"),
+        half((1, 1), 1, 300, 128, function="stored"),
+    ),
+    full=tuple(
+        AttentionCase(lead, queries, keys, D, dtype, function=design)
+        for lead, queries, keys, D in (
+            ((2, 4), 1024, 1024, 128),
+            ((1, 3), 1000, 2077, 128),
+            ((3, 2), 2048, 333, 64),
+            ((1, 2), 4097, 4095, 32),
+            ((5, 1), 511, 513, 16),
+        )
+        for dtype in (HALF, BRAIN)
+        for design in DESIGNS
+    ),
+    repeatable=OWNED,
+    repeated=tuple(
+        half((1, 4), 1000, 1500, 128, function=design) for design in OWNED
+    ),
+    graphs=of_all((1, 4), 200, 300, 64),
+    trains=DESIGNS,
+    huge=(4096,),
+    # ds alone would take 274 GB.
+    huge_functions=tuple(d for d in DESIGNS if d != "stored"),
+    elsewhere="not the current GPU",
+    sanitizers=("memcheck", "racecheck"),
+    sanitized=of_all((1, 2), 37, 51, 32),
+    prints={
+        "errors:": 4,
+        "dq adds up to": 5,
+        "Timing needs a GPU": 3,
+        "Registers are those of a GPU": 1,
+        "exercise 1: largest error": 2,
+    },
+    mutants={
+        "keys that are not there add to dq": (
+            "p = tl.where(key[:, None] < keys, p, 0)",
+            "p = tl.where(key[:, None] < keys + 64, p, 0)",
+        ),
+        "delta is dropped": (
+            "ds = (p * (dp - delta[None, :])).to(q.dtype)",
+            "ds = (p * dp).to(q.dtype)",
+        ),
+        "the sums are not scaled": (
+            "tl.store(dq_ptr + at, total * scale, mask=mask)",
+            "tl.store(dq_ptr + at, total, mask=mask)",
+        ),
+        "ds is read as it lies": (
+            "ds_desc.store([batch, head, first, start], ds)",
+            "ds_desc.store([batch, head, start, first], ds)",
+        ),
+        "the tile stores and does not add": (
+            "before + part",
+            "part",
+        ),
+        "nobody passes the turn on to the next tile": (
+            "turns_ptr += lead * tl.cdiv(queries, TILE_Q)\n    k = k_desc"
+            ".load([batch, head, first, 0]).reshape(TILE_K, D)\n    v = v_desc"
+            ".load([batch, head, first, 0]).reshape(TILE_K, D)\n    dk = "
+            "tl.zeros((TILE_K, D), tl.float32)\n    dv = tl.zeros((TILE_K, D),"
+            " tl.float32)\n\n    for start in tl.range(0, queries, TILE_Q, "
+            "num_stages=STAGES):\n        ds, dk, dv = _step",
+            "turns_ptr += 0",
+        ),
+    },
+    kills=(
+        half((2, 3), 37, 51, 32, function="atomics"),
+        half((2, 3), 37, 51, 32, function="reductions"),
+        half((1, 2), 33, 40, 16, function="stored"),
+        half((1, 2), 33, 40, 16, function="in-order"),
+        lambda load: far_below(load("small")),
+    ),
+)
+
+
+def far_below(page):
+    """All scores are far below 0: a key that is not there has a score of 0,
+    and an infinite power."""
+    D, dtype = 16, HALF
+    q = torch.full((1, 1, 20, D), 30.0, dtype=dtype, device=page.DEVICE)
+    k = torch.full((1, 1, 40, D), -30.0, dtype=dtype, device=page.DEVICE)
+    v, dy = (torch.randn_like(t) for t in (k, q))
+    for design in DESIGNS:
+        given = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = page.attention(*given, design=design)
+        for t in torch.autograd.grad(y, given, dy):
+            assert t.isfinite().all(), design
+
+
+def test_scores_far_below_zero(load):
+    far_below(load("as it is"))
+
+
+def test_exercise(output):
+    stub, solution = (
+        float(line.rpartition(" ")[2])
+        for line in output.splitlines()
+        if "exercise 1: largest error" in line
+    )
+    assert stub != stub  # not a number
+    assert solution < 1e-2
