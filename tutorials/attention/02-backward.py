@@ -30,7 +30,7 @@ to run.
   tiles that is right for 64 numbers in a head fails for 128.
 
 **What you need:** `Attention without its matrix <01-attention.html>`_, whose
-kernels this page takes over, and `A lock, and what can go wrong
+kernels this page takes over, and `A lock, and its race
 <../layer-norm/03-lock.html>`_ for programs that wait.
 You don't need a GPU.
 """
@@ -1085,7 +1085,7 @@ in_percent(bench_atomics)
 #
 # Triton's interpreter has no such operation. It runs one program after the
 # other, so there a program can load the sums, add its part and store them. On
-# a GPU that would go wrong, as in `A lock, and what can go wrong
+# a GPU that would go wrong, as in `A lock, and its race
 # <../layer-norm/03-lock.html>`_.
 # All else is as it was.
 
@@ -2058,5 +2058,5 @@ assert exercise_1(_attention_bwd_first_stores)
 # - Programs that wait for each other take their numbers when they start.
 # - Look at ``n_regs`` and ``n_spills`` before you look at a clock.
 #
-# **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
-# has rows for which one program is not enough.
+# **Next:** `What a second pass costs <../layer-norm/09-two-passes.html>`_ asks
+# the same of layer norm, where memory is the limit and not arithmetic.
