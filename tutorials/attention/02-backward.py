@@ -185,7 +185,7 @@ for column in range(5):
         arrowprops={
             "arrowstyle": "->",
             "color": f"C{column}",
-            "connectionstyle": f"arc3,rad={-0.12 - 0.06 * (4 - column)}",
+            "connectionstyle": f"arc3,rad={-0.06 - 0.03 * (4 - column)}",
         },
     )
     plt.text(
@@ -1911,8 +1911,8 @@ bench_tiles.run(show_plots=ON_GPU)
 # **What the compiler says.**
 # With 64 numbers in a head, the tile of 32 × 128 with 4 warps takes about 240
 # registers of a thread, and nothing is spilled. With 128 numbers a thread has
-# all 255, and it spills more than 1000 bytes. With 8 warps each thread has half
-# of the sums: it takes about 200 registers, and nothing is spilled.
+# all 255, and it spills more than 1000 bytes. With 8 warps each thread has
+# half of the sums: it takes about 200 registers, and nothing is spilled.
 #
 # **What the figure shows.**
 # On the H100, with 64 numbers in a head, this tile with 4 warps reaches NN
@@ -1923,10 +1923,11 @@ bench_tiles.run(show_plots=ON_GPU)
 # **Who takes it?**
 # `Triton's tutorial on attention
 # <https://triton-lang.org/main/getting-started/tutorials/06-fused-attention.html>`_
-# does. Its backward pass goes by tiles of 32 queries and 128 keys with 4 warps,
-# whatever the head dimension. It tries several tiles in its forward pass, but
-# not in the backward pass. As we have just seen, that is a fine tile for heads
-# of 64 numbers, and the tutorial is about an idea, not about tables of tiles.
+# does. Its kernel computes ``dk`` and ``dv`` in tiles of 32 queries and 128
+# keys with 4 warps, whatever the head dimension. It tries several tiles in its
+# forward pass, but not in the backward pass. As we have just seen, that is a
+# tile that fits for heads of 64 numbers, which is what its benchmark measures,
+# and the tutorial teaches an idea and not tables of tiles.
 # If you start from it and have heads of 128 numbers, take half the keys or
 # twice the warps.
 #
