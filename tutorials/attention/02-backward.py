@@ -1911,7 +1911,7 @@ bench_tiles.run(show_plots=ON_GPU)
 # **What the compiler says.**
 # With 64 numbers in a head, the tile of 32 × 128 with 4 warps takes about 240
 # registers of a thread, and nothing is spilled. With 128 numbers a thread has
-# all 255, and it spills more than 1000 bytes. With 8 warps each thread has
+# all 255, and it spills more than 600 bytes. With 8 warps each thread has
 # half of the sums: it takes about 200 registers, and nothing is spilled.
 #
 # **What the figure shows.**

@@ -76,10 +76,17 @@ def multiplies(code):
     ]
 
 
+def nothing_spilled(code):
+    """On an H100: its tiles were chosen for it, and other compilers and
+    GPUs spill some of these sums."""
+    return [code.target != "sm_90" or code.spills == 0]
+
+
 def five(look, true=multiplies, **limits):
     return Kernel(
         look=look,
-        true=true,
+        true=lambda code: [*true(code), *nothing_spilled(code)],
+        spills=1200,
         shared=227 * 1024,
         copies="any",
         narrow_copies=6,  # lse and delta
@@ -121,8 +128,13 @@ KERNELS = Kernels(
             the additions there is a barrier, and then the addition with
             ``release`` that passes the turn on.
             """,
-            lambda code: [code.multiplies, code.count("release") == 1],
+            lambda code: [
+                code.multiplies,
+                code.count("release") == 1,
+                not code.unsafe,
+            ],
             releases=1,
+            narrow_loads=17,  # of lse and delta, and whose turn it is
         ),
         "_attention_bwd_stored": five(
             "Four products in a step, and a tile of ``ds`` that is stored.",
@@ -157,10 +169,10 @@ KERNELS = Kernels(
             sizes={"float16": [4096]},
             kernels={"_attention_bwd_keys": {"spills": 2000}},
             true={
-                # "More than 1000 bytes."
+                # "More than 600 bytes."
                 "_attention_bwd_keys": lambda code: [
                     code.registers == 255,
-                    code.spills > 1000,
+                    code.spills > 600,
                 ],
             },
         ),
