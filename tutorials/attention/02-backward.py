@@ -730,8 +730,8 @@ def _attention_bwd_round(
 # %%
 # How large are its tiles? The more keys a program has, the fewer parts there
 # are to add up. But ``dk`` and ``dv`` of all its keys are in registers.
-# We come back to this below. These tiles were the fastest of those that we
-# tried on an H100.
+# We come back to this below. With the tiles of this table the compiler finds
+# registers for everything on an H100. We have not searched for faster ones.
 
 FIVE_PRODUCTS = {
     # D: queries, keys, warps, stages
@@ -1070,7 +1070,20 @@ def bench_atomics(N, D, dtype, mode, provider):
 in_percent(bench_atomics)
 
 # %%
-# @@RESULT-A
+# **What the figure shows.**
+# On the H100 atomic additions reach NN TFLOP/s at 1024 keys, NN at 4096 and NN
+# at 16384. Seven products reach NN, NN and NN. So the design that computes two
+# products twice is NN to NN times as fast.
+#
+# **Why?**
+# Five products are fewer, but a part of ``dq`` leaves the SM in each step. With
+# 64 keys to a program that is one byte for each 160 operations, so at 4096
+# keys NN TB of numbers to add go to L2 in each second. For comparison, memory
+# moves at most 3.35 TB/s.
+# And the parts are not all. A kernel has to write zeros to the sums first, and
+# another one has to round them at the end. Both take the same time at every
+# length, so they weigh most for short sequences. We have not measured how much
+# of the difference each of these makes.
 #
 # One instruction for a tile
 # --------------------------
@@ -1353,7 +1366,7 @@ IN_ORDER = {
     16: (64, 64, 4),
     32: (64, 64, 4),
     64: (64, 128, 8),
-    128: (64, 64, 8),
+    128: (32, 128, 8),
 }
 
 
@@ -1749,7 +1762,27 @@ in_percent(bench_designs)
 in_percent(bench_designs_64)
 
 # %%
-# @@RESULT-B
+# **What both figures show.**
+# On the H100, with 128 numbers in a head and 4096 keys, seven products reach
+# NN TFLOP/s, atomic additions NN, reductions NN, the design in order NN, and
+# the one with ``ds`` in memory NN. At 16384 keys it is NN, NN, NN, NN and NN.
+# With 64 numbers in a head and 4096 keys it is NN, NN, NN, NN and NN.
+#
+# **Why is order so slow?**
+# Waiting for the programs before is only one part of it. The other one is that
+# loads no longer run ahead: Triton fetches tiles in advance only in a loop
+# that has no other loop and no barrier in it, and this one has both. So each
+# step waits for its queries.
+#
+# **Why is it not faster to read ds?**
+# Four products and one are five, and every sum has an owner. But ``ds`` is
+# written and read, and 16384 keys take 5.1 ms for it at 3.35 TB/s, when
+# nothing else moves. Seven products take NN ms there in all.
+#
+# **What follows.**
+# To compute two products again costs two sevenths of the time of a kernel that
+# does little else, and it needs neither memory nor an order. In the kernels of
+# this page that is the best price.
 #
 # The same bits?
 # --------------
@@ -1940,7 +1973,18 @@ bench_tiles.run(show_plots=ON_GPU)
 # Where PyTorch is better
 # -----------------------
 #
-# @@RESULT-PYTORCH
+# On the H100 cuDNN reaches NN TFLOP/s with 128 numbers in a head and 4096
+# keys, and seven products reach NN% of that. With 64 numbers it is NN%.
+# FlashAttention-2 has five products and atomic additions, and reaches NN
+# TFLOP/s at 128 numbers.
+# It was written for the A100, so this does not say that its design is the
+# worse one on an H100.
+# `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_ was written for the
+# H100. It has five products, and adds up ``dq`` in float32 with the same unit
+# as our reductions, while other warps go on multiplying. A kernel in Triton
+# can't give its warps such different work by hand.
+# So our conclusion holds for kernels that one writes in this way. Whoever can
+# hide the additions behind products may well be faster with five.
 #
 # Exercise
 # --------
@@ -2084,7 +2128,20 @@ assert exercise_1(_attention_bwd_first_stores)
 # What we learned
 # ---------------
 #
-# @@LADDER
+# These are the ways to add up ``dq`` on this page, with their speeds on the
+# H100 at 4096 keys and 128 numbers in a head:
+#
+# - **Atomic additions** need five products and a sum in float32. Other runs
+#   give other bits. NN TFLOP/s.
+# - **Reductions by the TMA** are the same, without addresses: one instruction
+#   adds a tile. NN TFLOP/s.
+# - **In order** gives the same bits each time. Programs wait for each other,
+#   and their loads don't run ahead. NN TFLOP/s.
+# - **ds in memory** gives the same bits each time, with five products and a
+#   matrix: 8.6 GB for 16 heads of 16384 tokens. NN TFLOP/s.
+# - **Seven products** give the same bits each time, and need nothing else. NN
+#   TFLOP/s.
+# - **cuDNN** reaches NN TFLOP/s, and **FlashAttention-2** NN.
 #
 # And for kernels in general:
 #
