@@ -1076,10 +1076,10 @@ in_percent(bench_atomics)
 # products twice is NN to NN times as fast.
 #
 # **Why?**
-# Five products are fewer, but a part of ``dq`` leaves the SM in each step. With
-# 64 keys to a program that is one byte for each 160 operations, so at 4096
-# keys NN TB of numbers to add go to L2 in each second. For comparison, memory
-# moves at most 3.35 TB/s.
+# Five products are fewer, but a part of ``dq`` leaves the SM in each step.
+# With 64 keys to a program that is one byte for each 160 operations, so at
+# 4096 keys NN TB of numbers to add go to L2 in each second. For comparison,
+# memory moves at most 3.35 TB/s.
 # And the parts are not all. A kernel has to write zeros to the sums first, and
 # another one has to round them at the end. Both take the same time at every
 # length, so they weigh most for short sequences. We have not measured how much
