@@ -129,7 +129,10 @@ print(f"1 + (s + s) = {one + (small + small):.10f}")
 #
 # For 16 heads of 16384 queries, with 128 numbers in a head:
 
-heads, N, D, TILE_K = 16, 16384, 128, 64
+heads = 16
+N = 16384
+D = 128
+TILE_K = 64
 product = 2 * N**2 * D * heads
 added = 4 * N * D * (N // TILE_K) * heads
 stored = 2 * N**2 * heads
