@@ -31,7 +31,7 @@ QUESTIONS = {
         "dropout": r"fused/02-dropout.html",
         "interpreter": r"how-figures-are-made.html#recorded-or-live",
         "layer normalization": r"01-layer-norm.html$",
-        "cuda graph": r"10-host-time.html#three-clocks-one-call",
+        "cuda graph": r"10-host-time.html#pytorch-s-own-cures",
         # spelled otherwise than on the page, or with more than letters
         "2^31": r"(10-host-time|02-summing-rows).html#",
         "layernorm": r"01-layer-norm.html$",
@@ -49,7 +49,7 @@ QUESTIONS = {
         "padding": r"05-chunks.html$",
         "16 bytes": r"06-unaligned-rows.html",
         "million columns": r"08-shared-rows.html$|05-wide-softmax.html$",
-        "launch": r"10-host-time.html#three|08-shared-rows.html#forward",
+        "launch": r"10-host-time.html#third|08-shared-rows.html#forward",
         "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
         # asked in a second review, of which nine of twenty were answered
         "num_warps": r"04-loads-in-flight.html#second-knob-warps",
@@ -102,7 +102,7 @@ QUESTIONS = {
         "填充": r"05-chunks.html$",
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout).html#",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -127,7 +127,7 @@ QUESTIONS = {
         "インタプリタ": r"how-figures-are-made.html#recorded-or-live",
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout).html#",
     },
 }
 
