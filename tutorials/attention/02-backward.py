@@ -95,7 +95,7 @@ assert torch.allclose(parts[0] + parts[1], q.grad, atol=1e-6)
 
 # %%
 # Neither part is the gradient, and their sum is. With 16384 keys and tiles of
-# 64, each query has 256 such parts, in 256 programs.
+# 128, each query has 128 such parts, in 128 programs.
 #
 # Does it matter in which order they are added up? Each addition rounds, so it
 # does. Let's add three float32 numbers in two orders.
@@ -132,7 +132,7 @@ print(f"1 + (s + s) = {one + (small + small):.10f}")
 heads = 16
 N = 16384
 D = 128
-TILE_K = 64
+TILE_K = 128
 product = 2 * N**2 * D * heads
 added = 4 * N * D * (N // TILE_K) * heads
 stored = 2 * N**2 * heads
@@ -142,10 +142,11 @@ print(f"ds in 16 bits: {stored / 1e9:.1f} GB, written and then read")
 
 # %%
 # Five products take at least 5.6 ms on an H100, by the 989 TFLOP/s of its data
-# sheet. In this time its memory moves 18.6 GB, at 3.35 TB/s. So the parts of
-# ``dq``, 34.4 GB, must not go there. They don't have to: ``dq`` of a head has
-# 8.4 MB in float32, and L2 has 50 MB. L2 can also add: an atomic addition is
-# sent there, and the SM does not wait for it.
+# sheet. In this time its memory moves 18.6 GB, at 3.35 TB/s. To add the parts
+# of ``dq`` to numbers in memory takes 17.2 GB of loads and 17.2 GB of stores,
+# so they must not go there. They don't have to: ``dq`` of a head has 8.4 MB in
+# float32, and L2 has 50 MB. L2 can also add: an atomic addition is sent there,
+# and the SM does not wait for it.
 # And ``ds`` with its 8.6 GB goes to memory and comes back. That takes 5.1 ms,
 # which is nearly as long as all the products.
 
@@ -598,6 +599,7 @@ def _step_of_keys(
     TILE_Q: tl.constexpr,  # queries of a step
     TILE_K: tl.constexpr,  # keys of a program
     WHOLE: tl.constexpr,  # whether the last tile of keys is full
+    DP_FIRST: tl.constexpr,  # whether dp is computed before the weights
 ):
     """ds of our keys and TILE_Q queries; dk and dv with what these add."""
     # The weights again, a row for each key. Queries that do not exist are
@@ -607,6 +609,11 @@ def _step_of_keys(
     mask = query < queries
     lse = tl.load(lse_ptr + query, mask=mask, other=0)
     score = tl.dot(k, q.T)
+    if DP_FIRST:
+        # New: a second product, which needs no weights.
+        dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, D)
+        dp = tl.dot(v, dy.T)
+        delta = tl.load(delta_ptr + query, mask=mask, other=0)
     p = tl.exp2(score * (scale * log2e) - lse[None, :])
     if not WHOLE:
         # New: keys that do not exist must add nothing to dq. Their power may
@@ -615,12 +622,14 @@ def _step_of_keys(
         p = tl.where(key[:, None] < keys, p, 0)
 
     # dv: the sum of p dy, over queries.
-    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, D)
+    if not DP_FIRST:
+        dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, D)
     dv = tl.dot(p.to(dy.dtype), dy, dv)
 
     # ds = p (dp - delta), in 16 bits, and dk: the sum of ds q.
-    delta = tl.load(delta_ptr + query, mask=mask, other=0)
-    dp = tl.dot(v, dy.T)
+    if not DP_FIRST:
+        delta = tl.load(delta_ptr + query, mask=mask, other=0)
+        dp = tl.dot(v, dy.T)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, dk)
     return ds, dk, dv
@@ -659,6 +668,7 @@ def _attention_bwd_atomics(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    DP_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # Which keys are ours? ``lead`` numbers the heads of all sequences.
@@ -695,6 +705,7 @@ def _attention_bwd_atomics(
             TILE_Q=TILE_Q,
             TILE_K=TILE_K,
             WHOLE=WHOLE,
+            DP_FIRST=DP_FIRST,
         )
 
         # Our part of dq, added to that of all others. We need no order with
@@ -733,24 +744,34 @@ def _attention_bwd_round(
 # %%
 # How large are its tiles? The more keys a program has, the fewer parts there
 # are to add up. But ``dk`` and ``dv`` of all its keys are in registers.
-# We come back to this below. With the tiles of this table the compiler finds
-# registers for everything on an H100. We have not searched for faster ones.
+# We come back to this below. On an H100 we tried five tiles for each design,
+# with ``dp`` before the weights or after them, at 4096 keys. This table has
+# what was fastest or within 3% of it. Smaller heads were not tried.
 
 FIVE_PRODUCTS = {
-    # D: queries, keys, warps, stages
-    16: (64, 64, 4, 3),
-    32: (64, 64, 4, 3),
-    64: (64, 128, 8, 2),
-    128: (64, 64, 8, 2),
+    # design, D: queries, keys, warps, stages, whether dp comes first
+    ("atomics", 64): (128, 128, 8, 2, True),
+    ("atomics", 128): (64, 128, 8, 2, False),
+    ("reductions", 64): (64, 64, 4, 3, True),
+    ("reductions", 128): (64, 128, 8, 2, False),
+    ("in-order", 64): (128, 128, 8, 2, True),
+    ("in-order", 128): (64, 128, 8, 2, False),
+    ("in-order-while", 64): (128, 128, 8, 2, False),
+    ("in-order-while", 128): (64, 128, 8, 2, False),
+    ("stored", 64): (64, 64, 4, 3, False),
+    ("stored", 128): (64, 64, 4, 2, True),
 }
 
 
-def plan_five_products(D):
+def plan_five_products(design, D):
     """Tiles, warps and stages of a kernel with four or five products."""
-    tile_q, tile_k, warps, stages = FIVE_PRODUCTS[D]
+    small = (64, 64, 4, 3, False)
+    plan = FIVE_PRODUCTS.get((design, D), small)
+    tile_q, tile_k, warps, stages, dp_first = plan
     return {
         "TILE_Q": tile_q,
         "TILE_K": tile_k,
+        "DP_FIRST": dp_first,
         "STAGES": stages,
         "num_warps": warps_here(warps),
     }
@@ -827,7 +848,7 @@ def backward_by_atomics(dy, q, k, v, y, lse, scale):
     """dq, dk and dv; there is at least one query and one key."""
     dq, dk, dv = gradients(q, k, v)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    plan = plan_five_products(q.shape[-1])
+    plan = plan_five_products("atomics", q.shape[-1])
     arguments, programs = given_to_keys(
         dy, q, k, v, y, lse, scale, dk, dv, plan
     )
@@ -937,7 +958,8 @@ NAMES = {
     "triton": "Seven products",
     "atomics": "Atomic additions",
     "reductions": "Reductions by the TMA",
-    "in-order": "In order",
+    "in-order": "In order, PTX waits",
+    "in-order-while": "In order, Triton waits",
     "stored": "ds in memory",
     "sdpa-cudnn": "cuDNN, by PyTorch",
     "torch": "FlashAttention-2, by PyTorch",
@@ -979,6 +1001,7 @@ def calls_of(N, D, dtype, lines):
 
 @functools.cache  # all lines in turns; then each is asked for its own
 def backward_speeds(N, D, dtype, lines):
+    torch.cuda.empty_cache()  # ds of other lengths
     return speeds(5, calls_of(N, D, dtype, lines), N)
 
 
@@ -1126,6 +1149,7 @@ def _attention_bwd_reductions(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    DP_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,  # New: whether programs run one by one
 ):
@@ -1162,6 +1186,7 @@ def _attention_bwd_reductions(
             TILE_Q=TILE_Q,
             TILE_K=TILE_K,
             WHOLE=WHOLE,
+            DP_FIRST=DP_FIRST,
         )
         part = tl.dot(ds.T, k).reshape(1, 1, TILE_Q, D)
 
@@ -1185,7 +1210,7 @@ def backward_by_reductions(dy, q, k, v, y, lse, scale):
     """As backward_by_atomics."""
     dq, dk, dv = gradients(q, k, v)
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    plan = plan_five_products(q.shape[-1])
+    plan = plan_five_products("reductions", q.shape[-1])
     arguments, programs = given_to_keys(
         dy, q, k, v, y, lse, scale, dk, dv, plan
     )
@@ -1273,6 +1298,80 @@ plt.show()
 # returns what was there before it added 1, like a machine that gives out
 # tickets. Then all smaller numbers belong to programs that have started. The
 # smallest of them waits for nobody, so there is always one that moves.
+#
+# How does a program wait? In Triton it is a ``while`` that asks for the number
+# again and again, by adding 0. But this has a price: Triton lets loads run
+# ahead only in a loop that has no other loop and no barrier in it. So each
+# step would wait for its queries, too.
+#
+# A few lines of PTX help. PTX is the language to which Triton translates a
+# kernel before it becomes machine code. ``tl.inline_asm_elementwise`` puts
+# lines of it into our kernel as they are, for each thread: ``$0`` is a result,
+# and the other names with a dollar are the arguments in their order. Triton
+# does not look into them, so it sees no loop and no barrier.
+# We write both forms and measure them. The interpreter does not know PTX, and
+# neither does a GPU by AMD, so they take the ``while``.
+
+HAS_PTX = ON_GPU and torch.version.hip is None
+
+
+@triton.jit
+def _wait_for_turn(
+    turn_ptr,  # whose turn it is
+    tile,  # our number
+    PTX: tl.constexpr,  # whether lines of PTX wait, or Triton does
+):
+    if PTX:
+        # Each thread loads the number with acquire until it is ours.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred others;
+            .reg .b32 seen;
+            again:
+            ld.acquire.gpu.global.b32 seen, [$1];
+            setp.ne.s32 others, seen, $2;
+            @others bra again;
+            mov.b32 $0, seen;
+            }""",
+            constraints="=r,l,r",
+            args=[turn_ptr, tile],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        while tl.atomic_add(turn_ptr, 0, sem="acquire") != tile:
+            pass
+
+
+@triton.jit
+def _pass_turn_on(turn_ptr, PTX: tl.constexpr):
+    if PTX:
+        # All threads meet; then thread 0 adds 1 with release.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred one;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 one, thread, 0;
+            bar.sync 0;
+            @one red.release.gpu.global.add.s32 [$1], 1;
+            mov.b32 $0, thread;
+            }""",
+            constraints="=r,l",
+            args=[turn_ptr],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.debug_barrier()
+        tl.atomic_add(turn_ptr, 1, sem="release")
+
+
+# %%
+# The kernel is that of atomic additions, with its own number and the two
+# functions.
 
 
 @triton.jit
@@ -1297,7 +1396,9 @@ def _attention_bwd_in_order(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    DP_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
+    PTX: tl.constexpr,  # New: whether lines of PTX wait, or Triton does
 ):
     # New: our number is how many programs have started before us.
     ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
@@ -1336,6 +1437,7 @@ def _attention_bwd_in_order(
             TILE_Q=TILE_Q,
             TILE_K=TILE_K,
             WHOLE=WHOLE,
+            DP_FIRST=DP_FIRST,
         )
         part = tl.dot(ds.T, k)
         query = start + tl.arange(0, TILE_Q)
@@ -1344,13 +1446,11 @@ def _attention_bwd_in_order(
 
         # New: wait until all programs with earlier keys have added.
         turn_ptr = turns_ptr + start // TILE_Q
-        while tl.atomic_add(turn_ptr, 0, sem="acquire") != tile:
-            pass
+        _wait_for_turn(turn_ptr, tile, PTX)
         tl.atomic_add(sums_ptr + at, part, mask=mask, sem="relaxed")
 
         # New: once all our threads have added, it is the next one's turn.
-        tl.debug_barrier()
-        tl.atomic_xchg(turn_ptr, tile + 1, sem="release")
+        _pass_turn_on(turn_ptr, PTX)
 
     dk = (dk * scale).to(dk_desc.dtype).reshape(1, 1, TILE_K, D)
     dv = dv.to(dv_desc.dtype).reshape(1, 1, TILE_K, D)
@@ -1364,31 +1464,18 @@ def _attention_bwd_in_order(
 # is only sent.
 
 
-IN_ORDER = {
-    # D: queries, keys, warps; its loads do not run ahead
-    16: (64, 64, 4),
-    32: (64, 64, 4),
-    64: (64, 128, 8),
-    128: (32, 128, 8),
-}
-
-
-def backward_in_order(dy, q, k, v, y, lse, scale):
+def backward_in_order(
+    dy, q, k, v, y, lse, scale, design="in-order", ptx=HAS_PTX
+):
     """As backward_by_atomics, with the same bits each time."""
     dq, dk, dv = gradients(q, k, v)
+    batch, heads, queries, D = q.shape
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    tile_q, tile_k, warps = IN_ORDER[q.shape[-1]]
-    plan = {
-        "TILE_Q": tile_q,
-        "TILE_K": tile_k,
-        "STAGES": 1,
-        "num_warps": warps_here(warps),
-    }
+    plan = plan_five_products(design, D)
     arguments, programs = given_to_keys(
         dy, q, k, v, y, lse, scale, dk, dv, plan
     )
-    batch, heads, queries, _ = q.shape
-    tiles = triton.cdiv(queries, tile_q)
+    tiles = triton.cdiv(queries, plan["TILE_Q"])
     # Its own two tensors: turns begin at an address that is a multiple of 16.
     ticket = torch.zeros(1, dtype=torch.int32, device=q.device)
     turns = torch.zeros(
@@ -1398,13 +1485,22 @@ def backward_in_order(dy, q, k, v, y, lse, scale):
         sums_ptr=sums,
         ticket_ptr=ticket,
         turns_ptr=turns,
+        PTX=ptx,
         **arguments,
     )
     rounded(sums, dq, scale)
     return dq, dk, dv
 
 
+def backward_in_order_while(dy, q, k, v, y, lse, scale):
+    """As backward_in_order, and Triton waits."""
+    return backward_in_order(
+        dy, q, k, v, y, lse, scale, design="in-order-while", ptx=False
+    )
+
+
 check_design(backward_in_order, 1, 2, queries=70, keys=150, D=64)
+check_design(backward_in_order_while, 1, 2, queries=70, keys=150, D=64)
 
 # %%
 # Write ds down
@@ -1440,6 +1536,7 @@ def _attention_bwd_stored(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    DP_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     tiles = tl.cdiv(keys, TILE_K)
@@ -1475,6 +1572,7 @@ def _attention_bwd_stored(
             TILE_Q=TILE_Q,
             TILE_K=TILE_K,
             WHOLE=WHOLE,
+            DP_FIRST=DP_FIRST,
         )
         # New: this tile of the matrix, as it lies, a row for each key.
         ds = ds.reshape(1, 1, TILE_K, TILE_Q)
@@ -1532,7 +1630,7 @@ def backward_over_ds(dy, q, k, v, y, lse, scale):
         device=q.device,
     )[..., :queries]
 
-    plan = plan_five_products(D)
+    plan = plan_five_products("stored", D)
     arguments, programs = given_to_keys(
         dy, q, k, v, y, lse, scale, dk, dv, plan
     )
@@ -1647,6 +1745,7 @@ DESIGNS = {
     "atomics": backward_by_atomics,
     "reductions": backward_by_reductions,
     "in-order": backward_in_order,
+    "in-order-while": backward_in_order_while,
     "stored": backward_over_ds,
 }
 
@@ -1704,7 +1803,7 @@ t = [
 t = [each.requires_grad_() for each in t]
 for design in DESIGNS:
     attention(*t, design=design).sum().backward()
-    print(f"{design:10} dq adds up to {t[0].grad.float().abs().sum():.3f}")
+    print(f"{design:14} dq adds up to {t[0].grad.float().abs().sum():.3f}")
     t[0].grad = None
 
 # %%
@@ -2017,7 +2116,13 @@ def exercise_1(kernel):
     scale = 32**-0.5
     y, lse = forward(q, k, v, scale, plan_forward(32))
     _, dk, dv = gradients(q, k, v)
-    plan = {"TILE_Q": 16, "TILE_K": 32, "STAGES": 1, "num_warps": 4}
+    plan = {
+        "TILE_Q": 16,
+        "TILE_K": 32,
+        "DP_FIRST": False,
+        "STAGES": 1,
+        "num_warps": 4,
+    }
     arguments, programs = given_to_keys(
         dy, q, k, v, y, lse, scale, dk, dv, plan
     )
@@ -2026,6 +2131,7 @@ def exercise_1(kernel):
         sums_ptr=sums,
         ticket_ptr=torch.zeros(1, dtype=torch.int32, device=DEVICE),
         turns_ptr=torch.zeros(2 * 7, dtype=torch.int32, device=DEVICE),
+        PTX=HAS_PTX,
         **arguments,
     )
     exact = q.double().requires_grad_()
@@ -2065,7 +2171,9 @@ def _attention_bwd_first_stores(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     WHOLE: tl.constexpr,
+    DP_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     tiles = tl.cdiv(keys, TILE_K)
@@ -2103,6 +2211,7 @@ def _attention_bwd_first_stores(
             TILE_Q=TILE_Q,
             TILE_K=TILE_K,
             WHOLE=WHOLE,
+            DP_FIRST=DP_FIRST,
         )
         part = tl.dot(ds.T, k)
         query = start + tl.arange(0, TILE_Q)
@@ -2113,11 +2222,9 @@ def _attention_bwd_first_stores(
             # New: nobody comes before us, so there is nothing to add to.
             tl.store(sums_ptr + at, part, mask=mask)
         else:
-            while tl.atomic_add(turn_ptr, 0, sem="acquire") != tile:
-                pass
+            _wait_for_turn(turn_ptr, tile, PTX)
             tl.atomic_add(sums_ptr + at, part, mask=mask, sem="relaxed")
-        tl.debug_barrier()
-        tl.atomic_xchg(turn_ptr, tile + 1, sem="release")
+        _pass_turn_on(turn_ptr, PTX)
 
     dk = (dk * scale).to(dk_desc.dtype).reshape(1, 1, TILE_K, D)
     dv = dv.to(dv_desc.dtype).reshape(1, 1, TILE_K, D)
