@@ -746,7 +746,8 @@ def _attention_bwd_round(
 # are to add up. But ``dk`` and ``dv`` of all its keys are in registers.
 # We come back to this below. On an H100 we tried five tiles for each design,
 # with ``dp`` before the weights or after them, at 4096 keys. This table has
-# what was fastest or within 3% of it. Smaller heads were not tried.
+# what was fastest or within 3% of it. Smaller heads and other GPUs were not
+# tried, and take the tiles of seven products.
 
 FIVE_PRODUCTS = {
     # design, D: queries, keys, warps, stages, whether dp comes first
@@ -763,17 +764,26 @@ FIVE_PRODUCTS = {
 }
 
 
+def tried_here():
+    """Whether this is an H100, for which the tiles of the table were tried.
+    The interpreter takes them, too."""
+    if not ON_GPU:
+        return True
+    nvidia = torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability()[0] == 9
+
+
 def plan_five_products(design, D):
     """Tiles, warps and stages of a kernel with four or five products."""
-    small = (64, 64, 4, 3, False)
-    plan = FIVE_PRODUCTS.get((design, D), small)
-    tile_q, tile_k, warps, stages, dp_first = plan
+    if not tried_here() or (design, D) not in FIVE_PRODUCTS:
+        return plan_backward(D) | {"DP_FIRST": False}
+    tile_q, tile_k, warps, stages, dp_first = FIVE_PRODUCTS[design, D]
     return {
         "TILE_Q": tile_q,
         "TILE_K": tile_k,
         "DP_FIRST": dp_first,
         "STAGES": stages,
-        "num_warps": warps_here(warps),
+        "num_warps": warps,
     }
 
 
@@ -1345,28 +1355,32 @@ def _wait_for_turn(
 
 
 @triton.jit
-def _pass_turn_on(turn_ptr, PTX: tl.constexpr):
+def _pass_turn_on(
+    turn_ptr,
+    turn,  # whose turn it is now
+    PTX: tl.constexpr,
+):
     if PTX:
-        # All threads meet; then thread 0 adds 1 with release.
+        # All threads meet; then thread 0 stores the number with release.
         tl.inline_asm_elementwise(
             """{
             .reg .pred one;
-            .reg .b32 thread;
+            .reg .b32 thread, before;
             mov.u32 thread, %tid.x;
             setp.eq.u32 one, thread, 0;
             bar.sync 0;
-            @one red.release.gpu.global.add.s32 [$1], 1;
+            @one atom.release.gpu.global.exch.b32 before, [$1], $2;
             mov.b32 $0, thread;
             }""",
-            constraints="=r,l",
-            args=[turn_ptr],
+            constraints="=r,l,r",
+            args=[turn_ptr, turn],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
         tl.debug_barrier()
-        tl.atomic_add(turn_ptr, 1, sem="release")
+        tl.atomic_xchg(turn_ptr, turn, sem="release")
 
 
 # %%
@@ -1450,7 +1464,7 @@ def _attention_bwd_in_order(
         tl.atomic_add(sums_ptr + at, part, mask=mask, sem="relaxed")
 
         # New: once all our threads have added, it is the next one's turn.
-        _pass_turn_on(turn_ptr, PTX)
+        _pass_turn_on(turn_ptr, tile + 1, PTX)
 
     dk = (dk * scale).to(dk_desc.dtype).reshape(1, 1, TILE_K, D)
     dv = dv.to(dv_desc.dtype).reshape(1, 1, TILE_K, D)
@@ -2224,7 +2238,7 @@ def _attention_bwd_first_stores(
         else:
             _wait_for_turn(turn_ptr, tile, PTX)
             tl.atomic_add(sums_ptr + at, part, mask=mask, sem="relaxed")
-        _pass_turn_on(turn_ptr, PTX)
+        _pass_turn_on(turn_ptr, tile + 1, PTX)
 
     dk = (dk * scale).to(dk_desc.dtype).reshape(1, 1, TILE_K, D)
     dv = dv.to(dv_desc.dtype).reshape(1, 1, TILE_K, D)
