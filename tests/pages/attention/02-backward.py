@@ -170,7 +170,7 @@ KERNELS = Kernels(
             ],
             spills=264,
             releases=1,
-            narrow_loads=17,  # of lse and delta, and whose turn it is
+            narrow_loads=33,  # of lse and delta, and whose turn it is
         ),
         "_attention_bwd_stored": five(
             "Four products in a step, and a tile of ``ds`` that is stored.",
