@@ -1967,7 +1967,52 @@ different_bits.run(show_plots=ON_GPU)
 # *spill*: it keeps some of the sums in *local memory*, which belongs to a
 # thread and lies where all memory lies. Each step then loads them, adds, and
 # stores them.
-# With 64 numbers in a head the same tile takes half as many registers.
+# With 64 numbers in a head the same sums take half as many registers.
+#
+# Scores and ``dp`` are in registers, too: two numbers for each pair of a query
+# and a key in the tile. Let's count both for some tiles.
+
+# %%
+
+# Drawing: numbers that a thread must hold, for some tiles
+
+plt.figure(
+    "Numbers of a thread for three tiles, with 64 and with 128 numbers in a "
+    "head. A thread has 255 registers. With 32 queries, 128 keys and 4 warps "
+    "the sums dk and dv, the scores and dp are 192 and 320 numbers. In all "
+    "other tiles they are 192 or fewer.",
+    figsize=(7.5, 2.9),
+)
+labels = []
+for place, (D, queries, keys, warps) in enumerate(
+    [
+        (128, 32, 128, 8),
+        (128, 32, 128, 4),
+        (128, 64, 64, 4),
+        (64, 32, 128, 8),
+        (64, 32, 128, 4),
+        (64, 64, 64, 4),
+    ]
+):
+    threads = 32 * warps
+    of_sums = 2 * keys * D // threads
+    of_scores = 2 * queries * keys // threads
+    plt.barh(place, of_sums, color="C0", label="dk and dv")
+    plt.barh(place, of_scores, left=of_sums, color="C1", label="scores, dp")
+    plt.text(of_sums + of_scores + 4, place, of_sums + of_scores, va="center")
+    labels.append(f"D = {D}: {queries} × {keys}, {warps} warps")
+plt.yticks(range(6), labels)
+plt.axvline(255, color="gray", linestyle=":")
+plt.text(260, 5, "255 registers", color="gray", va="center")
+plt.xlabel("numbers of a thread")
+plt.xlim(0, 360)
+handles, names = plt.gca().get_legend_handles_labels()
+plt.legend(handles[:2], names[:2], loc="center right")
+plt.show()
+
+# %%
+# A tile of 32 queries and 128 keys with 4 warps fits for 64 numbers in a head.
+# For 128 numbers it doesn't, even before a single address is computed.
 #
 # How do we see that before we measure? A compiled kernel knows it. A launch in
 # Triton returns the kernel, and its ``n_regs`` are the registers of a thread.
