@@ -1113,13 +1113,17 @@ in_percent(bench_atomics)
 #
 # **Why?**
 # Five products are fewer, but a part of ``dq`` leaves the SM in each step.
-# With 64 keys to a program that is one byte for each 160 operations, so at
+# With 128 keys to a program that is one byte for each 320 operations, so at
 # 4096 keys NN TB of numbers to add go to L2 in each second. For comparison,
 # memory moves at most 3.35 TB/s.
 # And the parts are not all. A kernel has to write zeros to the sums first, and
-# another one has to round them at the end. Both take the same time at every
-# length, so they weigh most for short sequences. We have not measured how much
-# of the difference each of these makes.
+# another one has to round them at the end. Together they move 336 MB, which
+# takes at least 0.1 ms, and 1024 keys take NN ms in all.
+# The kernel has one more product in each step, too, and its result is in
+# registers like all other sums. A program needs all registers of an SM, and
+# one that computes four products needs half of them, so that two programs
+# share an SM. We come back to that below. We have not measured how much of the
+# difference each of these makes.
 #
 # One instruction for a tile
 # --------------------------
@@ -1517,6 +1521,11 @@ check_design(backward_in_order, 1, 2, queries=70, keys=150, D=64)
 check_design(backward_in_order_while, 1, 2, queries=70, keys=150, D=64)
 
 # %%
+# Do loads run ahead now? The compiled kernels for an H100 tell. With 128
+# numbers in a head, the program where Triton waits has 98 KB of shared memory.
+# Where PTX waits it has 164 KB, because the queries and ``dy`` of the next
+# step arrive there while this one is computed.
+#
 # Write ds down
 # -------------
 #
@@ -1654,7 +1663,8 @@ def backward_over_ds(dy, q, k, v, y, lse, scale):
         **arguments,
     )
 
-    tile_q, tile_k = 128, 64
+    tile_q = 128
+    tile_k = 64
     _attention_bwd_product[(triton.cdiv(queries, tile_q) * batch * heads,)](
         ds_desc=TensorDescriptor.from_tensor(ds, [1, 1, tile_k, tile_q]),
         k_desc=tiles_of(k, tile_k),
@@ -1825,7 +1835,7 @@ for design in DESIGNS:
 # ----------------------
 #
 # And how fast are the libraries? We ask PyTorch for cuDNN, and for
-# FlashAttention-2, beside our five designs.
+# FlashAttention-2, beside our five designs. The one in order is there twice.
 
 # %%
 
@@ -1880,28 +1890,54 @@ in_percent(bench_designs_64)
 # %%
 # **What both figures show.**
 # On the H100, with 128 numbers in a head and 4096 keys, seven products reach
-# NN TFLOP/s, atomic additions NN, reductions NN, the design in order NN, and
-# the one with ``ds`` in memory NN. At 16384 keys it is NN, NN, NN, NN and NN.
-# With 64 numbers in a head and 4096 keys it is NN, NN, NN, NN and NN.
+# NN TFLOP/s, atomic additions NN, reductions NN, the design in order NN where
+# PTX waits and NN where Triton waits, and the one with ``ds`` in memory NN. At
+# 16384 keys it is NN, NN, NN, NN, NN and NN. At every length seven products
+# are the fastest of ours.
+#
+# With 64 numbers in a head it is not so. At 4096 keys we measure NN, NN, NN,
+# NN, NN and NN TFLOP/s in the same order, and at 16384 keys NN, NN, NN, NN, NN
+# and NN. There reductions are NN times as fast as seven products.
+#
+# **Why does it depend on the head?**
+# We know two causes. The first one is registers. With 64 numbers in a head, a
+# program of reductions has 128 threads with 190 registers each, so two
+# programs share an SM. While one of them computes powers, the other one can
+# multiply. With 128 numbers the sums need twice the threads with all 255
+# registers, and an SM has room for one program. Those of seven products fit
+# twice, for both heads.
+#
+# The second one is what else is computed twice: the weights. For a query and a
+# key, Tensor Cores need 1/16 of a cycle of an SM for a product with 128
+# numbers, and a power takes as long. So five products and a power take 6/16 of
+# a cycle, and seven products and two powers 9/16, which is 1.5 times as much.
+# With 64 numbers a product takes half as long and a power does not, so it is
+# 3.5/16 and 5.5/16, which is 1.57 times as much.
+# We have not measured what each of the two brings.
 #
 # **Why is order so slow?**
-# Waiting for the programs before is only one part of it. The other one is that
-# loads no longer run ahead: Triton fetches tiles in advance only in a loop
-# that has no other loop and no barrier in it, and this one has both. So each
-# step waits for its queries.
+# Where Triton waits, no load runs ahead. Where PTX waits they do, and with 128
+# numbers and 4096 keys that makes it NN times as fast. But it is still behind
+# atomic additions, which run the same kernel without any order. An atomic
+# addition alone is sent, and nobody waits for it. ``release`` has to wait
+# until all additions of the program have reached L2, and it does so in each
+# step.
 #
 # **Why is it not faster to read ds?**
 # Four products and one are five, and every sum has an owner. But ``ds`` is
 # written and read, and 16384 keys take 5.1 ms for it at 3.35 TB/s, when
-# nothing else moves. Seven products take NN ms there in all.
+# nothing else moves. Seven products take NN ms there in all. With 64 numbers
+# there are 32 heads, and so it takes 10.3 ms.
 #
 # **What follows.**
-# To compute two products again costs two sevenths of the time of a kernel that
-# does little else, and it needs neither memory nor an order. In the kernels of
-# this page that is the best price.
+# With 128 numbers in a head, compute two products again. It needs neither
+# memory nor an order, and it is faster than all ways of handing ``ds`` over.
+# With 64 numbers and long sequences, reductions are faster, and they have
+# another price, which we look at now. It is worth measuring for your heads and
+# lengths.
 #
-# The same bits?
-# --------------
+# Does it repeat?
+# ---------------
 #
 # Which designs repeat their results? We run each one, and then a hundred times
 # more on the same input. We count the runs in which any bit of ``dq`` differs
@@ -1947,13 +1983,16 @@ different_bits.run(show_plots=ON_GPU)
 # **What the figure shows.**
 # On the H100, NN of 100 runs with atomic additions differ from the first one
 # at 1024 keys, and NN at 4096 keys. With reductions it is NN and NN. Seven
-# products, the design in order, and the one with ``ds`` in memory repeat every
-# run. Of cuDNN NN and NN runs differ, and of FlashAttention-2 NN and NN.
+# products, the design in order in both forms, and the one with ``ds`` in
+# memory repeat every run. Of cuDNN NN and NN runs differ, and of
+# FlashAttention-2 NN and NN.
 #
 # **What follows.**
 # If you have to repeat a result, to find an error for instance, the design
-# must fix the order of each sum. Three of our five do, and the fastest of them
-# costs nothing extra.
+# must fix the order of each sum. Three of our five do. With 128 numbers in a
+# head the fastest of all is one of them, so it costs nothing. With 64 numbers
+# and 16384 keys it costs some speed: seven products reach NN% of that of
+# reductions.
 #
 # Why not more keys?
 # ------------------
@@ -2120,22 +2159,26 @@ bench_tiles.run(show_plots=ON_GPU)
 # does. Its kernel computes ``dk`` and ``dv`` in tiles of 32 queries and 128
 # keys with 4 warps, whatever the head dimension. It tries several tiles in its
 # forward pass, but not in the backward pass. As we have just seen, that is a
-# tile that fits for heads of 64 numbers, which is what its benchmark measures,
-# and the tutorial teaches an idea and not tables of tiles.
+# tile that fits for heads of 64 numbers. The tutorial teaches an idea and not
+# tables of tiles.
 # If you start from it and have heads of 128 numbers, take half the keys or
 # twice the warps.
 #
 # **What follows.**
 # Count the registers of all sums before you choose a tile, for each head
 # dimension: the keys, times the head dimension, times two, divided by the
-# threads. All tiles of this page that spill nothing have 128 or fewer, and so
-# about half of the 255 are left for scores, weights and addresses.
+# threads. All other tiles of this page have 128 or fewer, and so about half of
+# the 255 are left for scores, ``dp`` and addresses.
+# A few spilled registers need not hurt. With 128 numbers in a head, the kernel
+# of atomic additions spills up to 64 bytes of a thread, and when we tried
+# tiles that spill nothing, none was faster.
 #
 # Where PyTorch is better
 # -----------------------
 #
 # On the H100 cuDNN reaches NN TFLOP/s with 128 numbers in a head and 4096
-# keys, and seven products reach NN% of that. With 64 numbers it is NN%.
+# keys, and seven products reach NN% of that. With 64 numbers it is NN%, and
+# NN% at 16384 keys, where reductions reach NN%.
 # FlashAttention-2 has five products and atomic additions, and reaches NN
 # TFLOP/s at 128 numbers.
 # It was written for the A100, so this does not say that its design is the
@@ -2145,7 +2188,8 @@ bench_tiles.run(show_plots=ON_GPU)
 # as our reductions, while other warps go on multiplying. A kernel in Triton
 # can't give its warps such different work by hand.
 # So our conclusion holds for kernels that one writes in this way. Whoever can
-# hide the additions behind products may well be faster with five.
+# hide the additions behind products may well be faster with five, as our own
+# reductions are with 64 numbers.
 #
 # Exercise
 # --------
@@ -2297,20 +2341,21 @@ assert exercise_1(_attention_bwd_first_stores)
 # What we learned
 # ---------------
 #
-# These are the ways to add up ``dq`` on this page, with their speeds on the
-# H100 at 4096 keys and 128 numbers in a head:
+# These are the ways to add up ``dq`` on this page. Each has two speeds on the
+# H100: with 128 numbers in a head and 4096 keys, and with 64 numbers and 16384
+# keys.
 #
 # - **Atomic additions** need five products and a sum in float32. Other runs
-#   give other bits. NN TFLOP/s.
+#   give other bits. NN and NN TFLOP/s.
 # - **Reductions by the TMA** are the same, without addresses: one instruction
-#   adds a tile. NN TFLOP/s.
-# - **In order** gives the same bits each time. Programs wait for each other,
-#   and their loads don't run ahead. NN TFLOP/s.
+#   adds a tile. NN and NN TFLOP/s.
+# - **In order** gives the same bits each time. Programs wait for each other.
+#   NN and NN TFLOP/s where PTX waits, and NN and NN where Triton waits.
 # - **ds in memory** gives the same bits each time, with five products and a
-#   matrix: 8.6 GB for 16 heads of 16384 tokens. NN TFLOP/s.
+#   matrix: 8.6 GB for 16 heads of 16384 tokens. NN and NN TFLOP/s.
 # - **Seven products** give the same bits each time, and need nothing else. NN
-#   TFLOP/s.
-# - **cuDNN** reaches NN TFLOP/s, and **FlashAttention-2** NN.
+#   and NN TFLOP/s.
+# - **cuDNN** reaches NN and NN TFLOP/s, and **FlashAttention-2** NN and NN.
 #
 # And for kernels in general:
 #

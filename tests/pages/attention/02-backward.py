@@ -99,6 +99,15 @@ def also(page, M, N, dtype):
 PUBLISHED = "2026-11-26"
 
 
+def programs_of_an_sm(code):
+    """How many fit, by the registers and the shared memory of an H100."""
+    registers = -(-code.registers // 8) * 8
+    return min(
+        65536 // (registers * 32 * code.warps),
+        228 * 1024 // (code.shared + 1024),
+    )
+
+
 def multiplies(code):
     """By Tensor Cores, with tiles from the TMA where there is one."""
     return [
@@ -187,7 +196,35 @@ KERNELS = Kernels(
         ),
     },
     cases={
-        "D = 64": Case(run=of_64, sizes={"float16": [4096]}),
+        "D = 128": Case(
+            run=run,
+            sizes={"float16": [4096]},
+            true={
+                name: lambda code, fit=fit: [programs_of_an_sm(code) == fit]
+                for name, fit in {
+                    "_attention_bwd_keys": 2,
+                    "_attention_bwd_queries": 2,
+                    "_attention_bwd_atomics": 1,
+                    "_attention_bwd_reductions": 1,
+                    "_attention_bwd_stored": 2,
+                }.items()
+            },
+        ),
+        "D = 64": Case(
+            run=of_64,
+            sizes={"float16": [4096]},
+            true={
+                "_attention_bwd_keys": lambda code: [
+                    programs_of_an_sm(code) == 2,
+                ],
+                # "128 threads with 190 registers each".
+                "_attention_bwd_reductions": lambda code: [
+                    code.warps == 4,
+                    code.registers == 190,
+                    programs_of_an_sm(code) == 2,
+                ],
+            },
+        ),
         "D = 32": Case(run=of_32, sizes={"float16": [4096]}),
         "D = 16": Case(run=of_16, sizes={"float16": [4096]}),
         "PTX waits": Case(
@@ -248,12 +285,16 @@ KERNELS = Kernels(
 
 CARD = "H100"
 CUDNN, FLASH = "sdpa-cudnn", "torch"
-FIVE = ("triton", "atomics", "reductions", "in-order", "stored")
 
 
 def series(numbers):
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}"
+
+
+def milliseconds(of, name, N):
+    """Of a backward pass of 16384 tokens: five products are counted."""
+    return Measured(10 * N * 2048 * 16384 / of.median(name, N) / 1e9, ".1f")
 
 
 def atomics(figure):
@@ -273,9 +314,10 @@ def atomics(figure):
         "So the design that computes two products twice is "
         f"{faster.least} to {faster.most} times as fast."
     )
-    # 4 N D bytes for each 64 keys, of 10 N N D operations.
-    added = Measured(b / 160, ".1f")
+    # 4 N D bytes for each 128 keys, of 10 N N D operations.
+    added = Measured(b / 320, ".1f")
     yield f"so at 4096 keys {added} TB of numbers to add go to L2"
+    yield f"and 1024 keys take {milliseconds(of, 'atomics', 1024)} ms in all."
 
 
 def designs(figure):
@@ -283,25 +325,44 @@ def designs(figure):
         figure(f"attention-backward-designs{name}", CARD)
         for name in ("", "-64")
     )
-    seven, added, reduced, ordered, stored = (
-        of.median(name, 4096) for name in FIVE
+
+    def both(name):
+        return f"{of.median(name, 4096)} and {small.median(name, 16384)}"
+
+    seven, added, reduced, ordered, waiting, stored = (
+        of.median(name, 4096) for name in DESIGNS
     )
     yield (
         "with 128 numbers in a head and 4096 keys, seven products reach "
         f"{seven} TFLOP/s, atomic additions {added}, reductions {reduced}, "
-        f"the design in order {ordered}, and the one with ``ds`` in memory "
-        f"{stored}. At 16384 keys it is "
-        f"{series(of.median(name, 16384) for name in FIVE)}. With 64 numbers "
-        "in a head and 4096 keys it is "
-        f"{series(small.median(name, 4096) for name in FIVE)}."
+        f"the design in order {ordered} where PTX waits and {waiting} where "
+        f"Triton waits, and the one with ``ds`` in memory {stored}. At 16384 "
+        f"keys it is {series(of.median(name, 16384) for name in DESIGNS)}."
     )
-    for name in FIVE[1:]:
-        best = of.between(4096).ratios("triton", name).least
-        assert best > 1, f"seven products are ahead of {name}"
-    least = of.between(4096).ratios("atomics", "in-order").least
-    assert least > 1.1, "order is slow"
-    ms = 10 * 16384**2 * 2048 / of.median("triton", 16384) / 1e9
-    yield f"Seven products take {Measured(ms, '.1f')} ms there in all."
+    for name in DESIGNS[1:]:
+        assert of.ratios("triton", name).least > 1, f"the fastest, not {name}"
+    faster = small.ratio("reductions", "triton", 16384)
+    assert faster > 1.02, "reductions are faster there"
+    yield (
+        "At 4096 keys we measure "
+        f"{series(small.median(name, 4096) for name in DESIGNS)} TFLOP/s in "
+        "the same order, and at 16384 keys "
+        f"{series(small.median(name, 16384) for name in DESIGNS)}. There "
+        f"reductions are {faster:.2f} times as fast as seven products."
+    )
+    ahead = of.ratio("in-order", "in-order-while", 4096)
+    assert of.ratios("in-order", "in-order-while").least > 1, "PTX is faster"
+    for each in of, small:
+        behind = each.ratios("atomics", "in-order").least
+        assert behind > 1, "order is slower than none"
+    yield f"and 4096 keys that makes it {ahead} times as fast."
+    ms = milliseconds(of, "triton", 16384)
+    assert ms < 3 * 5.1, "ds is a large share of it"
+    yield f"Seven products take {ms} ms there in all."
+    yield (
+        "and 16384 keys it costs some speed: seven products reach "
+        f"{small.share('triton', 16384, 'reductions')}% of that of reductions."
+    )
 
     cudnn, flash = (of.median(name, 4096) for name in (CUDNN, FLASH))
     assert cudnn > seven > flash
@@ -309,16 +370,22 @@ def designs(figure):
         f"On the H100 cuDNN reaches {cudnn} TFLOP/s with 128 numbers in a "
         "head and 4096 keys, and seven products reach "
         f"{of.share('triton', 4096, CUDNN)}% of that. With 64 numbers it is "
-        f"{small.share('triton', 4096, CUDNN)}%."
+        f"{small.share('triton', 4096, CUDNN)}%, and "
+        f"{small.share('triton', 16384, CUDNN)}% at 16384 keys, where "
+        f"reductions reach {small.share('reductions', 16384, CUDNN)}%."
     )
     yield f"reaches {flash} TFLOP/s at 128 numbers."
-    yield f"Other runs give other bits. {added} TFLOP/s."
-    yield f"one instruction adds a tile. {reduced} TFLOP/s."
-    yield f"and their loads don't run ahead. {ordered} TFLOP/s."
-    yield f"for 16 heads of 16384 tokens. {stored} TFLOP/s."
-    yield f"and need nothing else. {seven} TFLOP/s."
+    yield f"Other runs give other bits. {both('atomics')} TFLOP/s."
+    yield f"one instruction adds a tile. {both('reductions')} TFLOP/s."
     yield (
-        f"**cuDNN** reaches {cudnn} TFLOP/s, and **FlashAttention-2** {flash}."
+        f"{both('in-order')} TFLOP/s where PTX waits, and "
+        f"{both('in-order-while')} where Triton waits."
+    )
+    yield f"for 16 heads of 16384 tokens. {both('stored')} TFLOP/s."
+    yield f"and need nothing else. {both('triton')} TFLOP/s."
+    yield (
+        f"**cuDNN** reaches {both(CUDNN)} TFLOP/s, and **FlashAttention-2** "
+        f"{both(FLASH)}."
     )
 
 
@@ -380,13 +447,18 @@ FACTS = {
     "Five products take at least 5.6 ms": "5 * 1.1 TFLOP / 989 TFLOP/s",
     "by the 989 TFLOP/s of its data sheet": DATA_SHEET,
     "its memory moves 18.6 GB, at 3.35 TB/s": "5.56 ms of 3.35 TB/s",
-    "the parts of ``dq``, 34.4 GB": "4 * 16384 * 128 * 256 * 16 bytes",
+    "takes 17.2 GB of loads and 17.2 GB": "4 * 16384 * 128 * 128 * 16 bytes",
     "``dq`` of a head has 8.4 MB in float32": "4 * 16384 * 128 bytes",
     "and L2 has 50 MB": DATA_SHEET,
     "And ``ds`` with its 8.6 GB": "2 * 16384**2 * 16 bytes",
     "That takes 5.1 ms": "2 * 8.6 GB / 3.35 TB/s",
     "memory moves at most 3.35 TB/s": DATA_SHEET,
+    "Together they move 336 MB": "(4 + 4 + 2) * 16384 * 2048 bytes",
+    "takes at least 0.1 ms": "336 MB / 3.35 TB/s",
     "16384 keys take 5.1 ms for it at 3.35 TB/s": "2 * 8.6 GB / 3.35 TB/s",
+    "so it takes 10.3 ms": "4 * 16384**2 * 32 bytes / 3.35 TB/s",
+    "which is 1.5 times as much": "(7 + 2) / (5 + 1)",
+    "is 3.5/16 and 5.5/16, which is 1.57 times": "(3.5 + 2) / (2.5 + 1)",
     "a matrix: 8.6 GB for 16 heads": "2 * 16384**2 * 16 bytes",
 }
 
@@ -407,7 +479,7 @@ SMALL = (
     ('-while", 128): (64, 128, 8', '-while", 128): (16, 32, 8'),
     ('("stored", 64): (64, 64, 4', '("stored", 64): (32, 16, 4'),
     ('("stored", 128): (64, 64, 4', '("stored", 128): (16, 32, 4'),
-    ("tile_q, tile_k = 128, 64", "tile_q, tile_k = 32, 16"),
+    ("tile_q = 128\n    tile_k = 64", "tile_q = 32\n    tile_k = 16"),
 )
 
 
