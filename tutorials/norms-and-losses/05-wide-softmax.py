@@ -109,35 +109,63 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def _exp(x):
-    return tl.exp2(x * LOG2E)  # a GPU has an instruction for powers of 2
+    # A GPU has an instruction for powers of 2, and e is 2 to the LOG2E.
+    return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def _softmax_fwd_streaming(
-    x_ptr, y_ptr, N: tl.constexpr, PAIRS: tl.constexpr, EACH: tl.constexpr,
+    x_ptr,  # (M, N), contiguous
+    y_ptr,  # (M, N)
+    N: tl.constexpr,  # columns
+    PAIRS: tl.constexpr,  # pairs of a program: a power of two
+    EACH: tl.constexpr,  # lanes that share a pair: a power of two
     LOG: tl.constexpr,  # whether y is the logarithm of softmax
-):  # fmt: skip
+):
+    # 16-bit rows are summed in float32.
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    lane = tl.arange(0, PAIRS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    row, TILE = tl.program_id(0).to(tl.int64), PAIRS * EACH
-    x_ptr += row * N  # M * N may pass 2**31
+    TILE: tl.constexpr = PAIRS * EACH
+    LAST: tl.constexpr = (N - 1) // TILE * TILE  # where the last tile begins
+
+    # A program for each row. M * N may pass 2**31.
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
     y_ptr += row * N
-    m, s = tl.full((PAIRS,), LOWEST, acc), tl.zeros((PAIRS,), acc)
+    lane = tl.arange(0, PAIRS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+
+    # First sweep: each pair sees all tiles, EACH of their elements at a time.
+    m = tl.full((PAIRS,), LOWEST, acc)
+    s = tl.zeros((PAIRS,), acc)
     for start in range(0, N, TILE):
         col = start + lane
-        x = tl.load(x_ptr + col, mask=col < N, other=float("-inf"),
-                    eviction_policy="evict_last").to(acc)  # fmt: skip
-        new = tl.maximum(m, tl.max(x, 1))
-        s = s * tl.exp(m - new) + tl.sum(_exp(x - new[:, None]), 1)
+        x = tl.load(
+            x_ptr + col,
+            mask=col < N,
+            other=float("-inf"),
+            eviction_policy="evict_last",  # the second sweep needs it again
+        ).to(acc)
+        new = tl.maximum(m, tl.max(x, axis=1))
+        # What was summed so far shrinks, if the maximum is a new one. tl.exp:
+        # m may be the lowest number, and LOG2E times it is not finite.
+        s = s * tl.exp(m - new) + tl.sum(_exp(x - new[:, None]), axis=1)
         m = new
-    top = tl.max(m, 0)
-    s = tl.sum(s * tl.exp(m - top), 0)
-    scale, log = 1 / s, tl.log(s)
+
+    # Put the pairs of the threads together. Here they wait for each other.
+    top = tl.max(m, axis=0)
+    s = tl.sum(s * tl.exp(m - top), axis=0)
+    scale = 1 / s
+    log = tl.log(s)
+
+    # Second sweep, from the last tile to the first.
     for start in range(0, N, TILE):
-        col = (N - 1) // TILE * TILE - start + lane
-        x = tl.load(x_ptr + col, mask=col < N, other=float("-inf"),
-                    eviction_policy="evict_first").to(acc)  # fmt: skip
+        col = LAST - start + lane
+        x = tl.load(
+            x_ptr + col,
+            mask=col < N,
+            other=float("-inf"),
+            eviction_policy="evict_first",  # nobody needs it any more
+        ).to(acc)
         y = x - top - log if LOG else _exp(x - top) * scale
         tl.store(y_ptr + col, y, mask=col < N)
 
@@ -148,18 +176,27 @@ def _softmax_fwd_streaming(
 
 
 @triton.jit
-def _chunk(ptr, c, row, N: tl.constexpr, CHUNK: tl.constexpr,
-           STEP: tl.constexpr):  # fmt: skip
-    """Pointers to the lanes of a chunk, and masks: groups with columns of the
-    row, groups with nothing else, columns."""
-    first = tl.cast(row, tl.int64) * N
-    start = first // STEP * STEP
+def _chunk(
+    ptr,  # (M, N), contiguous
+    c,  # the number of the chunk in its row
+    row,  # (ROWS, 1): the rows of the program
+    N: tl.constexpr,  # columns
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group
+):
+    """Pointers to the lanes of a chunk, and which lanes are in a group that
+    has a column of the row, in a group that has nothing else, in the row."""
+    first = tl.cast(row, tl.int64) * N  # M * N may pass 2**31
+    start = first // STEP * STEP  # where the first group begins
     lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
     if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
-        every = tl.full((row.shape[0], CHUNK), 1, tl.int1)  # none is idle
+        # All lanes have a column of the row and of no other one. The compiler
+        # knows these masks, and leaves them out.
+        every = tl.full((row.shape[0], CHUNK), 1, tl.int1)
         return ptr + start + lane, every, every, every
-    begin, group = (first - start).to(tl.int32), lane // STEP * STEP
+    begin = (first - start).to(tl.int32)  # the lane of column 0
     end = begin + N
+    group = lane // STEP * STEP  # the first lane of the same group
     inside = (lane >= begin) & (lane < end)
     whole = (group >= begin) & (group + STEP <= end)
     if STEP == 1:
@@ -168,22 +205,39 @@ def _chunk(ptr, c, row, N: tl.constexpr, CHUNK: tl.constexpr,
 
 
 @triton.jit
-def _load_row(ptr, row, N: tl.constexpr, CHUNK: tl.constexpr,
-              STEP: tl.constexpr, OTHER: tl.constexpr):  # fmt: skip
-    """A row in chunks, and OTHER in idle lanes."""
+def _load_row(
+    ptr,  # (M, N), contiguous
+    row,  # (ROWS, 1): the rows of the program
+    N: tl.constexpr,  # columns
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group
+    OTHER: tl.constexpr,  # what idle lanes get
+):
+    """The rows in chunks, in the type in which they are stored."""
     xs = ()
+    # A row that begins in the middle of a group takes STEP - 1 lanes more.
     for c in tl.static_range((N + STEP - 2 + CHUNK) // CHUNK):
         at, some, _, inside = _chunk(ptr, c, row, N, CHUNK, STEP)
-        none = tl.full((), OTHER, tl.float32).to(ptr.dtype.element_ty)
-        xs += (tl.where(inside, tl.load(at, mask=some), none),)
+        x = tl.load(at, mask=some)
+        other = tl.full((), OTHER, tl.float32).to(ptr.dtype.element_ty)
+        xs += (tl.where(inside, x, other),)
     return xs
 
 
 @triton.jit
-def _store_chunk(ptr, x, c, row, N: tl.constexpr, STEP: tl.constexpr):
+def _store_chunk(
+    ptr,  # (M, N), contiguous
+    x,  # (ROWS, CHUNK)
+    c,  # the number of the chunk in its row
+    row,  # (ROWS, 1): the rows of the program
+    N: tl.constexpr,  # columns
+    STEP: tl.constexpr,  # lanes of a group
+):
     at, _, whole, inside = _chunk(ptr, c, row, N, x.shape[1], STEP)
+    # Groups that belong to the row alone: 16 bytes at once.
     tl.store(at, x, mask=whole)
     if STEP > 1:
+        # The others, at both ends of the row: element by element.
         tl.store(at, x, mask=inside & (whole == 0))
 
 
@@ -194,23 +248,36 @@ def _store_chunk(ptr, x, c, row, N: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _softmax_fwd(
-    x_ptr, y_ptr, M, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STEP: tl.constexpr, LOG: tl.constexpr,
-):  # fmt: skip
+    x_ptr,  # (M, N), contiguous
+    y_ptr,  # (M, N)
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a program: a power of two
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group; 1 if all rows begin with one
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    row = tl.minimum(row, M - 1)  # the last one, again, beyond the end
+    row = tl.minimum(row, M - 1)
+
     xs = _load_row(x_ptr, row, N, CHUNK, STEP, float("-inf"))
+
+    # The maximum: of the chunks, lane by lane, and then of the lanes.
     m = tl.full((ROWS, CHUNK), LOWEST, acc)
     for c in tl.static_range(len(xs)):
         m = tl.maximum(m, xs[c].to(acc))
-    m = tl.max(m, 1)[:, None]
+    m = tl.max(m, axis=1)[:, None]
+
+    # The sum of the powers, in the same way.
     s = tl.zeros((ROWS, CHUNK), acc)
     for c in tl.static_range(len(xs)):
         s += _exp(xs[c].to(acc) - m)
-    s = tl.sum(s, 1)[:, None]
-    scale, log = 1 / s, tl.log(s)
+    s = tl.sum(s, axis=1)[:, None]
+    scale = 1 / s
+    log = tl.log(s)
+
     for c in tl.static_range(len(xs)):
         d = xs[c].to(acc) - m
         y = d - log if LOG else _exp(d) * scale
@@ -224,6 +291,7 @@ def _softmax_fwd(
 
 @triton.jit
 def _hidden(x, zero):
+    """x, which the compiler takes for something new; zero is 0."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True) ^ tl.cast(zero, tl.int16)
         x = bits.to(x.dtype, bitcast=True)
@@ -232,25 +300,41 @@ def _hidden(x, zero):
 
 @triton.jit
 def _softmax_bwd(
-    y_ptr, dy_ptr, dx_ptr, zero, M, N: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, STEP: tl.constexpr, LOG: tl.constexpr,
-):  # fmt: skip
+    y_ptr,  # (M, N), contiguous: the result of the forward pass
+    dy_ptr,  # (M, N), contiguous
+    dx_ptr,  # (M, N)
+    zero,  # 0, which the compiler does not know
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a program: a power of two
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group; 1 if all rows begin with one
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     row = tl.minimum(row, M - 1)
+
+    # Idle lanes get 0, which adds nothing to the sum.
     ys = _load_row(y_ptr, row, N, CHUNK, STEP, 0.0)
     dys = _load_row(dy_ptr, row, N, CHUNK, STEP, 0.0)
-    total = tl.zeros((ROWS, CHUNK), acc)
-    for c in tl.static_range(len(ys)):
-        dy = dys[c].to(acc)
-        total += dy if LOG else ys[c].to(acc) * dy
-    total = tl.sum(total, 1)[:, None]
-    for c in tl.static_range(len(ys)):
-        y = _hidden(ys[c], zero).to(acc)
-        dy = _hidden(dys[c], zero).to(acc)
-        dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        _store_chunk(dx_ptr, dx, c, row, N, STEP)
+
+    # The sum c of the formula.
+    c = tl.zeros((ROWS, CHUNK), acc)
+    for i in tl.static_range(len(ys)):
+        dy = dys[i].to(acc)
+        if LOG:
+            c += dy
+        else:
+            c += ys[i].to(acc) * dy
+    c = tl.sum(c, axis=1)[:, None]
+
+    for i in tl.static_range(len(ys)):
+        y = _hidden(ys[i], zero).to(acc)
+        dy = _hidden(dys[i], zero).to(acc)
+        dx = dy - _exp(y) * c if LOG else y * (dy - c)
+        _store_chunk(dx_ptr, dx, i, row, N, STEP)
 
 
 # %%
@@ -260,26 +344,49 @@ def _softmax_bwd(
 
 @triton.jit
 def _softmax_bwd_streaming(
-    y_ptr, dy_ptr, dx_ptr, N: tl.constexpr, BLOCK: tl.constexpr,
-    LOG: tl.constexpr,
-):  # fmt: skip
+    y_ptr,  # (M, N), contiguous: the result of the forward pass
+    dy_ptr,  # (M, N), contiguous
+    dx_ptr,  # (M, N)
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), acc)
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK  # where the last tile begins
+    row = tl.program_id(0).to(tl.int64)
+    y_ptr += row * N
+    dy_ptr += row * N
+    dx_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+
+    # First sweep: the sum c, in each lane and then over all lanes.
+    c = tl.zeros((BLOCK,), acc)
     for start in range(0, N, BLOCK):
-        at, mask = row * N + start + lane, start + lane < N
-        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
-        if not LOG:
-            dy *= tl.load(y_ptr + at, mask=mask, other=0).to(acc)
-        total += dy
-    total = tl.sum(total)
+        col = start + lane
+        mask = col < N
+        dy = tl.load(
+            dy_ptr + col, mask=mask, other=0, eviction_policy="evict_last"
+        ).to(acc)
+        if LOG:
+            c += dy
+        else:
+            y = tl.load(
+                y_ptr + col, mask=mask, other=0, eviction_policy="evict_last"
+            ).to(acc)
+            c += y * dy
+    c = tl.sum(c, axis=0)
+
+    # Second sweep: dx, from the last tile to the first.
     for start in range(0, N, BLOCK):
-        at, mask = row * N + start + lane, start + lane < N
-        y = tl.load(y_ptr + at, mask=mask, other=0).to(acc)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
-        dx = dy - _exp(y) * total if LOG else y * (dy - total)
-        tl.store(dx_ptr + at, dx, mask=mask)
+        col = LAST - start + lane
+        mask = col < N
+        y = tl.load(y_ptr + col, mask=mask, eviction_policy="evict_first")
+        dy = tl.load(dy_ptr + col, mask=mask, eviction_policy="evict_first")
+        y = y.to(acc)
+        dy = dy.to(acc)
+        dx = dy - _exp(y) * c if LOG else y * (dy - c)
+        tl.store(dx_ptr + col, dx, mask=mask)
 
 
 # %%
@@ -290,36 +397,53 @@ CUDA = ON_GPU and torch.version.hip is None
 
 
 def plan_sweeps(N, itemsize):
-    warps = min(max(triton.next_power_of_2(N * itemsize // 2048), 2), 32)
+    """Pairs, and warps of a program, for rows of N elements."""
+    warps = triton.next_power_of_2(N * itemsize // 2048)
+    warps = min(max(warps, 2), 32)
     plan = {"PAIRS": 32 * warps, "EACH": 16 // itemsize, "num_warps": warps}
-    return plan | ({"maxnreg": 32} if CUDA and itemsize < 8 else {})
+    if CUDA and itemsize < 8:
+        plan["maxnreg"] = 32
+    return plan
 
 
 def step_of(N, *matrices):
     """Lanes of a group; 1 where all rows begin with one, or none does."""
-    step = 16 // max(t.itemsize for t in matrices)
-    one = N % step == 0 or torch.compiler.is_compiling()
-    return 1 if one or any(t.data_ptr() % 16 for t in matrices) else step
+    step = 16 // max(matrix.itemsize for matrix in matrices)
+    if N % step == 0 or torch.compiler.is_compiling():
+        return 1
+    # A view may begin in the middle of a group. Then groups would not help.
+    if any(matrix.data_ptr() % 16 for matrix in matrices):
+        return 1
+    return step
 
 
 def tile_of(N, itemsize, step):
-    row = N * itemsize
-    warps = max(triton.next_power_of_2(triton.cdiv(row, 4096)), 2)
-    warps = 4 if row <= 512 else warps
-    lanes = 512 // itemsize * warps
+    """How a row in registers is divided among the warps of a program."""
+    row_bytes = N * itemsize
+    warps = max(triton.next_power_of_2(triton.cdiv(row_bytes, 4096)), 2)
+    if row_bytes <= 512:
+        warps = 4
+    lanes = 512 // itemsize * warps  # that a program loads at once
     chunk = min(lanes, triton.next_power_of_2(max(N + step - 1, 1)))
-    rows = 2 * lanes // chunk if row <= 512 else 1
+    rows = 1
+    if row_bytes <= 512:
+        rows = 2 * lanes // chunk
     return {"ROWS": rows, "CHUNK": chunk, "STEP": step, "num_warps": warps}
 
 
 def plan_forward(N, itemsize, step=1):
-    row = N * itemsize
-    if row < 2048 or (step > 1 and row <= 32768):
+    """A plan for one sweep, or for two."""
+    row_bytes = N * itemsize
+    in_one_sweep = 16384
+    if step > 1:
+        in_one_sweep = 32768
+    if row_bytes <= in_one_sweep:
         return tile_of(N, itemsize, step)
     return plan_sweeps(N, itemsize)
 
 
 def plan_backward(N, itemsize, step=1):
+    """A plan for one sweep, or for two."""
     if N * itemsize > 65536:
         return {"BLOCK": 32768 // itemsize, "num_warps": 32}
     return tile_of(N, itemsize, step)
@@ -331,32 +455,44 @@ def plan_backward(N, itemsize, step=1):
 
 
 def in_sweeps(x, plan, log=False, dtype=None):
+    """Softmax over the last dimension, in two sweeps; x is contiguous."""
     y = torch.empty_like(x, dtype=dtype)
-    M, N = x[..., :1].numel(), x.shape[-1]
-    _softmax_fwd_streaming[(M,)](x, y, N, LOG=log, **plan)
+    M = x[..., :1].numel()  # the rows, even if they have no columns
+    N = x.shape[-1]
+    _softmax_fwd_streaming[(M,)](x_ptr=x, y_ptr=y, N=N, LOG=log, **plan)
     return y
 
 
 def forward(x, log=False, dtype=None, plan=None):
+    """Softmax over the last dimension; x is contiguous."""
     y = torch.empty_like(x, dtype=dtype)
-    M, N = x[..., :1].numel(), x.shape[-1]
-    plan = plan or plan_forward(N, y.itemsize, step_of(N, x, y))
+    M = x[..., :1].numel()
+    N = x.shape[-1]
+    if plan is None:
+        plan = plan_forward(N, y.itemsize, step_of(N, x, y))
     if "PAIRS" in plan:
         return in_sweeps(x, plan, log, dtype)
     grid = (triton.cdiv(M, plan["ROWS"]),)
-    _softmax_fwd[grid](x, y, M, N, LOG=log, **plan)
+    _softmax_fwd[grid](x_ptr=x, y_ptr=y, M=M, N=N, LOG=log, **plan)
     return y
 
 
 def backward(y, dy, log=False, dtype=None, plan=None):
+    """dx from the result of the forward pass; both are contiguous."""
     dx = torch.empty_like(y, dtype=dtype)
-    M, N = y[..., :1].numel(), y.shape[-1]
-    plan = plan or plan_backward(N, y.itemsize, step_of(N, y, dy, dx))
+    M = y[..., :1].numel()
+    N = y.shape[-1]
+    if plan is None:
+        plan = plan_backward(N, y.itemsize, step_of(N, y, dy, dx))
     if "BLOCK" in plan:
-        _softmax_bwd_streaming[(M,)](y, dy, dx, N, LOG=log, **plan)
-    else:
-        grid = (triton.cdiv(M, plan["ROWS"]),)
-        _softmax_bwd[grid](y, dy, dx, 0, M, N, LOG=log, **plan)
+        _softmax_bwd_streaming[(M,)](
+            y_ptr=y, dy_ptr=dy, dx_ptr=dx, N=N, LOG=log, **plan
+        )
+        return dx
+    grid = (triton.cdiv(M, plan["ROWS"]),)
+    _softmax_bwd[grid](
+        y_ptr=y, dy_ptr=dy, dx_ptr=dx, zero=0, M=M, N=N, LOG=log, **plan
+    )
     return dx
 
 
@@ -1778,16 +1914,21 @@ def log_softmax(input, dim=-1, dtype=None):
 
 
 def along(input, dim, dtype, log):
-    dtype = dtype or input.dtype
+    """Either function: check the arguments, and make the dimension the last
+    one of a contiguous tensor."""
+    if dtype is None:
+        dtype = input.dtype
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise TypeError(f"{dtype}: input or dtype is a float of 16 to 64 bits")
     if input.device.type != DEVICE.type:
         raise ValueError(f"input is on {input.device}: it goes on {DEVICE}")
     x = torch.atleast_1d(input)
+    # The kernels widen a float, and PyTorch does all other conversions.
     if not x.is_floating_point() or not 2 <= x.itemsize < dtype.itemsize:
         x = x.to(dtype)
     x = x.movedim(dim, -1).contiguous()
-    return Softmax.apply(x, log, dtype).movedim(-1, dim).reshape(input.shape)
+    y = Softmax.apply(x, log, dtype)
+    return y.movedim(-1, dim).reshape(input.shape)
 
 
 # %%
