@@ -1371,9 +1371,9 @@ in_percent(bench_backward)
 # slower than ours, and has less to do.
 #
 # **What follows.**
-# A faster backward pass needs five products. Then the program that has keys
-# must give each part of ``dq`` to somebody who adds it up. `Five products or
-# seven <02-backward.html>`_ tries five ways.
+# Five products would be enough. Then the program that has keys must give each
+# part of ``dq`` to somebody who adds it up. `Five products or seven
+# <02-backward.html>`_ tries five ways, and says when it pays.
 #
 # Half as many numbers in a head
 # ------------------------------

@@ -575,6 +575,11 @@ def backward(dy, q, k, v, y, lse, scale):
 # function that returns it.
 # A function with ``triton.jit`` that a kernel calls is compiled into the
 # kernel, as if its lines stood there.
+#
+# There is one choice in it. ``dp`` needs no weights, so a step can begin with
+# two products, and compute the powers after both. Then Tensor Cores have more
+# to do at a time, but the tile of ``dp`` is in registers for longer. Which of
+# the two is faster we have to try, and ``DP_FIRST`` says which one it is.
 
 
 @triton.jit
@@ -746,8 +751,8 @@ def _attention_bwd_round(
 # are to add up. But ``dk`` and ``dv`` of all its keys are in registers.
 # We come back to this below. On an H100 we tried five tiles for each design,
 # with ``dp`` before the weights or after them, at 4096 keys. This table has
-# what was fastest or within 3% of it. Smaller heads and other GPUs were not
-# tried, and take the tiles of seven products.
+# what was fastest, or about as fast as that. Smaller heads and other GPUs were
+# not tried, and take the tiles of seven products.
 
 FIVE_PRODUCTS = {
     # design, D: queries, keys, warps, stages, whether dp comes first
