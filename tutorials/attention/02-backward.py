@@ -94,7 +94,7 @@ print("dq is        ", [round(x, 4) for x in q.grad[0].tolist()])
 assert torch.allclose(parts[0] + parts[1], q.grad, atol=1e-6)
 
 # %%
-# Neither part is the gradient, and their sum is. With 16384 keys and tiles of
+# Neither part is the gradient, but their sum is. With 16384 keys and tiles of
 # 128, each query has 128 such parts, in 128 programs.
 #
 # Does it matter in which order they are added up? Each addition rounds, so it
@@ -1905,12 +1905,12 @@ in_percent(bench_designs_64)
 # and NN. There reductions are NN times as fast as seven products.
 #
 # **Why does it depend on the head?**
-# We know two causes. The first one is registers. With 64 numbers in a head, a
-# program of reductions has 128 threads with 190 registers each, so two
-# programs share an SM. While one of them computes powers, the other one can
-# multiply. With 128 numbers the sums need twice the threads with all 255
-# registers, and an SM has room for one program. Those of seven products fit
-# twice, for both heads.
+# We know two causes. The first one is registers, of which an SM has 65536.
+# With 64 numbers in a head, a program of reductions has 128 threads with 190
+# registers each, so two programs share an SM. While one of them computes
+# powers, the other one can multiply. With 128 numbers it has 256 threads with
+# 255 registers each, and no second program fits beside it. Of seven products,
+# two programs share an SM for either head.
 #
 # The second one is what else is computed twice: the weights. For a query and a
 # key, Tensor Cores need 1/16 of a cycle of an SM for a product with 128
@@ -1923,10 +1923,9 @@ in_percent(bench_designs_64)
 # **Why is order so slow?**
 # Where Triton waits, no load runs ahead. Where PTX waits they do, and with 128
 # numbers and 4096 keys that makes it NN times as fast. But it is still behind
-# atomic additions, which run the same kernel without any order. An atomic
-# addition alone is sent, and nobody waits for it. ``release`` has to wait
-# until all additions of the program have reached L2, and it does so in each
-# step.
+# atomic additions, whose kernel is the same but for the order. There an
+# addition is only sent, and nobody waits for it. ``release`` has to wait until
+# all additions of the program have reached L2, and it does so in each step.
 #
 # **Why is it not faster to read ds?**
 # Four products and one are five, and every sum has an owner. But ``ds`` is
