@@ -81,17 +81,6 @@ def test_ptx():
     bare = marks(PTX.replace("12 4\n\tbar.sync 	0;", "12 4\n"), SCRIPT)
     release = next(mark for mark in bare if mark.kind == "release")
     assert not barrier_before(bare, release.number)
-    # An atomic addition writes, too.
-    late = marks(
-        PTX.replace(
-            "\t@%p9 atom.global.gpu.release",
-            "\tatom.global.gpu.relaxed.add.f32 %f1, [%rd1], %f2;\n"
-            "\t@%p9 atom.global.gpu.release",
-        ),
-        SCRIPT,
-    )
-    release = next(mark for mark in late if mark.kind == "release")
-    assert not barrier_before(late, release.number)
 
 
 def test_sass_has_the_lines_of_its_ptx():

@@ -1371,9 +1371,8 @@ in_percent(bench_backward)
 # slower than ours, and has less to do.
 #
 # **What follows.**
-# Five products would be enough. Then the program that has keys must give each
-# part of ``dq`` to somebody who adds it up. `Five products or seven
-# <02-backward.html>`_ tries five ways, and says when it pays.
+# A faster backward pass needs five products. Then the program that has keys
+# must give each part of ``dq`` to somebody who adds it up.
 #
 # Half as many numbers in a head
 # ------------------------------
@@ -1665,5 +1664,5 @@ assert exercise_1(_attention_fwd_causal)
 #   which limit is near, and in which unit to measure.
 # - Tensor Cores wait for everything that is not a product.
 #
-# **Next:** does it pay to compute seven products? `Five products or seven
-# <02-backward.html>`_ measures who else could add up ``dq``.
+# **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
+# has rows for which one program is not enough.

@@ -311,11 +311,10 @@ def _ir_sources(lines, script):
 
 
 def barrier_before(found, number):
-    """Is there a barrier between a mark's line and what was written before it,
-    by stores or atomic additions?"""
+    """Is there a barrier between a mark's line and the store before it?"""
     kinds = [m.kind for m in found if m.number < number]
-    writes = [i for i, kind in enumerate(kinds) if kind in ("store", "atomic")]
-    return bool(writes) and "barrier" in kinds[writes[-1] :]
+    stores = [i for i, kind in enumerate(kinds) if kind == "store"]
+    return bool(stores) and "barrier" in kinds[stores[-1] :]
 
 
 def annotated(text, found, script_lines):
