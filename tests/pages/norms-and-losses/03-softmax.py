@@ -294,9 +294,6 @@ def backward_figure(figure):
     )
     # "A line near 100% has little left to gain".
     assert of.between(256, 24576).shares("triton").least > 90
-    # Before the second sweep ran backwards, an H100 had 85% and 73%.
-    assert of.share("triton", 49152) > 84
-    assert of.share("triton", 65536) > 72
     yield (
         "At 1024, 2048, 4096, 8192 and 16384 columns we reach "
         f"{listed(of, 'triton', *HERE)}, and torch.compile reaches "
@@ -332,7 +329,7 @@ def next_figure(figure):
     assert of.at(2048, 4096).shares("triton").least > 100
     alone, together = (
         [
-            round(100 * (each.ratio("two sweeps", "triton", N) - 1))
+            100 * (each.ratio("two sweeps", "triton", N) - 1)
             for N in (2048, 4096)
         ]
         for each in (figure("softmax-backward", CARD), of)
@@ -341,9 +338,9 @@ def next_figure(figure):
     for before, after in zip(alone, together, strict=True):
         assert 0 < after < before
     yield (
-        f"Alone, two sweeps are {alone[0]}% faster at 2048 columns and "
-        f"{alone[1]}% faster at 4096. With what follows they are "
-        f"{together[0]}% and {together[1]}% faster."
+        f"Alone, two sweeps are {alone[0]:.0f}% faster at 2048 columns and "
+        f"{alone[1]:.0f}% faster at 4096. With what follows they are "
+        f"{together[0]:.0f}% and {together[1]:.0f}% faster."
     )
 
 
