@@ -1573,10 +1573,10 @@ report(bench_backward)
 # that adds up the sums of all groups. To start them takes about as long at
 # each width, so it matters less where the pass takes longer.
 #
-# PyTorch's kernels read ``x`` and ``dy`` twice as well, as `Layer normalization,
-# both passes <01-layer-norm.html>`_ has found, so they have the same roof.
-# torch.compile is much faster at 12288 columns than at the widths around it,
-# and we have not looked for the reason.
+# PyTorch's kernels read ``x`` and ``dy`` twice as well, as `Layer
+# normalization, both passes <01-layer-norm.html>`_ has found, so they have the
+# same roof. torch.compile is much faster at 12288 columns than at the widths
+# around it, and we have not looked for the reason.
 #
 # Does L2 really keep nothing from the first kernel to the second? We count the
 # bytes that DRAM delivers, and divide them by those of ``x`` and ``dy``.

@@ -397,6 +397,8 @@ def _add(
 # %%
 # And this is the sweep. It begins with the groups at the end of the row, which
 # do not fill a whole block and need a mask, and goes back to the beginning.
+# Most groups are in whole blocks. How many of them every row has at least is
+# known before the launch, and it is called ``FULL``. Those need no mask.
 # Why backward? Later a second sweep will go the other way, and it will find in
 # a cache what the first one has read last.
 
@@ -1159,7 +1161,8 @@ def backward(x, target, w, rows, g, dx=None, ignore=-100, smooth=0.0, z=0.0):
 
 # %%
 # For autograd we put both passes together. It saves the logits, the target,
-# the weights and four numbers a row.
+# the weights and what the forward pass has stored: four numbers a row, of
+# which the backward pass reads two.
 
 
 class Later(torch.autograd.Function):
@@ -2171,9 +2174,10 @@ print("changes that autograd saw:", logits._version)
 # the same memory. The matrix of all logits never exists.
 #
 # The price is time. The gradient of the weight is a sum over all rows, and
-# such a sum should be kept in float32. It has 2.1 GB for this layer, and it is
-# read and written for each group of rows. The more groups there are, the more
-# often that happens. We have not measured such a layer on this page.
+# such a sum should be kept in float32. It has 2.1 GB for this layer, however
+# many tokens there are, and it is read and written each time that a few rows
+# are done. The fewer rows the layer takes at a time, the more often that
+# happens. We have not measured such a layer on this page.
 #
 # Exercise 2 builds such a layer. Liger has one, PyTorch has
 # ``linear_cross_entropy`` since version 2.13, and `Cut Cross-Entropy
@@ -2203,8 +2207,8 @@ print("changes that autograd saw:", logits._version)
 # -------------------------
 #
 # Some models cap their logits: :math:`y = c \, \tanh(x / c)` stays between
-# ``-c`` and ``c``. Our kernel gives the gradient of ``y``. Which factor makes
-# the gradient of ``x`` of it?
+# ``-c`` and ``c``. Our kernel gives the gradient of ``y``. By which factor
+# must it be multiplied to become the gradient of ``x``?
 #
 # **Hint 1.** It is the derivative of ``y`` by ``x``.
 #
