@@ -155,6 +155,9 @@ print(f"logsumexp: {m + s.log():.3f}")
 # 2 and none for powers of e, and :math:`e^x = 2^{x \log_2 e}`. The maximum of
 # nothing is the lowest finite number, because minus infinity minus itself is
 # not a number.
+# (Without a GPU, NumPy warns of an overflow here, and later of an invalid
+# value in a lane that is masked. Both are harmless: a power of minus infinity
+# is 0, as it should be, and what a masked lane holds is not used.)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -1899,8 +1902,10 @@ report(bench_step)
 # long as one with later.
 #
 # **Why.**
-# Later is close to what three matrices allow. Ahead moves two, and yet it
-# stays below the copy. Does a part of the second sweep come from memory?
+# Later is close to what three matrices allow. quack computes the gradient in
+# its backward pass as well, so it has three to move, and its backward pass is
+# slower than ours at each vocabulary that it takes. Ahead moves two, and yet
+# it stays below the copy. Does a part of the second sweep come from memory?
 # ``ncu``, NVIDIA's profiler, counts the bytes that DRAM delivers. We divide
 # them by the bytes of the logits.
 
