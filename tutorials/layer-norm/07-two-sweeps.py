@@ -350,9 +350,9 @@ def _layer_norm_fwd_sweeps(
 # that their rows take more than half of L1.
 # The number of warps decides that, for an SM has room for 64 of them.
 #
-# - Rows of up to 32 KB: 16 warps, so that four programs run, with up to 128
-#   KB.
-# - Rows of up to 64 KB: 32 warps, so that two programs run, again with up to
+# - Rows of up to 32 KB: 16 warps, so that four programs run, with at most
+#   128 KB.
+# - Rows of up to 64 KB: 32 warps, so that two programs run, again with at most
 #   128 KB.
 # - Wider rows: 32 warps, and only one program. That is why each thread loads
 #   32 bytes of a tile here. They take more than 32 registers for a thread, an
@@ -838,9 +838,10 @@ for N in (8192, 16384, 24576, 32768, 49152, 65536, 131072):
 # %%
 # Compare the last column with the line without help in the figure above. At
 # 16384 and at 65536 columns, where the rows on an SM take 128 KB, that line is
-# lower than at the widths around them, where the rows take 64 or 96 KB. (At
-# 12288 columns, which the table leaves out, they take 96 KB as well.) It is
-# lowest at 131072 columns, with 256 KB. With help our line falls only there.
+# lower than at 8192, 24576 and 49152, where they take 64 or 96 KB. (At 12288
+# columns, which the table leaves out, they take 96 KB as well.) It is lowest
+# at 131072 columns, with 256 KB. With help our line falls only there, if we
+# leave out the dip at 32768 once more.
 #
 # A clock cannot say where the second sweep reads from, but the hardware counts
 # it, and ``ncu``, NVIDIA's profiler, shows the count.
