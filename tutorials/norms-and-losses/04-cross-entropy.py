@@ -639,6 +639,10 @@ print(f"our loss: {mean_loss(x, torch.tensor([1], device=DEVICE)):.3f}")
 # How fast is the loss?
 # ---------------------
 #
+# We compare with PyTorch's function, with the same function through
+# ``torch.compile``, and, where it can be imported, with `quack
+# <https://github.com/Dao-AILab/quack>`_, a library of kernels.
+#
 # The ceiling is a kernel that only reads the logits. It finds the largest
 # element of each of its tiles and stores this one number, so that the compiler
 # cannot leave out the reading.
