@@ -238,10 +238,10 @@ def _add_layer_norm_fwd(
 # of 16 bits. They take 16 registers, and the same columns in float32 take 32
 # more, for a moment. So a warp, which is 32 threads, holds 2 KB of a tile.
 #
-# More than 16 warps are too many to wait for each other at a sum. With 16
-# warps a program has 512 threads, and an SM has 65536 registers. We allow 64
-# of them for each thread, so that two programs share an SM: while one of them
-# computes its sums, the other loads.
+# All warps of a program wait for each other at a sum, so we take at most 16.
+# With 16 warps a program has 512 threads, and an SM has 65536 registers. We
+# allow 64 of them for each thread, so that two programs share an SM: while one
+# of them computes its sums, the other loads.
 
 CUDA = ON_GPU and torch.version.hip is None
 
@@ -656,7 +656,8 @@ report(bench_forward)
 # slower than ours, as `Layer normalization, both passes
 # <../layer-norm/01-layer-norm.html>`_ has found.
 # torch.compile and flash-attn fuse the addition as well, so they have four to
-# move.
+# move. We have not looked for what makes torch.compile slower at 5120 columns,
+# and flash-attn's function at 12288.
 #
 # **What follows.**
 # The fusion is worth about what the count says, and the count needs no GPU.
@@ -678,8 +679,8 @@ report(bench_forward)
 # the model, since ``s`` is also a result. The gradient of ``s`` is the sum of
 # what both send back: what the layer norm makes of ``dy``, and ``ds``, which
 # arrives from the stream.
-# An addition hands its gradient on to both of its inputs, so it is the
-# gradient of ``x`` and of the residual, too.
+# An addition hands its gradient on to both of its inputs, so the gradient of
+# ``s`` is that of ``x`` and of the residual, too. ``dx`` below is all three.
 
 # %%
 
@@ -878,9 +879,10 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 # ``w`` take half a register each in 16 bits: 84 more. That makes 196, and it
 # fits. But ``s`` and ``dy`` are needed twice, once for the two means of the
 # row and once for the gradient, both times in float32. A compiler avoids work:
-# it converts each number once and keeps the result. That would take 112
-# registers more, and they are not there. They would *spill*: go to memory and
-# come back.
+# it converts each number once and keeps the result. Then ``s`` and ``dy`` take
+# 112 registers instead of 56, which makes 252 of the 255. Addresses, masks and
+# results need registers, too, and so some numbers would *spill*: go to memory
+# and come back.
 #
 # So we must keep the compiler from seeing that it converts the same number
 # twice. In between, we apply an exclusive or with ``zero``. That is ``c1 !=
@@ -888,7 +890,8 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 # changes no bit, but the compiler does not know that ``zero`` is 0, so for it
 # the result is a new number. (If ``c1`` is NaN, so is that whole row of
 # ``dx``, and a wrong bit does no more harm.) One instruction does it for two
-# numbers of 16 bits, which share a register.
+# numbers of 16 bits, which share a register. It is close even so: at 14336
+# columns a thread still spills a few registers.
 
 PTX = tl.constexpr(CUDA)
 
@@ -1921,14 +1924,21 @@ report(bench_backward)
 # we have counted 67%. At 1024 columns they reach 84%: there one kernel is at
 # 71% of the copy itself, so it is not only bytes that it waits for, and fewer
 # bytes help it less.
+# PyTorch's layer norm reads ``s`` and ``dy`` once more for ``dw`` and ``db``,
+# as `Layer normalization, both passes <../layer-norm/01-layer-norm.html>`_ has
+# found. With the addition it moves eight matrices, if L2 does not help, and
+# could reach half of the copy. We have not looked for what slows down
+# torch.compile and flash-attn's function in this pass.
+#
 # For wide rows let's count once more: the two kernels of the layer norm read
 # ``s`` and ``dy`` twice and write a gradient, which is 5 matrices, and the
 # addition moves 3. Four of 8 is 50%, so that is the most that two steps could
 # reach without the help of caches.
 #
 # **What follows.**
-# As long as a row fits into registers, both passes should be fused. Where it
-# does not, the fusion is lost together with the single read.
+# As long as a row fits into registers, both passes should be fused. For wider
+# rows we have given up the fusion together with the single read. That is
+# simple, but it need not be so, as the next figure shows.
 #
 # Wider rows, forward
 # -------------------

@@ -597,9 +597,11 @@ class Plan:
 
 
 # %%
-# With a plan, both passes are short. Kernels trust their arguments, so we make
-# all tensors contiguous. For one that is contiguous already, this does not
-# copy anything.
+# With a plan, both passes are short. They allocate with ``torch.empty_like``,
+# which takes a little less time than ``torch.empty``, as we have seen. That is
+# what the patterns in the plan are for.
+# Kernels trust their arguments, so we make all tensors contiguous. For one
+# that is contiguous already, this does not copy anything.
 
 
 def gradients(ctx, dy):
@@ -968,16 +970,17 @@ plt.show()
 # backward.
 #
 # **Why.**
-# The plan is Python: it checks arguments, divides, and makes patterns, for
-# each of which PyTorch is called twice.
+# The plan is Python: it checks arguments, divides, and makes three patterns,
+# for which it calls PyTorch five times.
 # A launch by the JIT looks at each of its arguments: what is its type, and is
 # its address a multiple of 16? The answers become a key, and under this key it
 # finds the compiled kernel.
 # Backward, autograd has more to do than forward. PyTorch runs a backward pass
 # on a *thread* of its own, one for each GPU. The thread that called hands the
-# work over and sleeps, and it has to be woken up at the end. Then it is Python
-# that runs there, so the other thread must let it. PyTorch's own backward
-# passes go through the same thread, without Python.
+# work over and sleeps, and it has to be woken up at the end. Besides, our
+# backward pass is Python, and only one thread at a time may run Python. So the
+# right to do so has to change hands, too. PyTorch's own backward passes go
+# through the same thread, without Python.
 #
 # A part takes longer here than by itself. In a loop that does nothing else, a
 # launch finds its code and its data in the caches of the CPU. In a call, a lot
@@ -1831,8 +1834,8 @@ report_host_times(bench_layers)
 
 # %%
 # **What the figure shows.**
-# On the H200 PyTorch takes 157 µs for a single layer, and 87 µs for each of
-# 16. The lean function takes 208 and 122 µs, the plain one 384 and 226 µs,
+# On the H200 PyTorch takes 157 µs for a single layer, and 87 µs for each
+# of 16. The lean function takes 208 and 122 µs, the plain one 384 and 226 µs,
 # torch.compile 464 and 189 µs, and reduce-overhead 475 and 188 µs.
 #
 # **Why.**
@@ -2023,7 +2026,8 @@ for launcher in LAUNCHERS:
 #
 # A key with too little in it finds wrong plans, one with too much makes
 # needless ones. This stub does both: it leaves out five things on which a plan
-# or its kernels depend, and has one in it that no plan needs.
+# or its kernels depend, and has one in it that no plan needs. All tensors of
+# the checker are on one device, so you may leave out devices here.
 #
 # **Hint 1.** Go through ``Plan.__init__``. From which properties of ``x``,
 # ``weight`` and ``bias`` does it take something, and what does

@@ -60,10 +60,11 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # 1. It adds the result ``x`` of the block before it to the stream. The sum
 #    ``s`` is the new stream.
 # 2. It normalizes ``s``. The result is ``y``.
-# 3. It computes its own result from ``y``, for the next block to add.
+# 3. It computes its own result from ``y``, by attention or by an *MLP*, two
+#    or three linear layers, for the next block to add.
 #
-# In the picture, steps 1 and 2 are the boxes. They stand side by side
-# before each block, so this page makes one kernel of them.
+# In the picture, steps 1 and 2 are the boxes "+" and "norm". They stand side
+# by side before each block, so this page makes one kernel of them.
 
 # %%
 
@@ -274,7 +275,8 @@ def _rms_norm_fwd(
 # - A program has 4 to 32 warps.
 # - A thread loads 16 bytes of a chunk at once, so a warp loads 512.
 # - Rows of up to 4096 bytes leave the caches first (``evict_first``), because
-#   nobody reads them again.
+#   nobody reads them again. Nobody reads wider rows again, either, but there
+#   we leave the choice to the cache.
 
 
 def plan_forward(N, sizes, most=4096, least=4):
@@ -393,6 +395,8 @@ traffic.run(show_plots=ON_GPU)
 #    c = \frac{1}{N} \sum_j \hat{s}_j \, w_j \, dy_j, \qquad
 #    dw_j = \sum_\text{rows} \hat{s}_j \, dy_j
 #
+# Here :math:`\hat{s}` is :math:`s \, r`, as :math:`\hat{x}` was
+# :math:`x \, r`.
 # The part with :math:`c` is what the division by the RMS adds: each element of
 # ``s`` changes the RMS, and by that all elements of ``y``.
 # An addition hands its gradient to both sides, so one matrix is written, for

@@ -155,6 +155,9 @@ print(f"logsumexp: {m + s.log():.3f}")
 # 2 and none for powers of e, and :math:`e^x = 2^{x \log_2 e}`. The maximum of
 # nothing is the lowest finite number, because minus infinity minus itself is
 # not a number.
+# (Without a GPU, NumPy warns of an overflow here, and later of an invalid
+# value in a lane that is masked. Both are harmless: a power of minus infinity
+# is 0, as it should be, and what a masked lane holds is not used.)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -397,6 +400,8 @@ def _add(
 # %%
 # And this is the sweep. It begins with the groups at the end of the row, which
 # do not fill a whole block and need a mask, and goes back to the beginning.
+# Most groups are in whole blocks. How many of them every row has at least is
+# known before the launch, and it is called ``FULL``. Those need no mask.
 # Why backward? Later a second sweep will go the other way, and it will find in
 # a cache what the first one has read last.
 
@@ -633,6 +638,10 @@ print(f"our loss: {mean_loss(x, torch.tensor([1], device=DEVICE)):.3f}")
 # %%
 # How fast is the loss?
 # ---------------------
+#
+# We compare with PyTorch's function, with the same function through
+# ``torch.compile``, and, where it can be imported, with `quack
+# <https://github.com/Dao-AILab/quack>`_, a library of kernels.
 #
 # The ceiling is a kernel that only reads the logits. It finds the largest
 # element of each of its tiles and stores this one number, so that the compiler
@@ -1159,7 +1168,8 @@ def backward(x, target, w, rows, g, dx=None, ignore=-100, smooth=0.0, z=0.0):
 
 # %%
 # For autograd we put both passes together. It saves the logits, the target,
-# the weights and four numbers a row.
+# the weights and what the forward pass has stored: four numbers a row, of
+# which the backward pass reads two.
 
 
 class Later(torch.autograd.Function):
@@ -1896,8 +1906,10 @@ report(bench_step)
 # long as one with later.
 #
 # **Why.**
-# Later is close to what three matrices allow. Ahead moves two, and yet it
-# stays below the copy. Does a part of the second sweep come from memory?
+# Later is close to what three matrices allow. quack computes the gradient in
+# its backward pass as well, so it has three to move, and its backward pass is
+# slower than ours at each vocabulary that it takes. Ahead moves two, and yet
+# it stays below the copy. Does a part of the second sweep come from memory?
 # ``ncu``, NVIDIA's profiler, counts the bytes that DRAM delivers. We divide
 # them by the bytes of the logits.
 
@@ -2171,9 +2183,10 @@ print("changes that autograd saw:", logits._version)
 # the same memory. The matrix of all logits never exists.
 #
 # The price is time. The gradient of the weight is a sum over all rows, and
-# such a sum should be kept in float32. It has 2.1 GB for this layer, and it is
-# read and written for each group of rows. The more groups there are, the more
-# often that happens. We have not measured such a layer on this page.
+# such a sum should be kept in float32. It has 2.1 GB for this layer, however
+# many tokens there are, and it is read and written each time that a few rows
+# are done. The fewer rows the layer takes at a time, the more often that
+# happens. We have not measured such a layer on this page.
 #
 # Exercise 2 builds such a layer. Liger has one, PyTorch has
 # ``linear_cross_entropy`` since version 2.13, and `Cut Cross-Entropy
@@ -2203,8 +2216,8 @@ print("changes that autograd saw:", logits._version)
 # -------------------------
 #
 # Some models cap their logits: :math:`y = c \, \tanh(x / c)` stays between
-# ``-c`` and ``c``. Our kernel gives the gradient of ``y``. Which factor makes
-# the gradient of ``x`` of it?
+# ``-c`` and ``c``. Our kernel gives the gradient of ``y``. By which factor
+# must it be multiplied to become the gradient of ``x``?
 #
 # **Hint 1.** It is the derivative of ``y`` by ``x``.
 #
