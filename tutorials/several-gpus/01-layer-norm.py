@@ -472,13 +472,13 @@ bench_traffic.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# With two kernels, DRAM delivers ``x`` NN times on the H100, at every width.
-# With one it delivers it NN times.
+# With two kernels, DRAM delivers ``x`` 2.0 times on the H200, at every width.
+# With one it delivers it 1.0 times.
 #
 # **Why.**
 # ``ncu`` empties all caches before each kernel. So the second kernel finds
 # nothing of what the first one has loaded, and ``x`` counts twice. In a model
-# the L2 cache is not emptied in between. An H100 has 50 MB of it, and 4096
+# the L2 cache is not emptied in between. An H200 has 50 MB of it, and 4096
 # rows of 4096 columns in 16 bits are 32 MB, which may still be there. 8192
 # columns are 64 MB, of which a part must come from memory again.
 #
@@ -703,8 +703,8 @@ report(bench_warps)
 
 # %%
 # **What the figure shows.**
-# On the H100 our plan reaches NN%, NN%, NN% and NN% of a copy at the four
-# widths, and sixteen warps reach NN%, NN%, NN% and NN%.
+# On the H200 our plan reaches 88%, 90%, 87% and 73% of a copy at the four
+# widths, and sixteen warps reach 73%, 82%, 55% and 73%.
 #
 # **Why.**
 # As planned, 64 KB are in flight on each SM at all four widths. Sixteen warps
@@ -1432,21 +1432,21 @@ report_columns(bench_columns_forward)
 
 # %%
 # **What the figure shows.**
-# N is the number of columns on both GPUs together; each has half of them.
-# On two H100s two numbers a row take NN µs at 2048 columns and NN µs at 32768.
-# At 32768 columns gathered rows take NN times as long with PyTorch's kernels
-# and NN times as long with ours. An all-to-all takes NN times as long.
-# DTensor's line hides behind that of gathered rows: over all widths they
-# differ by at most NN%.
+# N is the number of columns on both GPUs together; each has half of them. On
+# two H200s two numbers a row take 17 µs at 2048 columns and 117 µs at 32768.
+# At 32768 columns gathered rows take 7.9 times as long with PyTorch's kernels
+# and 7.4 times as long with ours. An all-to-all takes 6.9 times as long.
+# DTensor's line nearly hides behind that of gathered rows: over all widths
+# they differ by at most 6.2%.
 #
 # **Why.**
 # Both ways to gather send the same bytes and differ in their kernels, so at
-# 32768 columns our kernels save NN µs. Both lines with our kernels differ in
-# what is exchanged, and there two numbers a row save NN µs. The exchange is
+# 32768 columns our kernels save 65 µs. Both lines with our kernels differ in
+# what is exchanged, and there two numbers a row save 740 µs. The exchange is
 # where the gain comes from.
 #
 # What does a gathered row cost? At 32768 columns a rank receives 134 MB. The
-# links between two H100s of one machine (*NVLink*) carry 450 GB/s in each
+# links between two H200s of one machine (*NVLink*) carry 450 GB/s in each
 # direction by the data sheet, so this takes 298 µs at least. What has arrived
 # is a matrix from each rank, and to make rows of it all 268 MB are read and
 # written once more. Only then does the layer norm begin, and it computes
@@ -1456,7 +1456,7 @@ report_columns(bench_columns_forward)
 # receives.
 #
 # And what do other ranks cost us? The printed difference to the line without
-# them is NN µs at 2048 columns and NN µs at 32768. It is the start of an
+# them is 10 µs at 2048 columns and 41 µs at 32768. It is the start of an
 # exchange and of a second kernel, which is the same at each width, and a
 # second reading of ``x``, which grows with the width: 134 MB at 32768 columns.
 #
@@ -1464,7 +1464,7 @@ report_columns(bench_columns_forward)
 # Send what has been summed, not what is to be summed. Even the best of the
 # other ways does not come near.
 #
-# The line of one rank is at NN% of the copy at 32768 columns. It is not slow
+# The line of one rank is at 86% of the copy at 32768 columns. It is not slow
 # by itself, so the distance to it is what other ranks cost.
 #
 # Columns, the backward pass
@@ -1480,20 +1480,19 @@ report_columns(bench_columns_backward)
 
 # %%
 # **What the figure shows.**
-# On two H100s two numbers a row take NN µs at 2048 columns and NN µs at 32768.
-# At 32768 columns gathered rows take NN times as long with PyTorch's kernels,
-# NN times as long with ours, and NN times as long in an all-to-all.
-# DTensor takes NN times as long.
+# On two H200s two numbers a row take 31 µs at 2048 columns and 180 µs at
+# 32768. At 32768 columns gathered rows take 6.7 times as long with PyTorch's
+# kernels, 5.6 times as long with ours, and 5.0 times as long in an all-to-all.
+# DTensor takes 10.5 times as long.
 #
 # **Why.**
 # The reasons are those of the forward pass, and here the kernels matter, too:
-# at 32768 columns ours save NN µs of gathered rows, and the exchange saves NN
-# µs more.
-# Other ranks cost NN µs at 2048 columns, NN µs at 16384 and NN µs at 32768. Up
-# to 16384 columns a rank that is alone has whole rows of at most 8192 columns,
-# which fit into registers, and needs one kernel where we need two. At 32768
-# columns its rows have 16384, and it needs both kernels itself. Then other
-# ranks cost the exchange alone.
+# at 32768 columns ours save 200 µs of gathered rows, and the exchange saves
+# 830 µs more. Other ranks cost 10 µs at 2048 columns, 40 µs at 16384 and 8 µs
+# at 32768. Up to 16384 columns a rank that is alone has whole rows of at most
+# 8192 columns, which fit into registers, and needs one kernel where we need
+# two. At 32768 columns its rows have 16384, and it needs both kernels itself.
+# Then other ranks cost the exchange alone.
 #
 # Rows: one sum for both gradients
 # --------------------------------
@@ -1611,9 +1610,9 @@ report_rows(bench_rows)
 
 # %%
 # **What the figure shows.**
-# On two H100s one all-reduce adds NN µs at 1024 columns and NN µs at 32768,
-# where it sends 32 times as much. Two of them add NN µs and NN µs. Beside the
-# matrix product, one adds NN µs and NN µs.
+# On two H200s one all-reduce adds 7.2 µs at 1024 columns and 9.0 µs at 32768,
+# where it sends 32 times as much. Two of them add 13.2 µs and 16.2 µs. Beside
+# the matrix product, one adds 1.5 µs and 4.0 µs.
 #
 # **Why.**
 # Most of an all-reduce is its start: a kernel of NCCL is launched on both
@@ -1917,14 +1916,14 @@ if table is not None:
 
 # %%
 # **What the figure shows.**
-# On two H100s a call of ``layer_norm`` takes NN µs at 2048 columns and NN µs
-# at 32768. ``LayerNorm.apply``, which compares nothing, takes NN µs and NN µs.
-# So the comparison takes NN µs of the narrow call. To gather rows for
-# PyTorch's kernels takes NN µs and NN µs.
+# On two H200s a call of ``layer_norm`` takes 768 µs at 2048 columns and 768 µs
+# at 32768. ``LayerNorm.apply``, which compares nothing, takes 136 µs and 165
+# µs. So the comparison takes 633 µs of the narrow call. To gather rows for
+# PyTorch's kernels takes 112 µs and 938 µs.
 #
 # **Why.**
 # A call of the forward pass is two kernels and an exchange, and on the device
-# that is NN µs at 2048 columns. The host needs longer to start all this, so
+# that is 17 µs at 2048 columns. The host needs longer to start all this, so
 # in narrow rows the host's time is what one sees. The comparison turns
 # objects into bytes, and sends first how many they are and then the bytes,
 # through gloo, and the call cannot go on before the last rank has answered.
@@ -2057,7 +2056,7 @@ for way in ("nobody adds", "DDP", "ours", "ours in DDP"):
 #   mixture of rows and columns, and changes from one to the other where it
 #   must. Our function does one operation.
 # - **Narrow calls.** Where the host limits you, PyTorch's function on gathered
-#   rows takes NN µs on two H100s at 2048 columns, and ours takes NN µs with
+#   rows takes 112 µs on two H200s at 2048 columns, and ours takes 768 µs with
 #   its comparison of arguments.
 # - **Where rows are whole anyway.** *Sequence parallel* training changes from
 #   columns to rows before a norm. Then PyTorch's own layer norm needs no
@@ -2162,24 +2161,24 @@ assert exercise_2(divisor_2)
 # ---------------
 #
 # These are the designs of this page: what each rank sends, and how long it
-# takes on two H100s.
+# takes on two H200s.
 #
 # Columns spread, forward and backward at 32768 columns:
 #
-# - **Two numbers a row** takes NN µs and NN µs. It sends 8 bytes a row.
-# - **All-to-all, our kernels** takes NN µs and NN µs. It sends 67 MB there and
-#   67 MB back.
-# - **Rows gathered, our kernels** takes NN µs and NN µs. It sends 134 MB, and
-#   each rank does all the work.
-# - **Rows gathered** takes NN µs and NN µs. It sends as much, and its kernels
-#   are PyTorch's.
-# - **DTensor** takes NN µs and NN µs. Backward it gathers twice.
+# - **Two numbers a row** takes 117 µs and 180 µs. It sends 8 bytes a row.
+# - **All-to-all, our kernels** takes 805 µs and 897 µs. It sends 67 MB there
+#   and 67 MB back.
+# - **Rows gathered, our kernels** takes 857 µs and 1010 µs. It sends 134 MB,
+#   and each rank does all the work.
+# - **Rows gathered** takes 922 µs and 1210 µs. It sends as much, and its
+#   kernels are PyTorch's.
+# - **DTensor** takes 926 µs and 1903 µs. Backward it gathers twice.
 #
 # Rows spread, what is added to a backward pass at 1024 columns:
 #
-# - **Two all-reduces** add NN µs.
-# - **One all-reduce** adds NN µs. Most of it is its start.
-# - **One beside a matrix product** adds NN µs. Its start is hidden.
+# - **Two all-reduces** add 13.2 µs.
+# - **One all-reduce** adds 7.2 µs. Most of it is its start.
+# - **One beside a matrix product** adds 1.5 µs. Its start is hidden.
 #
 # And in general:
 #
