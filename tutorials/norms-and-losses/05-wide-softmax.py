@@ -1529,8 +1529,9 @@ report(bench_forms)
 # 94%, and shifted sweeps 88%. At 1048576 columns they reach 92% and 64%. At
 # 65536 columns the shifted sweeps are ahead with 100%, shared rows reach 95%,
 # and page 03 89%. At 32768 columns page 03 is ahead with 102%, shared rows
-# reach 97%, and shifted sweeps 88%. (The copy is a plain kernel, and one of
-# ours can be a little faster.)
+# reach 97%, and shifted sweeps 88%. (Page 03 is as fast here as in the first
+# figure, but the copy was 1% slower at 32768 columns, and 1% faster at 50257.
+# So page 03 reaches 102% and 51% here, and 100% and 52% there.)
 #
 # At 100003 columns the copy is no ceiling. With 2684 rows its number of
 # elements is no multiple of 16, so Triton can no longer count on a mask that
@@ -1603,10 +1604,11 @@ dram_reads.run(show_plots=ON_GPU)
 # at 262144, and 90% at 1048576. A row that is twice as wide makes up for the
 # half: at 131072 and 262144 columns they read about as much twice as page 03
 # does at 65536 and 131072. The bytes would leave 100%, 90%, 77% and 69% of the
-# copy, and they reach 100%, 88%, 72% and 64%. What is missing is more than on
-# page 03, so at 1048576 columns they are no longer ahead of it. One program
-# cannot read one row while it writes another, which may be the reason. We have
-# not measured it.
+# copy, and they reach 100%, 88%, 72% and 64%. From 131072 columns on they miss
+# more than page 03 does, and at 1048576 columns they are no longer ahead of
+# it. One program cannot read one row while it writes another. But that is so
+# at 65536 columns, too, where nothing is missing, so we do not know the
+# reason.
 #
 # *What of narrower rows?* At 32768 columns the bytes do not explain shifted
 # sweeps: they read ``x`` from DRAM once, two programs share an SM as on page
@@ -1619,9 +1621,9 @@ dram_reads.run(show_plots=ON_GPU)
 # *What do shared rows lose?* From 65536 columns on they fall from 95% to 92%,
 # although they read each byte once. A program collects a word of each slice,
 # 16 of them at 65536 columns and 128 at 1048576, and above 262144 columns half
-# as many programs run. Both may cost time. But with 12 words, at 49152
-# columns, they reach no more than 95%. So something else costs time, too, and
-# we have not found it.
+# as many programs run. Both may cost time. But with 8 words, at 32768 columns,
+# they reach no more than 97%, and with 12, at 49152, 95%. So something else
+# costs time, too, and we have not found it.
 #
 # **What follows.**
 # Two sweeps are good where a cache holds the row, and shared rows where none
