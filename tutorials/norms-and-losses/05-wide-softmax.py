@@ -1589,10 +1589,10 @@ dram_reads.run(show_plots=ON_GPU)
 
 # %%
 # Shared rows read ``x`` from DRAM once, however wide a row is. Two sweeps read
-# a part of it twice as soon as the rows under way are more than a cache holds,
-# and nearly all of it in the widest rows. On the H100 page 03 reads 24% of
-# ``x`` twice at 65536 columns, 61% at 131072, 78% at 262144, and 95% at
-# 1048576.
+# a part of it twice as soon as the rows under way, with their results, are
+# more than L2 holds, and nearly all of it in the widest rows. On the H100 page
+# 03 reads 24% of ``x`` twice at 65536 columns, 61% at 131072, 78% at 262144,
+# and 95% at 1048576.
 #
 # *Do the bytes explain page 03?* Mostly. If nothing but bytes of DRAM counted,
 # it would reach 89%, 77%, 72% and 68% of the copy at these widths. It reaches
