@@ -69,8 +69,8 @@ import ctypes
 # second one computes the result. Only the first has to go to DRAM, as long as
 # a cache still holds the row when the second one comes.
 #
-# When does it not? On an H200 each SM has an L1 cache of up to 256 KB, and all
-# SMs share an L2 cache of 60 MB. A program of page 03 has a row of its own.
+# When does it not? On an H100 each SM has an L1 cache of up to 256 KB, and all
+# SMs share an L2 cache of 50 MB. A program of page 03 has a row of its own.
 # For wide rows it has 1024 threads, and two such programs fit on an SM, so 264
 # rows are under way at a time on 132 SMs. How many bytes is that?
 
@@ -97,7 +97,7 @@ for N in (16384, 32768, 65536, 131072, 262144, 1048576):
 # a multiple of 16. Threads load 16 bytes at a time only from multiples of 16.
 # A kernel that does not care about this loads 2 bytes at a time instead.
 #
-# This is the code of page 03, folded.
+# These are the kernels of page 03, folded.
 
 # %%
 
@@ -720,17 +720,19 @@ report(bench_sweeps)
 
 # %%
 # **What the figure shows.**
-# On the H200 two sweeps reach 101% of the copy at 32768 columns, 88% at 65536,
-# 74% at 131072, and 64% at 1048576. At 50257 columns they reach 38%.
+# On the H100 two sweeps reach 100% of the copy at 32768 columns, 89% at 65536,
+# 75% at 131072, and 64% at 1048576. At 50257 columns they reach 52%.
 #
 # **Why.**
 # Where rows begin at 16 bytes, the speed falls where the table lets us expect
-# it. (The copy is a plain kernel, and ours is a percent ahead of it at 32768
-# columns.) The widest rows end a little below the 67% that three matrices
+# it. (At 65536 columns it varied by several percent while it was measured. The
+# figure of the three forms, further down, has the same speed there without the
+# variation.) The widest rows end a little below the 67% that three matrices
 # leave, so not all of the loss is the second read. Further down we count the
 # bytes, which tells how much of it is. At 50257 columns the caches would do: a
 # row is narrower than the one of 65536 columns. There the loads of 2 bytes are
 # the reason.
+#
 # **What follows.**
 # We have two things to mend. We begin with the rows that begin anywhere,
 # because all kernels of this page need the answer.
@@ -1522,17 +1524,20 @@ report(bench_forms)
 
 # %%
 # **What the figure shows.**
-# On the H200, at 50257 columns, the shift brings two sweeps from 39% to 83% of
-# the copy. At 131072 columns shared rows reach 87%, and shifted sweeps 77%. At
-# 1048576 columns they reach 80% and 61%. At 32768 columns shared rows reach
-# 89%, where both kinds of sweeps reach 101%, and at 65536 columns all three
-# reach 88% to 89%.
+# On the H100, at 50257 columns, the shift brings two sweeps from 51% to 91% of
+# the copy, and shared rows reach 91%, too. At 131072 columns shared rows reach
+# 94%, and shifted sweeps 88%. At 1048576 columns they reach 92% and 64%. At
+# 65536 columns the shifted sweeps are ahead with 100%, shared rows reach 95%,
+# and page 03 89%. At 32768 columns page 03 is ahead with 102%, shared rows
+# reach 97%, and shifted sweeps 88%. (Page 03 is as fast here as in the first
+# figure, but the copy was 1% slower at 32768 columns, and 1% faster at 50257.
+# So page 03 reaches 102% and 51% here, and 100% and 52% there.)
 #
 # At 100003 columns the copy is no ceiling. With 2684 rows its number of
 # elements is no multiple of 16, so Triton can no longer count on a mask that
 # ends between two groups of 16 bytes, and the copy moves 2 bytes at a time,
-# too. It reaches 2148 GB/s there, and 4227 GB/s at 131072 columns. Shared rows
-# reach 3409 GB/s at 100003 columns, shifted sweeps 2789 GB/s, and page 03 1632
+# too. It reaches 2116 GB/s there, and 2996 GB/s at 131072 columns. Shared rows
+# reach 2754 GB/s at 100003 columns, shifted sweeps 2331 GB/s, and page 03 1454
 # GB/s. We leave this width out of all percentages on this page.
 #
 # **Why.**
@@ -1584,31 +1589,41 @@ dram_reads.run(show_plots=ON_GPU)
 
 # %%
 # Shared rows read ``x`` from DRAM once, however wide a row is. Two sweeps read
-# a part of it twice as soon as the rows under way are more than a cache holds,
-# and nearly all of it in the widest rows. On the H200 page 03 reads 21% of
-# ``x`` twice at 65536 columns, 59% at 131072, 78% at 262144, and 95% at
-# 1048576.
+# a part of it twice as soon as the rows under way, with their results, are
+# more than L2 holds, and nearly all of it in the widest rows. On the H100 page
+# 03 reads 24% of ``x`` twice at 65536 columns, 61% at 131072, 78% at 262144,
+# and 95% at 1048576.
 #
 # *Do the bytes explain page 03?* Mostly. If nothing but bytes of DRAM counted,
-# it would reach 90%, 77%, 72% and 68% of the copy at these widths. It reaches
-# 89%, 74%, 67% and 64%.
+# it would reach 89%, 77%, 72% and 68% of the copy at these widths. It reaches
+# 89%, 75%, 68% and 64%.
 #
-# *Do they explain shifted sweeps?* No. From 65536 columns on, these have only
-# one program on an SM, so half as many bytes are under way, and they read 0%
-# of ``x`` twice at 65536 columns and 22% at 131072. The bytes would leave 100%
-# and 90% of the copy, and they reach 89% and 77%. From 262144 columns on page
-# 03 is even the faster of the two. One program cannot read one row while it
-# writes another, which may be the reason. We have not measured it. Nor do we
-# know why shifted sweeps reach 83% at 50257 columns and 98% at 49152, where
-# two programs share an SM in both cases.
+# *Do they explain shifted sweeps?* From 65536 columns on, mostly, too. There
+# these have only one program on an SM, so half as many bytes are under way as
+# on page 03. They read 0% of ``x`` twice at 65536 columns, 22% at 131072, 60%
+# at 262144, and 90% at 1048576. A row that is twice as wide makes up for the
+# half: at 131072 and 262144 columns they read about as much twice as page 03
+# does at 65536 and 131072. The bytes would leave 100%, 90%, 77% and 69% of the
+# copy, and they reach 100%, 88%, 72% and 64%. From 131072 columns on they miss
+# more than page 03 does, and at 1048576 columns they are no longer ahead of
+# it. One program cannot read one row while it writes another. But that is so
+# at 65536 columns, too, where nothing is missing, so we do not know the
+# reason.
 #
-# *What do shared rows lose?* From 65536 columns on they fall from 88% to 80%,
+# *What of narrower rows?* At 32768 columns the bytes do not explain shifted
+# sweeps: they read ``x`` from DRAM once, two programs share an SM as on page
+# 03, and still they reach 88% where page 03 reaches 102%. We do not know why.
+# From 49152 columns to 50257, where rows begin anywhere, shifted sweeps fall
+# from 97% to 91%, and shared rows from 95% to 91%. Both have masks at the ends
+# of their rows there, and store some columns one by one. That may be the
+# reason.
+#
+# *What do shared rows lose?* From 65536 columns on they fall from 95% to 92%,
 # although they read each byte once. A program collects a word of each slice,
 # 16 of them at 65536 columns and 128 at 1048576, and above 262144 columns half
 # as many programs run. Both may cost time. But with 8 words, at 32768 columns,
-# they reach no more than 89%, and with 12, at 49152, 83%. (The last one varied
-# by several percent while it was measured.) So something else costs time, too,
-# and we have not found it.
+# they reach no more than 97%, and with 12, at 49152, 95%. So something else
+# costs time, too, and we have not found it.
 #
 # **What follows.**
 # Two sweeps are good where a cache holds the row, and shared rows where none
@@ -1760,8 +1775,8 @@ def backward_in_slices(y, dy, log=False, dtype=None):
 #   16 bits. Backward, registers hold 64 KB of each matrix, and wider rows are
 #   shared.
 # - **Shifted sweeps** where rows begin anywhere, and where L1 holds one row
-#   but not two. In the second case they read less from DRAM, but on the H200
-#   they are not faster for it at 65536 columns.
+#   but not two. In the second case they read less from DRAM: on the H100 they
+#   reach 100% of the copy at 65536 columns, and page 03 reaches 89%.
 # - **Page 03** for all others.
 #
 # Shared rows cannot take everything: a word has no room for two float64
@@ -2083,22 +2098,18 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200 ours reaches 80% to 101% of the copy, PyTorch reaches 46% to 55%,
-# and torch.compile reaches 45% to 47%. quack reaches 98% at 32768 columns, 99%
-# at 49152, 99% at 65536, and 93% at 262144, where ours reaches 101%, 88%, 89%
-# and 84%. At 100003 columns, which these percentages leave out, ours reaches
-# 3398 GB/s, PyTorch 1875 GB/s, and torch.compile 1437 GB/s.
-#
-# At 49152 columns our function takes the kernel of page 03. It reaches 88%
-# here, and 97% in the figure of the three forms. Neither measurement varied by
-# as much as a percent, and we do not know why they differ.
+# On the H100 ours reaches 92% to 100% of the copy, PyTorch reaches 48% to 70%,
+# and torch.compile reaches 48% to 65%. quack reaches 99% at 32768 columns,
+# 100% at 49152, 99% at 65536, and 100% at 262144, where ours reaches 100%,
+# 98%, 100% and 93%. At 100003 columns, which these percentages leave out, ours
+# reaches 2756 GB/s, PyTorch 1496 GB/s, and torch.compile 1305 GB/s.
 #
 # **Why.**
 # PyTorch and torch.compile read wide rows more than once. That does not
 # explain all of their distance: our two sweeps read a row twice as well, and
-# reach 101% at 32768 columns, where torch.compile reaches 47%. We have not
-# looked for the rest. quack reads each row once, as we do; how it does so is
-# the question of a section below.
+# reach 100% at 32768 columns, where torch.compile reaches 65%. We have not
+# looked for the rest. quack reads each row once, as our shared rows do; how it
+# does so is the question of a section below.
 
 # %%
 
@@ -2156,29 +2167,35 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches 76% to 98% of the copy, page 03 reaches
-# 59% to 98%, PyTorch reaches 40% to 42%, and torch.compile reaches 57% to 97%.
-# quack reaches 82% at 32768 columns, 82% at 65536 and 71% at 262144, where
-# ours reaches 98%, 87% and 91%. Between 32768 and 65536 columns this figure
-# has no width. There the figure of page 03 shows quack ahead of the kernels of
-# that page, and we have not measured shared rows.
+# On the H100 our backward pass reaches 90% to 99% of the copy, page 03 reaches
+# 59% to 99%, PyTorch reaches 42% to 44%, and torch.compile reaches 58% to
+# 101%. quack reaches 100% at 32768 columns, 98% at 65536 and 89% at 262144,
+# where ours reaches 99%, 97% and 97%. At 32768 columns torch.compile is the
+# fastest, and ahead of us by 2%. Between 32768 and 65536 columns this figure
+# has no width. There the figure of page 03, which is of an H200, shows quack
+# ahead of the kernels of that page, and we have not measured shared rows.
 #
 # **Why.**
 # Two sweeps backward read ``y`` and ``dy`` twice. If nothing of them stays in
 # a cache, five matrices move instead of three, which leaves 60% of the copy.
-# From 262144 columns on page 03 reaches 59%, and torch.compile 57% to 59%.
+# At 1048576 columns page 03 and torch.compile both reach 59%. At 262144
+# columns torch.compile reaches 58%, and page 03 65%, so there a cache must
+# still hold a part of what page 03 reads again. At 65536 columns most of it
+# must come from a cache, because page 03 reaches 95%. We have counted the
+# bytes of the forward pass only.
 #
 # Ours is slowest at 1048576 columns. There a program collects 256 words, which
-# are 2 KB, for each 16 KB of ``y`` and ``dy`` that it holds, and at 262144
-# columns 64 words. That may be the reason, but it cannot be all: at 65536
-# columns there are 16 words, and ours is slower than at 262144.
+# are 2 KB, for each 16 KB of ``y`` and ``dy`` that it holds. That may be the
+# reason, although from 16 words at 65536 columns to 64 at 262144 nothing is
+# lost: both reach 97%. We have not measured it.
 #
 # What do clusters do, and could we have them?
 # --------------------------------------------
 #
-# On the H200 quack is ahead of us by 11% to 13% forward, from 49152 to 262144
-# columns. Backward we are ahead of it by 6% to 29% at the widths of the
-# figure.
+# On the H100, forward, quack is ahead of us by 2% at 49152 columns and by 7%
+# at 262144, and we are ahead of it by 2% at 32768 and by 1% at 65536.
+# Backward, quack is ahead of us by 1% at 32768 columns and by 2% at 65536, and
+# we are ahead of it by 9% at 262144.
 #
 # quack keeps a row in a *cluster*, in both passes. Since the H100, a launch
 # can ask that a few thread blocks run at the same time on SMs that are near
@@ -2197,15 +2214,16 @@ report(bench_backward)
 #   and each cluster by itself. We need a cooperative launch of all programs,
 #   which waits until all of them have a place.
 # - **How wide a row can be.** A cluster of 16 SMs has at most 16 × 227 KB of
-#   shared memory, 3.5 MB. All SMs of an H200 have eight times as much. We use
+#   shared memory, 3.5 MB. All SMs of an H100 have eight times as much. We use
 #   registers, and take a million columns.
 #
 # There is a fourth: their kernel has no loop. A cluster has one row, loads it,
 # waits for all of it, finishes it, and makes room for the next cluster. While
 # it waits, other thread blocks on the same SM load theirs. Ours stays, and
 # loads its next slice before it finishes the last one. We have not measured
-# which of these differences costs how much. Clusters alone do not decide: with
-# them quack is ahead forward, and behind backward.
+# which of these differences costs how much. Clusters alone do not decide: at
+# 262144 columns quack is ahead of us forward, and behind us backward, and has
+# clusters in both passes.
 #
 # What would it take in Triton? A launch with ``num_ctas=4`` makes each program
 # a cluster of four thread blocks, and spreads its tensors over them. The
@@ -2223,14 +2241,16 @@ report(bench_backward)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **quack from 49152 columns on, forward,** if rows begin at 16 bytes and
-#   have at most 262144 columns: by 11% to 13% on the H200. Backward it may be
-#   ahead between 32768 and 65536 columns, which we have not measured.
+# - **quack at some widths,** if rows begin at 16 bytes and have at most 262144
+#   columns. On the H100 it is ahead forward, by 2% at 49152 columns and by 7%
+#   at 262144, and backward, by 1% at 32768 columns and by 2% at 65536. Between
+#   these two widths we have not measured the backward pass.
+# - **torch.compile at 32768 columns, backward,** by 2% on the H100.
 # - **Beside other kernels.** A cooperative launch waits until all its programs
 #   have a place. `Programs that share a row
 #   <../layer-norm/08-shared-rows.html>`_ measures how long that can take.
 # - **On other GPUs.** On GPUs of AMD there are no shared rows, and what you
-#   see here was measured on an H200 only.
+#   see here was measured on an H100 only.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
 #
@@ -2284,14 +2304,14 @@ assert exercise_1(merge_logs_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, at 1048576 columns on the H200, and what
+# These are the designs of this page, at 1048576 columns on the H100, and what
 # they have to move.
 #
 # - **Two sweeps** read ``x`` twice: three matrices. They reach 64% of the
 #   copy.
-# - **Shared rows** read it once, and reach 80%. Backward they read ``y`` and
-#   ``dy`` once, and reach 76% where two sweeps reach 59%.
-# - **PyTorch** reaches 47% forward and 41% backward.
+# - **Shared rows** read it once, and reach 92%. Backward they read ``y`` and
+#   ``dy`` once, and reach 90% where two sweeps reach 59%.
+# - **PyTorch** reaches 48% forward and 42% backward.
 #
 # For kernels in general:
 #
