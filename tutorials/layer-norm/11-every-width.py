@@ -19,10 +19,10 @@ your model, and write two lines:
 Each ``torch.nn.LayerNorm`` of the model is ours now, and its parameters keep
 their names and values.
 
-You gain faster kernels: on the H100, at 4096 columns in float16, ours are N.N
-times as fast as PyTorch's forward and N.N times backward.
+You gain faster kernels: on the H200, at 4096 columns in float16, ours are 1.6
+times as fast as PyTorch's forward and 2.1 times backward.
 You lose time on the host, which decides where matrices are small: at 1024
-columns and 4096 rows a call of both passes takes N.N times as long as
+columns and 4096 rows a call of both passes takes 1.4 times as long as
 PyTorch's. And the first call of a new shape compiles its kernels.
 
 **What you will learn**
@@ -2696,19 +2696,19 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 ours reaches NN% to NN% of a copy up to 65536 columns, PyTorch
-# reaches NN% to NN%, and torch.compile NN% to NN%. Ours is N.N to N.N times as
+# On the H200 ours reaches 79% to 94% of a copy up to 65536 columns, PyTorch
+# reaches 45% to 57%, and torch.compile 39% to 94%. Ours is 1.6 to 2.0 times as
 # fast as PyTorch there.
-# Wider rows are shared: at 262144 columns ours reaches NN%, and at 1048576
-# NN%, where PyTorch reaches NN% and NN%.
+# Wider rows are shared: at 262144 columns ours reaches 74%, and at 1048576
+# 73%, where PyTorch reaches 39% and 12%.
 #
 # Of the libraries, quack takes rows of up to 262144 columns. In the geometric
-# mean over these widths ours is N.N times as fast, and N.N times without 12288
-# columns. There quack reaches NN%: its version 0.6.5 is far below itself at
+# mean over these widths ours is 1.9 times as fast, and 1.4 times without 12288
+# columns. There quack reaches 7%: its version 0.6.5 is far below itself at
 # some widths, which is a known defect.
-# Over the widths that each takes, ours is N.N times as fast as Liger in the
-# geometric mean, N.N times as fast as flash-attn, N.N times as fast as fla and
-# N.N times as fast as cuDNN.
+# Over the widths that each takes, ours is 1.5 times as fast as Liger in the
+# geometric mean, 1.1 times as fast as flash-attn, 1.1 times as fast as fla and
+# 4.4 times as fast as cuDNN.
 #
 # **Why.**
 # Up to 12288 columns a row moves once, as in the copy. At 65536 columns it is
@@ -2727,13 +2727,13 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 ours reaches NN% to NN% of a copy up to 65536 columns, PyTorch
-# reaches NN% to NN%, and torch.compile NN% to NN%. Ours is N.N to N.N times as
+# On the H200 ours reaches 67% to 85% of a copy up to 65536 columns, PyTorch
+# reaches 30% to 39%, and torch.compile 29% to 52%. Ours is 2.1 to 5.0 times as
 # fast as PyTorch.
-# At 262144 columns ours reaches NN%, and at 1048576 NN%.
-# In the geometric mean, over the widths that each takes, ours is N.N times as
-# fast as quack, N.N times as fast as Liger, N.N times as fast as flash-attn,
-# N.N times as fast as fla, and N.N times as fast as cuDNN.
+# At 262144 columns ours reaches 81%, and at 1048576 75%.
+# In the geometric mean, over the widths that each takes, ours is 1.9 times as
+# fast as quack, 3.0 times as fast as Liger, 2.5 times as fast as flash-attn,
+# 7.7 times as fast as fla, and 1.2 times as fast as cuDNN.
 #
 # **Why.**
 # The bytes: ours reads ``x`` and ``dy`` once and writes ``dx``, whether a
@@ -2807,9 +2807,9 @@ report(bench_unusual_backward)
 
 # %%
 # **What the figures show.**
-# On the H100 ours reaches NN%, NN%, NN% and NN% of a copy forward at these
-# widths, and PyTorch NN%, NN%, NN% and NN%. Backward ours reaches NN%, NN%,
-# NN% and NN%, and PyTorch NN%, NN%, NN% and NN%.
+# On the H200 ours reaches 85%, 75%, 84% and 77% of a copy forward at these
+# widths, and PyTorch 42%, 14%, 20% and 23%. Backward ours reaches 66%, 58%,
+# 77% and 52%, and PyTorch 29%, 27%, 33% and 27%.
 #
 # **Why.**
 # 1000 columns are 2000 bytes, a multiple of 16, and rows begin where loads of
@@ -2817,7 +2817,7 @@ report(bench_unusual_backward)
 # <06-unaligned-rows.html>`_ explains why that costs PyTorch so much, and why
 # ours loses less.
 # Backward, 12345 columns are beyond the limit of shifted rows. Programs share
-# such a row, but with loads of 2 bytes each, which is why ours falls to NN%
+# such a row, but with loads of 2 bytes each, which is why ours falls to 52%
 # there.
 #
 # **What follows.**
@@ -2891,24 +2891,24 @@ report(bench_limits_backward)
 
 # %%
 # **What the figures show.**
-# Forward, on the H100, another kind is faster than what the rule picks by at
-# most NN%, at NNNNN columns, and backward by at most NN%, at NNNNN.
+# Forward, on the H200, another kind is faster than the one that the rule picks
+# by at most 5%, at 12288 columns. Backward none is.
 # Chunks and two sweeps are close to each other forward: at 12288 columns
-# chunks reach NN% and two sweeps NN%, and at 24576 they reach NN% and NN%.
-# At 8704 two sweeps reach only NN%, and chunks NN%.
-# At 65536 columns two sweeps reach NN% and shared rows NN%, and at 98304 it is
-# NN% and NN%.
-# Backward, at 10240 columns, chunks reach NN% and shared rows NN%; at 10752 it
-# is NN% and NN%, and at 16384 chunks fall to NN%.
+# chunks reach 93% and two sweeps 98%, and at 24576 they reach 94% and 96%.
+# At 8704 chunks reach 93%, and two sweeps 92%.
+# At 65536 columns two sweeps reach 87% and shared rows 85%, and at 98304 it is
+# 73% and 85%.
+# Backward, at 10240 columns, chunks reach 87% and shared rows 78%; at 10752 it
+# is 70% and 77%, and at 16384 chunks fall to 4%.
 #
 # **Why.**
-# At 8704 columns two sweeps go in tiles of 4096 lanes, and the third tile is
-# mostly empty, but takes its time. 12288 and 24576 columns fill their tiles.
-# Backward, chunks stop at 10240 columns, which are 40 for each of 256 threads.
-# Each of them takes 3.5 registers, as `Chunks instead of padding
-# <05-chunks.html>`_ counts. At 16384 columns that is 64 × 3.5 = 224 of the 255
-# registers that a thread can have, and what a row needs beside them goes to
-# memory and comes back.
+# Forward, both kinds read a row from memory once, as long as a cache has it
+# for the second sweep. So they are close, and the rule takes the kind that
+# does not need the cache. Backward, chunks stop at 10240 columns, which are 40
+# for each of 256 threads. Each of them takes 3.5 registers, as `Chunks instead
+# of padding <05-chunks.html>`_ counts. At 16384 columns that is 64 × 3.5 = 224
+# of the 255 registers that a thread can have, and what a row needs beside them
+# goes to memory and comes back.
 #
 # **What follows.**
 # A rule of two thresholds in each pass is close to the best kind, and its
@@ -3145,12 +3145,12 @@ report_calls(bench_call_both)
 
 # %%
 # **What the figures show.**
-# On the H100 a forward pass takes N.N times as long as PyTorch's at 1024
-# columns, N.N times at 2048 and N.N times at 4096. Both passes take N.N, N.N
-# and N.N times as long.
-# At 12288 columns it is the other way round: ours takes NN µs forward and NN
-# µs for both passes, and PyTorch NN µs and NN µs.
-# At 1024 columns the graph of our two passes takes NN µs, and our call NN
+# On the H200 a forward pass takes 1.5 times as long as PyTorch's at 1024
+# columns, 1.1 times at 2048 and 0.7 times at 4096. Both passes take 1.4, 1.5
+# and 1.3 times as long.
+# At 12288 columns it is the other way round: ours takes 57 µs forward and 191
+# µs for both passes, and PyTorch 98 µs and 300 µs.
+# At 1024 columns the graph of our two passes takes 17 µs, and our call 138
 # µs.
 #
 # **Why.**
@@ -3234,8 +3234,8 @@ print(model)
 #
 # - **Small matrices.** A call of ours takes longer on the host than one of
 #   PyTorch, as the last figures show.
-# - **Some widths.** On the H100 a rival is faster forward at NNNN, NNNN and
-#   NNNN columns, by up to NN%, and backward at no width.
+# - **Some widths.** On the H200 a rival is faster forward at 8192 columns, by up
+#   to 4%, and backward at no width.
 # - **Wide odd rows.** Where programs share a row that begins anywhere, they
 #   load 2 bytes at a time.
 # - **Beside other kernels.** Programs that share a row start only when the GPU
@@ -3324,15 +3324,15 @@ assert exercise_1(break_even_1)
 # ---------------
 #
 # These are the kinds of kernels of this page: how often each moves a matrix,
-# and how fast it is on the H100.
+# and how fast it is on the H200.
 #
-# - **Chunks** move each matrix once: at 4096 columns they reach NN% of a copy
-#   forward and NN% backward.
-# - **Shifted** rows do, too: at 4097 columns they reach NN% and NN%.
+# - **Chunks** move each matrix once: at 4096 columns they reach 90% of a copy
+#   forward and 81% backward.
+# - **Shifted** rows do, too: at 4097 columns they reach 84% and 77%.
 # - **Two sweeps** read a row twice, forward from a cache while it lasts: at
-#   65536 columns they reach NN%.
+#   65536 columns they reach 87%.
 # - **Shared** rows move each matrix once, and numbers between programs: at
-#   65536 columns they reach NN% backward, and at 262144 NN% forward.
+#   65536 columns they reach 84% backward, and at 262144 74% forward.
 #
 # And for a function that takes any input:
 #

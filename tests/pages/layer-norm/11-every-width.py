@@ -248,7 +248,7 @@ def sizes_of_the_rule():
         yield 1, N, HALF
 
 
-CARD = "H100"
+CARD = "H200"
 # As far as the main figures have matrices of 4096 rows.
 WHOLE = 65536
 
@@ -299,7 +299,7 @@ def usual_forward(figure):
     gain = to_whole.ratios("triton", "torch")
     assert gain.least > 1
     yield (
-        f"On the H100 ours reaches {ours} of a copy up to 65536 columns, "
+        f"On the H200 ours reaches {ours} of a copy up to 65536 columns, "
         f"PyTorch reaches {pytorch}, and torch.compile {compiled}. Ours is "
         f"{gain.least} to {gain.most} times as fast as PyTorch there."
     )
@@ -348,7 +348,7 @@ def usual_backward(figure):
     gain = of.ratios("triton", "torch")
     assert gain.least > 1
     yield (
-        f"On the H100 ours reaches {ours} of a copy up to 65536 columns, "
+        f"On the H200 ours reaches {ours} of a copy up to 65536 columns, "
         f"PyTorch reaches {pytorch}, and torch.compile {compiled}. Ours is "
         f"{gain.least} to {gain.most} times as fast as PyTorch."
     )
@@ -374,7 +374,7 @@ def unusual(figure):
         for of, each in (("forward", forward), ("backward", backward))
     }
     yield (
-        f"On the H100 ours reaches {shares['triton', 'forward']} of a copy "
+        f"On the H200 ours reaches {shares['triton', 'forward']} of a copy "
         f"forward at these widths, and PyTorch {shares['torch', 'forward']}. "
         f"Backward ours reaches {shares['triton', 'backward']}, and PyTorch "
         f"{shares['torch', 'backward']}."
@@ -388,23 +388,35 @@ def unusual(figure):
         assert each.share("triton", 4097) > each.share("triton", 1000) - 5
 
 
+def kind_of(N, chunks, sweeps):
+    """What the page picks, where programs may share as much as they like."""
+    if chunks >= N:
+        return "chunks"
+    return "sweeps" if sweeps >= N else "shared"
+
+
 def rule(figure):
     forward = figure("layer-norm-every-limits-forward", CARD)
     backward = figure("layer-norm-every-limits-backward", CARD)
+    # Against the line of the kind itself, which "Triton" measures once more.
     most = []
-    for of in forward, backward:
+    for of, kind_at in (
+        (forward, lambda N: kind_of(N, chunks=24576, sweeps=65536)),
+        (backward, lambda N: kind_of(N, chunks=10240, sweeps=0)),
+    ):
         lead, N = max(
-            (100 * (of.ratio(kind, "triton", N) - 1), N)
+            (100 * (of.ratio(kind, kind_at(N), N) - 1), N)
             for kind in ("chunks", "sweeps", "shared")
             for N, speed in of.medians[kind].items()
-            if speed
+            if speed and kind != kind_at(N)
         )
         assert lead < 15, "the rule is far from the best"
         most.append((rounded(lead, ".0f"), N))
+    assert most[1][0] <= 0, "none is faster backward"
     yield (
-        "Forward, on the H100, another kind is faster than what the rule "
-        f"picks by at most {most[0][0]}%, at {most[0][1]} columns, and "
-        f"backward by at most {most[1][0]}%, at {most[1][1]}."
+        "Forward, on the H200, another kind is faster than the one that the "
+        f"rule picks by at most {most[0][0]}%, at {most[0][1]} columns. "
+        "Backward none is."
     )
     close = forward.at(12288, 24576)
     chunks, sweeps = close.shares("chunks"), close.shares("sweeps")
@@ -413,8 +425,10 @@ def rule(figure):
         f"{sweeps[0]}%, and at 24576 they reach {chunks[1]}% and {sweeps[1]}%."
     )
     one = forward.share("sweeps", 8704), forward.share("chunks", 8704)
-    assert one[1] - one[0] > 5
-    yield f"At 8704 two sweeps reach only {one[0]}%, and chunks {one[1]}%."
+    yield f"At 8704 chunks reach {one[1]}%, and two sweeps {one[0]}%."
+    # "So they are close".
+    near = forward.at(8704, 12288, 24576).ratios("sweeps", "chunks")
+    assert near.least > 0.95 and near.most < 1.06
     wide = forward.at(65536, 98304)
     sweeps, shared = wide.shares("sweeps"), wide.shares("shared")
     assert sweeps[0] >= shared[0] and sweeps[1] <= shared[1]
@@ -441,10 +455,10 @@ def calls(figure):
         for each in (forward, both)
     ]
     # What the page aims at; 4096 columns are nearly the device's time.
-    assert max(map(max, narrow)) <= 1.6
+    assert max(map(max, narrow)) <= 1.5
     one, two = ([rounded(x, ".1f") for x in each] for each in narrow)
     yield (
-        f"On the H100 a forward pass takes {one[0]} times as long as "
+        f"On the H200 a forward pass takes {one[0]} times as long as "
         f"PyTorch's at 1024 columns, {one[1]} times at 2048 and {one[2]} "
         f"times at 4096. Both passes take {two[0]}, {two[1]} and {two[2]} "
         "times as long."
@@ -469,16 +483,20 @@ def calls(figure):
     yield f"a call of both passes takes {two[0]} times as long as PyTorch's."
 
 
+def listed(widths):
+    widths = [*map(str, widths)]
+    return widths[0] if len(widths) == 1 else series(widths)
+
+
 def losses(figure):
     forward = figure("layer-norm-every-forward", CARD)
     backward = figure("layer-norm-every-backward", CARD)
     assert not lost(backward)
     there = lost(forward)
-    assert len(there) > 1
     most = rounded(100 * (max(there.values()) - 1), ".0f")
     yield (
-        "On the H100 a rival is faster forward at "
-        f"{series([*map(str, there)])} columns, by up to {most}%, and "
+        "On the H200 a rival is faster forward at "
+        f"{listed(there)} columns, by up to {most}%, and "
         "backward at no width."
     )
 
@@ -490,7 +508,7 @@ def ladder(figure):
     odd_backward = figure("layer-norm-every-unusual-backward", CARD)
     gains = [of.ratio("triton", "torch", 4096) for of in (forward, backward)]
     yield (
-        "on the H100, at 4096 columns in float16, ours are "
+        "on the H200, at 4096 columns in float16, ours are "
         f"{gains[0]} times as fast as PyTorch's forward and {gains[1]} times "
         "backward."
     )
