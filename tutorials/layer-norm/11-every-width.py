@@ -3234,8 +3234,8 @@ print(model)
 #
 # - **Small matrices.** A call of ours takes longer on the host than one of
 #   PyTorch, as the last figures show.
-# - **Some widths.** On the H200 a rival is faster forward at 8192 columns, by up
-#   to 4%, and backward at no width.
+# - **Some widths.** On the H200 a rival is faster forward at 8192 columns, by
+#   up to 4%, and backward at no width.
 # - **Wide odd rows.** Where programs share a row that begins anywhere, they
 #   load 2 bytes at a time.
 # - **Beside other kernels.** Programs that share a row start only when the GPU
