@@ -83,14 +83,14 @@ import time
 # multiple of 16 bytes. They all do if the size of a row is such a multiple.
 # There are four kinds of kernels, each with a forward and a backward pass:
 #
-# - ``chunks``: a program holds a row in registers, cut into chunks (page 05,
-#   `Chunks instead of padding <05-chunks.html>`_).
-# - ``shifted``: the same for rows that begin anywhere (page 06, `Rows that
-#   begin anywhere <06-unaligned-rows.html>`_).
+# - ``chunks``: a program holds a row in registers, cut into chunks (`Chunks
+#   instead of padding <05-chunks.html>`_).
+# - ``shifted``: the same for rows that begin anywhere (`Rows that begin
+#   anywhere <06-unaligned-rows.html>`_).
 # - ``sweeps``: a program reads a row twice. That takes any width, type and
-#   GPU (page 07, `Two sweeps <07-two-sweeps.html>`_).
-# - ``shared``: many programs hold a row together (page 08, `Programs that
-#   share a row <08-shared-rows.html>`_).
+#   GPU (`Two sweeps <07-two-sweeps.html>`_).
+# - ``shared``: many programs hold a row together (`Programs that share a row
+#   <08-shared-rows.html>`_).
 #
 # A row of 4096 columns in 16 bits has 8192 bytes, a multiple of 16: chunks.
 # One of 4097 columns has 8194 bytes, so the next row begins 2 bytes beyond a
@@ -99,8 +99,9 @@ import time
 # holds ``dy``, ``w``, and two sums in float32 for each column, and the
 # registers of an SM do not hold all that: shared.
 #
-# The limits are where one kind became faster than the other when we tried
-# both:
+# The limits come from trials of both kinds on each side, on an H100 and an
+# H200. One rule serves both, and a figure below shows where another limit
+# would be better:
 #
 # - **Forward**, rows stay in registers up to 48 KB, or 32 KB if they begin
 #   anywhere. Then come two sweeps: up to 128 KB a cache still holds most of
@@ -229,7 +230,7 @@ def can_share(dtype):
 # The kernels
 # -----------
 #
-# They are those of pages 05 to 08, word for word, and folded.
+# They are those of the pages above, word for word, and folded.
 
 # %%
 
@@ -2705,21 +2706,32 @@ report(bench_forward)
 # Of the libraries, quack takes rows of up to 262144 columns. In the geometric
 # mean over these widths ours is 1.9 times as fast, and 1.4 times without 12288
 # columns. There quack reaches 7%: its version 0.6.5 is far below itself at
-# some widths, which is a known defect.
+# some widths, which is a known defect of its forward pass.
 # Over the widths that each takes, ours is 1.5 times as fast as Liger in the
 # geometric mean, 1.1 times as fast as flash-attn, 1.1 times as fast as fla and
 # 4.4 times as fast as cuDNN.
 #
 # **Why.**
-# Up to 12288 columns a row moves once, as in the copy. At 65536 columns it is
-# read a second time, from a cache as far as it is still there.
+# Up to 12288 columns a row moves once, as in the copy.
+# From 1536 to 4096 columns ours takes 1.8 to 2.0 µs longer than the copy,
+# though the matrices grow with each width. So it is not the bytes, and the
+# fewer of them a row has, the more that time counts. What it is spent on, and
+# why it is less than one microsecond at 1024 columns, we have not measured.
+# At 65536 columns a row is read a second time, from a cache as far as it is
+# still there.
+# Wider rows are shared, and ours reaches least there. Many programs share a
+# row, and all wait for the last; from 524288 columns on, the compiler also
+# keeps some numbers in memory, as `Programs that share a row
+# <08-shared-rows.html>`_ says. That is likely what stands in the way, but no
+# page measures how much each costs.
+#
 # PyTorch reads each row twice, too, as `Layer normalization, both passes
 # <01-layer-norm.html>`_ explains. What holds the libraries back we have not
 # looked for.
 #
 # **What follows.**
-# Forward, at the widths of most models, memory decides, and there is little
-# left to gain.
+# Forward, up to 65536 columns, memory decides at most widths, and what is left
+# to gain lies in narrow rows. In the widest rows there is more.
 
 # %%
 
@@ -2741,6 +2753,11 @@ report(bench_backward)
 # for ``dw`` and ``db``, which is five matrices in place of three. That alone
 # would leave it 60% of the copy; it reaches less, so there are other reasons,
 # too.
+# Ours falls short of the copy most where rows are narrow: its programs write
+# sums for ``dw`` and ``db``, and a second kernel reads them. `Chunks instead
+# of padding <05-chunks.html>`_ measures that on an H100.
+# In the widest rows more programs share a row and wait for each other, which
+# is a likely reason there, as forward.
 #
 # **What follows.**
 # Backward is where a kernel of one's own pays: rivals are further away here
@@ -2814,8 +2831,9 @@ report(bench_unusual_backward)
 # **Why.**
 # 1000 columns are 2000 bytes, a multiple of 16, and rows begin where loads of
 # 16 bytes can begin. The other three widths are odd. `Rows that begin anywhere
-# <06-unaligned-rows.html>`_ explains why that costs PyTorch so much, and why
-# ours loses less.
+# <06-unaligned-rows.html>`_ explains why that costs PyTorch so much forward,
+# and why ours loses less. Backward PyTorch reaches about as little at even
+# widths.
 # Backward, 12345 columns are beyond the limit of shifted rows. Programs share
 # such a row, but with loads of 2 bytes each, which is why ours falls to 52%
 # there.
@@ -2891,28 +2909,47 @@ report(bench_limits_backward)
 
 # %%
 # **What the figures show.**
-# Forward, on the H200, another kind is faster than the one that the rule picks
-# by at most 5%, at 12288 columns. Backward none is.
-# Chunks and two sweeps are close to each other forward: at 12288 columns
-# chunks reach 93% and two sweeps 98%, and at 24576 they reach 94% and 96%.
-# At 8704 chunks reach 93%, and two sweeps 92%.
+# Forward, on the H200, another kind is faster than what the rule picks by at
+# most 5%, at 12288 columns, and backward none is.
+#
+# "Triton" and the kind that the rule picks are the same kernels, measured
+# twice. They differ by at most 0.5% but for one width: at 49152 columns they
+# reach 85% as "Triton" and 89% as "sweeps", and we do not know why.
+#
+# Chunks and two sweeps are close to each other forward: at 8704 columns chunks
+# reach 93% and two sweeps 92%, at 12288 it is 93% and 98%, and at 24576 94%
+# and 96%. At 32768 chunks fall to 83%, and two sweeps reach 98%.
 # At 65536 columns two sweeps reach 87% and shared rows 85%, and at 98304 it is
 # 73% and 85%.
+#
 # Backward, at 10240 columns, chunks reach 87% and shared rows 78%; at 10752 it
-# is 70% and 77%, and at 16384 chunks fall to 4%.
+# is 70% and 77%, and at 16384 chunks fall to 4%. Shared rows reach 81% at
+# 12288 and 80% at 16384.
 #
 # **Why.**
-# Forward, both kinds read a row from memory once, as long as a cache has it
-# for the second sweep. So they are close, and the rule takes the kind that
-# does not need the cache. Backward, chunks stop at 10240 columns, which are 40
-# for each of 256 threads. Each of them takes 3.5 registers, as `Chunks instead
-# of padding <05-chunks.html>`_ counts. At 16384 columns that is 64 × 3.5 = 224
-# of the 255 registers that a thread can have, and what a row needs beside them
-# goes to memory and comes back.
+# At 8704 columns two sweeps go in tiles of 4096 lanes, and the third tile is
+# mostly empty, but takes its time. 12288 and 24576 columns fill their tiles.
+# Why two sweeps are then even faster than chunks, which read each row only
+# once, and why chunks do worse at 32768 columns than at 49152, we have not
+# looked into.
+#
+# Backward, chunks stop at 10240 columns, which are 40 for each of 256 threads.
+# Each of them takes 3.5 registers, as `Chunks instead of padding
+# <05-chunks.html>`_ counts. At 16384 columns that is 64 × 3.5 = 224 of the 255
+# registers that a thread can have, and what a row needs beside them goes to
+# memory and comes back.
+# Just beyond that limit shared rows are weak, and weakest at 10752 columns.
+# Their slices have 1024 columns: 10752 columns make 11 slices, the last of
+# them half empty, so a part of the lanes is idle. 12288 columns fill 12
+# slices. 16384 fill 16, but groups of 16 programs leave 12 of the 396 places
+# of the GPU free. Both fit what we see. Even full slices reach less than
+# chunks, whose programs wait for no other.
 #
 # **What follows.**
 # A rule of two thresholds in each pass is close to the best kind, and its
 # answer costs nothing. Autotuning would try all kinds at each new width.
+# On the H200 a lower limit would be better forward: from 12288 columns on two
+# sweeps are the faster ones.
 #
 # Is it right?
 # ------------
@@ -2970,16 +3007,16 @@ for kind, columns in kinds:
     check(function, M, columns, torch.float16)
 
 # %%
-# What the user waits for
-# -----------------------
+# How long does a call take?
+# --------------------------
 #
 # So far we have timed the GPU. How long does a call take?
 #
 # We make calls in a row, until the device has finished the last one. A call
 # then takes as long as the slower of the two: the host that prepares it, or
 # the device. Other work on the machine disturbs the host. It makes calls
-# longer and never shorter, so all lines take turns, many times, and the
-# fastest turn of each counts.
+# longer and never shorter, so all lines take turns, 225 times, with a batch of
+# 10 calls each, and the fastest batch of each line counts.
 #
 # PyTorch has a cure of its own for host time:
 # ``torch.compile(mode="reduce-overhead")`` replays CUDA graphs, after it has
@@ -3148,18 +3185,28 @@ report_calls(bench_call_both)
 # On the H200 a forward pass takes 1.5 times as long as PyTorch's at 1024
 # columns, 1.1 times at 2048 and 0.7 times at 4096. Both passes take 1.4, 1.5
 # and 1.3 times as long.
-# At 12288 columns it is the other way round: ours takes 57 µs forward and 191
-# µs for both passes, and PyTorch 98 µs and 300 µs.
-# At 1024 columns the graph of our two passes takes 17 µs, and our call 138
-# µs.
+# At 12288 columns both are shorter: ours takes 57 µs forward and 191 µs for
+# both passes, and PyTorch 98 µs and 300 µs.
+# At 1024 columns the graph of our two passes takes 17 µs, and our call 138 µs.
+# There torch.compile takes 75 µs forward and 271 µs for both passes, and
+# reduce-overhead 108 µs and 319 µs.
+# At each of these widths a call of a library, of torch.compile or of
+# reduce-overhead takes longer than ours.
 #
 # **Why.**
+# Our forward call takes 23 to 25 µs at 1024 to 4096 columns, and PyTorch's 16,
+# 21 and 35 µs. Ours is the time of the host, which hardly depends on the
+# width. PyTorch's host needs less, but its kernels take longer, and at 4096
+# columns its call waits for the device.
 # At 1024 columns the device is done long before the host, and our host code is
 # Python, where PyTorch's is C++. What a call is made of, `What the user waits
 # for <10-host-time.html>`_ measures part by part: the autograd function is the
 # largest, since even one that does nothing takes most of PyTorch's time. Then
 # come two tensors and a launch forward, and three tensors and two launches
 # backward. To find the plan is the smallest part.
+# With reduce-overhead a call also looks for the right graph and copies its
+# inputs, as that page explains, and one layer norm has too few launches for
+# the graph to make up for it.
 #
 # **What follows.**
 # With narrow rows and few of them, faster kernels gain nothing, and our call
@@ -3233,9 +3280,10 @@ print(model)
 # ------------------------------------
 #
 # - **Small matrices.** A call of ours takes longer on the host than one of
-#   PyTorch, as the last figures show.
-# - **Some widths.** On the H200 a rival is faster forward at 8192 columns, by
-#   up to 4%, and backward at no width.
+#   PyTorch, as the last figures show. We aimed at no more than 1.5 times, from
+#   1024 to 4096 columns, and the rest is Python.
+# - **Some widths.** On the H200 flash-attn is 4% faster forward at 8192
+#   columns, and no rival is faster backward.
 # - **Wide odd rows.** Where programs share a row that begins anywhere, they
 #   load 2 bytes at a time.
 # - **Beside other kernels.** Programs that share a row start only when the GPU

@@ -9,10 +9,10 @@ element that each has, and the sum of its exponentials.
 `Softmax, both passes <03-softmax.html>`_ takes any width, too. But it could
 not keep a wide row while it adds it up. There a row belongs to one program,
 and a program runs on one SM, whose registers hold 256 KB; a row of a million
-columns of 16 bits has 2 MB. So page 03 reads a wide row twice, and where the
-row is too wide for the caches, the second read is as expensive as the first.
-On this page we first measure where that begins, and mend what can be mended
-with two sweeps. Then programs share a row.
+columns of 16 bits has 2 MB. So `page 03 <03-softmax.html>`_ reads a wide row
+twice, and where the row is too wide for the caches, the second read is as
+expensive as the first. On this page we first measure where that begins, and
+mend what can be mended with two sweeps. Then programs share a row.
 
 **What you will learn**
 

@@ -2190,6 +2190,6 @@ assert exercise_2(divisor_2)
 # - Ranks that disagree either wait or are wrong. To find out costs time in
 #   each call.
 #
-# **Next:** this is the last page so far. `The glossary
+# **Next:** the course ends here so far. `The glossary
 # <../../glossary.html>`_ has the words of the field that these pages use, and
 # where each of them is explained.

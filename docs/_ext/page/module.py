@@ -69,7 +69,8 @@ def used(kind, cell, code):
 
 def write(app, error):
     """Beside the page, in each language."""
-    if error is None and app.builder.format == "html":
+    there = f"tutorials/{PAGE}" in app.env.found_docs
+    if error is None and app.builder.format == "html" and there:
         needs = " ".join(downloads.PACKAGES)
         said = downloads.head(downloads.origin(PAGE, app.config))
         said = said.replace(needs, "torch triton")  # it draws nothing
