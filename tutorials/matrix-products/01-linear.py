@@ -1,0 +1,1078 @@
+r"""
+A linear layer, both passes
+===========================
+
+How do you multiply matrices as fast as a GPU can, in both passes of a layer?
+Take tiles, keep the Tensor Cores fed, and do everything else that the layer
+needs while its tiles are on the chip anyway.
+
+.. math:: y = f(x w^\top + b), \qquad
+   dx = dz \, w, \qquad dw = dz^\top x, \qquad
+   dz = dy \odot f'(x w^\top + b)
+
+Most of the time of a language model goes into this layer. With 8192 tokens,
+4096 features before it and 14336 after it, its forward pass takes
+0.96 · 10¹² operations, and its backward pass twice as many.
+On this page we begin with a kernel that is right and slow, and change one
+thing after the other until it multiplies about as fast as NVIDIA's library.
+Then one kernel does all three products of the layer, with the bias and the
+activation in it.
+
+**What you will learn**
+
+- Why a product of matrices is computed in tiles, and how many bytes that
+  saves.
+- What Tensor Cores, the order of tiles, loads ahead, descriptors and
+  persistent programs bring, each measured by itself.
+- How bias and activation fit into the end of a product, the *epilogue*.
+- Why both gradients are the same kernel with other layouts, and where the
+  gradient of the bias comes from.
+- What the forward pass has to save for an activation.
+- What to do when there are few tokens.
+
+**What you need:** `Loads in flight
+<../layer-norm/04-loads-in-flight.html>`_ for stages, and what ``backward()``
+does. `Attention without its matrix <../attention/01-attention.html>`_ has
+the roofline. You don't need a GPU.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+
+# Scaffold: more imports.
+
+import functools
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+
+# %%
+# Two tokens by three features
+# ----------------------------
+#
+# What does a linear layer compute?
+#
+# Its input ``x`` has a row for each token and a column for each feature. Its
+# weight ``w`` has a row for each feature of the result. So the result
+# ``z = x @ w.T + b`` has a row for each token, and each of its numbers is the
+# dot product of a row of ``x`` and a row of ``w``. An *activation* ``f`` is
+# applied to each number: here ``relu``, which replaces what is below 0 by 0.
+
+options = {"dtype": torch.float64, "device": DEVICE}
+x = torch.tensor([[1, 2, 3], [0, 1, -1]], **options)
+w = torch.tensor([[1, 0, 1], [2, 1, 0], [0, -1, 0], [1, 1, 1]], **options)
+b = torch.tensor([0, 1, 1, 0], **options)
+for tensor in (x, w, b):
+    tensor.requires_grad_()  # autograd will check our gradients
+
+z = x @ w.T + b
+y = z.relu()
+print("z =", z.tolist())
+print("y =", y.tolist())
+
+# %%
+# The first number is 1 · 1 + 2 · 0 + 3 · 1 = 4.
+#
+# And the backward pass? It gets ``dy``, the gradient of ``y``.
+#
+# - Each ``z`` changes ``y`` by the slope of the activation, so
+#   ``dz = dy * slope``. The slope of ``relu`` is 1 where ``z`` is above 0, and
+#   0 elsewhere.
+# - A number of ``x`` takes part in each ``z`` of its row, each time with a
+#   weight. So ``dx = dz @ w``.
+# - A weight takes part once for each token, with a number of ``x``. So
+#   ``dw = dz.T @ x``.
+# - A bias is added to the ``z`` of each token, so ``db`` is the sum of ``dz``
+#   over all tokens.
+
+dy = torch.tensor([[1, 1, 1, 1], [1, 2, 3, 4]], **options)
+y.backward(dy)
+with torch.no_grad():
+    dz = dy * (z > 0)
+    assert torch.equal(x.grad, dz @ w)
+    assert torch.equal(w.grad, dz.T @ x)
+    assert torch.equal(b.grad, dz.sum(0))
+print("dx, dw and db are those of autograd")
+
+# %%
+# So the whole layer is three products of matrices. All three have the same
+# number of operations: 2 · tokens · features in · features out, because a
+# multiplication and an addition count as two.
+#
+# Why tiles?
+# ----------
+#
+# How many bytes does a product read?
+#
+# Let's take a program for each number of the result. It reads a row of ``x``
+# and a row of ``w``, that is two numbers of 2 bytes for each multiplication
+# and addition. So it does half an operation for each byte.
+# An H100 moves 3.35 · 10¹² bytes in a second by its data sheet. So it would do
+# 1.7 TFLOP/s, and its Tensor Cores can do 989.
+#
+# A program that computes a *tile* of the result reads as many rows of ``x`` as
+# the tile has rows, and as many rows of ``w`` as it has columns, and uses each
+# number many times.
+
+for tile_m, tile_n in ((1, 1), (16, 16), (64, 64), (128, 128), (128, 256)):
+    # One step in the common dimension.
+    operations = 2 * tile_m * tile_n
+    bytes_read = 2 * (tile_m + tile_n)
+    print(
+        f"{tile_m:3} x {tile_n:3}: {operations / bytes_read:5.1f} operations "
+        "for each byte"
+    )
+
+# %%
+# A tile of 128 × 256 does 85 operations for each byte. That is still fewer
+# than the 295 that the data sheet asks for, 989 / 3.35. But these are the
+# bytes that programs ask for. Many of them are asked for by several programs
+# and come from L2, and we will see that a good part of the speed lies there.
+#
+# How large can a tile be? Its sums stay in registers. A tile of 128 × 256
+# has 32768 sums of 4 bytes, which is 128 KB: half of the registers of an SM.
+# A tile twice as large would need all of them.
+
+# %%
+
+# Drawing: a tile of the result, and what it needs of x and w.
+
+figure = plt.figure(
+    "A tile of y needs a strip of rows of x and a strip of rows of w. A "
+    "program goes along both strips, one tile of each in a step.",
+    figsize=(7.5, 3),
+)
+axes = figure.gca()
+
+
+def draw_matrix(left, bottom, width, height, name):
+    axes.add_patch(
+        plt.Rectangle(
+            (left, bottom), width, height, facecolor="none", edgecolor="gray"
+        )
+    )
+    axes.text(left + width / 2, bottom + height + 0.15, name, ha="center")
+
+
+def draw_tile(left, bottom, width, height, color):
+    axes.add_patch(
+        plt.Rectangle((left, bottom), width, height, facecolor=color)
+    )
+
+
+draw_matrix(0, 0, 3, 4, "x: tokens × K")
+draw_matrix(4.2, 0, 3, 5, "w: N × K")
+draw_matrix(8.6, 0, 5, 4, "y: tokens × N")
+draw_tile(0, 2, 3, 1, "C2")
+draw_tile(1, 2, 0.5, 1, "C1")
+draw_tile(4.2, 2, 3, 2, "C2")
+draw_tile(5.2, 2, 0.5, 2, "C1")
+draw_tile(9.6, 2, 2, 1, "C0")
+axes.axis((-0.3, 14, -0.5, 6))
+axes.set_aspect("equal")
+axes.axis("off")
+plt.show()
+
+# %%
+# One tile a program
+# ------------------
+#
+# What does the plainest kernel with tiles look like?
+#
+# Each program has one tile of ``y``. It goes along the common dimension, ``K``
+# features, ``TILE_K`` of them in a step. A step loads a tile of ``x`` and a
+# tile of ``w``, multiplies them with ``tl.dot``, and adds the product to the
+# sums.
+# The kernel below has three switches, which we will turn on one after the
+# other: whether it multiplies with Tensor Cores, in which order it takes the
+# tiles, and how far its loads run ahead.
+
+
+@triton.jit
+def _tile_of(
+    number,  # of a program
+    tiles_m,
+    tiles_n,
+    GROUP: tl.constexpr,  # rows of tiles that are taken together
+):
+    # A group has GROUP rows of tiles, or what is left of them at the end. In
+    # a group we go down a column of tiles, then to the next column. With a
+    # GROUP of 1 that is one row after the other.
+    in_group = GROUP * tiles_n
+    first = number // in_group * GROUP
+    rows = min(tiles_m - first, GROUP)
+    i = first + number % in_group % rows
+    j = number % in_group // rows
+    return i, j
+
+
+@triton.jit
+def _linear_fwd_by_address(
+    x_ptr,  # (M, K), contiguous
+    w_ptr,  # (N, K), contiguous
+    y_ptr,  # (M, N), contiguous
+    M,  # tokens
+    N,  # features of the result
+    K,  # features of the input
+    TENSOR_CORES: tl.constexpr,  # whether operands stay in 16 bits
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,  # how far loads run ahead
+):
+    # Which tile is ours?
+    i, j = _tile_of(
+        tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP
+    )
+    rows = i.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    cols = j.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+
+    sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for start in tl.range(0, K, TILE_K, num_stages=STAGES):
+        # A tile of each operand. What lies beyond an edge is loaded as 0, and
+        # adds nothing.
+        k = start + tl.arange(0, TILE_K)
+        x = tl.load(
+            x_ptr + rows[:, None] * K + k[None, :],
+            mask=(rows[:, None] < M) & (k[None, :] < K),
+            other=0,
+        )
+        w = tl.load(
+            w_ptr + cols[:, None] * K + k[None, :],
+            mask=(cols[:, None] < N) & (k[None, :] < K),
+            other=0,
+        )
+        if TENSOR_CORES:
+            sums = tl.dot(x, w.T, sums)
+        else:
+            # In float32, without Tensor Cores: "ieee" forbids them.
+            sums = tl.dot(
+                x.to(tl.float32),
+                w.to(tl.float32).T,
+                sums,
+                input_precision="ieee",
+            )
+
+    tl.store(
+        y_ptr + rows[:, None] * N + cols[None, :],
+        sums.to(y_ptr.dtype.element_ty),
+        mask=(rows[:, None] < M) & (cols[None, :] < N),
+    )
+
+
+# %%
+# ``tl.dot(x, w.T, sums)`` multiplies a tile of ``x`` by a tile of ``w``,
+# turned around, and adds to ``sums``. Operands have 16 bits and sums have 32.
+# Tensor Cores of an H100 read both operands from shared memory, by rows or by
+# columns, so that the ``.T`` costs nothing.
+#
+# We write down the first rungs of our ladder as settings of this kernel.
+
+RUNGS = {
+    # Tensor Cores, group, tile of y, features in a step, stages, warps
+    "one tile": (False, 1, 64, 64, 32, 1, 4),
+    "Tensor Cores": (True, 1, 128, 128, 64, 1, 8),
+    "grouped": (True, 8, 128, 128, 64, 1, 8),
+    "stages": (True, 8, 128, 128, 64, 3, 8),
+}
+
+
+def by_address(x, w, rung):
+    """x @ w.T for contiguous matrices, by a rung of the ladder."""
+    M, K = x.shape
+    N = w.shape[0]
+    tensor_cores, group, tile_m, tile_n, tile_k, stages, warps = RUNGS[rung]
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
+    _linear_fwd_by_address[(tiles,)](
+        x_ptr=x,
+        w_ptr=w,
+        y_ptr=y,
+        M=M,
+        N=N,
+        K=K,
+        TENSOR_CORES=tensor_cores,
+        GROUP=group,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return y
+
+
+x = torch.randn(70, 50, device=DEVICE).half()
+w = torch.randn(150, 50, device=DEVICE).half()
+for rung in RUNGS:
+    y = by_address(x, w, rung)
+    torch.testing.assert_close(y, x @ w.T, rtol=1e-2, atol=1e-2)
+print("70 x 50 times 50 x 150, four rungs: right")
+
+# %%
+# The order of tiles
+# ------------------
+#
+# Does it matter which program has which tile?
+#
+# An H100 has 132 SMs, so at least 132 programs run at a time, those with
+# neighboring numbers. What one of them has read, the next one finds in L2. So
+# it is good if the tiles of neighbors lie close to each other.
+# Let's look at 8 programs that run at a time, and at 8 × 8 tiles. In rows, 8
+# tiles need one strip of ``x`` and eight strips of ``w``. In groups of two
+# rows, they need two strips of ``x`` and four of ``w``: six instead of nine.
+
+# %%
+
+# Drawing: the first 8 tiles, in rows and in groups of two rows.
+
+figure = plt.figure(
+    "8 x 8 tiles with the numbers of their programs. In rows, the first eight "
+    "are a row. In groups of two rows, they are a block of 2 x 4.",
+    figsize=(7.5, 3.4),
+)
+for axes, group in zip(figure.subplots(1, 2), (1, 2), strict=True):
+    for number in range(64):
+        first = number // (8 * group) * group
+        i = first + number % (8 * group) % group
+        j = number % (8 * group) // group
+        axes.add_patch(
+            plt.Rectangle(
+                (j, -i),
+                0.94,
+                0.9,
+                facecolor="C0" if number < 8 else "none",
+                edgecolor="gray",
+            )
+        )
+        axes.text(
+            j + 0.47,
+            0.43 - i,
+            number,
+            color="white" if number < 8 else "black",
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_title("in rows" if group == 1 else "in groups of 2 rows")
+    axes.axis((-0.2, 8.2, -7.3, 1.1))
+    axes.axis("off")
+plt.show()
+
+# %%
+# ``_tile_of`` above computes this order, with groups of 8 rows.
+#
+# Loads ahead
+# -----------
+#
+# What do Tensor Cores do while a tile is on its way?
+#
+# With one stage they wait: a step loads its tiles, and then multiplies them.
+# With three stages, the loads of the next two steps are under way while one
+# multiplies, as in `Loads in flight
+# <../layer-norm/04-loads-in-flight.html>`_. Tiles that have been loaded wait
+# in shared memory. A step of 128 + 128 rows of 64 numbers takes 32 KB, and
+# three of them 96 KB. An SM has 227 KB for us.
+#
+# Descriptors, and programs that stay
+# -----------------------------------
+#
+# What is left to do for threads, other than to multiply?
+#
+# They compute addresses and masks: in each step one for every few numbers. A
+# *tensor descriptor* takes that away from them. It knows where a matrix lies,
+# and its shape, and the shape of a tile. One thread then asks the *Tensor
+# Memory Accelerator* (TMA) of the SM for a tile, and gets zeros for what lies
+# beyond an edge.
+#
+# And then there are the ends. A program stores its tile and is done, and the
+# next one begins with empty hands. Its Tensor Cores wait until the first tiles
+# have come. A *persistent* program has several tiles, one after the other. As
+# many programs run as there are SMs. If both of its loops, over tiles and over
+# steps, become a single one, then the loads run ahead across the end of a
+# tile. That is what ``flatten=True`` asks for.
+#
+# A tile of the result is stored by the TMA, too, so it has to pass through
+# shared memory. With 128 × 256 numbers of 16 bits that is 64 KB, which we
+# would rather use for one stage more. So we split it and store one half after
+# the other. Triton has no slices of a tile in registers. But we can
+# ``reshape`` 256 columns to 2 × 128, move the 2 to the end, and ``split``
+# there.
+#
+# What a layer does besides
+# -------------------------
+#
+# Where do the bias and the activation go?
+#
+# At the end of a tile its sums are in registers, complete. This is the place
+# for everything that happens to each number by itself. It is called the
+# *epilogue*. If PyTorch applied the activation afterwards, it would have to
+# read ``z`` and write ``y``. With 8192 tokens and 14336 features that is
+# 0.47 GB, and takes at least 0.14 ms where the product takes at least 0.97 ms.
+#
+# What should the forward pass save for the backward pass? It needs the slope
+# of the activation.
+#
+# - For ``relu`` it is 1 where ``y`` is above 0. So ``y`` is enough, and a
+#   model keeps that anyway for its next layer.
+# - For ``gelu`` and ``silu``, ``y`` does not tell the slope: both fall, and
+#   then they rise, so that the same ``y`` comes from two ``z``. We could save
+#   ``z``. But then the backward pass has to compute an exponential for each
+#   number, and it needs each number more than once, as we will see. In the
+#   epilogue the exponential is there. So we save the slope itself. It takes as
+#   many bytes as ``z``.
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr):
+    """gelu (by tanh) or silu of z, and its slope."""
+    # Both are z p. For silu, p is the sigmoid of z. For gelu it is
+    # (1 + tanh u) / 2, and that is the sigmoid of 2u.
+    if ACTIVATION == "gelu":
+        u = 1.5957691216057308 * z * (1 + 0.044715 * z * z)
+        # The slope of u. Where z is large, p is 0 or 1, and the slope of u
+        # must not become infinite: infinity times 0 is not a number.
+        near = tl.minimum(tl.abs(z), 30)
+        du = 1.5957691216057308 * (1 + 0.134145 * near * near)
+    else:
+        u = z
+        du = 1.0
+    p = 1 / (1 + tl.exp(-u))
+    y = z * p
+    return y, p + y * (1 - p) * du
+
+
+@triton.jit
+def _finish(
+    z,  # a tile of sums, in registers
+    row,  # where it begins
+    column,
+    y_desc,
+    slope_desc,  # where slopes are saved; None: nowhere
+    bias_ptr,  # (N,), or None
+    N,
+    ACTIVATION: tl.constexpr,  # "relu", "gelu", "silu" or None
+    COLUMNS: tl.constexpr,  # of the tile
+):
+    """The epilogue: bias, activation, store."""
+    if bias_ptr is not None:
+        columns = column + tl.arange(0, COLUMNS)
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0)
+        z = z + bias.to(tl.float32)[None, :]
+    if ACTIVATION == "relu":
+        z = tl.where(z < 0, 0, z)  # NaN stays NaN
+    elif ACTIVATION is not None:
+        z, slope = _activate(z, ACTIVATION)
+        if slope_desc is not None:
+            slope_desc.store([row, column], slope.to(slope_desc.dtype))
+    # Nothing is stored beyond the edges of y.
+    y_desc.store([row, column], z.to(y_desc.dtype))
+
+
+# %%
+# The kernel
+# ----------
+#
+# One kernel for three products?
+#
+# They differ in what they add over, and in how their operands lie in memory.
+# The kernel below multiplies ``a``, (M, K), by ``b``, (K, N).
+#
+# ============  ==============  ==============  ====================
+# Product       ``a``           ``b``           is added over
+# ============  ==============  ==============  ====================
+# ``x @ w.T``   ``x``           ``w.T``         features in
+# ``dz @ w``    ``dy``, slope   ``w``           features out
+# ``dz.T @ x``  ``dy``, slope   ``x``           tokens
+# ============  ==============  ==============  ====================
+#
+# An operand may lie in memory by rows or by columns. ``w.T`` lies by columns:
+# in memory it is ``w``. Then a tile of ``w`` is loaded, and turned around for
+# the Tensor Cores. That is all that differs between layouts.
+#
+# Two things are there for the backward pass. A step multiplies ``dy`` by the
+# slope, so ``dz`` is never written to memory. And the program that has the
+# first tile in a row of tiles sees all of ``a``'s rows: in ``dz.T @ x`` these
+# are the features, and added up over all tokens they give ``db``.
+# What ``PARTS`` is for comes later.
+
+
+@triton.jit
+def _linear_product(
+    a_desc,  # (M, K) in tiles, or (K, M) if it lies by columns
+    slope_desc,  # a is multiplied by it, lies as a_desc does; or None
+    b_desc,  # (K, N) in tiles, or (N, K) if it lies by columns
+    y_desc,  # (M, N) in tiles, or in halves of them
+    save_desc,  # as y_desc: the slopes of the activation; or None
+    bias_ptr,  # (N,), or None
+    sums_ptr,  # (PARTS, M): sums of the rows of a; or None
+    M,
+    N,
+    K,
+    A_BY_COLUMNS: tl.constexpr,
+    B_BY_COLUMNS: tl.constexpr,
+    POSITIVE: tl.constexpr,  # slope_desc has y of a relu
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,  # of products of float32
+    PARTS: tl.constexpr,  # into which K is divided
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    HALVES: tl.constexpr,  # whether a tile is stored in halves
+):
+    tiles_m = tl.cdiv(M, TILE_M)
+    tiles_n = tl.cdiv(N, TILE_N)
+    tiles = tiles_m * tiles_n
+    steps = tl.cdiv(tl.cdiv(K, TILE_K), PARTS)  # for one part of a tile
+
+    # One tile after the other. ``flatten`` makes one loop of both, so that
+    # loads run ahead across the end of a tile.
+    for number in tl.range(
+        tl.program_id(0), tiles * PARTS, tl.num_programs(0), flatten=True
+    ):
+        i, j = _tile_of(number % tiles, tiles_m, tiles_n, GROUP)
+        part = number // tiles
+        total = tl.zeros((TILE_M, TILE_N), tl.float32)
+        sums = tl.zeros((TILE_M,), tl.float32)
+
+        for step in tl.range(0, steps, num_stages=STAGES):
+            # A tile of each operand, zeros beyond its edges.
+            k = (part * steps + step) * TILE_K
+            if A_BY_COLUMNS:
+                a = a_desc.load([k, i * TILE_M])
+            else:
+                a = a_desc.load([i * TILE_M, k])
+            if slope_desc is not None:
+                # dz, in registers alone.
+                if A_BY_COLUMNS:
+                    slope = slope_desc.load([k, i * TILE_M])
+                else:
+                    slope = slope_desc.load([i * TILE_M, k])
+                if POSITIVE:
+                    a = tl.where(slope <= 0, 0, a).to(a.dtype)
+                else:
+                    a = a * slope
+            if A_BY_COLUMNS:
+                a = a.T
+            if B_BY_COLUMNS:
+                b = b_desc.load([j * TILE_N, k]).T
+            else:
+                b = b_desc.load([k, j * TILE_N])
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+
+            # Each row of tiles has the same a. One of its programs adds it
+            # up.
+            if sums_ptr is not None:
+                ours = j == 0
+                if ours:
+                    sums += tl.sum(a.to(tl.float32), axis=1)
+
+        row = (part * tiles_m + i) * TILE_M
+        if HALVES:
+            halves = tl.reshape(total, (TILE_M, 2, TILE_N // 2))
+            left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+            _finish(
+                left, row, j * TILE_N, y_desc, save_desc, bias_ptr, N,
+                ACTIVATION, TILE_N // 2,
+            )  # fmt: skip
+            _finish(
+                right, row, j * TILE_N + TILE_N // 2, y_desc, save_desc,
+                bias_ptr, N, ACTIVATION, TILE_N // 2,
+            )  # fmt: skip
+        else:
+            _finish(
+                total, row, j * TILE_N, y_desc, save_desc, bias_ptr, N,
+                ACTIVATION, TILE_N,
+            )  # fmt: skip
+        if sums_ptr is not None:
+            ours = j == 0
+            if ours:
+                rows = i * TILE_M + tl.arange(0, TILE_M)
+                tl.store(sums_ptr + part * M + rows, sums, mask=rows < M)
+
+
+# %%
+# How do Tensor Cores get ``dz``? An operand ``a`` that was loaded and is not
+# changed stays in shared memory. ``dz`` was computed, so it is in registers,
+# and Tensor Cores of an H100 can take a left operand from there, too.
+#
+# Few tokens
+# ----------
+#
+# What if there are fewer tiles than SMs?
+#
+# With 16 tokens and 4096 features there is one row of tiles: 16 tiles of 256
+# columns. So 116 of the 132 SMs have nothing to do, while the others read all
+# of ``w``. The common dimension can be divided instead: ``PARTS`` programs
+# share a tile, and each of them adds over a part of ``K``. This is called
+# *split-K*. Each writes its sums in float32 to a place of its own, and a
+# second kernel adds them up, always in the same order, and does the epilogue.
+
+
+@triton.jit
+def _linear_add_parts(
+    parts_ptr,  # (PARTS, rows, columns), float32
+    y_ptr,  # (M, N), rows of a stride
+    save_ptr,  # as y_ptr: the slopes of the activation; or None
+    bias_ptr,  # (N,), or None
+    N,
+    y_stride,  # from a row to the next one
+    part_stride,  # from a part to the next one
+    row_stride,  # from a row of a part to the next one
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    # A program has a piece of a row.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = cols < N
+    z = tl.zeros((BLOCK_SIZE,), tl.float32)
+    for part in tl.static_range(PARTS):
+        start = part * part_stride + row * row_stride
+        z += tl.load(parts_ptr + start + cols, mask=mask, other=0)
+
+    # The epilogue, as in the other kernel.
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=mask, other=0).to(tl.float32)
+    at = row * y_stride + cols
+    if ACTIVATION == "relu":
+        z = tl.where(z < 0, 0, z)
+    elif ACTIVATION is not None:
+        z, slope = _activate(z, ACTIVATION)
+        if save_ptr is not None:
+            slope = slope.to(save_ptr.dtype.element_ty)
+            tl.store(save_ptr + at, slope, mask=mask)
+    tl.store(y_ptr + at, z.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# %%
+# Which tiles, and how many parts?
+# A tile of 128 × 256 needs the fewest bytes. Its sums take 128 registers of
+# each of 256 threads. We take it unless it would leave half of the SMs without
+# work. Then we take smaller tiles, and as many parts as there are SMs for
+# them.
+
+
+def precision_of(dtype):
+    """What PyTorch's switch says of products of float32."""
+    matmul = torch.backends.cuda.matmul
+    choice = getattr(matmul, "fp32_precision", None)
+    if choice is None:  # before PyTorch 2.9
+        choice = "tf32" if matmul.allow_tf32 else "ieee"
+    if dtype == torch.float32 and choice != "tf32":
+        return "ieee"
+    return "tf32"  # says nothing in 16 bits
+
+
+def plan_product(M, N, K, dtype, with_slope):
+    """Tiles, warps, stages and parts of a product."""
+    before_hopper = ON_GPU and torch.cuda.get_device_capability()[0] < 9
+    tiles_of_256 = triton.cdiv(M, 128) * triton.cdiv(N, 256)
+    halves = False
+    if dtype == torch.float32 and precision_of(dtype) == "ieee":
+        tile_m, tile_n, tile_k, stages, warps = 64, 64, 32, 2, 4
+    elif dtype == torch.float32 or before_hopper:
+        tile_m, tile_n, tile_k, stages, warps = 128, 128, 32, 3, 8
+    elif M <= 64:
+        tile_m, tile_n, tile_k, stages, warps = 64, 128, 64, 4, 4
+    elif 2 * tiles_of_256 <= NUM_SMS:
+        tile_m, tile_n, tile_k, stages, warps = 128, 128, 64, 3, 8
+    else:
+        tile_m, tile_n, tile_k, stages, warps = 128, 256, 64, 4, 8
+        halves = True
+        if with_slope:
+            stages = 3  # its tiles take shared memory as well
+    tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
+    # A part should have four steps or more: it costs a pass over its sums.
+    parts = min(NUM_SMS // tiles, triton.cdiv(K, tile_k) // 4)
+    return {
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "TILE_K": tile_k,
+        "GROUP": 8,
+        "STAGES": stages,
+        "HALVES": halves,
+        "PARTS": max(parts, 1),
+        "num_warps": warps,
+    }
+
+
+# %%
+# A descriptor wants the numbers of a row side by side in memory, and the
+# stride from a row to the next one must be a multiple of 16 bytes. A matrix
+# that lies by columns is, in memory, a matrix that lies by rows. What lies
+# otherwise is copied.
+
+# %%
+
+# Scaffold: layouts.
+
+
+def lies_by_rows(t):
+    """Whether a descriptor takes a matrix as it is."""
+    stride, step = t.stride()
+    return (
+        step == 1
+        and stride > 0
+        and stride * t.itemsize % 16 == 0
+        and t.data_ptr() % 16 == 0
+    )
+
+
+def empty_rows(rows, columns, dtype, device):
+    """A matrix whose rows begin at multiples of 16 bytes."""
+    step = 16 // dtype.itemsize
+    wide = triton.cdiv(columns, step) * step
+    return torch.empty(rows, wide, dtype=dtype, device=device)[:, :columns]
+
+
+def by_rows(t):
+    """The matrix, or a copy that a descriptor takes."""
+    if lies_by_rows(t):
+        return t
+    return empty_rows(*t.shape, t.dtype, t.device).copy_(t)
+
+
+def readable(t):
+    """The matrix or a copy, by rows or by columns."""
+    if lies_by_rows(t) or lies_by_rows(t.mT):
+        return t
+    return by_rows(t)
+
+
+def tiles_of(t, tile_rows, tile_columns):
+    """A descriptor of a matrix in tiles, and whether it lies by columns."""
+    if lies_by_rows(t):
+        tile = [tile_rows, tile_columns]
+        return TensorDescriptor.from_tensor(t, tile), False
+    tile = [tile_columns, tile_rows]
+    return TensorDescriptor.from_tensor(t.mT, tile), True
+
+
+# %%
+# And here is the host's side of the kernel.
+
+
+def product(
+    a,
+    b,
+    slope=None,  # a is multiplied by it, and lies as a does
+    positive=False,  # slope is the y of a relu
+    bias=None,
+    activation=None,
+    save=False,  # whether slopes of the activation are saved
+    sums=False,  # whether the rows of a are added up
+    **changes,  # of the plan
+):
+    """a @ b with an epilogue; the slopes; the sums."""
+    M, K = a.shape
+    N = b.shape[1]
+    plan = plan_product(M, N, K, a.dtype, slope is not None) | changes
+    tile_m, tile_n, tile_k = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
+    parts = plan["PARTS"]
+    y = empty_rows(M, N, a.dtype, a.device)
+    saved = None
+    if save:
+        saved = torch.empty_strided(
+            y.shape, y.stride(), dtype=a.dtype, device=a.device
+        )
+    added = None
+    if sums:
+        added = torch.empty(parts, M, device=a.device)
+
+    # Without parts, the kernel writes y. With them it writes their sums, each
+    # part in rows of its own, and the epilogue has to wait.
+    rows = triton.cdiv(M, tile_m) * tile_m
+    into = y
+    if parts > 1:
+        into = empty_rows(parts * rows, N, torch.float32, a.device)
+    width = tile_n // 2 if plan["HALVES"] else tile_n
+    y_desc, _ = tiles_of(into, tile_m, width)
+    save_desc = None
+    if save and parts == 1:
+        save_desc, _ = tiles_of(saved, tile_m, width)
+    a_desc, a_by_columns = tiles_of(a, tile_m, tile_k)
+    b_desc, b_by_columns = tiles_of(b, tile_k, tile_n)
+    slope_desc = None
+    if slope is not None:
+        slope_desc, _ = tiles_of(slope, tile_m, tile_k)
+
+    tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n) * parts
+    _linear_product[(min(tiles, NUM_SMS),)](
+        a_desc=a_desc,
+        slope_desc=slope_desc,
+        b_desc=b_desc,
+        y_desc=y_desc,
+        save_desc=save_desc,
+        bias_ptr=bias if parts == 1 else None,
+        sums_ptr=added,
+        M=M,
+        N=N,
+        K=K,
+        A_BY_COLUMNS=a_by_columns,
+        B_BY_COLUMNS=b_by_columns,
+        POSITIVE=positive,
+        ACTIVATION=activation if parts == 1 else None,
+        PRECISION=precision_of(a.dtype),
+        **plan,
+    )
+    if parts > 1:
+        block = 1024
+        _linear_add_parts[(M, triton.cdiv(N, block))](
+            parts_ptr=into,
+            y_ptr=y,
+            save_ptr=saved,
+            bias_ptr=bias,
+            N=N,
+            y_stride=y.stride(0),
+            part_stride=rows * into.stride(0),
+            row_stride=into.stride(0),
+            PARTS=parts,
+            ACTIVATION=activation,
+            BLOCK_SIZE=block,
+            num_warps=4,
+        )
+    if sums:
+        added = added.sum(0)
+    return y, saved, added
+
+
+x = torch.randn(72, 64, device=DEVICE).half()
+w = torch.randn(152, 64, device=DEVICE).half()
+y, _, _ = product(x, w.T)
+torch.testing.assert_close(y, x @ w.T, rtol=1e-2, atol=1e-2)
+y, _, _ = product(x.T.contiguous().T, w.T, PARTS=2)
+torch.testing.assert_close(y, x @ w.T, rtol=1e-2, atol=1e-2)
+print("72 x 64 times 64 x 152, by rows, by columns and in parts: right")
+
+# %%
+# Both passes
+# -----------
+#
+# What does autograd need? A function that saves the right tensors, and calls
+# the kernel for each product that is wanted.
+
+
+def forward(x, w, b, activation, save):
+    """y for (M, K) and (N, K), and what tells the slope: None without one."""
+    y, slope, _ = product(
+        x,
+        w.T,
+        bias=b,
+        activation=activation,
+        save=save and activation in ("gelu", "silu"),
+    )
+    y = y.contiguous()  # which copies only if N is odd
+    if activation == "relu":
+        slope = y
+    return y, slope
+
+
+def backward(dy, x, w, slope, positive, wanted):
+    """dx, dw and db; None where not wanted."""
+    wants_dx, wants_dw, wants_db = wanted
+    if slope is None:
+        dy = readable(dy)
+    else:
+        # Both are loaded in the same way, so they have to lie alike.
+        dy = by_rows(dy)
+        slope = by_rows(slope)
+    dx, dw, db = None, None, None
+    if wants_dx:
+        dx, _, _ = product(dy, w, slope=slope, positive=positive)
+        dx = dx.contiguous()
+    if wants_dw:
+        dw, _, db = product(
+            dy.T,
+            x,
+            slope=None if slope is None else slope.T,
+            positive=positive,
+            sums=wants_db,
+        )
+        dw = dw.contiguous()
+    elif wants_db:
+        # A bias that is trained without its weight: PyTorch adds up.
+        dz = dy
+        if positive:
+            dz = dy * (slope > 0)
+        elif slope is not None:
+            dz = dy * slope
+        db = dz.sum(0, dtype=torch.float32)
+    if db is not None:
+        db = db.to(dy.dtype)
+    return dx, dw, db
+
+
+# %%
+
+# Scaffold: which arguments are taken.
+
+
+def check_arguments(input, weight, bias, activation):
+    named = {"input": input, "weight": weight}
+    if bias is not None:
+        named["bias"] = bias
+    for name, t in named.items():
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(
+                f"{name} has {t.dtype}: float16, bfloat16 and float32 are "
+                "taken"
+            )
+        if t.dtype != input.dtype:
+            raise TypeError(
+                f"{name} has {t.dtype}, and input has {input.dtype}: they "
+                "must be the same"
+            )
+        if t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}, not on {DEVICE}")
+        if t.is_cuda and t.device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"{name} is on {t.device}, which is not the current GPU"
+            )
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight has {weight.dim()} dimensions, not 2: features out, "
+            "features in"
+        )
+    if input.dim() == 0:
+        raise ValueError("input has no dimension: features in are missing")
+    if weight.numel() == 0:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: both numbers must be "
+            "above 0"
+        )
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input has {input.shape[-1]} features, and weight takes "
+            f"{weight.shape[1]}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}, not ({weight.shape[0]},)"
+        )
+    if activation not in (None, "relu", "gelu", "silu"):
+        raise ValueError(
+            f'activation is {activation!r}: None, "relu", "gelu" and "silu" '
+            "are taken"
+        )
+
+
+# %%
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, activation):
+        x = readable(x)
+        w = readable(w)
+        if b is not None:
+            b = b.contiguous()
+        save = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        save = save or ctx.needs_input_grad[2]
+        y, slope = forward(x, w, b, activation, save)
+        ctx.save_for_backward(x, w, slope)
+        ctx.positive = activation == "relu"
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, w, slope = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        return *backward(dy, x, w, slope, ctx.positive, wanted), None
+
+
+def linear(input, weight, bias=None, activation=None):
+    """F.linear(input, weight, bias), then an activation.
+
+    input is (..., features in), weight is (features out, features in), bias is
+    (features out,) or None, all in float16, bfloat16 or float32. activation is
+    None, "relu", "gelu" (by tanh) or "silu".
+    """
+    check_arguments(input, weight, bias, activation)
+    shape = *input.shape[:-1], weight.shape[0]
+    if input.numel() == 0:
+        # No tokens: nothing to multiply, and all gradients are 0.
+        return F.linear(input, weight, bias)
+    x = input.reshape(-1, input.shape[-1])
+    if not ON_GPU and x.dtype == torch.bfloat16:
+        # The interpreter multiplies the bits of bfloat16 as whole numbers.
+        b = None if bias is None else bias.float()
+        y = _Linear.apply(x.float(), weight.float(), b, activation)
+        return y.to(input.dtype).reshape(shape)
+    return _Linear.apply(x, weight, bias, activation).reshape(shape)
+
+
+# %%
+# Is it right? We compare with the formula in float64, and print the largest
+# error of each tensor, as a share of its largest number. The numbers of ``dz``
+# and of the slope are rounded to 16 bits, and so are the results.
+
+
+def in_pytorch(input, weight, bias=None, activation=None):
+    """The same by PyTorch."""
+    z = F.linear(input, weight, bias)
+    if activation == "relu":
+        return F.relu(z)
+    if activation == "gelu":
+        return F.gelu(z, approximate="tanh")
+    if activation == "silu":
+        return F.silu(z)
+    return z
+
+
+def check(tokens, features_in, features_out, activation, dtype):
+    """The largest error of y, dx, dw and db, compared with float64."""
+    ours, exact = [], []
+    for shape in (
+        (tokens, features_in),
+        (features_out, features_in),
+        (features_out,),
+    ):
+        t = torch.randn(shape, device=DEVICE).to(dtype)
+        ours.append(t.clone().requires_grad_())
+        exact.append(t.double().requires_grad_())
+    y = linear(*ours, activation)
+    expected = in_pytorch(*exact, activation)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    pairs = [(y, expected)]
+    pairs += [(t.grad, e.grad) for t, e in zip(ours, exact, strict=True)]
+    errors = [((t - e).abs().max() / e.abs().max()).item() for t, e in pairs]
+    for name, error in zip(("y", "dx", "dw", "db"), errors, strict=True):
+        assert error < 0.01, f"{name} is off by {error:.1%}"
+    print("errors below 1%:", " ".join(f"{error:.2%}" for error in errors))
+
+
+check(100, 72, 200, "gelu", torch.float16)
+check(50, 33, 65, "relu", torch.bfloat16)
+check(300, 128, 96, None, torch.float32)
