@@ -790,6 +790,7 @@ def product(
     activation=None,
     save=False,  # whether slopes of the activation are saved
     sums=False,  # whether the rows of a are added up
+    programs=NUM_SMS,  # at most; each takes tiles until none is left
     **changes,  # of the plan
 ):
     """a @ b with an epilogue; the slopes; the sums."""
@@ -826,7 +827,7 @@ def product(
         slope_desc, _ = tiles_of(slope, tile_m, tile_k)
 
     tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n) * parts
-    _linear_product[(min(tiles, NUM_SMS),)](
+    _linear_product[(min(tiles, programs),)](
         a_desc=a_desc,
         slope_desc=slope_desc,
         b_desc=b_desc,
@@ -1076,3 +1077,680 @@ def check(tokens, features_in, features_out, activation, dtype):
 check(100, 72, 200, "gelu", torch.float16)
 check(50, 33, 65, "relu", torch.bfloat16)
 check(300, 128, 96, None, torch.float32)
+
+# %%
+# Are these numbers the same each time? They are, to the last bit: each number
+# belongs to one program or to one line of parts, and is added up in the same
+# order each time.
+#
+# The ladder, measured
+# --------------------
+#
+# How much does each rung bring?
+#
+# We multiply square matrices of bfloat16 and report TFLOP/s: the operations,
+# :math:`2 N^3`, divided by the time. Beside our rungs stands PyTorch, which
+# calls NVIDIA's library *cuBLAS* for a product.
+# A card that has just worked hard lowers its clock, so all lines take turns.
+
+# %%
+
+# Scaffold: the clock, in turns, from page 01 of attention.
+
+
+def in_turns(calls):
+    """µs of each call on the GPU: median, 20% and 80% quantiles.
+
+    ``calls`` are functions by their names. Each is recorded as a CUDA graph
+    that overwrites L2 and makes the call, and one more only overwrites L2.
+    The graphs are replayed in turns; what the last one takes is subtracted.
+    """
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def recorded(call):
+        call()  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            larger_than_l2.zero_()
+            result = call()
+        graph.replay()  # the first replay takes longer
+        return graph, result  # the memory of the result stays its own
+
+    def elapsed(graph):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return 1000 * start.elapsed_time(end)
+
+    graphs = {name: recorded(call) for name, call in calls.items()}
+    without, _ = recorded(lambda: None)
+    times = {name: [] for name in graphs}
+    for _ in range(15):
+        for name, (graph, _) in graphs.items():
+            times[name].append(elapsed(graph) - elapsed(without))
+    found = {}
+    for name, each in times.items():
+        each.sort()
+        found[name] = each[7], each[3], each[11]
+    return found
+
+
+def in_percent(benchmark):
+    """Draw a benchmark, and print each speed in % of that of cuBLAS."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    ceiling = table[NAMES["cublas"]]
+    percent = 100 * table.div(ceiling, axis="index")
+    print("speed in % of that of a product of matrices")
+    print(percent.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: the rungs, and their names.
+
+NAMES = {
+    "one tile": "One tile a program",
+    "Tensor Cores": "Tensor Cores",
+    "grouped": "Grouped order",
+    "stages": "Three stages",
+    "descriptors": "Descriptors",
+    "large tiles": "Tiles of 128 x 256",
+    "triton": "Persistent",
+    "cublas": "cuBLAS, by PyTorch",
+}
+
+
+def by_rung(name):
+    """x @ w.T by a rung of the ladder, a function of x and w."""
+    if name == "cublas":
+        return lambda x, w: x @ w.T
+    if name in RUNGS:
+        return functools.partial(by_address, rung=name)
+    if name == "triton":
+        return lambda x, w: product(x, w.T)[0]
+    # The kernel of all products, with a program for each tile.
+    changes = {"STAGES": 3, "HALVES": False, "PARTS": 1, "TILE_N": 256}
+    if name == "descriptors":
+        changes["TILE_N"] = 128
+
+    def function(x, w):
+        return product(x, w.T, programs=2**31 - 1, **changes)[0]
+
+    return function
+
+
+def tflops(operations, calls):
+    """TFLOP/s of calls in turns: median, low, high."""
+    found = {}
+    for name, (median, short, long) in in_turns(calls).items():
+        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
+    return found
+
+
+# %%
+
+# Scaffold: the ladder, a benchmark.
+
+
+@functools.cache  # all lines in turns; then each is asked for its own
+def ladder_speeds(N, dtype):
+    x = torch.randn(N, N, device=DEVICE, dtype=dtype)
+    w = torch.randn(N, N, device=DEVICE, dtype=dtype)
+    calls = {name: functools.partial(by_rung(name), x, w) for name in NAMES}
+    return tflops(2 * N**3, calls)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 2048, 3072, 4096, 6144, 8192],
+        xlabel="N (rows and columns of all matrices)",
+        line_arg="provider",
+        line_vals=list(NAMES),
+        line_names=list(NAMES.values()),
+        ylabel="TFLOP/s",
+        plot_name="product-ladder",
+        args={"dtype": torch.bfloat16, "mode": "forward"},
+    )
+)
+def bench_ladder(N, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    return ladder_speeds(N, dtype)[provider]
+
+
+# %%
+
+in_percent(bench_ladder)
+
+# %%
+# **What the figure shows.**
+# On the H100, at 8192 rows and columns, one tile a program reaches NN TFLOP/s,
+# Tensor Cores NN, the grouped order NN, three stages NN, descriptors NN, tiles
+# of 128 × 256 NN and persistent programs NN. cuBLAS reaches NN. From 2048 rows
+# on our last rung is at NN% to NN% of cuBLAS.
+#
+# **Why.**
+# Without Tensor Cores the data sheet allows 67 TFLOP/s. With them the
+# multiplication is fast enough that everything else shows: how many bytes come
+# from DRAM, how long a step waits for its tiles, how much a thread does
+# besides, how often a tile is read again.
+# At 1024 rows there are 32 tiles of 128 × 256, fewer than SMs.
+#
+# Does the order of tiles really change what L2 delivers? A clock cannot tell,
+# but ``ncu``, NVIDIA's profiler, counts the requests that L2 answers from what
+# it has.
+
+# %%
+
+# Scaffold: requests that L2 answers, a benchmark that ncu counts.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=["2048", "4096", "8192"],
+        xlabel="N (rows and columns of all matrices)",
+        line_arg="provider",
+        line_vals=["Tensor Cores", "grouped", "triton"],
+        line_names=["In rows", "Grouped order", "Persistent"],
+        ylabel="% of L2 requests hit",
+        plot_name="product-l2",
+        args={
+            "dtype": torch.bfloat16,
+            "mode": "forward",
+            "counter": "lts__t_sector_hit_rate.pct",
+        },
+    )
+)
+def l2_hits(N, dtype, mode, counter, provider):
+    """Sectors that L2 had, of all that were asked for."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    size = int(N)
+    x = torch.randn(size, size, device=DEVICE, dtype=dtype)
+    w = torch.randn(size, size, device=DEVICE, dtype=dtype)
+    function = by_rung(provider)
+    function(x, w)  # compiles the kernel
+    with torch.cuda.nvtx.range(f"counted {provider} {N}"):
+        function(x, w)
+    return 3 * [float("nan")]  # only ncu knows
+
+
+# %%
+
+l2_hits.run(show_plots=ON_GPU)
+
+# %%
+# On the H100, at 8192 rows and columns, L2 has NN% of what is asked for in
+# rows, and NN% in the grouped order.
+#
+# The three products
+# ------------------
+#
+# Is the kernel as fast in the backward pass, where its operands lie otherwise?
+#
+# Here are three layers of models: 8192 tokens of 4096 features to 4096 and to
+# 14336, and 4096 tokens of 1024 features to 4096. There is no bias and no
+# activation yet, so that cuBLAS does the same.
+
+# %%
+
+# Scaffold: three layers, their tensors.
+
+LAYERS = {
+    # tokens, features in, features out
+    "8192 x 4096 to 4096": (8192, 4096, 4096),
+    "8192 x 4096 to 14336": (8192, 4096, 14336),
+    "4096 x 1024 to 4096": (4096, 1024, 4096),
+}
+
+
+def inputs(tokens, features_in, features_out, dtype):
+    """input, weight, bias and dy of a layer."""
+    options = {"device": DEVICE, "dtype": dtype}
+    x = torch.randn(tokens, features_in, **options)
+    w = torch.randn(features_out, features_in, **options)
+    w *= features_in**-0.5
+    b = torch.randn(features_out, **options)
+    dy = torch.randn(tokens, features_out, **options)
+    for t in (x, w, b):
+        t.requires_grad_()
+    return x, w, b, dy
+
+
+def table_of(benchmark):
+    """Draw a benchmark with layers, and print its numbers."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.set_index("layer")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    print(table.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: three products, a benchmark.
+
+PRODUCTS = {
+    "y": "y",
+    "dx": "dx",
+    "dw": "dw",
+    "cublas y": "y, cuBLAS",
+    "cublas dx": "dx, cuBLAS",
+    "cublas dw": "dw, cuBLAS",
+}
+
+
+@functools.cache
+def product_speeds(layer, dtype):
+    x, w, _, dy = (t.detach() for t in inputs(*LAYERS[layer], dtype))
+    tokens, features_in, features_out = LAYERS[layer]
+    calls = {
+        "y": lambda: product(x, w.T),
+        "dx": lambda: product(dy, w),
+        "dw": lambda: product(dy.T, x),
+        "cublas y": lambda: x @ w.T,
+        "cublas dx": lambda: dy @ w,
+        "cublas dw": lambda: dy.T @ x,
+    }
+    return tflops(2 * tokens * features_in * features_out, calls)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["layer"],
+        x_vals=list(LAYERS),
+        line_arg="provider",
+        line_vals=list(PRODUCTS),
+        line_names=list(PRODUCTS.values()),
+        ylabel="TFLOP/s",
+        plot_name="linear-products",
+        args={"dtype": torch.bfloat16, "mode": "all three products"},
+    )
+)
+def bench_products(layer, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return product_speeds(layer, dtype)[provider]
+
+
+# %%
+
+table_of(bench_products)
+
+# %%
+# **What the figure shows.**
+# On the H100 ``y`` reaches NN% to NN% of cuBLAS's speed in these three layers,
+# ``dx`` NN% to NN% and ``dw`` NN% to NN%.
+#
+# **What follows.**
+# The layout of an operand matters little, because the TMA fetches a tile
+# either way and Tensor Cores read it either way. So one kernel is enough.
+#
+# The layer with its activation
+# -----------------------------
+#
+# What does it bring to have everything in one kernel?
+#
+# Here is the whole layer with a bias and ``gelu``. PyTorch has a kernel for
+# ``gelu`` after the product. torch.compile has one, too: it writes the kernels
+# around a product and leaves the product to cuBLAS. The last line is cuBLAS
+# with the products alone, without bias and activation. That is not the same
+# work, but it is what we would like to reach.
+
+# %%
+
+# Scaffold: the layer with gelu, two benchmarks.
+
+WHO = {
+    "triton": "Triton",
+    "torch": "PyTorch",
+    "torch.compile": "torch.compile",
+    "cublas": "The products alone, cuBLAS",
+}
+
+
+def layers(dtype):
+    """Name of a line -> the layer, a function of input, weight and bias."""
+    torch._dynamo.reset()
+    # We run a backward pass many times, so torch.compile must not reuse the
+    # memory of what the forward pass saved for it.
+    torch._functorch.config.donated_buffer = False
+    return {
+        "triton": linear,
+        "torch": in_pytorch,
+        "torch.compile": torch.compile(in_pytorch, dynamic=False),
+    }
+
+
+@functools.cache
+def forward_speeds(layer, dtype):
+    x, w, b, _ = inputs(*LAYERS[layer], dtype)
+    tokens, features_in, features_out = LAYERS[layer]
+    calls = {
+        name: functools.partial(function, x, w, b, "gelu")
+        for name, function in layers(dtype).items()
+    }
+    calls["cublas"] = lambda: x.detach() @ w.detach().T
+    return tflops(2 * tokens * features_in * features_out, calls)
+
+
+@functools.cache
+def backward_speeds(layer, dtype):
+    x, w, b, dy = inputs(*LAYERS[layer], dtype)
+    tokens, features_in, features_out = LAYERS[layer]
+    calls = {}
+    for name, function in layers(dtype).items():
+        y = function(x, w, b, "gelu")
+        calls[name] = functools.partial(
+            torch.autograd.grad, y, (x, w, b), dy, retain_graph=True
+        )
+    calls["cublas"] = lambda: (dy @ w.detach(), dy.T @ x.detach())
+    return tflops(4 * tokens * features_in * features_out, calls)
+
+
+def of_layers(plot_name, mode):
+    return triton.testing.Benchmark(
+        x_names=["layer"],
+        x_vals=list(LAYERS),
+        line_arg="provider",
+        line_vals=list(WHO),
+        line_names=list(WHO.values()),
+        ylabel="TFLOP/s",
+        plot_name=plot_name,
+        args={"dtype": torch.bfloat16, "mode": mode},
+    )
+
+
+@triton.testing.perf_report(of_layers("linear-forward", "forward"))
+def bench_forward(layer, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return forward_speeds(layer, dtype)[provider]
+
+
+@triton.testing.perf_report(of_layers("linear-backward", "backward"))
+def bench_backward(layer, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return backward_speeds(layer, dtype)[provider]
+
+
+# %%
+
+table_of(bench_forward)
+
+# %%
+
+table_of(bench_backward)
+
+# %%
+# **What both figures show.**
+# On the H100 our forward pass reaches NN to NN TFLOP/s. It is NN to NN times
+# as fast as PyTorch's, and NN to NN times as fast as torch.compile's. Our
+# backward pass reaches NN to NN TFLOP/s. It is NN to NN times as fast as
+# PyTorch's, and NN to NN times as fast as torch.compile's.
+#
+# **Why.**
+# Let's count the matrices of (tokens, features out) that move besides what the
+# products need.
+#
+# - Forward, we write ``y`` and the slope. PyTorch writes ``z``, reads it, and
+#   writes ``y``.
+# - Backward, we read ``dy`` and the slope in both products. PyTorch reads
+#   ``dy`` and ``z`` and writes ``dz``, reads it for ``db``, and reads it in
+#   both products.
+#
+# What does that cost us? A product with a slope has the tiles of two matrices
+# in shared memory where it had those of one, so a stage fewer fits, and
+# threads multiply ``dz`` while Tensor Cores could be fed.
+#
+# The bytes of the backward pass can be counted, too.
+
+# %%
+
+# Scaffold: bytes of the backward pass, a benchmark that ncu counts.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["layer"],
+        x_vals=list(LAYERS),
+        line_arg="provider",
+        line_vals=["triton", "torch"],
+        line_names=["Triton", "PyTorch"],
+        ylabel="bytes of DRAM per byte counted",
+        plot_name="linear-backward-dram",
+        args={
+            "dtype": torch.bfloat16,
+            "mode": "backward",
+            "counter": "dram__bytes_read.sum",
+        },
+    )
+)
+def dram_reads(layer, dtype, mode, counter, provider):
+    """Bytes that DRAM delivers in a backward pass, over those of dy, the
+    slope, x and w."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    x, w, b, dy = inputs(*LAYERS[layer], dtype)
+    function = linear if provider == "triton" else in_pytorch
+    y = function(x, w, b, "gelu")
+
+    def run():
+        torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
+
+    run()  # compiles the kernels
+    counted = 2 * dy.nbytes + x.nbytes + w.nbytes
+    with torch.cuda.nvtx.range(f"counted {provider} {layer} per {counted}"):
+        run()
+    return 3 * [float("nan")]  # only ncu knows
+
+
+# %%
+
+dram_reads.run(show_plots=ON_GPU)
+
+# %%
+# On the H100 our backward pass reads each byte NN to NN times, and PyTorch's
+# NN to NN times. Twice would be no surprise: two products read ``dy``
+# and the slope one after the other.
+#
+# Few tokens, measured
+# --------------------
+#
+# What does it bring to divide ``K``?
+#
+# A model that writes text has a few tokens at a time. Here is the forward pass
+# from 16 tokens to 4096, with 4096 features before and after, in parts and
+# without.
+
+# %%
+
+# Scaffold: few tokens, a benchmark.
+
+
+@functools.cache
+def speeds_of_few(N, dtype):
+    x, w, _, _ = (t.detach() for t in inputs(N, 4096, 4096, dtype))
+    calls = {
+        "triton": lambda: product(x, w.T),
+        "one part": lambda: product(x, w.T, PARTS=1),
+        "torch": lambda: x @ w.T,
+    }
+    return tflops(2 * N * 4096 * 4096, calls)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[16, 64, 128, 256, 512, 1024, 4096],
+        x_log=True,
+        y_log=True,
+        xlabel="N (tokens)",
+        line_arg="provider",
+        line_vals=["triton", "one part", "torch"],
+        line_names=["Triton", "Without parts", "PyTorch"],
+        ylabel="TFLOP/s",
+        plot_name="linear-few-tokens",
+        args={"dtype": torch.bfloat16, "mode": "forward"},
+    )
+)
+def bench_few(N, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return speeds_of_few(N, dtype)[provider]
+
+
+# %%
+
+bench_few.run(show_plots=ON_GPU)
+
+# %%
+# **What the figure shows.**
+# On the H100, with 16 tokens, parts make the product NN times as fast: NN
+# TFLOP/s instead of NN. PyTorch reaches NN. With 4096 tokens there are enough
+# tiles, and both lines are the same.
+#
+# **Why.**
+# With 16 tokens the weights are nearly all that moves: 34 MB, which take at
+# least 10 µs at 3.35 TB/s. So this is a matter of memory, not of Tensor Cores,
+# and memory is busy only if many programs ask for something at a time.
+#
+# float32
+# -------
+#
+# What about operands of 32 bits?
+#
+# Tensor Cores take float32 only as *TF32*: they cut the fraction to 10 bits.
+# That is about as exact as float16, and PyTorch leaves it off unless you set
+# ``torch.backends.cuda.matmul.fp32_precision = "tf32"`` or call
+# ``torch.set_float32_matmul_precision("high")``. ``linear`` follows
+# this switch, in each pass as it is at the time. With it, Tensor Cores do half
+# as many operations as in 16 bits. Without it there are no Tensor Cores in the
+# product, as on the first rung.
+#
+# Where PyTorch is better
+# -----------------------
+#
+# When should you not use this function?
+#
+# - **Products alone.** cuBLAS chooses among many kernels, and knows your card.
+#   Our plan has four kinds of tiles.
+# - **float32 without TF32.** Our tiles for it are those of the first rung, and
+#   nobody has tuned them.
+# - **Odd sizes.** A descriptor wants rows that begin at multiples of 16 bytes.
+#   With an odd number of features we copy a matrix before or after the
+#   product.
+# - **Host time.** A descriptor is made anew for each call, and we have not
+#   counted what that costs. See `Host time <../layer-norm/10-host-time.html>`_.
+# - **More types.** PyTorch has float64, and products in 8 bits.
+#
+# Exercise 1: how many rows in a group?
+# -------------------------------------
+#
+# 132 programs run at a time, and each has a tile of 128 × 256. There are
+# 64 × 32 tiles. With a group of ``g`` rows of tiles, which strips do the first
+# 132 programs need, and how many bytes are these in each step?
+# Write ``bytes_of_a_step(group)``: a strip of ``x`` has 128 rows of 64 numbers
+# of 2 bytes in a step, and a strip of ``w`` has 256 of them. The checker asks
+# for the best group among 1, 2, 4, 8, 16, 32 and 64.
+#
+# **Hint 1.** Program ``n`` has tile ``(i, j)``. In a group of ``g`` rows, and
+# with 64 a multiple of ``g``, what are ``i`` and ``j``? ``_tile_of`` has the
+# formulas.
+#
+# **Hint 2.** Collect all ``i`` in a set, and all ``j`` in another one.
+
+
+def bytes_of_a_step(group):
+    # Without groups: 132 tiles in rows of 32 are 5 rows and all columns.
+    return 5 * 128 * 64 * 2 + 32 * 256 * 64 * 2
+
+
+def exercise_1(bytes_of_a_step):
+    """The group for which the first 132 programs need the fewest bytes."""
+    groups = [1, 2, 4, 8, 16, 32, 64]
+    for group in groups:
+        print(f"group of {group:2}: {bytes_of_a_step(group) / 1e6:.2f} MB")
+    best = min(groups, key=bytes_of_a_step)
+    right = bytes_of_a_step(8) == 688128 and best == 16
+    print("exercise 1:", "right" if right else "not yet")
+    return right
+
+
+exercise_1(bytes_of_a_step)
+
+# %%
+
+# Solution 1
+
+
+def bytes_of_a_step_1(group):
+    strips_of_x = set()
+    strips_of_w = set()
+    for number in range(132):
+        in_group = group * 32
+        strips_of_x.add(number // in_group * group + number % group)
+        strips_of_w.add(number % in_group // group)
+    rows = 128 * len(strips_of_x) + 256 * len(strips_of_w)
+    return rows * 64 * 2
+
+
+assert exercise_1(bytes_of_a_step_1)
+
+# %%
+# Groups of 16 need the fewest bytes here, and those of 8 need a little more.
+# In practice programs do not stay in step, so the difference is smaller than
+# it looks.
+#
+# What we learned
+# ---------------
+#
+# These are the rungs of our ladder, with their speeds on the H100 at 8192 rows
+# and columns:
+#
+# - **One tile a program**, without Tensor Cores: NN TFLOP/s.
+# - **Tensor Cores** multiply 16-bit numbers and add in float32: NN.
+# - **A grouped order** of tiles, so that L2 has what the neighbors need: NN.
+# - **Three stages**: loads run ahead while Tensor Cores work: NN.
+# - **Descriptors**: the TMA fetches tiles, threads compute no addresses: NN.
+# - **Tiles of 128 × 256** use each number more often: NN.
+# - **Persistent programs** load the next tile while they finish one: NN.
+# - **cuBLAS**: NN.
+#
+# And for kernels in general:
+#
+# - A number that was loaded should be used many times: count operations for
+#   each byte.
+# - What happens to each number by itself belongs into the epilogue of the
+#   product before it.
+# - Both gradients of a product are products. If a kernel takes its operands by
+#   rows and by columns, it does all three.
+# - Save what the backward pass needs, not what the forward pass had: the slope
+#   instead of ``z``.
+# - If there is too little to do for all SMs, divide the sum.
+#
+# **Next:** `Attention without its matrix <../attention/01-attention.html>`_
+# puts two products into one kernel, with a softmax between them.
