@@ -796,15 +796,18 @@ def product(
     """a @ b with an epilogue; the slopes; the sums."""
     M, K = a.shape
     N = b.shape[1]
-    plan = plan_product(M, N, K, a.dtype, slope is not None) | changes
-    tile_m, tile_n, tile_k = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
-    parts = plan["PARTS"]
     y = empty_rows(M, N, a.dtype, a.device)
     saved = None
     if save:
-        saved = torch.empty_strided(
-            y.shape, y.stride(), dtype=a.dtype, device=a.device
-        )
+        saved = empty_rows(M, N, a.dtype, a.device)
+    if M == 0 or K == 0:  # no tokens, or a gradient that has none to add
+        added = torch.zeros(M, device=a.device) if sums else None
+        return y.zero_(), saved, added
+    plan = plan_product(M, N, K, a.dtype, slope is not None) | changes
+    tile_m = plan["TILE_M"]
+    tile_n = plan["TILE_N"]
+    tile_k = plan["TILE_K"]
+    parts = plan["PARTS"]
     added = None
     if sums:
         added = torch.empty(parts, M, device=a.device)
@@ -1020,9 +1023,6 @@ def linear(input, weight, bias=None, activation=None):
     """
     check_arguments(input, weight, bias, activation)
     shape = *input.shape[:-1], weight.shape[0]
-    if input.numel() == 0:
-        # No tokens: nothing to multiply, and all gradients are 0.
-        return F.linear(input, weight, bias)
     x = input.reshape(-1, input.shape[-1])
     if not ON_GPU and x.dtype == torch.bfloat16:
         # The interpreter multiplies the bits of bfloat16 as whole numbers.
@@ -1664,7 +1664,8 @@ bench_few.run(show_plots=ON_GPU)
 #   With an odd number of features we copy a matrix before or after the
 #   product.
 # - **Host time.** A descriptor is made anew for each call, and we have not
-#   counted what that costs. See `Host time <../layer-norm/10-host-time.html>`_.
+#   counted what that costs. See
+#   `Host time <../layer-norm/10-host-time.html>`_.
 # - **More types.** PyTorch has float64, and products in 8 bits.
 #
 # Exercise 1: how many rows in a group?
