@@ -69,6 +69,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+# An H100 has a unit that fetches tiles, and so have later GPUs of NVIDIA.
+HAS_TMA = torch.version.hip is None
+if ON_GPU and torch.cuda.get_device_capability()[0] < 9:
+    HAS_TMA = False
 
 # %%
 # Two tokens by three features
@@ -335,6 +339,152 @@ for rung in RUNGS:
 print("70 x 50 times 50 x 150, four rungs: right")
 
 # %%
+# How much do Tensor Cores bring?
+# -------------------------------
+#
+# We multiply square matrices of bfloat16 and report TFLOP/s: the operations,
+# :math:`2 N^3`, divided by the time. Beside our first two rungs stands
+# PyTorch, which calls NVIDIA's library *cuBLAS* for a product.
+# A card that has just worked hard lowers its clock, so all lines take turns.
+
+# %%
+
+# Scaffold: the clock, in turns, from page 01 of attention.
+
+
+def in_turns(calls):
+    """µs of each call on the GPU: median, 20% and 80% quantiles.
+
+    ``calls`` are functions by their names. Each is recorded as a CUDA graph
+    that overwrites L2 and makes the call, and one more only overwrites L2.
+    The graphs are replayed in turns; what the last one takes is subtracted.
+    """
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def recorded(call):
+        call()  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            larger_than_l2.zero_()
+            result = call()
+        graph.replay()  # the first replay takes longer
+        return graph, result  # the memory of the result stays its own
+
+    def elapsed(graph):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return 1000 * start.elapsed_time(end)
+
+    graphs = {name: recorded(call) for name, call in calls.items()}
+    without, _ = recorded(lambda: None)
+    times = {name: [] for name in graphs}
+    for _ in range(15):
+        for name, (graph, _) in graphs.items():
+            times[name].append(elapsed(graph) - elapsed(without))
+    found = {}
+    for name, each in times.items():
+        each.sort()
+        found[name] = each[7], each[3], each[11]
+    return found
+
+
+def in_percent(benchmark):
+    """Draw a benchmark, and print each speed in % of that of cuBLAS."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    ceiling = table[NAMES["cublas"]]
+    percent = 100 * table.div(ceiling, axis="index")
+    print("speed in % of that of a product of matrices")
+    print(percent.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: two rungs, a benchmark.
+
+NAMES = {
+    "one tile": "One tile a program",
+    "Tensor Cores": "Tensor Cores",
+    "grouped": "Grouped order",
+    "stages": "Three stages",
+    "descriptors": "Descriptors",
+    "large tiles": "Tiles of 128 x 256",
+    "triton": "Persistent",
+    "cublas": "cuBLAS, by PyTorch",
+}
+
+
+def tflops(operations, calls):
+    """TFLOP/s of calls in turns: median, low, high."""
+    found = {}
+    for name, (median, short, long) in in_turns(calls).items():
+        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
+    return found
+
+
+def square(N, dtype):
+    """Two matrices."""
+    x = torch.randn(N, N, device=DEVICE, dtype=dtype)
+    w = torch.randn(N, N, device=DEVICE, dtype=dtype)
+    return x, w
+
+
+@functools.cache  # all lines in turns; then each is asked for its own
+def first_speeds(N, dtype):
+    x, w = square(N, dtype)
+    calls = {
+        "one tile": lambda: by_address(x, w, "one tile"),
+        "Tensor Cores": lambda: by_address(x, w, "Tensor Cores"),
+        "cublas": lambda: x @ w.T,
+    }
+    return tflops(2 * N**3, calls)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[1024, 2048, 3072, 4096, 6144],
+        xlabel="N (rows and columns of all matrices)",
+        line_arg="provider",
+        line_vals=["one tile", "Tensor Cores", "cublas"],
+        line_names=[
+            NAMES[name] for name in ("one tile", "Tensor Cores", "cublas")
+        ],
+        ylabel="TFLOP/s",
+        plot_name="product-tensor-cores",
+        args={"dtype": torch.bfloat16, "mode": "forward"},
+    )
+)
+def bench_first(N, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    return first_speeds(N, dtype)[provider]
+
+
+# %%
+
+in_percent(bench_first)
+
+# %%
+# **What the figure shows.**
+# On the H100, at 4096 rows and columns, the plain kernel reaches NN TFLOP/s,
+# and with Tensor Cores NN. cuBLAS reaches NN.
+#
+# **Why.**
+# Without Tensor Cores the data sheet allows 67 TFLOP/s in float32. With them
+# it allows 989, and we are far from that. So now other things than the
+# multiplication take the time, and the next rungs look for them.
+#
 # The order of tiles
 # ------------------
 #
@@ -386,6 +536,51 @@ plt.show()
 
 # %%
 # ``_tile_of`` above computes this order, with groups of 8 rows.
+#
+# Does the order of tiles really change what L2 delivers? A clock cannot tell,
+# but ``ncu``, NVIDIA's profiler, counts the requests that L2 answers from what
+# it has.
+
+# %%
+
+# Scaffold: requests that L2 answers, a benchmark that ncu counts.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=["2048", "4096", "8192"],
+        xlabel="N (rows and columns of all matrices)",
+        line_arg="provider",
+        line_vals=["Tensor Cores", "grouped"],
+        line_names=["In rows", "In groups of 8 rows"],
+        ylabel="% of L2 requests hit",
+        plot_name="product-l2",
+        args={
+            "dtype": torch.bfloat16,
+            "mode": "forward",
+            "counter": "lts__t_sector_hit_rate.pct",
+        },
+    )
+)
+def l2_hits(N, dtype, mode, counter, provider):
+    """Sectors that L2 had, of all that were asked for."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    x, w = square(int(N), dtype)
+    by_address(x, w, provider)  # compiles the kernel
+    with torch.cuda.nvtx.range(f"counted {provider} {N}"):
+        by_address(x, w, provider)
+    return 3 * [float("nan")]  # only ncu knows
+
+
+# %%
+
+l2_hits.run(show_plots=ON_GPU)
+
+# %%
+# On the H100, at 8192 rows and columns, L2 has NN% of what is asked for in
+# rows, and NN% in the grouped order.
 #
 # Loads ahead
 # -----------
@@ -516,9 +711,11 @@ def _finish(
 # the Tensor Cores. That is all that differs between layouts.
 #
 # Two things are there for the backward pass. A step multiplies ``dy`` by the
-# slope, so ``dz`` is never written to memory. And the program that has the
-# first tile in a row of tiles sees all of ``a``'s rows: in ``dz.T @ x`` these
-# are the features, and added up over all tokens they give ``db``.
+# slope, so ``dz`` is never written to memory. And the gradient of the bias
+# needs no pass of its own: ``db`` is the sum of each row of ``dz.T``, and the
+# product ``dz.T @ x`` goes along these rows anyway. A row times a column of
+# ones is its sum, and so Tensor Cores can do that, too. ``tl.dot`` wants at
+# least 16 columns. Beside 256 columns of ``x`` these are 6% more to multiply.
 # What ``PARTS`` is for comes later.
 
 
@@ -560,7 +757,8 @@ def _linear_product(
         i, j = _tile_of(number % tiles, tiles_m, tiles_n, GROUP)
         part = number // tiles
         total = tl.zeros((TILE_M, TILE_N), tl.float32)
-        sums = tl.zeros((TILE_M,), tl.float32)
+        sums = tl.zeros((TILE_M, 16), tl.float32)
+        ones = tl.full((TILE_K, 16), 1, a_desc.dtype)
 
         for step in tl.range(0, steps, num_stages=STAGES):
             # A tile of each operand, zeros beyond its edges.
@@ -579,6 +777,7 @@ def _linear_product(
                     a = tl.where(slope <= 0, 0, a).to(a.dtype)
                 else:
                     a = a * slope
+            # Each row of tiles has the same a. One of its programs adds it up.
             if A_BY_COLUMNS:
                 a = a.T
             if B_BY_COLUMNS:
@@ -586,13 +785,9 @@ def _linear_product(
             else:
                 b = b_desc.load([k, j * TILE_N])
             total = tl.dot(a, b, total, input_precision=PRECISION)
-
-            # Each row of tiles has the same a. One of its programs adds it
-            # up.
             if sums_ptr is not None:
-                ours = j == 0
-                if ours:
-                    sums += tl.sum(a.to(tl.float32), axis=1)
+                # A row times ones is its sum: 16 columns of it, the fewest.
+                sums = tl.dot(a, ones, sums, input_precision=PRECISION)
 
         row = (part * tiles_m + i) * TILE_M
         if HALVES:
@@ -612,10 +807,15 @@ def _linear_product(
                 ACTIVATION, TILE_N,
             )  # fmt: skip
         if sums_ptr is not None:
-            ours = j == 0
-            if ours:
+            # All programs of a row of tiles have the same sums.
+            first_of_row = j == 0
+            if first_of_row:
                 rows = i * TILE_M + tl.arange(0, TILE_M)
-                tl.store(sums_ptr + part * M + rows, sums, mask=rows < M)
+                tl.store(
+                    sums_ptr + part * M + rows,
+                    tl.max(sums, axis=1),  # 16 equal columns
+                    mask=rows < M,
+                )
 
 
 # %%
@@ -694,12 +894,13 @@ def precision_of(dtype):
 
 def plan_product(M, N, K, dtype, with_slope):
     """Tiles, warps, stages and parts of a product."""
-    before_hopper = ON_GPU and torch.cuda.get_device_capability()[0] < 9
     tiles_of_256 = triton.cdiv(M, 128) * triton.cdiv(N, 256)
     halves = False
     if dtype == torch.float32 and precision_of(dtype) == "ieee":
-        tile_m, tile_n, tile_k, stages, warps = 64, 64, 32, 2, 4
-    elif dtype == torch.float32 or before_hopper:
+        tile_m, tile_n, tile_k, stages, warps = 64, 64, 16, 3, 8
+    elif not HAS_TMA:
+        tile_m, tile_n, tile_k, stages, warps = 64, 128, 32, 3, 8
+    elif dtype == torch.float32:
         tile_m, tile_n, tile_k, stages, warps = 128, 128, 32, 3, 8
     elif M <= 64:
         tile_m, tile_n, tile_k, stages, warps = 64, 128, 64, 4, 4
@@ -919,11 +1120,12 @@ def backward(dy, x, w, slope, positive, wanted):
             x,
             slope=None if slope is None else slope.T,
             positive=positive,
-            sums=wants_db,
+            # Tensor Cores would cut float32.
+            sums=wants_db and dy.dtype != torch.float32,
         )
         dw = dw.contiguous()
-    elif wants_db:
-        # A bias that is trained without its weight: PyTorch adds up.
+    if wants_db and db is None:
+        # In float32, or if the weight is not trained, PyTorch adds up.
         dz = dy
         if positive:
             dz = dy * (slope > 0)
@@ -1088,84 +1290,11 @@ check(300, 128, 96, None, torch.float32)
 #
 # How much does each rung bring?
 #
-# We multiply square matrices of bfloat16 and report TFLOP/s: the operations,
-# :math:`2 N^3`, divided by the time. Beside our rungs stands PyTorch, which
-# calls NVIDIA's library *cuBLAS* for a product.
-# A card that has just worked hard lowers its clock, so all lines take turns.
+# Here are all of them, with the same square matrices as before.
 
 # %%
 
-# Scaffold: the clock, in turns, from page 01 of attention.
-
-
-def in_turns(calls):
-    """µs of each call on the GPU: median, 20% and 80% quantiles.
-
-    ``calls`` are functions by their names. Each is recorded as a CUDA graph
-    that overwrites L2 and makes the call, and one more only overwrites L2.
-    The graphs are replayed in turns; what the last one takes is subtracted.
-    """
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        call()  # compiles the kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            larger_than_l2.zero_()
-            result = call()
-        graph.replay()  # the first replay takes longer
-        return graph, result  # the memory of the result stays its own
-
-    def elapsed(graph):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return 1000 * start.elapsed_time(end)
-
-    graphs = {name: recorded(call) for name, call in calls.items()}
-    without, _ = recorded(lambda: None)
-    times = {name: [] for name in graphs}
-    for _ in range(15):
-        for name, (graph, _) in graphs.items():
-            times[name].append(elapsed(graph) - elapsed(without))
-    found = {}
-    for name, each in times.items():
-        each.sort()
-        found[name] = each[7], each[3], each[11]
-    return found
-
-
-def in_percent(benchmark):
-    """Draw a benchmark, and print each speed in % of that of cuBLAS."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True)
-    table = table.astype({"N": int}).set_index("N")
-    table.columns = [column.split(" (")[0] for column in table.columns]
-    if table.isna().all(axis=None):
-        print("Timing needs a GPU; the page shows recorded figures.")
-        return
-    ceiling = table[NAMES["cublas"]]
-    percent = 100 * table.div(ceiling, axis="index")
-    print("speed in % of that of a product of matrices")
-    print(percent.to_string(float_format="%.0f"))
-
-
-# %%
-
-# Scaffold: the rungs, and their names.
-
-NAMES = {
-    "one tile": "One tile a program",
-    "Tensor Cores": "Tensor Cores",
-    "grouped": "Grouped order",
-    "stages": "Three stages",
-    "descriptors": "Descriptors",
-    "large tiles": "Tiles of 128 x 256",
-    "triton": "Persistent",
-    "cublas": "cuBLAS, by PyTorch",
-}
+# Scaffold: the rungs, as functions.
 
 
 def by_rung(name):
@@ -1187,14 +1316,6 @@ def by_rung(name):
     return function
 
 
-def tflops(operations, calls):
-    """TFLOP/s of calls in turns: median, low, high."""
-    found = {}
-    for name, (median, short, long) in in_turns(calls).items():
-        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
-    return found
-
-
 # %%
 
 # Scaffold: the ladder, a benchmark.
@@ -1202,8 +1323,7 @@ def tflops(operations, calls):
 
 @functools.cache  # all lines in turns; then each is asked for its own
 def ladder_speeds(N, dtype):
-    x = torch.randn(N, N, device=DEVICE, dtype=dtype)
-    w = torch.randn(N, N, device=DEVICE, dtype=dtype)
+    x, w = square(N, dtype)
     calls = {name: functools.partial(by_rung(name), x, w) for name in NAMES}
     return tflops(2 * N**3, calls)
 
@@ -1246,54 +1366,6 @@ in_percent(bench_ladder)
 # from DRAM, how long a step waits for its tiles, how much a thread does
 # besides, how often a tile is read again.
 # At 1024 rows there are 32 tiles of 128 × 256, fewer than SMs.
-#
-# Does the order of tiles really change what L2 delivers? A clock cannot tell,
-# but ``ncu``, NVIDIA's profiler, counts the requests that L2 answers from what
-# it has.
-
-# %%
-
-# Scaffold: requests that L2 answers, a benchmark that ncu counts.
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=["2048", "4096", "8192"],
-        xlabel="N (rows and columns of all matrices)",
-        line_arg="provider",
-        line_vals=["Tensor Cores", "grouped", "triton"],
-        line_names=["In rows", "Grouped order", "Persistent"],
-        ylabel="% of L2 requests hit",
-        plot_name="product-l2",
-        args={
-            "dtype": torch.bfloat16,
-            "mode": "forward",
-            "counter": "lts__t_sector_hit_rate.pct",
-        },
-    )
-)
-def l2_hits(N, dtype, mode, counter, provider):
-    """Sectors that L2 had, of all that were asked for."""
-    if not ON_GPU:
-        return 3 * [float("nan")]
-    size = int(N)
-    x = torch.randn(size, size, device=DEVICE, dtype=dtype)
-    w = torch.randn(size, size, device=DEVICE, dtype=dtype)
-    function = by_rung(provider)
-    function(x, w)  # compiles the kernel
-    with torch.cuda.nvtx.range(f"counted {provider} {N}"):
-        function(x, w)
-    return 3 * [float("nan")]  # only ncu knows
-
-
-# %%
-
-l2_hits.run(show_plots=ON_GPU)
-
-# %%
-# On the H100, at 8192 rows and columns, L2 has NN% of what is asked for in
-# rows, and NN% in the grouped order.
 #
 # The three products
 # ------------------

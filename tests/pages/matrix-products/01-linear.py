@@ -138,8 +138,8 @@ KERNELS = Kernels(
 # Tiles of 16, so that small cases have several; 4 programs run at a time.
 SMALL = (
     (
-        "tile_m, tile_n, tile_k, stages, warps = 64, 64, 32, 2, 4",
-        "tile_m, tile_n, tile_k, stages, warps = 16, 32, 16, 2, 4",
+        "tile_m, tile_n, tile_k, stages, warps = 64, 64, 16, 3, 8",
+        "tile_m, tile_n, tile_k, stages, warps = 16, 32, 16, 3, 8",
     ),
     (
         "tile_m, tile_n, tile_k, stages, warps = 64, 128, 64, 4, 4",
