@@ -899,7 +899,7 @@ def plan_product(M, N, K, dtype, with_slope):
     if dtype == torch.float32 and precision_of(dtype) == "ieee":
         tile_m, tile_n, tile_k, stages, warps = 64, 64, 16, 3, 8
     elif not HAS_TMA:
-        tile_m, tile_n, tile_k, stages, warps = 64, 128, 32, 3, 8
+        tile_m, tile_n, tile_k, stages, warps = 64, 64, 32, 3, 4
     elif dtype == torch.float32:
         tile_m, tile_n, tile_k, stages, warps = 128, 128, 32, 3, 8
     elif M <= 64:

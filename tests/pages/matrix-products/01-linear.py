@@ -10,24 +10,31 @@ from conformance import Linear, LinearCase, Page
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
-def run(page, M, N, dtype, activation="gelu", K=4096):
-    """Both passes of a layer; and the rungs of the ladder."""
+def passes(page, M, N, dtype, activation="gelu", K=4096):
+    """Both passes of a layer."""
 
     def empty(*shape):
         t = torch.empty(*shape, dtype=dtype, device=page.DEVICE)
         return t.requires_grad_()
 
     x, w, b = empty(M, K), empty(N, K), empty(N)
-    if dtype != SINGLE:
-        for rung in page.RUNGS:
-            page.by_address(x, w, rung)
     y = page.linear(x, w, b, activation)
     torch.autograd.grad(y, (x, w, b), torch.empty_like(y))
 
 
+def run(page, M, N, dtype):
+    """The rungs by address; few tokens, in parts; and the layer."""
+    x = torch.empty(M, 4096, dtype=dtype, device=page.DEVICE)
+    w = torch.empty(N, 4096, dtype=dtype, device=page.DEVICE)
+    for rung in page.RUNGS:
+        page.by_address(x, w, rung)
+    of_few(page, M, 4096, dtype)
+    passes(page, M, N, dtype)
+
+
 def of_few(page, M, N, dtype):
     """16 tokens: small tiles, in parts."""
-    run(page, 16, N, dtype)
+    passes(page, 16, N, dtype)
 
 
 def of_one_layout(page, M, N, dtype, activation):
@@ -44,15 +51,15 @@ def of_one_layout(page, M, N, dtype, activation):
 
 
 def plain(page, M, N, dtype):
-    run(page, M, N, dtype, None)
+    passes(page, M, N, dtype, None)
 
 
 def with_relu(page, M, N, dtype):
-    run(page, M, N, dtype, "relu")
+    passes(page, M, N, dtype, "relu")
 
 
 def with_silu(page, M, N, dtype):
-    run(page, M, N, dtype, "silu")
+    passes(page, M, N, dtype, "silu")
 
 
 def by_columns(page, M, N, dtype):
@@ -61,8 +68,8 @@ def by_columns(page, M, N, dtype):
 
 def small(page, M, N, dtype):
     """4096 tokens of 1024 features, and layers with fewer tiles than SMs."""
-    run(page, 4096, N, dtype, K=1024)
-    run(page, 512, 1024, dtype, K=1024)
+    passes(page, 4096, N, dtype, K=1024)
+    passes(page, 512, 1024, dtype, K=1024)
 
 
 def all_rungs(page, M, N, dtype):
@@ -75,7 +82,7 @@ def all_rungs(page, M, N, dtype):
 
 def also(page, M, N, dtype):
     """Where float32 is not cut to TF32, and where it is."""
-    few = partial(run, page, 16, 512, SINGLE, K=512)
+    few = partial(passes, page, 16, 512, SINGLE, K=512)
     few(activation=None)
     few(activation="gelu")
 
@@ -214,10 +221,205 @@ PAGE = Page(
     ),
     prints={
         "errors below 1%": 3,
-        "Timing needs a GPU": 4,
+        "Timing needs a GPU": 5,
         "exercise 1: right": 1,
         "exercise 1: not yet": 1,
     },
-    mutants={},
-    kills=(),
+    mutants={
+        "rows beyond the input": (
+            (
+                "mask=(rows[:, None] < M) & (k[None, :] < K),",
+                "mask=(rows[:, None] < M) & (k[None, :] < K + 8),",
+            ),
+            (
+                "mask=(cols[:, None] < N) & (k[None, :] < K),",
+                "mask=(cols[:, None] < N) & (k[None, :] < K + 8),",
+            ),
+        ),
+        "a group at the end has as many rows": (
+            "rows = min(tiles_m - first, GROUP)",
+            "rows = GROUP",
+        ),
+        "the slope of gelu without that of u": (
+            "return y, p + y * (1 - p) * du",
+            "return y, p + y * (1 - p)",
+        ),
+        "an infinite slope of u": (
+            "near = tl.minimum(tl.abs(z), 30)",
+            "near = tl.abs(z) * 1e18",
+        ),
+        "no bias": (
+            "z = z + bias.to(tl.float32)[None, :]",
+            "z = z + 0 * bias.to(tl.float32)[None, :]",
+        ),
+        "no bias in parts": (
+            "z += tl.load(bias_ptr + cols, mask=mask, other=0).to(tl.float32)",
+            "z += 0.0",
+        ),
+        "both halves are the left one": (
+            "            _finish(\n                right,",
+            "            _finish(\n                left,",
+        ),
+        "the halves are mixed": (
+            "halves = tl.reshape(total, (TILE_M, 2, TILE_N // 2))",
+            "halves = tl.reshape(total, (TILE_M, TILE_N // 2, 2))\n"
+            "            halves = tl.permute(halves, (0, 2, 1))",
+        ),
+        "a part begins where another does": (
+            "k = (part * steps + step) * TILE_K",
+            "k = (part + step) * TILE_K",
+        ),
+        "parts leave out what is left": (
+            "steps = tl.cdiv(tl.cdiv(K, TILE_K), PARTS)",
+            "steps = tl.cdiv(K, TILE_K) // PARTS",
+        ),
+        "the slope is not used": ("a = a * slope", "a = a * 1"),
+        "relu passes everything": (
+            "a = tl.where(slope <= 0, 0, a).to(a.dtype)",
+            "a = tl.where(slope < 0, 0, a).to(a.dtype)",
+        ),
+        "relu of a part passes everything": (
+            "        z = tl.where(z < 0, 0, z)\n"
+            "    elif ACTIVATION is not None:\n"
+            "        z, slope = _activate(z, ACTIVATION)\n"
+            "        if save_ptr is not None:",
+            "        z = tl.abs(z)\n"
+            "    elif ACTIVATION is not None:\n"
+            "        z, slope = _activate(z, ACTIVATION)\n"
+            "        if save_ptr is not None:",
+        ),
+        "db of the first part alone": (
+            "added = added.sum(0)",
+            "added = added[0]",
+        ),
+        "the last tiles are left": (
+            "tl.program_id(0), tiles * PARTS, tl.num_programs(0)",
+            "tl.program_id(0), tiles * PARTS - 1, tl.num_programs(0)",
+        ),
+        "a layout by columns is read by rows": (
+            "return TensorDescriptor.from_tensor(t.mT, tile), True",
+            "return TensorDescriptor.from_tensor(t.mT, tile[::-1]), False",
+        ),
+        "memory that begins anywhere": (
+            "        and t.data_ptr() % 16 == 0\n",
+            "",
+        ),
+        "rows that begin anywhere": (
+            "        and stride * t.itemsize % 16 == 0\n",
+            "",
+        ),
+        "dy lies otherwise than its slope": (
+            "dy = by_rows(dy)\n",
+            "dy = readable(dy)\n",
+        ),
+        "db without the slope": (
+            "            dz = dy * slope\n",
+            "            dz = dy\n",
+        ),
+    },
+    kills=(
+        layer(70, 50, 100, activation="gelu"),
+        layer(70, 40, 96, activation="relu"),
+        layer(16, 300, 16, activation="silu"),
+        layer(16, 300, 12, activation="relu"),
+        layer(300, 16, 12, activation="gelu"),
+        layer(200, 33, 20),
+        layer(40, 40, 40, activation="gelu", dy="transposed"),
+        layer(40, 40, 40, input="transposed", weight="transposed"),
+        layer(40, 40, 40, input="unaligned", weight="columns"),
+        layer(20, 20, 20, activation="gelu", wanted=(False, False, True)),
+        lambda load: zeros_have_no_slope(load("small")),
+        lambda load: large_numbers(load("small")),
+        lambda load: rungs_agree(load("as it is")),
+    ),
 )
+
+
+def zeros_have_no_slope(page):
+    """Of relu at 0, as PyTorch has it."""
+    x = torch.ones(16, 16, dtype=HALF, device=page.DEVICE).requires_grad_()
+    w = torch.zeros(16, 16, dtype=HALF, device=page.DEVICE)
+    page.linear(x, w + 0, activation="relu").sum().backward()
+    assert not x.grad.any()
+    w = w.requires_grad_()
+    page.linear(x.detach(), w, activation="relu").sum().backward()
+    assert not w.grad.any()
+
+
+def large_numbers(page):
+    """The slopes of large numbers are 0 or 1, and not NaN."""
+    numbers = [-3e4, -60.0, 60.0, 3e4]
+    x = torch.tensor(numbers, dtype=HALF, device=page.DEVICE)
+    x = x.repeat(4, 4).requires_grad_()
+    w = torch.eye(16, dtype=HALF, device=page.DEVICE)
+    page.linear(x, w, activation="gelu").sum().backward()
+    assert torch.equal(x.grad, (x > 0).to(HALF))
+
+
+def rungs_agree(page):
+    """Each rung of the ladder computes the same product, whatever the sizes:
+    the first ones by address, the others by descriptors."""
+    wide = torch.randn(200, 48, device=page.DEVICE).to(HALF)
+    x = wide[:, :41].contiguous()
+    w = torch.randn(300, 41, device=page.DEVICE).to(HALF)
+    expected = x.double() @ w.double().T
+    for rung in page.RUNGS:
+        y = page.by_address(x, w, rung)
+        assert (y - expected).norm() <= 1e-3 * expected.norm(), rung
+
+
+def test_rungs(load):
+    page = load("as it is")
+    rungs_agree(page)
+    x = torch.randn(80, 40, device=page.DEVICE).to(HALF)
+    w = torch.randn(48, 40, device=page.DEVICE).to(HALF)
+    expected = x.double() @ w.double().T
+    for rung in page.NAMES:
+        y = page.by_rung(rung)(x, w)
+        assert (y - expected).norm() <= 1e-3 * expected.norm(), rung
+
+
+def test_zeros_have_no_slope(load):
+    zeros_have_no_slope(load("small"))
+
+
+def test_large_numbers(load):
+    large_numbers(load("small"))
+
+
+def test_layouts_are_taken_as_they_lie(page):
+    """By rows, by columns, and as columns of a wider matrix: no copy."""
+    t = torch.randn(32, 64, device=page.DEVICE).to(HALF)
+    for same in t, t.mT, t[:, 8:40], t[::2]:
+        assert page.readable(same) is same
+    for other in t[:, ::2], t[:, 1:33], t[:, :1].expand(32, 64):
+        assert page.readable(other) is not other
+
+
+def test_products_of_float32_follow_the_switch(load):
+    """As PyTorch's: TF32 only if one asks for it."""
+    page, matmul = load("as it is"), torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    try:
+        for tf32 in False, True:
+            matmul.allow_tf32 = tf32
+            assert page.precision_of(SINGLE) == ("tf32" if tf32 else "ieee")
+            assert page.precision_of(HALF) == "tf32"
+    finally:
+        matmul.allow_tf32 = before
+
+
+def test_nothing_is_saved_that_nobody_needs(page):
+    """Without gradients no slope is computed, and a relu saves none."""
+    x, w = (torch.randn(24, 24, device=page.DEVICE).to(HALF) for _ in range(2))
+    y, slope = page.forward(x, w, None, "gelu", save=False)
+    assert slope is None
+    y, slope = page.forward(x, w, None, "relu", save=True)
+    assert slope is y
+
+
+def test_nan_stays_nan(page):
+    x = torch.full((4, 16), float("nan"), device=page.DEVICE, dtype=HALF)
+    w = torch.randn(16, 16, device=page.DEVICE).to(HALF)
+    for activation in None, "relu", "gelu", "silu":
+        assert page.linear(x, w, activation=activation).isnan().all()
