@@ -70,9 +70,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 # An H100 has a unit that fetches tiles, and so have later GPUs of NVIDIA.
-HAS_TMA = torch.version.hip is None
-if ON_GPU and torch.cuda.get_device_capability()[0] < 9:
-    HAS_TMA = False
+CAPABILITY = torch.cuda.get_device_capability() if ON_GPU else (9, 0)
+HAS_TMA = CAPABILITY[0] >= 9 and torch.version.hip is None
 
 # %%
 # Two tokens by three features
@@ -855,7 +854,7 @@ def _linear_add_parts(
     cols = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = cols < N
     z = tl.zeros((BLOCK_SIZE,), tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in range(PARTS):
         start = part * part_stride + row * row_stride
         z += tl.load(parts_ptr + start + cols, mask=mask, other=0)
 

@@ -28,7 +28,7 @@ def run(page, M, N, dtype):
     w = torch.empty(N, 4096, dtype=dtype, device=page.DEVICE)
     for rung in page.RUNGS:
         page.by_address(x, w, rung)
-    of_few(page, M, 4096, dtype)
+    of_few(page, M, 256, dtype)
     passes(page, M, N, dtype)
 
 
