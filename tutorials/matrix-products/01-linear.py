@@ -30,10 +30,10 @@ activation in it.
 - What the forward pass has to save for an activation.
 - What to do when there are few tokens.
 
-**What you need:** `Loads in flight
-<../layer-norm/04-loads-in-flight.html>`_ for stages, and what ``backward()``
-does. `Attention without its matrix <../attention/01-attention.html>`_ has
-the roofline. You don't need a GPU.
+**What you need:** `Layer normalization, both passes
+<../layer-norm/01-layer-norm.html>`_ for programs, tiles and masks, and `Loads
+in flight <../layer-norm/04-loads-in-flight.html>`_ for stages. You don't need
+a GPU.
 """
 
 # %%
@@ -134,8 +134,9 @@ print("dx, dw and db are those of autograd")
 # Let's take a program for each number of the result. It reads a row of ``x``
 # and a row of ``w``, that is two numbers of 2 bytes for each multiplication
 # and addition. So it does half an operation for each byte.
-# An H100 moves 3.35 · 10¹² bytes in a second by its data sheet. So it would do
-# 1.7 TFLOP/s, and its Tensor Cores can do 989.
+# By its data sheet an H100 moves 3.35 · 10¹² bytes in a second. So it would do
+# 1.7 · 10¹² operations in a second, that is 1.7 TFLOP/s. Its arithmetic can do
+# up to 989 TFLOP/s.
 #
 # A program that computes a *tile* of the result reads as many rows of ``x`` as
 # the tile has rows, and as many rows of ``w`` as it has columns, and uses each
@@ -151,10 +152,10 @@ for tile_m, tile_n in ((1, 1), (16, 16), (64, 64), (128, 128), (128, 256)):
     )
 
 # %%
-# A tile of 128 × 256 does 85 operations for each byte. That is still fewer
-# than the 295 that the data sheet asks for, 989 / 3.35. But these are the
-# bytes that programs ask for. Many of them are asked for by several programs
-# and come from L2, and we will see that a good part of the speed lies there.
+# A tile of 128 × 256 does 85 operations for each byte. To keep its arithmetic
+# busy from DRAM alone, an H100 needs 989 / 3.35 = 295 operations for each
+# byte. But what we counted are the bytes that programs ask for. Several
+# programs ask for the same ones, and all but the first may get them from L2.
 #
 # How large can a tile be? Its sums stay in registers. A tile of 128 × 256
 # has 32768 sums of 4 bytes, which is 128 KB: half of the registers of an SM.
@@ -210,9 +211,9 @@ plt.show()
 # features, ``TILE_K`` of them in a step. A step loads a tile of ``x`` and a
 # tile of ``w``, multiplies them with ``tl.dot``, and adds the product to the
 # sums.
-# The kernel below has three switches, which we will turn on one after the
-# other: whether it multiplies with Tensor Cores, in which order it takes the
-# tiles, and how far its loads run ahead.
+# The kernel below has switches, which we will turn on one after the other:
+# whether it multiplies with Tensor Cores, how large its tiles are, in which
+# order it takes them, and how far its loads run ahead.
 
 
 @triton.jit
@@ -290,16 +291,19 @@ def _linear_fwd_by_address(
 
 # %%
 # ``tl.dot(x, w.T, sums)`` multiplies a tile of ``x`` by a tile of ``w``,
-# turned around, and adds to ``sums``. Operands have 16 bits and sums have 32.
-# Tensor Cores of an H100 read both operands from shared memory, by rows or by
-# columns, so that the ``.T`` costs nothing.
+# turned around, and adds to ``sums``. *Tensor Cores* are hardware for just
+# that, four of them in each streaming multiprocessor (SM). They take operands
+# of 16 bits and add in 32. All sides of a tile must be at least 16. On an H100
+# they read operands from shared memory, by rows or by columns, so that the
+# ``.T`` costs nothing.
 #
 # We write down the first rungs of our ladder as settings of this kernel.
 
 RUNGS = {
     # Tensor Cores, group, tile of y, features in a step, stages, warps
     "one tile": (False, 1, 64, 64, 32, 1, 4),
-    "Tensor Cores": (True, 1, 128, 128, 64, 1, 8),
+    "Tensor Cores": (True, 1, 64, 64, 32, 1, 4),
+    "tiles of 128": (True, 1, 128, 128, 64, 1, 8),
     "grouped": (True, 8, 128, 128, 64, 1, 8),
     "stages": (True, 8, 128, 128, 64, 3, 8),
 }
@@ -335,14 +339,14 @@ w = torch.randn(150, 50, device=DEVICE).half()
 for rung in RUNGS:
     y = by_address(x, w, rung)
     torch.testing.assert_close(y, x @ w.T, rtol=1e-2, atol=1e-2)
-print("70 x 50 times 50 x 150, four rungs: right")
+print("70 x 50 times 50 x 150, all rungs: right")
 
 # %%
 # How much do Tensor Cores bring?
 # -------------------------------
 #
 # We multiply square matrices of bfloat16 and report TFLOP/s: the operations,
-# :math:`2 N^3`, divided by the time. Beside our first two rungs stands
+# :math:`2 N^3`, divided by the time. Beside our first three rungs stands
 # PyTorch, which calls NVIDIA's library *cuBLAS* for a product.
 # A card that has just worked hard lowers its clock, so all lines take turns.
 
@@ -407,11 +411,12 @@ def in_percent(benchmark):
 
 # %%
 
-# Scaffold: two rungs, a benchmark.
+# Scaffold: three rungs, a benchmark.
 
 NAMES = {
     "one tile": "One tile a program",
     "Tensor Cores": "Tensor Cores",
+    "tiles of 128": "Tiles of 128 x 128",
     "grouped": "Grouped order",
     "stages": "Three stages",
     "descriptors": "Descriptors",
@@ -419,6 +424,8 @@ NAMES = {
     "triton": "Persistent",
     "cublas": "cuBLAS, by PyTorch",
 }
+FIRST = ["one tile", "Tensor Cores", "tiles of 128", "cublas"]
+LADDER = list(NAMES)[2:]
 
 
 def tflops(operations, calls):
@@ -440,10 +447,9 @@ def square(N, dtype):
 def first_speeds(N, dtype):
     x, w = square(N, dtype)
     calls = {
-        "one tile": lambda: by_address(x, w, "one tile"),
-        "Tensor Cores": lambda: by_address(x, w, "Tensor Cores"),
-        "cublas": lambda: x @ w.T,
+        name: functools.partial(by_address, x, w, name) for name in FIRST[:3]
     }
+    calls["cublas"] = lambda: x @ w.T
     return tflops(2 * N**3, calls)
 
 
@@ -453,10 +459,8 @@ def first_speeds(N, dtype):
         x_vals=[1024, 2048, 3072, 4096, 6144],
         xlabel="N (rows and columns of all matrices)",
         line_arg="provider",
-        line_vals=["one tile", "Tensor Cores", "cublas"],
-        line_names=[
-            NAMES[name] for name in ("one tile", "Tensor Cores", "cublas")
-        ],
+        line_vals=FIRST,
+        line_names=[NAMES[name] for name in FIRST],
         ylabel="TFLOP/s",
         plot_name="product-tensor-cores",
         args={"dtype": torch.bfloat16, "mode": "forward"},
@@ -476,13 +480,17 @@ in_percent(bench_first)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 4096 rows and columns, the plain kernel reaches NN TFLOP/s,
-# and with Tensor Cores NN. cuBLAS reaches NN.
+# On the H100, at 4096 rows and columns, the plain kernel reaches NN TFLOP/s.
+# With Tensor Cores it reaches NN, and with larger tiles NN. cuBLAS reaches NN.
 #
 # **Why.**
 # Without Tensor Cores the data sheet allows 67 TFLOP/s in float32. With them
-# it allows 989, and we are far from that. So now other things than the
-# multiplication take the time, and the next rungs look for them.
+# it allows 989, and we are far from that. A tile of 64 × 64 does 32 operations
+# for each byte that it asks for, and one of 128 × 128 does 64. So at the same
+# number of bytes in a second it can be twice as fast.
+#
+# **What follows.**
+# Tensor Cores wait for something. The next rungs find out what for.
 #
 # The order of tiles
 # ------------------
@@ -537,8 +545,8 @@ plt.show()
 # ``_tile_of`` above computes this order, with groups of 8 rows.
 #
 # Does the order of tiles really change what L2 delivers? A clock cannot tell,
-# but ``ncu``, NVIDIA's profiler, counts the requests that L2 answers from what
-# it has.
+# but ``ncu``, NVIDIA's profiler, counts how many of the sectors, of 32 bytes
+# each, that were asked for L2 had already.
 
 # %%
 
@@ -551,7 +559,7 @@ plt.show()
         x_vals=["2048", "4096", "8192"],
         xlabel="N (rows and columns of all matrices)",
         line_arg="provider",
-        line_vals=["Tensor Cores", "grouped"],
+        line_vals=["tiles of 128", "grouped"],
         line_names=["In rows", "In groups of 8 rows"],
         ylabel="% of L2 requests hit",
         plot_name="product-l2",
@@ -634,12 +642,13 @@ l2_hits.run(show_plots=ON_GPU)
 #
 # - For ``relu`` it is 1 where ``y`` is above 0. So ``y`` is enough, and a
 #   model keeps that anyway for its next layer.
-# - For ``gelu`` and ``silu``, ``y`` does not tell the slope: both fall, and
-#   then they rise, so that the same ``y`` comes from two ``z``. We could save
-#   ``z``. But then the backward pass has to compute an exponential for each
-#   number, and it needs each number more than once, as we will see. In the
-#   epilogue the exponential is there. So we save the slope itself. It takes as
-#   many bytes as ``z``.
+# - For ``gelu`` and ``silu``, ``y`` does not tell the slope: both functions
+#   fall at first, and then they rise, so that the same ``y`` comes from two
+#   different ``z``. We could save ``z``, as PyTorch does. But then the
+#   backward pass has to compute an exponential for each number, and in both of
+#   its products each number is loaded by several programs. In the epilogue the
+#   exponential is there, once for each number. So we save the slope itself. It
+#   takes as many bytes as ``z``, and it costs one more rounding to 16 bits.
 
 
 @triton.jit
@@ -697,13 +706,12 @@ def _finish(
 # They differ in what they add over, and in how their operands lie in memory.
 # The kernel below multiplies ``a``, (M, K), by ``b``, (K, N).
 #
-# ============  ==============  ==============  ====================
-# Product       ``a``           ``b``           is added over
-# ============  ==============  ==============  ====================
-# ``x @ w.T``   ``x``           ``w.T``         features in
-# ``dz @ w``    ``dy``, slope   ``w``           features out
-# ``dz.T @ x``  ``dy``, slope   ``x``           tokens
-# ============  ==============  ==============  ====================
+# - ``y = x @ w.T``: ``a`` is ``x``, ``b`` is ``w.T``, and it adds over
+#   features in.
+# - ``dx = dz @ w``: ``a`` is ``dy`` times the slope, ``b`` is ``w``, and it
+#   adds over features out.
+# - ``dw = dz.T @ x``: ``a`` is the transpose of ``dy`` times the slope, ``b``
+#   is ``x``, and it adds over tokens.
 #
 # An operand may lie in memory by rows or by columns. ``w.T`` lies by columns:
 # in memory it is ``w``. Then a tile of ``w`` is loaded, and turned around for
@@ -1323,7 +1331,7 @@ def by_rung(name):
 @functools.cache  # all lines in turns; then each is asked for its own
 def ladder_speeds(N, dtype):
     x, w = square(N, dtype)
-    calls = {name: functools.partial(by_rung(name), x, w) for name in NAMES}
+    calls = {name: functools.partial(by_rung(name), x, w) for name in LADDER}
     return tflops(2 * N**3, calls)
 
 
@@ -1333,8 +1341,8 @@ def ladder_speeds(N, dtype):
         x_vals=[1024, 2048, 3072, 4096, 6144, 8192],
         xlabel="N (rows and columns of all matrices)",
         line_arg="provider",
-        line_vals=list(NAMES),
-        line_names=list(NAMES.values()),
+        line_vals=LADDER,
+        line_names=[NAMES[name] for name in LADDER],
         ylabel="TFLOP/s",
         plot_name="product-ladder",
         args={"dtype": torch.bfloat16, "mode": "forward"},
@@ -1354,17 +1362,17 @@ in_percent(bench_ladder)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 8192 rows and columns, one tile a program reaches NN TFLOP/s,
-# Tensor Cores NN, the grouped order NN, three stages NN, descriptors NN, tiles
-# of 128 × 256 NN and persistent programs NN. cuBLAS reaches NN. From 2048 rows
-# on our last rung is at NN% to NN% of cuBLAS.
+# On the H100, at 8192 rows and columns, tiles of 128 × 128 reach NN TFLOP/s,
+# the grouped order NN, three stages NN, descriptors NN, tiles of 128 × 256 NN
+# and persistent programs NN. cuBLAS reaches NN. From 2048 rows on our last
+# rung is at NN% to NN% of cuBLAS.
 #
 # **Why.**
-# Without Tensor Cores the data sheet allows 67 TFLOP/s. With them the
-# multiplication is fast enough that everything else shows: how many bytes come
-# from DRAM, how long a step waits for its tiles, how much a thread does
-# besides, how often a tile is read again.
-# At 1024 rows there are 32 tiles of 128 × 256, fewer than SMs.
+# Each rung takes away something that Tensor Cores waited for: bytes from DRAM,
+# a tile that is on its way, threads that compute addresses, the same number
+# read again, a program that begins. At 1024 rows there are only 32 tiles of
+# 128 × 256, so most of the 132 SMs would have nothing to do. There the plan
+# takes 128 × 128, in parts.
 #
 # The three products
 # ------------------
@@ -1803,8 +1811,8 @@ assert exercise_1(bytes_of_a_step_1)
 # These are the rungs of our ladder, with their speeds on the H100 at 8192 rows
 # and columns:
 #
-# - **One tile a program**, without Tensor Cores: NN TFLOP/s.
-# - **Tensor Cores** multiply 16-bit numbers and add in float32: NN.
+# - **Tiles of 128 × 128** with Tensor Cores, in rows: NN TFLOP/s. At 4096 rows
+#   and columns it was NN without Tensor Cores.
 # - **A grouped order** of tiles, so that L2 has what the neighbors need: NN.
 # - **Three stages**: loads run ahead while Tensor Cores work: NN.
 # - **Descriptors**: the TMA fetches tiles, threads compute no addresses: NN.

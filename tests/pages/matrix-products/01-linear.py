@@ -142,6 +142,155 @@ KERNELS = Kernels(
     },
 )
 
+CARD = "H100"
+CUBLAS = "cublas"
+RUNGS = (
+    "tiles of 128",
+    "grouped",
+    "stages",
+    "descriptors",
+    "large tiles",
+    "triton",
+)
+
+
+def from_to(numbers, unit=""):
+    return f"{numbers.least}{unit} to {numbers.most}{unit}"
+
+
+def ladder(figure):
+    first = figure("product-tensor-cores", CARD)
+    yield (
+        f"the plain kernel reaches {first.median('one tile', 4096)} TFLOP/s. "
+        f"With Tensor Cores it reaches {first.median('Tensor Cores', 4096)}, "
+        f"and with larger tiles {first.median('tiles of 128', 4096)}. "
+        f"cuBLAS reaches {first.median(CUBLAS, 4096)}."
+    )
+    # "We are far from that", and each of the three is faster than the last.
+    assert first.median("tiles of 128", 4096) < 989 / 2
+    assert first.median("one tile", 4096) <= 67
+    assert first.ratio("Tensor Cores", "one tile", 4096) > 1
+    assert first.ratio("tiles of 128", "Tensor Cores", 4096) > 1
+
+    hits = figure("product-l2", CARD)
+    share = {form: hits.median(form, 8192) for form in RUNGS[:2]}
+    for number in share.values():
+        number.rounding = ".0f"
+    yield (
+        f"L2 has {share['tiles of 128']}% of what is asked for in rows, and "
+        f"{share['grouped']}% in the grouped order."
+    )
+    assert share["grouped"] > share["tiles of 128"]
+
+    of = figure("product-ladder", CARD)
+    at = partial(of.median, x=8192)
+    rows, grouped, stages, descriptors, large, ours = map(at, RUNGS)
+    yield (
+        f"tiles of 128 × 128 reach {rows} TFLOP/s, the grouped order "
+        f"{grouped}, three stages {stages}, descriptors {descriptors}, tiles "
+        f"of 128 × 256 {large} and persistent programs {ours}. cuBLAS "
+        f"reaches {at(CUBLAS)}."
+    )
+    # "Each rung takes away something that Tensor Cores waited for."
+    assert rows < grouped < stages < descriptors < large < ours
+    shares = of.between(2048).shares("triton", CUBLAS)
+    yield f"our last rung is at {from_to(shares, '%')} of cuBLAS."
+    yield (
+        f"with Tensor Cores, in rows: {rows} TFLOP/s. At 4096 rows and "
+        f"columns it was {first.median('one tile', 4096)} without Tensor "
+        "Cores."
+    )
+    yield f"so that L2 has what the neighbors need: {grouped}."
+    yield f"loads run ahead while Tensor Cores work: {stages}."
+    yield f"fetches tiles, threads compute no addresses: {descriptors}."
+    yield f"use each number more often: {large}."
+    yield f"load the next tile while they finish one: {ours}."
+    yield f"**cuBLAS**: {at(CUBLAS)}."
+
+
+def products(figure):
+    of = figure("linear-products", CARD)
+    y, dx, dw = (of.shares(p, f"cublas {p}") for p in ("y", "dx", "dw"))
+    yield (
+        f"``y`` reaches {from_to(y, '%')} of cuBLAS's speed in these three "
+        f"layers, ``dx`` {from_to(dx, '%')} and ``dw`` {from_to(dw, '%')}."
+    )
+    # "The layout of an operand matters little."
+    assert min(y.least, dx.least, dw.least) >= 88
+
+
+def layers(figure):
+    of, back = (figure(f"linear-{p}", CARD) for p in ("forward", "backward"))
+
+    def faster(figure):
+        torch, compiled = (
+            from_to(figure.ratios("triton", rival))
+            for rival in ("torch", "torch.compile")
+        )
+        return (
+            f"It is {torch} times as fast as PyTorch's, and {compiled} times "
+            "as fast as torch.compile's."
+        )
+
+    yield (
+        f"our forward pass reaches {from_to(of.all_medians('triton'))} "
+        f"TFLOP/s. {faster(of)}"
+    )
+    yield (
+        "Our backward pass reaches "
+        f"{from_to(back.all_medians('triton'))} TFLOP/s. {faster(back)}"
+    )
+    for each in of, back:
+        for rival in "torch", "torch.compile":
+            assert each.ratios("triton", rival).least > 1
+
+
+def bytes_read(figure):
+    of = figure("linear-backward-dram", CARD)
+    ours, theirs = (of.all_medians(p) for p in ("triton", "torch"))
+    for number in (*ours, *theirs):
+        number.rounding = ".1f"
+    yield (
+        f"our backward pass reads each byte {from_to(ours)} times, and "
+        f"PyTorch's {from_to(theirs)} times."
+    )
+
+
+def few(figure):
+    of = figure("linear-few-tokens", CARD)
+    at = partial(of.median, x=16)
+    yield (
+        f"parts make the product {of.ratio('triton', 'one part', 16)} times "
+        f"as fast: {at('triton')} TFLOP/s instead of {at('one part')}. "
+        f"PyTorch reaches {at('torch')}."
+    )
+    # "With 4096 tokens both lines are the same."
+    assert abs(of.share("triton", 4096, "one part") - 100) <= 3
+
+
+def CLAIMS(figure):
+    yield from ladder(figure)
+    yield from products(figure)
+    yield from layers(figure)
+    yield from bytes_read(figure)
+    yield from few(figure)
+
+
+DATA_SHEET = "the data sheet of the H100"
+FACTS = {
+    "that is 1.7 TFLOP/s": "3.35 TB/s times half an operation for each byte",
+    "up to 989 TFLOP/s": DATA_SHEET,
+    "allows 67 TFLOP/s in float32": DATA_SHEET,
+    "it would have to read ``z`` and write ``y``. With 8192 tokens and 14336 "
+    "features that is 0.47 GB": "2 * 8192 * 14336 * 2 bytes",
+    "takes at least 0.14 ms": "0.47 GB / 3.35 TB/s",
+    "takes at least 0.97 ms": "2 * 8192 * 4096 * 14336 / 989e12",
+    "these are 6% more to multiply": "16 / 256",
+    "errors below 1%:": "what the check asserts",
+    "all that moves: 34 MB": "4096 * 4096 * 2 bytes",
+    "at least 10 µs at 3.35 TB/s": "33.6 MB / 3.35 TB/s",
+}
+
 # Tiles of 16, so that small cases have several; 4 programs run at a time.
 SMALL = (
     (
