@@ -10,6 +10,8 @@ from conformance import (
     CrossEntropy,
     LayerNorm,
     LayerNormCase,
+    Linear,
+    LinearCase,
     RmsNorm,
     Softmax,
     SoftmaxCase,
@@ -108,6 +110,26 @@ def test_one_element_of_any_result_shows(operation, fault):
             fault(wrong[name].view(-1)[-30:])  # of a row that counts
             with pytest.raises(AssertionError, match=r": (error|inf)"):
                 operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, SINGLE])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_one_element_of_a_linear_layer_shows(activation, dtype, fault):
+    case = LinearCase(dtype=dtype, activation=activation)
+    operation, found = Linear(), {}
+    tensors = operation.tensors(case, CPU)
+    empty = torch.zeros_like(tensors["dy"])
+    for _ in "twice":  # the gradients of a relu belong to y
+        expected = operation.exact(case, tensors, found or {"y": empty})
+        found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        at = whole.view(-1)[:16].abs().argmax()  # not 0, by a relu
+        wrong = found | {name: whole.clone()}
+        fault(wrong[name].view(-1)[at : at + 9])
+        with pytest.raises(AssertionError, match=rf"{name}: (error|inf)"):
+            operation.judge(case, tensors, wrong)
 
 
 @pytest.mark.parametrize("fault", [zero, swap, nan])
