@@ -784,7 +784,6 @@ def _linear_product(
                     a = tl.where(slope <= 0, 0, a).to(a.dtype)
                 else:
                     a = a * slope
-            # Each row of tiles has the same a. One of its programs adds it up.
             if A_BY_COLUMNS:
                 a = a.T
             if B_BY_COLUMNS:
@@ -814,7 +813,8 @@ def _linear_product(
                 ACTIVATION, TILE_N,
             )  # fmt: skip
         if sums_ptr is not None:
-            # All programs of a row of tiles have the same sums.
+            # All programs of a row of tiles have the same sums. One stores
+            # them.
             first_of_row = j == 0
             if first_of_row:
                 rows = i * TILE_M + tl.arange(0, TILE_M)
@@ -882,10 +882,22 @@ def _linear_add_parts(
 
 # %%
 # Which tiles, and how many parts?
-# A tile of 128 × 256 needs the fewest bytes. Its sums take 128 registers of
+#
+# A tile of 128 × 256 asks for the fewest bytes. Its sums take 128 registers of
 # each of 256 threads. We take it unless it would leave half of the SMs without
-# work. Then we take smaller tiles, and as many parts as there are SMs for
-# them.
+# work. Then we take smaller tiles, and divide ``K`` so that all SMs have
+# something to do. In both cases a stage takes 64 numbers of each row, which
+# are 128 bytes.
+
+TILES = {
+    # rows, columns, numbers of K in a step, stages, warps
+    "large": (128, 256, 64, 4, 8),
+    "medium": (128, 128, 64, 3, 8),
+    "few rows": (64, 128, 64, 4, 4),
+    "TF32": (128, 128, 32, 3, 8),
+    "float32": (64, 64, 16, 3, 8),  # without Tensor Cores
+    "no TMA": (64, 64, 32, 3, 4),  # GPUs before the H100, and those of AMD
+}
 
 
 def precision_of(dtype):
@@ -899,27 +911,30 @@ def precision_of(dtype):
     return "tf32"  # says nothing in 16 bits
 
 
+def kind_of_tile(M, N, dtype):
+    """Which of TILES a product gets."""
+    if dtype == torch.float32 and precision_of(dtype) == "ieee":
+        return "float32"
+    if not HAS_TMA:
+        return "no TMA"
+    if dtype == torch.float32:
+        return "TF32"
+    if M <= 64:
+        return "few rows"
+    tiles_of_256 = triton.cdiv(M, 128) * triton.cdiv(N, 256)
+    if 2 * tiles_of_256 <= NUM_SMS:
+        return "medium"
+    return "large"
+
+
 def plan_product(M, N, K, dtype, with_slope):
     """Tiles, warps, stages and parts of a product."""
-    tiles_of_256 = triton.cdiv(M, 128) * triton.cdiv(N, 256)
-    halves = False
-    if dtype == torch.float32 and precision_of(dtype) == "ieee":
-        tile_m, tile_n, tile_k, stages, warps = 64, 64, 16, 3, 8
-    elif not HAS_TMA:
-        tile_m, tile_n, tile_k, stages, warps = 64, 64, 32, 3, 4
-    elif dtype == torch.float32:
-        tile_m, tile_n, tile_k, stages, warps = 128, 128, 32, 3, 8
-    elif M <= 64:
-        tile_m, tile_n, tile_k, stages, warps = 64, 128, 64, 4, 4
-    elif 2 * tiles_of_256 <= NUM_SMS:
-        tile_m, tile_n, tile_k, stages, warps = 128, 128, 64, 3, 8
-    else:
-        tile_m, tile_n, tile_k, stages, warps = 128, 256, 64, 4, 8
-        halves = True
-        if with_slope:
-            stages = 3  # its tiles take shared memory as well
+    kind = kind_of_tile(M, N, dtype)
+    tile_m, tile_n, tile_k, stages, warps = TILES[kind]
+    if kind == "large" and with_slope:
+        stages = 3  # the tiles of the slope take shared memory as well
     tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
-    # A part should have four steps or more: it costs a pass over its sums.
+    # A part costs a pass over its sums, so it should have four steps or more.
     parts = min(NUM_SMS // tiles, triton.cdiv(K, tile_k) // 4)
     return {
         "TILE_M": tile_m,
@@ -927,7 +942,7 @@ def plan_product(M, N, K, dtype, with_slope):
         "TILE_K": tile_k,
         "GROUP": 8,
         "STAGES": stages,
-        "HALVES": halves,
+        "HALVES": kind == "large",
         "PARTS": max(parts, 1),
         "num_warps": warps,
     }
@@ -1089,8 +1104,18 @@ print("72 x 64 times 64 x 152, by rows, by columns and in parts: right")
 # Both passes
 # -----------
 #
-# What does autograd need? A function that saves the right tensors, and calls
-# the kernel for each product that is wanted.
+# What does the backward pass do, and what does it move?
+#
+# It is two calls of the kernel. ``dx`` is ``dy`` times the slope, multiplied
+# by ``w``. ``dw`` is the same matrix turned around, multiplied by ``x``, and
+# this call has ``db`` as well.
+#
+# The usual way is a kernel that writes ``dz`` first. Let's count matrices of
+# (tokens, features out). That kernel reads ``dy`` and ``z`` and writes ``dz``.
+# Then both products read ``dz``, and another kernel reads it for ``db``: six
+# in all. Ours reads ``dy`` and the slope twice, which is four, and there is no
+# kernel besides the two products. In return the slope is multiplied again for
+# each column of tiles, and that takes time of threads, but none of memory.
 
 
 def forward(x, w, b, activation, save):

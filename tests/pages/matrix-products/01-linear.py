@@ -85,6 +85,13 @@ def also(page, M, N, dtype):
     few = partial(passes, page, 16, 512, SINGLE, K=512)
     few(activation=None)
     few(activation="gelu")
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    try:
+        matmul.allow_tf32 = True
+        passes(page, 1024, 1024, SINGLE, K=1024)
+    finally:
+        matmul.allow_tf32 = before
 
 
 PUBLISHED = "2026-11-26"
@@ -293,23 +300,14 @@ FACTS = {
 
 # Tiles of 16, so that small cases have several; 4 programs run at a time.
 SMALL = (
-    (
-        "tile_m, tile_n, tile_k, stages, warps = 64, 64, 16, 3, 8",
-        "tile_m, tile_n, tile_k, stages, warps = 16, 32, 16, 3, 8",
-    ),
-    (
-        "tile_m, tile_n, tile_k, stages, warps = 64, 128, 64, 4, 4",
-        "tile_m, tile_n, tile_k, stages, warps = 16, 16, 32, 4, 4",
-    ),
-    (
-        "tile_m, tile_n, tile_k, stages, warps = 128, 256, 64, 4, 8",
-        "tile_m, tile_n, tile_k, stages, warps = 16, 32, 16, 4, 8",
-    ),
+    ('"float32": (64, 64, 16, 3, 8),', '"float32": (16, 32, 16, 3, 8),'),
+    ('"few rows": (64, 128, 64, 4, 4),', '"few rows": (16, 16, 32, 4, 4),'),
+    ('"large": (128, 256, 64, 4, 8),', '"large": (16, 32, 16, 4, 8),'),
     (
         "tiles_of_256 = triton.cdiv(M, 128) * triton.cdiv(N, 256)",
         "tiles_of_256 = triton.cdiv(M, 16) * triton.cdiv(N, 32)",
     ),
-    ("elif M <= 64:", "elif M <= 20:"),
+    ("if M <= 64:", "if M <= 20:"),
     ("triton.cdiv(K, tile_k) // 4", "triton.cdiv(K, tile_k)"),
     ('"GROUP": 8,', '"GROUP": 2,'),
 )
