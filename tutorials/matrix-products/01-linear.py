@@ -594,7 +594,7 @@ l2_hits.run(show_plots=ON_GPU)
 #
 # What do Tensor Cores do while a tile is on its way?
 #
-# With one stage they wait: a step loads its tiles, and then multiplies them.
+# With a single stage they wait: a step loads its tiles, and then multiplies them.
 # With three stages, the loads of the next two steps are under way while one
 # multiplies, as in `Loads in flight
 # <../layer-norm/04-loads-in-flight.html>`_. Tiles that have been loaded wait
@@ -613,7 +613,7 @@ l2_hits.run(show_plots=ON_GPU)
 # beyond an edge.
 #
 # And then there are the ends. A program stores its tile and is done, and the
-# next one begins with empty hands. Its Tensor Cores wait until the first tiles
+# next one begins with nothing loaded. Tensor Cores wait until its first tiles
 # have come. A *persistent* program has several tiles, one after the other. As
 # many programs run as there are SMs. If both of its loops, over tiles and over
 # steps, become a single one, then the loads run ahead across the end of a
@@ -1176,7 +1176,7 @@ def forward(x, w, b, activation, save):
         activation=activation,
         save=save and activation in ("gelu", "silu"),
     )
-    y = y.contiguous()  # which copies only if N is odd
+    y = y.contiguous()  # a copy only if rows of y do not fill 16 bytes
     if activation == "relu":
         slope = y
     return y, slope
@@ -1369,7 +1369,7 @@ check(300, 128, 96, None, torch.float32)
 # %%
 # Are these numbers the same each time? They are, to the last bit: each number
 # belongs to one program or to one line of parts, and is added up in the same
-# order each time.
+# order each time, part by part. Nothing is added with atomic additions.
 #
 # The ladder, measured
 # --------------------
@@ -1830,17 +1830,19 @@ bench_few.run(show_plots=ON_GPU)
 #
 # When should you not use this function?
 #
-# - **Products alone.** cuBLAS chooses among many kernels, and knows your card.
-#   Our plan has four kinds of tiles.
-# - **float32 without TF32.** Our tiles for it are those of the first rung, and
-#   nobody has tuned them.
-# - **Odd sizes.** A descriptor wants rows that begin at multiples of 16 bytes.
-#   With an odd number of features we copy a matrix before or after the
-#   product.
-# - **Host time.** A descriptor is made anew for each call, and we have not
-#   counted what that costs. See
-#   `Host time <../layer-norm/10-host-time.html>`_.
-# - **More types.** PyTorch has float64, and products in 8 bits.
+# - **Products alone.** cuBLAS chooses among many kernels, and it knows many
+#   cards. Our plan knows three tiles for 16 bits, and those for GPUs before the
+#   H100 were never tuned.
+# - **float32 without TF32.** It multiplies without Tensor Cores, as our first
+#   rung does, and nobody has tuned its tiles either.
+# - **Any number of features.** A descriptor wants rows that begin at multiples
+#   of 16 bytes. If a number of features is no multiple of 8, in 16 bits, we
+#   copy a matrix before or after the product.
+# - **Host time.** A descriptor is made anew for each call, and Python makes it.
+#   With small layers you wait for that, as in `Host time
+#   <../layer-norm/10-host-time.html>`_.
+# - **More types.** PyTorch has float64, products in 8 bits, and second
+#   derivatives.
 #
 # Exercise 1: how many rows in a group?
 # -------------------------------------
