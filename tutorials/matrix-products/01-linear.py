@@ -594,7 +594,7 @@ l2_hits.run(show_plots=ON_GPU)
 #
 # What do Tensor Cores do while a tile is on its way?
 #
-# With a single stage they wait: a step loads its tiles, and then multiplies them.
+# With one stage they wait: a step loads its tiles, and then multiplies them.
 # With three stages, the loads of the next two steps are under way while one
 # multiplies, as in `Loads in flight
 # <../layer-norm/04-loads-in-flight.html>`_. Tiles that have been loaded wait
@@ -1831,15 +1831,15 @@ bench_few.run(show_plots=ON_GPU)
 # When should you not use this function?
 #
 # - **Products alone.** cuBLAS chooses among many kernels, and it knows many
-#   cards. Our plan knows three tiles for 16 bits, and those for GPUs before the
-#   H100 were never tuned.
+#   cards. Our plan knows three tiles for 16 bits, and nobody has tuned those
+#   for GPUs before the H100.
 # - **float32 without TF32.** It multiplies without Tensor Cores, as our first
 #   rung does, and nobody has tuned its tiles either.
 # - **Any number of features.** A descriptor wants rows that begin at multiples
 #   of 16 bytes. If a number of features is no multiple of 8, in 16 bits, we
 #   copy a matrix before or after the product.
-# - **Host time.** A descriptor is made anew for each call, and Python makes it.
-#   With small layers you wait for that, as in `Host time
+# - **Host time.** Python makes a descriptor anew for each call. With small
+#   layers you wait for that, as in `Host time
 #   <../layer-norm/10-host-time.html>`_.
 # - **More types.** PyTorch has float64, products in 8 bits, and second
 #   derivatives.
