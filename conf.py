@@ -44,6 +44,7 @@ extensions = [
     "page.head",
     "page.loaded_files",
     "page.markdown",
+    "page.module",
     "page.moving",
     "page.pictures",
     "page.search",

@@ -19,6 +19,7 @@ NAME = "several-gpus/01-layer-norm"
 LIMIT = 300  # seconds for all that a set of ranks does
 SHARDS = ("rows", "columns")
 SPLITS = ("even", "uneven", "empty")
+WAYS = ("triton", "rows", "gathered", "exchanged", "dtensor", "alone")
 
 
 @functools.cache
@@ -184,13 +185,24 @@ def disagree(page, *changes):
 def timed(page, counts):
     """What is timed, with a clock that runs it once: {(ranks, way): the
     lengths of what it gives}, None on who is not among the ranks."""
-    page.clock = lambda fn, group: (fn(), [2.0, 1.0, 3.0])[1]
-    given, found = (4, 64, torch.float32), {}
+
+    def once(call, group):
+        call()
+        return 2.0, 1.0, 3.0
+
+    page.time_in_turns = lambda calls, group: {
+        way: once(call, group) for way, call in calls.items()
+    }
+    page.time_together = lambda prepare, group: once(prepare(), group)
+    given, found = (8, 64, torch.float32), {}
     for ranks in counts:
-        for way in "triton", "rows", "dtensor", "alone":
+        for way in WAYS:
             for mode in "forward", "backward":
                 took = page.time_columns(*given, mode, ranks, way)
                 found[ranks, mode, way] = took
+        calls = page.time_calls(*given, ranks)
+        for way in page.CALLS:
+            found[ranks, "call", way] = calls and calls[way]
         found[ranks, "one"] = page.time_rows(*given, "backward", ranks, "one")
     return found
 
@@ -223,33 +235,60 @@ def graphs(page, shard, M, N):
 
 
 def peers(page, M, N):
-    """y and dx of who gathers rows, beside ours."""
+    """The relative errors of y, dx, dw and db, in each way that the page
+    compares; or why a way does not run. Each has some of the whole."""
     group = dist.group.WORLD
-    x, w, b, dy = (cut(t, "columns", "even") for t in inputs(page, M, N))
-    ours = results(page.layer_norm, x, w, b, dy, shard="columns")
+    whole = inputs(page, M, N)
+    x, w, b, dy = (cut(t, "columns", "even").contiguous() for t in whole)
+    exact = results(F.layer_norm, *(t.double() for t in whole))
+    of_columns = [cut(t, "columns", "even") for t in exact]
     found = {}
-    for name, place in ("rows", page.as_rows), ("dtensor", page.as_dtensor):
-        given = [
-            place(t.contiguous(), group).requires_grad_() for t in (x, w, b)
-        ]
+    for way in WAYS[:-1]:  # "alone" has other rows
         try:
-            y = F.layer_norm(given[0], (N,), *given[1:])
-            (dx,) = torch.autograd.grad(
-                y, given[:1], place(dy.contiguous(), group)
-            )
+            forth, back = page.CALLS_OF[way](x, w, b, dy, group)
+            y, (dx, *sums) = forth(), back()
         except RuntimeError as error:
-            found[name] = str(error)
+            found[way] = str(error)
             continue
-        whole = [
-            t.full_tensor() if hasattr(t, "full_tensor") else t
-            for t in (y.detach(), dx)
-        ]
-        found[name] = [
-            relative(a, cut(b, "columns", "even"))
-            for a, b in zip(ours[:2], whole, strict=True)
-        ]
+        dw, db = sums[0] if len(sums) == 1 else sums
+        found[way] = []
+        for one, part, all_of_it in zip(
+            (y, dx, dw, db), of_columns, exact, strict=True
+        ):
+            if hasattr(one, "full_tensor"):
+                one = one.full_tensor()
+            expected = part if one.shape == part.shape else all_of_it
+            assert one.shape == expected.shape, (way, one.shape)
+            found[way].append(relative(one, expected))
     dist.barrier(group)
     return found
+
+
+def copying(page, times=1):
+    """A call that copies a matrix, which is larger than L2."""
+    x = torch.randn(4096, 8192, device=page.DEVICE, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+
+    def call():
+        for _ in range(times):
+            y.copy_(x)
+
+    return call
+
+
+def seconds(page):
+    """What the clock of a rank says, in µs: of no call, of a copy, and of
+    four copies on rank 1 beside one on rank 0."""
+    group = page.group_of(2)
+    calls = {
+        "nothing": lambda: lambda: None,
+        "copy": lambda: copying(page),
+        "uneven": lambda: copying(page, 1 + 3 * dist.get_rank()),
+    }
+    return {
+        name: page.time_together(prepare, group)[0]
+        for name, prepare in calls.items()
+    }
 
 
 def everything(page):
@@ -274,5 +313,7 @@ def everything(page):
         for shard in SHARDS:
             found["graphs", shard] = graphs(page, shard, 512, 4096)
             found["bits", shard] = bits(page, shard, 512, 4096, 100)
-        found["peers"] = peers(page, 512, 4096)
+        found["wide peers"] = peers(page, 512, 32768)
+    # As many rows and columns as all worlds divide.
+    found["peers"] = peers(page, *((512, 4096) if page.ON_GPU else (6, 24)))
     return found

@@ -20,14 +20,18 @@ import matplotlib.pyplot as plt
 
 if table is not None:
     plt.figure(num={name!r})
-    plt.imshow({numbers})
+    plt.{drawn}
 """
 
 
-DRAWN = {  # by a tutorial: its name, its numbers, and passports on the page
-    "04-double": ("a map", "table.set_index('N').to_numpy()", 2),
-    "05-double": ("double", "[[1.0, 2.0]]", 1),  # a name proves nothing
-    "06-double": ("double", "table.set_index('N').to_numpy() + 1", 1),
+NUMBERS = "table.set_index('N').to_numpy()"
+DRAWN = {  # by a tutorial: its name, how, and passports on the page
+    "04-double": ("a map", f"imshow({NUMBERS})", 2),
+    "05-double": ("double", "imshow([[1.0, 2.0]])", 1),  # a name proves none
+    "06-double": ("double", f"imshow({NUMBERS} + 1)", 1),
+    "07-double": ("bars", f"barh(range(6), {NUMBERS}.ravel())", 2),
+    "08-double": ("bars", f"barh(range(6), {NUMBERS}.ravel() + 1)", 1),
+    "09-double": ("later", f"barh(range(6), {NUMBERS}.ravel(), left=1/3)", 2),
 }
 
 
@@ -37,8 +41,8 @@ def built(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("site"), [*NAMES, *DRAWN])
     project.record("01-double", "nvidia-a100", scale=0.5)
     count(project, NAMES[2])
-    for name, (label, numbers, _) in DRAWN.items():
-        figure = FIGURE.format(name=label, numbers=numbers)
+    for name, (label, drawn, _) in DRAWN.items():
+        figure = FIGURE.format(name=label, drawn=drawn)
         project.change(SAYS, SAYS + figure, name)
     project.output = project.build().stdout
     return project

@@ -19,7 +19,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 import tutorial
 from alone import HIDDEN, NO_GPU, run_script
-from page import downloads, notebooks, solutions
+from page import downloads, module, notebooks, solutions
 
 SITE = ROOT / "docs" / "_build" / "html" / "en"
 HERE = ROOT / "tests"
@@ -62,6 +62,18 @@ def test_the_script_runs(stem, alone):
     for name in ("Python", "torch", "triton", "matplotlib", "pandas"):
         assert re.search(rf"\b{name} \d+\.\d+", tried), tried
     assert terms.startswith("# MIT license")
+
+
+def test_a_module_is_offered():
+    """On the front page, and first of all on its own page."""
+    file = SITE / "tutorials" / f"{module.PAGE}.html"
+    text = file.with_name(module.FILE).read_text(encoding="utf-8")
+    assert text.endswith(module.text())
+    needs = "# Needs: pip install torch triton\n"
+    assert needs in text.removesuffix(module.text())
+    assert f'href="{module.FILE}"' in file.read_text(encoding="utf-8")
+    front = (SITE / "index.html").read_text(encoding="utf-8")
+    assert f'href="tutorials/layer-norm/{module.FILE}"' in front
 
 
 def cells(notebook):
@@ -306,8 +318,8 @@ def test_the_gate_refuses(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch, triton, matplotlib, pandas\n")
     assert run_script(script).returncode == 0
-    for module in ("sphinx", "pytest"):
-        script.write_text(f"import {module}\n")
+    for name in ("sphinx", "pytest"):
+        script.write_text(f"import {name}\n")
         done = run_script(script)
         assert done.returncode == 1
-        assert f"No module named '{module}'" in done.stderr
+        assert f"No module named '{name}'" in done.stderr

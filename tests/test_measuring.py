@@ -561,3 +561,19 @@ def test_the_clock_of_a_page_is_not_read_in_advance(monkeypatch, capsys):
     with pytest.raises(AssertionError, match="it was read"):
         measuring.execute(ast.parse(script), "01.py", space)
     assert measuring.seconds > 0
+
+
+def test_the_clock_of_the_host_is_not_read_in_advance():
+    script = (
+        "calls = []\n"
+        "def time_of_batch(call):\n"
+        "    raise AssertionError('it was read')\n"
+        "taken = time_of_batch(lambda: calls.append('called'))\n"
+    )
+    space = {}
+    compiling = run_page.Compiling(print, "01", (0, 1))
+    compiling.execute(ast.parse(script), "01.py", space)
+    assert space["taken"] == 1.0 and space["calls"] == ["called"]
+    with pytest.raises(AssertionError, match="it was read"):
+        measuring = run_page.Measuring(print, "01")
+        measuring.execute(ast.parse(script), "01.py", {})

@@ -16,17 +16,13 @@ from pathlib import Path
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
-# What it explained before, on pages that are not yet written anew.
-BEFORE = "fused/01-add-layer-norm"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
-# kernels of layer-norm/05 to 08 on the page of every width, those of
-# layer-norm/07 for wide rows on the page of the addition, and the columns of
-# layer-norm/02 on the page of two passes.
+# columns of layer-norm/02 on the page of two passes, and on the page of wide
+# softmax the tiles of softmax backward from 32769 to 49152 columns.
 WAITING = {
-    "layer-norm/11-every-width",
     "layer-norm/09-two-passes",
-    "fused/01-add-layer-norm",
+    "norms-and-losses/05-wide-softmax",
 }
 # Functions that have a name of their own on a page that gathers many.
 RENAMED = {
@@ -51,12 +47,11 @@ def read(name, folder=TUTORIALS):
 def shared(folder=TUTORIALS):
     """The cells of the page that explains them: {first line: text}."""
     found = {}
-    for page in BEFORE, EXPLAINED:
-        for cell in CELL.split(read(page, folder)):
-            title = TITLE.match(cell)
-            # What a page has from another one is not its own to explain.
-            if title and not ORIGIN.search(title[1]):
-                found[title[1]] = cell.strip()
+    for cell in CELL.split(read(EXPLAINED, folder)):
+        title = TITLE.match(cell)
+        # What a page has from another one is not its own to explain.
+        if title and not ORIGIN.search(title[1]):
+            found[title[1]] = cell.strip()
     return found
 
 

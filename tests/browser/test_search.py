@@ -24,18 +24,18 @@ QUESTIONS = {
         "welford": r"07-two-sweeps.html#one-change-welford",
         "2**31": r"(10-host-time|02-summing-rows).html#",
         "occupancy": r"04-loads-in-flight.html#",
-        "rmsnorm": r"01-rms-norm[^#]*$",
+        "rmsnorm": r"0[12]-rms-norm",
         "bf16": r"02-rms-norm-16-bits.html",
         "lock": r"03-lock.html#the-lock",
         "variance": r"07-two-sweeps.html#both-sums-in-one-sweep",
         "dropout": r"fused/02-dropout.html",
         "interpreter": r"how-figures-are-made.html#recorded-or-live",
         "layer normalization": r"01-layer-norm.html$",
-        "cuda graph": r"10-host-time.html#three-clocks-one-call",
+        "cuda graph": r"10-host-time.html#pytorch-s-own-cures",
         # spelled otherwise than on the page, or with more than letters
         "2^31": r"(10-host-time|02-summing-rows).html#",
         "layernorm": r"01-layer-norm.html$",
-        "rms norm": r"01-rms-norm[^#]*$",
+        "rms norm": r"0[12]-rms-norm",
         "bfloat16": r"02-rms-norm-16-bits.html",
         "deterministic": r"02-summing-rows.html#the-same-bits",
         "same bits": r"02-summing-rows.html#the-same-bits",
@@ -49,7 +49,7 @@ QUESTIONS = {
         "padding": r"05-chunks.html$",
         "16 bytes": r"06-unaligned-rows.html",
         "million columns": r"08-shared-rows.html$|05-wide-softmax.html$",
-        "launch": r"10-host-time.html#three|08-shared-rows.html#forward",
+        "launch": r"10-host-time.html#third|08-shared-rows.html#forward",
         "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
         # asked in a second review, of which nine of twenty were answered
         "num_warps": r"04-loads-in-flight.html#second-knob-warps",
@@ -69,14 +69,16 @@ QUESTIONS = {
         "online softmax": r"03-softmax.html#one-sweep-for-maximum-and-sum",
         "layer norm backward triton": r"layer-norm/01-layer-norm.html",
         # asked in a third review, of which 16 of twenty were answered
-        "wrong device": r"layer-norm/01-layer-norm.html#a-function-to-train",
+        "wrong device": r"layer-norm/01-layer-norm.html#a-function-to-train|"
+        r"10-host-time.html#first-change",
         "atomic_cas": r"03-lock.html#the-lock",
         "kernel hangs": r"(03-lock|08-shared-rows).html|#term-cooperative",
         "add a tutorial": r"add-a-tutorial.html$",
         # asked in a fourth review, of which 16 of twenty were answered: with
         # the words of other libraries
         "dgamma dbeta all_reduce": r"several-gpus/01-layer-norm.html",
-        "hidden size not multiple of 8": r"06-unaligned-rows.html",
+        "hidden size not multiple of 8": r"06-unaligned-rows.html|"
+        r"11-every-width.html#widths-that-nobody",
         "layernorm backward formula derivation": r"layer-norm/01-layer-norm",
     },
     "zh-cn": {
@@ -102,7 +104,7 @@ QUESTIONS = {
         "填充": r"05-chunks.html$",
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows)",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -127,7 +129,7 @@ QUESTIONS = {
         "インタプリタ": r"how-figures-are-made.html#recorded-or-live",
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows)",
     },
 }
 
@@ -139,7 +141,8 @@ FROM_ELSEWHERE = {
     "register pressure": r"05-chunks.html#backward-registers|"
     r"01-layer-norm.html#backward-a-buffer|01-rms-norm.html#backward-16384",
     "latency hiding": r"04-loads-in-flight.html",
-    "vectorized load": r"06-unaligned-rows.html|01-layer-norm.html#forward-a",
+    "vectorized load": r"06-unaligned-rows.html|01-layer-norm.html#forward-a|"
+    r"#term-vectorized",
     "streaming multiprocessor": r"01-layer-norm.html#a-gpu-in-one-minute",
     "parallel reduction": r"02-summing-rows.html|"
     r"layer-norm/01-layer-norm.html#backward-a-buffer",
@@ -156,7 +159,7 @@ FROM_ELSEWHERE = {
     "deadlock": r"03-lock.html|08-shared-rows.html",
     "torch.autograd.Function": r"01-layer-norm.html#a-function-to-train-with",
     "nsight compute": r"01-layer-norm.html#what-comes-from-dram|"
-    r"04-loads-in-flight.html#(third-knob|counted)",
+    r"04-loads-in-flight.html#(third-knob|counted)|#term-profiler",
     "numerical stability": r"03-softmax|07-two-sweeps|04-cross-entropy",
     "replace nn.LayerNorm": r"11-every-width.html",
     "all-reduce": r"several-gpus/01-layer-norm.html",

@@ -161,7 +161,7 @@ class CrossEntropy(Operation):
         kind, value = TypeError, ValueError
         calls = (
             (kind, "float64.*float16", lambda x, t: (x.double(), t)),
-            (kind, "input .*int64, target", lambda x, t: (x.long(), t)),
+            (kind, "input is .*int64", lambda x, t: (x.long(), t)),
             (kind, "target .*float32", lambda x, t: (x, x)),
             (kind, "target .*int32.*int64", lambda x, t: (x, t.int())),
             (value, r"\(2, 8\).*\(3,\)", lambda x, t: (x, t.new_ones(3))),

@@ -242,6 +242,12 @@ def _welford(
 # The lanes exchange numbers only at the end. During the sweep no thread waits
 # for another.
 #
+# `Layer normalization, both passes <01-layer-norm.html>`_ suspects that this
+# method slows PyTorch's kernel down, because each step has to wait for the one
+# before. Ours waits, too, but in a wide row of 16 bits a thread has at least
+# eight lanes of a tile. Their steps do not wait for each other, and all of
+# them share one division.
+#
 # Second change: help the caches
 # ------------------------------
 #
@@ -344,15 +350,19 @@ def _layer_norm_fwd_sweeps(
 # that their rows take more than half of L1.
 # The number of warps decides that, for an SM has room for 64 of them.
 #
-# - Rows of up to 32 KB: 16 warps, so that four programs run, with 128 KB.
-# - Rows of up to 64 KB: 32 warps, so that two programs run, again with 128 KB.
-# - Wider rows: 32 warps, and each thread loads 32 bytes of a tile at a time.
-#   That takes more than 32 registers for a thread, and an SM has 65536 of
-#   them: only one program fits. From 128 KB on, its row takes more than half
-#   of L1 anyway.
+# - Rows of up to 32 KB: 16 warps, so that four programs run, with at most
+#   128 KB.
+# - Rows of up to 64 KB: 32 warps, so that two programs run, again with at most
+#   128 KB.
+# - Wider rows: 32 warps, and only one program. That is why each thread loads
+#   32 bytes of a tile here. They take more than 32 registers for a thread, an
+#   SM has 65536 registers, and so a second program of 1024 threads does not
+#   fit. Beyond 128 KB, even a single row takes more than half of L1.
 #
-# A thread loads 16 bytes at a time, which makes the tile 8 KB with 16 warps,
-# and 16 KB with 32.
+# In the first two cases a thread loads 16 bytes of a tile, which makes the
+# tile 8 KB with 16 warps, and 16 KB with 32. In the third it has 32 KB. So in
+# each case the programs on an SM request 32 KB together when each of them
+# loads a tile.
 # If a row is no multiple of 16 bytes long, its loads are narrower, as `Rows
 # that begin anywhere <06-unaligned-rows.html>`_ explains. Then we have only 8
 # warps for a tile of 8 KB, so that each thread has more loads in flight.
@@ -714,7 +724,9 @@ report(bench_forward)
 # width, so a good part of the second sweep comes from a cache. Below we count
 # how much, and from which.
 # PyTorch reads each row twice as well. `Layer normalization, both passes
-# <01-layer-norm.html>`_ says what else it does.
+# <01-layer-norm.html>`_ says what else it does. PyTorch is below this roof at
+# every width, and torch.compile is below it from 49152 columns on. We have not
+# looked into the kernels of torch.compile.
 #
 # **What follows.**
 # As long as a cache holds the rows in progress, a second sweep costs little.
@@ -824,6 +836,13 @@ for N in (8192, 16384, 24576, 32768, 49152, 65536, 131072):
     print(f"{N:7}{block:17}{warps:7}{programs:19}{kilobytes:18}")
 
 # %%
+# Compare the last column with the line without help in the figure above. At
+# 16384 and at 65536 columns, where the rows on an SM take 128 KB, that line is
+# lower than at 8192, 24576 and 49152, where they take 64 or 96 KB. (At 12288
+# columns, which the table leaves out, they take 96 KB as well.) It is lowest
+# at 131072 columns, with 256 KB. With help our line falls only there, if we
+# leave out the dip at 32768 once more.
+#
 # A clock cannot say where the second sweep reads from, but the hardware counts
 # it, and ``ncu``, NVIDIA's profiler, shows the count.
 # We count two things in the forward pass: the bytes that DRAM delivers, and
@@ -922,7 +941,11 @@ l2_reads.run(show_plots=ON_GPU)
 #
 # The rows in progress on all 132 SMs are 17 MB at 65536 columns and 35 MB
 # at 131072. An H100 has 50 MB of L2, but ``y`` goes through it, too, and so
-# some of the rows leave before the second sweep comes.
+# some of the rows leave before the second sweep comes. At 16384 and 32768
+# columns the rows in progress are as large as at 65536, since there are four
+# or two of them on an SM. There, too, DRAM delivers more than ``x`` once if
+# the kernel gets no help. At 8192 columns they are half as large, and it does
+# not.
 #
 # Do the bytes from DRAM explain the speed? At 131072 columns our kernel moves
 # 2.36 matrices: those that it reads, and ``y``. A copy moves 2, so we expect
@@ -1048,12 +1071,14 @@ def _layer_norm_bwd_means(
 # If that is not often, it *unrolls* the loop: it writes the iterations one
 # after the other. Then it can move loads of later tiles to the front, so that
 # more bytes are in flight. The price is registers, because each load needs a
-# place to put its result. A load of 16 bytes takes four registers. With ``x``,
-# ``dy`` and ``w``, that is 12 for each tile.
+# place to put its result. A load of 16 bytes takes four registers.
 #
-# A tile has 8 KB, or 4096 columns in 16 bits. The table has the registers of a
-# thread, with 8 warps and with 16, as they are compiled for an H100. (Threads
-# get them by eights.) An SM has room for 64 warps and 65536 registers.
+# A tile has 8 KB, or 4096 columns in 16 bits. With 16 warps a thread has 16
+# bytes of it. Together with ``dy`` and ``w``, that is 12 registers for each
+# tile whose loads are moved to the front. With 8 warps it is twice as many.
+# The table has the registers of a thread, with 8 warps and with 16, as they
+# are compiled for an H100. (Threads get them by eights.) An SM has room for 64
+# warps and 65536 registers.
 
 REGISTERS = {
     # columns: 8 warps, 16 warps
@@ -1086,8 +1111,10 @@ for N, registers_of_a_thread in REGISTERS.items():
 # Above 8 tiles the compiler moves fewer loads to the front, and settles for 64
 # registers, so that two programs fit again.
 #
-# With 8 warps a program is half as large, and two or more of them fit at every
-# width. So our rule takes the number with which more warps are on an SM, and
+# With 8 warps a thread never has more than 80 registers. That is too few for
+# all loads of a wide row, so the compiler does not move all of them. A program
+# is half as large, and three or four fit on an SM at every width of the table.
+# So our rule takes the number with which more warps are on an SM, and
 # 8 if it is equal, because more programs overlap better.
 
 
@@ -1179,6 +1206,10 @@ if times.notna().all(axis=None):  # it was measured
 # say which number of warps is better.
 #
 # **Why.**
+# Where the rule takes 16 warps, more warps are on an SM to load. At 8192
+# columns there are 48 instead of 24, and there the gain is largest. At 16384,
+# 49152 and 65536 columns there are 32 instead of 24.
+#
 # The gain from 8 warps is small, because even one program can have enough
 # bytes in flight. An unrolled loop of 5 tiles requests ``x`` and ``dy`` of all
 # of them before it needs the first: 512 threads × 5 × 32 bytes are 80 KB, and
@@ -1548,7 +1579,13 @@ report(bench_backward)
 # The roof is 60%, and the line comes close to it where rows are wide. At 8192
 # columns we reach 56%. There the whole pass takes only 122 µs, and it has
 # three kernels that start one after the other: two of ours, and one of PyTorch
-# that adds up the sums of all groups.
+# that adds up the sums of all groups. To start them takes about as long at
+# each width, so it matters less where the pass takes longer.
+#
+# PyTorch's kernels read ``x`` and ``dy`` twice as well, as `Layer
+# normalization, both passes <01-layer-norm.html>`_ has found, so they have the
+# same roof. torch.compile is much faster at 12288 columns than at the widths
+# around it, and we have not looked for the reason.
 #
 # Does L2 really keep nothing from the first kernel to the second? We count the
 # bytes that DRAM delivers, and divide them by those of ``x`` and ``dy``.

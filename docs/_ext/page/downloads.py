@@ -36,6 +36,8 @@ OFFERED = {
     "ipynb": N_("Download Jupyter notebook: %(file)s"),
     "py": N_("Download Python source code: %(file)s"),
 }
+# What a page offers to import: see module.py.
+MODULES = {"layer-norm/11-every-width": "every_width.py"}
 FOLDER = tutorial.BUILD / "downloads" / CURRENT.folder
 # All of a kind in one file, offered above the cards of all tutorials.
 OF_ALL = {"py": "tutorials_python.zip", "ipynb": "tutorials_jupyter.zip"}
@@ -169,6 +171,7 @@ def under_title(app, pagename, templatename, context, doctree):
         if link["reftarget"].rpartition(".")[0].endswith(f"/{name}")
     }
     context["packages"] = " ".join(PACKAGES)
+    context["module"] = MODULES.get(name)
     context["gpu_needs"] = gpu_needs.said(app.srcdir, name)
     links = app.builder.templates.render("downloads.html", context)
     title = "</h1>\n"

@@ -102,20 +102,34 @@ def _require_unchanged(session, results):
 def _drawn_from(figure, known):
     """The benchmark whose numbers a figure of the tutorial shows, or None.
 
-    Its picture (a heat map, say) must hold all of the benchmark's medians and
-    no other number: a name proves nothing.
+    Its picture, a heat map or bars, must hold all of the benchmark's medians
+    and no other number: a name proves nothing.
     """
     shown = {
-        float(value)
+        _nine_digits(number)
         for axes in figure.axes
-        for image in axes.get_images()
-        for value in image.get_array().compressed()
+        for number in _numbers(axes)
     }
     for results in known:
         medians = {row["median"] for row in results[0].rows} - {None}
-        if len(shown) > 1 and shown == medians:
+        if len(shown) > 1 and shown == set(map(_nine_digits, medians)):
             return results[0]
     return None
+
+
+def _nine_digits(number):
+    """matplotlib keeps the ends of a bar, and rounds its length."""
+    return f"{number:.9g}"
+
+
+def _numbers(axes):
+    """The numbers that maps and bars show."""
+    for image in axes.get_images():
+        yield from map(float, image.get_array().compressed())
+    for bars in axes.containers:
+        sideways = getattr(bars, "orientation", None) == "horizontal"
+        for bar in bars.patches if hasattr(bars, "patches") else ():
+            yield float(bar.get_width() if sideways else bar.get_height())
 
 
 def _picture(session, drawn, srcdir):

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels, of_page
-from conformance import AddNorm, AddNormCase, Page, takes_the_place
+from conformance import AddNorm, AddNormCase, Mistake, Page, takes_the_place
 from conformance.add_norm import STREAMS
+from conformance.page_files import below_zero
 
 
 def run(page, M, N, dtype):
@@ -23,9 +24,11 @@ def also(page, M, N, dtype):
     torch.autograd.grad(y, (x, b), dy)
     y, s = page.add_layer_norm(x, None, 24, w)
     torch.autograd.grad(y, (x, w), dy)
-    page.WAYS["both"](x, r, None, w, b)
+    page.two_kernels(x, r, (24,), w, b)
     for kernel in (page._sum_of_three, page._sum_of_three_1):
-        kernel[(5,)](x, w, r, s, 24, 32)
+        kernel[(5,)](x, w, r, s, 24, BLOCK=32)
+    for reads, writes in ((2, 2), (3, 1)):  # the ceilings of both passes
+        page._move[(5,)](x, y, 24, reads, writes, BLOCK_SIZE=4096)
 
 
 def wide(page, M, N, dtype):
@@ -43,6 +46,14 @@ SIZES = {
 }  # fmt: skip
 
 PUBLISHED = "2026-11-22"
+
+# The copy reads x and residual and writes s and y; backward it reads s, dy and
+# ds and writes one matrix.
+COPIES = {
+    "add-layer-norm-forward": (2, 2),
+    "add-layer-norm-wide": (2, 2),
+    "add-layer-norm-backward": (3, 1),
+}
 
 KERNELS = Kernels(
     run=run,
@@ -96,14 +107,15 @@ KERNELS = Kernels(
             "layer-norm/07-two-sweeps",
             "_layer_norm_fwd_sweeps",
             look="""
-            ``x``, here the sum, is loaded in two loops, the second time from a
-            cache if it is still there; all loads are by 16 bytes.
+            ``x``, here the sum, is loaded twice, the second time from a cache
+            if it is still there; all loads are by 16 bytes. A row of 4096
+            columns is a single tile. At 14336 look for the two loops.
             """,
-            # As it was measured, without a load before the loop.
             true=lambda code: [
                 len(code.lines("load")) == 4,
                 code.narrow("load") == 0,
             ],
+            true_at={14336: lambda code: [len(code.lines("load")) == 5]},
         ),
         **of_page(
             "layer-norm/07-two-sweeps",
@@ -137,6 +149,41 @@ def y_is_of_the_rounded_sum(load):
     assert (y - F.layer_norm(s.double(), (40,))).norm() < 2**-11 * y.norm()
 
 
+def tiny_rows(load):
+    """Without eps the cube of rstd is more than float32 holds, and dx is
+    not."""
+    page = load()
+    x, r, w, _, dy, _ = given(page)
+    results = []
+    for function, kind in (
+        (page.add_layer_norm, torch.float32),
+        (page.pytorch, torch.float64),
+    ):
+        tensors = [1e-13 * x, 1e-13 * (r + 2.3), w]
+        tensors = [t.detach().to(kind).requires_grad_() for t in tensors]
+        y, _ = function(*tensors[:2], (40,), tensors[2], None, 0.0)
+        results.append(torch.autograd.grad(y, tensors, dy.to(kind)))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+def negative_eps(load):
+    page = load()
+    x = torch.ones(2, 8, device=page.DEVICE)
+    try:
+        page.add_layer_norm(x, x, 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
+
+
+def endless_row(ones):
+    """2**30 + 1 columns that take no memory."""
+    x = ones(1).expand(1, 2**30 + 1)
+    return x, x, 2**30 + 1
+
+
 # Both sides of each step of the formulas.
 STEPS = (1, 31, 512, 1000, 1024, 1025, 2048, 4096, 4104, 8192, 8200, 10240)
 STEPS += (12288, 14336)
@@ -145,16 +192,12 @@ PAGE = Page(
     AddNorm(),
     {"add_layer_norm": lambda page: page.add_layer_norm},
     # Few programs in the second kernel.
-    quick=(
-        ("(triton.cdiv(2 * N, 16),)", "(triton.cdiv(2 * N, 256),)"),
-        ("2 * N, rows, 16, EARLY", "2 * N, rows, 256, EARLY"),
-    ),
+    quick=(("columns_per_program = 16", "columns_per_program = 256"),),
     forms={
         # Chunks of 16 columns, so that narrow rows have several, and each
         # program has several tiles.
         "small": (
-            ("chunk = min(512 // itemsize * warps,", "chunk = min(2 * warps,"),
-            ("1024 // itemsize * warps // chunk, 8", "8 * warps // chunk, 8"),
+            ("lanes = 512 // itemsize * warps", "lanes = 4 * warps"),
             ("if ON_GPU else 4", "if ON_GPU else 1"),
         ),
         "wide": (),
@@ -194,7 +237,12 @@ PAGE = Page(
         *(at(2048, N, HALF) for N in (1024, 4608, 12288)),
         at(512, 20480, HALF),
     ),
+    mistakes=(
+        *below_zero(lambda x: (x, x)),
+        Mistake(ValueError, "1073741825 .*1073741824", endless_row),
+    ),
     trains=("add_layer_norm",),
+    elsewhere="is on cuda:1: not the current one",
     huge=(8192,),
     sanitizers=("memcheck", "racecheck"),
     sanitized=(
@@ -204,7 +252,7 @@ PAGE = Page(
     prints={
         "Timing needs a GPU": 3,
         "y is right: True": 1,
-        ": right": 2,
+        "each element is right": 4,
         "\n120 sums are wrong": 1,  # the stub
         "\n0 sums are wrong": 1,
     },
@@ -218,32 +266,42 @@ PAGE = Page(
             "d = tl.where(mask, s.to(acc) - mean, 0)",
             "d = s.to(acc) - mean",
         ),
-        "ds forgotten": (
-            "g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)",
-            "g += 0.0",
-        ),
+        "ds forgotten": ("dx += ds.to(dx.dtype)", "dx += 0.0"),
         "ds of another row": ("ds_ptr + at", "ds_ptr + at - start"),
-        "c1 dropped": ("(d * c1 + c2)", "c2"),
-        "c2 dropped": ("(d * c1 + c2)", "d * c1"),
-        "w dropped": ("rstd * w.to(acc)", "rstd"),
-        "sums of the last tile": ("(dbs[c] + dy,)", "(dy,)"),
-        "one buffer for all": ("tl.program_id(0) * 2 * N", "0"),
-        "one tile a program": ("(0) * ROWS, M, tl", "(0) * ROWS, 4, tl"),
+        "c1 dropped": ("wdy - (d * c1 + c2)", "wdy - c2"),
+        "c2 dropped": ("wdy - (d * c1 + c2)", "wdy - d * c1"),
+        "w dropped": ("wdy = scaled * w.to(mean.dtype)", "wdy = scaled"),
+        "sums of the last tile": ("(dbs[c] + db,)", "(db,)"),
+        "one buffer for all": ("ptr += tl.program_id(0) * 2 * N", "ptr += 0"),
+        "one tile a program": (
+            "        M,\n        tl.num_programs(0) * ROWS,",
+            "        4,\n        tl.num_programs(0) * ROWS,",
+        ),
         "y in the type of s": (
-            "y, plan = torch.empty_like(x)",
-            "y, plan = torch.empty_like(r)",
+            "    y = torch.empty_like(x)\n    s = None",
+            "    y = torch.empty_like(r)\n    s = None",
         ),
-        "no gradient for the residual": ("zip((dx, dx,", "zip((dx, 0 * dx,"),
+        "no gradient for the residual": (
+            "dresidual = dx",
+            "dresidual = 0 * dx",
+        ),
         "gradients with strides of their own": (
-            "t.reshape(s.shape).contiguous()",
-            "t.reshape(s.shape)",
+            "ds = rows_or_none(ds, N)",
+            "ds = ds if ds is None else ds.reshape(-1, N)",
         ),
+        "rstd cubed": (
+            "sum1[:, None] * rstd * rstd * rstd / N",
+            "sum1[:, None] * (rstd * rstd * rstd / N)",
+        ),
+        "any eps": ("if not eps >= 0:", "if False:"),
     },
     kills=(
         at(40, 24),
         at(3, 40, HALF, SINGLE),
         at(3, 24, dy="one number", ds="columns"),
         y_is_of_the_rounded_sum,
+        tiny_rows,
+        negative_eps,
     ),
 )
 
@@ -311,20 +369,209 @@ def test_formulas_answer_for_every_width(unedited, itemsize):
 
 def test_both_ways_agree(page):
     x, r, w, b, *_ = given(page)
-    (y, s, *_), (z, *_) = (
-        page.WAYS[name](x, r, None, w, b) for name in ("triton", "both")
+    (y, s, *_), (z, total) = (
+        way(x, r, (40,), w, b) for way in (page.one_kernel, page.two_kernels)
     )
     torch.testing.assert_close(y, z)
-    assert torch.equal(s, x + r)
+    assert torch.equal(s, x + r) and torch.equal(total, s)
 
 
-def test_the_chain_is_pytorch(page):
+def test_what_pytorch_computes(page):
     x, r, w, b, *_ = given(page)
-    y, s = page.chain(x, r, (40,), w, b)
+    y, s = page.pytorch(x, r, (40,), w, b)
     assert torch.equal(s, x + r)
     assert torch.equal(y, F.layer_norm(s, (40,), w, b))
+
+
+def test_tiny_rows(load):
+    tiny_rows(load)
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    moved = []
+
+    def speed(bytes_moved, prepare):
+        prepare()()
+        moved.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = PAGE.load("wide")
+    page.ON_GPU, page.speed = True, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    for benchmark in (page.bench_forward, page.bench_backward):
+        bench = benchmark.benchmarks
+        for provider in bench.line_vals:
+            del moved[:]
+            values = {"M": 5, "N": 24, "provider": provider}
+            assert benchmark.fn(**bench.args | values) == (2, 1, 3)
+            times = 6 if provider == "copy" else 1
+            if provider == "torch.compile":  # both passes, before backward
+                times = 2 if bench.args["mode"] == "forward" else 0
+            assert moved == times * [4 * 5 * 24 * 2]
+    bench = page.bench_wide.benchmarks
+    for provider in ("triton", "torch", "copy"):
+        values = {"M": 2, "N": 24, "provider": provider}
+        assert page.bench_wide.fn(**bench.args | values) == (2, 1, 3)
+        assert moved[-1] == 4 * 2 * 24 * 2
 
 
 def test_exercise(page):
     assert not page.exercise_1(page._sum_of_three)
     assert page.exercise_1(page._sum_of_three_1)
+
+
+FACTS = {
+    "or 80%, of its speed": "4 matrices over 5",
+    "We have counted 80%": "the same",
+    "it is four of 5, or 80%": "the same",
+    "or 67%, of the speed of one": "4 matrices over 6",
+    "we have counted 67%": "the same",
+    "Four of 6 is 67%": "the same",
+    "Four of 8 is 50%": "4 matrices over 8",
+}
+
+
+def from_to(shares):
+    return f"{shares.least}% to {shares.most}%"
+
+
+def forward_figure(figure):
+    of = figure("add-layer-norm-forward", "H200")
+    one, two, pytorch, compiled, flash = (
+        from_to(of.shares(name))
+        for name in ("triton", "both", "torch", "torch.compile", "flash")
+    )
+    yield (
+        f"On the H200 one kernel reaches {one} of the copy, two kernels reach "
+        f"{two}, PyTorch reaches {pytorch}, torch.compile reaches {compiled}, "
+        f"and flash-attn's function reaches {flash}."
+    )
+    over_torch, over_compiled = (
+        of.ratios("triton", name) for name in ("torch", "torch.compile")
+    )
+    assert over_compiled.least > 1
+    near = [of.ratio("triton", "flash", N) for N in (4096, 8192)]
+    apart = max(100 * abs(ratio - 1) for ratio in near)
+    yield f"at 4096 and 8192 columns, within {apart:.0f}%."
+    yield (
+        f"Forward, ours is {over_torch.least} to {over_torch.most} times as "
+        f"fast as PyTorch, and {over_compiled.least} to {over_compiled.most} "
+        "times as fast as torch.compile."
+    )
+    part = {N: 100 * of.ratio("both", "triton", N) for N in of.medians["both"]}
+    assert min(part, key=part.get) == 1024
+    yield (
+        f"Two kernels reach {min(part.values()):.0f}% to "
+        f"{max(part.values()):.0f}% of the speed of one."
+    )
+    away = max(abs(part[N] - 80) for N in part if N > 1024)
+    assert away < abs(part[1024] - 80)
+    yield f"At the other widths they are at most {away:.0f} points away,"
+
+
+def backward_figure(figure):
+    whole = figure("add-layer-norm-backward", "H200")
+    of = whole.between(0, 12288)
+    one, two, pytorch, compiled, flash = (
+        from_to(of.shares(name))
+        for name in ("triton", "both", "torch", "torch.compile", "flash")
+    )
+    yield (
+        f"On the H200, up to 12288 columns, one kernel reaches {one} of the "
+        f"copy, two kernels reach {two}, PyTorch reaches {pytorch}, "
+        f"torch.compile reaches {compiled}, and flash-attn's function reaches "
+        f"{flash}."
+    )
+    over_torch, over_compiled = (
+        of.ratios("triton", name) for name in ("torch", "torch.compile")
+    )
+    yield (
+        f"Backward, ours is {over_torch.least} to {over_torch.most} times as "
+        f"fast as PyTorch there, and {over_compiled.least} to "
+        f"{over_compiled.most} times as fast as torch.compile."
+    )
+    ours, theirs = (
+        [whole.share(name, N) for N in (16384, 32768)]
+        for name in ("triton", "torch.compile")
+    )
+    # What "where a library is better" says of the wide rows.
+    assert ours[0] < theirs[0] and ours[1] > theirs[1]
+    assert max(ours) <= 51, "four of eight, and the noise"
+    yield (
+        f"At 16384 and 32768 columns our two steps reach {ours[0]}% and "
+        f"{ours[1]}%, and torch.compile reaches {theirs[0]}% and {theirs[1]}%."
+    )
+    part = {
+        N: 100 * of.ratio("both", "triton", N)
+        for N in (1024, 4096, 5120, 8192, 12288)
+    }
+    wide = [part[N] for N in part if N > 1024]
+    assert part[1024] > max(wide) + 5
+    yield (
+        f"From 4096 columns on, two kernels reach {min(wide):.0f}% to "
+        f"{max(wide):.0f}% of the speed of one, and we have counted 67%. At "
+        f"1024 columns they reach {part[1024]:.0f}%: there one kernel is at "
+        f"{of.share('triton', 1024)}% of the copy itself,"
+    )
+
+
+def ladder(figure):
+    forward = figure("add-layer-norm-forward", "H200")
+    backward = figure("add-layer-norm-backward", "H200")
+    names = "torch", "both", "torch.compile", "triton"
+    pytorch, two, compiled, one = (forward.share(name, 4096) for name in names)
+    yield (
+        "- **PyTorch**, an addition and a layer norm, moves 5 and reaches "
+        f"{pytorch}%. - **An addition and our layer norm** move 5 and reach "
+        f"{two}%. - **torch.compile**, which fuses both, reaches {compiled}%. "
+        f"- **One kernel** moves 4 and reaches {one}%."
+    )
+    pytorch, two, compiled, one = (
+        backward.share(name, 4096) for name in names
+    )
+    yield (
+        f"- **PyTorch**, a layer norm and an addition, reaches {pytorch}%. "
+        f"- **Our layer norm and an addition** move 6 and reach {two}%. "
+        f"- **torch.compile** reaches {compiled}%. "
+        f"- **One kernel** moves 4 and reaches {one}%."
+    )
+
+
+def CLAIMS(figure):
+    yield from ladder(figure)
+    yield from forward_figure(figure)
+
+    of = figure("add-layer-norm-sectors", "H200")
+    moved = [
+        of.all_medians(name)
+        for name in ("triton", "backward one", "forward both", "backward both")
+    ]
+    one, back, two, back_two = (
+        f"{min(each):.2f} to {max(each):.2f}" for each in moved
+    )
+    yield (
+        f"On the H200 one kernel moves {one} times the four matrices forward, "
+        f"and {back} times backward. Two kernels move {two} times forward, "
+        f"and {back_two} times backward."
+    )
+
+    yield from backward_figure(figure)
+
+    of = figure("add-layer-norm-wide", "H200")
+    ours, compiled, flash = (
+        [of.share(name, N) for N in (16384, 32768)]
+        for name in ("triton", "torch.compile", "flash")
+    )
+    assert abs(ours[0] - 80) < 3, "all of the second sweep"
+    assert 67 < ours[1] < 79, "a part of it"
+    assert min(*compiled, *flash) > max(ours)
+    yield (
+        f"On the H200 our two steps reach {ours[0]}% and {ours[1]}% of the "
+        "copy at 16384 and 32768 columns. torch.compile reaches "
+        f"{compiled[0]}% and {compiled[1]}%, and flash-attn's function "
+        f"reaches {flash[0]}% and {flash[1]}%."
+    )

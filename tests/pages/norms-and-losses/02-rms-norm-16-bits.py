@@ -1,9 +1,13 @@
 """What must hold of the page "RMS norm in 16 bits"."""
 
+import re
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Mistake, Page, RmsNorm, takes_the_place, too_wide
 from conformance.add_norm import STREAMS
@@ -24,6 +28,8 @@ def also(page, M, N, dtype):
         )
     for kernel in (page._add_norm, page._add_norm_1):
         kernel[(8,)](x.half(), x.half(), x.half(), x.float(), N=64)
+    for reads in (1, 2):  # the ceiling
+        page._move[(5,)](x, x, 2500, reads, 1, BLOCK_SIZE=4096)
 
 
 def alone(page, M, N, dtype):
@@ -114,13 +120,33 @@ def a_small_weight_and_its_offset(load):
 def two_gradients_of_two_types(load):
     """That of x is the other, rounded."""
     page = load()
-    out = page.results(
-        lambda *t: page.add_rms_norm(*t[:2], 75, t[2], 1e-6),
-        *page.inputs(5, 75, HALF, SINGLE),
-    )
-    exact = out[3].half()
-    assert (out[2] - exact).abs().max() == 0
-    assert not torch.equal(out[3], exact.float())
+    x, residual, w, dy, ds = page.inputs(5, 75, HALF, SINGLE)
+    out = page.add_rms_norm(x, residual, 75, w, 1e-6)
+    dx, dresidual = torch.autograd.grad(out, (x, residual), (dy, ds))
+    rounded = dresidual.half()
+    assert (dx - rounded).abs().max() == 0
+    assert not torch.equal(dresidual, rounded.float())
+
+
+def tiny_rows(load):
+    """Without eps the cube of rstd is more than float32 holds, and dx is
+    not."""
+    page = load()
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 19, 40, device=page.DEVICE)
+    w = torch.rand(40, device=page.DEVICE)
+    x = 1e-13 * x
+    results = []
+    for function, kind in (
+        (page.rms_norm, SINGLE),
+        (F.rms_norm, torch.float64),
+    ):
+        given = [t.to(kind).requires_grad_() for t in (x, w)]
+        y = function(given[0], (40,), given[1], 0.0)
+        results.append((y, *torch.autograd.grad(y, given, dy.to(kind))))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
 
 
 def bits_of_gemma(load):
@@ -132,6 +158,189 @@ def bits_of_gemma(load):
     assert (y == expected).double().mean() > 0.97
 
 
+def negative_eps(load):
+    page = load()
+    try:
+        page.rms_norm(torch.ones(2, 8, device=page.DEVICE), 8, eps=-1e-5)
+    except ValueError:
+        return
+    raise AssertionError("a negative eps is taken")
+
+
+CARD = "H200"
+MODES = {"forward": "rms-norm-16-bits-forward"}
+MODES["backward"] = "rms-norm-16-bits-backward"
+
+
+def from_to(shares):
+    return f"{shares.least}% to {shares.most}%"
+
+
+def errors(figure):
+    of = figure("rms-norm-casting", CARD)
+    ratios = {}
+    for casting in ("llama", "none"):
+        for dtype in ("float16", "bfloat16"):
+            ratio = of.median("triton", f"{dtype} {casting}") / of.median(
+                "triton", f"{dtype} gemma"
+            )
+            ratio.rounding = ".2f"
+            ratios[casting, dtype] = ratio
+            # "Our kernel and PyTorch's steps have the same errors."
+            theirs = of.median("torch", f"{dtype} {casting}")
+            ours = of.median("triton", f"{dtype} {casting}")
+            assert 0.98 < ours / theirs < 1.02
+    # "As expected", of two roundings and of three.
+    assert all(1.38 < ratios["llama", each] < 1.44 for each in TYPES)
+    assert all(1.6 < ratios["none", each] < 2 for each in TYPES)
+    # "Eight times as small", and the drawing of the stream has this number.
+    once = [of.median("triton", f"{each} gemma") for each in TYPES]
+    assert 7.9 < once[1] / once[0] < 8.1
+    assert 0.00164 < once[1] < 0.00168
+    yield (
+        f"On the H200 the error of ``llama`` is {ratios['llama', 'float16']} "
+        "times that of ``gemma`` in float16, and "
+        f"{ratios['llama', 'bfloat16']} times in bfloat16. That of ``none`` "
+        f"is {ratios['none', 'float16']} and {ratios['none', 'bfloat16']} "
+        "times as large."
+    )
+
+
+def both_figures(figure):
+    of = {mode: figure(name, CARD) for mode, name in MODES.items()}
+    shares = {
+        (mode, each): from_to(of[mode].shares(each))
+        for mode in MODES
+        for each in (
+            "triton", "llama", "torch", "torch.compile", "quack", "steps"
+        )
+    }  # fmt: skip
+    # Both modes move the same bytes.
+    for mode in MODES:
+        ahead = of[mode].ratios("llama", "triton")
+        assert ahead.least > 0.96 and ahead.most < 1.04
+        assert of[mode].ratios("triton", "steps").least > 1.5  # "slow"
+    for mode, subject in (("forward", "kernel"), ("backward", "pass")):
+        whose = {"kernel": "our kernel", "pass": "our backward pass"}[subject]
+        copy = {"forward": "a copy", "backward": "the copy"}[mode]
+        yield (
+            f"On the H200 {whose} reaches {shares[mode, 'triton']} of {copy} "
+            f"with ``gemma``, and {shares[mode, 'llama']} with ``llama``. "
+            f"{mode.capitalize()}, PyTorch reaches {shares[mode, 'torch']}, "
+            f"torch.compile {shares[mode, 'torch.compile']}, and quack "
+            f"{shares[mode, 'quack']}. The steps reach "
+            f"{shares[mode, 'steps']}."
+        )
+    forward = of["forward"]
+    ahead = forward.ratios("llama", "triton")
+    assert ahead.least > 1  # "at all widths", and so the most is the most
+    most = 100 * (ahead.most - 1)
+    most.rounding = ".1f"
+    yield f"and they differ by {most}% at most."
+    at_8192 = {
+        each: forward.share(each, 8192)
+        for each in ("triton", "torch.compile", "quack")
+    }
+    yield (
+        f"At 8192 columns our kernel falls to {at_8192['triton']}% of the "
+        f"copy, where torch.compile reaches {at_8192['torch.compile']}% and "
+        f"quack {at_8192['quack']}%."
+    )
+    for rival in ("torch.compile", "quack"):
+        # "A little ahead" at 1024 columns, and behind in between.
+        assert 1 < forward.ratio(rival, "triton", 1024) < 1.03
+        for N in (2048, 4096, 5120):
+            assert forward.ratio("triton", rival, N) > 1
+    best = forward.ratio("torch.compile", "triton", 8192)
+    best.rounding = ".2f"
+    yield (
+        f"**A forward pass of 8192 columns** is {best} times as fast with "
+        "torch.compile as with our kernel."
+    )
+    # "What the libraries lose in this pass."
+    for rival in ("torch", "torch.compile", "quack"):
+        assert of["backward"].ratios("triton", rival).least > 1
+    backward = of["backward"]
+    # "Falls where rows are narrow".
+    assert backward.shares("triton").least == backward.share("triton", 1024)
+    us = backward.us("triton", 1024, matrices=3)
+    yield f"At 1024 columns both together take {us:.0f} µs."
+    yield (
+        "3 backward. It reaches "
+        f"{shares['forward', 'triton']} of a copy forward, and "
+        f"{shares['backward', 'triton']} backward."
+    )
+    yield (
+        f"the same bytes. {shares['forward', 'llama']} forward, and "
+        f"{shares['backward', 'llama']} backward. The error of ``y``"
+    )
+    yield (
+        f"a kernel a step. {shares['forward', 'steps']} forward, and "
+        f"{shares['backward', 'steps']} backward."
+    )
+
+
+def stream(figure):
+    of = figure("rms-norm-stream", CARD)
+    longer = of.ratios("triton", "float32")
+    # Near the 28 bytes of 16 where rows are wide, and at most that.
+    assert longer.least > 1.2 and longer.most <= 1.85
+    assert longer[0] == longer.least  # 1024 columns
+    times = [of.median(each, 8192) for each in ("float32", "triton")]
+    yield (
+        f"On the H200 both passes take {longer.least} to {longer.most} times "
+        "as long with a stream in float32: at 8192 columns, "
+        f"{times[0]:.0f} µs instead of {times[1]:.0f}."
+    )
+    yield f"and {longer.least} to {longer.most} times the time. Its error"
+
+
+def block(figure):
+    of = figure("rms-norm-llama", CARD)
+    times = {
+        N: [of.median(each, N) for each in ("triton", "steps", COMPILED)]
+        for N in (1024, 4096)
+    }
+    yield (
+        "On the H200 a block of 1024 columns takes {:.0f} µs with our "
+        "module, {:.0f} µs with the steps, and {:.0f} µs compiled."
+    ).format(*times[1024])
+    yield ("At 4096 columns it takes {:.0f}, {:.0f} and {:.0f} µs.").format(
+        *times[4096]
+    )
+    gains = [of.ratio("triton", "steps", N) for N in (1024, 4096)]
+    # "So the share of the norms falls", and a compiled block is ahead.
+    assert gains[0] > gains[1] > 1
+    assert of.ratios(COMPILED, "triton").least >= 1
+    yield (
+        f"Our module makes the block {gains[0]:.2f} times as fast as the "
+        f"steps at 1024 columns, and {gains[1]:.2f} times at 4096."
+    )
+
+
+TYPES = ("float16", "bfloat16")
+COMPILED = "torch.compile"
+
+
+def CLAIMS(figure):
+    yield from errors(figure)
+    yield from both_figures(figure)
+    yield from stream(figure)
+    yield from block(figure)
+
+
+# Numbers with a unit that nothing has measured, and why they are right.
+FACTS = {
+    "or 1.41 times as large": "the square root of 2",
+    "make 1.41 times the error of one": "the square root of 2",
+    "``y`` is 1.41 times as large": "the square root of 2, as measured",
+    "it would make 1.73 times": "the square root of 3",
+    "we expect 1.75 times the time": "28 bytes of 16",
+    "Bytes explain 1.75 times": "28 bytes of 16",
+    "errors eight times as small": "three bits; CLAIMS asserts it",
+    "last sum is about 1%": "a test of the page asserts it",
+}
+
 PAGE = Page(
     __file__,
     RmsNorm(more=(("offset", (0.0, 1.0)),)),
@@ -141,12 +350,12 @@ PAGE = Page(
         # program has several rows.
         "small": (
             (
-                "chunk = min(512 // x.itemsize * warps, "
+                "chunk = min(512 // sizes[0] * warps, "
                 "triton.next_power_of_2(N))",
                 "chunk = 16",
             ),
             (
-                "chunk = min(512 // dy.itemsize * warps, "
+                "chunk = min(512 // sizes[1] * warps, "
                 "triton.next_power_of_2(N))",
                 "chunk = 16",
             ),
@@ -176,10 +385,11 @@ PAGE = Page(
         too_wide(4097, "4097 columns.* 4096", lambda x: (x, None)),
         Mistake(
             ValueError,
-            "casting bert",
+            "casting is bert",
             lambda ones: (ones(2, 8), ones(2, 8), 8, None, 0, "bert"),
         ),
     ),
+    elsewhere="is on cuda:1: not the current one",
     repeatable=("rms_norm",),
     repeated=tuple(
         at(512, N, HALF, stream=SINGLE) for N in (1000, 4096, 8192)
@@ -210,12 +420,17 @@ PAGE = Page(
         ),
         "ds dropped": ('_load(ds_ptr + at, c, N, CHUNK, "").to(acc)', "0"),
         "the sum is not rounded": (
-            "(s.to(acc) + more[c].to(acc)).to(more[c].dtype)",
-            "s.to(acc) + more[c].to(acc)",
+            "(s.to(acc) + residuals[c].to(acc)).to(residuals[c].dtype)",
+            "s.to(acc) + residuals[c].to(acc)",
         ),
         "store without mask": ("col, value, mask=col < N", "col, value"),
         "sums of the last row": ("(dws[c] + scaled * s,)", "(scaled * s,)"),
-        "dr in the type of x": ("None if s.dtype == dy.dtype", "None if True"),
+        "the cube of rstd": (
+            "tl.sum(total) / N * rstd * rstd * rstd",
+            "tl.sum(total) / N * (rstd * rstd * rstd)",
+        ),
+        "a negative eps": ("if not eps >= 0:", "if False:"),
+        "dr in the type of x": ("if s.dtype != dy.dtype:", "if False:"),
     },
     kills=(
         at(19, 43, HALF, stream=SINGLE, offset=1.0),
@@ -225,6 +440,8 @@ PAGE = Page(
         a_small_weight_and_its_offset,
         two_gradients_of_two_types,
         bits_of_gemma,
+        tiny_rows,
+        negative_eps,
     ),
 )
 
@@ -303,6 +520,128 @@ def test_loss_of_the_module(output):
     assert abs(ours - theirs) < 1e-5 * theirs
 
 
+def test_the_row_of_the_page(page, output):
+    """What can be found by hand is what the page prints, and what a sum of
+    fractions gives."""
+    row = [Fraction(7), Fraction(24), Fraction(0), Fraction(0)]
+    assert sum(x * x for x in row) / 4 == Fraction("12.5") ** 2
+    exact = row[0] / Fraction("12.5")
+    assert exact == Fraction("0.56") and exact * 256 == Fraction("143.36")
+    assert exact * Fraction("1.75") * 256 == Fraction("250.88")
+    by_hand = {
+        "gemma": round(Fraction("250.88")),
+        "llama": round(143 * Fraction("1.75")),
+        "none": round(144 * Fraction("1.75")),
+    }
+    assert round(Fraction(7 * 164, 8)) == 144  # 143.5, to the even one
+    for casting, steps in by_hand.items():
+        assert f"{casting}: {steps} / 256" in output.splitlines()
+    # The table of models has the same numbers.
+    assert output.count("251/256") == 3 and output.count("250/256") == 1
+
+
+def test_the_bits_of_the_steps(output):
+    shares = re.findall(r"(\w+): (\d+)% of y have the bits", output)
+    assert [casting for casting, _ in shares] == ["gemma", "llama", "none"]
+    gemma, llama, none = (int(share) for _, share in shares)
+    assert min(gemma, llama) > 97 and none > 80
+
+
+def test_one_wrong_element_is_found(page, monkeypatch):
+    """The check of the page fails for each result and each mode."""
+    right = page.add_rms_norm
+
+    def with_a_fault(which):
+        def wrong(*args):
+            results = list(right(*args))
+            fault = torch.zeros_like(results[which])
+            fault[3, 7] = 0.01
+            results[which] = results[which] + fault
+            return results
+
+        return wrong
+
+    page.check(9, 200, HALF, HALF, "gemma")
+    for casting in page.CASTINGS:
+        for which in range(2):
+            monkeypatch.setattr(page, "add_rms_norm", with_a_fault(which))
+            with pytest.raises(AssertionError):
+                page.check(9, 200, HALF, HALF, casting)
+
+
+def test_a_power_of_two_rounds_nothing(page):
+    """With such weights gemma and llama have the same bits, in any row."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 200).bfloat16()
+    for w in (1.0, 2.0, 0.5):
+        weight = torch.full((200,), w).bfloat16()
+        one, two = (
+            page.in_torch(x, weight, 1e-6, casting)
+            for casting in ("gemma", "llama")
+        )
+        assert torch.equal(one, two)
+
+
+def test_the_error_of_a_stream(output):
+    """What prose says of 64 additions, and the line that it computes."""
+    found = re.findall(r"(\d+) added: bfloat16 (\S+), float32 (\S+)", output)
+    errors = {int(k): (float(half), float(one)) for k, half, one in found}
+    assert list(errors) == [1, 4, 16, 64]
+    for count in (4, 16, 64):
+        half, single = errors[count]
+        assert 0.8 < half / (0.00166 * (count / 2) ** 0.5) < 1.2
+        assert single < 1e-8
+    assert 0.009 < errors[64][0] < 0.0105  # "about 1%"
+
+
+@pytest.mark.cpu
+def test_every_line_of_the_figures_measures_what_it_says():
+    """A call of each provider, at one size: it moves what is counted."""
+    calls = []
+
+    def device_time(prepare):
+        prepare()()
+        calls.append(None)
+        return 2.0, 1.0, 3.0
+
+    def speed(bytes_moved, prepare):
+        prepare()()
+        calls.append(bytes_moved)
+        return 2.0, 1.0, 3.0
+
+    page = tutorial.load(PAGE.name)
+    page.ON_GPU, page.device_time, page.speed = True, device_time, speed
+    page.best_of_three_compilations = lambda function, measure: measure(
+        function
+    )
+    matrix = 3 * 264 * 2
+    for benchmark, matrices in (
+        (page.bench_forward, 2),
+        (page.bench_backward, 3),
+    ):
+        bench = benchmark.benchmarks
+        for provider in bench.line_vals:
+            if provider == "quack":  # another GPU's library
+                continue
+            page.compiled_speeds.cache_clear()
+            del calls[:]
+            values = {"M": 3, "N": 264, "provider": provider}
+            assert benchmark.fn(**bench.args | values) == (2.0, 1.0, 3.0)
+            if provider == "torch.compile":  # both passes at once
+                assert calls == [2 * matrix, 3 * matrix]
+                continue
+            tiles = 6 if provider == "copy" else 1
+            assert calls == tiles * [matrices * matrix]
+    bench = page.bench_stream.benchmarks
+    for provider in bench.line_vals:
+        values = {"M": 3, "N": 264, "provider": provider}
+        assert page.bench_stream.fn(**bench.args | values) == (2.0, 1.0, 3.0)
+    bench = page.bench_block.benchmarks
+    for provider in ("triton", "steps"):
+        values = {"M": 16, "N": 64, "provider": provider}
+        assert page.bench_block.fn(**bench.args | values) == (2.0, 1.0, 3.0)
+
+
 def test_exercise(output):
     stub, solution = (
         float(line.rpartition(" ")[2])
@@ -310,6 +649,7 @@ def test_exercise(output):
         if "error of y before" in line
     )
     assert stub > 1e-5 > 1e-6 > solution
+    assert "right: False" in output
 
 
 @pytest.mark.gpu
