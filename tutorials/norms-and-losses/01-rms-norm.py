@@ -111,30 +111,15 @@ plt.show()
 # Each of these is a matrix of M rows and N columns. In two steps, the sum is
 # written by the first and read again by the second:
 #
-# .. list-table::
-#    :header-rows: 1
-#
-#    * - pass
-#      - in two steps
-#      - in one kernel
-#    * - forward, the addition
-#      - reads x and residual, writes s
-#      - reads x and residual, writes s and y
-#    * - forward, the norm
-#      - reads s, writes y
-#      - (the same kernel)
-#    * - forward, matrices
-#      - 5
-#      - 4
-#    * - backward, the norm
-#      - reads dy and s, writes a gradient
-#      - reads dy, s and ds, writes dx
-#    * - backward, the addition
-#      - reads that gradient and ds, writes dx
-#      - (the same kernel)
-#    * - backward, matrices
-#      - 6
-#      - 4
+# - **Forward, in two steps**, the addition reads ``x`` and the residual, and
+#   writes ``s``. The norm reads ``s`` and writes ``y``. That makes 5 matrices.
+# - **Forward, in one kernel**, ``x`` and the residual are read, and ``s`` and
+#   ``y`` are written. That makes 4.
+# - **Backward, in two steps**, the norm reads ``dy`` and ``s``, and writes a
+#   gradient. The addition reads that gradient and ``ds``, and writes ``dx``.
+#   That makes 6.
+# - **Backward, in one kernel**, ``s``, ``dy`` and ``ds`` are read, and ``dx``
+#   is written. That makes 4.
 #
 # A memory-bound kernel takes as long as its bytes. If that is all, one kernel
 # is 1.25 times as fast as two steps forward, and 1.5 times backward.
