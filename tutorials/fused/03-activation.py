@@ -405,8 +405,8 @@ def _load_chunks(
 # The values stay in float32, which takes twice the registers of ``x`` in 16
 # bits. There are two other ways. We could round the values to 16 bits, as
 # PyTorch does between its two functions, and lose some of their accuracy. Or
-# we could keep ``x`` and compute the values again each time, so that the
-# function would cost two or three times as much.
+# we could keep ``x`` and compute the values anew for the mean, for the
+# variance and for ``y``, and pay for the function each time.
 
 
 @triton.jit
