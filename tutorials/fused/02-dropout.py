@@ -448,8 +448,9 @@ report(bench_dropout)
 # Shared by four, a column costs 5. At 16384 columns a call for each takes
 # 196.3 µs, and a quarter of that is 49.1 µs. The copy takes 65.0 µs there, and
 # our dropout 69.1 µs, so most of the arithmetic is hidden: programs that
-# compute and programs that wait for memory share an SM. The 87% stand at 1024
-# columns, where dropout takes 0.8 µs more than a copy of 5.3 µs.
+# compute and programs that wait for memory share an SM. The lowest share, 87%,
+# is that of 1024 columns, where dropout takes 0.8 µs more than the copy, which
+# takes 5.3 µs.
 # PyTorch moves 2.5 units where we move 2. That alone would leave it 80% of the
 # copy. We have not looked into where the rest goes.
 #
@@ -1387,7 +1388,7 @@ report(bench_forward)
 # the four words. The figure before shows what that costs: dropout alone, with
 # a call for each column, took 53% to 65% of the time that torch.compile takes
 # here at the same width. We have not looked into the rest, nor into why
-# torch.compile is slowest at 5120 columns.
+# torch.compile reaches least at 5120 columns.
 #
 # **What follows.**
 # What dropout costs in our kernel is the difference between its two lines: 2%
