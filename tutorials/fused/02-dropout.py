@@ -6,8 +6,8 @@ How does the backward pass know what dropout has dropped, if nobody wrote it
 down?
 It draws the same random bits again, from a generator that has no state.
 
-A transformer may drop a share :math:`p` of what it adds to the stream:
-:math:`s = \mathrm{dropout}(x) + residual`.
+A transformer may drop a share :math:`p` of what it adds to its residual
+stream: :math:`s = \mathrm{dropout}(x) + residual`.
 We draw the bits in the kernel that adds and normalizes, and draw them a second
 time in its backward pass.
 
@@ -80,8 +80,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # the matrix: whoever knows both gets the same numbers, in any order and on any
 # thread.
 #
-# One call returns four words of 32 bits, so we let four neighboring columns
-# share it. In the picture, each box of four columns is one call.
+# One call returns four words of 32 bits, so we let four neighboring columns, a
+# *group*, share it. In the picture, each box is a group, and needs one call.
+# Its counter is the row and the number of the group in that row.
 
 # %%
 
@@ -105,9 +106,13 @@ plt.axis("off")
 plt.show()
 
 # %%
-# Here is one call in plain Python. Each of its ten rounds multiplies two
-# words, which gives 64 bits for each, takes the upper and the lower half, and
-# mixes in the key. The four constants are those of its inventors.
+# Here is one call in plain Python. The key is two words of 32 bits, the halves
+# of a seed of 64 bits. The counter is four words: we use two of them, for the
+# group and the row, and leave the other two at 0.
+# Each of the ten rounds multiplies two words of the counter by constants. Each
+# product has 64 bits: its upper half is mixed with another word and the key,
+# and its lower half becomes a word as it is. The four constants are those of
+# Philox's inventors.
 
 
 def philox(seed, row, group):
@@ -139,12 +144,12 @@ print("words / 2**32:", *(f"{word / 2**32:.3f}" for word in words))
 # Divided by :math:`2^{32}`, the four words of seed 7 at the first four columns
 # of row 0 are 0.955, 0.750, 0.114 and 0.086. With :math:`p = 0.25` we drop
 # what is below 0.25: the third and the fourth column. The other two are kept,
-# and divided by :math:`1 - p`, so that the mean stays what it was.
+# and divided by :math:`1 - p`, so that the mean stays what it was, on average.
 #
-# In the kernel a word is compared as it is, with ``DROP``, which is
-# ``round(p * 2**32)``. So ``p`` is rounded to a multiple of
-# :math:`2^{-32}`, and 1 and 0 are cases of their own: with 0 there is nothing
-# to draw, and with 1 everything is dropped, even infinity.
+# In the kernel we do not divide: the word itself is compared with ``DROP``,
+# which is ``round(p * 2**32)``. So ``p`` is rounded to a multiple of
+# :math:`2^{-32}`. The ends, 0 and 1, are cases of their own: with 0 there is
+# nothing to draw, and with 1 every element becomes 0, even if it was infinite.
 # Triton has the ten rounds as ``tl.philox``.
 
 
@@ -181,19 +186,22 @@ def _dropout(
 
 
 # %%
-# Note what does not stand in this function: there is no pointer. The mask is
-# made in registers and used there.
-# It makes no difference which program or which thread asks, and how wide its
+# Note what is missing from this function: it has no pointer. The mask is made
+# in registers and used there.
+# It makes no difference which program or which thread asks, or how wide its
 # tile is. Only the position counts. We need that later, since the backward
 # pass cuts its rows in another way than the forward pass.
 #
-# Why is ``a`` joined with ``c`` first? Within a thread, a reshape reads the
-# last dimension first. So the outer join decides what stands side by side: it
-# takes ``a`` from the first pair and ``b`` from the second one. A thread has
-# all four words, so nothing moves between threads.
+# Why is ``a`` joined with ``c`` first, and not with ``b``? A reshape goes
+# through the last dimension first, and that is the one which the outer join
+# made. So the outer join decides which words are neighbors in the row: it puts
+# ``a``, from the first pair, beside ``b``, from the second, and then ``c``
+# beside ``d``. A thread has all four words of a call, so nothing moves between
+# threads.
 #
-# The first kernel does nothing but dropout. Without ``do_not_specialize``
-# Triton would compile another kernel for a seed of 1, and for multiples of 16.
+# The first kernel does nothing but dropout. Its seed is marked
+# ``do_not_specialize``: without that, Triton would compile another kernel for
+# a seed of 1, and one more for seeds that are multiples of 16.
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -240,10 +248,11 @@ print("p = 0.25:", *(f"{y:.3f}" for y in drop(ones, 0.25, seed=7)[0].tolist()))
 # What do random numbers cost?
 # ----------------------------
 #
-# A call is ten rounds of two wide multiplications. Does one see them beside
-# the loads and stores?
+# A call is ten rounds of two wide multiplications, which give 64 bits each.
+# Does one see them beside the loads and stores?
 # We compare dropout with a copy, once with a call for four columns and once
-# with a call for each. PyTorch's dropout writes its mask, too.
+# with a call for each. PyTorch's dropout is the third, and also writes its
+# mask.
 # The clock and the ceiling are those of `Layer normalization, both passes
 # <../layer-norm/01-layer-norm.html>`_, which explains them.
 
@@ -432,14 +441,18 @@ report(bench_dropout)
 # to 58%.
 #
 # **Why.**
-# A call has 20 wide multiplications. Shared by four, that is 5 for each
-# column, and with a call for each column it is 20. Programs that compute and
-# programs that wait for memory share an SM, so 5 of them are nearly hidden
-# behind the loads. 20 are not: there the arithmetic is the limit, and the line
-# hardly rises with the width, from 1166 to 1367 GB/s, while the copy rises
-# from 3151 to 4130 GB/s.
+# A call has 20 wide multiplications. With a call for each column, a column
+# costs all 20. There the arithmetic is the limit, and the line hardly rises
+# with the width, from 1166 to 1367 GB/s, while the copy rises from 3151 to
+# 4130 GB/s.
+# Shared by four, a column costs 5. At 16384 columns a call for each takes
+# 196.3 µs, and a quarter of that is 49.1 µs. The copy takes 65.0 µs there, and
+# our dropout 69.1 µs, so most of the arithmetic is hidden: programs that
+# compute and programs that wait for memory share an SM. The lowest share, 87%,
+# is that of 1024 columns, where dropout takes 0.8 µs more than the copy, which
+# takes 5.3 µs.
 # PyTorch moves 2.5 units where we move 2. That alone would leave it 80% of the
-# copy. We have not looked into what else it loses.
+# copy. We have not looked into where the rest goes.
 #
 # **What follows.**
 # Four neighbors share a call on the rest of this page.
@@ -449,9 +462,9 @@ report(bench_dropout)
 #
 # How does dropout get into the kernel that adds and normalizes?
 #
-# It is one line. A program has a row in one tile, as in `Add, then normalize
-# <01-add-layer-norm.html>`_, and what it has loaded of ``x`` goes through
-# ``_dropout`` before the residual is added.
+# It takes one line. A program has a row in one tile, as in `Add, then
+# normalize <01-add-layer-norm.html>`_, and what it has loaded of ``x`` goes
+# through ``_dropout`` before the residual is added.
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -503,10 +516,11 @@ def _dropout_add_layer_norm_fwd(
 
 
 # %%
-# A warp holds 2 KB of the tile, which are 32 columns of 16 bits a thread, and
-# a program has 1 to 16 warps. With 16 warps a thread may have 64 registers:
-# then two programs share the 65536 registers of an SM, and one can load while
-# the other one adds up.
+# The plan is that of `Add, then normalize <01-add-layer-norm.html>`_. A warp
+# holds 2 KB of the tile, which is 32 columns of 16 bits a thread. Rows have up
+# to 16 KB on this page, so a program has 1 to 8 warps. (The plan also has a
+# limit of registers for programs of 16 warps. They belong to wider rows, which
+# this page does not take.)
 
 # The interpreter has no limit of registers.
 CUDA = ON_GPU and torch.version.hip is None
@@ -553,11 +567,12 @@ def forward(x, r, w, b, eps, p, seed):
 # Backward: the same bits again
 # -----------------------------
 #
-# Where does the mask stand on the way back?
+# Where does the mask belong on the way back?
 #
-# Two gradients of ``s`` are added: that of the norm, and ``ds``, which comes
-# back along the stream. Their sum is ``dresidual``. ``dx`` is the same sum,
-# times the mask, since ``x`` went through dropout and the residual did not:
+# Two gradients of ``s`` are added: the one that comes through the norm, and
+# ``ds``, which comes back along the stream. Their sum is ``dresidual``. ``dx``
+# is the same sum, times the mask, since ``x`` went through dropout and the
+# residual did not:
 #
 # .. math:: dx = \mathrm{dropout}(dresidual)
 #
@@ -577,8 +592,8 @@ plt.show()
 # %%
 # The kernel is that of `Chunks instead of padding
 # <../layer-norm/05-chunks.html>`_: a program goes over many rows, keeps the
-# sums that become ``dw`` and ``db``, and has its rows as tuples of chunks.
-# Its functions are folded here.
+# sums that become ``dw`` and ``db``, and holds its rows as tuples of chunks.
+# The functions that it calls are folded here.
 
 # %%
 
@@ -669,10 +684,11 @@ def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
 
 # %%
 # What is new stands in the second half of the loop, where each chunk gets its
-# gradients. Chunk ``c`` of row ``row`` asks for the bits of its own columns,
-# and gets those that the forward pass had, which held the row in one tile.
+# gradients. A chunk asks for the bits of its own rows and columns. It gets
+# those that the forward pass had, although that pass held the whole row in one
+# tile.
 #
-# ``ds`` is loaded there as well. Nobody needs it before both means of a row
+# ``ds`` is loaded there as well. It is not needed before both means of a row
 # are known, and with ``num_stages`` it waits in shared memory until then.
 
 
@@ -781,14 +797,14 @@ def _add_up(
 #
 # - **Warps.** 4 for rows of up to 4 KB, and 8 for wider ones. At 8 KB the sums
 #   for ``dw`` and ``db`` no longer fit into the registers of 4 warps.
-# - **Programs of an SM.** Two for rows of up to 4 KB, and else one.
-# - **Lanes of a chunk.** What the warps load with 16 bytes a thread.
-# - **Rows.** Up to 2 KB a tile takes several, at most 8, so that each thread
-#   has two loads of a matrix to wait for.
-# - **Stages.** As many tiles ahead as fit into shared memory. A tile is three
-#   matrices wide here, ``dy``, ``s`` and ``ds``, and each program leaves 8 KB
-#   for its sums over rows. More than three tiles, or two of rows of more than
-#   4 KB, do not help.
+# - **Programs of an SM.** Two for rows of up to 4 KB, and one for wider ones.
+# - **Lanes of a chunk.** As many as the warps load with 16 bytes a thread.
+# - **Rows.** Of rows of up to 2 KB a tile takes several, at most 8, so that
+#   each thread has two loads of each matrix in flight.
+# - **Stages.** As many tiles ahead as fit into shared memory. A tile needs
+#   room for its part of three matrices here, ``dy``, ``s`` and ``ds``, and
+#   each program keeps 8 KB free for its sums over rows. More than three tiles
+#   ahead do not help, and for rows of more than 4 KB no more than two do.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -867,8 +883,8 @@ def backward(dy, ds, s, w, mean, rstd, dr, dx, grads, p, seed):
 #
 # What must autograd keep from one pass to the other?
 #
-# It keeps ``s``, ``w``, ``mean`` and ``rstd``, as without dropout, and two
-# numbers: ``p`` and the seed. That is all that is left of the mask.
+# It keeps ``s``, ``w``, ``mean`` and ``rstd``, as it would without dropout,
+# and two numbers: ``p`` and the seed. That is all that is left of the mask.
 
 # %%
 
@@ -1048,10 +1064,11 @@ def dropout_add_layer_norm(
 # Is it random?
 # -------------
 #
-# We cannot prove it, but we can look for what would be wrong. Of many elements
-# a share of :math:`1 - p` must survive. Of two neighbors in a row, and of two
-# in a column, both must survive in a share of :math:`(1 - p)^2`: if they
-# depended on each other, it would be another one.
+# We cannot prove it, but we can look for what would be wrong. Of many
+# elements, a share of :math:`1 - p` must survive. Of all pairs of neighbors in
+# a row, both must survive in a share of :math:`(1 - p)^2` of the pairs, and so
+# must pairs in a column. If neighbors depended on each other, that share would
+# be another.
 
 
 def kept(M, N, p, seed):
@@ -1162,8 +1179,7 @@ for dtype in (torch.float16, torch.float32):
 # column, and on nothing else. So the first rows of a larger batch have the
 # mask of a smaller one, and another GPU draws the same bits, since all is
 # computed with whole numbers.
-# It also means that whoever gives one seed to two layers drops the same
-# elements in both.
+# It also means that two layers with one seed drop the same elements.
 
 x = torch.ones(4, 16, device=DEVICE)
 
@@ -1190,9 +1206,9 @@ print("a second run, the same:", torch.equal(first, survivors()))
 
 # %%
 # - **Several calls.** Leave out ``seed`` in a model. Then each call, and so
-#   each layer and each step, draws a seed from PyTorch's generator of the CPU.
+#   each layer and each step, draws a seed from PyTorch's CPU generator.
 #   ``torch.manual_seed`` repeats a whole run. The masks are not those of
-#   PyTorch's own dropout, which counts in another way.
+#   PyTorch's own dropout, which counts positions in another way.
 # - **Several GPUs.** A *rank* is one of the processes that train together, and
 #   each has a generator of its own. Where ranks have different batches, give
 #   each another ``torch.manual_seed``, or all of them drop the same elements.
@@ -1201,21 +1217,21 @@ print("a second run, the same:", torch.equal(first, survivors()))
 #   from 0, so with one seed all parts get the same mask.
 # - **Checkpointing.** ``torch.utils.checkpoint`` computes the forward pass a
 #   second time, and sets PyTorch's generators back before it does. So a call
-#   without ``seed`` draws the same one again, and the mask is the same. With
-#   ``preserve_rng_state=False`` it would be another one, and gradients would
-#   be wrong, without an error.
-# - **CUDA graphs.** The seed is a number that the host gives to a kernel. A
-#   graph records this number, and each replay drops the same elements: that is
-#   fine for our clock, and wrong for training. PyTorch's dropout gets new
-#   numbers for each replay. For ours, the seed would have to be in memory
-#   where the kernel loads it, and a replay would have to change it.
+#   without ``seed`` draws the same seed again, and the mask is the same. With
+#   ``preserve_rng_state=False`` the mask would be another, and the gradients
+#   would be wrong, without an error.
+# - **CUDA graphs.** The seed is a number that the host passes to a kernel. A
+#   graph records this number, so each replay drops the same elements: that is
+#   fine for our clock, and wrong for training. PyTorch's dropout draws new
+#   numbers in each replay. Ours would have to load its seed from memory, and
+#   something would have to change it there before each replay.
 #
 # How fast is the forward pass?
 # -----------------------------
 #
-# We compare with three functions of PyTorch, with the same through
+# We compare with three functions of PyTorch, with the same three through
 # ``torch.compile``, with our kernel without dropout (:math:`p = 0`), and with
-# a kernel that only reads and writes two matrices.
+# a kernel that only reads two matrices and writes two.
 
 # %%
 
@@ -1369,12 +1385,14 @@ report(bench_forward)
 # <../layer-norm/01-layer-norm.html>`_ has the layer norm.
 # torch.compile fuses all of it, too, and writes a mask of booleans for the
 # backward pass. Its ``tl.rand`` calls Philox for each element and uses one of
-# the four words. In the figure before, this alone left our dropout a third of
-# the copy.
+# the four words. The figure before shows what that costs: dropout alone, with
+# a call for each column, took 53% to 65% of the time that torch.compile takes
+# here at the same width. We have not looked into the rest, nor into why
+# torch.compile reaches least at 5120 columns.
 #
 # **What follows.**
-# What dropout costs in this kernel is the difference between the first two
-# lines: 2% at 8192 columns, and 8% at 1024.
+# What dropout costs in our kernel is the difference between its two lines: 2%
+# at 8192 columns, and 8% at 1024.
 #
 # How fast is the backward pass?
 # ------------------------------
@@ -1391,17 +1409,25 @@ report(bench_backward)
 #
 # **Why.**
 # PyTorch moves 8.5 units where we move 5, and its layer norm reads ``s`` and
-# ``dy`` a second time for ``dw`` and ``db``, unless L2 still holds them.
+# ``dy`` a second time for ``dw`` and ``db``, unless L2 still holds them. At
+# the speed of a copy, 8.5 units would leave it 59%, so its kernels also fall
+# behind a copy. torch.compile would have 91% if it moved the 5.5 units of a
+# fused kernel with a mask that fast. We have not looked into what it does
+# instead.
+#
 # Our own lowest share is 73%, at 1024 columns. In microseconds it is the other
 # way round: there our pass takes 4.5 µs longer than a copy, and at 8192
 # columns 12.0 µs. Some of that is the second kernel, which starts when the
 # first one has ended. We have not timed it alone.
+# On the way from 1024 to 8192 columns our share falls once, from 83% at 2048
+# columns to 79% at 4096. There the plan goes from two programs of 4 warps on
+# an SM to one of 8. We have not measured the other plan there.
 #
 # **What follows.**
-# Neither pass keeps a mask, and both stay ahead of those that keep one. This
-# is an example of *recomputation*: a kernel that waits for memory may compute
-# something twice instead of loading it.
-# (We have not measured our own kernels with a mask.)
+# Neither of our passes keeps a mask, and both are faster than those of PyTorch
+# and torch.compile, which keep one. This is an example of *recomputation*: a
+# kernel that waits for memory may compute something twice instead of loading
+# it. (We have not measured our own kernels with a mask.)
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -1412,17 +1438,22 @@ report(bench_backward)
 #   has no second derivatives.
 # - **The seed is drawn on the host.** That takes a little time of each call,
 #   which PyTorch's dropout does not need.
-# - **Libraries have such kernels.** We have not measured ours against them.
+# - **flash-attn has such a function.** The ``layer_norm_fn`` of `flash-attn
+#   <https://github.com/Dao-AILab/flash-attention>`_, which `Add, then
+#   normalize <01-add-layer-norm.html>`_ measures, also takes a probability of
+#   dropout. We have not measured it with one.
 #
 # Exercise 1: a module
 # --------------------
 #
-# Write a module that takes the place of dropout, addition and layer norm.
+# Write a module that takes the place of dropout, addition and layer norm. In
+# training it draws a new mask in each call, and in evaluation it drops
+# nothing. The stub is wrong in two ways.
 #
 # **Hint 1.** What does ``model.eval()`` change in a module?
 #
-# **Hint 2.** It sets ``self.training``. And which arguments of a layer norm
-# does the stub forget?
+# **Hint 2.** It sets ``self.training`` to ``False``. There is also an argument
+# of ``torch.nn.LayerNorm`` that the stub does not pass on. Which one is it?
 
 
 class Norm(torch.nn.LayerNorm):
@@ -1483,10 +1514,10 @@ assert exercise_1(Norm1)
 # And for kernels in general:
 #
 # - A generator without a state turns a position into random bits. Two kernels
-#   that cut a matrix in different ways agree on them.
+#   that cut a matrix in different ways still draw the same ones.
 # - What is cheap to compute need not be stored.
 # - A seed is part of what a function promises. Say where it comes from, and
 #   what repeats it.
 #
-# **Next:** dropout was a function that is applied on the way.
+# **Next:** on this page a function, dropout, was applied inside a kernel.
 # `A function as a constant <03-activation.html>`_ lets the user choose it.

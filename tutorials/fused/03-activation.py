@@ -11,10 +11,10 @@ Here it is SiLU, :math:`x` times its sigmoid, or GELU, or one of your own.
 **What you will learn**
 
 - How to hand a function to a Triton kernel, and what the compiler makes of it.
-- What a function costs alone, where nothing shows it, and beside the sums of a
-  row, where it shows.
+- What a function costs alone, where one hardly sees it, and beside the sums of
+  a row, where one does.
 - How to shorten a function to the few instructions that a GPU has for it.
-- How to keep a function and its slope finite for every input.
+- How to keep a slope from overflowing where inputs are large.
 - What it takes to recompute an activation in the backward pass, and what to
   save it.
 
@@ -50,9 +50,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # One kernel or two?
 # ------------------
 #
-# In a model, an activation often stands right before or after a norm. With a
-# kernel for each, the activation is written by one kernel and read by the
-# next.
+# In some models an activation stands right before a norm. With a kernel for
+# each, one kernel writes the activations, and the next one reads them.
 # Let's count the matrices that move, each of ``M`` × ``N`` numbers.
 #
 # - **Forward, two kernels:** the first reads ``x`` and writes the activation
@@ -70,7 +69,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # How does a kernel take a function?
 # ----------------------------------
 #
-# First we write the function. For one number, it returns two: its value, and
+# First we write the function. For each number it returns two: its value, and
 # its *slope*, which is the derivative that the backward pass needs.
 #
 # .. math::
@@ -90,9 +89,9 @@ def _silu_plain(x):
 # %%
 # The kernel has an argument ``ACT`` for it, and calls it like any function.
 # ``ACT`` is a ``tl.constexpr``: its value is known when the kernel is
-# compiled. A GPU has no address to jump to then. The compiler puts the
-# instructions of the function in place of the call, and compiles another
-# kernel for each function that is handed over.
+# compiled. So the compiler puts the instructions of the function in place of
+# the call, and no call is left when the kernel runs. The price is that it
+# compiles another kernel for each function that is handed over.
 
 
 @triton.jit
@@ -346,11 +345,11 @@ report(bench_alone)
 # **Why.**
 # Many programs share an SM. While one computes its sigmoids, others wait for
 # memory, which takes longer. (We do not know what is special at 2048 columns:
-# to this kernel a matrix is one long row.)
+# this kernel treats a matrix as one long row.)
 #
 # **What follows.**
-# An activation by itself cannot be made much faster. What we can save is the
-# kernel as a whole, with the matrices that it moves.
+# The kernel of an activation cannot be made much faster. But we can do without
+# it, and save the matrices that it moves.
 #
 # Forward, with the norm
 # ----------------------
@@ -358,7 +357,7 @@ report(bench_alone)
 # Where does the function go in a layer norm?
 # The kernel is that of `chunks <../layer-norm/05-chunks.html>`_. It calls
 # ``ACT`` once for each chunk that it has loaded, keeps the values, and
-# normalizes these in place of ``x``.
+# normalizes them instead of ``x``.
 
 # %%
 
@@ -404,9 +403,10 @@ def _load_chunks(
 # but 0.5 for a sigmoid. So the kernel sets these lanes to 0 after the call.
 #
 # The values stay in float32, which takes twice the registers of ``x`` in 16
-# bits. If they were rounded, the result would differ from that of PyTorch's
-# two functions, which round them too; if they were computed twice, the
-# function would cost twice.
+# bits. There are two other ways. We could round the values to 16 bits, as
+# PyTorch does between its two functions, and lose some of their accuracy. Or
+# we could keep ``x`` and compute the values anew for the mean, for the
+# variance and for ``y``, and pay for the function each time.
 
 
 @triton.jit
@@ -469,15 +469,16 @@ def _activation_layer_norm_fwd(
 
 
 # %%
-# While a row computes, others must be on their way, so programs are small: 2
-# warps for rows of up to 2 KB, 4 up to 10 KB, and 8 beyond. A thread loads 16
-# bytes at a time. Where more than a ninth of the lanes would be idle, chunks
-# are half as wide for each warp, and a thread loads 8 bytes.
+# While one program computes, the rows of others must be on their way, so
+# programs are small: 2 warps for rows of up to 2 KB, 4 up to 10 KB, and 8
+# beyond. A thread loads 16 bytes at a time. Where more than a ninth of the
+# lanes would be idle, a program has 4 warps and chunks of 1 KB, of which a
+# thread loads 8 bytes.
 #
-# The plain sigmoid has a plan of its own for wide rows. It takes more
-# registers than the short one that we write below, so the compiler is told how
-# many a thread may have. We chose this plan from several that we measured, so
-# that the comparison is fair.
+# Further below we write a shorter sigmoid. This first one, the *plain* one,
+# takes more registers, so it has a plan of its own for wide rows, which tells
+# the compiler how many a thread may have. We chose this plan from several that
+# we measured, so that the comparison is fair.
 
 CUDA = ON_GPU and torch.version.hip is None
 PTX = tl.constexpr(CUDA)
@@ -545,7 +546,7 @@ def forward(x, w, b, eps, function, rule=plan_forward):
 
 
 # %%
-# Does the function show now?
+# Does one see the function now, beside the sums of a row?
 
 # %%
 
@@ -619,11 +620,12 @@ report(bench_plain)
 # reached 92% or more.
 #
 # **Why.**
-# A part of that is the norm's: `Chunks instead of padding
+# A part of what is missing is due to the norm: `Chunks instead of padding
 # <../layer-norm/05-chunks.html>`_ measures it without a function, on another
-# card. But a part is the function's, and a shorter one will show which.
-# A program that adds up a row waits for all its elements, and asks for nothing
-# else in the meantime. The function stands in this gap, between the last load
+# card. Another part is due to the function, and a shorter one will show how
+# much.
+# A program that adds up a row waits for all its elements, and loads nothing
+# in the meantime. The function is computed in this gap, between the last load
 # and the first store, so its instructions make the gap longer. The other
 # programs on the SM fill it only in part.
 #
@@ -633,15 +635,17 @@ report(bench_plain)
 # A shorter sigmoid
 # -----------------
 #
-# NVIDIA GPUs have an instruction for :math:`2^x` and one for :math:`1/x`.
-# ``tl.sigmoid`` adds others around them, for numbers at both ends of the range
-# of float32. A sigmoid does not need those:
+# A sigmoid is :math:`1 / (1 + e^{-x})`. NVIDIA GPUs have an instruction for
+# :math:`2^x` and one for :math:`1/x`. ``tl.sigmoid`` adds others around them,
+# for numbers at both ends of the range of float32. A sigmoid does not need
+# those others:
 #
-# - Where :math:`e^{-x}` is too small for them, adding 1 to it gives 1.
-# - Where it is too large, it counts as infinite, and 1 divided by it is 0. The
-#   right result is less than :math:`10^{-37}`.
+# - Where :math:`e^{-x}` is too small for the plain instruction, that returns
+#   0. Adding 1 gives 1, as it would with the exact number.
+# - Where :math:`e^{-x}` is too large, the result becomes 0. The right result
+#   is less than :math:`10^{-37}`.
 #
-# Without them, four instructions are enough. Triton has no name for the two
+# Without them, four instructions are enough. Triton has no name for these two
 # approximations, so we write them in PTX, the assembly language of NVIDIA's
 # GPUs. In float64, and on other GPUs, the function is still ``tl.sigmoid``.
 
@@ -676,9 +680,9 @@ def _silu(x):
 
 
 # %%
-# Only the function has changed, and the kernel takes it as it took the other.
-# We measure both, PyTorch's two functions, and these through
-# ``torch.compile``, which fuses them too.
+# Only the function has changed, and the kernel takes it as it took the plain
+# one. We measure both, PyTorch's two functions, and the same two through
+# ``torch.compile``, which also fuses them.
 
 # %%
 
@@ -763,17 +767,25 @@ report(bench_forward)
 # Forward, ours is 2.3 to 2.6 times as fast as PyTorch, and 1.0 to 2.2 times as
 # fast as torch.compile.
 #
-# The plain kernel stands in the figure before as well. Its speeds in the two
-# figures lie up to 0.2% apart, so do not read much into differences as small
-# as that.
+# The plain kernel was measured in the figure before as well. Its speeds in the
+# two figures lie up to 0.2% apart, so do not read much into differences as
+# small as that.
 #
 # **Why.**
+# Our two kernels differ in the instructions of the sigmoid, and from 7168
+# columns on also in their plans. The gain is largest at 5120 columns, where
+# the plan is the same for both, and the short one is 16% faster. At 1024
+# columns it is 1% faster, and both are far from a copy. So something else
+# holds them back there. We have not looked into what that is.
+#
 # PyTorch's two kernels move four matrices in place of two. Where L2 does not
 # hold the one in between, that leaves them 50% of a copy at most. Its layer
 # norm is slower than a copy, too, as all pages on layer norm measure, and so
 # both together reach 31% to 37%.
-# torch.compile fuses the two functions as we do. We have not looked at its
-# kernels.
+#
+# torch.compile fuses the two functions as we do. At 1024 columns it is as fast
+# as ours, and from 2048 on it reaches 38% to 48% of a copy. We have not looked
+# at its kernels.
 #
 # **What follows.**
 # In a kernel that waits for sums, count the instructions of a function.
@@ -791,8 +803,8 @@ report(bench_forward)
 #    f(x) = x \, \sigma(u), \qquad
 #    u = 2 \sqrt{2/\pi} \, (x + 0.044715 \, x^3)
 #
-# A function has to be right for each number that may come, and in a formula
-# with a cube some of them are too large. What does float32 make of the slope
+# A function has to be right for each number that may come, and some numbers
+# are too large for a formula with a cube. What does float32 make of the slope
 # :math:`\sigma(u) \, (1 + x \, u' \, (1 - \sigma(u)))` when ``x`` is far below
 # 0?
 
@@ -806,23 +818,26 @@ print("slope:", (sigmoid * (1 + x * du * (1 - sigmoid))).tolist())
 
 # %%
 # At -1e20 the square is infinite, the sigmoid is 0, and their product is not a
-# number. One such element would spoil the gradients of its whole row.
+# number (NaN). The right slope is 0, and a NaN in ``dx`` would spread to all
+# layers before.
 #
-# **The limit of 7.5.** There ``u`` is 42, and the sigmoid differs from 1 by
-# :math:`5 \cdot 10^{-19}`. The numbers next to 1 are :math:`6 \cdot 10^{-8}`
-# away in float32 and :math:`10^{-16}` in float64, so it is 1, and farther out
-# it stays 1. Nothing changes if we compute it at 7.5 for all numbers above.
+# **The limit of 7.5.** If ``x`` is 7.5, ``u`` is 42, and the sigmoid differs
+# from 1 by :math:`5 \cdot 10^{-19}`. The largest number below 1 is
+# :math:`6 \cdot 10^{-8}` away in float32 and :math:`10^{-16}` in float64, so
+# the sigmoid is rounded to 1, and farther out it stays 1. Nothing changes if
+# we compute it at 7.5 for all numbers above.
 # Below -7.5 the value is within :math:`5 \cdot 10^{-18}` of 0, and the slope
 # within :math:`10^{-16}`. We set the value to 0 there, and leave the slope at
-# what it is at -7.5. So the cube only sees numbers from -7.5 to 7.5.
-# The value itself is multiplied by the ``x`` that was given, not by the
-# limited one: above 7.5 it is ``x``, and what is not a number stays so.
+# what it is at -7.5. So the square and the cube only see numbers from -7.5 to
+# 7.5.
+# The sigmoid is then multiplied by the ``x`` that was given, not by the
+# limited one. So above 7.5 the value is ``x``, and a NaN stays a NaN.
 #
 # **The limit of 30.** In the other form of GELU, :math:`\varphi(x)` contains
 # :math:`e^{-x^2/2}`. It is 0 in float32 above 15, and at 30 it is
 # :math:`10^{-196}` in float64. So :math:`x \, \varphi(x)` counts as 0 from
-# there on. We write the 0 instead of multiplying: if ``x`` is infinite, the
-# product of infinity and 0 is not a number, and the slope of 1 would be lost.
+# there on. We write this 0 instead of multiplying: if ``x`` is infinite, the
+# product of infinity and 0 is NaN, and the slope, which is 1, would be lost.
 
 
 @triton.jit
@@ -859,8 +874,8 @@ for name, function in ACTIVATIONS.items():
 # ------------------
 #
 # The backward pass needs the activation ``a`` and its slope. Neither of them
-# is in memory, because the forward pass kept ``a`` in registers. It could have
-# written it. What would that cost?
+# is in memory, because the forward pass kept ``a`` in registers and never
+# computed the slope. It could have written one or both. What would that cost?
 #
 # - **Recompute both:** the forward pass moves ``x`` and ``y``, and the
 #   backward pass ``dy``, ``x`` and ``dx``. That is five matrices.
@@ -870,9 +885,9 @@ for name, function in ACTIVATIONS.items():
 #   ``x``. That is eight.
 #
 # To move 4096 × 4096 numbers of 16 bits takes an H100 about 11 µs at 3.0 TB/s,
-# and keeping them takes 32 MiB until the backward pass. To compute them again
-# takes two sigmoids an element, and no memory. So we recompute.
-# (We have not measured kernels that save.)
+# and keeping them takes 32 MiB until the backward pass. Computing them again
+# takes two sigmoids an element, as we will see, and no memory. So we
+# recompute. (We have not measured kernels that save.)
 #
 # Backward
 # --------
@@ -884,11 +899,17 @@ for name, function in ACTIVATIONS.items():
 #
 # The gradient of ``a`` is that of a layer norm whose input is ``a``. It has
 # the terms that we know from `chunks <../layer-norm/05-chunks.html>`_, with
-# :math:`d = a - \mu` and :math:`g = w \, dy`. Then each element is multiplied
-# by the slope at its ``x``.
+# :math:`d = a - \mu`, :math:`g = w \, dy`, and :math:`r` for ``rstd``:
 #
-# The picture shows the slope of SiLU. It is a little above 1 around 2.4, and
-# below 0 to the left of -1.3, where SiLU falls.
+# .. math::
+#    \frac{\partial L}{\partial a} = r \, g - (d \, c_1 + c_2), \qquad
+#    c_1 = \frac{r^3}{N} \sum g \, d, \qquad
+#    c_2 = \frac{r}{N} \sum g
+#
+# Then each element is multiplied by the slope at its ``x``.
+#
+# The picture shows the slope of SiLU. It is a little above 1 around 2.4. To
+# the left of -1.3, where SiLU falls, it is below 0.
 
 # %%
 
@@ -904,10 +925,9 @@ plt.legend(("SiLU", "its slope"))
 plt.show()
 
 # %%
-# A row is treated in two steps, as before. The first one adds up what becomes
-# :math:`r^3 \sum g \, d / N` and :math:`r \sum g / N`, where :math:`r` is
-# ``rstd``. It needs the activation, and not the slope, so the compiler drops
-# the slope there.
+# A row takes two steps, as before. The first one computes the two numbers of
+# the row, :math:`c_1` and :math:`c_2`. It needs the activation and not the
+# slope, so the compiler drops the slope there.
 
 
 @triton.jit
@@ -939,10 +959,10 @@ def _sums_of_activations(
 
 
 # %%
-# The second step takes each chunk by itself. It calls the function once more.
-# Its values from the first step would take a register for each lane until
-# then, and registers are what this kernel has least of: ``x``, ``dy``, ``w``
-# and two sums for ``dw`` and ``db`` are there already.
+# The second step takes each chunk by itself, and calls the function once more.
+# Why not keep its values from the first step? They would take a register for
+# each lane until then, and registers are scarce in this kernel: ``x``, ``dy``,
+# ``w``, and two sums for ``dw`` and ``db`` are there already.
 
 
 @triton.jit
@@ -1054,10 +1074,10 @@ def _add_up(
 
 
 # %%
-# The plan: rows of up to 8 KB have two programs of 4 warps on each SM, so that
-# one computes sigmoids while the other stores. Wider rows have one of 8 warps,
-# which needs all registers. Up to three tiles are requested ahead, or as many
-# as fit into shared memory.
+# The plan: for rows of up to 8 KB, each SM has two programs of 4 warps, so
+# that one computes sigmoids while the other stores. For wider rows it has one
+# program of 8 warps, which needs all registers. Three tiles are requested
+# ahead, or as many as fit into shared memory.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -1128,8 +1148,8 @@ def backward(dy, x, w, mean, rstd, dx, grads, function, rule=plan_backward):
 # ------------------------
 #
 # The autograd function is that of the pages before, and so are its checks: you
-# have seen them, so they are folded. It also takes the name of an activation,
-# or a function that you have written.
+# have seen them, so they are folded. New is that our function takes the name
+# of an activation, or a function that you have written.
 
 # %%
 
@@ -1398,29 +1418,38 @@ report(bench_backward)
 # **Why.**
 # PyTorch moves six matrices for ``dx`` in place of three, and reads two more
 # for ``dw`` and ``db``. Where L2 does not hold any of them, three of eight are
-# 38% of a copy at most, and we have measured 27% at 8192 columns. Our kernel
-# has each row in registers when it needs it again, so recomputing costs
-# instructions and no bytes.
+# 38% of a copy at most, and we have measured 27% at 8192 columns. We have not
+# looked at the kernels of torch.compile.
+# Our kernel still has a row on the SM when it needs the activations again, so
+# recomputing them costs instructions and no bytes.
+#
+# Our lowest share is 66%, at 1024 columns. There our pass takes 4.0 µs longer
+# than a copy, and at 8192 columns 9.6 µs. Some of that is the second kernel,
+# which starts when the first one has ended. We have not timed it alone.
 #
 # **What follows.**
-# A number can be cheaper to compute again than to read again.
+# What a program has on its SM can be used twice. So a kernel that recomputes
+# can be far ahead of kernels that read and write what is in between.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
 # - **Any activation, without a slope.** PyTorch differentiates what you write,
 #   and torch.compile fuses it. Ours needs a slope that you derive.
-# - **Parameters.** An activation that learns, as PReLU does, has a gradient of
-#   its own. Our functions have none.
+# - **Narrow rows.** At 1024 columns, torch.compile is as fast as our forward
+#   pass.
+# - **Parameters.** An activation that learns, as PReLU does, has parameters,
+#   which need gradients of their own. Our functions cannot have any.
 # - **Rows of more than 16 KB.** Ours refuses them, and PyTorch takes all.
 # - **Second derivatives.** PyTorch has them.
 # - **Compilation.** Ours compiles a kernel for each function and each width.
+#   PyTorch's own kernels are compiled already.
 #
 # Exercise 1: your own function
 # -----------------------------
 #
 # The squared ReLU is :math:`f(x) = \max(x, 0)^2`. Some language models use it.
-# The stub has the right value and the wrong slope. Mend it.
+# The stub has the right value and the wrong slope. Correct the slope.
 #
 # **Hint 1.** What is the slope of :math:`x^2` where ``x`` is above 0, and what
 # is it where the function is 0?
@@ -1484,11 +1513,12 @@ assert exercise_1(_squared_relu_1)
 #
 # - A function can be an argument of a kernel: a constant, compiled in place of
 #   its call.
-# - Its cost shows where a program waits for a sum, and not in a kernel that
-#   only streams.
+# - One sees its cost where a program waits for a sum, and hardly in a kernel
+#   that only loads, computes and stores.
 # - Test a function far out, where its powers overflow.
-# - Recompute what is cheap, and save what would need a row again, like the
-#   mean.
+# - Recompute what is cheap. Save what would need another sweep over a row, as
+#   the mean does.
 #
 # **Next:** `RMS normalization and the residual stream
-# <../norms-and-losses/01-rms-norm.html>`_ has no mean to subtract.
+# <../norms-and-losses/01-rms-norm.html>`_ is about a norm that has no mean to
+# subtract.

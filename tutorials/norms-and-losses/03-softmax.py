@@ -13,8 +13,8 @@ Softmax turns a row of numbers into shares that add up to 1: the probabilities
 of the next word, or the weights of attention. A *sweep* is one read of a row
 from one end to the other. The formula seems to ask for three of them: one for
 the maximum, one for the sum, and one for the result.
-On this page we do with two, and with one where a row fits into registers. We
-find out which is faster when, and then write the backward pass.
+On this page two are enough, and one where a row fits into registers. We find
+out which is faster when, and then write the backward pass.
 
 **What you will learn**
 
@@ -59,15 +59,15 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # Why does softmax need the maximum at all?
 #
-# It would give the same result without it, if numbers had no end: to subtract
+# With exact arithmetic the result would be the same without it: subtracting
 # the same number from all :math:`x_j` divides all powers by the same factor,
 # and their sum, too. But the largest number of float32 is about
 # :math:`3 \cdot 10^{38}`, and :math:`e^{89}` is more than that. With the
 # maximum subtracted, the largest power is :math:`e^0 = 1`.
 #
-# So the sum seems to have to wait for the maximum. It need not. Let's take the
-# row 1, 3, 2, 4 in two halves, and find for each half a *pair*: its maximum
-# :math:`m`, and the sum :math:`s` of its powers :math:`e^{x - m}`.
+# So it seems that the sum has to wait for the maximum. But it does not. Let's
+# take the row 1, 3, 2, 4 in two halves, and find for each half a *pair*: its
+# maximum :math:`m`, and the sum :math:`s` of its powers :math:`e^{x - m}`.
 
 
 def pair(x):
@@ -91,17 +91,17 @@ assert torch.allclose(s, pair(x)[1])
 # The sum of the second half stays as it is, and 1.135 · 0.368 + 1.135 = 1.553.
 #
 # That works for any two parts of a row, in any order. So a program can go
-# through a row part by part, and has a pair of all that it has seen. When the
-# row ends, it has the pair of the row. This is called *online softmax*.
+# through a row part by part, and keep a pair for all that it has seen. When
+# the row ends, it has the pair of the row. This is called *online softmax*.
 # A second sweep computes the results.
 #
 # Who keeps a pair?
 # -----------------
 #
 # A program of ours has a row, and takes it *tile* by tile. The places of a
-# tile are called *lanes*. A tile has 16384 of them, say, and the program has
-# 512 threads, so that 32 lanes belong to each thread. Does each lane keep a
-# pair of its own, or do they share some?
+# tile are called *lanes*. If a tile has 16384 of them, for example, and the
+# program has 512 threads, then 32 lanes belong to each thread. Does each lane
+# keep a pair of its own, or do several share one?
 
 # %%
 
@@ -136,15 +136,15 @@ plt.axis("off")
 plt.show()
 
 # %%
-# - **A pair for the program.** Before anybody can compute a power, all threads
-#   have to know the maximum of the tile. They exchange it through shared
-#   memory, and wait for each other, at every tile.
-# - **A pair for each lane.** Nobody waits until the row is over. But each
-#   element may be a new maximum of its lane, so each computes a second power,
-#   by which the sum shrinks. And a pair takes two registers in each lane.
+# - **A pair for the program.** Before any thread can compute a power, all
+#   threads have to know the maximum of the tile. They exchange it through
+#   shared memory, and wait for each other, at every tile.
+# - **A pair for each lane.** No thread waits until the row is over. But each
+#   element may be a new maximum of its lane, so a second power is computed for
+#   it, by which the sum shrinks. And a pair takes two registers in each lane.
 # - **A pair for each thread.** A thread loads 16 bytes at once, which are 8
 #   elements of 16 bits. It finds the maximum of these 8 by itself and shrinks
-#   its sum once for all of them. Nobody waits here, either.
+#   its sum once for all of them. No thread waits here, either.
 #
 # Let's count what the first sweep costs in each case. The first two have tiles
 # of 16384 and 4096 lanes and 512 threads, and the third has 8192 lanes and
@@ -162,13 +162,13 @@ for owner, lanes_of_a_pair, pairs, threads in (
 
 # %%
 # Are powers expensive? An SM of an H100 computes 16 of them in a cycle. By its
-# data sheet the GPU moves 3.35 TB in a second and has 132 SMs, which make up
-# to 1.98 billion cycles in that time. So an SM moves 13 bytes in a cycle. The
-# forward pass of softmax reads 2 bytes and writes 2 bytes for each element:
-# it gets 3.2 elements in a cycle, and has time for 5 powers of each.
+# data sheet the GPU moves 3.35 TB in a second and has 132 SMs, which run up to
+# 1.98 billion cycles in that time. So an SM moves 13 bytes in a cycle. The
+# forward pass of softmax reads 2 bytes and writes 2 bytes for each element. So
+# an SM gets 3.2 elements in a cycle, and has time for 5 powers of each.
 # With a pair for each lane, the two sweeps need 3. An H200 has the same SMs
-# and moves 4.8 TB in a second. There is time for 3.5 powers of each, and that
-# is close.
+# and moves 4.8 TB in a second. There it has time for 3.5 powers of each
+# element, so 3 of them nearly fill the time.
 #
 # What do idle lanes load?
 # ------------------------
@@ -177,14 +177,14 @@ for owner, lanes_of_a_pair, pairs, threads in (
 # tile are *idle*: they have no element. What should they hold, so that they
 # change nothing?
 #
-# The answer is :math:`-\infty`. It is no maximum, and its power
-# :math:`e^{-\infty}` is 0. Models use it in the same way: what a token must
-# not see gets :math:`-\infty` before the softmax.
+# The answer is :math:`-\infty`. It is never larger than another element, and
+# its power :math:`e^{-\infty}` is 0. Models use it in the same way: what a
+# token must not see gets :math:`-\infty` before the softmax.
 #
 # There is a trap in it. If a thread has seen nothing but :math:`-\infty`, its
 # maximum is :math:`-\infty`, too, and :math:`-\infty - (-\infty)` is NaN, *not
 # a number*. It would spoil the sum of the whole row.
-# So our maximum begins at the lowest finite number in place of
+# So our maximum begins at the lowest finite number instead of at
 # :math:`-\infty`. Then a pair that has seen no finite number adds 0.
 
 lowest = torch.finfo(torch.float32).min
@@ -195,17 +195,18 @@ for name, start in (("-inf", -torch.inf), ("the lowest number", lowest)):
     print(f"maximum from {name}: sum {total:.0f}")
 
 # %%
-# Only a row in which everything is :math:`-\infty` still gives NaN, for its
-# result is 0 / 0. PyTorch does the same. If you need zeros there,
+# Only a row in which every element is :math:`-\infty` still gives NaN, because
+# its result is 0 / 0. PyTorch does the same. If you need zeros there,
 # ``torch.nan_to_num`` makes them.
 #
 # The kernel
 # ----------
 #
-# Here is the kernel with two sweeps. Its tile is a matrix of ``PAIRS`` rows
-# and ``EACH`` columns of lanes: a row of the tile shares a pair.
-# The second sweep begins at the end of the row. That is what the program has
-# read last, and so a cache still has it: `Two sweeps
+# Here is the kernel with two sweeps. Its tile has ``PAIRS`` times ``EACH``
+# lanes. We lay them out as a matrix whose rows have ``EACH`` lanes, and the
+# lanes of such a row share a pair. All of them belong to one row of ``x``.
+# The second sweep begins at the end of that row of ``x``. That is what the
+# program has read last, and so a cache still has it: `Two sweeps
 # <../layer-norm/07-two-sweeps.html>`_ explains this, and the eviction
 # policies.
 #
@@ -280,8 +281,8 @@ def _softmax_fwd_streaming(
 
 
 # %%
-# How many threads has a program?
-# -------------------------------
+# How many threads does a program have?
+# -------------------------------------
 #
 # We want many loads in flight, and programs that do not all wait at the same
 # time. So we choose like this:
@@ -290,7 +291,8 @@ def _softmax_fwd_streaming(
 #   and 32 threads in a warp, ``PAIRS`` is 32 times the number of warps.
 # - A thread gets 64 bytes of the row, which are four loads in each sweep. That
 #   makes 2048 bytes for a warp. A program has two warps at least, and 32 at
-#   most, because it cannot have more.
+#   most, because it cannot have more. So in rows of more than 64 KB each
+#   thread gets more.
 # - An SM has room for 2048 threads, and it has 65536 registers. If a thread
 #   has 32 of them, all 2048 can run: 32 programs with two warps, or two
 #   programs with 32 warps, so that one can load while the other one waits.
@@ -563,14 +565,18 @@ report(bench_pairs)
 # 84%. At 40960 columns a pair for each thread reaches 99% and a pair for the
 # program 76%, and at 65536 columns they reach 81% and 84%.
 #
+# Don't read much into the order at 65536 columns. The kernel with a pair for
+# each thread is measured once more further down, and reaches 88% there: where
+# the caches hold only a part of the rows, its speed varies.
+#
 # **Why.**
 # Three things tell the lines apart. The first one is how many rows are under
-# way at a time, for all of them should be in a cache until their second sweep
-# is over. An SM has 65536 registers and runs as many programs as have room in
-# them. Compiled for an H100, the kernel has 32 registers in a thread, and 64
-# with a pair for the program. So an SM has four programs of 512 threads with a
-# pair for each lane, and two programs in the other cases. Its L1 cache has up
-# to 256 KB, and the L2 cache has 50 MB for all 132 SMs.
+# way at a time, because all of them should be in a cache until their second
+# sweep is over. An SM has 65536 registers and runs as many programs as have
+# room in them. Compiled for an H100, the kernel has 32 registers in a thread,
+# and 64 with a pair for the program. So an SM has four programs of 512 threads
+# with a pair for each lane, and two programs in the other cases. Its L1 cache
+# has up to 256 KB, and the L2 cache has 50 MB for all 132 SMs.
 
 print("         KB on an SM         MB on 132 SMs")
 print("columns  2 rows  4 rows      2 rows  4 rows")
@@ -582,16 +588,30 @@ for N in (16384, 24576, 40960, 49152, 65536):
     )
 
 # %%
-# With two programs, L1 holds the rows up to 49152 columns. With four it does
-# so up to 24576, and from 49152 columns on not even L2 does.
+# With two programs, L1 has room for the rows up to 49152 columns, where they
+# take 192 KB. With four it has room for them up to 24576 columns, and from
+# 49152 columns on not even L2 has. This count does not explain everything: at
+# 49152 columns a pair for each thread has fallen to 87% already. L1 is used
+# for other things, too, and we have not measured what it keeps of the rows.
 #
-# The second thing is idle lanes. A tile with one pair for the program has
-# 16384 of them. At 24576 and 40960 columns the last tile of a row is half
-# empty, but its powers take as long as those of a full one.
+# The second thing is idle lanes. Where all threads wait at each tile, tiles
+# should be large, so the tile with one pair for the program has 16384 lanes.
+# At 24576 and 40960 columns the last tile of a row is half empty, but its
+# powers take as long as those of a full one: a quarter and a sixth of all
+# lanes are idle. At 16384 and 49152 columns all its tiles are full. There it
+# reaches 90% and 86%, and a pair for each thread 92% and 87%. So with tiles as
+# large as that, waiting costs little.
 #
 # The third thing is the time for powers. With a pair for each lane there are
-# three of each element.
+# three of each element, which nearly fill the time, as we have computed.
 #
+# At 16384 columns a pair for each thread reaches only 92%, because this figure
+# has one tile for all widths, which is made for the widest ones. With half the
+# warps, as ``plan_sweeps`` takes them there, it reaches 100% in the next
+# figure.
+#
+# **What follows.**
+# From here on, our kernel of two sweeps has a pair for each thread.
 # `Softmax over a million columns <05-wide-softmax.html>`_ begins where this
 # page ends: it counts what second sweeps read from DRAM, and does without
 # them.
@@ -606,9 +626,10 @@ for N in (16384, 24576, 40960, 49152, 65536):
 # needs no pair and shrinks no sum, because the maximum is there before the
 # first power is computed.
 #
-# A tile of Triton has a power of two of lanes, and a row may have any number
-# of columns. So we keep a row as several *chunks*, tiles that follow each
-# other, as in `Chunks instead of padding <../layer-norm/05-chunks.html>`_.
+# The number of lanes of a tile in Triton is a power of two, and a row may have
+# any number of columns. So we keep a row as several *chunks*, tiles that
+# follow each other, as in `Chunks instead of padding
+# <../layer-norm/05-chunks.html>`_.
 #
 # Such a row can also *begin anywhere*. A thread loads 16 bytes at once only if
 # they begin at a multiple of 16 bytes, which is a *group* of 8 elements of 16
@@ -660,9 +681,10 @@ plt.show()
 # %%
 # So the lanes of a row are of three kinds: some have no column of the row at
 # all, some have one in a group that belongs to the row alone, and some have
-# one in a group that is shared with a neighbor. Loads may read a shared group
-# as a whole. A store must not: it would change another row.
-# ``_chunk`` says where the lanes of a chunk point, and which lane is which.
+# one in a group that is shared with a neighboring row. A load may read a
+# shared group as a whole. A store must not write it as a whole, because that
+# would change another row.
+# ``_chunk`` says where the lanes of a chunk point, and of which kind they are.
 # ``STEP`` is the number of lanes in a group, and 1 if all rows of the matrix
 # begin with a group, so that nothing is shared.
 
@@ -734,14 +756,14 @@ def _store_chunk(
 
 
 # %%
-# With these three the kernel is short. ``xs`` is a tuple of tiles, and each
-# loop over it is written out by the compiler, so that all chunks can stay in
+# With these three functions the kernel is short. ``xs`` is a tuple of tiles,
+# and the compiler unrolls each loop over it, so that all chunks can stay in
 # registers. They stay there as they were loaded: two numbers of 16 bits take
 # one register.
-# Narrow rows share a program: it has ``ROWS`` of them. If ``ROWS`` does not
-# divide the number of rows, the last program takes the last row several times,
-# and stores the same numbers several times. That costs nothing, and needs no
-# mask.
+# Several narrow rows share a program, which has ``ROWS`` of them. If ``ROWS``
+# does not divide the number of rows, the last program takes the last row
+# several times, and stores the same numbers several times. That does no harm,
+# and needs no mask.
 
 
 @triton.jit
@@ -786,15 +808,15 @@ def _softmax_fwd(
 # How is a row divided?
 # ---------------------
 #
-# - ``step_of`` finds the lanes of a group. If the number of columns is a
-#   multiple of them, every row begins with a group, as long as the matrix
-#   does.
+# - ``step_of`` returns how many lanes a group has. If the number of columns is
+#   a multiple of that, and the matrix begins with a group, then every row
+#   does. In this case it returns 1.
 # - A warp loads 512 bytes of a row at once, 16 for each thread, so a chunk has
 #   512 bytes for each warp.
 # - A warp holds up to 4096 bytes of a row, so a thread holds up to 128. In 16
 #   bits that is 64 columns in 32 registers. A program has two warps at least.
-# - Rows of up to 512 bytes would leave most of two warps idle. There a program
-#   has 4 warps, and as many rows as they load at once, twice.
+# - Rows of up to 512 bytes would leave at least half of two warps idle. There
+#   a program has 4 warps, and twice as many rows as they load at once.
 
 
 def step_of(N, *matrices):
@@ -845,13 +867,13 @@ for N in (100, 256, 1000, 4096, 4097, 16384):
 # second sweep. One sweep has fewer instructions. Two sweeps need 32 registers
 # in a thread, however wide a row is, so an SM always has its 2048 threads. One
 # sweep needs more, because it holds the row: at 16384 columns a thread has 86
-# registers, and an SM has room for 512 threads. They are two programs of 8
-# warps. So narrow rows should go in one sweep, and wide ones in two.
+# registers, and an SM has room for two programs of 8 warps, which are 512
+# threads. So narrow rows should go in one sweep, and wide ones in two.
 # Rows that begin anywhere are another case: our second kernel loads them
 # element by element, 2 bytes at a time.
 #
 # ``plan_forward`` is the rule that came out of our measurements, and
-# ``forward`` follows the rule, or a plan that it is given.
+# ``forward`` follows this rule, or a plan that it is given.
 
 
 def plan_forward(N, itemsize, step=1):
@@ -934,7 +956,7 @@ report(bench_sweeps)
 # and half of them have nothing to load; in one sweep 8 rows share a program.
 # At 16384 columns it is as we expected: two sweeps have four times as many
 # threads on an SM. In between, both are close to the copy, and little is left
-# to gain.
+# to gain. At 4097 columns two sweeps load 2 bytes at a time.
 #
 # **What follows.**
 # The rule takes one sweep up to 16 KB a row, which is 8192 columns of 16 bits,
@@ -946,9 +968,9 @@ report(bench_sweeps)
 # 1024 and 8192 columns. With this rule we lose 3% at most at any of these
 # widths, on either card. A rule for each card would be better, and a
 # measurement better still: ``triton.autotune`` runs both kernels at the first
-# call of each width and keeps the faster one. It also makes that call take
-# longer, and what it keeps depends on what else the GPU was doing. For 3% we
-# prefer a rule that everybody can read.
+# call of each width and keeps the faster one. But that call takes longer, and
+# which kernel is kept depends on what else the GPU was doing. For 3% we prefer
+# a rule that everybody can read.
 #
 # How fast is the forward pass?
 # -----------------------------
@@ -1085,18 +1107,20 @@ report(bench_forward)
 # 31% and torch.compile 28%.
 #
 # Among the libraries, quack reaches 89% to 98% over the widths that it takes.
-#
 # Liger reaches 42% to 98% over all widths, and 42% at 4097 columns.
 #
 # **Why.**
 # Up to 1024 columns torch.compile keeps a row in registers, as we do. From
 # 2048 on the kernel that it writes makes two sweeps, with a pair for each
-# lane. That takes two powers for each element in the first sweep, and it asks
-# for each element whether its maximum is finite. Rows of 4097 columns it loads
-# 2 bytes at a time.
+# lane. That takes two powers for each element in the first sweep, and it also
+# checks for each element whether its maximum is finite. A pair for each lane
+# alone does not explain its speed: with one, our kernel reached 73% to 84% in
+# the first figure. We have not looked into the rest, nor at the kernels of
+# PyTorch and of the libraries. Rows of 4097 columns torch.compile loads 2
+# bytes at a time.
 #
 # At 49152 columns and above we see what the first figure showed: the rows
-# under way do not fit into L1 any more, or only just.
+# under way barely fit into L1, or not at all.
 #
 # Backward: from y alone
 # ----------------------
@@ -1131,10 +1155,12 @@ expected = torch.autograd.grad(x.softmax(dim=0), x, dy)[0]
 assert torch.allclose(dx, expected)
 
 # %%
-# Only the first :math:`y_j` counts in this loss. So its :math:`x_j` should
-# grow, and the two others should shrink, the larger one more.
+# In this example the loss grows with the first :math:`y_j` alone. So it also
+# grows with the first :math:`x_j`, and ``dx`` is positive there. It falls when
+# one of the others grows, because that takes away from the first share, and
+# the larger one takes away more.
 #
-# What of ``log_softmax``, whose result is :math:`l_j = \log y_j`? If
+# What about ``log_softmax``, whose result is :math:`l_j = \log y_j`? If
 # :math:`x_j` grows by :math:`\delta`, then :math:`l_j` grows by
 # :math:`\delta`, and every :math:`l_k` loses :math:`y_j \, \delta`:
 #
@@ -1158,11 +1184,11 @@ assert torch.allclose(dx, expected)
 #
 # There is one trap. Both rows are needed twice, as float32: for the sum, and
 # for ``dx``. A good compiler converts them once and keeps the results. But a
-# float32 takes a register, and two numbers of 16 bits share one. It would
-# need twice the registers, just while memory is what we wait for.
-# So the second use goes through ``_hidden``: an exclusive or with 0, which is
-# an argument of the kernel. It changes no bit. But the compiler does not know
-# the argument, so it has to convert again. `RMS norm
+# float32 takes a register, and two numbers of 16 bits share one. So the rows
+# would take twice the registers, and fewer programs would fit on an SM.
+# So the second use goes through ``_hidden``, which computes an exclusive or
+# with 0. That changes no bit. But the 0 is an argument of the kernel, which
+# the compiler does not know, so it has to convert again. `RMS norm
 # <01-rms-norm.html>`_ does the same.
 
 
@@ -1215,9 +1241,9 @@ def _softmax_bwd(
 
 
 # %%
-# A thread holds up to 64 columns of each of the two, in 64 registers. Rows of
-# more than 64 KB would need more than 16 warps, or more registers. They take
-# two sweeps, of two matrices each.
+# A thread holds up to 64 columns of ``y`` and of ``dy``, in 64 registers. Rows
+# of more than 64 KB would need more than 16 warps, or more registers. They
+# take two sweeps, each of which reads both matrices.
 
 
 @triton.jit
@@ -1434,8 +1460,8 @@ for N in widths:
 # matrices and writes one.
 #
 # Up to 64 KB a row our rule takes one sweep. The line "Two sweeps" is our
-# other kernel at the same widths, where its tiles are full. They have 2048
-# lanes and 8 warps there, so that each thread loads 16 bytes at once.
+# other kernel at those of the widths where its tiles are full. They have 2048
+# lanes and 8 warps here, so that each thread loads 16 bytes at once.
 
 # %%
 
@@ -1506,25 +1532,27 @@ report(bench_backward)
 # 8192 and 16384 columns.
 #
 # Backward, quack reaches 82% to 100% over the widths that it takes.
-#
 # Backward, Liger reaches 53% to 99% over all widths.
 #
 # **Why.**
 # Up to 24576 columns our kernel reads each number once, as the copy does, and
-# writes each result once. A line near 100% has little left to gain.
+# writes each result once. A line near 100% has little left to gain. We have
+# not looked at PyTorch's kernels.
 #
 # Can a kernel be faster than the copy? The copy is the best of six tiles, and
 # not the fastest kernel that there can be. torch.compile writes two sweeps
 # from 2048 columns on, whose first sweep asks the caches to keep what it
 # loads. The line "Two sweeps" shows what our kernel makes of the same idea: it
-# is ahead of the copy at 2048 and 4096 columns. In our trials one sweep became
-# as fast as torch.compile at all of these widths, as soon as its loads had the
-# same hint, and so did the copy. So it is the hint that makes the difference.
+# is ahead of the copy at 2048 and 4096 columns, and behind it at 8192 and
+# 16384. In our trials one sweep became as fast as torch.compile at all of
+# these widths as soon as its loads had the same hint, and so did the copy. So
+# it is the hint that makes the difference, and not the number of sweeps.
 #
 # Above 32768 columns we have two sweeps of two matrices. At 49152 columns a
 # row of both takes 192 KB, which still fits into the L1 cache of an SM, if
 # only one program runs there. At 65536 columns it takes 256 KB, and L2 has to
-# help.
+# help. By this count the wider rows should be slower. They are faster, and we
+# do not know why.
 #
 # Does the hint help a model?
 # ---------------------------
@@ -1604,26 +1632,28 @@ report(bench_next)
 # **What the figure shows.**
 # On the H200, at 2048, 4096, 8192 and 16384 columns, one sweep and its copy
 # reach 116%, 104%, 98% and 97% of the speed of a copy alone, and two sweeps
-# and their copy reach 117%, 106%, 96% and 97%. Alone, two sweeps are 6%
-# faster at 2048 columns and 5% faster at 4096. With what follows they are 1%
-# and 3% faster.
+# and their copy reach 117%, 106%, 96% and 97%. In time, two sweeps alone take
+# 0.9 µs less than one sweep at 2048 columns, and 1.2 µs less at 4096. Together
+# with the copy they take 0.2 and 1.0 µs less.
 #
 # **Why.**
 # At 2048 columns ``dx`` has 16.8 MB, and at 4096 it has 33.6 MB. L2 has 50 MB,
 # so the copy finds most of ``dx`` there, and both lines lie above 100%. The
 # hint was ahead because it left more of ``dx`` to be written after the clock
 # had stopped, or because it kept ``y`` and ``dy`` out of the way of ``dx``. We
-# cannot tell which. But a part of what it gains is gone when somebody reads
-# ``dx``.
+# cannot tell which. But a part of what it gains is gone when another kernel
+# reads ``dx``: most of it at 2048 columns, and less at 4096.
 #
 # **What follows.**
-# We stay with one sweep up to 64 KB. It needs nothing of the caches, so it is
-# as fast in a model, where other tensors need L2, too.
+# We stay with one sweep up to 64 KB, although that costs about a microsecond
+# at 4096 columns. One sweep asks nothing of the caches, so we expect it to be
+# as fast in a model, where other tensors need L2, too. We have not measured
+# that.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **torch.compile is close in the backward pass**, and at some widths ahead:
+# - **torch.compile is ahead in the backward pass** from 1024 to 16384 columns:
 #   its speed is up to 1.07 times ours from 1024 to 24576 columns on the H200.
 # - **quack is ahead where rows are wide.** At 49152 and 65536 columns it
 #   reaches 98% and 98% of the copy forward on the H200, and we reach 87% and
@@ -1642,7 +1672,7 @@ report(bench_next)
 # **Exercise 1: the logarithm of a sum.**
 # ``torch.logsumexp`` is :math:`m + \log s`, one number for each row. It needs
 # a single sweep and no second one. The kernel below goes through a row tile by
-# tile, with one pair for the program. It is wrong for most rows. Mend it.
+# tile, with one pair for the program. It is wrong for most rows. Correct it.
 #
 # **Hint 1.** For which rows is it right? Try one whose largest element is
 # among the first 64.
@@ -1711,9 +1741,10 @@ assert exercise_1(_logsumexp_1)
 # %%
 # **Exercise 2: a constant in dy.**
 # If the same constant is added to all of ``dy``, ``dx`` should not change: the
-# shares add up to 1 whatever ``x`` is, so a loss that grows alike with all of
-# them does not depend on ``x``. In 16 bits it does change, because the rounded
-# shares do not add up to 1. Make the formula right for shares with any sum.
+# shares add up to 1 whatever ``x`` is, so a loss that grows equally with all
+# of them does not depend on ``x``. In 16 bits ``dx`` does change, because the
+# rounded shares do not add up to 1. Make the formula right for shares with any
+# sum.
 #
 # **Hint 1.** Let all ``dy`` be 100. What is ``c``, if the shares add up to
 # 1.01? What should it be?
@@ -1763,7 +1794,8 @@ assert exercise_2(gradient_2)
 #
 # Forward, in two sweeps, at 40960 columns:
 #
-# - **A pair for the program** reaches 76%. All threads wait at each tile.
+# - **A pair for the program** reaches 76%. All threads wait at each tile, so
+#   tiles are large, and a sixth of the lanes is idle here.
 # - **A pair for each lane** reaches 79%. It computes three powers of each
 #   element.
 # - **A pair for each thread** reaches 99%. Threads wait once in a row.
@@ -1785,12 +1817,12 @@ assert exercise_2(gradient_2)
 #
 # - What depends on a number that is not known yet can often be computed with a
 #   guess, and be corrected by a factor when the number changes.
-# - Give a thread what it can do alone. Threads that wait for each other once
-#   in a row cost little, and those that wait at every tile cost much.
+# - Give a thread what it can do alone. If all threads wait for each other at
+#   every tile, tiles have to be large, and large tiles have idle lanes.
 # - Count registers: with half of them, twice as many threads can run.
 # - Look for the formula of the backward pass that needs the least. Here it
 #   needs a result that is kept anyway.
 # - Measure both kernels before you write the rule, on each card that matters.
 #
 # **Next:** `Cross-entropy <04-cross-entropy.html>`_ takes the logarithm of a
-# softmax, and keeps one number of each row.
+# softmax, and keeps one number for each row.

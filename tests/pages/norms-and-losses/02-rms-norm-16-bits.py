@@ -263,8 +263,17 @@ def both_figures(figure):
     backward = of["backward"]
     # "Falls where rows are narrow".
     assert backward.shares("triton").least == backward.share("triton", 1024)
-    us = backward.us("triton", 1024, matrices=3)
-    yield f"At 1024 columns both together take {us:.0f} µs."
+    us, of_copy = (
+        backward.us(each, 1024, matrices=3) for each in ("triton", "copy")
+    )
+    yield (
+        f"At 1024 columns both together take {us:.0f} µs, where the copy "
+        f"takes {of_copy:.1f} µs."
+    )
+    apart = max(
+        abs(100 * (ratio - 1)) for ratio in backward.ratios("llama", "triton")
+    )
+    yield f"the two lines lie up to {apart:.1f}% apart."
     yield (
         "3 backward. It reaches "
         f"{shares['forward', 'triton']} of a copy forward, and "
@@ -308,6 +317,23 @@ def block(figure):
     yield ("At 4096 columns it takes {:.0f}, {:.0f} and {:.0f} µs.").format(
         *times[4096]
     )
+    # How much of a block is its norms: two of them, by the figure before.
+    norms = [
+        figure("rms-norm-stream", CARD).median("triton", N)
+        for N in (1024, 4096)
+    ]
+    shares = [
+        200 * norm / times[N][0]
+        for norm, N in zip(norms, (1024, 4096), strict=True)
+    ]
+    longer = [times[N][1] - times[N][0] for N in (1024, 4096)]
+    yield (
+        f"took {norms[0]:.1f} µs for both passes of 1024 columns, and "
+        f"{norms[1]:.1f} µs of 4096. Two of them are {shares[0]:.1f}% of the "
+        f"block with our module at 1024 columns, and {shares[1]:.1f}% at "
+        f"4096. With the steps, the block takes {longer[0]:.0f} and "
+        f"{longer[1]:.0f} µs longer."
+    )
     gains = [of.ratio("triton", "steps", N) for N in (1024, 4096)]
     # "So the share of the norms falls", and a compiled block is ahead.
     assert gains[0] > gains[1] > 1
@@ -337,6 +363,8 @@ FACTS = {
     "it would make 1.73 times": "the square root of 3",
     "we expect 1.75 times the time": "28 bytes of 16",
     "Bytes explain 1.75 times": "28 bytes of 16",
+    "These are 36 bytes where our kernel moves 4, which would leave the "
+    "steps 11% of a copy": "4 of 6 + 8 + 4 + 8 + 6 + 4",
     "errors eight times as small": "three bits; CLAIMS asserts it",
     "last sum is about 1%": "a test of the page asserts it",
 }
