@@ -2760,8 +2760,9 @@ report(bench_backward)
 # The first reason is how many bytes move. Ours reads ``x`` and ``dy`` once and
 # writes ``dx``, whether one program holds the row or many do. PyTorch reads
 # both matrices a second time for ``dw`` and ``db``, which makes five matrices
-# instead of three. That alone would leave it 60% of the copy; it reaches less,
-# so there are other reasons, too.
+# instead of three. That alone would leave it 60% of the copy. It reaches less:
+# it also sweeps rows twice for ``dx``, which counts where no cache holds them,
+# and there may be other reasons.
 # Ours falls short of the copy most where rows are narrow: its programs write
 # sums for ``dw`` and ``db``, and a second kernel reads them. `Chunks instead
 # of padding <05-chunks.html>`_ measures that on an H100.
@@ -3411,5 +3412,5 @@ assert exercise_1(break_even_1)
 # - In a series of calls, each takes as long as the slower of host and device.
 #   Measure both before you make either faster.
 #
-# **Next:** in a model an addition stands before each layer norm. We put both
-# into one kernel: `Add and layer norm <../fused/01-add-layer-norm.html>`_.
+# **Next:** in a model an addition stands before each layer norm. `Add, then
+# normalize <../fused/01-add-layer-norm.html>`_ does both in one kernel.

@@ -2338,5 +2338,5 @@ assert exercise_1(merge_logs_1)
 #   take half as many registers as integers of 32 bits.
 #
 # **Next:** back to layer norm. What does it cost if ``dx`` has a kernel of its
-# own, and ``dw`` and ``db`` have another one? `Two passes
+# own, and ``dw`` and ``db`` have another one? `What a second pass costs
 # <../layer-norm/09-two-passes.html>`_ measures it.
