@@ -969,7 +969,8 @@ for N, programs, lanes in (
 # -------------------------
 #
 # Where programs cannot share a row, we take two sweeps. Their kernels and
-# launches, folded here, are those of page 07, and take any width and any type.
+# launches are those of `Two sweeps <07-two-sweeps.html>`_, folded here, and
+# take any width and any type.
 
 # %%
 

@@ -2210,6 +2210,6 @@ assert exercise_2(divisor_2)
 # - Ranks that disagree either wait for each other or compute something wrong.
 #   To find that out takes time in each call.
 #
-# **Next:** this is the last page of the course for now. `The glossary
-# <../../glossary.html>`_ has the words of the field that these pages use, and
-# where each of them is explained.
+# **Next:** the course ends here for now. `The glossary <../../glossary.html>`_
+# has the words of the field that these pages use, and where each of them is
+# explained.
