@@ -2712,9 +2712,9 @@ report(bench_forward)
 #
 # Of the libraries, quack takes rows of up to 262144 columns. In the geometric
 # mean over these widths ours is 1.9 times as fast, and 1.4 times without 12288
-# columns. There quack 0.6.5 reaches 7%, where it has 67% at 8192 columns. We
-# measured that ourselves, found no public report of it, and do not know the
-# cause; another version may not have it.
+# columns. There quack 0.6.5 reaches 7%, while it reaches 67% at 8192 columns.
+# We measured that ourselves, found no public report of it, and do not know the
+# cause. Another version may not have it.
 # Over the widths that each takes, ours is 1.5 times as fast as Liger in the
 # geometric mean, 1.1 times as fast as flash-attn, 1.1 times as fast as fla and
 # 4.4 times as fast as cuDNN.
@@ -2723,7 +2723,7 @@ report(bench_forward)
 # Up to 12288 columns each row is read and written once, as in the copy.
 # From 1536 to 4096 columns ours takes 1.8 to 2.0 µs longer than the copy,
 # though the matrices grow with each width. So that time does not depend on the
-# bytes, and it counts the more, the fewer bytes there are. What it is spent
+# bytes, and the narrower the rows, the larger is its share. What it is spent
 # on, why it is less than one microsecond at 1024 columns, and why it is 4.0 µs
 # at 8192, we have not measured.
 # At 65536 columns a row is read a second time, from a cache as far as it is
@@ -2770,9 +2770,9 @@ report(bench_backward)
 # is a likely reason there, as forward.
 #
 # **What follows.**
-# Writing your own kernel pays most backward: all others are further behind
-# here than the best of them are forward, and in training this pass moves more
-# bytes.
+# Writing your own kernel pays most backward: at every width even the best
+# rival is further behind ours here than forward, and in training this pass
+# moves more bytes.
 #
 # Widths that nobody tunes for
 # ----------------------------
@@ -2962,10 +2962,10 @@ report(bench_limits_backward)
 # chunks, whose programs wait for no other.
 #
 # **What follows.**
-# A rule of two thresholds in each pass is close to the best kind, and takes no
-# time. Autotuning would try all kinds at each new width.
-# On the H200 a lower limit would be better forward: at 12288, 24576 and 32768
-# columns two sweeps are faster than chunks.
+# A rule of two thresholds in each pass is close to the best kind, and takes
+# next to no time. Autotuning would try all kinds at each new width.
+# On the H200 a lower limit would be better forward: at 12288 and 24576
+# columns, where the rule picks chunks, two sweeps are faster.
 #
 # Is it right?
 # ------------
@@ -3302,8 +3302,8 @@ print(model)
 # - **Some widths.** On the H200 flash-attn is 4% faster forward at 8192
 #   columns, and no rival is faster backward.
 # - **Wide odd rows.** Where programs share a row that begins anywhere, they
-#   load 2 bytes at a time. We are ahead of the others there, too, but far from
-#   a copy.
+#   load 2 bytes at a time. At 12345 columns backward ours is still ahead of
+#   all others, but far from a copy.
 # - **Beside other kernels.** Programs that share a row start only when the GPU
 #   has room for all of them, as `Programs that share a row
 #   <08-shared-rows.html>`_ shows. A kernel that keeps a few SMs busy, as one
@@ -3407,8 +3407,8 @@ assert exercise_1(break_even_1)
 #
 # - A rule of a few lines can pick among kernels, if each limit was measured on
 #   both sides.
-# - What is the same in each call with the same shapes and types, find out once
-#   and keep.
+# - Find out once what is the same in all calls with the same shapes and types,
+#   and keep it.
 # - In a series of calls, each takes as long as the slower of host and device.
 #   Measure both before you make either faster.
 #

@@ -711,8 +711,8 @@ report(bench_warps)
 # **Why.**
 # As planned, up to 64 KB are in flight on each SM at all four widths. Sixteen
 # warps have half of that at 4096 and at 16384 columns, three quarters at 8192,
-# and as much at 32768, where the two plans are the same. At each width the
-# plan with more bytes in flight is the faster one. `Loads in flight
+# and as much at 32768, where the two plans are the same. Wherever they differ,
+# the plan with more bytes in flight is the faster one. `Loads in flight
 # <../layer-norm/04-loads-in-flight.html>`_ explains why a kernel that waits
 # for memory depends on them.
 # The bytes alone do not explain everything: the same 64 KB give 90% at 8192
@@ -1471,7 +1471,7 @@ report_columns(bench_columns_forward)
 #
 # **What follows.**
 # Let each rank add up what it has, and send only the sums. Even the best of
-# the other ways takes several times as long in wide rows.
+# the other ways takes several times as long at every width.
 #
 # The line of one rank is at 86% of the copy at 32768 columns. So our kernels
 # are not slow by themselves, and the distance to that line is what the other

@@ -346,7 +346,7 @@ def usual_forward(figure):
         "In the geometric mean over these widths ours is "
         f"{mean_of(ratios.values())} times as fast, and {mean_of(usual)} "
         "times without 12288 columns. There quack 0.6.5 reaches "
-        f"{of.share('quack', 12288)}%, where it has "
+        f"{of.share('quack', 12288)}%, while it reaches "
         f"{of.share('quack', 8192)}% at 8192 columns."
     )
     yield (
@@ -372,6 +372,11 @@ def usual_backward(figure):
         f"PyTorch reaches {pytorch}, and torch.compile {compiled}. Ours is "
         f"{gain.least} to {gain.most} times as fast as PyTorch."
     )
+    # "At every width even the best rival is further behind".
+    forward = figure("layer-norm-every-forward", CARD)
+    for N in of.medians["triton"]:
+        behind = of.ratio("triton", rivals(of), N)
+        assert behind > forward.ratio("triton", rivals(forward), N)
     mine = of.at(2**18, 2**20).shares("triton")
     yield (
         f"At 262144 columns ours reaches {mine[0]}%, and at 1048576 "
@@ -402,6 +407,7 @@ def unusual(figure):
     )
     # What is odd and wide falls far behind its neighbors, backward.
     wide = backward.share("triton", 12345)
+    assert backward.ratio("triton", rivals(backward), 12345) > 1
     assert wide < backward.share("triton", 4097) - 10
     yield f"which is why ours falls to {wide}% there."
     # Odd against even, forward: PyTorch loses, and backward it does not.

@@ -200,8 +200,8 @@ def of_columns_forward(figure):
         "at 32768 columns."
     )
     for N in (2048, 4096, 8192, 16384, 32768):
-        ahead = min(times_as_long(of, N).values()) > 1
-        assert ahead, f"two numbers a row are the fastest: {N}"
+        ahead = min(times_as_long(of, N).values()) > 3
+        assert ahead, f"all others take several times as long: {N}"
 
 
 def of_columns_backward(figure):
