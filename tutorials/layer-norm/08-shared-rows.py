@@ -420,9 +420,9 @@ def empty_words(rows, slices):
 #   be as long as the other kernel takes. An ordinary launch would have used
 #   the SMs that are free.
 # - **A mistake**, such as a kernel that publishes fewer words than it
-#   collects: ten million loads take some seconds, and then ``trap`` ends with
-#   an error what would hang forever otherwise. CUDA cannot go on after that:
-#   the process has to be started again.
+#   collects: ten million loads take some seconds, and then ``trap`` ends the
+#   kernel with an error. Without it, the kernel would hang forever. CUDA
+#   cannot go on after the error: the process has to be started again.
 #
 # What does an exchange cost?
 # ---------------------------

@@ -3,8 +3,8 @@ Every width: one layer norm for a model
 =======================================
 
 Which kernel is right for a row of ``N`` columns, on any device?
-One function picks it, by a rule of a few lines. The rule does not find the
-fastest kernel at every width, and a figure shows where it errs.
+One function picks it by a rule of a few lines, which does not find the fastest
+kernel at every width: a figure shows where it errs.
 
 Do you only want to use it? Take ``every_width.py``, which this page offers
 under its title: it is a module with the kernels and functions of this page.

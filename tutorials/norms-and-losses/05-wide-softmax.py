@@ -899,7 +899,7 @@ def _write(
 # %%
 # The kernel visits the chunks with masks in loops of their own, which the
 # compiler unrolls, and all others in plain loops. Each maximum starts at
-# ``LOWEST``, the smallest number that float32 has, as on page 03.
+# ``LOWEST``, the lowest finite number of float32, as on page 03.
 
 
 @triton.jit
@@ -1599,9 +1599,8 @@ dram_reads.run(show_plots=ON_GPU)
 # Shared rows read ``x`` from DRAM once, however wide a row is. Two sweeps read
 # a part of it twice as soon as the rows that are under way, with their
 # results, are more than L2 holds. In the widest rows that part is nearly all.
-# On the H100 page
-# 03 reads 24% of ``x`` twice at 65536 columns, 61% at 131072, 78% at 262144,
-# and 95% at 1048576.
+# On the H100 page 03 reads 24% of ``x`` twice at 65536 columns, 61% at 131072,
+# 78% at 262144, and 95% at 1048576.
 #
 # *Do the bytes explain page 03?* Mostly. If nothing but bytes of DRAM counted,
 # it would reach 89%, 77%, 72% and 68% of the copy at these widths. It reaches
@@ -1612,8 +1611,8 @@ dram_reads.run(show_plots=ON_GPU)
 # on page 03. They read 0% of ``x`` twice at 65536 columns, 22% at 131072, 60%
 # at 262144, and 90% at 1048576. So they can take rows that are twice as wide:
 # at 131072 and 262144 columns they read about as much twice as page 03 does at
-# 65536 and 131072. The bytes would leave 100%, 90%, 77% and 69% of the
-# copy, and they reach 100%, 88%, 72% and 64%. From 131072 columns on they fall
+# 65536 and 131072. The bytes would leave 100%, 90%, 77% and 69% of the copy,
+# and they reach 100%, 88%, 72% and 64%. From 131072 columns on they fall
 # further behind that than page 03 does, and at 1048576 columns they are no
 # longer ahead of it. A single program on an SM cannot read one row while it
 # writes another. But that is so at 65536 columns, too, where nothing is
@@ -2334,8 +2333,9 @@ assert exercise_1(merge_logs_1)
 #   and pay for masks only where a row begins and ends.
 # - A pair of maximum and sum can be cut anywhere: between tiles, threads,
 #   programs or GPUs.
-# - Numbers of 16 bits that a loop keeps in registers from one turn to the next
-#   take half as many registers as integers of 32 bits.
+# - A loop that keeps numbers of 16 bits in registers from one turn to the next
+#   needs half as many registers if it keeps them in pairs, as integers of 32
+#   bits.
 #
 # **Next:** back to layer norm. What does it cost if ``dx`` has a kernel of its
 # own, and ``dw`` and ``db`` have another one? `What a second pass costs

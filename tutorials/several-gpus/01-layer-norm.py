@@ -3,8 +3,8 @@ Layer norm over several GPUs
 ============================
 
 What must GPUs tell each other when they share a layer norm?
-Two numbers for each row if the columns are spread over the GPUs, and two
-numbers for each column if the rows are. Everything else stays where it is.
+Two numbers for each row if the columns are spread over the GPUs, two numbers
+for each column if the rows are, and nothing else.
 
 Large models do not fit on one GPU. They are trained with the columns of a
 layer spread over GPUs (*tensor parallel*), with its rows spread over them
