@@ -387,9 +387,9 @@ def test_how_much_is_in_flight(launches, output):
     ]
     text = " ".join(tutorial.source(several.NAME).replace("#", "").split())
     few, many = registers[16384, 16], registers[16384, 0]
-    together = 512 * (-(-few // 8) * 8)
+    each = -(-few // 8) * 8
     assert f"takes {few} registers then" in text
-    assert f"together they take {together} of the 65536" in text
+    assert f"take 512 · {each} = {512 * each} of the 65536" in text
     assert f"as many columns, and takes {many} registers" in text
 
 
