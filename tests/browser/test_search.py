@@ -21,7 +21,7 @@ QUESTIONS = {
         "race": r"03-lock.html#the-race",
         "atomic": r"02-summing-rows.html#atomic-additions",
         "spill": r"05-chunks.html#backward-registers|#term-spill",
-        "welford": r"07-two-sweeps.html#one-change-welford",
+        "welford": r"07-two-sweeps.html#first-change-welford",
         "2**31": r"(10-host-time|02-summing-rows).html#",
         "occupancy": r"04-loads-in-flight.html#",
         "rmsnorm": r"0[12]-rms-norm",

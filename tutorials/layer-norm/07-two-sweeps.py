@@ -113,8 +113,8 @@ for added in (0, 100, 10_000):
 # :math:`q` standard deviations, a square is about :math:`q^2` variances, and
 # so the error is about :math:`2^{-24} \, q^2` of the variance.
 #
-# One change: Welford's method
-# ----------------------------
+# First change: Welford's method
+# ------------------------------
 #
 # Can we do without large squares?
 #

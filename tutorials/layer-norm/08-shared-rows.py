@@ -3,14 +3,14 @@ Programs that share a row
 =========================
 
 How do you normalize a row of a million columns (2 MB) by reading it once?
-Let many programs hold it together, each one a slice in registers, and tell
-each other their sums while they work.
+Many programs hold it together, each of them a slice in registers, and they
+tell each other their sums while they work.
 
 No program has room for such a row, and `two sweeps <07-two-sweeps.html>`_ have
 to read it twice. All programs of a GPU together have room for it.
-But then a program needs to know what the others have found, while all of them
-run. On this page they pass each other notes through memory. We start with two
-programs, one row and a single note, and see what can go wrong with it.
+But then each program needs to know what the others have found, while all of
+them run. On this page they pass each other notes through memory. We start with
+two programs, one row and a single note, and see what can go wrong with it.
 
 **What you will learn**
 
@@ -73,7 +73,7 @@ print("both need", row.sum().item())
 # What can go wrong? We watch the note of program 0. Its place holds 0 at
 # first, and program 1 reads it.
 #
-# **First try: just read it.** Nothing says that program 0 is as far as
+# **First try: just read it.** Nothing says that program 0 has got as far as
 # program 1. If it is late, program 1 reads 0, and takes 0 + 26 = 26 for the
 # sum of the row.
 #
@@ -81,7 +81,7 @@ print("both need", row.sum().item())
 # then a flag, 1. Program 1 reads the flag until it is 1, and then the sum. But
 # stores may overtake each other, as we have seen in `A lock <03-lock.html>`_:
 # program 1 may see the flag before the sum, and again it finds 0 + 26 = 26.
-# A *release* on one side and an *acquire* on the other mend that. They also
+# A *release* on one side and an *acquire* on the other prevent that. They also
 # cost time. A program is many threads, which have to meet at a barrier
 # before the flag may be set, and a release waits until all that the program
 # has stored so far, such as its part of ``y``, can be seen.
@@ -89,8 +89,8 @@ print("both need", row.sum().item())
 # **Third try: the note is its own flag.** Before the kernel starts, we fill
 # the places with a value that no sum can ever have. Let's call it *empty*.
 # Program 1 reads the place of program 0 until it is not empty any more, and
-# what it has read then is the sum. There is nothing else to wait for, so
-# there is no order that anybody must promise.
+# what it has read then is the sum. There is no second thing to wait for, so
+# it does not matter in which order stores arrive.
 
 # %%
 
@@ -154,10 +154,10 @@ plt.show()
 # Two questions are left: what if we need two numbers, and which value can no
 # sum have?
 #
-# For a layer norm a program has to tell *two* float32 numbers, a mean and a
-# sum of squared distances. Were they two notes, the reader would have to wait
-# for each of them. But two float32 numbers have 64 bits, and a GPU can store
-# and load 64 bits at once: others see all of them or none.
+# For a layer norm a program has to tell the others *two* float32 numbers, a
+# mean and a sum of squared distances. If these were two notes, the reader
+# would have to wait for each of them. But two float32 numbers have 64 bits,
+# and a GPU can store and load 64 bits at once: others see all of them or none.
 # So we put both numbers into one integer of 64 bits, a *word*.
 #
 # A float32 number whose eight exponent bits are all 1 is not a number (NaN),
@@ -193,10 +193,10 @@ print("it would hold", numbers_of(EMPTY))
 #
 # - ``st.relaxed.gpu.global.b64 [$1], $2`` stores (``st``) 64 bits (``b64``) in
 #   the memory of the GPU (``global``), at the address ``$1``. Others anywhere
-#   on this GPU (``gpu``) see them as a whole or not at all. ``relaxed`` says
-#   that it promises nothing about other loads and stores. An acquire and a
-#   release guard what else is in memory, but a word guards nothing: it is the
-#   message itself.
+#   on this GPU (``gpu``) see them as a whole or not at all. ``relaxed`` means
+#   that the store promises nothing about other loads and stores. An acquire
+#   and a release are there to protect other data, but our word protects
+#   nothing: it is the message itself.
 # - ``mov.b32 $0, 0``: the function has to return a number for each element.
 #   Nobody needs ours, so it is 0.
 #
@@ -340,7 +340,7 @@ def _collect(
 # ``launch_cooperative_grid=True`` either all programs of the kernel run at the
 # same time, or the launch fails with an error.
 #
-# We do not want an error either. So we ask first. How many programs fit on an
+# We do not want an error either, so we ask first. How many programs fit on an
 # SM depends on their threads, registers and shared memory, and
 # ``cuOccupancyMaxActiveBlocksPerMultiprocessor``, a function of CUDA's driver,
 # knows the answer for a kernel that has been compiled. ``kernel.warmup``
@@ -372,12 +372,13 @@ def places(compiled):
 # %%
 # A plan says how many programs it wants on each SM, ``per_sm``. An SM has
 # 65536 registers, and ``maxnreg`` gives each thread no more than its share of
-# them, so registers are no reason for a refusal.
+# them, so that programs never fail to fit because of registers.
 #
-# The interpreter runs one program after the other, so nobody can wait there.
-# Instead it runs the kernel twice. The first time some words are missing, and
-# what is computed with them is wrong. The second time all words are there.
-# Since nobody looks whether a word is empty there, an empty one is simply 0.
+# The interpreter runs one program after the other, so no program can wait for
+# another one there. Instead ``together`` runs the kernel twice. The first time
+# some words are missing, and the results are wrong. The second time all words
+# are there. No program looks whether a word is empty there, so an empty one is
+# simply 0.
 
 
 def together(kernel, programs, per_sm, warps, **arguments):
@@ -408,10 +409,10 @@ def empty_words(rows, slices):
 # %%
 # What does that mean in practice?
 #
-# - **A smaller GPU, or a slice of one** (*MIG*, which divides an H100 into up
-#   to seven): its SMs are counted when the page starts, and the question about
-#   places is asked for what is there. If a row does not fit, ``together``
-#   returns ``False``, and we take two sweeps instead.
+# - **A smaller GPU, or a part of one** (*MIG* divides an H100 into up to seven
+#   parts): the page counts the SMs that are there, and CUDA says how many
+#   programs fit on those. If they are too few, ``together`` returns ``False``,
+#   and we take two sweeps instead.
 # - **Another kernel on the same GPU**, in another stream, such as NCCL's when
 #   gradients are sent to other GPUs: we count the places of the whole GPU,
 #   even if somebody has taken some of them. A cooperative launch does not
@@ -419,17 +420,18 @@ def empty_words(rows, slices):
 #   be as long as the other kernel takes. An ordinary launch would have used
 #   the SMs that are free.
 # - **A mistake**, such as a kernel that publishes fewer words than it
-#   collects: ten million loads take some seconds, and then ``trap`` reports an
-#   error where the kernel would hang forever. CUDA cannot go on after that:
-#   the process has to be started again.
+#   collects: ten million loads take some seconds, and then ``trap`` ends the
+#   kernel with an error. Without it, the kernel would hang forever. CUDA
+#   cannot go on after the error: the process has to be started again.
 #
 # What does an exchange cost?
 # ---------------------------
 #
-# In the smallest example each program has a slice of a single row, of 16
-# numbers. It wants the sum of the row, and the sum of its squares.
-# To be timed, it wants them many times. Each *turn* has its own words, because
-# a word that is no longer empty says nothing about the next turn.
+# In the smallest example each program has a slice of 16 numbers of a single
+# row. It needs the sum of the row, and the sum of its squares. To time that,
+# we let it compute them many times. Each *turn* of that loop has its own
+# words, because a word that is no longer empty says nothing about the next
+# turn.
 #
 # ``later`` is 0 at first: a program publishes its word and waits at once for
 # those of the others. With ``later=1`` it publishes a word and takes the words
@@ -492,10 +494,10 @@ print("four programs know:", shared_sums(x).tolist())
 
 # %%
 # All of them have found the same. How long does it take?
-# We let 2 to 128 programs have 1000 turns: with words that they wait for at
-# once, and with those of the turn before. They have four warps, and in a third
-# line, which waits at once, only one.
-# The clock is that of `Layer normalization, both passes
+# We let 2 to 128 programs run 1000 turns, once with words that they wait for
+# at once, and once with those of the turn before. They have four warps each.
+# In a third line, which waits at once, they have only one.
+# We measure time as in `Layer normalization, both passes
 # <01-layer-norm.html>`_.
 
 # %%
@@ -610,10 +612,10 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 # 1.90 µs. With the words of the turn before, a turn takes 0.24 to 0.50 µs.
 #
 # **Why.**
-# A program that waits at once waits for the slowest of all: its word has to
+# A program that waits at once waits for the slowest of all, whose word has to
 # go to L2, and from there to each SM. The words of the turn before have been
-# in L2 for a while. A turn then takes about as long as it takes to load them,
-# and more words take longer.
+# in L2 for a while. A turn then takes about as long as it takes to load them.
+# Up to 32 programs, more words take longer in both lines.
 #
 # Why do 32 programs need more time than 64? The compiled code gives a part of
 # the answer. Up to 32 words fit into a single warp, one word for each lane.
@@ -622,17 +624,19 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 # before it goes on.
 # With one warp, nothing is divided. Then 64 programs need 2.27 µs and 32 need
 # 1.44 µs, so more words take more time, and there is no peak.
-# But this does not explain all of it: with four warps, each word is loaded by
+# But this does not explain everything: with four warps, each word is loaded by
 # 128 warps in all, whether there are 32, 64 or 128 programs. In a trial,
 # words that lay 128 bytes apart were faster at each number of programs, most
-# of all at 32. So programs do get in each other's way at a cache line. A
-# small peak stayed even then, and we cannot explain it.
+# of all at 32. So programs do get in each other's way at a cache line (the 128
+# bytes that a cache holds as a unit). A small peak stayed even then, and we
+# cannot explain it.
 #
 # **What follows.**
 # Waiting at once is too slow: in 1.65 µs an H100 could move 38 KB for each of
-# its SMs. A word that was published a turn ago has arrived by now, so
-# collecting it is a load and no wait. Our kernel will do the same: publish the
-# numbers of one tile, and finish the tile *before* it.
+# its SMs. A word that was published a turn ago has arrived by now, so a
+# program that collects it only loads and does not wait. Our kernel will do
+# this, too: it publishes the numbers of one tile, and finishes the tile
+# *before* it.
 #
 # Rows in slices
 # --------------
@@ -642,7 +646,7 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 # A row is cut into *slices*, and as many programs as it has slices form a
 # *group*. A *tile* is a slice of a few rows. Each program of a group has the
 # tiles of its own slice, and takes one after the other. All programs of a
-# group are at the same rows.
+# group work on the same rows.
 #
 # Take 9 rows of 8 columns, tiles of 2 rows, slices of 4 columns, and six
 # programs. That makes three groups of two programs.
@@ -656,9 +660,9 @@ for program in range(6):
     print(f"{program:7}{s:7}{group:7}  " + ", ".join(rows))
 
 # %%
-# In each turn of its loop, a program publishes one tile and finishes the tile
-# before it. So there is one turn more than there are tiles: the last one has
-# nothing to publish.
+# In each turn of its loop, a program publishes the numbers of one tile and
+# finishes the tile before it. So there is one turn more than there are tiles:
+# the last one has nothing to publish.
 
 # %%
 
@@ -725,9 +729,10 @@ def _tile(
 # squared distances from it. From these the mean and the variance of the whole
 # row are computed, as `Two sweeps <07-two-sweeps.html>`_ does with the means
 # of its lanes.
-# For the row above: the slices have means 2.5 and 6.5, and ``m2`` is 5 for
-# each. The mean of the row is 4.5, and each slice lies 2 from it. So the
-# variance is (5 + 4 × 2² + 5 + 4 × 2²) / 8 = 5.25.
+# Take the row from the beginning of this page, 1 to 8: the slices have means
+# 2.5 and 6.5, and ``m2`` is 5 for each. The mean of the row is 4.5, and the
+# mean of each slice is 2 away from it. So the variance is (5 + 4 × 2² + 5 + 4
+# × 2²) / 8 = 5.25.
 
 mean = slices.mean(dim=1)
 m2 = ((slices - mean[:, None]) ** 2).sum(dim=1)
@@ -738,13 +743,13 @@ print("variance", variance.item(), "PyTorch", row.var(correction=0).item())
 
 # %%
 # These sums are over words, and we want to use them with a tile of ``x``.
-# The *layout* of a tensor says which thread has which element, and words and
-# tiles have different ones. A column of sums over words has to go through
-# shared memory to reach the threads that need it for the tile. (A sum over the
-# tile itself is with the right threads already.)
+# The *layout* of a tensor says which thread has which element, and the words
+# have another layout than the tile. So a column of sums over words has to go
+# through shared memory to reach the threads that need it for the tile. (A sum
+# over the tile itself needs no such way: the right threads have it already.)
 # If a tile has a single row, there is a cheaper way: a plain number is the
-# same for all threads. The function ``_column`` makes a plain number of a
-# single row's number, and a column of several rows' numbers.
+# same for all threads. The function ``_column`` turns the number of a single
+# row into a plain number, and the numbers of several rows into a column.
 
 
 @triton.jit
@@ -775,7 +780,7 @@ def _statistics(
 # The forward kernel
 # ------------------
 #
-# All parts are there. These are the steps of a turn:
+# Now we have all parts. These are the steps of a turn:
 #
 # 1. Load a tile of ``x``, compute mean and ``m2`` of our slice of its rows,
 #    and publish them.
@@ -790,8 +795,8 @@ def _statistics(
 # not exist:
 #
 # - In the first turn ``end``, the number of rows that may be stored, is 0. So
-#   nothing is stored. It collects the words of its own tile, which is no use
-#   but does no harm.
+#   nothing is stored. The program collects the words of the tile that it has
+#   just published. It waits for them once, and does not use them.
 # - In the last turn all lanes of ``x`` are masked. The program publishes zeros
 #   for rows beyond the last one of the matrix, and nobody collects them. There
 #   must be words for these rows, too.
@@ -903,9 +908,9 @@ def plan_shared(N, itemsize, forward):
 
 # %%
 # The number of programs is fixed, because they all must run at the same time.
-# We cut rows so that few of them are left over: first we count the groups that
-# fit, and then each group gets as many programs as there are for it, up to the
-# next power of two, and its slices become narrower.
+# We cut rows so that few places on the SMs stay empty. First we count the
+# groups that fit. Then each group gets as many programs as there is room for,
+# up to the next power of two, and its slices become narrower.
 
 
 def divide(N, lanes, programs, tiles):
@@ -937,8 +942,9 @@ def cut(M, N, rows, lanes, per_sm):
 
 
 # %%
-# This is what the forward pass gets of 4096 rows in 16 bits, on a GPU with 132
-# SMs, where one or two programs run on each of them.
+# This is how the forward pass divides 4096 rows in 16 bits, on a GPU with 132
+# SMs, where one or two programs run on each of them. The last two columns of
+# the table are those of a slice.
 
 print("columns  programs that fit  groups  slices  columns  lanes")
 for N, programs, lanes in (
@@ -955,15 +961,16 @@ for N, programs, lanes in (
 
 # %%
 # At 393216 columns 96 slices of 4096 columns would be enough. Then two groups
-# would be 192 programs, and 72 places would stay empty. So a group gets 128
+# would have 192 programs, and 72 places would stay empty. So a group gets 128
 # programs, and each of them uses 3072 of its 4096 lanes. All places but eight
-# are taken, at the price of a quarter of the lanes.
+# are taken, and a quarter of the lanes is idle.
 #
 # Forward: launch and check
 # -------------------------
 #
-# Where programs cannot share a row, we need something else: two sweeps, whose
-# kernels and launches are folded here. They take any width and any type.
+# Where programs cannot share a row, we take two sweeps. Their kernels and
+# launches are those of `Two sweeps <07-two-sweeps.html>`_, folded here, and
+# take any width and any type.
 
 # %%
 
@@ -1282,8 +1289,8 @@ def backward_in_sweeps(dy, x, w, mean, rstd, wanted):
 # %%
 # When can programs share a row? Not on GPUs of AMD, which have no PTX. Not in
 # float64, because a word holds two numbers of float32. Rows must begin at a
-# multiple of 16 bytes. And on a GPU with two programs on each SM, a row can
-# have 8 KB for each program, which is all that the backward pass has room for.
+# multiple of 16 bytes. And with two programs on each SM, a row can have 8 KB
+# for each program, because the backward pass has no room for more.
 
 
 def can_share(x):
@@ -1358,9 +1365,9 @@ print("72 columns:", torch.allclose(y, F.layer_norm(x, (72,)), atol=1e-5))
 # How fast is the forward pass?
 # -----------------------------
 #
-# We compare with two sweeps, with PyTorch's layer norm, with the same function
-# through ``torch.compile``, and with a copy. A matrix has 4096 rows, or as
-# many as 512 MB have room for.
+# We compare with two sweeps, with PyTorch's layer norm alone and through
+# ``torch.compile``, and with a copy. A matrix has 4096 rows, or as many as 512
+# MB have room for.
 
 # %%
 
@@ -1684,8 +1691,8 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 #
 # **What follows.**
 # If something else runs beside your kernels all the time, such as the
-# exchange of gradients between GPUs, a cooperative launch is a risk: not to
-# what is computed, but to when.
+# exchange of gradients between GPUs, a cooperative launch is a risk. The
+# results stay right, but they may come much later.
 #
 # Backward: two more sums
 # -----------------------
@@ -1701,7 +1708,8 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 # .. math:: dx = r \, g - (d \, c_1 + c_2)
 #
 # ``dw`` and ``db`` are sums over rows. A program always has the same columns,
-# so it adds them up in registers, and tells nobody before the end.
+# so it adds them up in registers, stores them at the end, and does not have to
+# tell any other program.
 #
 # ``tl.reduce`` adds up two tiles at once, so that the warps of a program meet
 # once and not twice.
@@ -2148,14 +2156,14 @@ report(bench_backward)
 #   row between its sweeps, the second sweep is cheap: forward, two sweeps are
 #   ahead of us at 65536 columns. `Every width
 #   <11-every-width.html>`_ measures which is best where.
-# - **Alone on the GPU.** A cooperative launch waits until it has all SMs that
-#   it needs. PyTorch's kernels and two sweeps take what is free.
+# - **Beside other kernels.** A cooperative launch waits until it has all SMs
+#   that it needs. PyTorch's kernels and two sweeps take those that are free.
 # - **On other GPUs.** These kernels need NVIDIA's PTX, and what you see here
 #   was measured on an H100 only.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
-# - **Three gradients or none.** The backward kernel makes ``dx``, ``dw`` and
-#   ``db``, even if you need one of them.
+# - **Only some gradients.** Our backward kernel always makes ``dx``, ``dw``
+#   and ``db``, even if you need only one of them.
 #
 # Exercise 1: a message of a softmax
 # ----------------------------------
@@ -2164,7 +2172,8 @@ report(bench_backward)
 # of all distances from it. Here, four programs share a row. Each of them
 # computes both numbers for its slice and publishes them in one word. The
 # kernel below collects the words and just adds up the sums, which is wrong:
-# each of them is about another largest element. Mend the line with ``to do``.
+# each of them was computed with another largest element. Mend the line with
+# ``to do``.
 # ``largest`` and ``total`` have shape (1, SLICES) by then, and each program
 # should store the sum of ``exp(x - m)`` over the whole row, where ``m`` is the
 # largest element of the row.
@@ -2251,8 +2260,8 @@ assert exercise_1(_shared_exponentials_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, at 1048576 columns on the H100, and what
-# they have to move.
+# These are the designs of this page: what they have to move, and what they
+# reach at 1048576 columns on the H100.
 #
 # Forward:
 #
@@ -2267,8 +2276,8 @@ assert exercise_1(_shared_exponentials_1)
 # - **Shared rows** read both once, and reach 85%.
 # - **PyTorch** reaches 20% backward, and **torch.compile** 51%.
 #
-# And an exchange between 128 programs takes 1.65 µs if they wait for it at
-# once, and 0.50 µs if they take it a turn later.
+# And an exchange between 128 programs takes 1.65 µs if they wait for the words
+# at once, and 0.50 µs if they collect them a turn later.
 #
 # For kernels in general:
 #
@@ -2277,10 +2286,11 @@ assert exercise_1(_shared_exponentials_1)
 #   loaded in one piece.
 # - Programs that wait for each other must all run at the same time. Ask CUDA
 #   whether they fit, launch them together, and have a way out if they don't.
-# - Don't wait: do something else until the message is there. A tile later
-#   costs registers for the tile, and little time.
+# - Don't wait: do something else until the message is there. To finish a tile
+#   one turn later takes registers for that tile, and little time.
 # - A loop that waits needs an end, so that a mistake is an error and not a
 #   kernel that hangs.
 #
 # **Next:** what does it cost if ``dx`` has a kernel of its own, and ``dw`` and
-# ``db`` another one? `Two passes <09-two-passes.html>`_ measures it.
+# ``db`` another one? `What a second pass costs <09-two-passes.html>`_ measures
+# it.

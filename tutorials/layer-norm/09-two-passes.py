@@ -7,24 +7,24 @@ and another for ``dw`` and ``db``?
 Five matrices move, not three, and up to seven where a row is wider than a
 tile; in return rows may have any width, and no program waits for another.
 
-A single kernel reads ``x`` and ``dy`` once and writes ``dx``, which makes
-three matrices. With two kernels both are read twice, which makes five.
+A single kernel reads ``x`` and ``dy`` once and writes ``dx``: three matrices
+in all. With two kernels ``x`` and ``dy`` are read twice, which makes five.
 
 Example 53 of AMD's `Composable Kernel
-<https://github.com/ROCm/composable_kernel>`_, a library in C++, has two
-kernels.
+<https://github.com/ROCm/composable_kernel>`_, a library in C++, computes this
+backward pass with two kernels.
 On this page we take it apart. First we run the formula in its documentation
 and find it wrong. Then we build its structure in Triton, kernel by kernel,
 change three things about it, and measure what each of them brings and what
-remains of the price.
+the second pass still costs then.
 We have not run the example itself, which is made for AMD GPUs: all our numbers
 are those of Triton kernels on an NVIDIA GPU.
 
 **What you will learn**
 
 - How to find an error in a gradient without knowing the right formula.
-- How to read the structure of somebody else's kernel: who has which tile, how
-  often it is read, and how many programs there are.
+- How to read the structure of somebody else's kernel: which program has which
+  tile, how often it is read, and how many programs there are.
 - What two sweeps over a row cost, and what you gain if the second one begins
   at the end: of a row, and of a whole matrix.
 - How to tell the price of a structure from the price of its tiles.
@@ -67,8 +67,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 #
 # The `documentation of the example
 # <https://github.com/ROCm/composable_kernel/tree/develop/example/53_layernorm2d_bwd>`_
-# gives a formula for ``dx``. In the words of our pages, and with :math:`N` for
-# the number of columns, it says
+# gives a formula for ``dx``. In the notation of our pages, and with :math:`N`
+# for the number of columns, it says
 #
 # .. math::
 #
@@ -80,9 +80,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # It looks much like ours. Before we compare the two, let's ask what any right
 # gradient must do.
 #
-# Add the same number to a whole row of ``x``: the mean grows by as much, and
-# ``y`` stays as it is. So the loss does not change when all elements of a row
-# move together, and this means that each row of ``dx`` must sum to 0.
+# Add the same number to a whole row of ``x``: the mean grows by that number,
+# and ``y`` stays as it is. So the loss does not change when all elements of a
+# row move together, and this means that each row of ``dx`` must sum to 0.
 # Here are three rows of four columns:
 
 x = torch.tensor([[1, 2, 3, 6], [2, 2, 4, 4], [5, 1, 1, 1]]).double()
@@ -129,8 +129,8 @@ for name, dx in (("documented", documented(x, w, dy)), ("autograd", expected)):
 #
 # There is an operation for which the documented formula would be right. Take
 # the mean and the variance of each *column*, and divide by the number of rows:
-# then it is the gradient of batch normalization. Let's try that too, and let's
-# see how far off the formula is for layer normalization at the size of the
+# then it is the gradient of batch normalization. Let's try that, too, and see
+# how far off the formula is for layer normalization at the size of the
 # example, 1024 rows of 512 columns.
 
 
@@ -155,12 +155,12 @@ error = relative_error(documented(large_x, large_w, large_dy), large_dx)
 print(f"as layer normalization, 1024 x 512: error {100 * error:.0f}%")
 
 # %%
-# An error of a tenth is a dangerous size: a model may still train with it,
-# only not as well as it could, and then nobody looks for a mistake.
+# An error of about a tenth is dangerous: a model may still train with it, only
+# not as well as it could, and then nobody looks for a mistake.
 #
 # The *code* of the example is right. Its kernel for ``dx`` computes two sums
-# of each row, and it gets neither ``dw`` nor ``db``, which the documentation
-# says it reads.
+# of each row, and it does not even get ``dw`` and ``db``, which the formula in
+# the documentation would need.
 # But the test of the example would not have found the error. It fills the mean
 # and ``rstd`` with random numbers, which have nothing to do with ``x``, and
 # compares with a second implementation. If both had the same wrong formula,
@@ -206,14 +206,15 @@ for topic, example, here in (
 # The words are ours: in the source a program is a *block*, ``w`` and ``b`` are
 # gamma and beta, and ``rstd`` is the inverse standard deviation.
 #
-# Two lines are about numbers, and not about speed. What the sums of the
-# example are good for, and what they cost, is Exercise 1. And the cube of
-# ``rstd`` is more than float32 can hold if the numbers of a row are tiny and
-# epsilon is 0. Our formula has no cube.
+# Two lines of the table are about accuracy, not about speed. Exercise 1 asks
+# how the sums of the example lead to :math:`c_1`, and shows which digits they
+# cost. And the cube of ``rstd`` is more than float32 can hold if the numbers
+# of a row are tiny and epsilon is 0. Our formula has no cube.
 #
-# Each kernel is cut along the direction in which it does *not* sum. ``dx``
-# needs sums over the columns, so its programs have whole rows. ``dw`` and
-# ``db`` need sums over the rows, so its programs have whole columns.
+# Each kernel divides its work along the direction in which it does *not* sum.
+# ``dx`` needs sums over the columns, so each program of the first kernel has
+# whole rows. ``dw`` and ``db`` need sums over the rows, so each program of the
+# second kernel has whole columns.
 # No two programs write to the same place, and none waits for another.
 
 # %%
@@ -273,9 +274,9 @@ plt.show()
 #
 # Say a row has four tiles. If both sweeps begin on the left, the tiles come in
 # the order 0, 1, 2, 3, 0, 1, 2, 3. When the second sweep wants tile 0, three
-# others have been read since, and if a cache has room for two tiles, tile 0 is
-# gone. So are all the others when their turn comes, and the cache is of no use
-# at all.
+# others have been read since. If a cache has room for two tiles, tile 0 is
+# gone. So are all the others when they are needed again, and the cache is of
+# no use at all.
 # Now let the second sweep begin on the right: 0, 1, 2, 3, 3, 2, 1, 0. When it
 # wants tiles 3 and 2, they have just been read, and the cache still has them.
 
@@ -290,10 +291,10 @@ for name, second_sweep in (("start", (0, 1, 2, 3)), ("end", (3, 2, 1, 0))):
     print(f"second sweep from the {name}: {found} of 4 tiles in the cache")
 
 # %%
-# The example begins at the end, and so does our kernel. With ``FROM_END`` we
-# can turn that off, to see what it brings. We will need ``LAST_FIRST`` only
-# later. A program has ``ROWS`` rows, and its tile has ``COLS`` columns of
-# them.
+# The second sweep of the example begins at the end, and so does that of our
+# kernel. With ``FROM_END`` we can turn that off, to see what it brings. We
+# will need ``LAST_FIRST`` only later. A program has ``ROWS`` rows, and its
+# tile has ``COLS`` columns of them.
 
 
 @triton.jit
@@ -366,9 +367,9 @@ def _layer_norm_bwd_dx(
 
 # %%
 # What if the tile is as wide as the row? Then each loop runs once, and both
-# ask for the same addresses. The compiler sees that, loads once, and keeps the
-# tile in registers. So the same kernel makes one sweep or two, depending on
-# its tile.
+# load from the same addresses. The compiler sees that, loads once, and keeps
+# the tile in registers. So the same kernel makes one sweep or two, depending
+# on its tile.
 
 # %%
 
@@ -401,9 +402,9 @@ def launch_dx(dy, x, w, mean, rstd, tile, from_end=True, last_first=False):
 
 
 # %%
-# Is it right? Here it computes the three rows from above in tiles of two rows
-# and two columns. So each row has two tiles, and the second program has one
-# row that exists and one that does not.
+# Is it right? Here it computes ``dx`` of the three rows from above in tiles of
+# two rows and two columns. So each row has two tiles, and the second program
+# has one row that exists and one that does not.
 
 mean = x.mean(dim=1)
 rstd = (x.var(dim=1, correction=0) + 1e-5) ** -0.5
@@ -420,12 +421,12 @@ print("3 x 4, dx in two sweeps: right")
 # ``dy`` and writes ``dx``. In two sweeps it reads both twice, which makes five
 # matrices. If no cache helped, it could reach three fifths of a copy, or 60%.
 #
-# We measure this kernel alone, at three settings: with the tile of the
+# We measure this kernel alone, with three settings: with the tile of the
 # example, with the same tile and a second sweep from the start, and with a
 # tile that is a whole row.
-# The clock and the ceiling are those of `Layer normalization, both passes
-# <01-layer-norm.html>`_, which explains them. The copy reads two matrices and
-# writes one.
+# We measure time and the copy as in `Layer normalization, both passes
+# <01-layer-norm.html>`_, which explains how. Here the copy reads two matrices
+# and writes one.
 
 # %%
 
@@ -680,9 +681,9 @@ for N in (1024, 2048, 4096, 8192, 16384):
 # example of two tiles, and one from the end finds the part that still fits.
 # This part has the same size however wide the rows are (we will count its
 # bytes further down), so it saves about the same time: 6.0 µs at 4096 columns,
-# 6.0 µs at 8192, and 6.5 µs at 16384. But the whole takes longer and longer,
-# 62, 124 and 247 µs from the end, and the gain falls from 1.10 times as fast
-# to 1.03 times.
+# 6.0 µs at 8192, and 6.5 µs at 16384. But the whole kernel takes longer the
+# wider the rows are, 62, 124 and 247 µs from the end, and the gain falls from
+# 1.10 times as fast to 1.03 times.
 #
 # A second sweep from the start does not even reach the 60% of five matrices.
 # One reason is Little's law: 512 programs, each with 2 KB of ``x`` and 2 KB of
@@ -841,14 +842,15 @@ def launch_sums(dy, x, mean, rstd, tile, parts, dtype):
 # How much of the time is the price of having two kernels, and how much is the
 # price of their tiles?
 #
-# To tell them apart we keep the two kernels and change their *plan*: the tile
-# of each, and the number of parts. There are three plans.
+# To tell them apart, we keep the two kernels and change their *plan*: the tile
+# of each, and the number of parts. There are three plans, and a third change
+# follows that needs no new plan.
 #
 # - **Example 53's tiling** has the tiles of the example, and no parts. These
 #   are our kernels in Triton with its numbers, and not the example itself.
 # - **Rows split** is the first change. The kernel for the sums gets 4 warps in
-#   place of 8, and it gets parts: so many that the programs of an SM have 256
-#   columns together, eight programs of 32 columns for instance.
+#   place of 8, and it gets parts: as many as it takes for the programs of an
+#   SM to have 256 columns together, eight programs of 32 columns for instance.
 # - **Larger tiles** is the second change. The tile of the sums is 64 × 64, and
 #   that of ``dx`` is a whole row.
 
@@ -885,9 +887,9 @@ PLANS = {
 }
 
 # %%
-# What do these plans mean for the sums? An SM must have bytes in flight all
-# the time. If all programs run at once, and each has requested a tile of ``x``
-# and one of ``dy``, an SM has this much on average, in 16 bits:
+# What do these plans mean for the kernel of the sums? An SM must have bytes in
+# flight all the time. If all programs run at once, and each has requested a
+# tile of ``x`` and one of ``dy``, an SM has this much on average, in 16 bits:
 
 print("columns  plan                 programs  KB in flight on an SM")
 for N in (512, 4096, 8192):
@@ -901,8 +903,8 @@ for N in (512, 4096, 8192):
 # `Loads in flight <04-loads-in-flight.html>`_ found that an SM needs 32 KB.
 # The tiling of the example has an eighth of that at 4096 columns, and at its
 # own 512 columns only 16 of 132 SMs have a program at all.
-# The wider the rows, the more programs it has, so splitting the rows should
-# bring less and less. We will see whether it does.
+# The wider the rows, the more programs this tiling has, so splitting the rows
+# should bring less and less. We will see whether it does.
 #
 # Now the function that runs a plan. As in the example, ``dx`` comes first.
 
@@ -925,11 +927,11 @@ def two_kernels(
 # %%
 # **The third change** is the idea of the second sweep once more, this time for
 # whole kernels.
-# Up to now both kernels begin with the first rows. When the first kernel ends,
-# L2 holds the last rows, and the second kernel begins with rows that are gone.
+# So far both kernels begin with the first rows. When the first kernel ends, L2
+# holds the last rows, and the second kernel begins with rows that are gone.
 # So let the second kernel begin with the last rows. Programs start more or
 # less in the order of their numbers, so it is enough to count them from the
-# end, and that is what ``LAST_FIRST`` does.
+# end. That is what ``LAST_FIRST`` does.
 
 # %%
 
@@ -963,8 +965,9 @@ plt.show()
 # %%
 # Which kernel should come first? The kernel for ``dx`` writes a whole matrix,
 # which takes room in L2, though nobody reads it again here. The kernel for the
-# sums writes next to nothing. So the sums come first, and ``dx`` comes back
-# from the end. This is our function, and its line is called "Triton".
+# sums writes next to nothing. So the sums come first, and then the kernel for
+# ``dx`` goes back from the end. This is our function, and its line is called
+# "Triton".
 
 
 def there_and_back(
@@ -986,11 +989,11 @@ def there_and_back(
 # The rival
 # ---------
 #
-# What do we compare two kernels with? With one kernel that reads each row
-# once, and computes ``dx`` and the terms of ``dw`` and ``db`` from it. It is
-# the kernel of `Loads in flight <04-loads-in-flight.html>`_, with the plan of
-# that page. It keeps both sums of all columns in registers, so it cannot take
-# more than 16384 columns.
+# What do we compare two kernels with? Our rival is one kernel that reads each
+# row once, and computes ``dx`` and the terms of ``dw`` and ``db`` from it. It
+# is the kernel of `Loads in flight <04-loads-in-flight.html>`_, with the plan
+# of that page. It keeps both sums of all columns in registers, so it cannot
+# take more than 16384 columns.
 
 # %%
 
@@ -1631,8 +1634,9 @@ report(bench_backward)
 #   there, so one tile for each program is too simple a count. We have not
 #   found out what else is in flight.
 # - **Larger tiles** are 1.1 to 1.6 times as fast as rows split. The kernel for
-#   ``dx`` then reads a row once, which saves two matrices of seven. It brings
-#   least at 1024 columns, where the second read comes from L2 anyway.
+#   ``dx`` then reads a row once, which saves two matrices of seven. This
+#   change brings least at 1024 columns, where the second read comes from L2
+#   anyway.
 # - **The order** alone makes our two kernels 1.04 times as fast at 1024
 #   columns, 1.24 at 2048, 1.16 at 4096, 1.09 at 8192, and 1.03 at 15872. At
 #   1024 columns ``x`` and ``dy`` have 17 MB, so the second kernel finds nearly
@@ -1657,7 +1661,8 @@ report(bench_backward)
 # **What follows.**
 # At 4096 columns the copy takes 35 µs, and the example's tiling takes 104 µs
 # more. Our three changes take away 79 µs of these, without touching the
-# structure. That leaves 25 µs, of which even one kernel needs 6 µs.
+# structure. That leaves 25 µs, and one kernel also takes 6 µs longer than the
+# copy.
 # So most of what separated the tiling from the copy was not the price of two
 # kernels, but that of their tiles and their order. Those can be changed in a
 # minute, and the structure cannot. Before you give up a structure, find out
@@ -1743,14 +1748,14 @@ traffic.run(show_plots=ON_GPU)
 # This is the count that we made by hand: once the matrices do not fit into L2,
 # a second sweep from the start reads everything twice, and one from the end
 # saves a part. How large is this part? At 4096 columns it has 23 MB, at 8192
-# columns 23 MB, and at 16384 columns 22 MB, so it does have the same size at
-# each width. It is less than the 33 MB for which there could be room. We have
-# not found out where the rest goes.
+# columns 23 MB, and at 16384 columns 22 MB, so it has indeed about the same
+# size at each width. It is less than the 33 MB for which there could be room.
+# We have not found out where the rest goes.
 #
 # ``ncu`` empties the caches before each kernel, so our two kernels read
 # everything twice here. In the figure before, where one kernel follows the
 # other, the second may find in L2 what the first has read last.
-# What one kernel reads beyond 1 are the sums of its programs: at 1024 columns
+# What one kernel reads beyond 1 is the sums of its programs: at 1024 columns
 # 396 programs have 3.2 MB of them, 19% of ``x`` and ``dy``.
 #
 # At the size of the example
@@ -1812,13 +1817,13 @@ report(bench_own)
 # And the third change does not help where L2 holds everything. At 128, 512 and
 # 1024 columns our two kernels take 0.8 to 1.0 µs longer than the same tiles in
 # the order of the example. At 2048 columns, where the three matrices have 25
-# MB, they are 1.04 times as fast. That they lose time at all we did not
-# expect. It may be because the first kernel reads from DRAM: this is now the
+# MB, they are 1.04 times as fast. We did not expect them to lose time at all.
+# It may be because the first kernel reads from DRAM: this is now the
 # one for the sums, which has a quarter of the programs of the other. We have
 # not measured whether that is the reason.
 #
 # **What follows.**
-# A plan is good for some sizes. Small matrices want small tiles and many
+# No plan is good for all sizes. Small matrices want small tiles and many
 # programs, and our function has the same plan for all of them.
 #
 # Why have two kernels at all?
@@ -1855,7 +1860,7 @@ report(bench_own)
 #   a kernel for each new width.
 # - **torch.compile can fuse** a layer norm with what comes before and after.
 # - **Composable Kernel runs on AMD GPUs**, and we have not measured it there.
-#   What we say of its tiling holds for our kernels on an H100.
+#   What we say about its tiling holds for our kernels on an H100.
 #
 # Exercise 1: the sums of the example
 # -----------------------------------
@@ -1865,9 +1870,9 @@ report(bench_own)
 # which there is the sum of ``w * dy``. (It is not our ``db``, which is a sum
 # over rows.)
 # How do you get :math:`c_1` and :math:`c_2` of our kernel from these two, with
-# the mean and ``rstd`` of the row? The stub below has :math:`c_2` right. The
-# checker prints the error of :math:`c_1` in float64: if yours is right, only
-# rounding is left, an error below 1e-14.
+# the mean and ``rstd`` of the row? The function below has :math:`c_2` right;
+# mend its :math:`c_1`. The checker prints the error of :math:`c_1` in float64:
+# if yours is right, only rounding is left, an error below 1e-14.
 #
 # **Hint 1.** Write :math:`c_1` as a sum over ``x_hat * w * dy``, and solve
 # ``x_hat = (x - mean) * rstd`` for ``x``.
@@ -1937,10 +1942,10 @@ for mean_over_std in (1, 100, 10000):
 # ``dx`` must sum to 0. This does not find every error. Leave :math:`c_1` out
 # of the formula, and the rows still sum to 0.
 # The function below gets ``dx`` and ``x_hat``, and says whether something must
-# be wrong. Which other sum of a row must be 0? Let the function look at it,
-# too. The checker tries it with the right ``dx`` and with three wrong ones,
-# and prints which of them it has found. Keep the tolerance of 1e-3, because
-# epsilon leaves the other sum a little off 0.
+# be wrong. Which other sum of a row must be 0? Let the function look at that,
+# too. The checker tries your function with the right ``dx`` and with three
+# wrong ones, and prints which of them it has found. Keep the tolerance of
+# 1e-3, because epsilon leaves the other sum a little off 0.
 #
 # **Hint 1.** We added a number to a whole row, and ``y`` did not change. What
 # else can you do to a row of ``x`` without changing ``y``, apart from epsilon?
@@ -1998,8 +2003,8 @@ assert exercise_2(is_wrong_2)
 # What we learned
 # ---------------
 #
-# These are the designs of this page: what each moves, how fast it is on the
-# H100 at 4096 columns, and why.
+# These are the designs of this page: how many matrices each of them moves, how
+# fast it is on the H100 at 4096 columns, and why.
 #
 # - **Example 53's tiling** moves up to seven matrices: rows are swept twice
 #   for ``dx`` and read again for the sums. It reaches 25% of the copy. Few
@@ -2017,16 +2022,19 @@ assert exercise_2(is_wrong_2)
 #
 # And for kernels in general:
 #
-# - A gradient has properties that need no reference: rows that sum to 0, for
-#   instance. A test with inputs that cannot occur does not see them.
+# - Some properties of a gradient can be checked without a reference: rows that
+#   sum to 0, for instance. A test whose inputs could never occur cannot check
+#   them.
 # - A second sweep from the end finds in the cache what the first one has read
 #   last. It saves as many bytes as the cache holds, so it helps most where the
 #   data is only a little larger than the cache.
 # - The same holds for whole kernels: let the second begin where the first has
 #   ended.
-# - Price the structure and the tiles separately. Here the structure, five
-#   matrices in place of three, was the smaller part of the gap at every width.
+# - Find out separately what the structure costs and what the tiles cost. Here
+#   the structure, five matrices in place of three, was the smaller part of the
+#   gap at every width.
 # - Sums that cancel cost digits: subtract the mean before you add up.
 #
-# **Next:** how much of a call is not on the GPU at all? `Host time
-# <10-host-time.html>`_ looks at what Python does before a kernel starts.
+# **Next:** how much of the time of a call is not spent on the GPU at all?
+# `Host time <10-host-time.html>`_ looks at what Python does before a kernel
+# starts.

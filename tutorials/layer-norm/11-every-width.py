@@ -3,12 +3,12 @@ Every width: one layer norm for a model
 =======================================
 
 Which kernel is right for a row of ``N`` columns, on any device?
-One function picks it by a rule of a few lines, which is not the fastest at
-every width: a figure shows where it errs.
+One function picks it by a rule of a few lines, which does not find the fastest
+kernel at every width: a figure shows where it errs.
 
 Do you only want to use it? Take ``every_width.py``, which this page offers
-under its title: it holds the cells of this page as a module. Put it beside
-your model, and write two lines:
+under its title: it is a module with the kernels and functions of this page.
+Put it beside your model, and write two lines:
 
 .. code-block:: python
 
@@ -96,8 +96,9 @@ import time
 # One of 4097 columns has 8194 bytes, so the next row begins 2 bytes beyond a
 # multiple of 16: shifted.
 # A row of 16384 columns has 32 KB: chunks forward. Backward a program also
-# holds ``dy``, ``w``, and two sums in float32 for each column, and the
-# registers of an SM do not hold all that: shared.
+# holds ``dy``, ``w``, and two sums in float32 for each column. That makes 14
+# bytes a column, or 224 KB, and the registers of an SM have 256 KB. The rest
+# is too little for everything else that the kernel computes: shared.
 #
 # The limits come from trials of both kinds on each side, on an H100 and an
 # H200. One rule serves both, and a figure below shows where another limit
@@ -106,9 +107,9 @@ import time
 # - **Forward**, rows stay in registers up to 48 KB, or 32 KB if they begin
 #   anywhere. Then come two sweeps: up to 128 KB a cache still holds most of
 #   the row when it is read again. Wider rows are shared.
-# - **Backward**, rows stay in registers up to 20 KB. Two sweeps are no bridge
-#   here: the second one reads both matrices from memory again. So wider rows
-#   are shared at once.
+# - **Backward**, rows stay in registers up to 20 KB. Two sweeps do not help in
+#   between here: the second sweep is a kernel of its own, which reads both
+#   matrices from memory again. So all wider rows are shared.
 # - **Sharing ends** where the programs that the GPU has room for cannot hold a
 #   row: at 2 MB on 132 SMs. It needs an NVIDIA GPU, and sums in float32, so
 #   rows in float64 are never shared. What cannot be shared takes two sweeps.
@@ -144,8 +145,10 @@ def pick(row, most):
 
 
 # %%
-# The chart says it for rows in 16 bits, on a GPU with 132 SMs. Below each kind
-# stands its page.
+# The chart shows what the rule picks for rows in 16 bits, on a GPU with 132
+# SMs. Where ``N`` is a multiple of 8, each row begins at a multiple of 16
+# bytes; ``8 n + 1`` stands for all other widths. The number below each kind is
+# that of its page.
 
 # %%
 
@@ -230,7 +233,8 @@ def can_share(dtype):
 # The kernels
 # -----------
 #
-# They are those of the pages above, word for word, and folded.
+# They are the kernels of the pages above, word for word. You have seen them
+# there, so they are folded here.
 
 # %%
 
@@ -1470,19 +1474,20 @@ def _layer_norm_bwd_shared(
 #
 # How does one function call four kinds of kernels without losing time?
 #
-# What a kernel needs beside its tensors is found once for all calls of a kind,
-# and remembered as a *plan*: which kernels, how many programs, what to
-# allocate, and, after the first call, what Triton has compiled. `What the user
-# waits for <10-host-time.html>`_ explains each of these steps, so they are
-# folded, too. Here is what this page adds:
+# Most of what a launch needs is the same each time that shapes, types, devices
+# and ``eps`` are the same. So the first such call finds it and remembers it as
+# a *plan*: which kernels, how many programs, what to allocate, and what Triton
+# has compiled. `What the user waits for <10-host-time.html>`_ explains each of
+# these steps, so they are folded, too. Here is what this page adds:
 #
 # - Mean and rstd of all rows are one tensor, because each tensor that a call
 #   makes takes time on the host.
-# - The autograd function is called below ``apply``, whose Python serves
-#   ``torch.func``.
+# - We call the autograd function one level below PyTorch's ``apply``. What
+#   ``apply`` adds in Python is only needed for the transforms of
+#   ``torch.func``, which our function refuses anyway.
 # - Programs that share a row are only launched if the GPU has room for all of
-#   them at a time. CUDA is asked before the first launch, and otherwise two
-#   sweeps stand in.
+#   them at a time. Before the first launch we ask CUDA how many fit. If they
+#   are too few, two sweeps take over.
 
 # %%
 
@@ -1948,11 +1953,12 @@ def gradients_of(ctx, dy):
 # The function
 # ------------
 #
-# It has the arguments of PyTorch's, and ``kernels``, which forces the kernels
-# of both passes and is there for measuring.
-# The first call of a kind checks its arguments and makes a plan; all others
-# find it in a dictionary. For ``torch.compile`` both passes are operators, of
-# which it sees only the shapes.
+# It has the arguments of PyTorch's, and one more: ``kernels`` forces the
+# kernels of both passes, which we need for measuring.
+# The first call with new shapes or types checks its arguments and makes a
+# plan, and all later ones find it in a dictionary. To ``torch.compile`` both
+# passes are operators: it sees which shapes go in and come out, and not what
+# is inside.
 
 
 def layer_norm(
@@ -1975,9 +1981,9 @@ def layer_norm(
 
 
 # %%
-# The layer is PyTorch's with another forward pass, so it loads what a
-# ``torch.nn.LayerNorm`` has saved. And a module may change its class: a layer
-# of your model becomes ours without being made anew.
+# The layer is PyTorch's with another ``forward``, so it loads what a
+# ``torch.nn.LayerNorm`` has saved. And in Python an object may change its
+# class: a layer of your model becomes ours and keeps all that it holds.
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -2170,8 +2176,9 @@ BOUND = operator_forward.register_autograd(
 # must be built from source, and could not be had where the figures were
 # recorded.
 #
-# Each is at its best, and has no point where it refuses a width. torch.compile
-# compiles each width three times, and the fastest result of each pass counts.
+# We show each of them at its best. Where one refuses a width, its line has no
+# point. torch.compile compiles each width three times, and the fastest result
+# of each pass counts.
 # quack and cuDNN have weights in float32, because quack takes no others, and
 # cuDNN would convert them in each call. cuDNN takes seconds to build a graph,
 # so we ask it for three widths only.
@@ -2688,8 +2695,8 @@ def bench_backward(M, N, dtype, mode, provider):
 
 
 # %%
-# First come widths of models, and wide rows, all in float16, with fewer rows
-# where a matrix would pass 512 MB.
+# First come widths of models, and wide rows, all in float16. There are 4096
+# rows, and fewer where a matrix would pass 512 MB.
 
 # %%
 
@@ -2705,23 +2712,25 @@ report(bench_forward)
 #
 # Of the libraries, quack takes rows of up to 262144 columns. In the geometric
 # mean over these widths ours is 1.9 times as fast, and 1.4 times without 12288
-# columns. There quack reaches 7%: its version 0.6.5 is far below itself at
-# some widths, which is a known defect of its forward pass.
+# columns. There quack 0.6.5 reaches 7%, while it reaches 67% at 8192 columns.
+# We measured that ourselves, found no public report of it, and do not know the
+# cause. Another version may not have it.
 # Over the widths that each takes, ours is 1.5 times as fast as Liger in the
 # geometric mean, 1.1 times as fast as flash-attn, 1.1 times as fast as fla and
 # 4.4 times as fast as cuDNN.
 #
 # **Why.**
-# Up to 12288 columns a row moves once, as in the copy.
+# Up to 12288 columns each row is read and written once, as in the copy.
 # From 1536 to 4096 columns ours takes 1.8 to 2.0 µs longer than the copy,
-# though the matrices grow with each width. So it is not the bytes, and the
-# fewer of them a row has, the more that time counts. What it is spent on, and
-# why it is less than one microsecond at 1024 columns, we have not measured.
+# though the matrices grow with each width. So that time does not depend on the
+# bytes, and the narrower the rows, the larger is its share. What it is spent
+# on, why it is less than one microsecond at 1024 columns, and why it is 4.0 µs
+# at 8192, we have not measured.
 # At 65536 columns a row is read a second time, from a cache as far as it is
 # still there.
-# Wider rows are shared, and ours reaches least there. Many programs share a
-# row, and all wait for the last; from 524288 columns on, the compiler also
-# keeps some numbers in memory, as `Programs that share a row
+# Wider rows are shared, and there ours reaches its lowest shares. Many
+# programs share a row, and all wait for the last; from 524288 columns on, the
+# compiler also keeps some numbers in memory, as `Programs that share a row
 # <08-shared-rows.html>`_ says. That is likely what stands in the way, but no
 # page measures how much each costs.
 #
@@ -2730,8 +2739,8 @@ report(bench_forward)
 # looked for.
 #
 # **What follows.**
-# Forward, up to 65536 columns, memory decides at most widths, and what is left
-# to gain lies in narrow rows. In the widest rows there is more.
+# Forward, up to 65536 columns, memory sets the pace at most widths, and little
+# is left to gain, most of it in narrow rows. In the widest rows there is more.
 
 # %%
 
@@ -2748,11 +2757,12 @@ report(bench_backward)
 # 7.7 times as fast as fla, and 1.2 times as fast as cuDNN.
 #
 # **Why.**
-# The bytes: ours reads ``x`` and ``dy`` once and writes ``dx``, whether a
-# program holds the row or many do. PyTorch reads both matrices a second time
-# for ``dw`` and ``db``, which is five matrices in place of three. That alone
-# would leave it 60% of the copy; it reaches less, so there are other reasons,
-# too.
+# The first reason is how many bytes move. Ours reads ``x`` and ``dy`` once and
+# writes ``dx``, whether one program holds the row or many do. PyTorch reads
+# both matrices a second time for ``dw`` and ``db``, which makes five matrices
+# instead of three. That alone would leave it 60% of the copy. It reaches less:
+# it also sweeps rows twice for ``dx``, which counts where no cache holds them,
+# and there may be other reasons.
 # Ours falls short of the copy most where rows are narrow: its programs write
 # sums for ``dw`` and ``db``, and a second kernel reads them. `Chunks instead
 # of padding <05-chunks.html>`_ measures that on an H100.
@@ -2760,13 +2770,15 @@ report(bench_backward)
 # is a likely reason there, as forward.
 #
 # **What follows.**
-# Backward is where a kernel of one's own pays: rivals are further away here
-# than forward, and in training this pass moves more bytes.
+# Writing your own kernel pays most backward: at every width even the best
+# rival is further behind ours here than forward, and in training this pass
+# moves more bytes.
 #
 # Widths that nobody tunes for
 # ----------------------------
 #
-# What if a width is no multiple of 512, or odd? These are in bfloat16.
+# What if a width is no multiple of 512, or odd? We try 1000, 1151, 4097 and
+# 12345 columns, in bfloat16.
 
 # %%
 
@@ -2825,8 +2837,8 @@ report(bench_unusual_backward)
 # %%
 # **What the figures show.**
 # On the H200 ours reaches 85%, 75%, 84% and 77% of a copy forward at these
-# widths, and PyTorch 42%, 14%, 20% and 23%. Backward ours reaches 66%, 58%,
-# 77% and 52%, and PyTorch 29%, 27%, 33% and 27%.
+# widths, from left to right, and PyTorch 42%, 14%, 20% and 23%. Backward ours
+# reaches 66%, 58%, 77% and 52%, and PyTorch 29%, 27%, 33% and 27%.
 #
 # **Why.**
 # 1000 columns are 2000 bytes, a multiple of 16, and rows begin where loads of
@@ -2840,7 +2852,9 @@ report(bench_unusual_backward)
 #
 # **What follows.**
 # If you can choose a width, take a multiple of 8 in 16 bits. If you cannot,
-# little is lost up to 10232 columns.
+# up to 10232 columns you lose something, but not much: 4097 columns have 84%
+# and 77% here, where 4096 had 90% and 81% above, and 1151 columns have 75% and
+# 58%, where 1000 have 85% and 66%.
 #
 # Is the rule right?
 # ------------------
@@ -2920,7 +2934,8 @@ report(bench_limits_backward)
 # reach 93% and two sweeps 92%, at 12288 it is 93% and 98%, and at 24576 94%
 # and 96%. At 32768 chunks fall to 83%, and two sweeps reach 98%.
 # At 65536 columns two sweeps reach 87% and shared rows 85%, and at 98304 it is
-# 73% and 85%.
+# 73% and 85%. Shared rows reach no more than 15% at 8704 and 20% at 12288. The
+# rule does not pick them there, and we have not looked for the reason.
 #
 # Backward, at 10240 columns, chunks reach 87% and shared rows 78%; at 10752 it
 # is 70% and 77%, and at 16384 chunks fall to 4%. Shared rows reach 81% at
@@ -2933,30 +2948,31 @@ report(bench_limits_backward)
 # once, and why chunks do worse at 32768 columns than at 49152, we have not
 # looked into.
 #
-# Backward, chunks stop at 10240 columns, which are 40 for each of 256 threads.
-# Each of them takes 3.5 registers, as `Chunks instead of padding
-# <05-chunks.html>`_ counts. At 16384 columns that is 64 × 3.5 = 224 of the 255
-# registers that a thread can have, and what a row needs beside them goes to
-# memory and comes back.
+# Backward, the rule lets chunks go up to 10240 columns. A program has 256
+# threads, so each of them holds 40 columns, and a column takes 3.5 registers,
+# as `Chunks instead of padding <05-chunks.html>`_ counts. At 16384 columns a
+# thread holds 64 columns, which take 64 × 3.5 = 224 of the 255 registers that
+# it can have. What has no room beside them is written to memory and read again
+# (it *spills*).
 # Just beyond that limit shared rows are weak, and weakest at 10752 columns.
-# Their slices have 1024 columns: 10752 columns make 11 slices, the last of
-# them half empty, so a part of the lanes is idle. 12288 columns fill 12
+# Their slices have at most 1024 columns, so 10752 columns need 11 slices,
+# which could hold 11264: a part of the lanes is idle. 12288 columns fill 12
 # slices. 16384 fill 16, but groups of 16 programs leave 12 of the 396 places
 # of the GPU free. Both fit what we see. Even full slices reach less than
 # chunks, whose programs wait for no other.
 #
 # **What follows.**
-# A rule of two thresholds in each pass is close to the best kind, and its
-# answer costs nothing. Autotuning would try all kinds at each new width.
-# On the H200 a lower limit would be better forward: from 12288 columns on two
-# sweeps are the faster ones.
+# A rule of two thresholds in each pass is close to the best kind, and takes
+# next to no time. Autotuning would try all kinds at each new width.
+# On the H200 a lower limit would be better forward: at 12288 and 24576
+# columns, where the rule picks chunks, two sweeps are faster.
 #
 # Is it right?
 # ------------
 #
 # We compare each element with PyTorch's layer norm in float64.
-# For a small matrix the rule would pick two of the kinds, so ``kernels``
-# forces the others, too.
+# For a matrix as small as this one the rule picks only chunks or shifted rows,
+# so ``kernels`` forces each kind.
 
 # %%
 
@@ -3012,16 +3028,17 @@ for kind, columns in kinds:
 #
 # So far we have timed the GPU. How long does a call take?
 #
-# We make calls in a row, until the device has finished the last one. A call
-# then takes as long as the slower of the two: the host that prepares it, or
-# the device. Other work on the machine disturbs the host. It makes calls
-# longer and never shorter, so all lines take turns, 225 times, with a batch of
-# 10 calls each, and the fastest batch of each line counts.
+# We make one call right after the other, and stop the clock when the device
+# has finished the last one. A call then takes as long as the slower of the
+# two: the host that prepares it, or the device. Other work on the machine can
+# only make calls longer, and never shorter. So all lines take turns, 225
+# times, with a batch of 10 calls each, and the fastest batch of each line
+# counts.
 #
-# PyTorch has a cure of its own for host time:
+# PyTorch has a remedy of its own for host time:
 # ``torch.compile(mode="reduce-overhead")`` replays CUDA graphs, after it has
-# copied the inputs to where these read. And "CUDA graph" is a graph of our
-# call, made by hand, which takes the time of the device.
+# copied the inputs to where the graphs read them. And "CUDA graph" is a graph
+# of our call that we recorded ourselves: it takes only the time of the device.
 
 # %%
 
@@ -3185,8 +3202,8 @@ report_calls(bench_call_both)
 # On the H200 a forward pass takes 1.5 times as long as PyTorch's at 1024
 # columns, 1.1 times at 2048 and 0.7 times at 4096. Both passes take 1.4, 1.5
 # and 1.3 times as long.
-# At 12288 columns both are shorter: ours takes 57 µs forward and 191 µs for
-# both passes, and PyTorch 98 µs and 300 µs.
+# At 12288 columns our call is the faster one: ours takes 57 µs forward and 191
+# µs for both passes, and PyTorch 98 µs and 300 µs.
 # At 1024 columns the graph of our two passes takes 17 µs, and our call 138 µs.
 # There torch.compile takes 75 µs forward and 271 µs for both passes, and
 # reduce-overhead 108 µs and 319 µs.
@@ -3199,19 +3216,19 @@ report_calls(bench_call_both)
 # width. PyTorch's host needs less, but its kernels take longer, and at 4096
 # columns its call waits for the device.
 # At 1024 columns the device is done long before the host, and our host code is
-# Python, where PyTorch's is C++. What a call is made of, `What the user waits
-# for <10-host-time.html>`_ measures part by part: the autograd function is the
-# largest, since even one that does nothing takes most of PyTorch's time. Then
-# come two tensors and a launch forward, and three tensors and two launches
-# backward. To find the plan is the smallest part.
+# Python, where PyTorch's is C++. `What the user waits for
+# <10-host-time.html>`_ measures the parts of a call one by one. The autograd
+# function is the largest, since even one that does nothing takes most of
+# PyTorch's time. Then come two tensors and a launch forward, and three tensors
+# and two launches backward. Finding the plan is the smallest part.
 # With reduce-overhead a call also looks for the right graph and copies its
 # inputs, as that page explains, and one layer norm has too few launches for
 # the graph to make up for it.
 #
 # **What follows.**
-# With narrow rows and few of them, faster kernels gain nothing, and our call
-# loses. In a model the host often has time while the GPU works through large
-# matrix products. Then our kernels are what counts.
+# Where matrices are small, faster kernels gain nothing, and our call loses. In
+# a model the host is often ahead, because the GPU is still busy with large
+# matrix products. Then only the time of the kernels counts.
 # Where the host has no time, take a CUDA graph of the whole training step: it
 # runs without Python, in the time of the device, and our function can be
 # captured like PyTorch's.
@@ -3219,7 +3236,7 @@ report_calls(bench_call_both)
 # Any layout
 # ----------
 #
-# What does the function do with tensors that are no plain matrix?
+# What does the function do with tensors that are not a plain matrix?
 #
 # * **Dimensions.** ``normalized_shape`` is a number or a shape, and ``x`` ends
 #   in it. Dimensions before it, of any number, are rows: a view of ``M * N``
@@ -3230,8 +3247,8 @@ report_calls(bench_call_both)
 #   ``dy`` is often such a tensor: that of ``y.sum()`` is one number with
 #   strides of 0.
 # * **Addresses.** A view may begin anywhere, and ``contiguous`` does not move
-#   it. That costs speed. The launch looks at addresses each time, because
-#   tensors of one plan differ in them.
+#   it. That costs speed. Each launch looks at the addresses, because calls
+#   that use the same plan may have different ones.
 # * **None.** Without ``weight`` it counts as 1, without ``bias`` as 0, and the
 #   kernel is compiled without them. Shared rows have ones and zeros instead.
 # * **Empty.** No rows give an empty ``y`` and ``dx``, and ``dw`` and ``db`` of
@@ -3285,7 +3302,8 @@ print(model)
 # - **Some widths.** On the H200 flash-attn is 4% faster forward at 8192
 #   columns, and no rival is faster backward.
 # - **Wide odd rows.** Where programs share a row that begins anywhere, they
-#   load 2 bytes at a time.
+#   load 2 bytes at a time. At 12345 columns backward ours is still ahead of
+#   all others, but far from a copy.
 # - **Beside other kernels.** Programs that share a row start only when the GPU
 #   has room for all of them, as `Programs that share a row
 #   <08-shared-rows.html>`_ shows. A kernel that keeps a few SMs busy, as one
@@ -3304,12 +3322,15 @@ print(model)
 # Exercise 1: from how much on is it faster?
 # ------------------------------------------
 #
-# The host prepares a call while the device still works on the one before. So a
-# call in a row takes as long as the slower of the two: the host, whose time is
-# always the same, or the device, whose time grows with the matrix.
-# Our host takes longer than PyTorch's, and our device takes less time.
-# From how many MB on is our call the faster one?
-# The stub adds up host and device, as if one waited for the other.
+# The host prepares a call while the device still works on the one before. So,
+# in a series of calls, each takes as long as the slower of the two: the host,
+# whose time is always the same, or the device, whose time grows with the
+# matrix. Our host code takes longer than PyTorch's, and our kernels take less
+# time. From how many MB on is our call the faster one?
+#
+# Complete ``break_even``, and the line at the end must print ``right: True``.
+# As it is, the function adds up host and device, as if one waited for the
+# other.
 #
 # **Hint 1.** Draw the time of both calls over the MB: each is a flat line, and
 # from some point on a line that rises.
@@ -3371,8 +3392,8 @@ assert exercise_1(break_even_1)
 # What we learned
 # ---------------
 #
-# These are the kinds of kernels of this page: how often each moves a matrix,
-# and how fast it is on the H200.
+# For each kind of kernels on this page: how often it moves a matrix, and how
+# fast it is on the H200.
 #
 # - **Chunks** move each matrix once: at 4096 columns they reach 90% of a copy
 #   forward and 81% backward.
@@ -3386,9 +3407,10 @@ assert exercise_1(break_even_1)
 #
 # - A rule of a few lines can pick among kernels, if each limit was measured on
 #   both sides.
-# - Find out once per kind of arguments what does not change, and keep it.
-# - A call in a row takes as long as the slower of host and device. Measure
-#   both before you make either faster.
+# - Find out once what is the same in all calls with the same shapes and types,
+#   and keep it.
+# - In a series of calls, each takes as long as the slower of host and device.
+#   Measure both before you make either faster.
 #
-# **Next:** what stands around a layer norm in a model, in the same kernel:
-# `Add and layer norm <../fused/01-add-layer-norm.html>`_.
+# **Next:** in a model an addition stands before each layer norm. `Add, then
+# normalize <../fused/01-add-layer-norm.html>`_ does both in one kernel.

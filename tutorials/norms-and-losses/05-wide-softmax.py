@@ -3,13 +3,13 @@ Softmax over a million columns
 ==============================
 
 How do you take a softmax of rows that no cache holds, and read them once?
-Many programs hold a row together, and tell each other two numbers: the largest
-element that each has, and the sum of its exponentials.
+Many programs hold a row together, and each of them tells the others two
+numbers: its largest element, and the sum of its exponentials.
 
-`Softmax, both passes <03-softmax.html>`_ takes any width, too. But it could
-not keep a wide row while it adds it up. There a row belongs to one program,
-and a program runs on one SM, whose registers hold 256 KB; a row of a million
-columns of 16 bits has 2 MB. So `page 03 <03-softmax.html>`_ reads a wide row
+`Softmax, both passes <03-softmax.html>`_ takes any width, too. But it cannot
+keep a wide row while it adds it up. There a row belongs to one program, and a
+program runs on one SM, whose registers hold 256 KB. A row of a million columns
+in 16 bits has 2 MB. So `page 03 <03-softmax.html>`_ reads a wide row
 twice, and where the row is too wide for the caches, the second read is as
 expensive as the first. On this page we first measure where that begins, and
 mend what can be mended with two sweeps. Then programs share a row.
@@ -97,7 +97,7 @@ for N in (16384, 32768, 65536, 131072, 262144, 1048576):
 # a multiple of 16. Threads load 16 bytes at a time only from multiples of 16.
 # A kernel that does not care about this loads 2 bytes at a time instead.
 #
-# These are the kernels of page 03, folded.
+# Here are the kernels of page 03, the clock and the report, all folded.
 
 # %%
 
@@ -677,7 +677,8 @@ def inputs(M, N, dtype):
 
 
 # %%
-# We measure with 4096 rows, or as many as 512 MB have room for.
+# Now the measurement. A matrix has 4096 rows, or as many as 512 MB have room
+# for.
 
 # %%
 
@@ -729,9 +730,9 @@ report(bench_sweeps)
 # figure of the three forms, further down, has the same speed there without the
 # variation.) The widest rows end a little below the 67% that three matrices
 # leave, so not all of the loss is the second read. Further down we count the
-# bytes, which tells how much of it is. At 50257 columns the caches would do: a
-# row is narrower than the one of 65536 columns. There the loads of 2 bytes are
-# the reason.
+# bytes, which tells how much of it is. At 50257 columns the caches are not the
+# reason: its rows are narrower than those of 65536 columns, which reach more.
+# There the loads of 2 bytes are.
 #
 # **What follows.**
 # We have two things to mend. We begin with the rows that begin anywhere,
@@ -754,10 +755,10 @@ for row in range(4):
 
 # %%
 # A *lane* is a place for one element. The lanes before the row have to be
-# masked, and so do those behind its end. But a mask for each lane costs about
-# as many instructions as an exponential does. So a row is cut into *chunks*,
-# as many lanes as the threads of a program load at once, and only the first
-# chunk and those at the end have masks.
+# masked, and so do those behind its end. But to compute a mask for each lane
+# takes instructions, too. So a row is cut into *chunks*, as many lanes as the
+# threads of a program load at once, and only the first chunk and those at the
+# end have masks.
 #
 # A row may also be cut into *slices* of ``WIDTH`` lanes, one for each program
 # that shares it. At first it is a single slice. These functions say where a
@@ -828,9 +829,10 @@ def _store(ptr, x, c, place, FULL: tl.constexpr, STEP: tl.constexpr):
 
 
 # %%
-# With them the two sweeps of page 03 become these functions. As there, the 16
-# bytes that a thread loads at once have one pair of maximum ``m`` and sum
-# ``s``.
+# With these, the two sweeps of page 03 become the following functions. As
+# there, the 16 bytes that a thread loads at once have one pair: their maximum
+# ``m``, and ``s``, the sum of ``exp(x - m)``. We say that ``s`` is a sum
+# *about* ``m``.
 
 
 @triton.jit
@@ -896,7 +898,8 @@ def _write(
 
 # %%
 # The kernel visits the chunks with masks in loops of their own, which the
-# compiler unrolls, and all others in plain loops.
+# compiler unrolls, and all others in plain loops. Each maximum starts at
+# ``LOWEST``, the lowest finite number of float32, as on page 03.
 
 
 @triton.jit
@@ -999,8 +1002,9 @@ print("rows of 77 columns:", torch.allclose(in_shifted(x), F.softmax(x, 1)))
 #
 # To read a row once, programs have to hold it together. Each one knows the
 # pair of its own slice. The largest element of the row is the largest of the
-# maxima. A sum is about the maximum of its own slice, so it shrinks by the
-# exponential of how far this maximum lies below that of the row.
+# maxima. Each sum is about the maximum of its own slice, so before we add up
+# the sums, we multiply each by ``exp(m - top)``, where ``top`` is the maximum
+# of the row. That makes it smaller, or leaves it as it is.
 #
 # Here is a row of eight numbers in two slices:
 
@@ -1036,8 +1040,10 @@ plt.show()
 # So a program has to tell the others two float32 numbers. `Programs that share
 # a row <../layer-norm/08-shared-rows.html>`_ shows how: it puts them into a
 # word of 64 bits and *publishes* it in memory, and the others *collect* the
-# words of all slices, by loading them until none is empty. A turn later they
-# have arrived, so nobody has to wait for long.
+# words of all slices, by loading them until none is empty. (An empty word
+# holds ``EMPTY``, a value that no pair of numbers can have.) A program that
+# collects the words one turn of its loop later finds that they have arrived,
+# and hardly waits.
 #
 # All of them must run at the same time. So ``together`` asks CUDA first
 # whether it has room for all programs of the launch. If it has not, nothing is
@@ -1103,9 +1109,9 @@ def empty_words(rows, slices):
 # sees a loop that is written in Triton, and probably moves less work to before
 # it.
 #
-# One thread stores the word, by an atomic exchange. *Relaxed* is enough,
-# because the word itself is all that is told. ``volatile`` says that a load
-# goes to memory each time.
+# One thread stores the word, by an atomic exchange. *Relaxed* is enough: the
+# word itself is the whole message, so the order of other stores does not
+# matter. ``volatile`` says that a load goes to memory each time.
 #
 # Words are collected in the order of slices and not in that in which they
 # arrive, so each program of a row finds the same sum, and each run gives the
@@ -1357,9 +1363,9 @@ def _softmax_fwd_shared(
 # A plan says how many warps a program has, how many programs an SM has, and
 # how many chunks a slice has at most. With many small programs, some of them
 # load while others wait. But the smaller the slices are, the more words a
-# program has to collect. Backward, two matrices wait in registers, so a
-# program has fewer of each. These plans were the fastest in trials on an H200,
-# and your GPU may want others.
+# program has to collect. Backward, two matrices wait in registers, so an SM
+# has room for fewer threads, or for fewer columns of each thread. These plans
+# were the fastest in trials on an H200, and your GPU may want others.
 
 WARP = 32 if ON_GPU else 1  # threads; without a GPU small rows have slices
 
@@ -1468,6 +1474,8 @@ print("shared rows:", torch.allclose(in_slices(x), F.softmax(x, dim=1)))
 # %%
 # Which of the three is the fastest?
 # ----------------------------------
+#
+# We time the two sweeps of page 03, the shifted sweeps, and the shared rows.
 
 # %%
 
@@ -1533,12 +1541,12 @@ report(bench_forms)
 # figure, but the copy was 1% slower at 32768 columns, and 1% faster at 50257.
 # So page 03 reaches 102% and 51% here, and 100% and 52% there.)
 #
-# At 100003 columns the copy is no ceiling. With 2684 rows its number of
-# elements is no multiple of 16, so Triton can no longer count on a mask that
-# ends between two groups of 16 bytes, and the copy moves 2 bytes at a time,
-# too. It reaches 2116 GB/s there, and 2996 GB/s at 131072 columns. Shared rows
-# reach 2754 GB/s at 100003 columns, shifted sweeps 2331 GB/s, and page 03 1454
-# GB/s. We leave this width out of all percentages on this page.
+# At 100003 columns the copy is no ceiling. The number of elements of those
+# 2684 rows is not a multiple of 16, so Triton does not know that the mask of
+# the copy ends between two groups of 16 bytes, and the copy moves 2 bytes at a
+# time, too. It reaches 2116 GB/s there, and 2996 GB/s at 131072 columns.
+# Shared rows reach 2754 GB/s at 100003 columns, shifted sweeps 2331 GB/s, and
+# page 03 1454 GB/s. We leave this width out of all percentages on this page.
 #
 # **Why.**
 # A clock cannot say where the second sweep reads from. But the hardware counts
@@ -1589,10 +1597,10 @@ dram_reads.run(show_plots=ON_GPU)
 
 # %%
 # Shared rows read ``x`` from DRAM once, however wide a row is. Two sweeps read
-# a part of it twice as soon as the rows under way, with their results, are
-# more than L2 holds, and nearly all of it in the widest rows. On the H100 page
-# 03 reads 24% of ``x`` twice at 65536 columns, 61% at 131072, 78% at 262144,
-# and 95% at 1048576.
+# a part of it twice as soon as the rows that are under way, with their
+# results, are more than L2 holds. In the widest rows that part is nearly all.
+# On the H100 page 03 reads 24% of ``x`` twice at 65536 columns, 61% at 131072,
+# 78% at 262144, and 95% at 1048576.
 #
 # *Do the bytes explain page 03?* Mostly. If nothing but bytes of DRAM counted,
 # it would reach 89%, 77%, 72% and 68% of the copy at these widths. It reaches
@@ -1601,16 +1609,16 @@ dram_reads.run(show_plots=ON_GPU)
 # *Do they explain shifted sweeps?* From 65536 columns on, mostly, too. There
 # these have only one program on an SM, so half as many bytes are under way as
 # on page 03. They read 0% of ``x`` twice at 65536 columns, 22% at 131072, 60%
-# at 262144, and 90% at 1048576. A row that is twice as wide makes up for the
-# half: at 131072 and 262144 columns they read about as much twice as page 03
-# does at 65536 and 131072. The bytes would leave 100%, 90%, 77% and 69% of the
-# copy, and they reach 100%, 88%, 72% and 64%. From 131072 columns on they miss
-# more than page 03 does, and at 1048576 columns they are no longer ahead of
-# it. One program cannot read one row while it writes another. But that is so
-# at 65536 columns, too, where nothing is missing, so we do not know the
-# reason.
+# at 262144, and 90% at 1048576. So they can take rows that are twice as wide:
+# at 131072 and 262144 columns they read about as much twice as page 03 does at
+# 65536 and 131072. The bytes would leave 100%, 90%, 77% and 69% of the copy,
+# and they reach 100%, 88%, 72% and 64%. From 131072 columns on they fall
+# further behind that than page 03 does, and at 1048576 columns they are no
+# longer ahead of it. A single program on an SM cannot read one row while it
+# writes another. But that is so at 65536 columns, too, where nothing is
+# missing, so we do not know the reason.
 #
-# *What of narrower rows?* At 32768 columns the bytes do not explain shifted
+# *What about narrower rows?* At 32768 columns the bytes do not explain shifted
 # sweeps: they read ``x`` from DRAM once, two programs share an SM as on page
 # 03, and still they reach 88% where page 03 reaches 102%. We do not know why.
 # From 49152 columns to 50257, where rows begin anywhere, shifted sweeps fall
@@ -1626,8 +1634,8 @@ dram_reads.run(show_plots=ON_GPU)
 # costs time, too, and we have not found it.
 #
 # **What follows.**
-# Two sweeps are good where a cache holds the row, and shared rows where none
-# does. Our function will take each where it is the faster one.
+# Two sweeps are good where a cache holds the row, and shared rows where no
+# cache does. Our function will use each of them where it is faster.
 
 # %%
 # Backward: one number
@@ -1641,9 +1649,9 @@ dram_reads.run(show_plots=ON_GPU)
 #
 # .. math:: dx_j = dl_j - e^{l_j} \, c, \qquad c = \sum_k dl_k
 #
-# Page 03 derives both. A row needs a single number, so a word has room to
-# spare: both of its halves are the same. But a slice of two matrices has to
-# wait in registers, ``y`` and ``dy``.
+# Page 03 derives both. A row needs a single number, so we write it into both
+# halves of the word. But now slices of two matrices have to wait in registers,
+# ``y`` and ``dy``.
 
 
 @triton.jit
@@ -1689,7 +1697,7 @@ def _finish_gradient(
 
 
 # %%
-# The kernel has the loop of the forward kernel.
+# The kernel has the loop of the forward kernel, with two matrices.
 
 
 @triton.jit
@@ -1771,18 +1779,19 @@ def backward_in_slices(y, dy, log=False, dtype=None):
 # Which form is the fastest where? The figure of the three forms gives the rule
 # for the forward pass:
 #
-# - **Shared rows** from 128 KB a row on, which is more than 65536 columns of
-#   16 bits. Backward, registers hold 64 KB of each matrix, and wider rows are
-#   shared.
-# - **Shifted sweeps** where rows begin anywhere, and where L1 holds one row
-#   but not two. In the second case they read less from DRAM: on the H100 they
-#   reach 100% of the copy at 65536 columns, and page 03 reaches 89%.
+# - **Shared rows** where a row has more than 128 KB, or 65536 columns of 16
+#   bits. Backward, a program of page 03 can hold rows of up to 64 KB of each
+#   matrix in registers, and wider rows are shared.
+# - **Shifted sweeps** where rows of more than 32 KB begin anywhere, and where
+#   L1 holds one row but not two. In the second case they read less from DRAM:
+#   on the H100 they reach 100% of the copy at 65536 columns, and page 03
+#   reaches 89%.
 # - **Page 03** for all others.
 #
 # Shared rows cannot take everything: a word has no room for two float64
 # numbers, GPUs of AMD have no PTX, and a row must not have more slices than
-# the GPU has places. Whether the programs fit is asked again at each launch,
-# and if they do not, rows are swept.
+# the GPU has room for programs. Whether the programs fit is asked again at
+# each launch, and if they do not, we take two sweeps.
 
 
 def can_share(backward, dtype, x):
@@ -1815,9 +1824,9 @@ def pick(backward, dtype, x):
 
 # %%
 # The functions that use the rule are folded, and so are those for autograd and
-# for ``torch.compile``. It knows no addresses while it compiles, and not
-# always the width. So both passes are *operators* for it, which choose as they
-# run.
+# for ``torch.compile``. While ``torch.compile`` compiles, it knows no
+# addresses and not always the width. So both passes are *operators* to it,
+# which pick a form when they run.
 
 # %%
 
@@ -1948,8 +1957,8 @@ def along(input, dim, dtype, log):
 
 # %%
 # Is it right? We compare each element of ``y`` with PyTorch's in float64. The
-# backward pass gets ``y`` as it was rounded, so each element of ``dx`` is
-# compared with the formula in float64 of the ``y`` that it got.
+# backward pass starts from the rounded ``y``. So we compare each element of
+# ``dx`` with what the formula gives in float64 for the same rounded ``y``.
 
 # %%
 
@@ -2184,10 +2193,10 @@ report(bench_backward)
 # must come from a cache, because page 03 reaches 95%. We have counted the
 # bytes of the forward pass only.
 #
-# Ours is slowest at 1048576 columns. There a program collects 256 words, which
-# are 2 KB, for each 16 KB of ``y`` and ``dy`` that it holds. That may be the
-# reason, although from 16 words at 65536 columns to 64 at 262144 nothing is
-# lost: both reach 97%. We have not measured it.
+# Ours reaches its lowest share at 1048576 columns. There a program collects
+# 256 words, which are 2 KB, for each 16 KB of ``y`` and ``dy`` that it holds.
+# That may be the reason, although from 16 words at 65536 columns to 64 at
+# 262144 nothing is lost: both reach 97%. We have not measured it.
 #
 # What do clusters do, and could we have them?
 # --------------------------------------------
@@ -2202,17 +2211,18 @@ report(bench_backward)
 # each other: up to 8 of them, or 16 if a kernel asks for it. A thread block of
 # a cluster can read and write the shared memory of the others. So each one
 # keeps its part of the row, adds it up, and writes its pair into the shared
-# memory of all others. Then it waits at a barrier that lies in its own shared
-# memory. In version 0.6.5, which we measured, a row of 65536 columns has a
-# cluster of 4, and one of 262144 has 16.
+# memory of all others. Then it waits at a barrier in its own shared memory
+# until the pairs of the others have arrived. In version 0.6.5, which we
+# measured, a row of 65536 columns has a cluster of 4, and one of 262144 has
+# 16.
 #
 # This is what we do, too, with three differences:
 #
-# - **Where the message goes.** Ours goes to L2 and back. Theirs goes from SM
-#   to SM.
-# - **Who promises that all run.** The hardware starts a cluster as a whole,
-#   and each cluster by itself. We need a cooperative launch of all programs,
-#   which waits until all of them have a place.
+# - **Where the message goes.** Ours goes to L2 and back. Theirs goes directly
+#   from SM to SM.
+# - **Who promises that all run.** The hardware starts each cluster as a whole,
+#   as soon as there is room for this one. We need a cooperative launch of all
+#   programs, which waits until there is room for all of them.
 # - **How wide a row can be.** A cluster of 16 SMs has at most 16 × 227 KB of
 #   shared memory, 3.5 MB. All SMs of an H100 have eight times as much. We use
 #   registers, and take a million columns.
@@ -2233,10 +2243,10 @@ report(bench_backward)
 # compiles, and the thread blocks exchange what they have found through shared
 # memory. We have not measured it.
 #
-# In Gluon, the lower language that comes with Triton, a kernel says itself
-# which thread has which part of a tensor, and it has barriers for clusters. It
-# leaves to you what the compiler does here: layouts, loads into shared memory
-# ahead of time, and the exchange.
+# In Gluon, the lower-level language that comes with Triton, you say which
+# thread has which part of a tensor, and there are barriers for clusters. But
+# then you write what Triton's compiler does for us here: layouts, loads into
+# shared memory ahead of time, and the exchange.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2257,15 +2267,17 @@ report(bench_backward)
 # Exercise 1: one number for a slice
 # ----------------------------------
 #
-# A logarithm of a softmax needs one number of a row, the logarithm ``L`` of
-# the sum of its exponentials. Slices could publish theirs, in half as many
-# bits. Merge two of them. Elements of 100 and of :math:`-\infty` are allowed.
+# The logarithm of a softmax needs only one number for each row: the logarithm
+# of the sum of its exponentials. Slices could publish theirs, in half as many
+# bits. Complete ``merge_logs``, which gets the logarithms ``a`` and ``b`` of
+# two slices and returns that of both together. Elements of 100 and of
+# :math:`-\infty` are allowed.
 #
-# **Hint 1.** In float32, ``exp(100)`` is infinite. Of which numbers is ``exp``
-# never too large?
+# **Hint 1.** In float32, ``exp(100)`` is infinite. For which numbers is
+# ``exp`` never too large?
 #
-# **Hint 2.** Subtract the larger one of both from each of them, and add it to
-# the result. What is :math:`-\infty - (-\infty)`?
+# **Hint 2.** Subtract the larger one from both, and add it to the result. What
+# is :math:`-\infty - (-\infty)`?
 
 
 def merge_logs(a, b):
@@ -2304,8 +2316,8 @@ assert exercise_1(merge_logs_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, at 1048576 columns on the H100, and what
-# they have to move.
+# These are the designs of this page: what they have to move, and what they
+# reach at 1048576 columns on the H100.
 #
 # - **Two sweeps** read ``x`` twice: three matrices. They reach 64% of the
 #   copy.
@@ -2316,14 +2328,15 @@ assert exercise_1(merge_logs_1)
 # For kernels in general:
 #
 # - Count the bytes that are under way on an SM and on all of them. They tell
-#   which cache can serve a second read.
+#   you which cache can serve a second read.
 # - Where rows begin anywhere, load from the multiple of 16 bytes before them,
 #   and pay for masks only where a row begins and ends.
 # - A pair of maximum and sum can be cut anywhere: between tiles, threads,
 #   programs or GPUs.
-# - What waits in registers from turn to turn waits best in integers of 32
+# - A loop that keeps numbers of 16 bits in registers from one turn to the next
+#   needs half as many registers if it keeps them in pairs, as integers of 32
 #   bits.
 #
-# **Next:** what does it cost if ``dx`` has a kernel of its own, and ``dw`` and
-# ``db`` another one? `Two passes <../layer-norm/09-two-passes.html>`_ measures
-# it.
+# **Next:** back to layer norm. What does it cost if ``dx`` has a kernel of its
+# own, and ``dw`` and ``db`` have another one? `What a second pass costs
+# <../layer-norm/09-two-passes.html>`_ measures it.

@@ -3,21 +3,21 @@ Layer norm over several GPUs
 ============================
 
 What must GPUs tell each other when they share a layer norm?
-Two numbers for each row where its columns are spread, and two numbers for
-each column where its rows are: everything else stays where it is.
+Two numbers for each row if the columns are spread over the GPUs, two numbers
+for each column if the rows are, and nothing else.
 
 Large models do not fit on one GPU. They are trained with the columns of a
 layer spread over GPUs (*tensor parallel*), with its rows spread over them
 (*data parallel* or *sequence parallel*), or with both.
 On this page we build a layer norm for either case, with both passes, and
-measure what GPUs cost each other.
+measure how much time the exchange takes.
 
 **If you have one GPU, or none,** you can run all of this page: two processes
 on the CPU stand for two GPUs, and they exchange what GPUs would. What you take
 away is of use on one GPU, too. Merging the mean and the variance of two parts
 works in the same way for two chunks of a row. Two of the figures are of a
-single GPU: what it costs to cut a kernel in two, and how many warps keep
-enough of wide rows in flight. And you will know what becomes of a model's
+single GPU: what it costs to cut a kernel in two, and how many warps a wide
+row should have. And you will know what becomes of a model's
 layer norm as soon as somebody says "tensor parallel".
 
 **What you will learn**
@@ -187,9 +187,9 @@ plt.show()
 # and ``b``. The forward pass and ``dx`` need nobody. Only what is summed over
 # all rows does: ``dw`` and ``db``, which are two numbers a column.
 #
-# What is it worth to send so little? Here is what a rank would have to receive
-# in the forward pass if both ranks gathered whole rows instead: 4096 rows in
-# 16 bits on two ranks.
+# How much does that save? Here is what a rank receives from the other one in
+# the forward pass of 4096 rows in 16 bits, if whole rows are gathered and if
+# two numbers a row are sent:
 
 print("columns  KB of a gathered matrix  KB of two numbers a row")
 for N in (2048, 4096, 8192, 16384, 32768):
@@ -203,9 +203,9 @@ for N in (2048, 4096, 8192, 16384, 32768):
 #
 # What do two ranks tell each other, so that both know mean and variance?
 #
-# A sum and a sum of squares would do on paper: the variance is the mean of the
-# squares minus the square of the mean. In 32 bits it would not. If the mean is
-# 10000 and the variance is 1, both terms are about 100000000, neighboring
+# On paper a sum and a sum of squares would do: the variance is the mean of the
+# squares minus the square of the mean. In 32 bits they do not. If the mean is
+# 10000 and the variance is 1, both terms are about 100000000. Neighboring
 # numbers of 32 bits are 8 apart there, and nothing is left of the 1:
 
 large = torch.tensor([9999.0, 10001, 9999, 10001])
@@ -219,10 +219,11 @@ print("from sums of squares:", by_squares.item())
 # How are two such pairs merged? In our example rank 0 has the mean 2 and M2 =
 # 1 + 1 + 1 + 1 = 4, and rank 1 has the mean 6 and M2 = 4.
 #
-# - The means are 4 apart, and both ranks have as many columns, so the mean of
-#   all is half way: 2 + 4 · 4/8 = 4.
-# - The distances from 4 are larger than those from 2 or from 6. What is
-#   missing is 4² · 4 · 4 / 8 = 32, so M2 of all is 4 + 4 + 32 = 40.
+# - The means are 4 apart, and both ranks have the same number of columns, so
+#   the mean of all is half way: 2 + 4 · 4/8 = 4.
+# - Both ranks measured distances from a mean that is 2 away from 4. For each
+#   of the 8 columns that leaves out 2² = 4, so 32 in all, or, by the formula
+#   below, 4² · 4 · 4 / 8. So M2 of all is 4 + 4 + 32 = 40.
 # - The variance is 40 / 8 = 5.
 #
 # In general, for ranks :math:`a` and :math:`b` with :math:`n_a` and
@@ -249,8 +250,8 @@ print("of the whole row:", row.mean().item(), row.var(correction=0).item())
 # Two kernels in place of one
 # ---------------------------
 #
-# A single kernel cannot do this: in the middle it would have to wait for other
-# GPUs. So the first kernel finds mean and M2 of our part of each row. Then the
+# With NCCL the exchange happens between kernels, and not inside one. So the
+# first kernel finds mean and M2 of our part of each row. Then the
 # ranks exchange these. The second kernel merges them and computes ``y``.
 
 
@@ -350,9 +351,9 @@ def _forward(
 
 
 # %%
-# The function that launches them. Each rank needs the parts of all ranks, and
-# *gathering* is the exchange that does that: everybody gets what everybody
-# has. Here that is 8 bytes a row from each rank.
+# Now the function that launches both kernels. Each rank needs the parts of all
+# ranks. The exchange that does this is called *all-gather*: afterwards each
+# rank has what all ranks had. Here that is 8 bytes a row from each rank.
 
 # PyTorch 2.13 has given this function a new name.
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -483,22 +484,23 @@ bench_traffic.run(show_plots=ON_GPU)
 # columns are 64 MB, of which a part must come from memory again.
 #
 # **What follows.**
-# In the forward pass ``x`` is read and ``y`` is written. A second reading
-# makes three matrices of two, so in wide rows the cut alone may cost half of
-# the time again, whatever the ranks have to say to each other.
+# In the forward pass ``x`` is read and ``y`` is written: two matrices. With a
+# second reading they are three. So in wide rows the cut alone may make the
+# forward pass half as long again, however fast the exchange is.
 #
 # How many warps for a wide row?
 # ------------------------------
 #
-# Before we add other ranks, a rank's own kernel should be as fast as a copy.
-# If it is slow by itself, an exchange seems to cost little beside it.
+# Before we add other ranks, a rank's own kernel should be nearly as fast as a
+# copy. If it is slow by itself, an exchange seems to cost little beside it.
 #
 # It is easy to make it slow: give 16 warps to a row of 16384 columns, and 32
 # columns to each thread. In the compiled kernel a thread takes 95 registers
-# then. 16 warps are 512 threads, and together they take 49152 of the 65536
-# registers of an SM, because a thread's registers come in steps of 8. For a
-# second program there is no room. So a single row, of 32 KB, is in flight on
-# each SM, and while its program adds up, nothing is requested at all.
+# then. A thread's registers come in steps of 8, so the 512 threads of 16 warps
+# take 512 · 96 = 49152 of the 65536 registers of an SM, and a second program
+# has no room. So only one row, of 32 KB, is in flight on each SM, which means
+# that it has been requested and is on its way. While its program adds it up,
+# nothing is requested at all.
 # With 8 warps a thread has twice as many columns, and takes 128 registers. Now
 # two programs fit, and one of them loads while the other one computes.
 #
@@ -707,11 +709,17 @@ report(bench_warps)
 # widths, and sixteen warps reach 73%, 82%, 55% and 73%.
 #
 # **Why.**
-# As planned, 64 KB are in flight on each SM at all four widths. Sixteen warps
-# have half of that at 4096 and at 16384 columns, three quarters at 8192, and
-# as much at 32768, where the two plans are the same. `Loads in flight
+# As planned, up to 64 KB are in flight on each SM at all four widths. Sixteen
+# warps have half of that at 4096 and at 16384 columns, three quarters at 8192,
+# and as much at 32768, where the two plans are the same. Wherever they differ,
+# the plan with more bytes in flight is the faster one. `Loads in flight
 # <../layer-norm/04-loads-in-flight.html>`_ explains why a kernel that waits
-# for memory is as fast as what it has in flight.
+# for memory depends on them.
+# The bytes alone do not explain everything: the same 64 KB give 90% at 8192
+# columns and 73% at 32768, and the same 32 KB give 73% at 4096 and 55% at
+# 16384. The printed table has a likely second reason. Where an SM has one
+# program, nothing is in flight while it computes; where it has several, others
+# are loading meanwhile.
 #
 # **What follows.**
 # Before you blame an exchange, look at what a rank does without it. That is
@@ -723,13 +731,12 @@ report(bench_warps)
 # How do two processes come to run the same function at the same time?
 #
 # Usually a launcher starts them: ``torchrun --nproc-per-node 2 page.py`` runs
-# this page twice, as rank 0 and as rank 1, and each does all that the page
-# says.
+# this page twice, as rank 0 and as rank 1, and each of them runs all of it.
 # A notebook is one process. So without ``torchrun`` the page starts ranks
-# itself. It writes the definitions that the page has so far into a file, which
-# each rank imports; in a notebook they become more from cell to cell, and the
-# file is written anew. Then ``everywhere(function, ...)`` lets all ranks call
-# a function, and returns a list of what each of them returned.
+# itself. It writes all functions that have been defined so far into a file,
+# which each rank imports. In a notebook each cell may define more, so the file
+# is written again when it is needed. Then ``everywhere(function, ...)`` lets
+# all ranks call a function, and returns a list of what each of them returned.
 
 # %%
 
@@ -841,8 +848,8 @@ def under_torchrun(function, *arguments):
 everywhere = under_torchrun if TORCHRUN else Ranks()
 
 # %%
-# Here are our 8 columns on the ranks. Each prints, or rather returns, what it
-# holds, what it tells the others, and the mean and the variance that it finds.
+# Here are our 8 columns on the ranks. Each of them returns what it holds, what
+# it sends to the others, and the mean and the variance that it finds.
 
 
 def our_example():
@@ -871,8 +878,8 @@ for rank, (holds, sends, mean, variance) in enumerate(everywhere(our_example)):
 #
 # What does the backward pass have to exchange?
 #
-# With :math:`g = w \, dy` and the normalized row :math:`\hat{x}`, the gradient
-# of ``x`` is
+# With :math:`g = w \, dy`, the normalized row :math:`\hat{x}`, and :math:`r`
+# for rstd, the gradient of ``x`` is
 #
 # .. math:: dx = r \, \left(g - \frac{\hat{x} \, c_1 + c_2}{n}\right), \qquad
 #    c_1 = \sum \hat{x} \, g, \qquad c_2 = \sum g
@@ -908,11 +915,12 @@ def _row_sums(
 # Once a row's sums are known, ``dx`` is computed element by element. So a
 # program of the second kernel need not hold whole rows. It takes a tile of
 # some rows and some columns, goes down the matrix, and keeps its sums for
-# ``dw`` and ``db`` in registers. These are sums over rows, and all rows of a
-# column are on this rank: no exchange.
+# ``dw`` and ``db`` in registers. These are sums over rows, and this rank has
+# all rows of its columns, so they need no exchange.
 #
 # Where a rank has whole rows and they fit into registers, a tile is a whole
-# row, finds its sums itself, and ``c_ptr`` is None.
+# row. Then the kernel computes the sums of the row itself, and ``c_ptr`` is
+# None.
 
 
 @triton.jit
@@ -1042,14 +1050,15 @@ def backward(dy, x, w, stats, counts=None, group=None):
 #
 # - **Two numbers a row**: what we have built.
 # - **No other rank**: our kernels on the columns that are here, as if they
-#   were whole rows. The result is another one, but the distance between this
-#   line and the first is what other ranks cost.
+#   were whole rows. They compute something else then, but the distance between
+#   this line and the first shows what the other ranks cost.
 # - **Rows gathered**: each rank gathers whole rows, runs PyTorch's
 #   ``F.layer_norm`` on them and keeps its columns of the result. *DTensor*,
 #   PyTorch's tensor that knows how it is spread over ranks, does this, too.
 # - **Rows gathered, our kernels**: the same with the kernels of this page. It
-#   differs from the line above only in its kernels, and from the first line
-#   only in what is exchanged. So the two gains can be told apart.
+#   differs from *Rows gathered* only in its kernels. Its distance to the first
+#   line is due to the exchange, and to what gathered rows make necessary. So
+#   the two gains can be told apart.
 # - **All-to-all, our kernels**: each rank gets *some* rows as a whole, and
 #   sends their results back. Then no work is done twice.
 # - **DTensor** itself.
@@ -1132,12 +1141,12 @@ def time_together(prepare, group):
 
 
 # %%
-# The clock of one GPU replays a graph of several calls, overwrites the L2
-# cache before each of them, and subtracts the time of the same graph without
-# the calls. That of several ranks does the same, on all of them at once, and
-# before each call the ranks meet in an all-reduce, so that all of them begin
-# together. The meetings are in both graphs, so they are subtracted, too. The
-# time of a call is that of the slowest rank.
+# To time one GPU, we replay a CUDA graph of several calls, overwrite the L2
+# cache before each of them, and subtract the time of the same graph without
+# the calls. With several ranks we do the same on all of them at once. Before
+# each call the ranks meet in an all-reduce, so that all of them begin
+# together. These meetings are in both graphs, so they are subtracted, too. We
+# show the time of the slowest rank.
 
 # %%
 
@@ -1173,9 +1182,9 @@ def report_of_ranks(benchmark, names):
 
 
 # %%
-# Here are the ways, each with a function for the forward pass and one for the
-# backward pass. Those that gather have to make rows of what they receive: a
-# matrix from each rank, side by side.
+# Here is what the other ways need. Whoever gathers receives a matrix from each
+# rank, and has to put these side by side to make rows of them. The functions
+# for both passes of each way are folded below.
 
 
 def as_rows(tensor, group):
@@ -1442,8 +1451,8 @@ report_columns(bench_columns_forward)
 # **Why.**
 # Both ways to gather send the same bytes and differ in their kernels, so at
 # 32768 columns our kernels save 65 µs. Both lines with our kernels differ in
-# what is exchanged, and there two numbers a row save 740 µs. The exchange is
-# where the gain comes from.
+# what is exchanged, and there two numbers a row save 740 µs. So the gain comes
+# nearly all from the exchange, and from the work that it spares each rank.
 #
 # What does a gathered row cost? At 32768 columns a rank receives 134 MB. The
 # links between two H200s of one machine (*NVLink*) carry 450 GB/s in each
@@ -1461,18 +1470,21 @@ report_columns(bench_columns_forward)
 # second reading of ``x``, which grows with the width: 134 MB at 32768 columns.
 #
 # **What follows.**
-# Send what has been summed, not what is to be summed. Even the best of the
-# other ways does not come near.
+# Let each rank add up what it has, and send only the sums. Even the best of
+# the other ways takes several times as long at every width.
 #
-# The line of one rank is at 86% of the copy at 32768 columns. It is not slow
-# by itself, so the distance to it is what other ranks cost.
+# The line of one rank is at 86% of the copy at 32768 columns. So our kernels
+# are not slow by themselves, and the distance to that line is what the other
+# ranks cost.
 #
 # Columns, the backward pass
 # --------------------------
 #
-# Backward, ``dy`` is gathered: ``x`` has been gathered before. DTensor gathers
-# ``x`` again as well. An all-to-all sends ``dy`` there and ``dx`` back, and
-# adds up the weights' gradients of all columns.
+# In the backward pass, the ways that gather still have the ``x`` that they
+# have gathered before, and gather only ``dy``. DTensor gathers ``x`` again as
+# well.
+# The all-to-all sends ``dy`` there and ``dx`` back. In that way a rank has
+# some rows of all columns, so it also adds up ``dw`` and ``db`` over ranks.
 
 # %%
 
@@ -1488,11 +1500,12 @@ report_columns(bench_columns_backward)
 # **Why.**
 # The reasons are those of the forward pass, and here the kernels matter, too:
 # at 32768 columns ours save 200 µs of gathered rows, and the exchange saves
-# 830 µs more. Other ranks cost 10 µs at 2048 columns, 40 µs at 16384 and 8 µs
-# at 32768. Up to 16384 columns a rank that is alone has whole rows of at most
-# 8192 columns, which fit into registers, and needs one kernel where we need
-# two. At 32768 columns its rows have 16384, and it needs both kernels itself.
-# Then other ranks cost the exchange alone.
+# 830 µs more. The other ranks cost 10 µs at 2048 columns, 40 µs at 16384 and 8
+# µs at 32768. Up to 16384 columns a rank that is alone has whole rows of at
+# most 8192 columns, which fit into registers, and needs one kernel where we
+# need two. At 32768 columns its rows have 16384, and it needs both kernels
+# itself.
+# Then the other ranks cost only the exchange.
 #
 # Rows: one sum for both gradients
 # --------------------------------
@@ -1502,10 +1515,10 @@ report_columns(bench_columns_backward)
 # Then a rank is alone in the forward pass and for ``dx``. It needs the others
 # for ``dw`` and ``db``, which are sums over the rows of all ranks. Our
 # ``backward`` returns both in one tensor, so one all-reduce adds them up. Is
-# it better than two? And nobody needs these sums soon: the optimizer does,
-# when the backward pass of the whole model is over. An *asynchronous*
-# all-reduce goes on beside the kernels that follow, and whoever needs its
-# result waits for it. Does that hide it?
+# one better than two? And nobody needs these sums soon: only the optimizer
+# does, when the backward pass of the whole model is over. An *asynchronous*
+# all-reduce runs beside the kernels that follow, and whoever needs its result
+# waits for it. Does its time disappear behind them?
 #
 # We measure our backward pass without an exchange, with one all-reduce, and
 # with two. Then we let a matrix product follow, as a linear layer would that
@@ -1624,8 +1637,8 @@ report_rows(bench_rows)
 # end the stream has to wait for it.
 #
 # **What follows.**
-# Put into one exchange what can go together, and start it early, when somebody
-# else has work for the GPU.
+# Send together what can go together, and start the exchange while the GPU
+# still has other work to do.
 #
 # A function to train with
 # ------------------------
@@ -1633,10 +1646,11 @@ report_rows(bench_rows)
 # The autograd function saves what the backward pass needs, as on one GPU. What
 # is new is the sum over ranks at its end, where rows are spread.
 #
-# ``functional.all_reduce`` starts an all-reduce and returns a *promise*: a
-# tensor whose first use waits for the result. So ``w.grad`` may still be on
-# its way when the backward pass is over, and nobody has to think of waiting.
-# In 16 bits a gradient is converted at once, which is a use, and so it waits.
+# ``functional.all_reduce`` starts an all-reduce and returns at once. Its
+# result is a tensor whose first use waits until the numbers are there. So
+# ``w.grad`` may still be on its way when the backward pass is over, and nobody
+# has to remember to wait. In 16 bits the gradient is converted right away,
+# which is a use, so there the wait comes at once.
 
 import torch.distributed._functional_collectives as functional
 
@@ -1675,11 +1689,12 @@ class LayerNorm(torch.autograd.Function):
 # What if ranks are called with different arguments?
 #
 # If one of them has float16 and the other one float32, or one wants a gradient
-# of ``w`` and the other does not, there are two ways to go wrong. A rank waits
-# for an exchange that never comes, until its patience is over. Or the ranks
-# add what does not belong together, and no error tells.
-# So ``layer_norm`` lets each rank say what it has before any kernel starts.
-# All of them see what all have, so all raise the same error or none does.
+# of ``w`` and the other does not, there are two ways to go wrong. A rank may
+# wait for an exchange that never comes, until it times out. Or the ranks add
+# numbers that do not belong together, and no error says so.
+# So ``layer_norm`` lets each rank tell the others what its arguments are,
+# before any kernel starts. Then either all ranks raise the same error or none
+# does.
 
 # %%
 
@@ -1788,15 +1803,15 @@ def layer_norm(
 # What does it cost to ask?
 # -------------------------
 #
-# In none of the figures above do ranks compare their arguments. But
-# ``layer_norm`` does it in each call: it makes bytes of what a rank has, and
-# all ranks wait for each other's, on the host and not on the GPU. How long
-# does this take?
+# In the figures above, ranks do not compare their arguments. But
+# ``layer_norm`` does so in each call: it describes the arguments of a rank in
+# bytes, and all ranks wait for the bytes of all others, on the host and not on
+# the GPU. How long does this take?
 #
 # Time on the host is harder to measure than time on the device, because other
-# things happen there. So all lines take turns: two calls of the first, two of
+# work goes on there. So all lines take turns: two calls of the first, two of
 # the second, and so on, 150 times. All of this is repeated 15 times, after one
-# time that warms up. What disturbs a host makes a batch longer and never
+# round that warms up. Other work can only make a batch longer, and never
 # shorter, so the fastest batch of all counts. The band above it ends at the
 # time that 3 of the 15 rounds have reached.
 # The ranks begin each batch together, each of them keeps to its own cores, and
@@ -1918,28 +1933,30 @@ if table is not None:
 # **What the figure shows.**
 # On two H200s a call of ``layer_norm`` takes 768 µs at 2048 columns and 768 µs
 # at 32768. ``LayerNorm.apply``, which compares nothing, takes 136 µs and 165
-# µs. So the comparison takes 633 µs of the narrow call. To gather rows for
+# µs. So the comparison takes 633 µs of the narrow call. Gathering rows for
 # PyTorch's kernels takes 112 µs and 938 µs.
 #
 # **Why.**
 # A call of the forward pass is two kernels and an exchange, and on the device
 # that is 17 µs at 2048 columns. The host needs longer to start all this, so
-# in narrow rows the host's time is what one sees. The comparison turns
-# objects into bytes, and sends first how many they are and then the bytes,
-# through gloo, and the call cannot go on before the last rank has answered.
+# in narrow rows we see the time of the host. The comparison turns Python
+# objects into bytes, and sends first how many there are and then the bytes
+# themselves. Both go through gloo, and the call cannot go on before the last
+# rank has answered.
 #
 # **What follows.**
-# Compare while you build a model, and where ranks may disagree. Where they
-# cannot, ``LayerNorm.apply`` does without. And a CUDA graph, which replays
-# only what the GPUs do, has neither of these costs in its replays.
+# Use ``layer_norm`` while you build a model, and wherever ranks may disagree.
+# Where they cannot, ``LayerNorm.apply`` saves the comparison. And a CUDA graph
+# replays only what the GPUs do, so its replays pay for neither the comparison
+# nor the host's launches.
 #
 # Is it right?
 # ------------
 #
 # We compare with PyTorch's layer norm of the whole matrix in float64, on parts
-# that are not of one size. Each rank looks at each element of what it has.
+# of different sizes. Each rank looks at each element of what it has.
 # With a mean of 10000 in ``x``, 32 bits cannot be as exact: numbers near 10000
-# are 0.001 apart there, so a mean, too, can only be right to 0.0005.
+# are about 0.001 apart there, so a mean, too, can only be right to 0.0005.
 
 
 def both_passes(function, x, w, b, dy, **more):
@@ -2000,9 +2017,10 @@ for shard in ("rows", "columns"):
 # that each rank's loss is a mean over its own rows; then the mean of these
 # gradients is that of the mean over all rows.
 #
-# What happens if you mix the two? We divide the gradient of ``w`` that each
-# way gives by the right one: that of the loss over all rows, divided by the
-# number of all rows. Each rank's loss is a mean over its own 6 rows.
+# What happens if you mix the two? In the example each rank's loss is a mean
+# over its own 6 rows. The right gradient is that of the mean over all rows. We
+# print what each way gives for ``w``, divided by that right gradient, so it
+# should be 1.
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -2052,8 +2070,8 @@ for way in ("nobody adds", "DDP", "ours", "ours in DDP"):
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **All around a norm.** DTensor spreads whole models over ranks, in any
-#   mixture of rows and columns, and changes from one to the other where it
+# - **Everything around a norm.** DTensor spreads whole models over ranks, in
+#   any mixture of rows and columns, and changes from one to the other where it
 #   must. Our function does one operation.
 # - **Narrow calls.** Where the host limits you, PyTorch's function on gathered
 #   rows takes 112 µs on two H200s at 2048 columns, and ours takes 768 µs with
@@ -2064,9 +2082,10 @@ for way in ("nobody adds", "DDP", "ours", "ours in DDP"):
 # - **More than we take.** PyTorch takes float64, any number of columns, and
 #   second derivatives. We take 16 and 32 bits, up to 32768 columns a rank, and
 #   have no second derivatives.
-# - **Faster exchanges.** NCCL takes its time to start. PyTorch's *symmetric
-#   memory* lets a kernel write to the memory of another GPU directly. This
-#   page does without it.
+# - **Faster exchanges.** With NCCL most of a small exchange is its start.
+#   PyTorch's *symmetric memory* lets a kernel write to the memory of another
+#   GPU directly, so that no exchange has to be started between two kernels.
+#   This page does not use it.
 # - **torch.compile** is not on this page. On one GPU, `Layer normalization,
 #   both passes <../layer-norm/01-layer-norm.html>`_ compares with it.
 #
@@ -2077,8 +2096,8 @@ for way in ("nobody adds", "DDP", "ours", "ours in DDP"):
 # squares. What must a rank tell the others about its part of a row, so that
 # all can *add up* what they are told, and divide by the number of all columns?
 #
-# The stub tells the mean of its squares. With parts of 3 and 5 columns, that
-# is wrong.
+# Complete ``told``. As it is, it tells the mean of the squares. With parts of
+# 3 and 5 columns, that is wrong.
 #
 # **Hint 1.** What is missing if you have the means of 3 and of 5 squares, and
 # want the mean of all 8?
@@ -2117,15 +2136,16 @@ def told_1(part):
 assert exercise_1(told_1)
 
 # %%
-# So RMS norm has one number a row where layer norm has two, and a sum in place
-# of a merge: an all-reduce does it.
+# So RMS norm sends one number a row where layer norm sends two, and these are
+# just added up: an all-reduce does it.
 #
 # Exercise 2: what is the loss divided by?
 # ----------------------------------------
 #
 # ``layer_norm`` adds up the gradients of ``w``, and there is no DDP. A rank
-# has ``rows`` rows, as many as each other rank. By what does it divide the sum
-# of their losses, so that the gradient is that of the mean over all rows?
+# has ``rows`` rows, and all ranks have the same number. By what must a rank
+# divide the sum of the losses of its rows, so that the gradient is that of the
+# mean over all rows?
 #
 # **Hint 1.** Whose rows are in a sum over all ranks?
 #
@@ -2160,8 +2180,8 @@ assert exercise_2(divisor_2)
 # What we learned
 # ---------------
 #
-# These are the designs of this page: what each rank sends, and how long it
-# takes on two H200s.
+# These are the designs of this page: how long each takes on two H200s, and
+# what each rank sends.
 #
 # Columns spread, forward and backward at 32768 columns:
 #
@@ -2184,12 +2204,12 @@ assert exercise_2(divisor_2)
 #
 # - Mean and M2 of parts merge into those of the whole, whoever has the parts:
 #   ranks, programs, or chunks of a row.
-# - A kernel that is cut in two reads its input twice. Look at what a rank does
-#   by itself before you look at the exchange.
-# - An exchange costs its start first and its bytes second.
-# - Ranks that disagree either wait or are wrong. To find out costs time in
-#   each call.
+# - A kernel that is cut in two reads its input twice. Measure what a rank does
+#   by itself before you measure the exchange.
+# - A small exchange takes hardly more time than it takes to start one.
+# - Ranks that disagree either wait for each other or compute something wrong.
+#   To find that out takes time in each call.
 #
-# **Next:** the course ends here so far. `The glossary
-# <../../glossary.html>`_ has the words of the field that these pages use, and
-# where each of them is explained.
+# **Next:** the course ends here for now. `The glossary <../../glossary.html>`_
+# has the words of the field that these pages use, and where each of them is
+# explained.

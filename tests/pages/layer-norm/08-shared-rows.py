@@ -248,8 +248,9 @@ def of_the_exchange(figure):
         "each of its SMs."
     )
     yield (
-        f"takes {us('triton', 128)} µs if they wait for it at once, and "
-        f"{us('later', 128)} µs if they take it a turn later."
+        f"takes {us('triton', 128)} µs if they wait for the words "
+        f"at once, and {us('later', 128)} µs if they collect them a turn "
+        "later."
     )
 
 

@@ -161,8 +161,9 @@ def of_dx(figure):
     yield (
         f"so it saves about the same time: {saved[0]} µs at 4096 columns, "
         f"{saved[1]} µs at 8192, and {saved[2]} µs at 16384. But the whole "
-        f"takes longer and longer, {series(tile)} µs from the end, and the "
-        f"gain falls from {ends[0]} times as fast to {ends[1]} times."
+        f"kernel takes longer the wider the rows are, {series(tile)} µs from "
+        f"the end, and the gain falls from {ends[0]} times as fast to "
+        f"{ends[1]} times."
     )
     pytorch = dict(zip((1024, 2048, *wide), of.shares("torch"), strict=True))
     assert pytorch[2048] > 0.98 * pytorch[1024], "L2 holds the rows"
@@ -269,8 +270,8 @@ def of_backward(figure):
         f"At 4096 columns the copy takes {copy} µs, and the example's tiling "
         f"takes {tiling - copy} µs more. Our three changes take away "
         f"{tiling - ours} µs of these, without touching the structure. That "
-        f"leaves {ours - copy} µs, of which even one kernel needs "
-        f"{one - copy} µs."
+        f"leaves {ours - copy} µs, and one kernel also takes {one - copy} µs "
+        "longer than the copy."
     )
     own = figure("layer-norm-two-own", CARD)
     lead = [*of.ratios("one kernel", "triton")]

@@ -137,6 +137,15 @@ def of_two_kernels(figure):
     )
     cause = min(half_a, half_b) > three_quarters > same
     assert cause, "the less is in flight, the slower"
+    # KB in flight do not explain everything.
+    yield from (
+        f"the same 64 KB give {planned[1]}% at 8192 columns and {planned[3]}% "
+        "at 32768,",
+        f"the same 32 KB give {sixteen[0]}% at 4096 and {sixteen[2]}% at "
+        "16384.",
+    )
+    assert planned[3] < min(planned[:3]), "one program on an SM"
+    assert sixteen[2] < min(sixteen[:2]), "one program on an SM"
     assert abs(same - 1) < 0.03, "the same plan, the same speed"
 
 
@@ -191,8 +200,8 @@ def of_columns_forward(figure):
         "at 32768 columns."
     )
     for N in (2048, 4096, 8192, 16384, 32768):
-        ahead = min(times_as_long(of, N).values()) > 1
-        assert ahead, f"two numbers a row are the fastest: {N}"
+        ahead = min(times_as_long(of, N).values()) > 3
+        assert ahead, f"all others take several times as long: {N}"
 
 
 def of_columns_backward(figure):
@@ -218,7 +227,7 @@ def of_columns_backward(figure):
     less = 0 < cost[32768] < cost[16384]
     assert less, "with both kernels alone others cost the exchange only"
     yield (
-        f"Other ranks cost {cost[2048]:.0f} µs at 2048 columns, "
+        f"The other ranks cost {cost[2048]:.0f} µs at 2048 columns, "
         f"{cost[16384]:.0f} µs at 16384 and {cost[32768]:.0f} µs at 32768."
     )
 
@@ -267,7 +276,7 @@ def of_calls(figure):
         f"On two H200s a call of ``layer_norm`` takes {ours[0]} at 2048 "
         f"columns and {ours[1]} at 32768. ``LayerNorm.apply``, which compares "
         f"nothing, takes {unchecked[0]} and {unchecked[1]}. So the comparison "
-        f"takes {compared:.0f} µs of the narrow call. To gather rows for "
+        f"takes {compared:.0f} µs of the narrow call. Gathering rows for "
         f"PyTorch's kernels takes {rows[0]} and {rows[1]}."
     )
     device = figure("layer-norm-columns-forward", "H200").us("triton", 2048)
@@ -378,9 +387,9 @@ def test_how_much_is_in_flight(launches, output):
     ]
     text = " ".join(tutorial.source(several.NAME).replace("#", "").split())
     few, many = registers[16384, 16], registers[16384, 0]
-    together = 512 * (-(-few // 8) * 8)
+    each = -(-few // 8) * 8
     assert f"takes {few} registers then" in text
-    assert f"together they take {together} of the 65536" in text
+    assert f"take 512 · {each} = {512 * each} of the 65536" in text
     assert f"as many columns, and takes {many} registers" in text
 
 
