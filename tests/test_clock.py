@@ -485,12 +485,17 @@ NEW = [
 def test_a_page_with_this_clock_says_so_in_each_method(name):
     found = methods(tutorial.source(name))
     assert found
-    others = [n for n, text in found.items() if not METHOD.search(text)]
+    others = [
+        n
+        for n, text in found.items()
+        if not METHOD.search(text) and not text.startswith("Whole calls,")
+    ]
     assert not others, others
 
 
 def test_a_method_that_says_something_else_is_found():
     text = tutorial.source(PAGES[1])
-    said = methods(text.replace("graph of several calls", "graph, replayed"))
-    assert set(said) == set(methods(text)) and len(said) == 4
+    other = re.sub(r"graph of several\s+calls", "graph, replayed", text)
+    said = methods(other)
+    assert set(said) == set(methods(text)) and len(said) == 5
     assert not any(map(METHOD.search, said.values()))

@@ -96,9 +96,7 @@ def test_the_markdown_of_a_tutorial_is_all_of_it(name):
     page = f"tutorials/{name}.html"
     text, soup = markdown(page), built.soup(page)
     blocks = re.findall(r"^```python\n(.*?)\n```$", text, re.M | re.S)
-    cells = soup.select(
-        "div.highlight-Python pre, div.highlight-python pre"
-    )
+    cells = soup.select("div.highlight-Python pre, div.highlight-python pre")
     assert blocks == [cell.get_text().strip("\n") for cell in cells]
     for table in soup.select("table.bp-table"):
         if table.find_parent(class_="bp-xray"):

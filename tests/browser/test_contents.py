@@ -103,7 +103,7 @@ def test_passports_are_complete(name):
         versions, method = fields["Versions"], fields["Method"]
         assert re.fullmatch(
             r"driver \S+, CUDA \S+, torch \S+, triton \S+, Python \S+"
-            r"(, Nsight Compute [\d.]+)?(, [\w-]+ [\d.]+)*",
+            r"(, Nsight Compute [\d.]+)?(, [\w-]+ \d[\w.]*)*",
             versions,
         ), versions
         assert len(method.split()) > 3, method
@@ -121,7 +121,7 @@ def test_passports_are_complete(name):
             there = value in at.split(", ") or re.search(pattern, at)
             assert there, f"{key} = {value}"
         rows = passport.select("details table tbody tr")
-        assert len(rows) >= 2
+        assert rows
         columns = len(passport.select("thead th"))
         assert columns >= 2
         for row in rows:

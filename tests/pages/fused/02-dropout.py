@@ -45,6 +45,13 @@ def no_dropout(page, M, N, dtype):
 
 PUBLISHED = "2026-11-22"
 
+# The copy reads x and residual and writes s and y; backward it reads s, dy and
+# ds and writes two matrices.
+COPIES = {
+    "dropout-add-layer-norm-forward": (2, 2),
+    "dropout-add-layer-norm-backward": (3, 2),
+}
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -50,6 +50,14 @@ SIZES = {
 
 PUBLISHED = "2026-11-22"
 
+# The copy reads x and residual and writes s and y; backward it reads s, dy and
+# ds and writes dx.
+COPIES = {
+    "add-rms-norm-forward": (2, 2),
+    "add-rms-norm-backward": (3, 1),
+    "rms-norm-hidden": (3, 1),
+}
+
 KERNELS = Kernels(
     run=run,
     also=also,

@@ -52,6 +52,19 @@ def wide_backward(page, M, N, dtype):
 
 PUBLISHED = "2026-11-22"
 
+# The page measures both, and says what it cannot tell.
+HINT = "a hint to the caches leaves a part of dx to be written later"
+IN_L2 = "a copy of dx follows, which finds it in L2"
+ABOVE_A_COPY = {
+    (plot, provider, N): why
+    for plot, providers, why in (
+        ("softmax-backward", ("two sweeps", "torch.compile"), HINT),
+        ("softmax-backward-next", ("triton", "two sweeps"), IN_L2),
+    )
+    for provider in providers
+    for N in (2048, 4096)
+}
+
 KERNELS = Kernels(
     run=run,
     also=also,
