@@ -43,7 +43,8 @@ QUESTIONS = {
         "tl.atomic_add": r"02-summing-rows.html",
         "atomic_xchg": r"03-lock.html#the-lock",
         "num_stages": r"04-loads-in-flight.html(#third-knob-stages)?$",
-        "torch.compile": r"11-every-width.html#|#where-pytorch-or-a-library",
+        "torch.compile": r"11-every-width.html#|#where-pytorch-or-a-library|"
+        r"#how-fast-is-",
         # as one who knows PyTorch asks
         "softmax": r"03-softmax.html$",
         "padding": r"05-chunks.html$",

@@ -957,8 +957,9 @@ dram_reads.run(show_plots=ON_GPU)
 # Backward: the formulas
 # ----------------------
 #
-# The formula for ``dx`` is the chain rule, applied step by step from the last
-# line of the forward pass to the first.
+# In the backward pass of layer norm only ``dx`` takes some thought. The
+# derivation of its formula is the chain rule, applied step by step from the
+# last line of the forward pass to the first.
 # For one row with mean :math:`\mu` and variance :math:`\sigma^2`, the forward
 # pass was
 #
