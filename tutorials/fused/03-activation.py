@@ -1418,8 +1418,8 @@ report(bench_backward)
 # On the H200 our backward pass reaches 66% to 85% of a copy. Backward, ours is
 # 2.7 to 3.2 times as fast as PyTorch, and 2.3 to 2.9 times as fast as
 # torch.compile, although it computes the function twice.
-# On the H100 ours reaches 73% to 88% of a copy, PyTorch reaches 27% to 30%, and
-# torch.compile reaches 32% to 40%.
+# On the H100 ours reaches 73% to 88% of a copy, PyTorch reaches 27% to 30%,
+# and torch.compile reaches 32% to 40%.
 #
 # **Why.**
 # PyTorch moves six matrices for ``dx`` in place of three, and reads two more
