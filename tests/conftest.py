@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,10 +158,17 @@ def rank(item):
 
 
 @pytest.fixture(autouse=True)
-def memory():
-    """Leave the memory of a GPU to the checks that run beside this one."""
-    yield
-    if torch.cuda.is_available():
+def memory(request):
+    """Leave the memory of a GPU to the checks that run beside this one, of
+    other pages, too: those that ask for much run in turn."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    lock = Path(tempfile.gettempdir(), "both-passes-memory.lock")
+    with lock.open("w") as turn:
+        if "2_31" in request.node.name:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
         torch.cuda.empty_cache()
 
 

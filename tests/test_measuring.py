@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from measurable import GPU, Measurable, wait_for
 import tutorial
 from measurements import (
     environment,
+    gpu_checks,
     measure,
     record,
     recording,
@@ -103,6 +105,34 @@ def test_it_says_what_it_will_measure_and_how_far_it_is(interrupted):
     assert done[-1].startswith("02-double: double: 6 points in ")
     assert "; 18 of 24 points, " in done[-1]
     assert done[-1].endswith(" left")
+
+
+def test_checks_of_pages_share_the_cores():
+    cores = len(os.sched_getaffinity(0))
+    page = measure.Page("a/01-b", Path("b.py"), "why", "code")
+
+    def workers(pages):
+        *_, count, _, _ = gpu_checks.command(page, pages)
+        return int(count)
+
+    assert workers(1) == cores
+    assert workers(2) == max(1, cores // 2)
+    assert workers(100) == max(1, cores // gpu_checks.AT_A_TIME)
+
+
+def test_checks_of_pages_run_beside_each_other(monkeypatch):
+    started = threading.Barrier(2, timeout=10)
+
+    def run(page, pages, running):
+        started.wait()  # for the other
+        page.checks = 1
+
+    monkeypatch.setattr(gpu_checks, "run", run)
+    pages = [
+        measure.Page(f"a/{i:02}-b", Path("b.py"), "why", "code")
+        for i in (1, 2)
+    ]
+    assert gpu_checks.checked(pages) == (pages, [])
 
 
 def test_everything_is_compiled_once_before_anything_is_timed(

@@ -9,16 +9,20 @@ import time
 from collections import Counter
 
 import tutorial
-from measurements.children import children
+from measurements.children import beside, children
 from measurements.measure import LOGS
 from measurements.progress import clock, say
 
 # In the last line of pytest: 1 failed, 2 passed, 3 skipped in 4.56s
 COUNTED = re.compile(r"(\d+) (failed|error|passed|skipped)")
+# Pages beside each other: a process that has loaded a page runs more of its
+# checks, and while one page waits for its longest, others use the cores.
+AT_A_TIME = 4
 
 
-def command(page):
-    """What runs the checks of a page: on all cores, for nothing is timed.
+def command(page, pages):
+    """What runs the checks of a page, while those of some pages run: on all
+    cores, for nothing is timed.
 
     tests/conftest.py lets those that need much memory run in turn.
     """
@@ -27,8 +31,8 @@ def command(page):
         importlib.import_module("xdist")
     except ImportError:
         return run  # one after the other
-    cores = len(os.sched_getaffinity(0))
-    return [*run, "-n", str(cores), "--dist", "loadscope"]
+    cores = len(os.sched_getaffinity(0)) // min(pages, AT_A_TIME)
+    return [*run, "-n", str(max(1, cores)), "--dist", "loadscope"]
 
 
 def checked(pages):
@@ -38,17 +42,21 @@ def checked(pages):
     """
     LOGS.mkdir(parents=True, exist_ok=True)
     with children() as running:
-        found = [run(page, running) for page in pages]
+
+        def check(page):
+            return run(page, len(pages), running)
+
+        found = beside(running, check, pages, AT_A_TIME)
     passed = [page for page in pages if page.checks != "not run"]
     return passed, [problem for problem in found if problem]
 
 
-def run(page, running):
-    """Run the checks of a page; what went wrong, or None."""
+def run(page, pages, running):
+    """Run the checks of a page, one of some; what went wrong, or None."""
     start, log = time.monotonic(), page.log("checks")
     with log.open("w") as output:
         child = running.start(
-            [*command(page), "--durations=20"],
+            [*command(page, pages), "--durations=20"],
             {},
             cwd=tutorial.ROOT,
             stdout=output,
