@@ -599,11 +599,15 @@ def test_the_clock_of_the_host_is_not_read_in_advance():
         "def time_of_batch(call):\n"
         "    raise AssertionError('it was read')\n"
         "taken = time_of_batch(lambda: calls.append('called'))\n"
+        "def in_rounds(batches):\n"
+        "    raise AssertionError('it was read')\n"
+        "rounds = in_rounds([lambda: [2.0, 3.0], lambda: [4.0]])\n"
     )
     space = {}
     compiling = run_page.Compiling(print, "01", (0, 1))
     compiling.execute(ast.parse(script), "01.py", space)
     assert space["taken"] == 1.0 and space["calls"] == ["called"]
+    assert space["rounds"] == 3 * [(1.0, 1.0, 1.0)]
     with pytest.raises(AssertionError, match="it was read"):
         measuring = run_page.Measuring(print, "01")
         measuring.execute(ast.parse(script), "01.py", {})
