@@ -1109,6 +1109,10 @@ report(bench_forward)
 # Among the libraries, quack reaches 89% to 98% over the widths that it takes.
 # Liger reaches 42% to 98% over all widths, and 42% at 4097 columns.
 #
+# On the H100 our kernel reaches 90% to 100% of the copy from 1024 to 24576
+# columns, 96% at 49152 and 89% at 65536. PyTorch reaches 35% to 71%,
+# torch.compile 36% to 93%, and quack 90% to 100%.
+#
 # **Why.**
 # Up to 1024 columns torch.compile keeps a row in registers, as we do. From
 # 2048 on the kernel that it writes makes two sweeps, with a pair for each
@@ -1533,6 +1537,10 @@ report(bench_backward)
 #
 # Backward, quack reaches 82% to 100% over the widths that it takes.
 # Backward, Liger reaches 53% to 99% over all widths.
+#
+# On the H100 our kernel reaches 96% to 100% of the copy from 256 to 24576
+# columns, 101% at 49152 and 97% at 65536. PyTorch reaches 37% to 64%,
+# torch.compile 62% to 101%, and quack 86% to 101%.
 #
 # **Why.**
 # Up to 24576 columns our kernel reads each number once, as the copy does, and

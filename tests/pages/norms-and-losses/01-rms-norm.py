@@ -297,6 +297,23 @@ def ladder(figure):
         yield f"{before} {both[0]} and {both[1]}{end}"
 
 
+def on_the_other_card(figure):
+    for mode, ours in (("forward", "kernel"), ("backward", "backward pass")):
+        of = figure(f"add-rms-norm-{mode}", "H100")
+        triton, steps, pytorch, compiled, quack, cudnn = (
+            from_to(of.shares(each))
+            for each in (
+                "triton", "two steps", "torch", "torch.compile", "quack",
+                "cudnn",
+            )
+        )  # fmt: skip
+        yield (
+            f"On the H100 our {ours} reaches {triton} of the copy, two steps "
+            f"reach {steps}, PyTorch reaches {pytorch}, torch.compile "
+            f"{compiled}, quack {quack}, and cuDNN {cudnn}."
+        )
+
+
 def CLAIMS(figure):
     yield from bytes_read(figure)
     yield from both_figures(figure)
@@ -304,6 +321,7 @@ def CLAIMS(figure):
     yield from hidden(figure)
     yield from rivals(figure)
     yield from ladder(figure)
+    yield from on_the_other_card(figure)
 
 
 # Numbers with a unit that nothing has measured, and why they are right.

@@ -348,11 +348,30 @@ TYPES = ("float16", "bfloat16")
 COMPILED = "torch.compile"
 
 
+def on_the_other_card(figure):
+    for mode, whose, copy in (
+        ("forward", "kernel", "a copy"),
+        ("backward", "backward pass", "the copy"),
+    ):
+        of = figure(MODES[mode], "H100")
+        gemma, llama, pytorch, compiled, quack = (
+            from_to(of.shares(each))
+            for each in ("triton", "llama", "torch", "torch.compile", "quack")
+        )
+        yield (
+            f"On the H100 our {whose} reaches {gemma} of {copy} with "
+            f"``gemma``, and {llama} with ``llama``. PyTorch reaches "
+            f"{pytorch}, torch.compile {compiled}, quack {quack}, and the "
+            f"steps at most {of.shares('steps').most}%."
+        )
+
+
 def CLAIMS(figure):
     yield from errors(figure)
     yield from both_figures(figure)
     yield from stream(figure)
     yield from block(figure)
+    yield from on_the_other_card(figure)
 
 
 # Numbers with a unit that nothing has measured, and why they are right.

@@ -449,6 +449,29 @@ def ladder(figure):
     yield f"- **PyTorch** reaches {pytorch}, and **torch.compile** {compiled}."
 
 
+def on_the_other_card(figure):
+    of = figure("softmax-forward", "H100")
+    yield (
+        "On the H100 our kernel reaches "
+        f"{from_to(of.between(1024, 24576).shares('triton'))} of the copy "
+        f"from 1024 to 24576 columns, {of.share('triton', 49152)}% at 49152 "
+        f"and {of.share('triton', 65536)}% at 65536. PyTorch reaches "
+        f"{from_to(of.shares('torch'))}, torch.compile "
+        f"{from_to(of.shares('torch.compile'))}, and quack "
+        f"{from_to(of.shares('quack'))}."
+    )
+    of = figure("softmax-backward", "H100")
+    yield (
+        "On the H100 our kernel reaches "
+        f"{from_to(of.between(256, 24576).shares('triton'))} of the copy "
+        f"from 256 to 24576 columns, {of.share('triton', 49152)}% at 49152 "
+        f"and {of.share('triton', 65536)}% at 65536. PyTorch reaches "
+        f"{from_to(of.shares('torch'))}, torch.compile "
+        f"{from_to(of.shares('torch.compile'))}, and quack "
+        f"{from_to(of.shares('quack'))}."
+    )
+
+
 def CLAIMS(figure):
     yield from pairs_figure(figure)
     yield from sweeps_figure(figure)
@@ -457,6 +480,7 @@ def CLAIMS(figure):
     yield from next_figure(figure)
     yield from losses(figure)
     yield from ladder(figure)
+    yield from on_the_other_card(figure)
 
 
 RECORDED = "recordings of 2026-11-25 on both cards, in the history"

@@ -305,6 +305,50 @@ def of_the_ladder(figure):
         yield f"**{name}** takes {forward:.0f} µs and {backward:.0f} µs."
 
 
+def on_the_other_card(figure):
+    of = figure("layer-norm-columns-forward", "H100")
+    widest = times_as_long(of, 32768)
+    yield (
+        f"On two H100s two numbers a row take {of.us('triton', 2048):.0f} µs "
+        f"at 2048 columns and {of.us('triton', 32768):.0f} µs at 32768, where "
+        f"gathered rows take {widest['rows']} times as long with PyTorch's "
+        f"kernels and {widest['gathered']} times as long with ours, and an "
+        f"all-to-all takes {widest['exchanged']} times as long."
+    )
+    of = figure("layer-norm-columns-backward", "H100")
+    widest = times_as_long(of, 32768)
+    yield (
+        f"On two H100s they take {of.us('triton', 2048):.0f} µs at 2048 "
+        f"columns and {of.us('triton', 32768):.0f} µs at 32768, where "
+        f"gathered rows take {widest['rows']} times as long with PyTorch's "
+        f"kernels and {widest['gathered']} times as long with ours, an "
+        f"all-to-all {widest['exchanged']} times, and DTensor "
+        f"{widest['dtensor']} times."
+    )
+    rows = figure("layer-norm-rows", "H100")
+    one, two, beside = (
+        f"{added(rows, way, base, 1024):.1f} µs"
+        for way, base in (
+            ("one", "alone"),
+            ("two", "alone"),
+            ("beside", "then"),
+        )
+    )
+    yield (
+        f"On two H100s, at 1024 columns, one all-reduce adds {one}, two add "
+        f"{two}, and one beside the matrix product adds {beside}."
+    )
+    calls = figure("layer-norm-columns-call", "H100")
+    ours, unchecked, gathered = (
+        f"{calls.us(way, 2048):.0f} µs"
+        for way in ("triton", "unchecked", "rows")
+    )
+    yield (
+        f"On two H100s a call takes {ours} at 2048 columns, {unchecked} "
+        f"without the comparison, and {gathered} with gathered rows."
+    )
+
+
 def CLAIMS(figure):
     for claims in (
         of_two_kernels,
@@ -313,6 +357,7 @@ def CLAIMS(figure):
         of_rows,
         of_calls,
         of_the_ladder,
+        on_the_other_card,
     ):
         yield from claims(figure)
 
