@@ -153,9 +153,10 @@ def tables(length, dimension, base=10000.0):
 
 
 # %%
-# Why float64? An angle may be large, and only what is left after whole turns
-# counts. At position 100000, an angle in float32 has lost two or three of its
-# decimal digits behind the point:
+# Why float64? An angle may be large, and only what is left of it after whole
+# turns counts. Near 100000, two neighboring numbers of float32 are 0.0078
+# apart, so an angle at that position has only two digits behind the point.
+# What does that make of its cosine?
 
 exact = 100000 * 10000.0 ** (-2 * torch.arange(64.0).double() / 128)
 angle = 100000 * 10000.0 ** (-2 * torch.arange(64.0) / 128)
@@ -230,20 +231,21 @@ def formula(x, cos, sin, interleaved=False):
 
 cos, sin = tables(length=3, dimension=4)
 x = torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 3, device=DEVICE)
-print("1, 0, 0, 0 at positions 0 to 2, in halves:")
-print(formula(x, cos, sin).round(decimals=2).tolist())
-print("interleaved:")
-print(formula(x, cos, sin, interleaved=True).round(decimals=2).tolist())
+for name, interleaved in (("halves", False), ("interleaved", True)):
+    print(f"1, 0, 0, 0 at positions 0, 1 and 2, {name}:")
+    for row in formula(x, cos, sin, interleaved).tolist():
+        print("  ", [round(number, 2) for number in row])
 
 # %%
 # What has to move?
 # -----------------
 #
 # Our example is an attention with 32 heads of queries and 8 heads of keys, of
-# 128 numbers each, in bfloat16. (That there are fewer heads of keys is called
-# *grouped-query attention*: four queries share a key.)
+# 128 numbers each, in bfloat16. (Four heads of queries share a head of keys
+# here, which is called *grouped-query attention*.)
 # At each position the 40 heads have 10240 bytes to be read and 10240 to be
-# written. The tables have 64 numbers of 4 bytes each, 512 bytes in all.
+# written. Each of the two tables has 64 numbers of 4 bytes, which makes 512
+# bytes in all.
 
 for length in (256, 1024, 4096, 16384):
     heads_bytes = 2 * length * 40 * 128 * 2
@@ -633,160 +635,95 @@ plt.show()
 #
 # - **Strides.** ``x`` may lie in memory in any way. A tensor says with its
 #   *strides* how far apart two neighbors lie in each dimension. Ours has four:
-#   batch, heads, length, dimension. A kernel can take all four as one argument
-#   that is a tuple. A stride of 1 becomes a constant when the kernel is
-#   compiled, so rows whose numbers lie side by side are loaded as fast as
-#   before.
+#   batch, heads, length, dimension. A stride of 1 becomes a constant when the
+#   kernel is compiled, so rows whose numbers lie side by side are loaded as
+#   fast as before.
 # - **Interleaved pairs stay together.** A program loads whole rows, 16 bytes
 #   at a time. ``reshape`` then gives the tile a third dimension, of two: the
 #   numbers of a pair. ``tl.split`` makes two tiles of it, and ``tl.join`` puts
 #   them together again before they are stored. A thread has both numbers of
 #   each of its pairs anyway, so neither costs an exchange between threads.
 # - **Queries and keys in one launch.** Programs with low numbers have heads of
-#   ``q``, the others have heads of ``k``.
+#   ``q``, the others have heads of ``k``. All that a program must know of a
+#   tensor is one argument, a tuple.
 #
-# We begin with how a tile of pairs is loaded and stored.
-
-
-@triton.jit
-def _load_pairs(
-    ptr,  # row 0 of a head
-    strides,  # of (batch, heads, length, dimension)
-    row,  # the positions, (ROWS, 1), in 64 bits
-    length,  # positions that exist
-    HALF: tl.constexpr,  # pairs of a row
-    PAIRS: tl.constexpr,  # HALF, or the next power of two
-    INTERLEAVED: tl.constexpr,
-):
-    """Two tiles: the first number of each pair, and the second."""
-    ROWS: tl.constexpr = row.shape[0]
-    if INTERLEAVED:
-        column = tl.arange(0, 2 * PAIRS)[None, :]
-        at = ptr + row * strides[2] + column * strides[3]
-        mask = (row < length) & (column < 2 * HALF)
-        x = tl.load(at, mask=mask, other=0)
-        a, b = tl.split(x.reshape(ROWS, PAIRS, 2))
-    else:
-        pair = tl.arange(0, PAIRS)[None, :]
-        at = ptr + row * strides[2] + pair * strides[3]
-        mask = (row < length) & (pair < HALF)
-        a = tl.load(at, mask=mask, other=0)
-        b = tl.load(at + HALF * strides[3], mask=mask, other=0)
-    return a, b
-
-
-@triton.jit
-def _store_pairs(
-    ptr,
-    strides,
-    row,
-    length,
-    a,  # the first number of each pair
-    b,  # the second
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """The same for a store. a and b are rounded to the type of ptr."""
-    ROWS: tl.constexpr = row.shape[0]
-    if INTERLEAVED:
-        column = tl.arange(0, 2 * PAIRS)[None, :]
-        at = ptr + row * strides[2] + column * strides[3]
-        mask = (row < length) & (column < 2 * HALF)
-        # Rounded first: half as many registers are put in order.
-        a = a.to(ptr.dtype.element_ty)
-        b = b.to(ptr.dtype.element_ty)
-        tl.store(at, tl.join(a, b).reshape(ROWS, 2 * PAIRS), mask=mask)
-    else:
-        pair = tl.arange(0, PAIRS)[None, :]
-        at = ptr + row * strides[2] + pair * strides[3]
-        mask = (row < length) & (pair < HALF)
-        tl.store(at, a, mask=mask)
-        tl.store(at + HALF * strides[3], b, mask=mask)
-
-
-# %%
-# Next comes what a program does with its heads. All loads stand before the
-# first store. For all that the compiler knows, a store might change what a
-# later load would read, so it never moves a load up over a store, and the
-# program would wait for each head in turn.
+# We begin with what a program does when it has its angles. All its loads stand
+# before its first store. For all that the compiler knows, a store might change
+# what a later load would read, so it never moves a load up over a store, and
+# the program would wait for each head in turn.
 
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    x_strides,
-    y_ptr,
-    y_strides,
-    heads,  # of a sequence
-    group,  # which group of HEADS heads is ours, of all sequences
-    row,
-    length,
-    cos,  # a tile of angles
+    x,  # a tensor, its result, its heads, and the strides of both
+    group,  # which HEADS heads are ours, counted through all sequences
+    row,  # our positions, (ROWS, 1), in 64 bits
+    length,  # positions that exist
+    cos,  # their angles, (ROWS, PAIRS)
     sin,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS: tl.constexpr,  # heads of a program; it divides heads
+    HALF: tl.constexpr,  # pairs of a row; PAIRS is the next power of two
+    HEADS: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
 ):
+    x_ptr, y_ptr, heads = x[0], x[1], x[2]
+    x_batch, x_head, x_row, x_column = x[3], x[4], x[5], x[6]
+    y_batch, y_head, y_row, y_column = x[7], x[8], x[9], x[10]
+    ROWS: tl.constexpr = cos.shape[0]
+    PAIRS: tl.constexpr = cos.shape[1]
+
     # Our first head. Batch 0 has the first ones, then comes batch 1.
     lead = group.to(tl.int64) * HEADS
-    batch = lead // heads
-    head = lead % heads
-    x_ptr += batch * x_strides[0] + head * x_strides[1]
-    y_ptr += batch * y_strides[0] + head * y_strides[1]
+    x_ptr += lead // heads * x_batch + lead % heads * x_head
+    y_ptr += lead // heads * y_batch + lead % heads * y_head
 
-    # Request the pairs of all our heads. The loop is unrolled: a tuple grows.
+    # What we load at once: whole rows, or their first halves. The second
+    # halves lie HALF columns further on. All in 64 bits, for strides are long.
+    COLUMNS: tl.constexpr = 2 * PAIRS if INTERLEAVED else PAIRS
+    EXIST: tl.constexpr = 2 * HALF if INTERLEAVED else HALF
+    column = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
+    further = tl.full((), HALF, tl.int64)
+    mask = (row < length) & (column < EXIST)
+    x_at = x_ptr + row * x_row + column * x_column
+    y_at = y_ptr + row * y_row + column * y_column
+
+    # Request the pairs of all our heads. The loop is unrolled: tuples grow.
     firsts = ()
     seconds = ()
-    for i in tl.static_range(HEADS):
-        a, b = _load_pairs(
-            x_ptr + i * x_strides[1],
-            x_strides,
-            row,
-            length,
-            HALF,
-            PAIRS,
-            INTERLEAVED,
-        )
+    for _ in tl.static_range(HEADS):
+        a = tl.load(x_at, mask=mask, other=0)
+        if INTERLEAVED:
+            a, b = tl.split(a.reshape(ROWS, PAIRS, 2))
+        else:
+            b = tl.load(x_at + further * x_column, mask=mask, other=0)
         firsts += (a,)
         seconds += (b,)
+        x_at += x_head
 
-    # Turn them, in the type of the angles: float32, or float64.
+    # Turn them in the type of the angles, float32 or float64, and round.
     for i in tl.static_range(HEADS):
-        a, b = _turn(
-            firsts[i].to(cos.dtype), seconds[i].to(cos.dtype), cos, sin
-        )
-        _store_pairs(
-            y_ptr + i * y_strides[1],
-            y_strides,
-            row,
-            length,
-            a,
-            b,
-            HALF,
-            PAIRS,
-            INTERLEAVED,
-        )
+        a = firsts[i].to(cos.dtype)
+        b = seconds[i].to(cos.dtype)
+        a, b = _turn(a, b, cos, sin)
+        a = a.to(y_ptr.dtype.element_ty)
+        b = b.to(y_ptr.dtype.element_ty)
+        if INTERLEAVED:
+            tl.store(y_at, tl.join(a, b).reshape(ROWS, COLUMNS), mask=mask)
+        else:
+            tl.store(y_at, a, mask=mask)
+            tl.store(y_at + further * y_column, b, mask=mask)
+        y_at += y_head
 
 
 # %%
-# And here is the kernel. Its last argument ``BACK`` will be the backward pass.
+# And here is the kernel. Its last argument, ``BACK``, will be the backward
+# pass.
 
 
 @triton.jit
 def _rotary(
-    q_ptr,  # (batch, heads, length, dimension)
-    q_strides,  # four numbers
-    q_out_ptr,  # the same shape; it may be q_ptr itself
-    q_out_strides,
-    q_heads,  # of a sequence
-    q_groups,  # groups of HEADS heads in all sequences
-    k_ptr,  # as q_ptr, with its own batch and heads; None: there is only q
-    k_strides,
-    k_out_ptr,
-    k_out_strides,
-    k_heads,
+    q,  # a tuple: see x of _rotate_heads
+    k,  # the same for another tensor; None: there is only q
+    q_groups,  # groups of HEADS heads that q has, in all sequences
     groups,  # those of q and k together
     cos_ptr,  # (length, HALF), contiguous
     sin_ptr,  # the same
@@ -804,10 +741,9 @@ def _rotary(
     group = tl.program_id(0) % groups
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
 
-    # The angles, once for all our heads.
-    acc: tl.constexpr = (
-        tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
-    )
+    # The angles, once for all our heads; in float64 if q has that.
+    wide: tl.constexpr = q[0].dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if wide else tl.float32
     pair = tl.arange(0, PAIRS)[None, :]
     mask = (row < length) & (pair < HALF)
     at = row * HALF + pair
@@ -816,59 +752,17 @@ def _rotary(
     if BACK:
         sin = -sin
 
-    # Are our heads those of q or of k? Without k nothing else is compiled.
-    if k_ptr is None:
+    # Are our heads those of q or of k? Without k, only the first call is
+    # compiled.
+    if k is None or group < q_groups:
         _rotate_heads(
-            q_ptr,
-            q_strides,
-            q_out_ptr,
-            q_out_strides,
-            q_heads,
-            group,
-            row,
-            length,
-            cos,
-            sin,
-            HALF,
-            PAIRS,
-            HEADS,
-            INTERLEAVED,
+            q, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED
         )
     else:
-        if group < q_groups:
-            _rotate_heads(
-                q_ptr,
-                q_strides,
-                q_out_ptr,
-                q_out_strides,
-                q_heads,
-                group,
-                row,
-                length,
-                cos,
-                sin,
-                HALF,
-                PAIRS,
-                HEADS,
-                INTERLEAVED,
-            )
-        else:
-            _rotate_heads(
-                k_ptr,
-                k_strides,
-                k_out_ptr,
-                k_out_strides,
-                k_heads,
-                group - q_groups,
-                row,
-                length,
-                cos,
-                sin,
-                HALF,
-                PAIRS,
-                HEADS,
-                INTERLEAVED,
-            )
+        group -= q_groups
+        _rotate_heads(
+            k, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED
+        )
 
 
 # %%
@@ -909,33 +803,20 @@ def rotate(tensors, outputs, cos, sin, interleaved=False, back=False):
 
     The outputs may be the tensors themselves. cos and sin are contiguous.
     """
-    filled = [i for i, t in enumerate(tensors) if t.numel() > 0]
-    tensors = [tensors[i] for i in filled]
-    outputs = [outputs[i] for i in filled]
-    if not tensors:
+    pairs = zip(tensors, outputs, strict=True)
+    pairs = [(t, y) for t, y in pairs if t.numel() > 0]
+    if not pairs:
         return
-    sizes = plan(tensors)
-    groups = [t.shape[0] * t.shape[1] // sizes["HEADS"] for t in tensors]
-    q, q_out = tensors[0], outputs[0]
-    k = k_out = k_strides = k_out_strides = k_heads = None
-    if len(tensors) == 2:
-        k, k_out = tensors[1], outputs[1]
-        k_strides, k_out_strides = k.stride(), k_out.stride()
-        k_heads = k.shape[1]
+    sizes = plan([t for t, _ in pairs])
+    # What the kernel must know of each tensor.
+    known = [(t, y, t.shape[1], *t.stride(), *y.stride()) for t, y in pairs]
+    groups = [t.shape[0] * t.shape[1] // sizes["HEADS"] for t, _ in pairs]
     length, half = cos.shape
     tiles = triton.cdiv(length, sizes["ROWS"])
     _rotary[(tiles * sum(groups),)](
-        q_ptr=q,
-        q_strides=q.stride(),
-        q_out_ptr=q_out,
-        q_out_strides=q_out.stride(),
-        q_heads=q.shape[1],
+        q=known[0],
+        k=known[1] if len(known) == 2 else None,
         q_groups=groups[0],
-        k_ptr=k,
-        k_strides=k_strides,
-        k_out_ptr=k_out,
-        k_out_strides=k_out_strides,
-        k_heads=k_heads,
         groups=sum(groups),
         cos_ptr=cos,
         sin_ptr=sin,
@@ -1046,19 +927,20 @@ report(bench_ways)
 #
 # **Why.**
 # A launch is not free, even on the GPU: by our clock, a kernel that does
-# nothing took 0.98 µs on an H100. At 256 positions the copy takes NN µs, so a
-# second launch is a large part of it, and at 16384 positions, where the copy
-# takes NN µs, one hardly sees it.
+# nothing took 0.98 µs on an H100. At 256 positions one launch takes NN µs, and
+# two take NN µs. At 16384 positions they take NN µs and NN µs, and a
+# microsecond more or less is hard to see.
 #
 # Interleaved pairs cost a few instructions more, and no bytes. Where a kernel
 # waits for memory, instructions are hidden.
 #
-# In place, the same bytes are read and written. So what it saves is memory,
-# not time: at 16384 positions, 168 MB.
+# In place, the same bytes are read and written. What it does save is memory:
+# 168 MB at 16384 positions.
 #
 # **What follows.**
-# One launch for both, and any convention. We return to the question of writing
-# in place when we know the backward pass.
+# One launch for both is worth an argument more where sequences are short, and
+# no model has to change its convention for speed. We return to the question of
+# writing in place when we know the backward pass.
 #
 # Backward: turn back
 # -------------------
@@ -1427,10 +1309,11 @@ report(bench_forward)
 # has written, it can. Tables in bfloat16, which many models have, would halve
 # most of these numbers, and round each product to 8 bits.
 #
-# **Why is Liger slower than ours?**
-# Its program has all heads of one position, queries and keys. We have not
-# measured what that costs. It also writes in place, which the next but one
-# section is about.
+# **What do the others do?**
+# A program of Liger has all heads of one position, of queries and of keys, and
+# it writes in place. torch.compile makes kernels of its own from the formula.
+# We have not looked into these, nor measured what each decision of Liger
+# costs.
 #
 # How fast is the backward pass?
 # ------------------------------
@@ -1483,9 +1366,8 @@ report(bench_backward)
 # ----------------
 #
 # After the rotation nobody needs the queries as they were. So may we write
-# over them? The figure above says that it takes the same time, and a model
-# with long sequences is glad about each tensor that it does not have to keep.
-# There are two traps.
+# over them? A model with long sequences is glad about each tensor that it does
+# not have to keep. But there are two traps.
 #
 # **The first trap: somebody has kept x.** The operation that computed ``x``
 # may need it in its own backward pass. The exponential function does, for
@@ -1513,12 +1395,18 @@ class _RotaryInPlace(torch.autograd.Function):
         return dx.reshape(dy.shape), None, None, None
 
 
-def rotary_embedding_(x, cos, sin, interleaved=False):
-    """Like rotary_embedding, but x itself is rotated and returned.
+# %%
+# Three calls are refused before anything is written: of a tensor with more
+# than four dimensions, which might have to be copied, of one whose numbers
+# share memory, and of a leaf that requires a gradient, as PyTorch's own
+# operations do.
 
-    x has two to four dimensions, and no two of its numbers share memory.
-    """
-    check_arguments({"x": x}, cos, sin)
+# %%
+
+# Scaffold: what is not taken in place.
+
+
+def check_in_place(x):
     if x.dim() > 4:
         raise ValueError(
             f"x has {x.dim()} dimensions: up to four are taken in place"
@@ -1528,6 +1416,15 @@ def rotary_embedding_(x, cos, sin, interleaved=False):
         raise ValueError("x has a stride of 0: its numbers share memory")
     if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise ValueError("x is a leaf that requires a gradient")
+
+
+# %%
+
+
+def rotary_embedding_(x, cos, sin, interleaved=False):
+    """Like rotary_embedding, but x itself is rotated and returned."""
+    check_arguments({"x": x}, cos, sin)
+    check_in_place(x)
     cos, sin = cos.contiguous(), sin.contiguous()
     return _RotaryInPlace.apply(x, cos, sin, interleaved)
 
@@ -1804,33 +1701,18 @@ def in_turns(calls):
 
 
 @triton.jit
-def _load_halves(
-    desc,  # of (batch, heads, length, 2 * HALF), in tiles of (TILE, HALF)
-    cos_ptr,  # (length, HALF)
-    sin_ptr,
-    batch,
-    head,
-    first,  # the first position
-    length,
-    TILE: tl.constexpr,
-    HALF: tl.constexpr,
-    ROTATE: tl.constexpr,  # or only load
-):
-    a = desc.load([batch, head, first, 0]).reshape(TILE, HALF)
-    b = desc.load([batch, head, first, HALF]).reshape(TILE, HALF)
-    if ROTATE:
-        row = first + tl.arange(0, TILE)[:, None]
-        at = row * HALF + tl.arange(0, HALF)[None, :]
-        cos = tl.load(cos_ptr + at, mask=row < length, other=0)
-        sin = tl.load(sin_ptr + at, mask=row < length, other=0)
-        # Tensor Cores want 16 bits, so both are rounded, as they would be if
-        # a kernel of its own had stored them.
-        turned_a, turned_b = _turn(
-            a.to(tl.float32), b.to(tl.float32), cos, sin
-        )
-        a = turned_a.to(desc.dtype)
-        b = turned_b.to(desc.dtype)
-    return a, b
+def _turn_tile(a, b, cos_ptr, sin_ptr, first, length):
+    """Both halves of a tile of rows, turned; its first position is first."""
+    TILE: tl.constexpr = a.shape[0]
+    HALF: tl.constexpr = a.shape[1]
+    row = first + tl.arange(0, TILE)[:, None]
+    at = row * HALF + tl.arange(0, HALF)[None, :]
+    cos = tl.load(cos_ptr + at, mask=row < length, other=0)
+    sin = tl.load(sin_ptr + at, mask=row < length, other=0)
+    turned_a, turned_b = _turn(a.to(tl.float32), b.to(tl.float32), cos, sin)
+    # Tensor Cores want 16 bits, so both are rounded, as they would be if a
+    # kernel of its own had stored them.
+    return turned_a.to(a.dtype), turned_b.to(b.dtype)
 
 
 @triton.jit
@@ -1859,38 +1741,23 @@ def _attention_rotary_fwd(
     batch = lead // heads
     head = lead % heads
 
-    # New: the halves of our queries, rotated once.
-    q_a, q_b = _load_halves(
-        q_desc,
-        cos_ptr,
-        sin_ptr,
-        batch,
-        head,
-        first,
-        length,
-        TILE_Q,
-        HALF,
-        True,
-    )
+    # New: the halves of our queries, turned once.
+    q_a = q_desc.load([batch, head, first, 0]).reshape(TILE_Q, HALF)
+    q_b = q_desc.load([batch, head, first, HALF]).reshape(TILE_Q, HALF)
+    q_a, q_b = _turn_tile(q_a, q_b, cos_ptr, sin_ptr, first, length)
+
     maximum = tl.full((TILE_Q,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_Q,), tl.float32)
     weighted = tl.zeros((TILE_Q, D), tl.float32)
 
     for start in tl.range(0, length, TILE_K, num_stages=STAGES):
-        # New: the halves of a tile of keys, rotated in each program, or
-        # before this kernel.
-        k_a, k_b = _load_halves(
-            k_desc,
-            cos_ptr,
-            sin_ptr,
-            batch,
-            head,
-            start,
-            length,
-            TILE_K,
-            HALF,
-            ROTATE_KEYS,
-        )
+        # New: the halves of a tile of keys, turned by each program, or by
+        # another kernel before this one.
+        k_a = k_desc.load([batch, head, start, 0]).reshape(TILE_K, HALF)
+        k_b = k_desc.load([batch, head, start, HALF]).reshape(TILE_K, HALF)
+        if ROTATE_KEYS:
+            k_a, k_b = _turn_tile(k_a, k_b, cos_ptr, sin_ptr, start, length)
+
         # New: two products with half as many terms.
         score = tl.dot(q_a, k_a.T)
         score = tl.dot(q_b, k_b.T, score)
@@ -1933,6 +1800,11 @@ def plan_rotary(rotate_keys):
         "ROTATE_KEYS": rotate_keys,
         "num_warps": 8 if rotate_keys else warps_here(4),
     }
+
+
+# %%
+
+# Scaffold: a launch, and four ways to attend.
 
 
 def forward_rotary(q, k, v, cos, sin, scale, rotate_keys):
@@ -1992,6 +1864,10 @@ def attention_fused(q, k, v, cos, sin):
     scale = q.shape[-1] ** -0.5
     return forward_rotary(q, k, v, cos, sin, scale, rotate_keys=True)
 
+
+# %%
+# All three ways must give the same: here they are beside PyTorch's attention
+# of the formula, in float64.
 
 length = 150
 cos, sin = tables(length, 32)
@@ -2093,13 +1969,13 @@ bench_attention.run(show_plots=ON_GPU)
 # of its loop a program now loads 64 KB, and not 32. At 4096 keys and NN
 # TFLOP/s, the programs without a rotation load NN TB/s together, and the L2
 # cache of an H100 delivered 7.3 TB/s when we measured it. Twice as many bytes
-# are more than it has: they would allow NN TFLOP/s at most.
+# are more than that. At 7.3 TB/s they allow 467 TFLOP/s at most.
 #
 # That is not all. Keys that are loaded as they are go to shared memory without
-# passing through registers, and Tensor Cores read them there. Rotated keys
-# come into registers, are turned, rounded and written back to shared memory,
-# before the product can begin. And all that is repeated for each tile of
-# queries: 32 times at 4096 keys.
+# passing through registers, and Tensor Cores read them there. Keys that have
+# to be turned come into registers, are turned and rounded, and go back to
+# shared memory before their product can begin. And all of that is repeated for
+# each tile of queries, 32 times at 4096 keys.
 #
 # **What follows.**
 # Work that is done once for each element may move into a load. Work that
@@ -2114,16 +1990,16 @@ bench_attention.run(show_plots=ON_GPU)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **torch.compile needs no kernel.** It makes one of the formula by itself,
-#   and can fuse it with what stands around it, such as a norm of the queries.
-#   On the H100 it reaches NN% of our speed forward at 16384 positions, and NN%
+# - **torch.compile needs no kernel.** It makes its own from the formula, and
+#   can fuse them with what stands around, such as a norm of the queries. On
+#   the H100 it reaches NN% of our speed forward at 16384 positions, and NN%
 #   backward.
-# - **Some heads in part.** Some models rotate only the first numbers of each
+# - **A part of each row.** Some models rotate only the first numbers of each
 #   row. In place, ``rotary_embedding_(x[..., :64], cos, sin)`` does that.
-#   Without, the rest has to be copied, and ours has no argument for it;
-#   `Liger's function <https://github.com/linkedin/Liger-Kernel>`_ has one.
+#   Otherwise the rest has to be copied, and ours has no argument for it. Liger
+#   has one.
 # - **Positions.** Ours takes one table for all sequences of a batch. Liger
-#   takes a table for each.
+#   also takes one for each.
 # - **Learned frequencies.** PyTorch has gradients for ``cos`` and ``sin``, and
 #   ours has not.
 # - **Compilation.** Ours compiles a kernel for each dimension and convention,
