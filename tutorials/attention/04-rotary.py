@@ -20,7 +20,8 @@ On this page we count the bytes of each, and measure.
 
 **What you will learn**
 
-- Why attention sees only the distance of two tokens when both are rotated.
+- Why a score depends on the distance of two tokens alone when both are
+  rotated.
 - How a table that is small in memory can be most of what an SM loads, and how
   to load it once for several heads.
 - How to take pairs apart in registers when they lie side by side.
@@ -581,8 +582,8 @@ report(bench_first)
 # Tables are 2.4% of the bytes that must move. But a program loads the angles
 # of each of its rows: 64 cosines and 64 sines of 4 bytes are 512 bytes, and
 # the row itself has 256. So two thirds of what an SM loads are tables. They
-# come from L2, which has just given the same rows to other heads, and the
-# cache is faster than DRAM, but it is not free.
+# come from L2, which has given the same rows to the heads before. L2 is faster
+# than DRAM, but it is not free.
 #
 # **What follows.**
 # A program should load its angles once and use them for several heads, and it
@@ -1491,6 +1492,10 @@ print("gradient of w, careless:", gradient_of_w(_Careless.apply))
 # There was no error, only a wrong number. So our backward pass never writes
 # over a gradient.
 #
+# Liger 0.8.5 writes over queries and keys, and over both gradients, and does
+# not tell autograd. With a linear layer before it and an attention behind it,
+# nobody else needs any of these tensors. Elsewhere one has to know.
+#
 # In the loads of attention?
 # --------------------------
 #
@@ -1520,8 +1525,8 @@ for length in (512, 1024, 4096, 16384):
 # not even put them together again: the dot product of two rows is the sum of
 # the dot products of their halves, and ``tl.dot`` adds to what is there.
 #
-# The kernel is that of page 01. We have it here twice: as it is, and with the
-# rotation.
+# The kernel is that of `Attention without its matrix <01-attention.html>`_. We
+# have it here twice: as it is, and with the rotation.
 
 # %%
 
@@ -1785,10 +1790,10 @@ def _attention_rotary_fwd(
 
 
 # %%
-# With rotated queries alone, the tile is that of page 01. A program that
-# rotates keys has the angles of two tiles of keys in shared memory, 64 KB, and
-# needs registers to turn them. It gets 8 warps, and an SM has room for one
-# such program, where it had room for two.
+# If it rotates queries alone, a program has the same tiles as without. If it
+# rotates keys, it needs registers to turn them, and it keeps the angles of the
+# next tile of keys in shared memory, which takes 32 KB. So it gets 8 warps,
+# and an SM has room for one such program, where it had room for two.
 
 
 def plan_rotary(rotate_keys):
@@ -1885,8 +1890,8 @@ for function in (attention_apart, attention_queries, attention_fused):
 
 # %%
 # We measure 16384 tokens as sequences of 512 to 16384, with 16 heads of 128
-# numbers for queries and for keys, as on page 01. We count the operations of
-# both products, :math:`4 N^2 D` for each head, and none for the rotation.
+# numbers for queries and for keys. We count the operations of both products,
+# :math:`4 N^2 D` for each head, and none for the rotation.
 
 # %%
 

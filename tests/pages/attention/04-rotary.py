@@ -111,8 +111,8 @@ KERNELS = Kernels(
     also=also,
     M=4,
     N=[4096],
-    dtype="bfloat16",
-    sizes={"bfloat16": [256, 1000, 4096], "float16": [4096]},
+    dtype="float16",
+    sizes={"float16": [256, 1000, 4096], "bfloat16": [4096]},
     kernels={
         "_rotate_rows": Kernel(
             look="""
@@ -411,12 +411,8 @@ def as_key(page):
     def function(x, cos, sin, interleaved=False):
         query = torch.cat((x, x), -3) if x.dim() > 2 else x
         query = query.detach()
-        ours = page.rotate_query_and_key(query, x, cos, sin, interleaved)
-        if x.dim() > 2:  # both halves of its heads
-            one, other = ours[0].tensor_split(2, -3)
-            assert torch.equal(one, other)
-        assert torch.equal(one if x.dim() > 2 else ours[0], ours[1])
-        return ours[1]
+        _, y = page.rotate_query_and_key(query, x, cos, sin, interleaved)
+        return y
 
     return function
 
