@@ -123,11 +123,12 @@ for query_position, key_position in ((5, 3), (105, 103), (6, 3)):
 # Drawing: a fast pair and a slow pair at five positions.
 
 figure = plt.figure(
-    "A pair that turns by 1 radian for each position goes around the circle; "
-    "a pair that turns by 0.1 radian has hardly moved after four positions",
+    "A pair that turns by 1 radian for each position is half around the "
+    "circle after three positions; a pair that turns by 0.2 radian has moved "
+    "by an eighth of it after four",
     figsize=(7, 3),
 )
-for axes, frequency in zip(figure.subplots(1, 2), (1.0, 0.1), strict=True):
+for axes, frequency in zip(figure.subplots(1, 2), (1.0, 0.2), strict=True):
     axes.add_patch(plt.Circle((0, 0), 1, fill=False, color="gray"))
     for position in range(5):
         end = turn((1, 0), math.degrees(frequency * position))
@@ -572,11 +573,11 @@ report(bench_first)
 # positions, and NN% at 16384. With interleaved pairs it reaches NN% and NN%.
 #
 # **Why are interleaved pairs slower?**
-# A thread of the first kernel has eight pairs of a row. With halves it loads
-# the first numbers of all eight with one instruction of 16 bytes, because they
-# lie side by side. Interleaved, what it wants are every second 2 bytes, and
-# each of them takes an instruction of its own: 16 loads in place of 2, and 16
-# stores.
+# A thread of the first kernel has 16 pairs, eight of each of two rows. With
+# halves it loads the first numbers of eight pairs with one instruction of 16
+# bytes, because they lie side by side. Interleaved, they are every second
+# number, and each takes an instruction of its own. That makes 32 loads in
+# place of 4, and 32 stores in place of 4.
 #
 # **What does a program load?**
 # Tables are 2.4% of the bytes that must move. But a program loads the angles
@@ -600,9 +601,10 @@ report(bench_first)
 # Drawing: who loads which angles.
 
 figure = plt.figure(
-    "Four heads of eight positions. In the first kernel a program has some "
-    "positions of one head and loads their angles; in the second one it has "
-    "the same positions of four heads, and loads their angles once.",
+    "Four heads of eight positions, and which program has each. In the first "
+    "kernel a program has some positions of one head, so there are eight; in "
+    "the second one it has the same positions of all four heads, so there are "
+    "two, and each loads its angles once.",
     figsize=(7.5, 2.6),
 )
 for axes, title, together in zip(
@@ -620,6 +622,14 @@ for axes, title, together in zip(
                 plt.Rectangle(
                     (position, -head), 0.92, 0.9, color=f"C{program % 7}"
                 )
+            )
+            axes.text(
+                position + 0.46,
+                -head + 0.45,
+                str(program),
+                color="white",
+                ha="center",
+                va="center",
             )
     axes.set_title(title)
     axes.text(4, -3.2, "positions", ha="center", va="top")
@@ -1988,9 +1998,10 @@ bench_attention.run(show_plots=ON_GPU)
 # What is repeated depends on who loads what, and one can count it before
 # writing any code.
 #
-# In a backward pass the rotated queries are loaded again and again, too, by
-# each program that has a tile of keys. So a model that trains is better off
-# with both rotated apart, and kept.
+# In a backward pass, rotated queries are needed again and again as well, by
+# each program that has a tile of keys. So where a model trains, we expect that
+# both are better rotated apart, and kept. We have not written that backward
+# pass.
 #
 # Where PyTorch or a library is better
 # ------------------------------------

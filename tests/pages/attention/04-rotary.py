@@ -121,6 +121,7 @@ KERNELS = Kernels(
             """,
             true=lambda code: [
                 code.count("load", 16) == 12 or code.amd,
+                code.count("store", 16) == 4 or code.amd,
                 code.loaded == 32 * (256 + 512) or code.amd,
                 code.narrow("load") == 0,
                 code.narrow("store") == 0,
