@@ -123,9 +123,9 @@ for query_position, key_position in ((5, 3), (105, 103), (6, 3)):
 # Drawing: a fast pair and a slow pair at five positions.
 
 figure = plt.figure(
-    "A pair that turns by 1 radian for each position is half around the "
-    "circle after three positions; a pair that turns by 0.2 radian has moved "
-    "by an eighth of it after four",
+    "A pair that turns by 1 radian for each position has gone nearly half of "
+    "the circle after three positions; a pair that turns by 0.2 radian has "
+    "gone an eighth of it after four",
     figsize=(7, 3),
 )
 for axes, frequency in zip(figure.subplots(1, 2), (1.0, 0.2), strict=True):
