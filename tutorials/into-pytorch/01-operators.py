@@ -61,6 +61,7 @@ import functools
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from unittest import mock
 
@@ -1271,20 +1272,28 @@ for way, norm in SEEN.items():
 # ---------------------------
 #
 # ``fullgraph=True`` above turns each graph break into an error, and there was
-# none. What would break it? Anything that must know a number: ``x.item()``, an
-# ``if`` that looks into a tensor, or, as in the lean function of `What the
-# user waits for <../layer-norm/10-host-time.html>`_, an address.
+# none. What would break it? An ``if`` that looks at numbers, such as a test
+# for infinity, for a fake tensor has no numbers. And what becomes of a look at
+# an address, as in the lean function of `What the user waits for
+# <../layer-norm/10-host-time.html>`_?
 
 
-def with_a_look(x, w, eps):
-    """Like by_custom_op; and it looks at the address first."""
+def look_at_numbers(x, w, eps):
+    """Like by_custom_op, with a test of its argument before."""
+    if not x.isfinite().all():
+        raise ValueError("x is not finite")
+    return by_custom_op(x, w, eps)
+
+
+def look_at_an_address(x, w, eps):
+    """Like by_custom_op, with a look at the address before."""
     if x.data_ptr() % 16:
         x = x.clone()
     return by_custom_op(x, w, eps)
 
 
 def graph_breaks(norm):
-    """How often the graph of a block breaks."""
+    """Graph breaks of both passes of a block, and graphs."""
 
     def function(x, residual, w):
         return block(norm, x, residual, w)
@@ -1295,16 +1304,23 @@ def graph_breaks(norm):
     y = torch.compile(function, backend="aot_eager")(x, x, w)
     if y.requires_grad:
         torch.autograd.grad(y, (x, w), dy)
-    return sum(counters["graph_break"].values())
+    breaks = sum(counters["graph_break"].values())
+    return breaks, counters["stats"]["unique_graphs"]
 
 
-for way, norm in (SEEN | {"a look at an address": with_a_look}).items():
-    print(f"{way}: {graph_breaks(norm)} graph breaks")
+SEEN |= {"numbers": look_at_numbers, "an address": look_at_an_address}
+for way, norm in SEEN.items():
+    print("{}: {} graph breaks, {} graphs".format(way, *graph_breaks(norm)))
 
 # %%
-# All of our ways have none, on a GPU as well. The look at an address costs at
-# least one, and with it the addition before the norm and SiLU after it are in
-# different graphs.
+# All of our ways are a single graph without a break, and so they are on a GPU.
+# The look at numbers breaks it: the addition before the norm is in one graph,
+# and SiLU after it is in another one.
+#
+# The address depends on the version of PyTorch. Some have a graph break there.
+# Others give up the whole function and run it as it is: no graph break, and no
+# graph either. So count the graphs, too. Better still, write
+# ``fullgraph=True``, and you will be told.
 #
 # How many kernels are left?
 # --------------------------
@@ -1690,11 +1706,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def words_of(call):
-    """The first sentence of the error that a call ends in."""
+    """What the error says that a call ends in, or how that begins."""
     try:
         call()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition('.')[0]}"
+        words = textwrap.shorten(str(error), width=120, placeholder=" ...")
+        return f"{type(error).__name__}: {words}"
     return "no error"
 
 
