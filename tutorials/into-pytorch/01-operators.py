@@ -765,15 +765,15 @@ GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
 
 
-def programs_on_an_sm(N):
-    """How many programs of the backward pass share an SM."""
+def plan_backward(N):
+    """How many programs share an SM, and how many warps each of them has."""
     if N <= 1024:
-        return 6
+        return 6, 4
     if N <= 2048:
-        return 4
+        return 4, 4
     if N <= 4096:
-        return 2
-    return 1
+        return 2, 8
+    return 1, 8
 
 
 def backward(dy, x, w, rstd, kernel=_rms_norm_bwd):
@@ -783,7 +783,8 @@ def backward(dy, x, w, rstd, kernel=_rms_norm_bwd):
     w = w.contiguous()
     M = rstd.numel()
     N = w.numel()
-    programs = min(M, NUM_SMS * programs_on_an_sm(N))
+    per_sm, num_warps = plan_backward(N)
+    programs = min(M, NUM_SMS * per_sm)
     dx = torch.empty_like(x)
     sums = torch.empty(programs, N, dtype=rstd.dtype, device=x.device)
     kernel[(programs,)](
@@ -796,7 +797,7 @@ def backward(dy, x, w, rstd, kernel=_rms_norm_bwd):
         M=M,
         N=N,
         BLOCK=triton.next_power_of_2(N),
-        num_warps=4 if N <= 2048 else 8,
+        num_warps=num_warps,
     )
     dw = sums.sum(dim=0).to(w.dtype).view(w.shape)
     return dx, dw

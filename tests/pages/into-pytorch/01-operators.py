@@ -342,7 +342,7 @@ PAGE = Page(
     quick=(
         (OWN, QUICK),
         # So few programs that each has several rows.
-        ("min(M, NUM_SMS * programs_on_an_sm(N))", "min(M, 2)"),
+        ("min(M, NUM_SMS * per_sm)", "min(M, 2)"),
     ),
     cases=(
         *(at(M, 40, HALF) for M in (1, 2, 27)),
