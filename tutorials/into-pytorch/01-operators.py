@@ -971,7 +971,8 @@ def rms_norm(x, normalized_shape, weight=None, eps=None, way="custom_op"):
     check_arguments(x, shape, weight, eps)
     if weight is None:
         weight = x.new_ones(shape)
-    return WAYS[way](x, weight, eps)
+    norm = WAYS[way]
+    return norm(x, weight, eps)
 
 
 # %%
@@ -1207,7 +1208,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-# What moves no numbers is not printed.
+# What computes nothing is not printed.
 QUIET = "getitem", "detach", "alias"
 
 
@@ -1237,8 +1238,14 @@ def graph_of(norm):
     return graphs[0]
 
 
+def in_small_steps(x, w, eps):
+    """The formula, as PyTorch's operations."""
+    mean_square = x.square().mean(dim=-1, keepdim=True)
+    return x * torch.rsqrt(mean_square + eps) * w
+
+
 # The interpreter's kernels are Python functions that no compiler can read.
-SEEN = {"PyTorch": pytorch, "custom_op": by_custom_op}
+SEEN = {"small steps": in_small_steps, "custom_op": by_custom_op}
 if ON_GPU:
     SEEN |= {"bare launch": bare, **WAYS}
 
@@ -1246,9 +1253,10 @@ for way, norm in SEEN.items():
     print(f"{way}:", ", ".join(graph_of(norm)))
 
 # %%
-# Of PyTorch's own norm the graph has nothing but small steps: squares, a mean,
-# a root and products. The compiler can put all of them, with the addition and
-# SiLU, into one kernel.
+# Of a norm that is written in small steps the graph has these steps: a square,
+# a mean, a root and products. The compiler can put all of them, with the
+# addition and SiLU, into one kernel. It takes PyTorch's own RMS norm apart in
+# the same way.
 #
 # Of the custom operator it has one word, its name. What comes before the
 # operator has to be written to memory before it starts, and what comes after
@@ -1263,10 +1271,12 @@ for way, norm in SEEN.items():
 #
 # Does it fuse then? Not with what is inside a kernel. A kernel is called as it
 # is written, so the addition before it and SiLU after it stay kernels of
-# their own. What it can do is what happens *around* a launch: allocate its
-# results together with others, call the compiled kernel without Triton's
-# launcher in Python, and fuse what PyTorch does between our kernels, such as
-# the sum over the buffers.
+# their own. (2.13 can put what comes after into the kernel's store, but only
+# if it is asked to: ``epilogue_fusion_user_defined_triton_kernel`` is off.)
+# What it can do is what happens *around* a launch: allocate its results
+# together with others, call the compiled kernel without Triton's launcher in
+# Python, and fuse what PyTorch does between our kernels, such as the sum over
+# the buffers.
 #
 # Where does the graph break?
 # ---------------------------
@@ -1334,9 +1344,9 @@ for way, norm in (SEEN | looking).items():
 # look at numbers breaks it: the addition before the norm is in one graph, and
 # SiLU after it is in another one.
 #
-# What the look at an address costs depends on the version of PyTorch. Up to
-# 2.11 it breaks the graph. 2.13 gives up the whole function that looks, runs
-# it line by line, and counts no break. So do not trust the count alone: write
+# What the look at an address costs depends on the version of PyTorch. In 2.11
+# it breaks the graph. 2.13 gives up the whole function that looks, runs it
+# line by line, and counts no break. So do not trust the count alone: write
 # ``fullgraph=True``, and both versions will tell you.
 #
 # How many kernels are left?
@@ -1661,6 +1671,10 @@ plt.show()
 # them differs little. What PyTorch's compiled block saves in matrices, ours
 # has to win back by the speed of its kernels.
 #
+# **What follows.**
+# Measure the block, and not the kernel alone. A kernel that wins by itself may
+# lose beside neighbors that it keeps apart.
+#
 # Gradients with any strides
 # --------------------------
 #
@@ -1880,8 +1894,8 @@ for way, norm in WAYS.items():
 # %%
 # Nothing had to be registered for that. If your kernel takes one type only,
 # say so: an operator by ``register_autocast``, which casts its arguments, and
-# an autograd function by ``torch.amp.custom_fwd`` and ``custom_bwd``. Without
-# the latter, ``backward`` runs with autocast switched off.
+# an autograd function by ``torch.amp.custom_fwd``. Its companion
+# ``custom_bwd`` lets ``backward`` run under the autocast of the forward pass.
 #
 # Activation checkpointing
 # ------------------------
@@ -2302,8 +2316,8 @@ for way, norm in WAYS.items():
 # - **torch.compile needs no kernel** for a norm, and fuses it with both of its
 #   neighbors. A kernel has to be faster than that, or do what a compiler does
 #   not find.
-# - **An operator in C++** costs less than one in Python. It also runs where
-#   there is no Python, and it has to be built for each version of PyTorch.
+# - **An operator in C++** does not come back into Python at each call, and it
+#   runs where there is no Python. But somebody has to build it.
 # - **Everything that we refused.** PyTorch's norm has second derivatives, it
 #   takes any width, and ``vmap`` takes it with a batch of weights.
 #
