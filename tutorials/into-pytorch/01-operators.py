@@ -326,12 +326,17 @@ print("equal to the bare launch:", torch.equal(y, bare(x, w, 1e-6)))
 def in_rounds(batches):
     """Median, 20% and 80% quantiles of what some functions return.
 
-    Each makes a batch of calls and returns the µs of one. The first one makes
-    calls of PyTorch's.
+    Each makes a batch of calls and returns a list with the µs of one. The
+    first one makes calls of PyTorch's.
     """
     rounds = []
     for _ in range(9):
-        turns = [[batch() for batch in batches] for _ in range(16)]
+        turns = []
+        for _ in range(16):
+            turn = []
+            for batch in batches:
+                turn += batch()
+            turns.append(turn)
         fastest = torch.tensor(turns, dtype=torch.double).min(dim=0).values
         rounds.append(fastest)
     rounds = torch.stack(rounds)
@@ -350,7 +355,7 @@ def batch_of(call, repeats):
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-        return 1e6 * (time.perf_counter() - start) / repeats
+        return [1e6 * (time.perf_counter() - start) / repeats]
 
     return batch
 
@@ -1148,6 +1153,7 @@ def report_host_times(benchmark):
     """Draw a benchmark, and print each time divided by PyTorch's."""
     table = benchmark.run(show_plots=ON_GPU, return_df=True)
     table = table.set_index(table.columns[0])
+    table.index = table.index.astype(int)
     table.columns = [column.split(" (")[0] for column in table.columns]
     if table.isna().all(axis=None):
         print("Timing needs a GPU; the page shows recorded figures.")

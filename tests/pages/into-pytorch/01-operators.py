@@ -785,10 +785,10 @@ def test_the_fastest_turn_of_a_round_counts(page):
 
     def pytorch():
         now[0] = next(turns)
-        return slow(now[0]) * (20 if now[0] % 16 == 3 else 30)
+        return [slow(now[0]) * (20 if now[0] % 16 == 3 else 30)]
 
     def ours():
-        return slow(now[0]) * (40 if now[0] % 16 == 7 else 80)
+        return [slow(now[0]) * (40 if now[0] % 16 == 7 else 80)]
 
     found = page.in_rounds([pytorch, ours])
     assert [times[0] for times in found] == pytest.approx([20, 40])
