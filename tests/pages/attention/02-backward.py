@@ -758,6 +758,7 @@ def test_sums_that_do_not_fit_are_spilled(launches, unedited):
 def test_turns_are_taken_in_order(launches):
     """Wait, add, pass on: as Triton leaves them in the loop; and the barrier
     before the release."""
+    from compiled import limits
     from compiled.aot import Call
 
     values = {"M": 1, "N": 1000, "dtype": "float16"}
@@ -777,12 +778,13 @@ def test_turns_are_taken_in_order(launches):
         turn = ["_wait_for", "tt.atomic_rmw fadd", "_pass_on"]
         assert steps and steps == turn * (len(steps) // 3), built.target
         ptx = built.asm["ptx"]
+        # For a B200 it may be inlined after all, when the order is fixed.
+        assert not limits.Facts(built).unsafe
         functions = ptx.split("// -- Begin function ")[1:]
-        (body,) = (f for f in functions if "_pass_on" in f.split("\n")[0])
-        barrier, release = (
-            body.index(what) for what in ("bar.sync", ".release.exch")
-        )
-        assert barrier < release
+        bodies = [f for f in functions if "_pass_on" in f.split("\n")[0]]
+        assert bodies or built.target == "sm_100"
+        for body in bodies:
+            assert body.index("bar.sync") < body.index(".release.exch")
 
 
 def test_additions_are_four_numbers_wide(launches):
