@@ -181,10 +181,10 @@ print(f"the matrix ds: {stored / 1e9:.1f} GB to write, as much to read")
 
 # %%
 # On the H100 the two kernels of `Attention without its matrix
-# <01-attention.html>`_ do 632 TFLOP/s when we count all seven products. At
-# this rate the two additional products take 0.87 ms. So that is our budget:
-# whoever brings the parts of ``dq`` together in less than 0.87 ms wins, and
-# whoever takes longer should have computed two products again.
+# <01-attention.html>`_ do 632 TFLOP/s at 16384 keys when we count all seven
+# products. At this rate the two additional products take 0.87 ms. So that is
+# our budget: whoever brings the parts of ``dq`` together in less than 0.87 ms
+# wins, and whoever takes longer should have computed two products again.
 #
 # Every program has parts for all queries, in float32. With tiles of 64 keys
 # they make 8.6 GB, and with tiles of 128 keys half of that.
@@ -192,8 +192,8 @@ print(f"the matrix ds: {stored / 1e9:.1f} GB to write, as much to read")
 # so to write it and to read it once takes 1.3 ms. That is more than the
 # budget, but memory and Tensor Cores can work at the same time.
 #
-# Both the operations and the bytes grow with the square of the number of keys,
-# so the comparison is the same for sequences of any length.
+# In each head both the operations and the bytes grow with the square of the
+# number of keys, so the comparison is the same for sequences of any length.
 #
 # Sums that fit, and sums that don't
 # ----------------------------------
@@ -593,7 +593,7 @@ def in_turns(calls):
 
 TOKENS = 16384
 NAMES = {
-    "triton": "dS stored",
+    "triton": "Stored ds",
     "seven": "Seven products",
     "turns": "In turns",
     "bulk": "Bulk additions",
@@ -1958,8 +1958,8 @@ def saved(N, D, dtype):
         line_arg="provider",
         line_vals=["triton", "whole", "atomics", "seven"],
         line_names=[
-            "dS stored",
-            "dS stored, all heads",
+            "Stored ds",
+            "Stored ds, all heads",
             "Atomic additions",
             "Seven products",
         ],
@@ -2054,11 +2054,12 @@ bench_room.run(show_plots=ON_GPU)
 # <https://arxiv.org/abs/2407.08608>`_ has described how to go on from here.
 # One warp does nothing but load, another one does nothing but hand parts of
 # ``dq`` to the TMA, and two or three groups of warps multiply. So the
-# additions happen beside the products, with tiles of 128 keys. Triton decides
-# by itself which warps do what, and the programs of this page cannot say it.
+# additions happen beside the products. Triton decides by itself which warps do
+# what, and the kernels of this page have no say in it.
 #
-# cuDNN and FlashAttention-2 also need no memory for ``ds``, and they take what
-# this page leaves out: causal attention, groups of heads, any head dimension.
+# FlashAttention-2 also needs no memory for ``ds``, and both libraries take
+# what this page leaves out: causal attention, groups of heads, and any head
+# dimension.
 #
 # Exercise
 # --------
