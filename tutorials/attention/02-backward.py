@@ -886,12 +886,12 @@ bench_tiles.run(show_plots=ON_GPU)
 #
 # **What follows.**
 # Triton's tutorial takes 128 × 32 and 4 warps for any head dimension. With 64
-# numbers in a head, nothing spills and these tiles are a good choice. With 128
-# numbers the same choice asks each thread for 320 registers. So it is not a
-# slow algorithm, and nothing in Triton prevents a fast one; it takes tiles
-# that depend on the head dimension.
-# Our two lines are not the speed of that tutorial. They only have its tiles,
-# in our kernels.
+# numbers in a head nothing spills. With 128 numbers the same choice asks each
+# thread for 320 registers. So it is not the algorithm that is slow, and
+# nothing in Triton prevents a fast kernel: the tiles have to depend on the
+# head dimension.
+# What we measured is not the speed of that tutorial. Our kernels only have its
+# tiles here.
 #
 # We stay with 64 × 64 and 4 warps for the seven products.
 #
@@ -913,7 +913,8 @@ bench_tiles.run(show_plots=ON_GPU)
 # times a key of zeros is not a number. So its weights have to be 0.
 
 
-@triton.jit
+# One compiled kernel for any number of heads, and not another one for 1.
+@triton.jit(do_not_specialize=["before", "leads"])
 def _attention_bwd_all(
     q_desc,  # (batch, heads, queries, D), in tiles of TILE_Q queries
     k_desc,  # (batch, heads, keys, D), in tiles of TILE_K keys
@@ -947,7 +948,7 @@ def _attention_bwd_all(
 
     # Which keys are ours, and which head? The programs of a GROUP of heads
     # are numbered tile by tile: those with the first keys of each head come
-    # first. With a GROUP of 1 it is head by head.
+    # first. With a GROUP of 1 we go head by head.
     tiles = tl.cdiv(keys, TILE_K)
     group = number // (tiles * GROUP) * GROUP  # the first head of ours
     members = tl.minimum(leads - group, GROUP)
@@ -1485,7 +1486,7 @@ def _store_ds(
 # in ``tl.dot(q, k.T)``.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["before"])
 def _attention_bwd_product(
     ds_desc,  # (heads, keys, queries) of this launch, TILE_K and TILE_Q
     k_desc,  # (batch, heads, keys, D), in tiles of TILE_K keys
@@ -1984,6 +1985,9 @@ def bench_memory(N, D, dtype, mode, provider):
     return most, most, most
 
 
+ROOMS = [34, 68, 135, 270, 540, 2200]  # MB: 1, 2, 4 ... heads of 4096 keys
+
+
 @functools.cache  # all sizes in turns; then each is asked for its own
 def room_speeds(N, D, dtype):
     given = saved(N, D, dtype)
@@ -1992,9 +1996,6 @@ def room_speeds(N, D, dtype):
         for room in ROOMS
     }
     return speeds(5, calls, N)
-
-
-ROOMS = [34, 68, 135, 270, 540, 2200]  # MB: 1, 2, 4 ... heads of 4096 keys
 
 
 @triton.testing.perf_report(

@@ -802,7 +802,8 @@ def test_exercise(output):
     stub, solution = (
         line for line in output.splitlines() if "exercise 1: right" in line
     )
-    assert stub.endswith("the same bits: False")
+    if not torch.cuda.is_available():  # there it need not be another order
+        assert stub.endswith("the same bits: False")
     assert solution.endswith("right: True, the same bits: True")
 
 
