@@ -255,7 +255,8 @@ def _any_attention_fwd(
     k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
     v_desc,  # as k_desc
     y_desc,  # as q_desc
-    lse_ptr,  # (batch, heads, queries): saved for the backward pass
+    lse_ptr,  # (batch, heads, rows): saved for the backward pass
+    rows,  # queries, and those that only fill the last tile
     heads,  # of the queries
     queries,
     keys,
@@ -288,7 +289,7 @@ def _any_attention_fwd(
     end = keys
     if CAUSAL:
         limit = tl.minimum(query + 1, keys)[:, None]
-        whole = tl.minimum((first + 1) // TILE_K * TILE_K, whole)
+        whole = tl.minimum(first // TILE_K * TILE_K, whole)
         end = tl.minimum(first + TILE_Q, keys)
 
     q = q_desc.load([batch, head, first, 0]).reshape(TILE_Q, DIM)
@@ -320,9 +321,8 @@ def _any_attention_fwd(
 
     y = (weighted / total[:, None]).to(y_desc.dtype)
     y_desc.store([batch, head, first, 0], y.reshape(1, 1, TILE_Q, DIM))
-    at = lead.to(tl.int64) * queries + query  # may pass 2**31
-    lse = maximum + tl.log2(total)
-    tl.store(lse_ptr + at, lse, mask=query < queries)
+    at = lead.to(tl.int64) * rows + query  # may pass 2**31
+    tl.store(lse_ptr + at, maximum + tl.log2(total))
 
 
 # %%
@@ -468,30 +468,40 @@ def plan_forward(dtype, D, is_causal):
 # %%
 # The host function is short. ``kernel`` is an argument only because the
 # exercise hands in another one.
+# The log-sum-exps of a head have room for whole tiles: a program also stores
+# those of the queries that only fill up its tile. So the backward kernels can
+# load them without a mask.
+
+
+def empty_lse(query, is_causal):
+    """(batch, heads, rows): room for whole tiles of queries."""
+    batch, heads, queries, D = query.shape
+    tile_q = plan_forward(query.dtype, D, is_causal)["TILE_Q"]
+    rows = triton.cdiv(queries, tile_q) * tile_q
+    return query.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 def forward(query, key, value, is_causal, scale, kernel=_any_attention_fwd):
     """The results, and a log-sum-exp for each query."""
     batch, heads, queries, D = query.shape
     _, k_heads, keys, _ = key.shape
-    y = rows_like(query)
-    lse = torch.empty(
-        batch, heads, queries, dtype=torch.float32, device=query.device
-    )
-    if y.numel() == 0:
-        return y, lse
-    if keys == 0:  # nothing to attend to
-        return y.zero_(), lse.zero_()
     plan = plan_forward(query.dtype, D, is_causal)
     tile_q = plan["TILE_Q"]
     tile_k = plan["TILE_K"]
     tiles = triton.cdiv(queries, tile_q)
+    y = rows_like(query)
+    lse = empty_lse(query, is_causal)
+    if y.numel() == 0:
+        return y, lse
+    if keys == 0:  # nothing to attend to
+        return y.zero_(), lse.zero_()
     kernel[(tiles * batch * heads,)](
         q_desc=tiles_of(for_descriptors(query), tile_q),
         k_desc=tiles_of(for_descriptors(key), tile_k),
         v_desc=tiles_of(for_descriptors(value), tile_k),
         y_desc=tiles_of(y, tile_q),
         lse_ptr=lse,
+        rows=lse.shape[-1],
         heads=heads,
         queries=queries,
         keys=keys,
@@ -920,11 +930,10 @@ def _step_of_queries(
     """dq of a tile of queries, with one tile of keys more."""
     k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
     score = tl.dot(q, k.T, input_precision=PRECISION)
-    p = tl.exp2(score * scale - lse[:, None])
     if MASK:
-        # This power may be infinite, and so it must not be multiplied by 0.
         key = start + tl.arange(0, TILE_K)
-        p = tl.where(key[None, :] < limit, p, 0)
+        score = tl.where(key[None, :] < limit, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[:, None])
     v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
     dp = tl.dot(dy, v.T, input_precision=PRECISION)
     ds = (p * (dp - delta[:, None])).to(k.dtype)
@@ -939,8 +948,9 @@ def _any_attention_bwd_queries(
     y_desc,  # as q_desc, and so are the next two
     dy_desc,
     dq_desc,
-    lse_ptr,  # (batch, heads, queries)
-    delta_ptr,  # (batch, heads, queries): stored for the other kernel
+    lse_ptr,  # (batch, heads, rows)
+    delta_ptr,  # (batch, heads, rows): stored for the other kernel
+    rows,  # queries, and those that only fill the last tile
     heads,  # of the queries
     queries,
     keys,
@@ -972,18 +982,18 @@ def _any_attention_bwd_queries(
     end = keys
     if CAUSAL:
         limit = tl.minimum(query + 1, keys)[:, None]
-        whole = tl.minimum((first + 1) // TILE_K * TILE_K, whole)
+        whole = tl.minimum(first // TILE_K * TILE_K, whole)
         end = tl.minimum(first + TILE_Q, keys)
 
     # delta, for us and for the kernel of the keys.
     y = y_desc.load([batch, head, first, 0]).reshape(TILE_Q, DIM)
     dy = dy_desc.load([batch, head, first, 0]).reshape(TILE_Q, DIM)
     delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=1)
-    at = lead.to(tl.int64) * queries + query
-    tl.store(delta_ptr + at, delta, mask=query < queries)
+    at = lead.to(tl.int64) * rows + query
+    tl.store(delta_ptr + at, delta)
 
     q = q_desc.load([batch, head, first, 0]).reshape(TILE_Q, DIM)
-    lse = tl.load(lse_ptr + at, mask=query < queries, other=0)
+    lse = tl.load(lse_ptr + at)
     dq = tl.zeros((TILE_Q, DIM), tl.float32)
     for start in tl.range(0, whole, TILE_K, num_stages=STAGES):
         dq = _step_of_queries(
@@ -1027,7 +1037,6 @@ def _step_of_keys(
     batch,
     head,  # of the queries
     start,  # the first query of the tile
-    queries,
     key,  # the indices of our keys
     scale,
     DIM: tl.constexpr,
@@ -1036,19 +1045,19 @@ def _step_of_keys(
     PRECISION: tl.constexpr,  # of products of float32
 ):
     """dk and dv of a tile of keys, with one tile of queries more."""
-    # Queries that do not exist are zeros, and so is their dy. They add nothing
-    # to dk and dv.
+    # A query that does not exist is a row of zeros, and so is its dy. It adds
+    # nothing to dk and dv.
     q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
     query = start + tl.arange(0, TILE_Q)
-    exists = query < queries
-    lse = tl.load(lse_ptr + query, mask=exists, other=0)
     score = tl.dot(k, q.T, input_precision=PRECISION)
-    p = tl.exp2(score * scale - lse[None, :])
+    lse = tl.load(lse_ptr + query)
     if MASK:
-        p = tl.where(key[:, None] <= query[None, :], p, 0)
+        seen = key[:, None] <= query[None, :]
+        score = tl.where(seen, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[None, :])
     dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
     dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
-    delta = tl.load(delta_ptr + query, mask=exists, other=0)
+    delta = tl.load(delta_ptr + query)
     dp = tl.dot(v, dy.T, input_precision=PRECISION)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
@@ -1063,8 +1072,9 @@ def _any_attention_bwd_keys(
     dy_desc,  # as q_desc
     dk_desc,  # as k_desc
     dv_desc,  # as k_desc
-    lse_ptr,  # (batch, heads, queries)
-    delta_ptr,  # (batch, heads, queries)
+    lse_ptr,  # (batch, heads, rows)
+    delta_ptr,  # (batch, heads, rows)
+    rows,  # queries, and those that only fill the last tile
     heads,  # of the queries
     queries,
     keys,
@@ -1091,31 +1101,38 @@ def _any_attention_bwd_keys(
     dk = tl.zeros((TILE_K, DIM), tl.float32)
     dv = tl.zeros((TILE_K, DIM), tl.float32)
 
-    # Before ``begin`` no query sees any of our keys, and from ``whole`` on
-    # all of them see all.
-    begin = 0
+    # If causal, the queries before ``first`` see none of our keys, and from
+    # ``whole`` on they see all. Both are multiples of TILE_Q.
     whole = 0
     if CAUSAL:
-        begin = first // TILE_Q * TILE_Q
-        whole = tl.cdiv(first + TILE_K - 1, TILE_Q) * TILE_Q
+        whole = first + TILE_K
 
-    # The queries of all heads of our group.
+    # The queries of all heads of our group. Both sums fill most registers. So
+    # we tell the compiler to compute nothing before a loop that would be the
+    # same in each step, because it would keep that in registers.
     for member in range(GROUP):
         head = k_head * GROUP + member
-        at = (batch * heads + head).to(tl.int64) * queries
+        at = (batch * heads + head).to(tl.int64) * rows
         if CAUSAL:
-            masked = tl.minimum(whole, queries)
-            for start in tl.range(begin, masked, TILE_Q, num_stages=STAGES):
+            for start in tl.range(
+                first,
+                tl.minimum(whole, queries),
+                TILE_Q,
+                num_stages=STAGES,
+                disable_licm=True,
+            ):
                 dk, dv = _step_of_keys(
                     dk, dv, k, v, q_desc, dy_desc, lse_ptr + at,
-                    delta_ptr + at, batch, head, start, queries, key,
-                    scale * log2e, DIM, TILE_Q, True, PRECISION,
+                    delta_ptr + at, batch, head, start, key, scale * log2e,
+                    DIM, TILE_Q, True, PRECISION,
                 )  # fmt: skip
-        for start in tl.range(whole, queries, TILE_Q, num_stages=STAGES):
+        for start in tl.range(
+            whole, queries, TILE_Q, num_stages=STAGES, disable_licm=True
+        ):
             dk, dv = _step_of_keys(
                 dk, dv, k, v, q_desc, dy_desc, lse_ptr + at, delta_ptr + at,
-                batch, head, start, queries, key, scale * log2e, DIM, TILE_Q,
-                False, PRECISION,
+                batch, head, start, key, scale * log2e, DIM, TILE_Q, False,
+                PRECISION,
             )  # fmt: skip
 
     dk = (dk * scale).to(dk_desc.dtype)
@@ -1128,6 +1145,8 @@ def _any_attention_bwd_keys(
 # Tiles are the same in both kernels, causal or not: a program *owns* 64
 # queries, or 64 keys, and takes 64 of the others in a step. With 256 numbers
 # in a head a step is 32, or its tiles would not fit beside the sums.
+# A step divides what a program owns, and that divides the ``TILE_Q`` of the
+# forward kernel. So no kernel loads a log-sum-exp that nobody has stored.
 
 OWN_AND_STEP = {
     # width: what a program owns, what it takes in a step, warps, stages
@@ -1147,7 +1166,7 @@ def plan_backward(dtype, D):
     """For the kernel of the queries, and for that of the keys."""
     own, step, warps, stages = OWN_AND_STEP[width_of(D)]
     if dtype == torch.float32:
-        own, step, warps, stages = 16, 32, 4, 2
+        own, step, warps, stages = 16, 16, 4, 2
     return (
         options(own, step, warps, stages, dtype, D),
         options(step, own, warps, stages, dtype, D),
@@ -1186,6 +1205,7 @@ def backward(dy, query, key, value, y, lse, is_causal, scale):
         dq_desc=tiles_of(dq, tile_q),
         lse_ptr=lse,
         delta_ptr=delta,
+        rows=lse.shape[-1],
         heads=heads,
         queries=queries,
         keys=keys,
@@ -1209,6 +1229,7 @@ def backward(dy, query, key, value, y, lse, is_causal, scale):
         dv_desc=tiles_of(dv, tile_k),
         lse_ptr=lse,
         delta_ptr=delta,
+        rows=lse.shape[-1],
         heads=heads,
         queries=queries,
         keys=keys,
@@ -1270,8 +1291,7 @@ def operator_forward(
 
 @operator_forward.register_fake
 def _(query, key, value, is_causal, scale):
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return rows_like(query), lse
+    return rows_like(query), empty_lse(query, is_causal)
 
 
 @torch.library.custom_op("both_passes::any_attention_bwd", mutates_args=())
@@ -1308,7 +1328,9 @@ def operator_gradients(ctx, dy, _):
     return *grads, None, None
 
 
-operator_forward.register_autograd(operator_gradients, setup_context=keep)
+BOUND = operator_forward.register_autograd(
+    operator_gradients, setup_context=keep
+)
 
 # %%
 # **torch.autocast** lets a model with parameters in float32 compute in 16
@@ -1803,6 +1825,7 @@ def _any_attention_fwd_lower_right(
     v_desc,
     y_desc,
     lse_ptr,
+    rows,
     heads,
     queries,
     keys,
@@ -1851,9 +1874,8 @@ def _any_attention_fwd_lower_right(
     total = tl.where(limit.reshape(TILE_Q) > 0, total, 1)
     y = (weighted / total[:, None]).to(y_desc.dtype)
     y_desc.store([batch, head, first, 0], y.reshape(1, 1, TILE_Q, DIM))
-    at = lead.to(tl.int64) * queries + query
-    lse = maximum + tl.log2(total)
-    tl.store(lse_ptr + at, lse, mask=query < queries)
+    at = lead.to(tl.int64) * rows + query
+    tl.store(lse_ptr + at, maximum + tl.log2(total))
 
 
 assert exercise_1(_any_attention_fwd_lower_right)
