@@ -359,6 +359,9 @@ def _any_attention_fwd(
 # lie in memory as ``query`` does, ``dk`` as ``key``, and ``dv`` as ``value``.
 # So what a projection gave can go into the next projection without a copy.
 
+# %%
+
+# Scaffold: tiles wider than a row, and layouts that a descriptor takes.
 
 LOG2E = 1.4426950408889634  # the logarithm of e, to the base 2
 
@@ -672,7 +675,7 @@ NAMES = {
     "triton": "Triton",
     "sdpa-cudnn": "cuDNN, by PyTorch",
     "torch": "FlashAttention-2, by PyTorch",
-    "flex": "FlexAttention, torch.compile",
+    "flex": "FlexAttention",
     "cublas": "A product of matrices",
 }
 
