@@ -449,12 +449,14 @@ def warps_here(warps):
 
 def options(tile_q, tile_k, warps, stages, dtype, D):
     """Constants of a kernel that depend on the type and the width of rows."""
+    precision = None  # what a GPU does by itself; 16 bits need no choice
+    if dtype == torch.float32 and torch.version.hip is None:
+        precision = "tf32x3"
     return {
         "DIM": width_of(D),
         "TILE_Q": tile_q,
         "TILE_K": tile_k,
-        # Products of 16 bits are exact, whatever stands here.
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "PRECISION": precision,
         "STAGES": stages,
         "num_warps": warps_here(warps),
     }
