@@ -882,12 +882,18 @@ def _product(
 # On the host, ``product(a, b, c)`` fills ``c`` with ``a @ b``. It finds out by
 # the strides whether a matrix lies turned: those of ``w.T`` say so.
 
-NUM_SMS = 4
-SHARED = 65536  # bytes that a program can have
-if ON_GPU:
-    GPU = torch.cuda.get_device_properties(DEVICE)
-    NUM_SMS = GPU.multi_processor_count
-    SHARED = getattr(GPU, "shared_memory_per_block_optin", SHARED)
+GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+
+
+def shared_memory():
+    """Bytes that a program can have; without a GPU, those of an H100."""
+    if not ON_GPU:
+        return 232448
+    return getattr(GPU, "shared_memory_per_block_optin", 65536)
+
+
+SHARED = shared_memory()
 
 
 def descriptor(t, rows, columns):
@@ -1133,8 +1139,10 @@ TILES = {
         (64, 64, 128, 4),
     ),
     "tf32": ((128, 128, 32, 8), (64, 64, 32, 4)),
-    "ieee": ((64, 64, 32, 4),),
+    "ieee": ((64, 64, 16, 4),),
 }
+# Without a TMA, threads compute an address for each number.
+TILE_BEFORE_H100 = 64, 64, 32, 4
 
 
 def plan_product(M, N, K, dtype, aligned=True):
@@ -1147,8 +1155,10 @@ def plan_product(M, N, K, dtype, aligned=True):
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             precision = "tf32"
     tiles = TILES[precision]
-    if precision == "16 bits" and (SHARED < 200_000 or not aligned):
+    if precision == "16 bits" and not aligned:
         tiles = tiles[1:]
+    if precision != "ieee" and SHARED < 200_000:
+        tiles = (TILE_BEFORE_H100,)
 
     # The largest tile that gives work to three quarters of the SMs.
     for tile in tiles:
@@ -1977,7 +1987,10 @@ def backward(dy, x, w, saved, chain, wants, first=FIRST_COLUMNS):
             and (saved is not None or wants_db)
         )
     if together:
-        columns = min(first, triton.cdiv(K, plan["TILE_N"]))
+        # With few tokens it takes more columns to give work to all SMs.
+        rows = triton.cdiv(M, plan["TILE_M"])
+        columns = max(first, NUM_SMS // rows)
+        columns = min(columns, triton.cdiv(K, plan["TILE_N"]))
         dz, sums = dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns)
         done = min(K, columns * plan["TILE_N"])
     else:
