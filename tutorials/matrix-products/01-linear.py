@@ -833,46 +833,23 @@ def _product(
         part_ptr = c_ptr
         if PARTS > 1:
             part_ptr += part.to(tl.int64) * M * N
+        # The whole tile, or its left and its right half.
+        pieces = (sums,)
         if HALVES:
-            # The left and the right half of the tile, each half as wide.
-            split = sums.reshape(TILE_M, 2, TILE_N // 2).permute(0, 2, 1)
-            left, right = split.split()
+            halves = sums.reshape(TILE_M, 2, TILE_N // 2)
+            pieces = halves.permute(0, 2, 1).split()
+        for i in tl.static_range(len(pieces)):
             _epilogue(
-                left,
-                row,
-                column,
-                c_desc,
-                part_ptr,
-                bias_ptr,
-                slope_desc,
-                M,
-                N,
-                ACT,
-            )
-            _epilogue(
-                right,
-                row,
-                column + TILE_N // 2,
-                c_desc,
-                part_ptr,
-                bias_ptr,
-                slope_desc,
-                M,
-                N,
-                ACT,
-            )
-        else:
-            _epilogue(
-                sums,
-                row,
-                column,
-                c_desc,
-                part_ptr,
-                bias_ptr,
-                slope_desc,
-                M,
-                N,
-                ACT,
+                sums=pieces[i],
+                row=row,
+                column=column + i * pieces[i].shape[1],
+                c_desc=c_desc,
+                c_ptr=part_ptr,
+                bias_ptr=bias_ptr,
+                slope_desc=slope_desc,
+                M=M,
+                N=N,
+                ACT=ACT,
             )
 
 
