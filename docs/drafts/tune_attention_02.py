@@ -1,10 +1,12 @@
 """Tiles of attention/02-backward on a GPU, in turns with cuDNN and page 01.
 
-    python3 tune_attention_02.py path/to/tutorials/attention/02-backward.py [SECONDS_TO_COMPILE]
+    python3 tune_attention_02.py path/to/tutorials/attention/02-backward.py [DESIGNS [SECONDS_TO_COMPILE]]
 
-Compiles all configurations on all cores (spawned processes, tiny inputs), then times whole backward passes (CUDA
-graphs, all in turns, as the page's figures do) at 16384 tokens of N = 4096, prints a line a configuration, the best of
-each design, checks those against PyTorch, and prints them for N = 512 to 16384. About 60 to 90 s on an H100.
+DESIGNS are some of stored,product,atomics,bulk,turns (all, in this order, if none is named). Compiles all configurations
+on all cores (spawned processes, tiny inputs), then times whole backward passes (CUDA graphs, all in turns, as the page's
+figures do) at 16384 tokens of N = 4096, prints a line a configuration, the best of each design, checks those against
+PyTorch, and prints them for N = 512 to 16384. About 60 to 90 s on an H100. Each design is timed in a process of its own
+that is ended after 60 s: a queue that waits for ever must not take the others along.
 
 What to do with it: write the best (queries, keys, warps, stages) into TILES of the page (up to 64, of 128), GROUP
 into `group=32,` of in_turns_of_keys; if "stored" is not the fastest at N = 4096, see the end of the output.
@@ -13,7 +15,7 @@ import functools, multiprocessing as mp, os, sys, time
 from pathlib import Path
 
 SCRIPT = Path(sys.argv[1]).resolve()
-LIMIT = float(sys.argv[2]) if len(sys.argv) > 2 else 75
+LIMIT = float(sys.argv[3]) if len(sys.argv) > 3 else 75
 T0 = time.time()
 ROOT = SCRIPT.parents[2]
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tests")]
@@ -36,7 +38,13 @@ PRODUCT = {
          (64, 128, 4, 3)],
 }
 GROUPS = (1, 4, 16, 64)
-DESIGNS = {"atomics": ADDS, "bulk": ADDS, "turns": ADDS, "stored": STORED, "product": PRODUCT}
+TURNS = {  # no load runs ahead, so stages make no difference
+    128: [(64, 64, 4, 1), (32, 64, 4, 1), (64, 128, 8, 1), (32, 128, 8, 1), (64, 64, 8, 1)],
+    64: [(64, 64, 4, 1), (64, 128, 8, 1), (128, 64, 8, 1), (32, 64, 4, 1)],
+}
+DESIGNS = {"stored": STORED, "product": PRODUCT, "atomics": ADDS, "bulk": ADDS, "turns": TURNS}
+if len(sys.argv) > 2:
+    DESIGNS = {name: DESIGNS[name] for name in sys.argv[2].split(",")}
 JOBS = [(design, D, plan) for D in (128, 64) for design, table in DESIGNS.items() for plan in table[D]]
 
 
@@ -89,8 +97,49 @@ def rivals(p, N, D):
     return {"cudnn": functools.partial(torch.autograd.grad, y, (q, k, v), dy.detach(), retain_graph=True)}
 
 
+def set_best(p, best):
+    for (design, D), plan in best.items():
+        small, large = p.TILES[design]
+        p.TILES[design] = (small, plan) if D > 64 else (plan, large)
+
+
+def time_design(design, failed, best, queue):
+    """In a process of its own: a line a configuration, and the best of each head dimension."""
+    import torch
+    p, N = page(), 4096
+    set_best(p, best)
+    for D in (128, 64):
+        tensors = given(p, N, D)
+        calls = rivals(p, N, D) | {"seven": functools.partial(p.DESIGNS["seven"], *tensors)}
+        for plan in DESIGNS[design][D]:
+            if (design, D, plan) not in failed:
+                calls[plan] = functools.partial(with_plan(p, design, D, plan), *tensors)
+        found = p.speeds(5, calls, N)
+        ours = {k: v[0] for k, v in found.items() if isinstance(k, tuple)}
+        for plan, speed in sorted(ours.items(), key=lambda each: -each[1]):
+            print(f"D {D:3} {design:8} {plan!s:18} {speed:5.0f} TFLOP/s; seven {found['seven'][0]:.0f}, "
+                  f"cuDNN {found['cudnn'][0]:.0f}, cuBLAS {found['cublas'][0]:.0f}", flush=True)
+        queue.put(((design, D), max(ours, key=ours.get)))
+        if design == "turns":  # heads side by side
+            set_best(p, {(design, D): max(ours, key=ours.get)})
+            code, all_at_once, calls = p.in_turns_of_keys, p.all_at_once, {}
+            for group in GROUPS:
+                def grouped(*args, group=group):
+                    p.all_at_once = lambda *a, **k: all_at_once(*a, **(k | {"group": group}))
+                    try:
+                        return code(*args)
+                    finally:
+                        p.all_at_once = all_at_once
+                calls[f"group {group}"] = functools.partial(grouped, *tensors)
+            calls["group 32"] = functools.partial(code, *tensors)
+            for name, speed in p.speeds(5, calls, N).items():
+                print(f"D {D:3} turns    {name:18} {speed[0]:5.0f} TFLOP/s", flush=True)
+        torch.cuda.empty_cache()
+
+
 def main():
-    with mp.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+    context = mp.get_context("spawn")
+    with context.Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         result = pool.map_async(compile_one, JOBS, chunksize=1)
         try:
             bad = [each for each in result.get(timeout=LIMIT) if each]
@@ -102,52 +151,33 @@ def main():
         print("failed:", job, why)
     failed = {job for job, _ in bad}
     print(f"{len(JOBS)} configurations, {len(failed)} failed, {time.time() - T0:.0f} s", flush=True)
+    best, hangs = {}, set()
+    for design in DESIGNS:
+        queue = context.Queue()
+        process = context.Process(target=time_design, args=(design, failed, best, queue))
+        process.start()
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            hangs.add(design)
+            print(f"{design} was ended after 60 s", flush=True)
+        while not queue.empty():
+            name, plan = queue.get()
+            best[name] = plan
 
     import torch
     import torch.nn.functional as F
     p = page()
+    set_best(p, best)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", p.triton.__version__)
-    best = {}
-    for D in (128, 64):
-        N = 4096
-        tensors = given(p, N, D)
-        for design, table in DESIGNS.items():
-            calls = rivals(p, N, D) | {"seven": functools.partial(p.DESIGNS["seven"], *tensors)}
-            for plan in table[D]:
-                if (design, D, plan) not in failed:
-                    calls[plan] = functools.partial(with_plan(p, design, D, plan), *tensors)
-            found = p.speeds(5, calls, N)
-            ours = {k: v[0] for k, v in found.items() if isinstance(k, tuple)}
-            for plan, speed in sorted(ours.items(), key=lambda each: -each[1]):
-                print(f"D {D:3} {design:8} {plan!s:18} {speed:5.0f} TFLOP/s; seven {found['seven'][0]:.0f}, "
-                      f"cuDNN {found['cudnn'][0]:.0f}, cuBLAS {found['cublas'][0]:.0f}", flush=True)
-            best[design, D] = max(ours, key=ours.get)
-            small, large = p.TILES[design]
-            p.TILES[design] = (small, best[design, D]) if D > 64 else (best[design, D], large)
-            torch.cuda.empty_cache()
-        # Heads side by side, where programs take turns.
-        code = p.in_turns_of_keys
-        calls = {}
-        for group in GROUPS:
-            def grouped(*args, group=group):
-                all_at_once = p.all_at_once
-                p.all_at_once = lambda *a, **k: all_at_once(*a, **(k | {"group": group}))
-                try:
-                    return code(*args)
-                finally:
-                    p.all_at_once = all_at_once
-            calls[f"group {group}"] = functools.partial(grouped, *tensors)
-        calls["group 32"] = functools.partial(code, *tensors)
-        for name, speed in p.speeds(5, calls, N).items():
-            print(f"D {D:3} turns    {name:18} {speed[0]:5.0f} TFLOP/s", flush=True)
-        torch.cuda.empty_cache()
     print("TILES =", p.TILES)
 
     for D in (128, 64):
         q, k, v, dy = p.inputs(1024, D, torch.float16)
         y = F.scaled_dot_product_attention(q, k, v)
         exact = torch.autograd.grad(y, (q, k, v), dy.detach())
-        for design in p.DESIGNS:
+        for design in p.DESIGNS.keys() - hangs:
             y = p.attention(q, k, v, design=design)
             ours = torch.autograd.grad(y, (q, k, v), dy.detach())
             errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(ours, exact)]
@@ -157,7 +187,7 @@ def main():
         for N in (512, 1024, 2048, 4096, 8192, 16384):
             tensors = given(p, N, D)
             calls = rivals(p, N, D)
-            for design in ("seven", "atomics", "bulk", "turns", "stored", "whole"):
+            for design in {"seven", "atomics", "bulk", "turns", "stored", "whole"} - hangs:
                 calls[design] = functools.partial(p.DESIGNS[design], *tensors)
             found = p.speeds(5, calls, N)
             print(f"D {D:3} N {N:5}", " ".join(f"{name} {speed[0]:.0f}" for name, speed in found.items()), flush=True)
