@@ -190,20 +190,14 @@ class Attention(Operation):
         y = found["y"].double()
         scale = case.D**-0.5 if case.scale is None else case.scale
         # Sizes count in what bounds.py allows of each: some half units of
-        # float32.
+        # float32. That is far more than TF32, three times, is off by.
         noise = torch.finfo(SINGLE).eps / 2 * HALF_UNITS
-        # On a GPU a product of float32 is one of TF32, three times. An operand
-        # is two numbers of 11 bits each, so it is off by 2**-22, and the
-        # product of both remainders, 2**-24, is left out.
-        lost = 0.0
-        if case.dtype == SINGLE and q.device.type != "cpu":
-            lost = 2.0**-20 / noise
         # Powers and ds are operands of products, so they are rounded to the
         # type of the inputs: by half a unit, or a unit where the interpreter
         # cuts, and beside 0 by the smallest number. A power below the normal
         # numbers of float32 may count as 0.
         kind = torch.finfo(case.dtype)
-        operand = max(kind.eps / 2 / noise, lost)
+        operand = kind.eps / 2 / noise
         tiny = max(
             kind.smallest_normal * kind.eps,
             torch.finfo(SINGLE).smallest_normal,
@@ -217,14 +211,14 @@ class Attention(Operation):
         score = (scale * q @ k.mT).masked_fill(~seen, -torch.inf)
         p = score.softmax(-1)
         # An exponent is off by its size: that of the terms of a score.
-        terms = 1 + (1 + lost) * scale * q.abs() @ k.mT.abs()
+        terms = 1 + scale * q.abs() @ k.mT.abs()
         off = terms + (p * terms).sum(-1, keepdim=True)
         delta = (dy * y).sum(-1, keepdim=True)
         dp = dy @ v.mT
         ds = p * (dp - delta)
         # The size of what is added up for ds, and how far p is off.
         around = dy.abs() @ v.mT.abs() + (dy * y).abs().sum(-1, keepdim=True)
-        ds_size = p * around * (off + lost) + (operand * ds.abs() + tiny)
+        ds_size = p * around * off + (operand * ds.abs() + tiny)
         if case.dtype == BRAIN and q.device.type == "cpu":
             # There y is rounded after the kernel, and delta before.
             ds_size += operand * p * (dy * y).abs().sum(-1, keepdim=True)

@@ -419,6 +419,10 @@ def tiles_of(t, rows):
 # So the tiles are small, and with more than 64 numbers in a head the backward
 # kernels spill all the same. That is right, and slow: train in 16 bits if you
 # can.
+#
+# GPUs without a TMA, which are AMD's and those before the H100, also take
+# operands from registers, and an address for each element. They get the small
+# tiles, too.
 
 TILES = {
     # width: queries, keys, warps and stages; then the same if causal
@@ -431,20 +435,18 @@ TILES = {
 
 # %%
 
-# Scaffold: warps for GPUs before the H100, from page 01.
-
-
-def warps_here(warps):
-    """GPUs before the H100 also keep operands in registers, not only sums, so
-    they get twice the threads."""
-    if ON_GPU and torch.cuda.get_device_capability()[0] < 9:
-        return 2 * warps
-    return warps
-
-
-# %%
-
 # Scaffold: what both passes hand to a kernel, and the plan of the forward one.
+
+
+def small_tiles(dtype):
+    """Whether operands lie in registers: in float32, and without a TMA."""
+    if dtype == torch.float32:
+        return True
+    if not ON_GPU:
+        return False  # the interpreter has no registers
+    if torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability()[0] < 9
 
 
 def options(tile_q, tile_k, warps, stages, dtype, D):
@@ -458,13 +460,13 @@ def options(tile_q, tile_k, warps, stages, dtype, D):
         "TILE_K": tile_k,
         "PRECISION": precision,
         "STAGES": stages,
-        "num_warps": warps_here(warps),
+        "num_warps": warps,
     }
 
 
 def plan_forward(dtype, D, is_causal):
-    if dtype == torch.float32:
-        return options(16, 32, 4, 2, dtype, D)
+    if small_tiles(dtype):
+        return options(16, 32, 8, 2, dtype, D)
     usual, causal = TILES[width_of(D)]
     tiles = causal if is_causal else usual
     return options(*tiles, dtype, D)
@@ -1170,8 +1172,8 @@ OWN_AND_STEP = {
 def plan_backward(dtype, D):
     """For the kernel of the queries, and for that of the keys."""
     own, step, warps, stages = OWN_AND_STEP[width_of(D)]
-    if dtype == torch.float32:
-        own, step, warps, stages = 16, 16, 4, 2
+    if small_tiles(dtype):
+        own, step, warps, stages = 16, 16, 8, 2
     return (
         options(own, step, warps, stages, dtype, D),
         options(step, own, warps, stages, dtype, D),
