@@ -887,10 +887,10 @@ for member in range(3):
             arrowprops={"arrowstyle": "->"},
         )
 plt.annotate(
-    "", xy=(14.6, -2.6), xytext=(14, -2.6), arrowprops={"arrowstyle": "->"}
+    "", xy=(15.7, -2.6), xytext=(14, -2.6), arrowprops={"arrowstyle": "->"}
 )
-plt.text(14.7, -2.6, "dk and dv", ha="left", va="center")
-plt.axis((-0.3, 17.2, -3.3, 1.7))
+plt.text(15.8, -2.6, "dk and dv", ha="left", va="center")
+plt.axis((-0.3, 18.4, -3.3, 1.7))
 plt.axis("off")
 plt.show()
 
