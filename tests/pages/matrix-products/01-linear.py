@@ -1,8 +1,6 @@
 """What must hold of the page "A linear layer, both passes"."""
 
-import pytest
 import torch
-import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Linear, LinearCase, Page
@@ -12,7 +10,7 @@ EVERY = (True, True, True)
 
 
 def layer(page, M, N, K, dtype, activation="gelu"):
-    """Both passes of a layer on empty tensors."""
+    """Both passes of a layer on empty tensors; x and w."""
 
     def empty(*shape):
         t = torch.empty(shape, dtype=dtype, device=page.DEVICE)
@@ -21,33 +19,38 @@ def layer(page, M, N, K, dtype, activation="gelu"):
     x, w, b = empty(M, K), empty(N, K), empty(N)
     y = page.linear(x, w, b, activation)
     torch.autograd.grad(y, (x, w, b), torch.empty_like(y))
-    return x.detach(), w.detach(), b.detach()
+    return x.detach(), w.detach()
 
 
 def run(page, M, N, dtype):
-    x, w, b = layer(page, M, N, 4096, dtype)
+    x, w = layer(page, M, N, 4096, dtype)
     saved = page.padded(M, N, dtype, page.DEVICE)
     page.backward(saved, x, w, saved, page._times_slope, EVERY, first=0)
     page.one_tile_a_program(x, w, group=8, stages=3)
     # The last launch of a kernel is the one that its panel shows.
-    page.forward(x, w, b, page._gelu, keeps_slope=True)
+    bias = torch.empty(N, dtype=dtype, device=page.DEVICE)
+    page.forward(x, w, bias, page._gelu, keeps_slope=True)
 
 
 def also(page, M, N, dtype):
-    """What is compared, and the solution of the exercise."""
-    x, w, b = layer(page, M, N, 4096, dtype, "silu")
+    """What is compared, the solution of the exercise, and sizes of 1."""
+    x, w = layer(page, M, N, 4096, dtype)
+    for act in (page._silu, page._relu):
+        page.forward(x, w, None, act)
     for name in ("one tile", "groups", "stages", *page.RUNGS):
         page.climb(x, w, name)
     saved = page.padded(M, N, dtype, page.DEVICE)
-    page.backward(saved, x, w, saved, page._through_gelu, EVERY)
+    for chain in (page._through_gelu, page._where_positive):
+        page.backward(saved, x, w, saved, chain, EVERY)
     order = torch.empty(70, 2, dtype=torch.int32, device=page.DEVICE)
     for place in (page._place, page._snake):
         page._visit[(70,)](order, 10, 7, GROUP=4, PLACE=place)
-    layer(page, 16, 4096, 4096, dtype)
+    for M, N, K in ((1, 1, 1), (1, 4096, 4096), (4096, 1, 64), (4096, 64, 1)):
+        layer(page, M, N, K, dtype, "relu")
 
 
 def plain(page, M, N, dtype):
-    """Neither bias nor activation: results alone."""
+    """Neither bias nor activation."""
     x = torch.empty(M, 4096, dtype=dtype, device=page.DEVICE)
     w = torch.empty(N, 4096, dtype=dtype, device=page.DEVICE)
     x.requires_grad_()
@@ -71,7 +74,33 @@ def few(page, M, N, dtype):
     layer(page, 300, N, 4096, dtype)
 
 
+def of_float32(page, M, N, dtype):
+    layer(page, M, N, 1024, dtype)
+
+
+def tf32(page, M, N, dtype):
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    switch.fp32_precision = "tf32"
+    try:
+        layer(page, M, N, 1024, dtype)
+    finally:
+        switch.fp32_precision = before
+
+
 PUBLISHED = "2026-11-27"
+
+
+def multiplies(code):
+    """By Tensor Cores, with tiles from the TMA where there is one."""
+    return [
+        code.multiplies,
+        code.fetches_tiles == (code.target in ("sm_90", "sm_100")),
+        code.spills == 0 or code.target == "sm_80",
+    ]
+
+
+LARGE = 227 * 1024
 
 KERNELS = Kernels(
     run=run,
@@ -80,16 +109,61 @@ KERNELS = Kernels(
     N=[4096],
     dtype="bfloat16",
     sizes={
-        "bfloat16": [1024, 4096, 14336],
+        "bfloat16": [1024, 14336],
         "float16": [4096],
-        "float32": [1024],
     },
     kernels={
-        "_one_tile": Kernel(look="Look.", true=lambda code: []),
-        "_product": Kernel(look="Look.", true=lambda code: []),
-        "_add_parts": Kernel(look="Look.", true=lambda code: []),
-        "_first_columns": Kernel(look="Look.", true=lambda code: []),
-        "_own_pass": Kernel(look="Look.", true=lambda code: []),
+        "_one_tile": Kernel(
+            look="""
+            On sm_90 each thread copies its part of both tiles with
+            ``cp.async``, and ``wgmma`` multiplies them.
+            Look at how much of the loop is about addresses.
+            """,
+            true=lambda code: [
+                code.multiplies,
+                not code.fetches_tiles,
+                (code.count("copy") > 0) != code.amd,
+            ],
+            shared=LARGE,
+            copies="any",
+        ),
+        "_product": Kernel(
+            look="""
+            On sm_90 the loop has four ``wgmma``, each of which multiplies 64
+            rows by 256 columns and 16 features for half of the warps, and two
+            ``cp.async.bulk.tensor``, each of which fetches a tile.
+            The powers of GELU stand behind the loop, and nothing is spilled.
+            """,
+            true=lambda code: [
+                *multiplies(code),
+                code.warps == 8 or code.target in ("sm_80", "gfx942"),
+            ],
+            shared=LARGE,
+            copies="any",
+            narrow_loads=32,  # the bias
+            narrow_stores=64,  # where a row is no multiple of 16 bytes
+        ),
+        "_add_parts": Kernel(
+            look="Few bytes, no product: the parts of ``db``, added up.",
+            true=lambda code: [not code.multiplies],
+            narrow_loads=8,
+            narrow_stores=2,
+        ),
+        "_first_columns": Kernel(
+            look="""
+            On sm_90 ``wgmma`` takes its left operand from registers here:
+            ``dy`` times the slope, multiplied two numbers at a time.
+            """,
+            true=multiplies,
+            shared=LARGE,
+            copies="any",
+            narrow_stores=1,  # parts of db
+        ),
+        "_own_pass": Kernel(
+            look="Two tiles in, one tile and a row of sums out.",
+            true=lambda code: [not code.multiplies, code.spills == 0],
+            narrow_stores=1,
+        ),
     },
     cases={
         "neither bias nor activation": Case(
@@ -98,6 +172,12 @@ KERNELS = Kernels(
         "relu": Case(run=of_relu, sizes={"bfloat16": [4096]}),
         "odd": Case(run=odd, sizes={"bfloat16": [4096]}),
         "few tokens": Case(run=few, sizes={"bfloat16": [4096]}),
+        "float32": Case(run=of_float32, sizes={"float32": [1024]}),
+        "TF32": Case(
+            run=tf32,
+            sizes={"float32": [4096]},
+            true={"_product": lambda code: [code.multiplies]},
+        ),
     },
 )
 
