@@ -269,9 +269,9 @@ def one_tile_a_program(x, w, group=1, stages=1, precision="ieee"):
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     tile_m, tile_n, tile_k, warps = 128, 128, 64, 8
     if x.dtype == torch.float32:
-        # Twice the bytes; and without Tensor Cores also few registers left.
-        tile_k = 32
+        tile_k = 32  # as many bytes as 64 numbers of 16 bits
         if precision == "ieee":
+            # Without Tensor Cores, registers hold the operands, too.
             tile_m, tile_n, warps = 64, 64, 4
     tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
     _one_tile[(tiles,)](
@@ -450,10 +450,10 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H100 the kernel reaches NN TFLOP/s in float32 at 4096 new features, NN
-# with TF32, and NN in 16 bits. Each of these is the same kernel; only the type
-# of its numbers and the unit that multiplies them have changed. cuBLAS reaches
-# NN TFLOP/s in 16 bits, so we are at NN% of it.
+# On the H100, at 4096 new features, the kernel reaches NN TFLOP/s in float32,
+# NN with TF32, and NN in 16 bits. Each time it is the same kernel; only the
+# type of its numbers and the unit that multiplies them have changed. cuBLAS
+# reaches NN TFLOP/s in 16 bits, so we are at NN% of it.
 #
 # **Why.**
 # By the data sheet, the units for float32 do 67 TFLOP/s, and the Tensor Cores
@@ -601,8 +601,8 @@ bench_hits.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100 in groups of 8 rows, NN% of the requests hit at 4096 new features
-# and NN% at 14336. Row by row it is NN% and NN%.
+# On the H100, in groups of 8 rows, NN% of the requests hit at 4096 new
+# features and NN% at 14336. Row by row it is NN% and NN%.
 #
 # **Why.**
 # At 4096 features both orders fit into L2: a round reads 37 strips row by row.
@@ -654,11 +654,11 @@ bench_hits.run(show_plots=ON_GPU)
 #
 # An activation is a function that the kernel is given as a constant, as in `A
 # function as a constant <../fused/03-activation.html>`_. It returns its value
-# and its slope; we need the slope for the backward pass. ReLU is short. SiLU
-# is :math:`z \, \sigma(z)` with the sigmoid :math:`\sigma`. And the form of
-# GELU that most models use is, up to a name, :math:`z \, \sigma(u)` with
-# :math:`u = \sqrt{8 / \pi} \, (z + 0.044715 \, z^3)`. PyTorch calls it
-# ``approximate="tanh"``.
+# and its slope, which the backward pass needs. ReLU is short. SiLU is
+# :math:`z \, \sigma(z)` with the sigmoid :math:`\sigma`. The form of GELU
+# that PyTorch calls ``approximate="tanh"`` is :math:`z \, \sigma(u)` with
+# :math:`u = \sqrt{8 / \pi} \, (z + 0.044715 \, z^3)`. The sigmoid is the
+# short one of that page.
 
 # %%
 
@@ -1054,17 +1054,19 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # fourth stage we are at NN% and NN%.
 #
 # **Why.**
-# Groups pay where the strips of a round do not fit into L2, so they do little
-# at 4096 features. Stages take the wait out of each step. Descriptors leave
-# the warps with hardly anything to do but to start products: one instruction,
-# ``wgmma``, multiplies 64 rows by 256 columns and 16 features. Larger tiles
-# ask less of L2. At 700 TFLOP/s, tiles of 128 × 128 need 10.9 TB/s from L2,
-# and those of 128 × 256 need 8.2.
+# Groups pay where the strips of a round do not fit into L2, which is at 14336
+# features and not at 4096. Stages take the wait out of each step. Descriptors
+# leave the warps with hardly anything to do but to start products: one
+# instruction, ``wgmma``, multiplies 64 rows by 256 columns and 16 features.
+# Tiles of 128 × 256 ask a quarter less of L2 than those of 128 × 128. The last
+# two steps are about the time between two tiles, and that is the shorter part
+# of a long sum.
 #
 # **What follows.**
-# No single step brings us to cuBLAS, and after the last one little is missing.
-# Two numbers that lie two or three per cent apart are the same: a card that is
-# this hot changes its clock all the time.
+# No single step brings us to cuBLAS. Each of them takes away one thing that
+# the Tensor Cores wait for, and what they wait for then is the next one.
+# Two numbers that lie two or three per cent apart mean the same: a card that
+# is this hot changes its clock all the time.
 #
 # What to save for the backward pass
 # ----------------------------------
@@ -1220,6 +1222,11 @@ def _add_parts(
     tl.store(c_ptr + at, total, mask=inside)
 
 
+# %%
+
+# Scaffold: the second kernel, launched.
+
+
 def add_parts(parts, c, bias=None, act=None, slope=None):
     """Fill c with the sum of its parts, and what stands behind it."""
     slope_stride = 0
@@ -1241,6 +1248,9 @@ def add_parts(parts, c, bias=None, act=None, slope=None):
         COLUMNS=columns,
         num_warps=4,
     )
+
+
+# %%
 
 
 def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
@@ -1507,8 +1517,11 @@ in_percent(bench_gelu_narrow, "cuBLAS, the product alone")
 # On the H100 the layer with 4096 old features reaches NN TFLOP/s at 4096 new
 # ones, and NN at 14336. That is NN and NN times the speed of torch.compile,
 # and NN and NN times that of PyTorch. With 1024 old features it reaches NN
-# TFLOP/s at 4096 new ones, which is NN times the speed of torch.compile. To
-# save the slope costs NN% of the time there, and NN% with 4096 old features.
+# TFLOP/s at 4096 new ones, which is NN times the speed of torch.compile.
+# Without the slope we would be NN% faster there, and NN% at 4096 old and new
+# features.
+# On the H200 the forward pass is NN, NN and NN times as fast as that of
+# torch.compile at these three sizes.
 #
 # **Why.**
 # In a kernel of its own the activation of 8192 × 4096 numbers reads 67 MB and
@@ -1643,6 +1656,8 @@ in_percent(
 # reaches NN% of cuBLAS, ``dx`` NN% and ``dw`` NN%. With 14336 new features it
 # is NN%, NN% and NN%. With 4096 tokens of 1024 features, and 4096 new ones, it
 # is NN%, NN% and NN%.
+# On the H200 the three sizes give NN%, NN% and NN%, then NN%, NN% and NN%, and
+# NN%, NN% and NN%.
 #
 # **Why.**
 # It is the same kernel with the same tiles, and only the layouts differ. At
@@ -1855,10 +1870,16 @@ def _own_pass(
 
 
 # %%
-# On the host, both give ``dz`` and the parts of ``db``. The first one also
-# fills the first columns of ``dx``, and says how many.
+# On the host, ``dz_with_dx`` and ``dz_in_a_pass`` launch these two kernels.
+# Both return ``dz`` and the parts of ``db``. How many columns should make
+# ``dz``? With one, 64 programs would do it for 8192 tokens, and half of the
+# SMs would have nothing to do. Four were the fastest of those that we tried.
 
 FIRST_COLUMNS = 4  # columns of tiles of dx
+
+# %%
+
+# Scaffold: both kernels, launched.
 
 
 def new_sums(rows, dz, wants_db):
@@ -2268,8 +2289,10 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # and NN and NN times that of PyTorch. With 1024 old features it reaches NN at
 # 4096 new ones, which is NN times the speed of torch.compile.
 # With a pass of its own for ``dz`` these three numbers are NN, NN and NN.
-# If all columns of ``dx`` multiply by the slope, it is NN at 4096 old and new
-# features, and NN if the first ones compute the slope from ``z``.
+# If all columns of ``dx`` multiply by the slope, the first number is NN, and if
+# the first ones compute the slope from ``z``, it is NN.
+# On the H200 ours is NN, NN and NN times as fast as the backward pass of
+# torch.compile at these three sizes.
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
@@ -2281,10 +2304,12 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # ------------------------------
 #
 # We let ``ncu`` count what all kernels of the backward pass move, to and from
-# DRAM. By hand, a pass of its own moves five matrices of ``M`` × ``N``
-# numbers. In the product it is four if all columns of ``dx`` are computed with
-# it, and five otherwise, because the other columns read ``dz``. Both read
-# ``x``, and ``w`` once or twice, and write ``dx`` and ``dw``.
+# DRAM, with 4096 tokens of 1024 features. By hand, a pass of its own needs
+# five matrices of ``M`` × ``N`` numbers. In the product it takes four: ``dy``
+# and the slope are read, ``dz`` is written, and ``dw`` reads it. (With more
+# old features the other columns of ``dx`` read ``dz`` as well. That makes five
+# again, but all of these bytes move while Tensor Cores multiply.) In both
+# cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are written.
 
 # %%
 
@@ -2293,12 +2318,11 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 
 def by_hand(M, N, K, own_pass):
     """Bytes that have to move, in 16 bits."""
-    in_loop = 4 if K <= 256 * FIRST_COLUMNS else 5
-    passes = 5 if own_pass else in_loop
-    times_w = 1 if own_pass or in_loop == 4 else 2
-    # The columns of w are divided between both launches.
-    times_w = min(times_w, 1)
-    return 2 * (passes * M * N + 2 * M * K + (times_w + 1) * N * K)
+    matrices = 5
+    if not own_pass and K <= 256 * FIRST_COLUMNS:
+        matrices = 4
+    # And x, w, dx and dw, once each.
+    return 2 * (matrices * M * N + 2 * M * K + 2 * N * K)
 
 
 @triton.testing.perf_report(
