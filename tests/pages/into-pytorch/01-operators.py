@@ -75,7 +75,7 @@ KERNELS = Kernels(
 
 # Claims ----------------------------------------------------------------------
 
-CARD = "H100"
+CARD = "H200"
 
 
 def us(of, provider, N):
@@ -96,7 +96,7 @@ def names(figure):
     )
     assert min(custom, opened) > bare
     yield (
-        f"On the H100 PyTorch's RMS norm takes {pytorch} µs, and our bare "
+        f"On the H200 PyTorch's RMS norm takes {pytorch} µs, and our bare "
         f"launch takes {bare} µs. As a custom operator the same launch takes "
         f"{custom} µs, and as a ``triton_op`` it takes {opened} µs."
     )
@@ -110,7 +110,7 @@ def device(figure):
             for each in ("triton", "torch", "torch.compile")
         )
         yield (
-            f"On the H100 our {ours} reaches {triton} of the copy. PyTorch "
+            f"On the H200 our {ours} reaches {triton} of the copy. PyTorch "
             f"reaches {torch_}, and torch.compile {compiled}."
         )
 
@@ -125,7 +125,7 @@ def gradients(figure):
     assert graph < min(pytorch, function)
     wide = [us(of, each, 8192) for each in ("torch", *WAYS)]
     yield (
-        f"On the H100, at 1024 columns, PyTorch takes {pytorch} µs for both "
+        f"On the H200, at 1024 columns, PyTorch takes {pytorch} µs for both "
         f"passes. The autograd function takes {function} µs, the custom "
         f"operator {custom} µs, and ``triton_op`` {opened} µs. The kernels "
         f"alone, in the graph, take {graph} µs. At 8192 columns the four "
@@ -135,7 +135,7 @@ def gradients(figure):
     # "PyTorch's own norm takes less time on the host than any of ours."
     assert pytorch < function
     yield (
-        f"of ours: {pytorch} µs for both passes on the H100 at 1024 columns, "
+        f"of ours: {pytorch} µs for both passes on the H200 at 1024 columns, "
         f"against {function} µs."
     )
     for said, us_of in (
@@ -154,12 +154,14 @@ def kernels(figure):
             count = of.median(provider, way)
             count.rounding = ".0f"
             counts.append(count)
-        # "What is around our kernels is put together."
-        assert counts[-1] < counts[-2], way
+        # "What is around our kernels": never more, and perhaps no fewer.
+        assert counts[-1] <= counts[-2], way
     # "PyTorch's norm dissolves", and "ours stays what it is".
     assert counts[1] < min(counts[3::2])
+    # "Of a custom operator it cannot even see those."
+    assert counts[5] >= max(counts[3], counts[7])
     yield (
-        "On the H100 both passes of the block take {} kernels with PyTorch's "
+        "On the H200 both passes of the block take {} kernels with PyTorch's "
         "norm and {} when they are compiled. With the autograd function they "
         "take {} and {}, with the custom operator {} and {}, and with "
         "``triton_op`` {} and {}."
@@ -174,7 +176,7 @@ def blocks(figure):
     )
     assert custom > max(bare, opened)
     yield (
-        f"On the H100 the block takes {as_it_is} µs with PyTorch as it is, "
+        f"On the H200 the block takes {as_it_is} µs with PyTorch as it is, "
         f"and {compiled} µs when it is compiled. Compiled with our bare "
         f"launch it takes {bare} µs, with the custom operator {custom} µs, "
         f"and with ``triton_op`` {opened} µs."
@@ -190,7 +192,7 @@ def blocks(figure):
         )
         begin = "Compiled with" if place == "host" else "With"
         yield (
-            f"On the H100 the block takes {as_it_is} µs with PyTorch as it "
+            f"On the H200 the block takes {as_it_is} µs with PyTorch as it "
             f"is, and {compiled} µs when it is compiled. {begin} the autograd "
             f"{with_ours}"
         )
@@ -488,14 +490,21 @@ PAGE = Page(
 # What the page says ----------------------------------------------------------
 
 
-def test_a_name_is_of_one_page(load, unedited):
-    """Two copies of the page in a process do not call each other."""
-    page = load()
-    assert page.NAMESPACE != unedited.NAMESPACE
-    with unedited.counted_launches() as launches:
-        x = torch.ones(2, 8, device=page.DEVICE)
-        page.rms_norm(x, 8)
-    assert launches == []
+def test_a_name_is_of_one_page(page):
+    """Two copies of the page in a process do not call each other, if each has
+    a namespace of its own. On a GPU the page is not edited: its copy is."""
+    copy = tutorial.load(PAGE.name, ((OWN, 'NAMESPACE = "a_copy"'),))
+    assert page.NAMESPACE != copy.NAMESPACE
+    x = torch.ones(2, 8, device=page.DEVICE)
+    for each in (page, copy):
+        each.rms_norm(x, 8)  # a first launch adds to the globals of a page
+    for called, other in ((page, copy), (copy, page)):
+        with (
+            called.counted_launches() as launches,
+            other.counted_launches() as of_the_other,
+        ):
+            called.rms_norm(x, 8)
+        assert (launches, of_the_other) == (["forward"], [])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
