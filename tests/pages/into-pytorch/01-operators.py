@@ -67,7 +67,10 @@ KERNELS = Kernels(
             The weights are loaded once, before the loop, and the sums for
             ``dw`` stay in registers until its end.
             """,
-            true=lambda code: [code.count("load", 16) > 0, code.spills == 0],
+            true=lambda code: [
+                code.count("load", 16) > 0 or code.amd,  # wider warps
+                code.spills == 0,
+            ],
             narrow_loads=1,  # rstd
         ),
     },
