@@ -48,6 +48,7 @@ UNITS = {
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
     "load requests per row": (0, math.inf),
+    "kernels": POSITIVE,  # that run on the device in a call
 }
 PAGE = {"code": str, "environment": dict, "benchmarks": dict, "digest": str}
 BENCHMARK = {
