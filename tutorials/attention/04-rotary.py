@@ -28,8 +28,8 @@ On this page we count the bytes of each, and measure.
 - Why the backward pass is the same kernel, and saves nothing of the forward
   pass.
 - What must be true before a kernel may write in place.
-- How to find out by counting whether a rotation belongs into the loads of
-  attention.
+- How to find out, by counting and by measuring, whether a rotation belongs
+  into the loads of attention.
 
 **What you need:** `Layer normalization, both passes
 <../layer-norm/01-layer-norm.html>`_ for programs, tiles and the clock, and
@@ -569,10 +569,10 @@ report(bench_first)
 
 # %%
 # **What the figure shows.**
-# On the H100 the first kernel reaches NN% of a copy with halves at 256
+# On the H200 the first kernel reaches NN% of a copy with halves at 256
 # positions, and NN% at 16384. With interleaved pairs it reaches NN% and NN%.
 #
-# **Why are interleaved pairs slower?**
+# **What do interleaved pairs cost?**
 # A thread of the first kernel has 16 pairs, eight of each of two rows. With
 # halves it loads the first numbers of eight pairs with one instruction of 16
 # bytes, because they lie side by side. Interleaved, they are every second
@@ -641,6 +641,7 @@ plt.show()
 # %%
 # With four heads a program loads 1024 bytes of each position, and 512 bytes of
 # angles. So tables are a third of what an SM loads, and no longer two thirds.
+# With eight heads they are a fifth.
 #
 # Three more things are new:
 #
@@ -779,14 +780,23 @@ def _rotary(
 # %%
 # How many positions and heads should a program have?
 #
-# - It has 4 warps, and as many positions as it takes for each thread to load
-#   16 bytes of each half of a row with one instruction. With 128 numbers in 16
-#   bits that makes 16 positions.
-# - It has 4 heads where that leaves at least 4 programs for each SM, and
-#   otherwise 2 heads or one. At 256 positions, 4 heads each would make 160
-#   programs for 132 SMs. So 28 of the SMs would have two programs, and do
-#   twice as much as the others.
+# - Half a row of all its positions has 1024 bytes. With 128 numbers in 16 bits
+#   that makes 8 positions.
+# - It has 8 heads and two warps where that leaves at least 4 programs for each
+#   SM. At 256 positions, 8 heads each would make 160 programs for 132 SMs. So
+#   28 of the SMs would have two programs, and do twice as much as the others.
+# - Otherwise it has 4 heads and one warp. These are half as many threads for
+#   half as many heads: in both cases each thread has 16 loads of 16 bytes in
+#   flight before its first store.
 # - The number of heads of a program must divide those of ``q`` and of ``k``.
+#   Where 4 does not, it has 2 heads or one.
+#
+# Where do these numbers come from? On an H100 we tried 31 tiles at each of
+# three lengths. At 16384 positions nearly all of them were as fast as a copy,
+# and there was nothing to choose. At 1024, programs with eight heads were
+# among the fastest, whatever their number of warps. At 256, one warp with four
+# heads was the fastest. But there a tile that was measured twice differed from
+# itself by more than half of what lies between the fastest and the slowest.
 
 NUM_SMS = 4
 if ON_GPU:
@@ -796,16 +806,19 @@ if ON_GPU:
 def plan(tensors):
     """The tile of a program for tensors of (batch, heads, length, D)."""
     _, _, length, dimension = tensors[0].shape
-    warps = 4
     pairs = triton.next_power_of_2(dimension // 2)
-    lanes = 32 * warps * 16 // tensors[0].itemsize
-    rows = max(lanes // pairs, 1)
+    half_row = pairs * tensors[0].itemsize  # bytes
+    rows = max(1024 // half_row, 1)
+    warps = min(max(half_row // 1024, 1), 8)  # one, if rows are not very wide
     tiles = triton.cdiv(length, rows)
     all_heads = sum(t.shape[0] * t.shape[1] for t in tensors)
-    for heads in (4, 2, 1):
+    for heads in (8, 4, 2, 1):
         divides = all(t.shape[1] % heads == 0 for t in tensors)
-        if divides and tiles * all_heads // heads >= 4 * NUM_SMS:
+        enough = heads < 8 or tiles * all_heads // heads >= 4 * NUM_SMS
+        if divides and enough:
             break
+    if heads == 8:
+        warps *= 2
     return {"PAIRS": pairs, "ROWS": rows, "HEADS": heads, "num_warps": warps}
 
 
@@ -932,7 +945,7 @@ report(bench_ways)
 
 # %%
 # **What the figure shows.**
-# On the H100 one launch reaches NN% of a copy at 256 positions, NN% at 1024
+# On the H200 one launch reaches NN% of a copy at 256 positions, NN% at 1024
 # and NN% at 16384. Two launches reach NN%, NN% and NN%, interleaved pairs NN%,
 # NN% and NN%, and in place it is NN%, NN% and NN%.
 #
@@ -1301,7 +1314,7 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our forward pass reaches NN% of a copy at 256 positions, NN% at
+# On the H200 our forward pass reaches NN% of a copy at 256 positions, NN% at
 # 1024 and NN% at 16384. PyTorch reaches NN% to NN% over all sizes,
 # torch.compile NN% to NN%, and Liger NN% to NN%.
 #
@@ -1365,7 +1378,7 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H100 our backward pass reaches NN% of a copy at 256 positions, NN% at
+# On the H200 our backward pass reaches NN% of a copy at 256 positions, NN% at
 # 1024 and NN% at 16384. PyTorch reaches NN% to NN%, torch.compile NN% to NN%,
 # and Liger NN% to NN%.
 #
@@ -1800,20 +1813,28 @@ def _attention_rotary_fwd(
 
 
 # %%
-# If it rotates queries alone, a program has the same tiles as without. If it
-# rotates keys, it needs registers to turn them, and it keeps the angles of the
-# next tile of keys in shared memory, which takes 32 KB. So it gets 8 warps,
-# and an SM has room for one such program, where it had room for two.
+# A program that rotates needs more registers, so it gets 8 warps. The rest is
+# what was fastest of 16 plans that we tried on an H100. With queries alone it
+# is the tile of the kernel without a rotation. If keys are rotated, too, 256
+# queries were faster than 128, because half as many programs turn each key.
+# Such a program keeps more in shared memory, among it the angles of the next
+# tile of keys, 32 KB. So an SM has room for one, where it had room for two.
+# GPUs before the H100 have too few registers for 256 queries, and on later
+# ones we have not tried them.
 
 
 def plan_rotary(rotate_keys):
     """Tiles, warps and stages of the kernel with the rotation."""
+    tile_q = 128
+    as_h100 = not ON_GPU or torch.cuda.get_device_capability()[0] == 9
+    if rotate_keys and as_h100:
+        tile_q = 256
     return {
-        "TILE_Q": 128,
+        "TILE_Q": tile_q,
         "TILE_K": 64,
         "STAGES": 2,
         "ROTATE_KEYS": rotate_keys,
-        "num_warps": 8 if rotate_keys else warps_here(4),
+        "num_warps": 8,
     }
 
 
@@ -1968,7 +1989,7 @@ bench_attention.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100 attention without a rotation reaches NN TFLOP/s at 512 keys, NN
+# On the H200 attention without a rotation reaches NN TFLOP/s at 512 keys, NN
 # at 4096 and NN at 16384. With the rotation apart it reaches NN, NN and NN.
 # With the queries in the loads it reaches NN, NN and NN, and with both in the
 # loads NN, NN and NN.
@@ -1979,24 +2000,46 @@ bench_attention.run(show_plots=ON_GPU)
 # NN%, because attention itself grows with the length.
 #
 # **Why is it slow to rotate keys in the loads?**
-# The reason is what a program loads. A tile of 64 keys and a tile of 64 values
-# have 16 KB each, and the angles of 64 positions have 32 KB. So for each step
-# of its loop a program now loads 64 KB, and not 32. At 4096 keys and NN
-# TFLOP/s, the programs without a rotation load NN TB/s together, and the L2
-# cache of an H100 delivered 7.3 TB/s when we measured it. Twice as many bytes
-# are more than that. At 7.3 TB/s they allow 467 TFLOP/s at most.
+# The first reason is what a program loads. A tile of 64 keys and a tile of 64
+# values have 16 KB each, and the angles of 64 positions have 32 KB. So for
+# each step of its loop a program now loads 64 KB, and not 32. At 4096 keys and
+# NN TFLOP/s, the programs without a rotation load NN TB/s together, and the L2
+# cache of an H100 delivered 7.3 TB/s when we measured it. With 128 queries for
+# a program, twice as many bytes would be more than that: at 7.3 TB/s they
+# allow 467 TFLOP/s at most. With 256 queries a program does twice as much with
+# what it loads. It loads no more for each operation than the kernel without a
+# rotation, and it is still slow.
 #
-# That is not all. Keys that are loaded as they are go to shared memory without
-# passing through registers, and Tensor Cores read them there. Keys that have
-# to be turned come into registers, are turned and rounded, and go back to
-# shared memory before their product can begin. And all of that is repeated for
-# each tile of queries, 32 times at 4096 keys.
+# So there is a second reason. Keys that are loaded as they are go to shared
+# memory without passing through registers, and Tensor Cores read them there.
+# Keys that have to be turned come into registers, are turned and rounded, and
+# go back to shared memory before their product can begin. An SM has no other
+# program that would use the Tensor Cores in the meantime. And all of that is
+# repeated for each tile of queries, 16 times at 4096 keys.
+#
+# **And queries, which are turned only once?**
+# At 512 keys attention with the queries in its loads reaches NN% of the speed
+# that it has with the rotation apart, at 4096 keys NN%, and at 16384 keys NN%.
+# So fusing even these loses where sequences are long. What it saves is the
+# same at any length: the queries are not read and written once more. What it
+# costs is paid in each step of the loop, and the steps grow with the length.
+#
+# What is it that costs there? Without a rotation, Tensor Cores read the
+# queries from shared memory, where the TMA has put them. Turned queries come
+# out of registers, and the compiler keeps them there as operands, as long as
+# the loop runs. And each product with them is two products of half the length.
+# We have not measured which of the two costs how much.
 #
 # **What follows.**
-# Work that is done once for each element may move into a load. Work that
-# would be repeated is better done before, by a kernel at the speed of a copy.
-# What is repeated depends on who loads what, and one can count it before
-# writing any code.
+# We rotate apart. A kernel of its own goes once over the queries and keys at
+# the speed of a copy, and its time grows with the length, while that of
+# attention grows with the square of it. What is put into the loop of attention
+# is paid for in each step, where Tensor Cores wait for it.
+#
+# Fusing saves bytes, so it helps where bytes are what one waits for, as with
+# the norms of other pages. Here one waits for arithmetic. What is repeated can
+# be counted before any code is written. What a loop loses in registers has to
+# be measured.
 #
 # In a backward pass, rotated queries are needed again and again as well, by
 # each program that has a tile of keys. So where a model trains, we expect that
@@ -2008,7 +2051,7 @@ bench_attention.run(show_plots=ON_GPU)
 #
 # - **torch.compile needs no kernel.** It makes its own from the formula, and
 #   can fuse them with what stands around, such as a norm of the queries. On
-#   the H100 it reaches NN% of our speed forward at 16384 positions, and NN%
+#   the H200 it reaches NN% of our speed forward at 16384 positions, and NN%
 #   backward.
 # - **A part of each row.** Some models rotate only the first numbers of each
 #   row. In place, ``rotary_embedding_(x[..., :64], cos, sin)`` does that.
@@ -2108,7 +2151,7 @@ assert exercise_1(_without_tables_1)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, with what they reach on the H100 at 16384
+# These are the designs of this page, with what they reach on the H200 at 16384
 # positions, in % of a copy:
 #
 # - **The formula in PyTorch** moves 19 times ``x`` in place of 2, and reaches
@@ -2117,9 +2160,9 @@ assert exercise_1(_without_tables_1)
 # - **A program with one head** loads twice as many bytes of angles as of
 #   ``x``. It reaches NN%, and NN% with interleaved pairs that it loads one by
 #   one.
-# - **A program with four heads** loads half as many bytes of angles as of
-#   ``x``. It reaches NN%, and NN% with interleaved pairs that it takes apart
-#   in registers.
+# - **A program with eight heads** loads a quarter as many bytes of angles as
+#   of ``x``. It reaches NN%, and NN% with interleaved pairs that it takes
+#   apart in registers.
 # - **In place** it moves the same bytes and reaches NN%.
 # - **In the loads of attention** queries are rotated once, and keys once for
 #   each tile of queries. At 4096 keys attention reaches NN TFLOP/s with the
@@ -2133,7 +2176,8 @@ assert exercise_1(_without_tables_1)
 # - A linear operation needs nothing of its forward pass. If it is a rotation,
 #   it is also its own backward pass, with the other sign.
 # - Who writes in place must tell autograd, and must own what it writes to.
-# - Before you fuse, count how often the fused work is repeated.
+# - Before you fuse, count how often the fused work is repeated, and ask what
+#   the loop waits for that you put it into.
 #
 # **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
 # has rows for which one program is not enough.
