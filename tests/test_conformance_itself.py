@@ -11,6 +11,8 @@ from conformance import (
     LayerNorm,
     LayerNormCase,
     RmsNorm,
+    Rotary,
+    RotaryCase,
     Softmax,
     SoftmaxCase,
     guarded_allocations,
@@ -95,8 +97,8 @@ def test_one_element_of_a_softmax_shows(name, fault, log):
 @pytest.mark.parametrize("fault", [zero, swap, nan])
 @pytest.mark.parametrize(
     "operation",
-    [AddNorm(), RmsNorm(), RmsNorm(alone=True), CrossEntropy()],
-    ids=["AddNorm", "RmsNorm", "RmsNorm alone", "CrossEntropy"],
+    [AddNorm(), RmsNorm(), RmsNorm(alone=True), CrossEntropy(), Rotary()],
+    ids=["AddNorm", "RmsNorm", "RmsNorm alone", "CrossEntropy", "Rotary"],
 )
 def test_one_element_of_any_result_shows(operation, fault):
     case = operation.usual(dtype=HALF)
@@ -131,6 +133,33 @@ def test_one_element_of_attention_shows(dtype, fault):
         fault(wrong[name].view(-1)[-30:])
         with pytest.raises(AssertionError, match=rf"{name}: (error|inf)"):
             operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("name", ["y", "dx"])
+@pytest.mark.parametrize("fault", ["pairs", "sign", "position", "head"])
+def test_another_rotation_shows(name, fault):
+    """Each of these gives numbers of the right size."""
+    case = RotaryCase(dtype=HALF)
+    operation = Rotary()
+    tensors = operation.tensors(case, CPU)
+    other, turned = case, dict(tensors)
+    if fault == "pairs":
+        other = RotaryCase(dtype=HALF, interleaved=True)
+    if fault == "sign":
+        turned["sin"] = -tensors["sin"]
+    if fault == "position":
+        for table in ("cos", "sin"):
+            turned[table] = tensors[table].roll(1, 0)
+    if fault == "head":
+        for t in ("x", "dy"):
+            turned[t] = tensors[t].roll(1, 1)
+    right, wrong = (
+        {n: e.value.to(e.dtype) for n, e in operation.exact(*given).items()}
+        for given in ((case, tensors, {}), (other, turned, {}))
+    )
+    operation.judge(case, tensors, right)
+    with pytest.raises(AssertionError, match=rf"{name}: error"):
+        operation.judge(case, tensors, right | {name: wrong[name]})
 
 
 def test_many_small_errors_show_in_norm():

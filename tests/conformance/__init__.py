@@ -22,6 +22,7 @@ from conformance.page_files import (
     too_wide,
 )
 from conformance.rms_norm import RmsNorm, RmsNormCase
+from conformance.rotary import Rotary, RotaryCase
 from conformance.softmax import Softmax, SoftmaxCase
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "Page",
     "RmsNorm",
     "RmsNormCase",
+    "Rotary",
+    "RotaryCase",
     "Softmax",
     "SoftmaxCase",
     "below_zero",

@@ -86,7 +86,9 @@ class Page:
     full: tuple = ()  # at full size, on a GPU
     # Mistakes that the operation has not: of this page alone.
     mistakes: tuple = ()
-    second_derivative: str = "once_differentiable"  # words of the refusal
+    # Words of the refusal of a second derivative. None: there is one, and the
+    # operation compares it.
+    second_derivative: str | None = "once_differentiable"
     # Functions whose results have the same bits each time, and cases that
     # show it in a hundred runs on a GPU.
     repeatable: tuple = ()
