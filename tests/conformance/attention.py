@@ -194,20 +194,18 @@ class Attention(Operation):
         noise = torch.finfo(SINGLE).eps / 2 * HALF_UNITS
         # Powers and ds are operands of products, so they are rounded to the
         # type of the inputs: by half a unit, or a unit where the interpreter
-        # cuts, and beside 0 by the smallest number. A power below the normal
-        # numbers of float32 may count as 0.
+        # cuts, and beside 0 by half the smallest number. What is below the
+        # normal numbers of float32 may count as 0, so it may be off by the
+        # smallest of these: p, and ds once more.
         kind = torch.finfo(case.dtype)
         operand = kind.eps / 2 / noise
-        tiny = max(
-            kind.smallest_normal * kind.eps,
-            torch.finfo(SINGLE).smallest_normal,
-        )
         seen = torch.ones(
             case.queries, case.keys, dtype=torch.bool, device=q.device
         )
         if case.causal:
             seen = seen.tril()  # query 0 sees key 0, as in PyTorch
-        tiny = seen * (tiny / (2 * noise))
+        flushed = seen * (torch.finfo(SINGLE).smallest_normal / noise)
+        tiny = flushed + seen * (kind.smallest_normal * kind.eps / 2 / noise)
         score = (scale * q @ k.mT).masked_fill(~seen, -torch.inf)
         p = score.softmax(-1)
         # An exponent is off by its size: that of the terms of a score.
@@ -218,7 +216,7 @@ class Attention(Operation):
         ds = p * (dp - delta)
         # The size of what is added up for ds, and how far p is off.
         around = dy.abs() @ v.mT.abs() + (dy * y).abs().sum(-1, keepdim=True)
-        ds_size = p * around * off + (operand * ds.abs() + tiny)
+        ds_size = (p * off + flushed) * around + (operand * ds.abs() + tiny)
         if case.dtype == BRAIN and q.device.type == "cpu":
             # There y is rounded after the kernel, and delta before.
             ds_size += operand * p * (dy * y).abs().sum(-1, keepdim=True)
