@@ -143,6 +143,20 @@ def test_one_element_of_attention_shows(operation, fields, fault):
             operation.judge(case, tensors, wrong)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, SINGLE])
+def test_powers_that_a_gpu_flushes_may_be_lost(dtype):
+    """Powers below the normal numbers count as 0 there, and all that is
+    multiplied by them."""
+    fields = {"causal": True, "large": 30.0, "scale": 2.0, "seed": 10}
+    case = AttentionCase((1, 2), 40, 40, 32, dtype=dtype, **fields)
+    operation = AnyAttention()
+    tensors, found = right_attention(case, operation)
+    small = found["dkey"].abs() < 5e-36
+    assert (found["dkey"][small] != 0).any()
+    found["dkey"] = found["dkey"].masked_fill(small, 0)
+    operation.judge(case, tensors, found)
+
+
 def other_corner(q, k, v):
     """The last query sees all keys, and not the first query one."""
     unseen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
