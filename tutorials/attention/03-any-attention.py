@@ -1099,10 +1099,9 @@ def _any_attention_bwd_keys(
     tiles = tl.cdiv(keys, TILE_K)
     first = tl.program_id(0) % tiles * TILE_K
     key = first + tl.arange(0, TILE_K)
-    lead = tl.program_id(0) // tiles
-    k_heads = heads // GROUP
-    batch = lead // k_heads
-    k_head = lead % k_heads
+    k_lead = tl.program_id(0) // tiles
+    batch = k_lead // (heads // GROUP)
+    k_head = k_lead % (heads // GROUP)
     k = k_desc.load([batch, k_head, first, 0]).reshape(TILE_K, DIM)
     v = v_desc.load([batch, k_head, first, 0]).reshape(TILE_K, DIM)
     dk = tl.zeros((TILE_K, DIM), tl.float32)
@@ -1114,12 +1113,16 @@ def _any_attention_bwd_keys(
     if CAUSAL:
         whole = first + TILE_K
 
-    # The queries of all heads of our group. Both sums fill most registers. So
-    # we tell the compiler to compute nothing before a loop that would be the
-    # same in each step, because it would keep that in registers.
-    for member in range(GROUP):
-        head = k_head * GROUP + member
-        at = (batch * heads + head).to(tl.int64) * rows
+    # The queries of all heads of our group, which are neighbors if we count
+    # the heads of all sequences. Both sums fill most registers. So we tell the
+    # compiler to compute nothing before a loop that would be the same in each
+    # step, because it would keep that in registers.
+    for lead in tl.range(
+        k_lead * GROUP, (k_lead + 1) * GROUP, disable_licm=True
+    ):
+        batch = lead // heads
+        head = lead % heads
+        at = tl.cast(lead, tl.int64) * rows
         if CAUSAL:
             for start in tl.range(
                 first,

@@ -35,6 +35,10 @@ def not_causal(page, M, N, dtype):
     both_passes(page, M, N, dtype, is_causal=False)
 
 
+def groups_usual(page, M, N, dtype):
+    both_passes(page, M, N, dtype, group=4, is_causal=False)
+
+
 def groups(page, M, N, dtype):
     both_passes(page, M, N, dtype, group=4)
 
@@ -571,12 +575,12 @@ PAGE = Page(
             "        whole = first\n",
         ),
         "keys: one head of a group": (
-            "for member in range(GROUP):",
-            "for member in range(1):",
+            "k_lead * GROUP, (k_lead + 1) * GROUP, disable_licm=True",
+            "k_lead * GROUP, k_lead * GROUP + 1, disable_licm=True",
         ),
         "keys: heads of another group": (
-            "head = k_head * GROUP + member",
-            "head = member * k_heads + k_head",
+            "        head = lead % heads\n        at =",
+            "        head = (lead + 1) % heads\n        at =",
         ),
         "delta is dropped for keys": (
             "ds = (p * (dp - delta[None, :]))",
