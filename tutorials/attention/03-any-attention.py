@@ -18,8 +18,8 @@ Put it beside your model, and write two lines:
    y = attention(query, key, value, is_causal=True, enable_gqa=True)
 
 Its arguments, their order and their defaults are those of PyTorch's
-``F.scaled_dot_product_attention``, but for a mask and dropout, which it has
-not. It works under ``torch.autocast`` and ``torch.compile``, and gives the
+``F.scaled_dot_product_attention``, except that it takes no mask and no
+dropout. It works under ``torch.autocast`` and ``torch.compile``, and gives the
 same bits each time.
 
 **What you will learn**
@@ -408,9 +408,14 @@ def tiles_of(t, rows):
 # Which tiles?
 # ------------
 #
-# The tiles depend on the width and on whether attention is causal. Causal
-# tiles are smaller, because half of each tile on the diagonal is computed in
-# vain, and there is less of that with small tiles.
+# The tiles depend on the width and on whether attention is causal. With 128
+# numbers in a head, a causal program has 64 queries and not 128, because half
+# of each tile on the diagonal is computed in vain, and there is less of that
+# with small tiles. That leaves room for a third stage, so two tiles of keys
+# are on their way while one is multiplied.
+#
+# How did we find these numbers? We compiled every combination that made sense,
+# left out those that spill, and timed the others.
 #
 # And float32? Tensor Cores don't take it. They take TF32, which cuts the
 # fraction of a number to 10 bits. With ``input_precision="tf32x3"`` Triton
@@ -428,8 +433,8 @@ TILES = {
     # width: queries, keys, warps and stages; then the same if causal
     16: ((128, 64, 4, 3), (128, 64, 4, 3)),
     32: ((128, 64, 4, 3), (128, 64, 4, 3)),
-    64: ((64, 128, 4, 2), (64, 64, 4, 2)),
-    128: ((128, 64, 4, 2), (64, 64, 4, 2)),
+    64: ((64, 128, 4, 2), (64, 128, 4, 2)),
+    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
     256: ((128, 64, 8, 2), (128, 64, 8, 2)),
 }
 
@@ -556,11 +561,12 @@ try_forward(queries=20, keys=33, D=65)
 # lines take turns. Of causal attention half of the operations count, as is
 # usual, although the tiles on the diagonal are computed whole.
 #
-# There is one rival more. `FlexAttention
+# There is one more rival. `FlexAttention
 # <https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html>`_ is
 # the attention of PyTorch that you can change: a function in Python says which
 # keys a query sees, and torch.compile writes a kernel in Triton for it. It
-# compiles for seconds, for each length anew. So we ask it for 4096 keys alone.
+# compiles anew for each length, which takes many seconds. So we ask it for 4096
+# keys alone.
 
 # %%
 
@@ -800,7 +806,7 @@ in_percent(bench_forward_causal)
 
 # %%
 # **What both figures show.**
-# On the H100 our kernel reaches NN TFLOP/s at 16384 keys, and NN if attention
+# On the H200 our kernel reaches NN TFLOP/s at 16384 keys, and NN if attention
 # is causal. From 2048 keys on that is NN% to NN% of cuDNN's speed, and NN% to
 # NN% of it if causal. It is NN to NN times as fast as FlashAttention-2, and NN
 # to NN times if causal. At 4096 keys FlexAttention reaches NN TFLOP/s, and NN
@@ -840,7 +846,11 @@ for heads_of_keys, name in ((heads, "repeated"), (k_heads, "shared")):
     print(f"keys and values of 16 bits, {name}: {megabytes:.0f} MB")
 
 # %%
-# The sum can stand inside of the kernel. A program has a tile of keys of one
+# With four heads of queries for each head of keys, repeated keys and values are
+# four times as many bytes. So are their gradients, which are written once and
+# read once more to be added up.
+#
+# The sum can also stand inside the kernel. A program has a tile of keys of one
 # head, and adds up their gradients over all queries anyway. We only let it go
 # on with the queries of the next head of the group. Its sums stay in
 # registers, and ``dk`` and ``dv`` are written once.
@@ -897,17 +907,17 @@ plt.show()
 # %%
 # The price is a smaller number of programs: there is one for each tile of each
 # head of *keys*. With 8 heads of keys and a single sequence of 1024 these are
-# 128 programs, fewer than an H100 has SMs.
+# 128 programs, fewer than the 132 SMs of an H200.
 #
 # The backward kernels
 # --------------------
 #
 # As in `Attention without its matrix <01-attention.html>`_ one kernel has
 # queries and gives ``dq``, and the other one has keys and gives ``dk`` and
-# ``dv``. So some products are computed twice. `Five products or seven
-# <02-backward.html>`_ measures the other designs, in which many programs add
-# to the same ``dq``, and finds this one the fastest, besides being the one
-# that gives the same bits each time.
+# ``dv``. So some products are computed twice, and nobody waits for anybody: each
+# sum has one program, and the same bits each time. `Five products or seven
+# <02-backward.html>`_ measures the other designs, in which several programs
+# add to the same ``dq``.
 #
 # The first one has the loops of the forward kernel. It also computes
 # :math:`\delta`, the dot product of a row of ``y`` and a row of ``dy``, which
@@ -1604,7 +1614,7 @@ in_percent(bench_backward_causal)
 
 # %%
 # **What both figures show.**
-# On the H100 our backward pass reaches NN TFLOP/s at 16384 keys, and NN if
+# On the H200 our backward pass reaches NN TFLOP/s at 16384 keys, and NN if
 # causal. From 2048 keys on that is NN% to NN% of cuDNN's speed, and NN% to NN%
 # of it if causal. It is NN to NN times as fast as FlashAttention-2, and NN to
 # NN times if causal. At 4096 keys it is NN times as fast as FlexAttention, and
@@ -1685,7 +1695,7 @@ in_percent(bench_backward_causal_64)
 
 # %%
 # **What the four figures show.**
-# On the H100 the forward pass is at NN% to NN% of cuDNN's speed, and at NN% to
+# On the H200 the forward pass is at NN% to NN% of cuDNN's speed, and at NN% to
 # NN% if causal. The backward pass is at NN% to NN%, and at NN% to NN% if
 # causal. FlashAttention-2 is slower than ours at every length: ours is NN to
 # NN times as fast forward, NN to NN times if causal, NN to NN times backward,
@@ -1694,9 +1704,11 @@ in_percent(bench_backward_causal_64)
 #
 # **Why.**
 # A score of 64 products has half the operations and needs a power like one of
-# 128. `Attention without its matrix <01-attention.html>`_ counts both: the
-# powers take as long as the products then, for everybody. So whoever
-# multiplies faster gains less than with 128 numbers.
+# 128. `Attention without its matrix <01-attention.html>`_ counts both: in the
+# forward pass the powers take as long as the products then, for everybody. So
+# cuDNN, which multiplies faster, is less far ahead there than with 128
+# numbers. In the backward pass there are more products for each power, and our
+# seven in place of five count as before.
 #
 # What a step needs of memory
 # ---------------------------
@@ -1752,13 +1764,13 @@ bench_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100 our function takes NN GB at every length: the results, and the
+# On the H200 our function takes NN GB at every length: the results, and the
 # three gradients. The formula takes NN GB at 1024 keys and NN GB at 8192.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **cuDNN is faster.** On the H100, with 128 numbers in a head and 4096 keys,
+# - **cuDNN is faster.** On the H200, with 128 numbers in a head and 4096 keys,
 #   our speed is NN% of cuDNN's forward and NN% if causal, NN% backward and NN%
 #   if causal.
 # - **FlashAttention-3** is faster, too. By its `paper
@@ -1895,7 +1907,7 @@ assert exercise_1(_any_attention_fwd_lower_right)
 # ---------------
 #
 # These are the ways to compute causal attention on this page, with their
-# speeds on the H100 at 4096 keys and 128 numbers in a head, forward and
+# speeds on the H200 at 4096 keys and 128 numbers in a head, forward and
 # backward:
 #
 # - **FlashAttention-2** reaches NN and NN TFLOP/s.

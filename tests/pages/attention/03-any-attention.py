@@ -35,12 +35,9 @@ def not_causal(page, M, N, dtype):
     both_passes(page, M, N, dtype, is_causal=False)
 
 
-def groups_usual(page, M, N, dtype):
-    both_passes(page, M, N, dtype, group=4, is_causal=False)
-
-
 def groups(page, M, N, dtype):
-    both_passes(page, M, N, dtype, group=4)
+    for is_causal in False, True:
+        both_passes(page, M, N, dtype, 128, is_causal, group=4)
 
 
 def of_256(page, M, N, dtype):
@@ -50,7 +47,8 @@ def of_256(page, M, N, dtype):
 
 def of_64(page, M, N, dtype):
     for is_causal in False, True:
-        both_passes(page, M, N, dtype, 64, is_causal)
+        for group in 1, 4:
+            both_passes(page, M, N, dtype, 64, is_causal, group)
 
 
 def of_32_or_fewer(page, M, N, dtype):
@@ -156,7 +154,7 @@ KERNELS = Kernels(
     },
 )
 
-CARD = "H100"
+CARD = "H200"
 CUDNN, FLASH, FLEX, CUBLAS = "sdpa-cudnn", "torch", "flex", "cublas"
 USUAL, CAUSAL = "", "-causal"
 
@@ -252,6 +250,11 @@ def of_64_numbers(figure):
         f"{shares[1]} if causal. The backward pass is at {shares[2]}, and at "
         f"{shares[3]} if causal."
     )
+    # "cuDNN is less far ahead there than with 128 numbers": forward.
+    for half, whole in zip(four[:2], both_of(figure, "forward"), strict=True):
+        for N in 1024, 2048, 4096, 8192, 16384:
+            ours = half.share("triton", N, CUDNN)
+            assert ours > whole.share("triton", N, CUDNN)
     flash = [of.ratios("triton", FLASH) for of in four]
     assert min(each.least for each in flash) > 1
     yield (
@@ -335,9 +338,9 @@ SMALL = (
      "16: ((16, 32, 4, 3), (32, 16, 4, 3)),"),
     ("32: ((128, 64, 4, 3), (128, 64, 4, 3)),",
      "32: ((32, 16, 4, 3), (32, 32, 4, 3)),"),
-    ("64: ((64, 128, 4, 2), (64, 64, 4, 2)),",
+    ("64: ((64, 128, 4, 2), (64, 128, 4, 2)),",
      "64: ((16, 32, 4, 2), (16, 16, 4, 2)),"),
-    ("128: ((128, 64, 4, 2), (64, 64, 4, 2)),",
+    ("128: ((128, 64, 4, 2), (64, 64, 4, 3)),",
      "128: ((32, 32, 4, 2), (32, 16, 4, 2)),"),
     ("16: (64, 64, 4, 3),", "16: (16, 16, 4, 3),"),
     ("32: (64, 64, 4, 3),", "32: (32, 16, 4, 3),"),
