@@ -5,6 +5,7 @@ import torch
 
 from conformance import (
     AddNorm,
+    AnyAttention,
     Attention,
     AttentionCase,
     CrossEntropy,
@@ -117,17 +118,31 @@ def test_one_element_of_any_result_shows(operation, fault):
                 operation.judge(case, tensors, wrong)
 
 
-@pytest.mark.parametrize("fault", [zero, swap, nan])
-@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
-def test_one_element_of_attention_shows(dtype, fault):
-    case = AttentionCase(queries=40, keys=60, dtype=dtype)
-    operation, found = Attention(), {}
+def right_attention(case, operation):
+    """Tensors, and the exact results, each rounded to its type."""
     tensors = operation.tensors(case, CPU)
-    empty = torch.zeros_like(tensors["query"])
+    found = {"y": torch.zeros_like(tensors["query"])}
     for _ in "twice":  # the gradients belong to y
-        expected = operation.exact(case, tensors, found or {"y": empty})
+        expected = operation.exact(case, tensors, found)
         found = {n: e.value.to(e.dtype) for n, e in expected.items()}
     operation.judge(case, tensors, found)
+    return tensors, found
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize(
+    ("operation", "fields"),
+    [
+        (Attention(), {"dtype": HALF}),
+        (Attention(), {"dtype": torch.bfloat16}),
+        (AnyAttention(), {"dtype": HALF, "causal": True, "group": 2}),
+        (AnyAttention(), {"dtype": SINGLE, "causal": True}),
+    ],
+    ids=["float16", "bfloat16", "causal groups", "float32"],
+)
+def test_one_element_of_attention_shows(operation, fields, fault):
+    case = AttentionCase(queries=60, keys=40, **fields)
+    tensors, found = right_attention(case, operation)
     for name, whole in found.items():
         wrong = found | {name: whole.clone()}
         fault(wrong[name].view(-1)[-30:])
@@ -160,6 +175,66 @@ def test_another_rotation_shows(name, fault):
     operation.judge(case, tensors, right)
     with pytest.raises(AssertionError, match=rf"{name}: error"):
         operation.judge(case, tensors, right | {name: wrong[name]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, SINGLE])
+def test_powers_that_a_gpu_flushes_may_be_lost(dtype):
+    """Powers below the normal numbers count as 0 there, and all that is
+    multiplied by them."""
+    fields = {"causal": True, "large": 30.0, "scale": 2.0, "seed": 10}
+    case = AttentionCase((1, 2), 40, 40, 32, dtype=dtype, **fields)
+    operation = AnyAttention()
+    tensors, found = right_attention(case, operation)
+    small = found["dkey"].abs() < 5e-36
+    assert (found["dkey"][small] != 0).any()
+    found["dkey"] = found["dkey"].masked_fill(small, 0)
+    operation.judge(case, tensors, found)
+
+
+def other_corner(q, k, v):
+    """The last query sees all keys, and not the first query one."""
+    unseen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    unseen = unseen.triu(1 + k.shape[2] - q.shape[2])
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(unseen, -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v
+
+
+def interleaved(q, k, v):
+    """Neighboring heads of queries have different heads of keys."""
+    k, v = (t.repeat(1, 2, 1, 1) for t in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True
+    )
+
+
+def one_of_a_group(q, k, v):
+    """A key gets the gradient of one head of its group."""
+    first, second = (t.repeat_interleave(2, 1) for t in (k, v))
+    for t in first, second:
+        t.register_hook(lambda g: g * (torch.arange(4) % 2)[:, None, None])
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, first, second, is_causal=True
+    )
+
+
+@pytest.mark.parametrize("keys", [20, 40])
+@pytest.mark.parametrize(
+    "function", [other_corner, interleaved, one_of_a_group]
+)
+def test_other_masks_and_groups_show(function, keys):
+    case = AttentionCase(queries=30, keys=keys, causal=True, group=2)
+    operation = AnyAttention()
+    tensors, found = right_attention(case, operation)
+    given = [t.double().requires_grad_() for t in tensors.values()][:3]
+    y = function(*given)
+    grads = torch.autograd.grad(y, given, tensors["dy"].double())
+    wrong = {
+        name: t.detach().to(HALF)
+        for name, t in zip(found, (y, *grads), strict=True)
+    }
+    with pytest.raises(AssertionError, match=r"(y|dkey): error"):
+        operation.judge(case, tensors, wrong)
 
 
 def test_many_small_errors_show_in_norm():

@@ -64,16 +64,18 @@ def test_the_script_runs(stem, alone):
     assert terms.startswith("# MIT license")
 
 
-def test_a_module_is_offered():
+@pytest.mark.parametrize("page", downloads.MODULES)
+def test_a_module_is_offered(page):
     """On the front page, and first of all on its own page."""
-    file = SITE / "tutorials" / f"{module.PAGE}.html"
-    text = file.with_name(module.FILE).read_text(encoding="utf-8")
-    assert text.endswith(module.text())
+    name = downloads.MODULES[page]
+    file = SITE / "tutorials" / f"{page}.html"
+    text = file.with_name(name).read_text(encoding="utf-8")
+    assert text.endswith(module.text(page))
     needs = "# Needs: pip install torch triton\n"
-    assert needs in text.removesuffix(module.text())
-    assert f'href="{module.FILE}"' in file.read_text(encoding="utf-8")
+    assert needs in text.removesuffix(module.text(page))
+    assert f'href="{name}"' in file.read_text(encoding="utf-8")
     front = (SITE / "index.html").read_text(encoding="utf-8")
-    assert f'href="tutorials/layer-norm/{module.FILE}"' in front
+    assert f'href="tutorials/{page.partition("/")[0]}/{name}"' in front
 
 
 def cells(notebook):

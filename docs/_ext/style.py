@@ -40,6 +40,7 @@ LINES = {
     "cudnn": ("cuDNN", "olive", "-"),
     "fla": ("fla", "indigo", "-."),
     "sdpa-cudnn": ("cuDNN, by PyTorch", "olive", "-"),
+    "flex": ("FlexAttention", "purple", "-"),
     # Ours, and torch.compile, when the host has nothing to do.
     "CUDA graph": ("CUDA graph", "blue", ":"),
     "reduce-overhead": ("reduce-overhead", "amber", ":"),

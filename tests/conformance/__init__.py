@@ -8,7 +8,7 @@ loaded, and no triton.
 """
 
 from conformance.add_norm import AddNorm, AddNormCase
-from conformance.attention import Attention, AttentionCase
+from conformance.attention import AnyAttention, Attention, AttentionCase
 from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.memory import LAYOUTS, guarded_allocations
@@ -29,6 +29,7 @@ __all__ = [
     "LAYOUTS",
     "AddNorm",
     "AddNormCase",
+    "AnyAttention",
     "Attention",
     "AttentionCase",
     "CrossEntropy",

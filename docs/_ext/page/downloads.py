@@ -37,7 +37,10 @@ OFFERED = {
     "py": N_("Download Python source code: %(file)s"),
 }
 # What a page offers to import: see module.py.
-MODULES = {"layer-norm/11-every-width": "every_width.py"}
+MODULES = {
+    "layer-norm/11-every-width": "every_width.py",
+    "attention/03-any-attention": "any_attention.py",
+}
 FOLDER = tutorial.BUILD / "downloads" / CURRENT.folder
 # All of a kind in one file, offered above the cards of all tutorials.
 OF_ALL = {"py": "tutorials_python.zip", "ipynb": "tutorials_jupyter.zip"}

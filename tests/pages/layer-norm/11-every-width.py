@@ -1132,7 +1132,9 @@ def test_the_module_is_right_by_itself(tmp_path):
     """Imported where nothing of the page has run."""
     from page import module
 
-    (tmp_path / module.FILE).write_text(module.text(), encoding="utf-8")
+    (tmp_path / "every_width.py").write_text(
+        module.text(PAGE.name), encoding="utf-8"
+    )
     switch = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     paths = [str(tutorial.FILES.parent), str(tutorial.ROOT / "docs/_ext")]
     done = subprocess.run(
@@ -1152,7 +1154,7 @@ def test_the_module_has_the_cells_of_the_page():
     import cells
     from page import module
 
-    text = module.text()
+    text = module.text(PAGE.name)
     for word in ("set_stream", "environ", "plt.", "print(", "perf_report"):
         assert word not in text, word
     ours, theirs = (cells.functions(each) for each in (text, TEXT))
