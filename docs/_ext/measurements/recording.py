@@ -48,6 +48,8 @@ UNITS = {
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
     "load requests per row": (0, math.inf),
+    # Of the compiled kernel.
+    "bytes spilled per thread": (0, math.inf),
 }
 PAGE = {"code": str, "environment": dict, "benchmarks": dict, "digest": str}
 BENCHMARK = {
