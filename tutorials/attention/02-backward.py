@@ -3,8 +3,9 @@ Five products or seven
 ======================
 
 Who adds up the gradient of the queries when each program has only a part?
-Anybody can, at a price: two products more, atomic additions, a queue, or a
-matrix in memory; here we build five ways and measure what each of them costs.
+There are five ways, and here we build them all and measure their price: two
+more products, atomic additions one by one or a tile at a time, a queue, or a
+matrix in memory.
 
 .. math:: dq_i = c \sum_j ds_{ij} \, k_j, \qquad
    ds_{ij} = p_{ij} (dp_{ij} - \delta_i)
@@ -82,9 +83,10 @@ print("dq of both queries:", (ds @ k).flatten().tolist())
 
 # %%
 # Each program has a part of *every* ``dq``: -1 and 2 in program 0, -2 and 0 in
-# program 1. Somebody must add -1 and -2.
+# program 1. Somebody must add -1 and -2 for the first query, and 2 and 0 for
+# the second one.
 # With ``dk`` and ``dv`` it is different. They are sums over queries, and a
-# program goes through all queries.
+# program goes through all queries, so it adds them up by itself.
 
 # %%
 
@@ -156,16 +158,16 @@ print(f"1 + 3e-8 + 3e-8: {forward_order:.9f} or {other_order:.9f}")
 # %%
 # So there are two questions. Who adds, and in which order?
 # If programs add whenever they happen to be ready, the results of two runs
-# differ in their last bits.
+# can differ in their last bits.
 #
 # What may an addition cost?
 # --------------------------
 #
-# How much time can we spend on the additions before two more products are the
-# better choice?
+# The additions may take as long as two more products would. If they take
+# longer, we had better compute those two products again.
 #
-# We count for the 16384 tokens of the page before, as sequences of 4096 with
-# 16 heads of 128 numbers.
+# Let's count for the 16384 tokens of the page before: four sequences of 4096,
+# with 16 heads of 128 numbers.
 
 N, D, HEADS = 4096, 128, 64  # 4 sequences of 16 heads
 product = 2 * N**2 * D * HEADS  # operations of a product
@@ -189,8 +191,10 @@ print(f"the matrix ds: {stored / 1e9:.1f} GB to write, as much to read")
 # Every program has parts for all queries, in float32. With tiles of 64 keys
 # they make 8.6 GB, and with tiles of 128 keys half of that.
 # The matrix ``ds`` has 2.1 GB in 16 bits. An H100 moves 3.35 TB in a second,
-# so to write it and to read it once takes 1.3 ms. That is more than the
-# budget, but memory and Tensor Cores can work at the same time.
+# so to write it and to read it once takes 1.3 ms. The H200, on which this page
+# is measured, has the same Tensor Cores and moves 4.8 TB in a second. There it
+# takes 0.9 ms. Both are more than the budget, but memory and Tensor Cores can
+# work at the same time.
 #
 # In each head both the operations and the bytes grow with the square of the
 # number of keys, so the comparison is the same for sequences of any length.
@@ -200,8 +204,9 @@ print(f"the matrix ds: {stored / 1e9:.1f} GB to write, as much to read")
 #
 # Before we let anybody add, the starting point has to be as good as we can
 # make it. These are the kernels of `Attention without its matrix
-# <01-attention.html>`_. One of them stays with keys and has four products, the
-# other one stays with queries and has three.
+# <01-attention.html>`_. A program of the first one stays with its keys and
+# computes four products, and a program of the second one stays with its
+# queries and computes three.
 
 # %%
 
@@ -868,7 +873,7 @@ bench_tiles.run(show_plots=ON_GPU)
 
 # %%
 # **What the figures show.**
-# On the H100, at a head dimension of 128, the kernel with keys spills NN bytes
+# On the H200, at a head dimension of 128, the kernel with keys spills NN bytes
 # a thread with tiles of 64 × 64 and 4 warps, and NN with those of 128 × 32 and
 # 4 warps. With 64 numbers in a head it spills NN and NN. The kernel with
 # queries has one sum, and spills NN bytes at most.
@@ -877,7 +882,7 @@ bench_tiles.run(show_plots=ON_GPU)
 #
 # **Why.**
 # With 128 keys and 4 warps the sums do not fit, so each of 128 threads fetches
-# and stores some hundred bytes in each step. Tensor Cores wait for that: they
+# and stores hundreds of bytes in each step. Tensor Cores wait for that: they
 # add to ``dk`` and ``dv``, so the sums have to be back in registers before
 # each product.
 # Twice as many warps share the same sums and solve the problem, at the price
@@ -890,15 +895,15 @@ bench_tiles.run(show_plots=ON_GPU)
 # thread for 320 registers. So it is not the algorithm that is slow, and
 # nothing in Triton prevents a fast kernel: the tiles have to depend on the
 # head dimension.
-# What we measured is not the speed of that tutorial. Our kernels only have its
-# tiles here.
+# What we measured is not the speed of that tutorial: these are our kernels,
+# with its tiles.
 #
 # We stay with 64 × 64 and 4 warps for the seven products.
 #
 # One kernel for all three
 # ------------------------
 #
-# Now to five products. What does a program with keys need to do more?
+# Now to five products. What more does a program with keys have to do?
 #
 # It has ``ds`` in registers and its keys in shared memory. One more product,
 # :math:`ds^T k`, makes its part of ``dq``, a tile with a row for each query of
@@ -1052,11 +1057,11 @@ def _add_atomically(
 
 
 # %%
-# For an H100 Triton makes instructions of this that add four neighboring
-# numbers at a time.
+# For an H100 or an H200 Triton turns this into instructions that add four
+# neighboring numbers at a time.
 #
-# The sums are float32. They still have to be multiplied by :math:`c` and to be
-# rounded to 16 bits, in a small kernel of its own.
+# The sums are float32. They still have to be multiplied by :math:`c` and
+# rounded to 16 bits, which is the work of a small kernel of its own.
 
 
 @triton.jit
@@ -1076,11 +1081,11 @@ def _attention_bwd_round(
 # %%
 # Which tiles does a design have? A larger tile of keys has fewer parts of
 # ``dq`` to add. With 128 keys the two sums need 8 warps, as we have seen, and
-# they leave 127 registers for everything else: for two tiles of 64 × 128, 64
-# registers, and later in the step the part of ``dq`` takes 32.
+# they leave 127 registers for everything else. Two tiles of 64 × 128 take 64
+# of them, and later in the step the part of ``dq`` takes 32.
 # That is for heads of 128 numbers. Up to 64, all designs have tiles of 64 × 64
 # and 4 warps. So has the design that takes turns, which we come to below.
-# The tiles of this table were the fastest of those that we tried on an H100.
+# The tiles of this table were the fastest of those that we tried on an H200.
 
 TILES = {
     # For D up to 64, and 128: queries, keys, warps, stages.
@@ -1324,7 +1329,7 @@ plt.show()
 # Three things have to be right.
 #
 # **Nobody waits for a program that has not started.**
-# An H100 runs some hundred programs of this kernel at a time, and it need not
+# A GPU runs a few hundred programs of this kernel at a time, and it need not
 # start them in the order of their numbers. If all running programs waited for
 # one that has no place to start, nobody would ever go on. So a program draws a
 # *ticket* when it starts, the next number of a counter, and the ticket says
@@ -1334,8 +1339,8 @@ plt.show()
 # **They should not have to wait for each other's first steps.**
 # If neighbors in a head start at the same time, the last of them waits for as
 # many steps as there are programs before it. So the tickets go through a group
-# of 32 heads: first come the first keys of all 32, and then the second keys of
-# all of them. That is what ``GROUP`` is for.
+# of 32 heads: first come the first tiles of keys of all 32, and then their
+# second tiles. That is what ``GROUP`` is for.
 #
 # **What was added is there before the turn goes on.**
 # This is what we know from `A lock, and its race
@@ -1346,8 +1351,8 @@ plt.show()
 # new number adds after those that came before.
 #
 # A program that looks at a number again and again could do that with a load,
-# but Triton's loads have no acquire. ``tl.atomic_add`` of 0 has, and for an
-# H100 Triton makes a load with acquire of it.
+# but Triton's loads have no acquire. A ``tl.atomic_add`` of 0 has one, and for
+# an H100 Triton turns it into a load with acquire.
 
 
 @triton.jit
@@ -1439,8 +1444,8 @@ def in_turns_of_keys(dy, q, k, v, y, lse, scale):
 #   others whose turn it is. Then they no longer agree on whether to wait.
 #
 # So we stay with what is slow and right. A test of this site looks at the
-# compiled loop, and finds its four parts in their order: wait, add, meet at
-# the barrier, pass on.
+# compiled loop, and must find its four parts in their order: wait, add, meet
+# at the barrier, pass on.
 #
 # Store ds
 # --------
@@ -1448,10 +1453,10 @@ def in_turns_of_keys(dy, q, k, v, y, lse, scale):
 # Why do we have to add the parts of ``dq`` at all? If somebody had all of
 # ``ds``, ``dq`` would be a plain product of matrices.
 #
-# That is the matrix of all queries and keys that we did not want to write.
-# But it is only one matrix, in 16 bits, written once and read once, and the
-# formula moves four or more. So the first kernel stores its tile of ``ds`` and
-# has four products, and a second kernel has the fifth.
+# It is a matrix of all queries and keys, which is what we did not want to
+# write. But it is only one, in 16 bits, written once and read once, and the
+# formula moves four or more. So the first kernel stores its tiles of ``ds``
+# and has four products, and a second kernel has the fifth.
 
 
 @triton.jit
@@ -1476,9 +1481,9 @@ def _store_ds(
 
 
 # %%
-# The tiles lie as the first kernel has them, with a row for each key. The
-# second kernel needs a row for each query. The ``.T`` does it at no cost, as
-# in ``tl.dot(q, k.T)``.
+# The matrix lies in memory as the first kernel has it, with a row for each
+# key. The second kernel needs a row for each query. Its ``.T`` costs nothing,
+# as in ``tl.dot(q, k.T)``.
 
 
 @triton.jit(do_not_specialize=["before"])
@@ -1511,11 +1516,11 @@ def _attention_bwd_product(
 
 
 # %%
-# How much memory is that? At 16384 keys, the matrix of 16 heads has 8.6 GB.
+# How much memory is that? At 16384 keys, the matrices of 16 heads have 8.6 GB.
 # But nobody needs all heads at a time. We set a limit of half a gigabyte,
 # ``ROOM``, take as many heads as fit, run both kernels, and go on with the
-# next heads in the same memory. One head is the least: at 16384 keys it has
-# exactly this size.
+# next heads in the same memory. One head is the least that we can take, and at
+# 16384 keys its matrix has exactly this size.
 
 ROOM = 2**29  # bytes of ds at a time
 
@@ -1802,7 +1807,7 @@ in_percent(bench_designs)
 
 # %%
 # **What the figure shows.**
-# On the H100, at 4096 keys and 128 numbers in a head, seven products reach NN
+# On the H200, at 4096 keys and 128 numbers in a head, seven products reach NN
 # TFLOP/s, atomic additions NN, bulk additions NN, turns NN, and stored ``ds``
 # NN. At 16384 keys the five numbers are NN, NN, NN, NN and NN, and at 512
 # keys they are NN, NN, NN, NN and NN.
@@ -1841,7 +1846,7 @@ in_percent(bench_designs_64)
 
 # %%
 # **What the figure shows.**
-# On the H100, with 64 numbers in a head and 4096 keys, seven products reach NN
+# On the H200, with 64 numbers in a head and 4096 keys, seven products reach NN
 # TFLOP/s, atomic additions NN, bulk additions NN, turns NN, and stored ``ds``
 # NN. cuDNN reaches NN.
 #
@@ -1914,7 +1919,7 @@ different_bits.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # Seven products, turns and stored ``ds`` repeat the first result each time. On
-# the H100, at 512, 2048 and 8192 keys, NN, NN and NN of 100 runs differ with
+# the H200, at 512, 2048 and 8192 keys, NN, NN and NN of 100 runs differ with
 # atomic additions, NN, NN and NN with bulk additions, NN, NN and NN with
 # cuDNN, and NN, NN and NN with FlashAttention-2.
 #
@@ -2026,7 +2031,7 @@ bench_room.run(show_plots=ON_GPU)
 
 # %%
 # **What the figures show.**
-# On the H100 seven products take NN GB at any length, which are the three
+# On the H200 seven products take NN GB at any length, which are the three
 # gradients. Sums in float32 make it NN GB. With stored ``ds`` it is NN GB from
 # 1024 to 16384 keys, and without a limit it grows to NN GB.
 # The limit costs little speed: with 540 MB of room it is NN, NN and NN TFLOP/s
@@ -2044,7 +2049,7 @@ bench_room.run(show_plots=ON_GPU)
 # Where PyTorch is better
 # -----------------------
 #
-# PyTorch can call cuDNN. On the H100, with 128 numbers in a head, our fastest
+# PyTorch can call cuDNN. On the H200, with 128 numbers in a head, our fastest
 # design reaches NN% of cuDNN's speed at 512 keys, NN% at 4096 and NN% at
 # 16384, and with 64 numbers NN%, NN% and NN%.
 # We have not looked into cuDNN's kernels. `FlashAttention-3
@@ -2154,7 +2159,7 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 # What we learned
 # ---------------
 #
-# These are the designs of this page, with their speeds on the H100 at 4096
+# These are the designs of this page, with their speeds on the H200 at 4096
 # keys and 128 numbers in a head, what they move for ``dq``, and whether they
 # give the same bits each time:
 #

@@ -217,7 +217,8 @@ KERNELS = Kernels(
     },
 )
 
-CARD = "H100"
+CARD = "H200"
+FIRST_CARD = "H100"  # page 01 is recorded there
 CUDNN, FLASH, CUBLAS = "sdpa-cudnn", "torch", "cublas"
 OURS = ("seven", "atomics", "bulk", "turns", "triton")
 OPERATIONS = 10 * 2048 * 16384  # of five products, for each key
@@ -245,7 +246,7 @@ def tiles(figure):
     most = max(of.all_medians("queries 128"))
     most.rounding = ".0f"
     yield (
-        "On the H100, at a head dimension of 128, the kernel with keys spills "
+        "On the H200, at a head dimension of 128, the kernel with keys spills "
         f"{spilled('keys 128', ours)} bytes a thread with tiles of 64 × 64 "
         f"and 4 warps, and {spilled('keys 128', tutorial)} with those of "
         "128 × 32 and 4 warps. With 64 numbers in a head it spills "
@@ -271,7 +272,7 @@ def tiles(figure):
 
 def budget(figure):
     """What page 01 measured: the rate of two kernels with seven products."""
-    before = figure("attention-backward", CARD, page=FIRST)
+    before = figure("attention-backward", FIRST_CARD, page=FIRST)
     rate = Measured(7 / 5 * before.median("triton", 16384), ".0f")
     yield f"do {rate} TFLOP/s at 16384 keys when we count all seven products."
     two = Measured(2 * 2 * 4096 * 2048 * 16384 / rate / 1e9, ".2f")
@@ -287,7 +288,7 @@ def speeds(figure):
 
     seven, atomics, bulk, turns, stored = each(4096)
     yield (
-        "On the H100, at 4096 keys and 128 numbers in a head, seven products "
+        "On the H200, at 4096 keys and 128 numbers in a head, seven products "
         f"reach {seven} TFLOP/s, atomic additions {atomics}, bulk additions "
         f"{bulk}, turns {turns}, and stored ``ds`` {stored}. At 16384 keys "
         f"the five numbers are {series(each(16384))}, and at 512 keys they "
@@ -333,7 +334,7 @@ def speeds_64(figure):
     of = figure("attention-designs-64", CARD)
     seven, atomics, bulk, turns, stored = (of.median(p, 4096) for p in OURS)
     yield (
-        "On the H100, with 64 numbers in a head and 4096 keys, seven products "
+        "On the H200, with 64 numbers in a head and 4096 keys, seven products "
         f"reach {seven} TFLOP/s, atomic additions {atomics}, bulk additions "
         f"{bulk}, turns {turns}, and stored ``ds`` {stored}. cuDNN reaches "
         f"{of.median(CUDNN, 4096)}."
@@ -355,7 +356,7 @@ def bits(figure):
         series(runs(p)) for p in ("atomics", "bulk", CUDNN, FLASH)
     )
     yield (
-        f"On the H100, at 512, 2048 and 8192 keys, {atomics} of 100 runs "
+        f"On the H200, at 512, 2048 and 8192 keys, {atomics} of 100 runs "
         f"differ with atomic additions, {bulk} with bulk additions, {cudnn} "
         f"with cuDNN, and {flash} with FlashAttention-2."
     )
@@ -378,7 +379,7 @@ def memory(figure):
     limited = of.all_medians("triton")
     assert limited.most <= 1.05 * limited.least
     yield (
-        f"On the H100 seven products take {gb('seven', 4096)} GB at any "
+        f"On the H200 seven products take {gb('seven', 4096)} GB at any "
         "length, which are the three gradients. Sums in float32 make it "
         f"{gb('atomics', 4096)} GB. With stored ``ds`` it is "
         f"{gb('triton', 4096)} GB from 1024 to 16384 keys, and without a "
@@ -446,8 +447,10 @@ FACTS = {
     "The matrix ``ds`` has 2.1 GB in 16 bits": DS,
     "An H100 moves 3.35 TB in a second": "the data sheet of the H100",
     "takes 1.3 ms": "2 * 2.15 GB / 3.35 TB/s",
+    "moves 4.8 TB in a second": "the data sheet of the H200",
+    "takes 0.9 ms": "2 * 2.15 GB / 4.8 TB/s",
     "errors below 1%:": "what the check asserts",
-    "the matrix of 16 heads has 8.6 GB": "16 * 16384**2 * 2 bytes",
+    "the matrices of 16 heads have 8.6 GB": "16 * 16384**2 * 2 bytes",
     "**Atomic additions** bring 4.3 GB to L2": PARTS,
     "**Stored** ``ds`` writes 2.1 GB": DS,
     "4.3 GB to write and 4.3 GB to read": "128 heads * 4096**2 * 2 bytes",
