@@ -16,7 +16,8 @@ a program that adds up ``dk`` and ``dv`` has only a part of each ``dq``. A
 second kernel computed two of the products again, so that its programs could
 add up ``dq``.
 On this page a single kernel computes everything once, and we ask what it takes
-to bring the parts of ``dq`` together.
+to bring the parts of ``dq`` together. In the end we stay with seven products,
+and know why.
 
 **What you will learn**
 
@@ -25,7 +26,8 @@ to bring the parts of ``dq`` together.
 - What atomic additions cost, one by one and a tile at a time.
 - How programs take turns, so that a sum has the same bits each time, and what
   a compiler may do to such a queue.
-- When it pays to write a matrix to memory after all.
+- What it costs to write a matrix to memory after all, and why the fastest of
+  our designs computes two products again.
 
 **What you need:** `Attention without its matrix <01-attention.html>`_ for both
 passes, and `A lock, and its race <../layer-norm/03-lock.html>`_ for acquire,
@@ -171,7 +173,7 @@ print(f"1 + 3e-8 + 3e-8: {forward_order:.9f} or {other_order:.9f}")
 
 N, D, HEADS = 4096, 128, 64  # 4 sequences of 16 heads
 product = 2 * N**2 * D * HEADS  # operations of a product
-RATE = 632e12  # operations a second, of the two kernels of page 01
+RATE = 609e12  # operations a second, of the two kernels of page 01
 print(f"a product: {1000 * product / RATE:.2f} ms")
 print(f"seven products: {1000 * 7 * product / RATE:.2f} ms")
 print(f"five products: {1000 * 5 * product / RATE:.2f} ms")
@@ -182,19 +184,18 @@ stored = HEADS * N**2 * 2
 print(f"the matrix ds: {stored / 1e9:.1f} GB to write, as much to read")
 
 # %%
-# On the H100 the two kernels of `Attention without its matrix
-# <01-attention.html>`_ do 632 TFLOP/s at 16384 keys when we count all seven
-# products. At this rate the two additional products take 0.87 ms. So that is
-# our budget: whoever brings the parts of ``dq`` together in less than 0.87 ms
+# On the H200 the two kernels of `Attention without its matrix
+# <01-attention.html>`_ do 609 TFLOP/s at 16384 keys when we count all seven
+# products. At this rate the two additional products take 0.90 ms. So that is
+# our budget: whoever brings the parts of ``dq`` together in less than 0.90 ms
 # wins, and whoever takes longer should have computed two products again.
 #
 # Every program has parts for all queries, in float32. With tiles of 64 keys
 # they make 8.6 GB, and with tiles of 128 keys half of that.
-# The matrix ``ds`` has 2.1 GB in 16 bits. An H100 moves 3.35 TB in a second,
-# so to write it and to read it once takes 1.3 ms. The H200, on which this page
-# is measured, has the same Tensor Cores and moves 4.8 TB in a second. There it
-# takes 0.9 ms. Both are more than the budget, but memory and Tensor Cores can
-# work at the same time.
+# The matrix ``ds`` has 2.1 GB in 16 bits. An H200 moves 4.8 TB in a second, so
+# to write it and to read it once takes 0.9 ms. That is about the whole budget,
+# but memory and Tensor Cores can work at the same time. An H100 has the same
+# Tensor Cores and moves 3.35 TB in a second. There it takes 1.3 ms.
 #
 # In each head both the operations and the bytes grow with the square of the
 # number of keys, so the comparison is the same for sequences of any length.
@@ -598,8 +599,8 @@ def in_turns(calls):
 
 TOKENS = 16384
 NAMES = {
-    "triton": "Stored ds",
-    "seven": "Seven products",
+    "triton": "Seven products",
+    "stored": "Stored ds",
     "turns": "In turns",
     "bulk": "Bulk additions",
     "atomics": "Atomic additions",
@@ -1083,17 +1084,24 @@ def _attention_bwd_round(
 # ``dq`` to add. With 128 keys the two sums need 8 warps, as we have seen, and
 # they leave 127 registers for everything else. Two tiles of 64 × 128 take 64
 # of them, and later in the step the part of ``dq`` takes 32.
-# That is for heads of 128 numbers. Up to 64, all designs have tiles of 64 × 64
-# and 4 warps. So has the design that takes turns, which we come to below.
-# The tiles of this table were the fastest of those that we tried on an H200.
-
+#
+# That is for heads of 128 numbers, where all designs with one kernel have
+# these tiles. Up to 64 numbers, tiles of 64 × 64 and 4 warps are faster. Only
+# the design that takes turns, which we come to below, has 128 × 128 and 8
+# warps there.
+#
+# It is tight, and not all of these kernels do without spills. With 128 numbers
+# in a head, atomic and bulk additions spill fewer than 100 bytes a thread, and
+# the design that takes turns spills fewer than 300 at any head dimension.
+# Still, the tiles of this table were the fastest of those that we tried on an
+# H200. Those that spill less were slower.
 TILES = {
     # For D up to 64, and 128: queries, keys, warps, stages.
-    "atomics": ((64, 64, 4, 2), (64, 128, 8, 3)),
-    "bulk": ((64, 64, 4, 2), (64, 128, 8, 3)),
-    "turns": ((64, 64, 4, 1), (64, 64, 4, 1)),
-    "stored": ((64, 64, 4, 3), (64, 64, 4, 2)),
-    "product": ((128, 64, 4, 4), (128, 64, 4, 3)),
+    "atomics": ((64, 64, 4, 3), (64, 128, 8, 3)),
+    "bulk": ((64, 64, 4, 3), (64, 128, 8, 3)),
+    "turns": ((128, 128, 8, 1), (64, 128, 8, 1)),
+    "stored": ((64, 64, 4, 3), (64, 128, 8, 3)),
+    "product": ((64, 128, 4, 3), (64, 64, 4, 4)),
 }
 
 
@@ -1339,7 +1347,7 @@ plt.show()
 # **They should not have to wait for each other's first steps.**
 # If neighbors in a head start at the same time, the last of them waits for as
 # many steps as there are programs before it. So the tickets go through a group
-# of 32 heads: first come the first tiles of keys of all 32, and then their
+# of 8 heads: first come the first tiles of keys of all 8, and then their
 # second tiles. That is what ``GROUP`` is for.
 #
 # **What was added is there before the turn goes on.**
@@ -1407,7 +1415,7 @@ def in_turns_of_keys(dy, q, k, v, y, lse, scale):
         for_dq=_add_in_turns,
         place=sums,
         turns=turns,
-        group=32,
+        group=8,
     )
     return rounded(sums, q, scale), dk, dv
 
@@ -1428,8 +1436,8 @@ def in_turns_of_keys(dy, q, k, v, y, lse, scale):
 # for that it moves instructions to other places in the loop. Here it gives up:
 # in a loop that has a loop or a barrier inside, no load runs ahead. So each
 # step begins with loads that it has to wait for, and this is a part of what
-# the order costs. With tiles of 64 × 64 two programs share an SM, and one of
-# them can multiply while the other waits.
+# the order costs. And programs of 8 warps have an SM for themselves, so nobody
+# multiplies there while they wait.
 #
 # Can we not have both? We tried two ways, with triton 3.6.0 and 3.7.1, and
 # read what they are compiled to:
@@ -1576,7 +1584,8 @@ def with_stored_ds(dy, q, k, v, y, lse, scale, room=ROOM):
 # -------------
 #
 # All five have the same arguments and results, so one function takes any of
-# them by its name. Stored ``ds`` without a limit is a sixth.
+# them by its name. Stored ``ds`` without a limit is a sixth. Whoever gives no
+# name gets seven products, and the figures below will say why.
 
 DESIGNS = {
     "seven": backward,  # of page 01
@@ -1686,7 +1695,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def attention(query, key, value, scale=None, design="stored"):
+def attention(query, key, value, scale=None, design="seven"):
     """What F.scaled_dot_product_attention gives without a mask.
 
     query is (batch, heads, queries, D), key and value are (batch, heads,
@@ -1755,7 +1764,7 @@ def backward_speeds(N, D, dtype):
         "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION),
         "torch": with_backend(backends.FLASH_ATTENTION),
     }
-    for name in ("seven", "turns", "bulk", "atomics"):
+    for name in ("stored", "turns", "bulk", "atomics"):
         who[name] = functools.partial(attention, design=name)
     who["triton"] = attention
     q, k, v, dy = inputs(N, D, dtype)
@@ -1811,8 +1820,10 @@ in_percent(bench_designs)
 # TFLOP/s, atomic additions NN, bulk additions NN, turns NN, and stored ``ds``
 # NN. At 16384 keys the five numbers are NN, NN, NN, NN and NN, and at 512
 # keys they are NN, NN, NN, NN and NN.
-# From 1024 keys on, stored ``ds`` is at NN% to NN% of cuDNN's speed, and seven
-# products are at NN% to NN%. Stored ``ds`` is NN to NN times as fast as
+# Up to 1024 keys stored ``ds`` is level with seven products. From 2048 keys on
+# seven products are faster than all others of ours.
+# From 1024 keys on, seven products are at NN% to NN% of cuDNN's speed, and
+# stored ``ds`` is at NN% to NN%. Seven products are NN to NN times as fast as
 # FlashAttention-2.
 #
 # **Why.**
@@ -1821,21 +1832,27 @@ in_percent(bench_designs)
 # with seven products, NN ms with atomic additions, NN ms in bulk, NN ms in
 # turns, and NN ms with stored ``ds``.
 #
+# - **Seven products** move nothing. In both kernels two programs share an SM.
 # - **Atomic additions** bring 4.3 GB to L2. In the time of this design that is
-#   NN TB in a second.
+#   NN TB in a second. A program has an SM for itself, so nobody else
+#   multiplies there while its threads add.
 # - **Bulk additions** bring the same bytes, at NN TB in a second. What they
 #   save are instructions and registers of the threads.
-# - **Turns** add in the same way as the first of them, in smaller tiles: 8.6
-#   GB. The rest is the price of the order: each step waits for its loads, for
-#   its turn, and at a barrier.
+# - **Turns** add in the same way as the first of them, with the same tiles.
+#   The rest is the price of the order: each step waits for its loads, for its
+#   turn, and at a barrier.
 # - **Stored** ``ds`` writes 2.1 GB and reads them again. The first kernel has
 #   as many products as the one with keys, and writes while it multiplies. The
-#   second kernel has a fifth of the operations.
+#   second kernel has a fifth of the operations, and loads as many bytes as the
+#   first one has stored.
 #
 # **What follows.**
-# To compute two products again is not a bad deal: it moves nothing, and needs
-# no memory. To do better, a design must bring the parts of ``dq`` together
-# while its Tensor Cores stay busy.
+# Two more products are the best deal that we found: they move nothing, need no
+# memory, and give the same bits each time. So the function above takes them
+# unless it is told otherwise.
+# It is not a law. Five products are less work, and a design that brings the
+# parts of ``dq`` together while its Tensor Cores stay busy must win. None of
+# our four does.
 #
 # With half as many numbers in a head, a product has half as many operations,
 # and ``ds`` has as many numbers as before.
@@ -1848,13 +1865,16 @@ in_percent(bench_designs_64)
 # **What the figure shows.**
 # On the H200, with 64 numbers in a head and 4096 keys, seven products reach NN
 # TFLOP/s, atomic additions NN, bulk additions NN, turns NN, and stored ``ds``
-# NN. cuDNN reaches NN.
+# NN. cuDNN reaches NN. At 16384 keys stored ``ds`` reaches NN, and bulk
+# additions reach NN.
 #
 # **Why.**
 # There are twice as many heads, each with a matrix of the same size. So stored
 # ``ds`` has twice the bytes for the same operations, 4.3 GB to write and 4.3
-# GB to read at 4096 keys. The parts of ``dq`` come in tiles of 64 keys here,
-# so there are twice as many of half the size: 8.6 GB.
+# GB to read at 4096 keys, and now it falls behind bulk additions.
+# They and atomic additions have tiles of 64 keys here, so there are twice as
+# many parts of half the size: 8.6 GB. Seven products have nothing to move
+# here, either, and they are ahead of all others of ours from 1024 keys on.
 #
 # The same bits?
 # --------------
@@ -1891,7 +1911,7 @@ def different_bits(N, D, dtype, mode, provider):
         "sdpa-cudnn": backends.CUDNN_ATTENTION,
         "torch": backends.FLASH_ATTENTION,
     }
-    design = "stored" if provider == "triton" else provider
+    design = "seven" if provider == "triton" else provider
     function = functools.partial(attention, design=design)
     if provider in names:
         function = with_backend(names[provider])
@@ -1958,12 +1978,12 @@ def saved(N, D, dtype):
         y_log=True,
         xlabel="N (queries, and keys)",
         line_arg="provider",
-        line_vals=["triton", "whole", "atomics", "seven"],
+        line_vals=["triton", "stored", "whole", "atomics"],
         line_names=[
+            "Seven products",
             "Stored ds",
             "Stored ds, all heads",
             "Atomic additions",
-            "Seven products",
         ],
         ylabel="GB of memory",
         plot_name="attention-designs-memory",
@@ -1975,7 +1995,7 @@ def bench_memory(N, D, dtype, mode, provider):
     beside that of its inputs; the gradients are part of it."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    backward_pass = DESIGNS["stored" if provider == "triton" else provider]
+    backward_pass = DESIGNS["seven" if provider == "triton" else provider]
     given = saved(N, D, dtype)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -2039,18 +2059,18 @@ bench_room.run(show_plots=ON_GPU)
 # MB it is NN, NN and NN.
 #
 # **Why.**
-# A launch needs enough programs for all SMs. One head of 4096 keys has 64
-# programs in the first kernel, and 264 can run at a time, so with 34 MB most
-# SMs have nothing to do. At 1024 keys the same 34 MB hold 16 heads, which are
-# 256 programs.
+# A launch needs enough programs for all SMs. One head of 4096 keys has 32
+# programs in the first kernel, and there are 132 SMs, so with 34 MB most of
+# them have nothing to do. At 1024 keys the same 34 MB hold 16 heads, which are
+# 128 programs.
 # A head of 16384 keys has 537 MB, whatever the limit is, so its line only
 # moves at the last point, where there is room for four heads at a time.
 #
 # Where PyTorch is better
 # -----------------------
 #
-# PyTorch can call cuDNN. On the H200, with 128 numbers in a head, our fastest
-# design reaches NN% of cuDNN's speed at 512 keys, NN% at 4096 and NN% at
+# PyTorch can call cuDNN. On the H200, with 128 numbers in a head, seven
+# products reach NN% of cuDNN's speed at 512 keys, NN% at 4096 and NN% at
 # 16384, and with 64 numbers NN%, NN% and NN%.
 # We have not looked into cuDNN's kernels. `FlashAttention-3
 # <https://arxiv.org/abs/2407.08608>`_ has described how to go on from here.
@@ -2059,9 +2079,8 @@ bench_room.run(show_plots=ON_GPU)
 # additions happen beside the products. Triton decides by itself which warps do
 # what, and the kernels of this page have no say in it.
 #
-# FlashAttention-2 also needs no memory for ``ds``, and both libraries take
-# what this page leaves out: causal attention, groups of heads, and any head
-# dimension.
+# Both libraries also take what this page leaves out: causal attention, groups
+# of heads, and any head dimension.
 #
 # Exercise
 # --------
@@ -2163,12 +2182,13 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 # keys and 128 numbers in a head, what they move for ``dq``, and whether they
 # give the same bits each time:
 #
-# - **Seven products**: NN TFLOP/s. Nothing moves; the same bits.
+# - **Seven products**: NN TFLOP/s. Nothing moves; the same bits. This is the
+#   one to take.
 # - **Atomic additions**: NN TFLOP/s. They bring 4.3 GB to L2; other bits in
 #   each run.
 # - **Bulk additions**: NN TFLOP/s. The same bytes, by the TMA; other bits in
 #   each run.
-# - **In turns**: NN TFLOP/s. 8.6 GB to L2, in a fixed order; the same bits.
+# - **In turns**: NN TFLOP/s. 4.3 GB to L2, in a fixed order; the same bits.
 # - **Stored** ``ds``: NN TFLOP/s. 2.1 GB written and read, in 0.54 GB of
 #   memory; the same bits.
 # - **cuDNN** reaches NN TFLOP/s, and **FlashAttention-2** NN.
@@ -2178,7 +2198,8 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 # - Count what a thread has to keep before you choose a tile. A sum that does
 #   not fit is fetched and stored in each step.
 # - Two ways to the same sum compete in one unit, which is time: operations at
-#   the rate of the Tensor Cores, bytes at the rate of L2 or of memory.
+#   the rate of the Tensor Cores, bytes at the rate of L2 or of memory. To
+#   compute again can be the cheaper one.
 # - A fixed order is a queue, and a queue needs acquire, release, a barrier,
 #   and a look at what the compiler made of it.
 # - Memory that is used again for the next part of the work stays small.

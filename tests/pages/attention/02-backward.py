@@ -12,7 +12,7 @@ from conformance import Attention, AttentionCase, Page
 from measurements.figure import Measured, series
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-DESIGNS = ("stored", "seven", "atomics", "bulk", "turns")
+DESIGNS = ("seven", "stored", "atomics", "bulk", "turns")
 FIRST = "attention/01-attention"
 
 
@@ -110,7 +110,7 @@ def adds(code):
     return [
         *multiplies(code),
         code.count("atomic") > 0,
-        code.spills <= 104,
+        code.spills < 100,
     ]
 
 
@@ -124,9 +124,9 @@ def in_order(code):
 
 
 ALL = "_attention_bwd_all"
-ADDS = {ALL: {"spills": 104}}
+ADDS = {ALL: {"spills": 96}}
 # lse and delta, and the turn: no load runs ahead here.
-IN_ORDER = {ALL: {"spills": 320, "releases": 1, "narrow_loads": 34}}
+IN_ORDER = {ALL: {"spills": 296, "releases": 1, "narrow_loads": 34}}
 KERNELS = Kernels(
     run=run,
     also=also,
@@ -218,11 +218,10 @@ KERNELS = Kernels(
 )
 
 CARD = "H200"
-FIRST_CARD = "H100"  # page 01 is recorded there
 CUDNN, FLASH, CUBLAS = "sdpa-cudnn", "torch", "cublas"
-OURS = ("seven", "atomics", "bulk", "turns", "triton")
+OURS = ("triton", "atomics", "bulk", "turns", "stored")
 OPERATIONS = 10 * 2048 * 16384  # of five products, for each key
-# Tiles of keys in the designs that add: the bytes of all parts of dq.
+# Tiles of keys of atomic and bulk additions: the bytes of all parts of dq.
 TILE_K = {64: 64, 128: 128}  # by head dimension
 
 
@@ -272,7 +271,7 @@ def tiles(figure):
 
 def budget(figure):
     """What page 01 measured: the rate of two kernels with seven products."""
-    before = figure("attention-backward", FIRST_CARD, page=FIRST)
+    before = figure("attention-backward", CARD, page=FIRST)
     rate = Measured(7 / 5 * before.median("triton", 16384), ".0f")
     yield f"do {rate} TFLOP/s at 16384 keys when we count all seven products."
     two = Measured(2 * 2 * 4096 * 2048 * 16384 / rate / 1e9, ".2f")
@@ -294,18 +293,26 @@ def speeds(figure):
         f"the five numbers are {series(each(16384))}, and at 512 keys they "
         f"are {series(each(512))}."
     )
+    # "Up to 1024 keys stored ``ds`` is level", "faster than all others".
+    for N in 512, 1024:
+        assert 0.96 <= of.ratio("triton", "stored", N) <= 1.04
+    for N in 2048, 4096, 8192, 16384:
+        for other in OURS[1:]:
+            assert of.ratio("triton", other, N) > 1
+    assert (
+        bulk >= atomics > turns
+    )  # "what they save", "the price of the order"
     long = of.between(1024)
-    shares = {name: long.shares(name, CUDNN) for name in ("triton", "seven")}
+    shares = {name: long.shares(name, CUDNN) for name in ("triton", "stored")}
     faster = of.ratios("triton", FLASH)
+    assert faster.least > 1
     yield (
-        "From 1024 keys on, stored ``ds`` is at "
+        "From 1024 keys on, seven products are at "
         f"{shares['triton'].least}% to {shares['triton'].most}% of cuDNN's "
-        f"speed, and seven products are at {shares['seven'].least}% to "
-        f"{shares['seven'].most}%. Stored ``ds`` is {faster.least} to "
+        f"speed, and stored ``ds`` is at {shares['stored'].least}% to "
+        f"{shares['stored'].most}%. Seven products are {faster.least} to "
         f"{faster.most} times as fast as FlashAttention-2."
     )
-    # "Our fastest design", and the one of our function.
-    assert all(of.ratio("triton", other, 4096) >= 1 for other in OURS)
 
     def ms(provider):
         return Measured(
@@ -313,9 +320,9 @@ def speeds(figure):
         )
 
     yield (
-        f"so the speeds above are times: {ms('seven')} ms with seven "
+        f"so the speeds above are times: {ms('triton')} ms with seven "
         f"products, {ms('atomics')} ms with atomic additions, {ms('bulk')} ms "
-        f"in bulk, {ms('turns')} ms in turns, and {ms('triton')} ms with "
+        f"in bulk, {ms('turns')} ms in turns, and {ms('stored')} ms with "
         "stored ``ds``."
     )
     for provider, before, after in (
@@ -337,8 +344,16 @@ def speeds_64(figure):
         "On the H200, with 64 numbers in a head and 4096 keys, seven products "
         f"reach {seven} TFLOP/s, atomic additions {atomics}, bulk additions "
         f"{bulk}, turns {turns}, and stored ``ds`` {stored}. cuDNN reaches "
-        f"{of.median(CUDNN, 4096)}."
+        f"{of.median(CUDNN, 4096)}. At 16384 keys stored ``ds`` reaches "
+        f"{of.median('stored', 16384)}, and bulk additions reach "
+        f"{of.median('bulk', 16384)}."
     )
+    # "Now it falls behind bulk additions", "ahead of all others of ours".
+    assert stored < bulk
+    assert of.ratio("stored", "bulk", 16384) < 1
+    for N in 1024, 2048, 4096, 8192, 16384:
+        for other in OURS[1:]:
+            assert of.ratio("triton", other, N) > 1
 
 
 def bits(figure):
@@ -350,7 +365,7 @@ def bits(figure):
             number.rounding = ".0f"
         return found
 
-    for provider in "seven", "turns", "triton":
+    for provider in "triton", "turns", "stored":
         assert not any(runs(provider)), f"the same bits each time: {provider}"
     atomics, bulk, cudnn, flash = (
         series(runs(p)) for p in ("atomics", "bulk", CUDNN, FLASH)
@@ -373,16 +388,16 @@ def memory(figure):
         number.rounding = ".2f"
         return number
 
-    for provider in "seven", "atomics":
+    for provider in "triton", "atomics":
         all_of_them = of.all_medians(provider)
         assert all_of_them.most <= 1.05 * all_of_them.least, "at any length"
-    limited = of.all_medians("triton")
+    limited = of.all_medians("stored")
     assert limited.most <= 1.05 * limited.least
     yield (
-        f"On the H200 seven products take {gb('seven', 4096)} GB at any "
+        f"On the H200 seven products take {gb('triton', 4096)} GB at any "
         "length, which are the three gradients. Sums in float32 make it "
         f"{gb('atomics', 4096)} GB. With stored ``ds`` it is "
-        f"{gb('triton', 4096)} GB from 1024 to 16384 keys, and without a "
+        f"{gb('stored', 4096)} GB from 1024 to 16384 keys, and without a "
         f"limit it grows to {gb('whole', 16384)} GB."
     )
 
@@ -407,20 +422,20 @@ def where_pytorch_is_better(figure):
 
     large = shares(of)
     yield (
-        f"our fastest design reaches {large[0]}% of cuDNN's speed at 512 "
-        f"keys, {large[1]}% at 4096 and {large[2]}% at 16384, and with 64 "
-        f"numbers {series(shares(small), '%')}."
+        f"seven products reach {large[0]}% of cuDNN's speed at 512 keys, "
+        f"{large[1]}% at 4096 and {large[2]}% at 16384, and with 64 numbers "
+        f"{series(shares(small), '%')}."
     )
 
 
 def ladder(figure):
     of = figure("attention-designs", CARD)
     for name, provider, what in (
-        ("**Seven products**", "seven", "Nothing moves"),
+        ("**Seven products**", "triton", "Nothing moves"),
         ("**Atomic additions**", "atomics", "They bring"),
         ("**Bulk additions**", "bulk", "The same bytes, by"),
-        ("**In turns**", "turns", "8.6 GB to L2"),
-        ("**Stored** ``ds``", "triton", "2.1 GB written"),
+        ("**In turns**", "turns", "4.3 GB to L2"),
+        ("**Stored** ``ds``", "stored", "2.1 GB written"),
     ):
         yield f"{name}: {of.median(provider, 4096)} TFLOP/s. {what}"
     yield (
@@ -445,22 +460,23 @@ PARTS = "64 heads * 4096 / tile of keys * 4096 * 128 * 4 bytes"
 FACTS = {
     "tiles of 64 keys they make 8.6 GB": PARTS,
     "The matrix ``ds`` has 2.1 GB in 16 bits": DS,
-    "An H100 moves 3.35 TB in a second": "the data sheet of the H100",
+    "moves 3.35 TB in a second": "the data sheet of the H100",
     "takes 1.3 ms": "2 * 2.15 GB / 3.35 TB/s",
-    "moves 4.8 TB in a second": "the data sheet of the H200",
+    "An H200 moves 4.8 TB in a second": "the data sheet of the H200",
     "takes 0.9 ms": "2 * 2.15 GB / 4.8 TB/s",
+    "spill fewer than 100 bytes a thread": "the limit of spills in ADDS",
+    "spills fewer than 300": "the limit of spills in IN_ORDER",
     "errors below 1%:": "what the check asserts",
     "the matrices of 16 heads have 8.6 GB": "16 * 16384**2 * 2 bytes",
     "**Atomic additions** bring 4.3 GB to L2": PARTS,
     "**Stored** ``ds`` writes 2.1 GB": DS,
     "4.3 GB to write and 4.3 GB to read": "128 heads * 4096**2 * 2 bytes",
-    "twice as many of half the size: 8.6 GB": "128 * 64 * 4096 * 64 * 4 bytes",
+    "parts of half the size: 8.6 GB": "128 * 64 * 4096 * 64 * 4 bytes",
     "with 34 MB most SMs": "the limit of this point: one head of 33.6 MB",
     "the same 34 MB hold 16 heads": "16 * 1024**2 * 2 bytes are 33.6 MB",
     "A head of 16384 keys has 537 MB": "16384**2 * 2 bytes",
     "They bring 4.3 GB to L2": PARTS,
-    "in smaller tiles: 8.6 GB": PARTS,
-    "8.6 GB to L2, in a fixed order": PARTS,
+    "4.3 GB to L2, in a fixed order": PARTS,
     "2.1 GB written and read, in 0.54 GB": f"{DS}; 2**29 bytes",
     "with 540 MB of room": "a point of the figure",
     "with 2200 MB it is": "a point of the figure",
@@ -479,7 +495,7 @@ SMALL = (
         "plan = of_128 if D > 64 else up_to_64",
         'plan = (32, 16, 4, 3) if design == "product" else (16, 32, 4, 2)',
     ),
-    ("group=32,", "group=2,"),
+    ("group=8,", "group=2,"),
     ("ROOM = 2**29", "ROOM = 2**13"),
 )
 
@@ -568,7 +584,7 @@ PAGE = Page(
         for name in ("stored", "seven", "turns")
     ),
     graphs=tuple(half((1, 4), 200, 300, 64, function=d) for d in DESIGNS),
-    trains=("stored",),
+    trains=("seven",),
     huge=(4096,),
     huge_functions=("stored", "turns"),
     elsewhere="not the current GPU",
@@ -673,11 +689,13 @@ def test_scores_far_below_zero(load, design):
 
 
 def test_tiles_are_those_of_which_the_page_counts_bytes(unedited):
-    """4.3 GB of parts with tiles of 128 keys, 8.6 GB with 64."""
+    """4.3 GB of parts with tiles of 128 keys, 8.6 GB with 64; and the
+    programs of the first kernel with stored ds, of 4096 and 1024 keys."""
+    assert unedited.plan_of("stored", 128)["TILE_K"] == 4096 / 32 == 128
     for D, keys in TILE_K.items():
         for design in "atomics", "bulk":
             assert unedited.plan_of(design, D)["TILE_K"] == keys
-        assert unedited.plan_of("turns", D)["TILE_K"] == 64
+        assert unedited.plan_of("turns", D)["TILE_K"] == 128
     assert parts(4096, 128) == 64 * 32 * 4096 * 128 * 4
     assert parts(4096, 64) == 2 * parts(4096, 128)
 
@@ -821,7 +839,7 @@ def test_exercise(output):
 @pytest.mark.parametrize("design", ["stored", "seven", "turns"])
 def test_the_same_bits_in_100_runs(page, design):
     found = page.different_bits.fn(
-        2048, 128, HALF, "backward", {"stored": "triton"}.get(design, design)
+        2048, 128, HALF, "backward", {"seven": "triton"}.get(design, design)
     )
     assert found == [0, 0, 0]
 
