@@ -83,6 +83,20 @@ def test_ptx():
     assert not barrier_before(bare, release.number)
 
 
+def test_an_addition_needs_a_barrier_before_a_release():
+    """It is a store to memory as well, and it may be the only one."""
+    add = "red.global.gpu.relaxed.add.f32 [%rd1], %r2;"
+    turn = "atom.global.gpu.release.exch.b32 %r1, [%rd6], %r2;"
+    head = ".version 8.7"
+    for lines, ordered in (
+        ((add, "bar.sync 0;", turn), True),
+        ((add, turn), False),
+        (("bar.sync 0;", add, turn), False),
+    ):
+        found = marks("\n".join([head, *lines]))
+        assert barrier_before(found, found[-1].number) == ordered
+
+
 def test_sass_has_the_lines_of_its_ptx():
     release = next(m for m in marks(PTX) if m.kind == "release")
     sass = f"""

@@ -1664,5 +1664,5 @@ assert exercise_1(_attention_fwd_causal)
 #   which limit is near, and in which unit to measure.
 # - Tensor Cores wait for everything that is not a product.
 #
-# **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
-# has rows for which one program is not enough.
+# **Next:** `Five products or seven <02-backward.html>`_ asks who can add up
+# ``dq`` so that a backward pass has no more products than it needs.

@@ -311,10 +311,11 @@ def _ir_sources(lines, script):
 
 
 def barrier_before(found, number):
-    """Is there a barrier between a mark's line and the store before it?"""
+    """Is there a barrier between a mark's line and what was written before
+    it, by a store or by an atomic addition?"""
     kinds = [m.kind for m in found if m.number < number]
-    stores = [i for i, kind in enumerate(kinds) if kind == "store"]
-    return bool(stores) and "barrier" in kinds[stores[-1] :]
+    written = [i for i, k in enumerate(kinds) if k in ("store", "atomic")]
+    return bool(written) and "barrier" in kinds[written[-1] :]
 
 
 def annotated(text, found, script_lines):

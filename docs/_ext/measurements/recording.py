@@ -49,6 +49,8 @@ UNITS = {
     "% of warps": (0, 101),
     "load requests per row": (0, math.inf),
     "kernels": POSITIVE,  # that run on the device in a call
+    # Of the compiled kernel.
+    "bytes spilled per thread": (0, math.inf),
 }
 PAGE = {"code": str, "environment": dict, "benchmarks": dict, "digest": str}
 BENCHMARK = {
