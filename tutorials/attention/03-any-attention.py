@@ -565,8 +565,8 @@ try_forward(queries=20, keys=33, D=65)
 # <https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html>`_ is
 # the attention of PyTorch that you can change: a function in Python says which
 # keys a query sees, and torch.compile writes a kernel in Triton for it. It
-# compiles anew for each length, which takes many seconds. So we ask it for 4096
-# keys alone.
+# compiles anew for each length, which takes many seconds. So we ask it for
+# 4096 keys alone.
 
 # %%
 
@@ -846,9 +846,9 @@ for heads_of_keys, name in ((heads, "repeated"), (k_heads, "shared")):
     print(f"keys and values of 16 bits, {name}: {megabytes:.0f} MB")
 
 # %%
-# With four heads of queries for each head of keys, repeated keys and values are
-# four times as many bytes. So are their gradients, which are written once and
-# read once more to be added up.
+# With four heads of queries for each head of keys, repeated keys and values
+# have four times as many bytes. So have their gradients, which are written
+# first, and read once more to be added up.
 #
 # The sum can also stand inside the kernel. A program has a tile of keys of one
 # head, and adds up their gradients over all queries anyway. We only let it go
@@ -914,10 +914,10 @@ plt.show()
 #
 # As in `Attention without its matrix <01-attention.html>`_ one kernel has
 # queries and gives ``dq``, and the other one has keys and gives ``dk`` and
-# ``dv``. So some products are computed twice, and nobody waits for anybody: each
-# sum has one program, and the same bits each time. `Five products or seven
-# <02-backward.html>`_ measures the other designs, in which several programs
-# add to the same ``dq``.
+# ``dv``. So some products are computed twice, and nobody waits for anybody:
+# each sum has one program, and the same bits each time. `Five products or
+# seven <02-backward.html>`_ measures the other designs, in which several
+# programs add to the same ``dq``.
 #
 # The first one has the loops of the forward kernel. It also computes
 # :math:`\delta`, the dot product of a row of ``y`` and a row of ``dy``, which
