@@ -611,6 +611,11 @@ for N in WIDTHS:
 # Split columns are faster than PyTorch at every width. Without the split we
 # are slower than PyTorch up to 8192 columns.
 #
+# On the H200, columns reach 21% of a copy at 1024 columns and 70% at 12288
+# columns. Split columns reach 45% and 74%, and PyTorch's sums 23% and 65%.
+# There, too, split columns are faster than PyTorch at every width. Without the
+# split we are slower than PyTorch up to 6144 columns.
+#
 # **Why.**
 # The table of programs tells us: the more bytes they request at a time, the
 # faster the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and
@@ -618,6 +623,11 @@ for N in WIDTHS:
 # At 1024 columns only 64 programs run, and half of the SMs request nothing.
 # With the split, 512 programs request 16 KB on each SM, and the sums are 1.9
 # times as fast.
+#
+# The H200 has as many SMs, so our programs request as many bytes on each. At
+# 1024 columns, our sums by columns run at 690 GB/s on the H200 and at 678 GB/s
+# on the H100. But the copy is 1.3 times as fast on the H200, so our share of
+# it is smaller.
 #
 # One thing the table does not explain. From 2048 to 8192 columns, split
 # columns request about 30 KB on an SM, and yet their share rises from 55% to
@@ -628,6 +638,8 @@ for N in WIDTHS:
 # That leaves one step unexplained. Between 4096 and 6144 columns the shares
 # hardly change: columns go from 60% to 61%, split columns from 66% to 65%, and
 # PyTorch's sums from 63% to 64%. We do not know why.
+# On the H200, columns go from 51% to 50% there, and split columns fall from
+# 60% to 56%.
 #
 # **What follows.**
 # A kernel needs enough programs. They can come from any dimension whose sums
@@ -934,6 +946,9 @@ bench_programs.run(show_plots=ON_GPU)
 # reach 1532 GB/s, and four for atomics and for split columns, which reach 1283
 # and 1286 GB/s.
 #
+# On the H200, a single other number is faster, by 2.5%: at 1024 columns, eight
+# programs for buffers reach 1752 GB/s, and six reach 1710 GB/s.
+#
 # **Why.**
 # Up to these numbers, more programs help. While one computes, the others load.
 #
@@ -944,6 +959,8 @@ bench_programs.run(show_plots=ON_GPU)
 # If we start six, they run in two full rounds of three. Atomics are back at
 # 2248 GB/s. Buffers are not, with 1816 GB/s, because there are now twice as
 # many of them to write and to read.
+# On the H200, atomics are not back either: they reach 2610 GB/s with three
+# programs, 2301 with four and 2277 with six.
 #
 # At 1024 columns, the registers hold more programs than we start. But with
 # eight, atomics fall to 1085 GB/s, because more additions queue up.
@@ -1091,6 +1108,14 @@ report(bench_designs)
 # But torch.compile beats columns at two widths: it is 6% faster than columns
 # at 2048 columns and 5% at 12288, where it is also as fast as split columns.
 #
+# On the H200, buffers reach 53% to 73% of the copy, atomics 41% to 73%, split
+# columns 45% to 52%, and columns 33% to 50%. An atomic addition for each row
+# reaches 13% to 32%, and PyTorch 30% to 39%. Buffers are 1.7 to 2.1 times as
+# fast as PyTorch, and 1.4 to 2.2 times as fast as torch.compile. Atomics are
+# slower than split columns at 1024 columns, and ahead of buffers only from
+# 6144 columns on, by at most 2.2%. On that card, torch.compile beats columns
+# at 12288 columns alone, where it is also 3% faster than split columns.
+#
 # **Why.**
 # Does our count explain the figure?
 # At the start we counted for 4096 columns. Here is the count for all widths:
@@ -1133,6 +1158,15 @@ for N in WIDTHS:
 #   columns 132 programs queue up, and the copy takes 101.1 µs. There the queue
 #   hardly matters, and atomics reach 87%. At 8192 columns they only reach 77%,
 #   because a single program runs on an SM, as with buffers.
+#
+# On the H200, buffers reach 53%, 65%, 73% and 71% up to 6144 columns, and 60%
+# and 71% at 8192 and 12288. That is less of what the count allows: the memory
+# of that card is faster and its SMs are the same, so what is not memory
+# traffic is a larger part of the time. An addition for each row takes about as
+# long on both cards, 58 µs on the H200 and 55 µs on the H100 at 1024 columns,
+# and 223 µs and 230 µs at 12288: L2 does these additions, not DRAM. At 4096
+# columns it even takes 111 µs on the H200 and 76 µs on the H100, and we do not
+# know why.
 #
 # PyTorch reads ``x`` and ``dy`` twice as well, so it could not reach more than
 # 60% either. We have not looked at the kernels of torch.compile.
@@ -1453,11 +1487,15 @@ check(layer_norm, *shape, torch.float16)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **PyTorch's sums beat columns that are not split**, up to 8192 columns.
-# - **torch.compile beats some of our backward passes.** It is faster than
-#   columns at 2048 and 12288 columns, and at 12288 split columns are no faster
-#   than it is. An addition for each row is slower than torch.compile at four
-#   of the six widths, and slower than PyTorch at the two narrowest.
+# - **PyTorch's sums beat columns that are not split**, up to 8192 columns on
+#   the H100, and up to 6144 on the H200.
+# - **torch.compile beats some of our backward passes.** On the H100, it is
+#   faster than columns at 2048 and 12288 columns, and at 12288 split columns
+#   are no faster than it is. An addition for each row is slower than
+#   torch.compile at four of the six widths, and slower than PyTorch at the two
+#   narrowest. On the H200, it is faster than columns and split columns at
+#   12288, and an addition for each row is slower than torch.compile, and than
+#   PyTorch, at all six widths.
 # - **PyTorch can do more.** It has second derivatives and rows of any width,
 #   and it leaves out gradients that nobody wants.
 # - **torch.compile can fuse** a layer norm with what comes before and after.

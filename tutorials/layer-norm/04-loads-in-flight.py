@@ -330,6 +330,9 @@ if knee:  # it was measured
 # On the H100, 1 KB in flight on each SM gives 309 GB/s, 8 KB give 1828 GB/s,
 # 16 KB give 2476 GB/s, 32 KB give 2768 GB/s, and 64 KB give 2784 GB/s.
 #
+# On the H200, 1 KB in flight on each SM gives 318 GB/s, 8 KB give 1979 GB/s,
+# 16 KB give 3089 GB/s, 32 KB give 3727 GB/s, and 64 KB give 3790 GB/s.
+#
 # **Why.**
 # On the left the pipe is almost empty. A step takes one latency, whatever it
 # requests, so twice the bytes in flight are nearly twice the speed.
@@ -343,6 +346,8 @@ if knee:  # it was measured
 # The reason is that requests have to wait for each other when there are many
 # of them, so the latency grows. The law, turned around again, tells by how
 # much: a step takes 591 ns with 8 KB in flight, and 873 ns with 16 KB.
+# The H200 has a pipe that is about as long, and wider: a step takes 425 ns
+# with 1 KB in flight, and with 8 KB we get only 52% of the best speed.
 #
 # On the right the pipe is full. With 64 KB in flight a step takes 3107 ns,
 # twice the 1563 ns that it takes with 32 KB. The additional bytes only wait.
@@ -353,6 +358,7 @@ if knee:  # it was measured
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
 # first speed that is at least 95% of the best, and that is 32 KB.
+# On the H200, it is 32 KB as well.
 # So the law's 8 KB are a lower bound. In practice, an SM needs 32 KB in
 # flight, and all the time.
 #
@@ -678,6 +684,11 @@ by_programs = by_programs.set_index("programs")
 # no faster. At 4096 columns three are best and reach 80%. At 8192 columns
 # nothing beats one.
 #
+# On the H200, one program on each SM reaches 24%, 44% and 60% of the copy. At
+# 1024 columns eight programs are a little faster than six, with 55% and 54%.
+# At 4096 columns three reach 73%, and at 8192 columns nothing beats one there
+# either.
+#
 # **Why more programs help.**
 # A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
 # 32 KB at 8192. So this is what a single program requests at a time, and the
@@ -762,6 +773,10 @@ bench_warps.run(show_plots=ON_GPU)
 # 16 reach 47%. Only at 8192 columns are 4 warps too few: they reach 53%, and
 # 16 reach 76%.
 #
+# On the H200, at 4096 columns, 4 warps reach 74% of the copy, 8 reach 55%, and
+# 32 reach 39%. At 1024 columns 4 and 8 warps reach 54% each. At 8192 columns 4
+# reach 43%, 8 reach 59%, and 16 reach 61%.
+#
 # **Why.**
 # More warps do not add bytes: a row has as many bytes, however many warps load
 # it. But they cost something.
@@ -798,6 +813,7 @@ bench_warps.run(show_plots=ON_GPU)
 # it), so each row takes 2.8 µs. A row of ``x`` and one of ``dy`` are 32 KB,
 # and an SM needs 1.6 µs for them if it reads as fast as our reading kernel at
 # its best.
+# On the H200, each row takes 2.5 µs, and an SM needs 1.2 µs to read it.
 # In the rest of the time the program computes, stores, and has nothing in
 # flight.
 #
@@ -950,6 +966,10 @@ by_stages = by_stages.set_index("stages")
 # 52%, three 76% and five 84%; at 8192 columns one reaches 75%, two 71%, three
 # 88% and five 86%.
 #
+# On the H200, at 4096 columns, one stage reaches 44% of the copy, two reach
+# 41%, three 68% and five 81%; at 8192 columns one reaches 59%, two 54%, three
+# 82% and five 80%.
+#
 # **Why.**
 # Two stages are no faster than one, at any of the three widths: nothing is in
 # flight while the program works, and each row now goes through shared memory.
@@ -966,6 +986,8 @@ by_stages = by_stages.set_index("stages")
 # Our plan is not the best one everywhere. At 8192 columns three stages are a
 # little faster than five, and four are as good as five or a little better at
 # all three widths.
+# On the H200, five stages are better than four at 1024 and 4096 columns, by
+# 1.6 and 2.8 points.
 #
 # There is one more condition. An asynchronous copy moves 4, 8 or 16 bytes, and
 # their address must be a multiple of that. If ``N`` is odd, rows of 16-bit
@@ -1054,6 +1076,8 @@ occupancy.run(show_plots=ON_GPU)
 # 25% at 8192 columns.
 # And yet stages are faster at all three widths: at 4096 columns they reach 84%
 # of the copy, and three programs reach 80%.
+# On the H200 as many warps are in use, and stages reach 81% of the copy at
+# 4096 columns, where three programs reach 73%.
 # What ncu counts is a little less than what we computed, because a program
 # that has ended uses no warps.
 #
@@ -1095,6 +1119,7 @@ for column, N in enumerate(WIDTHS):
 #   which reads at most 2784 GB/s on the H100. The copy moves 2951 GB/s at 8192
 #   columns, and a third of that is stores. The busier a memory is, the later
 #   it answers, and the more must be in flight.
+#   On the H200, the two speeds are 3790 and 4104 GB/s.
 # - **The last round.** With 6 programs on each SM, 792 programs share 4096
 #   rows. That is 5.2 rows for each, so some take six rows and the others five,
 #   and in the last round most of the programs are gone. With 8 programs it is
@@ -1443,6 +1468,11 @@ report(bench_backward)
 # Stages are 1.7 to 2.3 times as fast as PyTorch, and 1.5 to 2.4 times as fast
 # as torch.compile.
 #
+# On the H200 stages reach 63% to 81% of the copy up to 8192 columns, and more
+# programs reach 53% to 74%. Above 8192 columns the three plans reach 53% to
+# 65%. Stages are 1.6 to 2.3 times as fast as PyTorch, and 1.3 to 2.5 times as
+# fast as torch.compile.
+#
 # **How precise is this?**
 # Some plans stand in two figures of this page. Their shares of the copy differ
 # by up to 0.9 points between the two.
@@ -1461,12 +1491,17 @@ report(bench_backward)
 # - At 6144 columns stages gain least. Two programs fit there, and request 48
 #   KB at a time. They reach 82%, and stages reach 84%.
 #
+# On the H200, stages gain more, up to 1.3 times the speed of more programs at
+# 8192 columns, where they reach 80% and a single program reaches 61%. They
+# gain least at 4608 columns, where they reach 67% and more programs reach 65%.
+#
 # Above 8192 columns the share falls. A row of 8704 columns is hardly wider
 # than one of 8192, but its tile has 16384 lanes, and nearly half of them have
 # nothing to do. They take registers like all others, so there is no room for
 # stages any more: 8704 columns reach 75%.
 # At 15872 columns, where nearly all lanes are in use, even one stage needs
 # more registers than there are. The compiler spills, and we reach 66%.
+# On the H200, 8704 columns reach 60%, and 15872 columns reach 53%.
 #
 # **What follows.**
 # A tile should fit its row, and `Chunks instead of padding <05-chunks.html>`_
@@ -1481,6 +1516,7 @@ report(bench_backward)
 # - **Our wide rows are slow.** Above 8192 columns we have neither room for a
 #   second program nor for stages. At 15872 columns we are at 66% of the copy,
 #   and torch.compile is at 44%.
+#   On the H200 the two are at 53% and 42%.
 # - **The plan is made for one kind of GPU.** A GPU with less shared memory
 #   gets fewer stages, and we have not tried one.
 # - **PyTorch can do more.** It has second derivatives and rows of any width.

@@ -653,6 +653,10 @@ report(bench_dx)
 # example we fall from 84% at 1024 columns to 54% at 16384, and if the second
 # sweep begins at the start, from 84% to 53%. PyTorch reaches 58% to 85%.
 #
+# On the H200 whole rows reach 87% to 98% of the copy. With the tile of the
+# example we fall from 77% to 50%, and if the second sweep begins at the start,
+# from 79% to 49%. PyTorch reaches 56% to 76%.
+#
 # **Why.**
 # A program of the example has 8 rows, so 4096 rows make 512 programs. Their
 # registers let six of them run on an SM, so on 132 SMs all of them run at
@@ -684,6 +688,7 @@ for N in (1024, 2048, 4096, 8192, 16384):
 # 6.0 µs at 8192, and 6.5 µs at 16384. But the whole kernel takes longer the
 # wider the rows are, 62, 124 and 247 µs from the end, and the gain falls from
 # 1.10 times as fast to 1.03 times.
+# On the H200 it saves 4.2, 4.2 and 4.4 µs at these three widths.
 #
 # A second sweep from the start does not even reach the 60% of five matrices.
 # One reason is Little's law: 512 programs, each with 2 KB of ``x`` and 2 KB of
@@ -698,6 +703,7 @@ for N in (1024, 2048, 4096, 8192, 16384):
 # At 4096 columns they have 35 MB, which is too much, at least beside ``dx``,
 # and PyTorch reaches 66%. At 8192 columns they have 69 MB, and PyTorch reaches
 # 59%, not far from the 60% of five matrices.
+# On the H200 the three shares are 76%, 68% and 56%.
 #
 # **What follows.**
 # A row that fits into registers should be read once. If it does not fit, let
@@ -1624,15 +1630,23 @@ report(bench_backward)
 # with rows split 35% to 47%. PyTorch reaches 35% to 40%, and torch.compile 34%
 # to 55%.
 #
+# On the H200 our two kernels reach 47% to 56% of the copy, and one kernel
+# reaches 53% to 81%. With the tiling of the example they reach 13% to 33%, and
+# with rows split 28% to 41%. PyTorch reaches 30% to 39%, and torch.compile 29%
+# to 52%.
+#
 # **What did the three changes bring?**
 # At 4096 columns the example's tiling reaches 25%, rows split 38%, larger
 # tiles 50%, and the same tiles turned around 59%.
+# On the H200 the four reach 21%, 35%, 48% and 54%.
 #
 # - **Splitting the rows** makes the tiling 3.3 times as fast at 1024 columns,
 #   2.2 at 2048, 1.5 at 4096, and 1.1 at 8192. From 12288 columns on the two
 #   are equally fast. By our count the tiling still has only 11.6 KB in flight
 #   there, so one tile for each program is too simple a count. We have not
 #   found out what else is in flight.
+#   On the H200, rows split are even slower than the tiling there, by 10% at
+#   12288 and 10% at 15872 columns.
 # - **Larger tiles** are 1.1 to 1.6 times as fast as rows split. The kernel for
 #   ``dx`` then reads a row once, which saves two matrices of seven. This
 #   change brings least at 1024 columns, where the second read comes from L2
@@ -1644,6 +1658,8 @@ report(bench_backward)
 #   ``dx``. And the wider the rows, the smaller is the part that L2 can hold:
 #   at 15872 columns they have 260 MB, and the gain is hardly more than the
 #   noise.
+#   On the H200 the five numbers are 0.98, 1.15, 1.12, 1.07 and 1.00: it gains
+#   less, and loses a little at 1024 columns.
 #
 # **What is the price of the structure?**
 # One kernel is 1.3 to 1.4 times as fast as our two up to 8192 columns. By our
@@ -1657,12 +1673,16 @@ report(bench_backward)
 # KB, but the compiler spills, and one kernel is 1.1 times as fast.
 # A better rival exists: with `chunks <05-chunks.html>`_ one kernel reaches 90%
 # of the copy at 8704 columns, 1.6 times the share of our two kernels.
+# On the H200, one kernel is 1.2 to 1.5 times as fast as our two up to 8192
+# columns, and 1.16, 1.31 and 1.04 times at 8704, 12288 and 15872.
 #
 # **What follows.**
 # At 4096 columns the copy takes 35 µs, and the example's tiling takes 104 µs
 # more. Our three changes take away 79 µs of these, without touching the
 # structure. That leaves 25 µs, and one kernel also takes 6 µs longer than the
 # copy.
+# On the H200 the copy takes 26 µs, the example's tiling 100 µs more, and our
+# three changes take away 78 µs of these.
 # So most of what separated the tiling from the copy was not the price of two
 # kernels, but that of their tiles and their order. Those can be changed in a
 # minute, and the structure cannot. Before you give up a structure, find out
@@ -1744,6 +1764,9 @@ traffic.run(show_plots=ON_GPU)
 # the start, the three numbers are 1.00, 2.00 and 2.00. Our two kernels are at
 # 2.00 to 2.02, and one kernel is at 1.07 to 1.20.
 #
+# The H200 shows the same, but for the tile of the example, which is at 1.59 at
+# 4096 columns and at 1.90 at 16384.
+#
 # **Why.**
 # This is the count that we made by hand: once the matrices do not fit into L2,
 # a second sweep from the start reads everything twice, and one from the end
@@ -1751,6 +1774,7 @@ traffic.run(show_plots=ON_GPU)
 # columns 23 MB, and at 16384 columns 22 MB, so it has indeed about the same
 # size at each width. It is less than the 33 MB for which there could be room.
 # We have not found out where the rest goes.
+# On the H200, which has a larger L2, it has 27, 27 and 26 MB at these widths.
 #
 # ``ncu`` empties the caches before each kernel, so our two kernels read
 # everything twice here. In the figure before, where one kernel follows the
@@ -1802,6 +1826,10 @@ report(bench_own)
 # split 45%, the example's tiling 26%, and one kernel 55%. PyTorch reaches 44%
 # and torch.compile 28%.
 #
+# On the H200, at 512 columns, our two kernels reach 40% of the copy, rows
+# split 44%, the example's tiling 25%, and one kernel 52%. PyTorch reaches 41%
+# and torch.compile 26%.
+#
 # **Why.**
 # The copy takes 3.9 µs at 512 columns, one kernel 7.1 µs, and our two kernels
 # 9.2 µs. At this size not only bytes take time. Each kernel has to start and
@@ -1821,6 +1849,8 @@ report(bench_own)
 # It may be because the first kernel reads from DRAM: this is now the
 # one for the sums, which has a quarter of the programs of the other. We have
 # not measured whether that is the reason.
+# On the H200, whose L2 holds more, they take 0.4 to 1.1 µs longer at all four
+# widths.
 #
 # **What follows.**
 # No plan is good for all sizes. Small matrices want small tiles and many
@@ -1830,8 +1860,8 @@ report(bench_own)
 # ----------------------------
 #
 # In both figures of whole backward passes one kernel is faster than our two at
-# every width, 1.1 to 1.5 times as fast. What do two kernels have that one does
-# not?
+# every width, 1.1 to 1.5 times as fast on the H100 and 1.0 to 1.5 times on the
+# H200. What do two kernels have that one does not?
 #
 # - **Any width.** Neither of the two keeps a whole row of sums in registers.
 #   They take up to 33 million columns, and one kernel takes 16384.
@@ -1854,13 +1884,15 @@ report(bench_own)
 #   44% and 52% of the copy at 128, 512 and 1024 columns, and our two kernels
 #   33%, 42% and 51%. That is a small lead, but PyTorch has it at all three
 #   widths. At 128 columns torch.compile reaches 34% as well.
+#   On the H200 PyTorch reaches 32%, 41% and 47%, and our two kernels 31%, 40%
+#   and 47%.
 # - **One kernel**, which other pages of this site have, is faster than our two
 #   at every width that we measured.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
 # - **torch.compile can fuse** a layer norm with what comes before and after.
 # - **Composable Kernel runs on AMD GPUs**, and we have not measured it there.
-#   What we say about its tiling holds for our kernels on an H100.
+#   What we say about its tiling holds for our kernels on an H100 and an H200.
 #
 # Exercise 1: the sums of the example
 # -----------------------------------

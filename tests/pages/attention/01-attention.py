@@ -305,7 +305,105 @@ def ladder(figure):
     yield f"anything around it reaches {of.median(CUBLAS, 4096)} TFLOP/s."
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    of, back, small, small_back = (
+        figure(f"attention-{name}", "H200")
+        for name in ("forward", "backward", "forward-64", "backward-64")
+    )
+    before = figure("attention-forward", "H100")
+    lengths = [*of.medians["triton"]]
+
+    def reached(passed):
+        return [passed.median("triton", N) for N in (512, 4096, 16384)]
+
+    a, b, c = reached(of)
+    long = of.between(4096).shares("triton", CUBLAS)
+    cudnn = of.shares("triton", CUDNN)
+    assert cudnn.most < 100 and of.ratios("triton", FLASH).least > 1
+    assert abs(of.ratio("torch.compile", CUDNN, 16384) - 1) < 0.02
+    yield (
+        f"On the H200 our kernel reaches {a} TFLOP/s at 512 keys, {b} at 4096 "
+        f"and {c} at 16384. From 4096 keys on that is {from_to(long, '%')} of "
+        f"what the product of matrices reaches, {of.median(CUBLAS, 4096)} "
+        f"TFLOP/s. It is {from_to(of.ratios('triton', FLASH))} times as fast "
+        f"as FlashAttention-2, and {from_to(of.ratios('triton', 'formula'))} "
+        f"times as fast as the formula. We reach {from_to(cudnn, '%')} of "
+        "cuDNN's speed."
+    )
+    # The same SMs, and a faster memory.
+    gains = {
+        name: [
+            Measured(of.median(name, N) / before.median(name, N), ".2f")
+            for N in lengths
+        ]
+        for name in ("triton", "formula")
+    }
+    ours, formula = gains["triton"], gains["formula"]
+    assert max(ours) < 1.1 < min(formula)
+    yield (
+        "The H200 has the same SMs, so our kernel is "
+        f"{min(ours)} to {max(ours)} times as fast as on the H100. Its memory "
+        f"is faster, so the formula is {min(formula)} to {max(formula)} times "
+        "as fast."
+    )
+    speeds = of.medians["formula"]
+    assert min(speeds, key=speeds.get) == 8192
+    assert max(speeds, key=speeds.get) == 1024
+    yield "On the H200 it is slowest at 8192 keys, too, and fastest at 1024."
+
+    a, b, c = reached(back)
+    assert back.ratios("triton", FLASH).least > 1
+    cudnn = back.shares("triton", CUDNN)
+    assert cudnn.most < 100 and back.share("triton", 512, CUDNN) == cudnn.most
+    yield (
+        f"On the H200 our backward pass reaches {a} TFLOP/s at 512 keys, {b} "
+        f"at 4096 and {c} at 16384. It is "
+        f"{from_to(back.ratios('triton', FLASH))} times as fast as "
+        f"FlashAttention-2, and {from_to(back.ratios('triton', 'formula'))} "
+        "times as fast as the formula. We reach "
+        f"{from_to(cudnn, '%')} of cuDNN's speed."
+    )
+    all_seven = Measured(7 / 5 * c, ".0f")
+    share = Measured(100 * all_seven / back.median(CUBLAS, 16384), ".0f")
+    yield (
+        f"On the H200 our products do {all_seven} TFLOP/s at 16384 keys, "
+        f"{share}% of what the product of matrices reaches, and cuDNN does "
+        f"{back.median(CUDNN, 16384)}, {back.share(CUDNN, 16384, CUBLAS)}% of "
+        "it."
+    )
+    assert share > back.share(CUDNN, 16384, CUBLAS) + 5
+
+    shares = small.between(2048).shares("triton", CUDNN)
+    level = small.between(4096).shares("triton", CUDNN)
+    assert level.least >= 98 and level.most <= 105
+    assert small_back.shares("triton", CUDNN).most < 100
+    yield (
+        "On the H200 our forward pass reaches "
+        f"{small.median('triton', 16384)} TFLOP/s at 16384 keys, and from "
+        f"2048 keys on it is at {from_to(shares, '%')} of cuDNN's speed. The "
+        "backward pass reaches "
+        f"{small_back.median('triton', 16384)} TFLOP/s there, and is behind "
+        "cuDNN at every length, at "
+        f"{small_back.share('triton', 512, CUDNN)}% of its speed at 512 keys "
+        f"and at {small_back.share('triton', 16384, CUDNN)}% at 16384."
+    )
+    room, counted = (
+        figure("attention-memory", card).medians for card in ("H200", "H100")
+    )
+    assert room == counted
+    yield "The H200 shows the same numbers."
+    yield (
+        "On the H200 our speed is "
+        f"{of.share('triton', 1024, CUDNN)}% of cuDNN's at 1024 keys and "
+        f"{of.share('triton', 16384, CUDNN)}% at 16384, with 128 numbers in a "
+        f"head, and backward {back.share('triton', 1024, CUDNN)}% and "
+        f"{back.share('triton', 16384, CUDNN)}%."
+    )
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     yield from forward(figure)
     yield from backward(figure)
     yield from of_64_numbers(figure)

@@ -118,6 +118,7 @@ FACTS = {
     f"{COUNTED['atomics'][0]}% to {COUNTED['atomics'][-1]}%": COUNT,
     f"could not reach more than {COUNTED['columns']}% either": COUNT,
 }
+CARDS = "H100", "H200"
 COPIES = {"layer-norm-rows-sums": (1, 1)}
 # What our rules start on each multiprocessor, of those that were tried.
 OURS = {
@@ -130,7 +131,154 @@ OURS = {
 }
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    names = "sums", "programs", "designs"
+    sums, programs, designs = (
+        figure(f"layer-norm-rows-{name}", "H200") for name in names
+    )
+    sums_h100, _, designs_h100 = (
+        figure(f"layer-norm-rows-{name}", "H100") for name in names
+    )
+
+    yield (
+        f"On the H200, columns reach {sums.share('columns', 1024)}% of a copy "
+        f"at 1024 columns and {sums.share('columns', 12288)}% at 12288 "
+        f"columns. Split columns reach {sums.share('split', 1024)}% and "
+        f"{sums.share('split', 12288)}%, and PyTorch's sums "
+        f"{sums.share('torch', 1024)}% and {sums.share('torch', 12288)}%."
+    )
+    for N in WIDE:
+        assert sums.ratio("split", "torch", N) > 1.01, N
+        assert (sums.ratio("torch", "columns", N) > 1) == (N <= 6144), N
+    # As much is requested, and the copy is faster.
+    yield (
+        f"At 1024 columns, our sums by columns run at "
+        f"{sums.median('columns', 1024)} GB/s on the H200 and at "
+        f"{sums_h100.median('columns', 1024)} GB/s on the H100. But the copy "
+        "is "
+        f"{sums.median('copy', 1024) / sums_h100.median('copy', 1024):.1f} "
+        "times as fast on the H200,"
+    )
+    columns, split = (
+        [sums.share(name, N) for N in (4096, 6144)]
+        for name in ("columns", "split")
+    )
+    assert columns[1] < columns[0] and split[1] < split[0] - 3
+    yield (
+        f"On the H200, columns go from {columns[0]}% to {columns[1]}% there, "
+        f"and split columns fall from {split[0]}% to {split[1]}%."
+    )
+
+    def started(design, N, count):
+        return programs.median(f"{design}, {N}", count)
+
+    best = {
+        one: max(programs.medians[", ".join(map(str, one))].values())
+        for one in OURS
+    }
+    off = {one: best[one] / started(*one, OURS[one]) - 1 for one in OURS}
+    assert sum(each > 0 for each in off.values()) == 1
+    assert best["buffers", 1024] == started("buffers", 1024, 8)
+    yield (
+        "On the H200, a single other number is faster, by "
+        f"{Measured(100 * off['buffers', 1024], '.1f')}%: at 1024 columns, "
+        f"eight programs for buffers reach {started('buffers', 1024, 8)} "
+        f"GB/s, and six reach {started('buffers', 1024, 6)} GB/s."
+    )
+    three, four, six = (started("atomics", 4096, n) for n in (3, 4, 6))
+    assert three > four > six > 0.95 * four
+    yield (
+        f"On the H200, atomics are not back either: they reach {three} GB/s "
+        f"with three programs, {four} with four and {six} with six."
+    )
+
+    def shares(provider):
+        found = designs.shares(provider)
+        return f"{found.least}% to {found.most}%"
+
+    assert designs.ratios("triton", ["columns", "split"]).least > 1
+    assert designs.ratios("triton", ["torch", "torch.compile"]).least > 1
+    over_torch = designs.ratios("triton", "torch")
+    over_compiled = designs.ratios("triton", "torch.compile")
+    yield (
+        f"On the H200, buffers reach {shares('triton')} of the copy, "
+        f"atomics {shares('atomics')}, split columns "
+        f"{shares('split')}, and columns {shares('columns')}. "
+        f"An atomic addition for each row reaches {shares('rows')}, "
+        f"and PyTorch {shares('torch')}. "
+        f"Buffers are {over_torch.least} to {over_torch.most} "
+        f"times as fast as PyTorch, and {over_compiled.least} to "
+        f"{over_compiled.most} times as fast as torch.compile."
+    )
+    medians = designs.medians
+    ahead = {
+        N: Measured(
+            100 * (medians["atomics"][N] / medians["triton"][N] - 1), ".1f"
+        )
+        for N in WIDE
+    }
+    assert [N for N in WIDE if ahead[N] > 0] == [6144, 8192, 12288]
+    yield (
+        "Atomics are slower than split columns at 1024 columns, and "
+        "ahead of buffers only from 6144 columns on, by at most "
+        f"{max(ahead.values())}%."
+    )
+    # The H100 has the first of these two at 2048 columns as well.
+    assert designs.ratio("split", "atomics", 1024) > 1.1
+    assert designs.ratio("torch.compile", "columns", 12288) > 1.03
+    assert (
+        designs.between(0, 8192).ratios("columns", "torch.compile").least > 1
+    )
+    compiled = 100 * (
+        medians["torch.compile"][12288] / medians["split"][12288] - 1
+    )
+    yield (
+        "On that card, torch.compile beats columns at 12288 columns alone, "
+        f"where it is also {Measured(compiled, '.0f')}% faster than split "
+        "columns."
+    )
+    assert designs.ratios("torch", "rows").least > 1.05
+    assert designs.ratios("torch.compile", "rows").least > 1.05
+
+    reached = [designs.share("triton", N) for N in WIDE]
+    assert all(
+        ours < designs_h100.share("triton", N)
+        for N, ours in zip(WIDE, reached, strict=True)
+    )
+    yield (
+        f"On the H200, buffers reach {series(reached[:4], '%')} up to 6144 "
+        f"columns, and {series(reached[4:], '%')} at 8192 and 12288."
+    )
+    ours, before = (
+        [of.us("rows", N, 3) for N in (1024, 12288)]
+        for of in (designs, designs_h100)
+    )
+    for new, old in zip(ours, before, strict=True):
+        assert 0.9 < new / old < 1.1
+    yield (
+        "An addition for each row takes about as long on both cards, "
+        f"{ours[0]:.0f} µs on the H200 and {before[0]:.0f} µs on the H100 at "
+        f"1024 columns, and {ours[1]:.0f} µs and {before[1]:.0f} µs at 12288:"
+    )
+    yield (
+        f"At 4096 columns it even takes {designs.us('rows', 4096, 3):.0f} µs "
+        f"on the H200 and {designs_h100.us('rows', 4096, 3):.0f} µs on the "
+        "H100,"
+    )
+    # What the page says of no card in particular.
+    dram, bits = (
+        [figure(f"layer-norm-rows-{name}", card).medians for card in CARDS]
+        for name in ("dram", "bits")
+    )
+    assert dram[0].keys() == dram[1].keys() and bits[0] == bits[1]
+    for card in dram:
+        for medians in card.values():
+            assert all(0.995 <= each < 1.015 for each in medians.values())
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     sums, programs, designs, dram, bits = (
         figure(f"layer-norm-rows-{name}", "H100")
         for name in ("sums", "programs", "designs", "dram", "bits")

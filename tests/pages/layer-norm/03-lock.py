@@ -153,23 +153,26 @@ def sharing(N, programs):
     return buffers, -(-all_programs // buffers)
 
 
+def turn(times, N, least, most):
+    """µs of each further program at a lock."""
+    longer = times.median(str(N), most) - times.median(str(N), least)
+    programs = sharing(N, most)[1] - sharing(N, least)[1]
+    return Measured(longer / programs, ".2f")
+
+
+WAITED = 1, 2, 16, 128  # programs at a lock that the page names
+
+
 def of_waiting(figure):
     times = figure("layer-norm-lock-waiting", "H100")
-    shared_by = 1, 2, 16, 128
     few = times.between(1, 32)
     widths = 4096, 1024
 
     def us(N, experiment=""):
-        return [times.median(f"{N}{experiment}", x) for x in shared_by]
+        return [times.median(f"{N}{experiment}", x) for x in WAITED]
 
     def without(N):
         return us(N, ", no waiting")
-
-    def turn(N, least, most):
-        """µs of each further program at a lock."""
-        longer = times.median(str(N), most) - times.median(str(N), least)
-        programs = sharing(N, most)[1] - sharing(N, least)[1]
-        return Measured(longer / programs, ".2f")
 
     for N in widths:
         same = abs(us(N)[0] / without(N)[0] - 1) <= 0.05
@@ -186,11 +189,13 @@ def of_waiting(figure):
         much = us(N)[3] >= 2 * without(N)[3]
         assert much, f"128 wait most of the time: {N}"
         # A turn is a turn, but few do not come at the same time.
-        steady = abs(turn(N, 16, 64) / turn(N, 64, 128) - 1) <= 0.05
+        steady = (
+            abs(turn(times, N, 16, 64) / turn(times, N, 64, 128) - 1) <= 0.05
+        )
         assert steady, f"each program more takes the same: {N}"
-        less = turn(N, 2, 4) < 0.6 * turn(N, 64, 128)
+        less = turn(times, N, 2, 4) < 0.6 * turn(times, N, 64, 128)
         assert less, f"with few programs less than a turn: {N}"
-    longer = turn(1024, 64, 128) < turn(4096, 64, 128)
+    longer = turn(times, 1024, 64, 128) < turn(times, 4096, 64, 128)
     assert longer, "a turn of a wide row takes longer"
     one, two, some, many = us(4096)
     yield (
@@ -239,15 +244,15 @@ def of_waiting(figure):
     )
     yield (
         f"At 4096 columns, from {s64} to {s128} programs, each program more "
-        f"makes the pass longer by {turn(4096, 64, 128)} µs, and from 16 to "
-        f"{s64} by {turn(4096, 16, 64)} µs. At 1024 columns, it is "
-        f"{turn(1024, 64, 128)} µs from {t64} to {t128} programs, and "
-        f"{turn(1024, 16, 64)} µs from 16 to {t64}."
+        f"makes the pass longer by {turn(times, 4096, 64, 128)} µs, and from "
+        f"16 to {s64} by {turn(times, 4096, 16, 64)} µs. At 1024 columns, it "
+        f"is {turn(times, 1024, 64, 128)} µs from {t64} to {t128} programs, "
+        f"and {turn(times, 1024, 16, 64)} µs from 16 to {t64}."
     )
     yield (
         f"From two to four programs, each program more adds only "
-        f"{turn(4096, 2, 4)} µs at 4096 columns, and {turn(1024, 2, 4)} µs at "
-        "1024 columns,"
+        f"{turn(times, 4096, 2, 4)} µs at 4096 columns, and "
+        f"{turn(times, 1024, 2, 4)} µs at 1024 columns,"
     )
     wide, narrow = (Measured(us(N)[3] / without(N)[3], ".1f") for N in widths)
     yield (
@@ -377,10 +382,18 @@ def of_the_plans(figure):
     )
 
 
+L2 = (
+    "triton",
+    "own locks",
+    "own buffers",
+    "lock each row",
+    "lock each row, no waiting",
+)
+
+
 def of_traffic(figure):
     l2 = figure("layer-norm-lock-l2", "H100")
-    names = "triton", "own locks", "own buffers"
-    each_row = "lock each row", "lock each row, no waiting"
+    names, each_row = L2[:3], L2[3:]
 
     def counted(provider, N):
         """By hand: three matrices and the sums of each program."""
@@ -468,7 +481,179 @@ def of_traffic(figure):
     )
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    runs, times, backward, l2 = (
+        figure(f"layer-norm-lock-{name}", "H200")
+        for name in ("race", "waiting", "backward", "l2")
+    )
+    at_widths = {
+        part: [Measured(of[N], ".0f") for N in (512, 1024, 2048, 4096)]
+        for part, of in runs.medians.items()
+    }
+    assert not any(at_widths["right"]), "the lock is never wrong"
+    acquire, release, barrier = (
+        at_widths[f"no {part}"] for part in ("acquire", "release", "barrier")
+    )
+    assert min(acquire) == 100, "without acquire all runs are wrong"
+    for part in release, barrier:
+        assert part[0] == 100 and part[-1] == 0, "none at 4096 columns"
+    assert 0 < barrier[1] < 10
+    yield (
+        f"On the H200, {series(acquire)} of 100 runs are wrong without "
+        f"acquire, {series(release)} without release, and {series(barrier)} "
+        "without the barrier."
+    )
+
+    of_the_h100 = figure("layer-norm-lock-race", "H100")
+    elsewhere = Measured(of_the_h100.median("no barrier", 1024), ".0f")
+    yield (
+        "At 1024 columns, the lock without the barrier fails in "
+        f"{elsewhere} runs of 100 on the H100, and in {barrier[1]} on the "
+        "H200:"
+    )
+
+    def us(N, programs, experiment=""):
+        return times.median(f"{N}{experiment}", programs)
+
+    one, two, some, many = (us(4096, programs) for programs in WAITED)
+    alone = [us(4096, programs, ", no waiting") for programs in WAITED]
+    yield (
+        f"On the H200, at 4096 columns, the backward pass takes {one} µs with "
+        f"one program at a lock, {two} µs with two, {some} µs with 16, and "
+        f"{many} µs with 128. Without waiting the four numbers are "
+        f"{series(alone)} µs."
+    )
+    before = figure("layer-norm-lock-waiting", "H100")
+    wide, narrow = (turn(times, N, 64, 128) for N in (4096, 1024))
+    for N in 4096, 1024:
+        assert us(N, 2) <= 1.01 * us(N, 1), "two at a lock take no longer"
+        for card in times, before:
+            steady = turn(card, N, 16, 64) / turn(card, N, 64, 128)
+            assert abs(steady - 1) <= 0.05, "each program more is a turn"
+        same = turn(times, N, 64, 128) / turn(before, N, 64, 128)
+        assert abs(same - 1) < 0.02, "a turn is as long on both cards"
+    yield (
+        f"On the H200, a turn takes as long, {wide} µs at 4096 columns and "
+        f"{narrow} µs at 1024:"
+    )
+    wide, narrow = (
+        Measured(us(N, 128) / us(N, 128, ", no waiting"), ".1f")
+        for N in (4096, 1024)
+    )
+    yield (
+        "so where 99 or 114 programs share one lock, it takes "
+        f"{wide} and {narrow} times as long as without waiting."
+    )
+
+    def span(name):
+        of = backward.shares(name)
+        return f"{of.least}% to {of.most}%"
+
+    names = (*PLANS, "lock each row, no waiting")
+    two, buffers, locks, rows, alone = map(span, names)
+    over_torch = backward.ratios("triton", "torch")
+    compiled = backward.ratios("triton", "torch.compile")
+    assert min(over_torch.least, compiled.least) > 1
+    yield (
+        f"On the H200, two at a lock reach {two} of the copy, own locks reach "
+        f"{locks}, and own buffers {buffers}. A lock for each row reaches "
+        f"{rows}, and without waiting it would be {alone}. Two at a lock are "
+        f"{over_torch.least} to {over_torch.most} times as fast as PyTorch, "
+        f"and {compiled.least} to {compiled.most} times as fast as "
+        "torch.compile."
+    )
+    # What the page says of no card, or of both.
+    assert backward.ratios("torch", "lock each row").least > 1
+    narrow = backward.between(most=8704)
+    assert narrow.ratios("own buffers", "triton").least >= 1
+    assert narrow.ratios("own buffers", "own locks").least >= 1
+
+    def longer(ours, theirs, N):
+        return backward.us(ours, N, MATRICES) - backward.us(
+            theirs, N, MATRICES
+        )
+
+    widths = sorted(backward.medians["triton"])
+    less = [longer("own locks", "triton", N) for N in widths]
+    more = max(
+        Measured(-100 * each / backward.us("triton", N, MATRICES), ".1f")
+        for N, each in zip(widths, less, strict=True)
+    )
+    assert min(less) < 0 < max(less) and more < 1
+    yield (
+        "On the H200, two at a lock take up to "
+        f"{max(less)} µs less than own locks at some widths, and up to "
+        f"{-min(less)} µs more at others, which is at most {more}% of the "
+        "pass."
+    )
+    two, buffers, locks = (
+        backward.share(name, 15872)
+        for name in ("triton", "own buffers", "own locks")
+    )
+    assert min(two, locks) >= 1.03 * buffers and abs(two / locks - 1) < 0.01
+    yield (
+        f"On the H200, the three plans reach {two}%, {buffers}% and {locks}%."
+    )
+    inside = backward.between(2048, 8192).shares("lock each row")
+    wide = backward.at(8704, 15872).shares("lock each row")
+    assert inside.least > 600 / 22 > wide.most - 0.2
+    yield (
+        f"On the H200, it reaches {inside.least}% to {inside.most}% from 2048 "
+        f"to 8192 columns, but {series(wide, '%')} at 8704 and 15872 columns."
+    )
+    saved = [
+        Measured(
+            100
+            * (
+                1
+                - 1
+                / backward.ratio(
+                    "lock each row, no waiting", "lock each row", N
+                )
+            ),
+            ".0f",
+        )
+        for N in widths
+    ]
+    assert max(abs(each) for each in saved[3:]) < 2.35
+    assert sum(each < 0 for each in saved[3:]) == 5
+    yield (
+        "On the H200, it would take "
+        f"{series(saved[:3], '%')} less time at these three widths, and "
+        "from 4096 columns on the two plans differ as little as on the H100."
+    )
+
+    at_1024 = [l2.median(name, 1024) for name in L2]
+    yield (
+        "On the H200, at 1024 columns, the five numbers are "
+        f"{series(at_1024[:3])}, and {series(at_1024[3:])}."
+    )
+    assert min(at_1024[:2]) > at_1024[2] and at_1024[3] > 1.04 * at_1024[4]
+    before = figure("layer-norm-lock-l2", "H100")
+    apart = max(
+        abs(100 * l2.median(name, N) / before.median(name, N) - 100)
+        for name in (*L2, "copy")
+        for N in (4096, 8192, 15872)
+    )
+    yield (
+        "At the other widths, the counts of the two cards differ by at most "
+        f"{apart:.1f}%."
+    )
+
+    def beyond(N):
+        """MB that own locks have beyond own buffers."""
+        apart = l2.median("own locks", N) - l2.median("own buffers", N)
+        return Measured(apart * 2 * MATRICES * 4096 * N / 1e6, ".1f")
+
+    yield (
+        "On the H200, own locks have less of that, "
+        f"{beyond(1024)} MB at 1024 columns and {beyond(4096)} MB at 4096."
+    )
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     yield from of_the_race(figure)
     yield from of_waiting(figure)
     yield from of_the_plans(figure)

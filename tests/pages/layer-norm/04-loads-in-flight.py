@@ -108,7 +108,159 @@ def read_two(load):
     page.exercise_1(page._read_two_1)
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    knee, programs, warps, stages, used, backward = (
+        figure(f"layer-norm-loads-{name}", "H200")
+        for name in (
+            "knee", "programs", "warps", "stages", "occupancy", "backward"
+        )
+    )  # fmt: skip
+    speeds = knee.medians["reading"]
+    best = max(speeds.values())
+    assert min(KB for KB in speeds if speeds[KB] >= 0.95 * best) == 32
+    one, eight, sixteen, most, twice = (
+        knee.median("reading", KB) for KB in (1, 8, 16, 32, 64)
+    )
+    yield (
+        f"On the H200, 1 KB in flight on each SM gives {one} GB/s, 8 KB give "
+        f"{eight} GB/s, 16 KB give {sixteen} GB/s, 32 KB give {most} GB/s, "
+        f"and 64 KB give {twice} GB/s."
+    )
+    yield "On the H200, it is 32 KB as well."
+    eight = 100 * eight / best
+    eight.rounding = ".0f"
+    before = latency(figure("layer-norm-loads-knee", "H100"), 1)
+    assert abs(latency(knee, 1) / before - 1) < 0.05
+    yield (
+        "The H200 has a pipe that is about as long, and wider: a step takes "
+        f"{latency(knee, 1)} ns with 1 KB in flight, and with 8 KB we get "
+        f"only {eight}% of the best speed."
+    )
+
+    shares = {
+        N: {count: programs.share(str(N), count) for count in (1, 2, 3, 6, 8)}
+        for N in MORE
+    }
+    for N, count in (1024, 8), (4096, 3), (8192, 1):
+        speeds = programs.medians[str(N)]
+        assert max(speeds, key=speeds.get) == count
+    yield (
+        f"On the H200, one program on each SM reaches {shares[1024][1]}%, "
+        f"{shares[4096][1]}% and {shares[8192][1]}% of the copy. At 1024 "
+        f"columns eight programs are a little faster than six, with "
+        f"{shares[1024][8]}% and {shares[1024][6]}%. At 4096 columns three "
+        f"reach {shares[4096][3]}%, and at 8192 columns nothing beats one "
+        "there either."
+    )
+    alike = [warps.share("1024", count) for count in (4, 8)]
+    assert f"{alike[0]}" == f"{alike[1]}"
+    for N, count in ("4096", 4), ("8192", 16):
+        speeds = warps.medians[N]
+        assert max(speeds, key=speeds.get) == count
+    yield (
+        "On the H200, at 4096 columns, 4 warps reach "
+        f"{warps.share('4096', 4)}% of the copy, 8 reach "
+        f"{warps.share('4096', 8)}%, and 32 reach {warps.share('4096', 32)}%. "
+        f"At 1024 columns 4 and 8 warps reach {alike[0]}% each. At 8192 "
+        f"columns 4 reach {warps.share('8192', 4)}%, 8 reach "
+        f"{warps.share('8192', 8)}%, and 16 reach {warps.share('8192', 16)}%."
+    )
+    alone = backward.us("one program", 8192, 3) / 32
+    step = latency(knee, 32) / 1000
+    alone.rounding = step.rounding = ".1f"
+    yield (
+        f"On the H200, each row takes {alone} µs, and an SM needs {step} µs "
+        "to read it."
+    )
+
+    middle = [stages.share("4096", number) for number in (1, 2, 3, 5)]
+    wide = [stages.share("8192", number) for number in (1, 2, 3, 5)]
+    yield (
+        f"On the H200, at 4096 columns, one stage reaches {middle[0]}% of the "
+        f"copy, two reach {middle[1]}%, three {middle[2]}% and five "
+        f"{middle[3]}%; at 8192 columns one reaches {wide[0]}%, two "
+        f"{wide[1]}%, three {wide[2]}% and five {wide[3]}%."
+    )
+    four, five = (
+        {N: stages.share(str(N), number) for N in MORE} for number in (4, 5)
+    )
+    for N in MORE:
+        speeds = stages.medians[str(N)]
+        assert speeds[2] < speeds[1] < speeds[3]
+        assert (five[N] > four[N]) == (N < 8192)
+        # Fewer warps are in use, and it is faster all the same.
+        assert speeds[5] > shares[N][MORE[N]]
+        for provider in "triton", "more programs":
+            by_hand = used.median(f"{provider}, by hand", N)
+            assert used.median(provider, N) <= by_hand
+    yield (
+        "On the H200, five stages are better than four at 1024 and 4096 "
+        f"columns, by {five[1024] - four[1024]:.1f} and "
+        f"{five[4096] - four[4096]:.1f} points."
+    )
+    counted = figure("layer-norm-loads-occupancy", "H100")
+    for N in MORE:
+        for plan in "triton", "more programs":
+            assert (
+                f"{used.median(plan, N):.0f}"
+                == f"{counted.median(plan, N):.0f}"
+            )
+    yield (
+        "On the H200 as many warps are in use, and stages reach "
+        f"{five[4096]}% of the copy at 4096 columns, where three programs "
+        f"reach {shares[4096][3]}%."
+    )
+    yield (
+        "On the H200, the two speeds are "
+        f"{knee.all_medians('reading').most} and "
+        f"{backward.median('copy', 8192)} GB/s."
+    )
+
+    narrow, above = backward.between(0, 8192), backward.between(8193)
+    ahead, many = narrow.shares("triton"), narrow.shares("more programs")
+    same = [share for plan in PLANS for share in above.shares(plan)]
+    over_torch = backward.ratios("triton", "torch")
+    over_compiled = backward.ratios("triton", "torch.compile")
+    assert min(over_torch.least, over_compiled.least) > 1
+    yield (
+        f"On the H200 stages reach {ahead.least}% to {ahead.most}% of the "
+        f"copy up to 8192 columns, and more programs reach {many.least}% to "
+        f"{many.most}%. Above 8192 columns the three plans reach {min(same)}% "
+        f"to {max(same)}%. Stages are {over_torch.least} to "
+        f"{over_torch.most} times as fast as PyTorch, and "
+        f"{over_compiled.least} to {over_compiled.most} times as fast as "
+        "torch.compile."
+    )
+    gains = {
+        N: narrow.ratio("triton", "more programs", N)
+        for N in narrow.medians["triton"]
+    }
+    assert min(gains, key=gains.get) == 4608 and gains[4608] > 1
+    assert max(gains, key=gains.get) == 8192
+    yield (
+        "On the H200, stages gain more, up to "
+        f"{gains[8192]} times the speed of more programs at 8192 columns, "
+        f"where they reach {narrow.share('triton', 8192)}% and a single "
+        f"program reaches {narrow.share('more programs', 8192)}%. They gain "
+        "least at 4608 columns, where they reach "
+        f"{narrow.share('triton', 4608)}% and more programs reach "
+        f"{narrow.share('more programs', 4608)}%."
+    )
+    yield (
+        "On the H200, 8704 columns reach "
+        f"{backward.share('triton', 8704)}%, and 15872 columns reach "
+        f"{backward.share('triton', 15872)}%."
+    )
+    yield (
+        "On the H200 the two are at "
+        f"{backward.share('triton', 15872)}% and "
+        f"{backward.share('torch.compile', 15872)}%."
+    )
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     knee, programs, warps, stages, used, backward = (
         figure(f"layer-norm-loads-{name}", "H100")
         for name in (

@@ -378,7 +378,176 @@ def other_warps(figure):
     yield f"They are {lost:.0f}% slower there."
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    lanes, lanes_backward, forward, backward, early = (
+        figure(f"layer-norm-chunks-{name}", "H200")
+        for name in (
+            "lanes", "lanes-backward", "forward", "backward", "early"
+        )
+    )  # fmt: skip
+    apart = max(abs(100 * (r - 1)) for r in lanes.ratios("triton", "tile"))
+    assert apart <= 1
+    yield (
+        f"On the H200 chunks reach {from_to(lanes.shares('triton'))} of a "
+        f"copy, and one tile reaches {from_to(lanes.shares('tile'))}. They "
+        f"differ by up to {apart:.1f}% there."
+    )
+
+    ratio = {
+        N: rounded(lanes_backward.ratio("triton", "tile", N), ".2f")
+        for N in lanes_backward.medians["triton"]
+    }
+    before = figure("layer-norm-chunks-lanes-backward", "H100")
+    for N in (8704, 10240):
+        assert ratio[N] > 1.1 * before.ratio("triton", "tile", N), N
+    for N in (4608, 5120):
+        assert 1.01 <= ratio[N] <= ratio[2560], N
+    for N in (6656, 8192):
+        assert 0.99 <= ratio[N] <= 1.01, N
+    yield (
+        f"On the H200 chunks gain more above 8192 columns: it is "
+        f"{ratio[8704]} at 8704 columns and {ratio[10240]} at 10240. It is "
+        f"{ratio[2560]} at 2560 columns, {ratio[4608]} and {ratio[5120]} at "
+        f"4608 and 5120, and {ratio[6656]} and {ratio[8192]} at 6656 and 8192."
+    )
+    wide = lanes_backward.at(8704, 10240)
+    alone, tile, chunks = (
+        wide.shares(name) for name in ("one stage", "tile", "triton")
+    )
+    for one, other, most in zip(alone, tile, chunks, strict=True):
+        assert 0 < one / other - 1 < most / one - 1
+    yield (
+        "On the H200, chunks with a single stage reach "
+        f"{series(alone, '%')} of the copy at these two widths, the tile "
+        f"reaches {series(tile, '%')}, and chunks with loads ahead reach "
+        f"{series(chunks, '%')}."
+    )
+
+    def shares(of):
+        return [
+            from_to(of.shares(name))
+            for name in ("triton", "torch", "torch.compile")
+        ]
+
+    ours, pytorch, compiled = shares(forward)
+    gain = forward.ratios("triton", "torch")
+    yield (
+        f"On the H200 our kernel reaches {ours} of a copy, PyTorch reaches "
+        f"{pytorch}, and torch.compile reaches {compiled}. Ours is "
+        f"{gain.least} to {gain.most} times as fast as PyTorch."
+    )
+    over = {
+        N: forward.ratio("triton", "torch.compile", N)
+        for N in forward.medians["triton"]
+    }
+    assert 0.985 < over[8192] < 0.995 and 1 < over[512] < 1.01
+    others = [N for N in over if N not in (512, 8192)]
+    assert len(others) == 4 and over[15872] > 1.15
+    ahead = forward.at(*others).ratios("triton", "torch.compile")
+    assert ahead.least > 1.05
+    yield (
+        f"At 8192 columns torch.compile reaches "
+        f"{forward.share('torch.compile', 8192)}% there, and ours "
+        f"{forward.share('triton', 8192)}%. At 512 columns the two are "
+        f"equally fast, and at the other four ours is {ahead.least} to "
+        f"{ahead.most} times as fast."
+    )
+    same = (4096, 4608, 8192)
+    bare, whole = (
+        each.at(*same).shares("triton") for each in (lanes, forward)
+    )
+    assert all(a > b for a, b in zip(bare, whole, strict=True))
+    yield (
+        f"On the H200, it reached {series(bare, '%')} without them, and "
+        f"reaches {series(whole, '%')} with them."
+    )
+
+    ours, pytorch, compiled = shares(backward)
+    over_torch = backward.ratios("triton", "torch")
+    over_compiled = backward.ratios("triton", "torch.compile")
+    assert min(over_torch.least, over_compiled.least) > 1
+    yield (
+        f"On the H200 our backward pass reaches {ours} of the copy, PyTorch "
+        f"reaches {pytorch}, and torch.compile reaches {compiled}. Ours is "
+        f"{over_torch.least} to {over_torch.most} times as fast as PyTorch, "
+        f"and {over_compiled.least} to {over_compiled.most} times as fast as "
+        "torch.compile."
+    )
+    lost = {
+        N: backward.us("triton", N, 3) - backward.us("copy", N, 3)
+        for N in backward.medians["triton"]
+    }
+    line = (lost[10240] - lost[1024]) / (10240 - 1024)
+    off = max(lost[N] - lost[1024] - line * (N - 1024) for N in lost)
+    assert off > 0.5
+    yield (
+        f"On the H200 we take {lost[1024]}, {lost[4608]} and {lost[10240]} µs "
+        "longer than the copy at these three widths, and the widths between "
+        f"lie above a straight line, by up to {off:.1f} µs."
+    )
+    times = {
+        name: [early.us(name, N, 3) for N in (1024, 4608, 10240)]
+        for name in ("triton", "one by one")
+    }
+    saved = [
+        late - soon
+        for soon, late in zip(
+            times["triton"], times["one by one"], strict=True
+        )
+    ]
+    assert abs(saved[0]) < 0.1 < saved[1] < saved[2]
+    yield (
+        f"On the H200 it saves {saved[1]} µs of {times['one by one'][1]} µs "
+        f"at 4608 columns, and {saved[2]} µs of {times['one by one'][2]} µs "
+        "at 10240."
+    )
+
+    half, twice = "half the warps", "twice the warps"
+    forward, backward = (
+        figure(f"layer-norm-chunks-warps-{mode}", "H200")
+        for mode in ("forward", "backward")
+    )
+    ours, less, more = (
+        from_to(forward.shares(each)) for each in ("triton", half, twice)
+    )
+    gains = {N: forward.ratio(twice, "triton", N) for N in OTHERS}
+    assert [N for N in OTHERS if gains[N] > 1] == [5888]
+    assert forward.ratios("triton", half).least > 1.02
+    yield (
+        f"Forward, on the H200, the formula reaches {ours} of a copy, half "
+        f"the warps reach {less}, and twice the warps reach {more}. Twice the "
+        f"warps are {100 * (gains[5888] - 1):.0f}% faster at 5888 columns, "
+        f"and slower at the other three, at 9984 columns by "
+        f"{100 * (1 - gains[9984]):.0f}%."
+    )
+    for each in half, twice:
+        assert backward.ratios("triton", each).least > 1.04
+    ours = from_to(backward.shares("triton"))
+    less, more = (series(backward.shares(each), "%") for each in (half, twice))
+    yield (
+        f"Backward, it reaches {ours} of the copy there, half the warps reach "
+        f"{less}, and twice the warps reach {more}, so there the formula wins "
+        "at all four."
+    )
+    slower = [
+        100 * (1 - backward.ratio(half, "triton", N)) for N in (1280, 3328)
+    ]
+    yield (
+        f"On the H200 half the warps lose {slower[0]:.0f}% and "
+        f"{slower[1]:.0f}%."
+    )
+    compiled = 100 * (1 / over[8192] - 1)
+    yield (
+        f"On the H200, it is faster at this width as well, by {compiled:.0f}%."
+    )
+
+
+OTHERS = (1280, 3328, 5888, 9984)  # widths that the formula was not made from
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     yield from lanes_forward(figure)
     yield from lanes_backward(figure)
     yield from against_pytorch(figure, "forward", "a copy")

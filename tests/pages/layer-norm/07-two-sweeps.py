@@ -7,6 +7,7 @@ import torch
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page
+from measurements.figure import series
 
 
 def run(page, M, N, dtype):
@@ -326,7 +327,171 @@ def ladder(figure):
         )
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    forward, dram, l2, means, backward, again = (
+        figure(f"layer-norm-two-sweeps-{name}", "H200")
+        for name in (
+            "forward", "dram", "l2", "means", "backward", "dram-backward"
+        )
+    )  # fmt: skip
+
+    def reached(provider):
+        wide = forward.at(49152, 65536, 131072).shares(provider)
+        return (
+            f"{from_to(forward.between(0, 32768).shares(provider))} of a copy "
+            f"up to 32768 columns, and {series(wide, '%')} at 49152, 65536 "
+            "and 131072"
+        )
+
+    yield f"On the H200 our kernel reaches {reached('triton')}."
+    plain = forward.shares("plain")
+    most = max(
+        forward.ratio("triton", "plain", N) for N in forward.medians["plain"]
+    )
+    assert forward.ratios("triton", "plain").least > 1.02
+    yield (
+        f"Without help for the caches it reaches {from_to(plain)} over all "
+        f"widths, PyTorch reaches {from_to(forward.shares('torch'))}, and "
+        f"torch.compile reaches {from_to(forward.shares('torch.compile'))}."
+    )
+    gains = [
+        forward.ratios("triton", rival) for rival in ("torch", "torch.compile")
+    ]
+    assert gains[0].least > 1 and gains[1].least > 1.03 and most < 1.1
+    yield (
+        f"At every width ours is faster than both there, {gains[0].least} to "
+        f"{gains[0].most} times as fast as PyTorch, and up to "
+        f"{gains[1].most} times as fast as torch.compile."
+    )
+    # The roof without caches, as on the H100.
+    assert forward.shares("triton").least > 67
+    assert forward.shares("torch").most < 67
+    for N, share in zip(
+        forward.medians["torch.compile"],
+        forward.shares("torch.compile"),
+        strict=True,
+    ):
+        assert (share < 67) == (N >= 49152), N
+
+    # The line without help does not follow what is on an SM.
+    assert forward.share("plain", 16384) > forward.share("plain", 8192)
+    assert forward.share("plain", 65536) > forward.share("plain", 49152)
+    for provider in ("triton", "plain"):
+        narrow = forward.between(0, 32768).shares(provider).least
+        assert forward.between(49152).shares(provider).most < narrow - 5
+    yield (
+        "On the H200 the line without help is lower at 8192 than at 16384 "
+        f"columns, {forward.share('plain', 8192)}% and "
+        f"{forward.share('plain', 16384)}%, and both lines fall from 49152 "
+        "columns on, where a single program runs on an SM."
+    )
+
+    ours, without = (
+        [dram.median(provider, N) for N in (65536, 131072)]
+        for provider in ("triton", "plain")
+    )
+    yield (
+        f"On the H200 our kernel reads {ours[0]} and {ours[1]} times the "
+        f"bytes of ``x`` from DRAM, and without help {without[0]} and "
+        f"{without[1]} times."
+    )
+    ours_l2, without_l2 = (
+        [l2.median(provider, N) for N in (8192, 32768, 65536, 131072)]
+        for provider in ("triton", "plain")
+    )
+    yield (
+        f"From L2 it reads {series(ours_l2)} times the bytes there, and "
+        f"{series(without_l2)} times without help."
+    )
+    share = 200 / (1 + ours[1])
+    share.rounding = ".0f"
+    measured = forward.share("triton", 131072)
+    other = 200 / (1 + without[1])
+    other.rounding = ".0f"
+    assert share - measured > 10
+    assert abs(other - forward.share("plain", 131072)) <= 3
+    yield (
+        f"On the H200 they do not: at 131072 columns we expect {share}% and "
+        f"measure {measured}%, and without help {other}% and "
+        f"{forward.share('plain', 131072)}%."
+    )
+
+    def gain(ours, theirs, N):
+        number = 100 * (means.ratio(ours, theirs, N) - 1)
+        number.rounding = ".0f"
+        return number
+
+    sixteen = [
+        gain("16 warps", "8 warps", N) for N in (8192, 16384, 49152, 65536)
+    ]
+    assert max(sixteen) == sixteen[0], "there the gain is largest"
+    yield (
+        f"On the H200, 16 warps are {min(sixteen)}% to {max(sixteen)}% faster "
+        "where the rule takes them."
+    )
+    eight = [
+        gain("8 warps", "16 warps", N) for N in (12288, 20480, 24576, 32768)
+    ]
+    assert min(eight) > 5
+    yield (
+        "The H200 is such a GPU: where the rule takes 8 warps, at 12288, "
+        f"20480, 24576 and 32768 columns, they are {series(eight, '%')} "
+        "faster than 16 there."
+    )
+    assert abs(means.ratio("triton", "8 warps", 32768) - 1) < 0.01
+    rule, line = (
+        [means.median(each, N) for N in (49152, 65536)]
+        for each in ("triton", "16 warps")
+    )
+    assert min(a / b for a, b in zip(rule, line, strict=True)) > 1.1
+    yield (
+        "On the H200 the two lines agree at 32768 columns. But where the rule "
+        "takes 16 warps, one kernel shows two times once more: "
+        f"{rule[0]:.0f} and {line[0]:.0f} µs at 49152 columns, and "
+        f"{rule[1]:.0f} and {line[1]:.0f} µs at 65536."
+    )
+
+    ours, pytorch, compiled = (
+        from_to(backward.shares(each))
+        for each in ("triton", "torch", "torch.compile")
+    )
+    gains = [
+        backward.ratios("triton", rival)
+        for rival in ("torch", "torch.compile")
+    ]
+    assert min(gains[0].least, gains[1].least) > 1
+    yield (
+        f"On the H200 our backward pass reaches {ours} of the copy, PyTorch "
+        f"reaches {pytorch}, and torch.compile reaches {compiled}. Ours is "
+        f"{gains[0].least} to {gains[0].most} times as fast as PyTorch, and "
+        f"{gains[1].least} to {gains[1].most} times as fast as torch.compile."
+    )
+    assert backward.shares("triton").most <= 60
+    below = backward.between(24576, 49152).shares("triton")
+    assert below.most < backward.at(65536, 131072).shares("triton").least - 4
+    assert below.least == backward.shares("triton").least
+    yield (
+        "On the H200 the line comes close to the roof at 65536 columns, with "
+        f"{backward.share('triton', 65536)}%, but from 24576 to 49152 columns "
+        f"it is at {from_to(below)}."
+    )
+    found = [again.median("triton", N) for N in (8192, 32768, 131072)]
+    assert all(1.9 < count < 2.2 for count in found)
+    before = figure("layer-norm-two-sweeps-dram-backward", "H100")
+    assert f"{found}" == f"{before.all_medians('triton')}"
+    yield "The H200 reads as much."
+    yield (
+        "On the H200 ours is ahead at both, with "
+        f"{forward.share('triton', 16384)}% and "
+        f"{forward.share('torch.compile', 16384)}% forward, and "
+        f"{backward.share('triton', 12288)}% and "
+        f"{backward.share('torch.compile', 12288)}% backward."
+    )
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     yield from forward_figure(figure)
     yield from counted(figure)
     yield from warps(figure)

@@ -9,6 +9,7 @@ import torch
 
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page, on_gpu
+from measurements.figure import series
 from tutorial import source
 
 
@@ -372,7 +373,99 @@ def of_the_backward_pass(figure):
     )
 
 
+def on_the_other_card(figure):
+    """What the H200 shows; each order that the H100 has and it has not."""
+    exchange, forward, beside, backward = (
+        figure(f"layer-norm-shared-rows-{name}", "H200")
+        for name in ("exchange", "forward", "beside", "backward")
+    )
+    before = figure("layer-norm-shared-rows-exchange", "H100")
+    apart = max(
+        abs(100 * (exchange.median(name, x) / before.median(name, x) - 1))
+        for name in exchange.medians
+        for x in exchange.medians[name]
+    )
+    yield (
+        "On the H200 all of these times are the same, within "
+        f"{rounded(apart, '.1f')}%:"
+    )
+    copy = forward.all_medians("copy").most
+    each = rounded(exchange.median("triton", 128), ".2f")
+    yield (
+        f"In {each} µs an H200 could even move {each * copy / 132:.0f} KB for "
+        "each of its SMs."
+    )
+
+    ours, sweeps = forward.shares("triton"), forward.shares("sweeps")
+    over_torch = forward.ratios("triton", "torch")
+    over_compiled = forward.ratios("triton", "torch.compile")
+    assert min(over_torch.least, over_compiled.least) > 1
+    yield (
+        f"On the H200 shared rows reach {from_to(ours)} of a copy, and two "
+        f"sweeps reach {from_to(sweeps)}. Ours is {times(over_torch)} "
+        f"PyTorch, and {times(over_compiled)} torch.compile."
+    )
+    lost = {
+        N: 100 * (forward.ratio("sweeps", "triton", N) - 1) for N in WIDTHS
+    }
+    assert [N for N in WIDTHS if lost[N] > 0] == [65536, 393216]
+    assert forward.share("triton", 393216) == ours.least
+    yield (
+        "Two sweeps are ahead of us at two widths there, by "
+        f"{rounded(lost[65536], '.1f')}% at 65536 columns and by "
+        f"{rounded(lost[393216], '.1f')}% at 393216, where we reach "
+        f"{ours.least}%. At the other three we are ahead, with "
+        f"{from_to(forward.at(262144, 524288, 1048576).shares('triton'))} "
+        "against "
+        f"{from_to(forward.at(262144, 524288, 1048576).shares('sweeps'))}."
+    )
+    for N in 393216, 524288, 1048576:
+        assert 60 <= forward.share("sweeps", N) <= 67
+    fall = [forward.share("torch", N) for N in WIDTHS]
+    assert fall == sorted(fall, reverse=True)
+
+    def us(provider, busy):
+        return rounded(beside.median(provider, busy), ".0f")
+
+    assert max(us("triton", n) for n in (2, 4)) < 1.05 * us("triton", 0)
+    assert us("triton", 5) > 5 * us("triton", 0)
+    yield (
+        f"On the H200 shared rows take {us('triton', 0)} µs alone, "
+        f"{us('triton', 4)} µs beside four busy SMs, and "
+        f"{us('triton', 5)} µs beside five. Two sweeps take "
+        f"{us('sweeps', 0)} µs alone, and {us('sweeps', 16)} µs beside 16."
+    )
+
+    ours, sweeps, torch, compiled = (
+        from_to(backward.shares(each))
+        for each in ("triton", "sweeps", "torch", "torch.compile")
+    )
+    over_torch = backward.ratios("triton", "torch")
+    over_compiled = backward.ratios("triton", "torch.compile")
+    assert min(over_torch.least, over_compiled.least) > 1
+    falling = [backward.share("triton", N) for N in (65536, 524288, 1048576)]
+    assert falling == sorted(falling, reverse=True)
+    yield (
+        f"On the H200 our backward pass reaches {series(falling, '%')} of the "
+        f"copy at these three widths, two sweeps reach {sweeps}, PyTorch "
+        f"reaches {torch}, and torch.compile reaches {compiled}. Ours is "
+        f"{times(over_torch)} PyTorch, and {times(over_compiled)} "
+        "torch.compile."
+    )
+    # "About as near to the copy as forward, or nearer": within 3 points.
+    for N in 65536, 524288, 1048576:
+        assert backward.share("triton", N) > forward.share("triton", N) - 3.1
+    assert backward.share("torch.compile", 1048576) == max(
+        backward.shares("torch.compile")
+    )
+    yield (
+        "On the H200 they are ahead of us at 393216 columns as well, where a "
+        "quarter of our lanes is idle."
+    )
+
+
 def CLAIMS(figure):
+    yield from on_the_other_card(figure)
     yield from of_the_exchange(figure)
     yield from of_the_forward_pass(figure)
     yield from beside_another_kernel(figure)
