@@ -1094,7 +1094,9 @@ def _attention_bwd_round(
 # in a head, atomic and bulk additions spill fewer than 100 bytes a thread, and
 # the design that takes turns spills fewer than 300 at any head dimension.
 # Still, the tiles of this table were the fastest of those that we tried on an
-# H200. Those that spill less were slower.
+# H200. Those that spill less were slower. On GPUs before the H100, and on
+# those of AMD, the tiles for 128 numbers spill far more, and smaller ones may
+# be faster.
 
 TILES = {
     # For D up to 64, and 128: queries, keys, warps, stages.
