@@ -48,7 +48,6 @@ UNITS = {
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
     "load requests per row": (0, math.inf),
-    "kernels": POSITIVE,  # that run on the device in a call
     # Of the compiled kernel.
     "bytes spilled per thread": (0, math.inf),
 }
