@@ -491,7 +491,7 @@ report(bench_lanes)
 # 0.5%.
 #
 # On the H200 chunks reach 94% to 99% of a copy, and one tile reaches 93% to
-# 99%. They differ by up to 0.9% there.
+# 99%. They differ by up to 1.6% there.
 #
 # **Why.**
 # An idle lane moves no bytes, because a masked load asks for nothing. What it
@@ -886,7 +886,7 @@ report(bench_lanes_backward)
 # 6144 lanes against 8192 lanes. And it is 1.03, 1.00 and 1.00 at 2560, 6656
 # and 8192 columns, where both have the same number of lanes.
 # On the H200 chunks gain more above 8192 columns: it is 1.43 at 8704 columns
-# and 1.31 at 10240. It is 1.07 at 2560 columns, 1.03 and 1.03 at 4608 and
+# and 1.30 at 10240. It is 1.07 at 2560 columns, 1.03 and 1.03 at 4608 and
 # 5120, and 1.00 and 1.01 at 6656 and 8192.
 #
 # So at 4608 and 5120 columns chunks gain no more than at 2560, where they save
@@ -1111,11 +1111,11 @@ report(bench_forward)
 # 15872 columns the two are equally fast, and at the other three ours is 1.1 to
 # 1.3 times as fast.
 #
-# On the H200 our kernel reaches 85% to 94% of a copy, PyTorch reaches 38% to
-# 59%, and torch.compile reaches 55% to 90%. Ours is 1.6 to 2.2 times as fast
+# On the H200 our kernel reaches 85% to 92% of a copy, PyTorch reaches 38% to
+# 58%, and torch.compile reaches 56% to 90%. Ours is 1.6 to 2.2 times as fast
 # as PyTorch. At 8192 columns torch.compile reaches 90% there, and ours 89%. At
-# 512 columns the two are equally fast, and at the other four ours is 1.1 to
-# 1.6 times as fast.
+# 512 columns ours is 1% faster, and at the other four it is 1.1 to 1.6 times
+# as fast.
 #
 # **Why.**
 # Our kernel moves a row once, as the copy does, and at each width several
@@ -1129,7 +1129,7 @@ report(bench_forward)
 # plan of the first figure. There, without ``w`` and ``b``, it reached 98% at
 # 4096 columns, 98% at 4608 and 100% at 8192. With them, it reaches 94%, 93%
 # and 94%. So most of what we lose at these widths is due to ``w`` and ``b``.
-# On the H200, it reached 97%, 99% and 97% without them, and reaches 94%, 90%
+# On the H200, it reached 97%, 99% and 97% without them, and reaches 92%, 90%
 # and 89% with them.
 #
 # **What follows.**
@@ -1444,8 +1444,8 @@ report(bench_backward)
 # 2.5 times as fast as PyTorch. It is 1.7 to 2.2 times as fast as
 # torch.compile.
 #
-# On the H200 our backward pass reaches 69% to 87% of the copy, PyTorch reaches
-# 31% to 36%, and torch.compile reaches 30% to 49%. Ours is 2.2 to 2.6 times as
+# On the H200 our backward pass reaches 68% to 87% of the copy, PyTorch reaches
+# 30% to 36%, and torch.compile reaches 30% to 49%. Ours is 2.2 to 2.6 times as
 # fast as PyTorch, and 1.8 to 2.5 times as fast as torch.compile.
 #
 # **Why.**
@@ -1459,8 +1459,8 @@ report(bench_backward)
 # columns we take 3.3 µs longer, at 4608 columns 5.7 µs, and at 10240 columns
 # 9.2 µs. All six widths lie within half a microsecond of a straight line: 2.7
 # µs, and 0.66 µs more for each 1024 columns.
-# On the H200 we take 3.6, 6.4 and 9.1 µs longer than the copy at these three
-# widths, and the widths between lie above a straight line, by up to 0.7 µs.
+# On the H200 we take 3.8, 6.4 and 8.9 µs longer than the copy at these three
+# widths, and the widths between lie above a straight line, by up to 0.8 µs.
 #
 # - The part that grows is about what the buffers take. For each 1024 columns,
 #   132 programs write two sums of 4 bytes for each column, and the second
@@ -1523,7 +1523,7 @@ report(bench_early)
 # It is worth hardly anything here. On the H100 the pass takes 13.3 µs at 1024
 # columns, with the early start and without it. At 4608 columns the early start
 # saves 0.3 µs of 45.5 µs, and at 10240 columns 0.4 µs of 94.3 µs.
-# On the H200 it saves 0.2 µs of 35.5 µs at 4608 columns, and 0.3 µs of 69.8 µs
+# On the H200 it saves 0.3 µs of 35.6 µs at 4608 columns, and 0.2 µs of 69.7 µs
 # at 10240.
 #
 # **Why.**
@@ -1659,7 +1659,7 @@ report(bench_warps_backward)
 # At 5888 columns, 168 registers of lanes leave too few for the rest: a thread
 # spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
 # warps lose 4% at the first of the two, and nothing at the second.
-# On the H200 half the warps lose 5% and 7%.
+# On the H200 half the warps lose 5% and 8%.
 #
 # **Why twice the warps are no help backward.**
 # A thread can have 128 registers then. At the first three widths its lanes

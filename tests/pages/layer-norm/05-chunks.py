@@ -387,7 +387,7 @@ def on_the_other_card(figure):
         )
     )  # fmt: skip
     apart = max(abs(100 * (r - 1)) for r in lanes.ratios("triton", "tile"))
-    assert apart <= 1
+    assert apart <= 2
     yield (
         f"On the H200 chunks reach {from_to(lanes.shares('triton'))} of a "
         f"copy, and one tile reaches {from_to(lanes.shares('tile'))}. They "
@@ -441,7 +441,7 @@ def on_the_other_card(figure):
         N: forward.ratio("triton", "torch.compile", N)
         for N in forward.medians["triton"]
     }
-    assert 0.985 < over[8192] < 0.995 and 1 < over[512] < 1.01
+    assert 0.98 < over[8192] < 0.995 and 1.005 < over[512] < 1.02
     others = [N for N in over if N not in (512, 8192)]
     assert len(others) == 4 and over[15872] > 1.15
     ahead = forward.at(*others).ratios("triton", "torch.compile")
@@ -449,9 +449,9 @@ def on_the_other_card(figure):
     yield (
         f"At 8192 columns torch.compile reaches "
         f"{forward.share('torch.compile', 8192)}% there, and ours "
-        f"{forward.share('triton', 8192)}%. At 512 columns the two are "
-        f"equally fast, and at the other four ours is {ahead.least} to "
-        f"{ahead.most} times as fast."
+        f"{forward.share('triton', 8192)}%. At 512 columns ours is "
+        f"{100 * (over[512] - 1):.0f}% faster, and at the other four it is "
+        f"{ahead.least} to {ahead.most} times as fast."
     )
     same = (4096, 4608, 8192)
     bare, whole = (
@@ -496,7 +496,7 @@ def on_the_other_card(figure):
             times["triton"], times["one by one"], strict=True
         )
     ]
-    assert abs(saved[0]) < 0.1 < saved[1] < saved[2]
+    assert abs(saved[0]) < 0.1 < min(saved[1:])
     yield (
         f"On the H200 it saves {saved[1]} µs of {times['one by one'][1]} µs "
         f"at 4608 columns, and {saved[2]} µs of {times['one by one'][2]} µs "
