@@ -183,8 +183,8 @@ for length in (1024, 4096, 16384):
 # So a causal program has two loops. The first one takes the tiles below the
 # diagonal and knows nothing of masks, and the second one takes those on it. At
 # 4096 keys only 64 of 2080 tiles are masked.
-# Without causal attention there is at most one tile with a mask, the last one
-# if it is not full. It needs no loop.
+# Without causal attention a program has at most one tile with a mask, the last
+# one, if it is not full. It needs no loop.
 #
 # The forward kernel
 # ------------------
@@ -343,12 +343,12 @@ def _any_attention_fwd(
 # Any strides
 # -----------
 #
-# The Tensor Memory Accelerator asks for three things: the numbers of a row lie
-# side by side, all other strides are multiples of 16 bytes, and so is the
-# address of the first number. Tensors in models nearly always fulfill that,
-# whatever the order of their dimensions. A projection gives (batch, length,
-# heads, dimension), for instance, and swapping the middle dimensions only
-# swaps two strides.
+# The Tensor Memory Accelerator (TMA), which fetches the tiles of a descriptor,
+# asks for three things: the numbers of a row lie side by side, all other
+# strides are multiples of 16 bytes, and so is the address of the first number.
+# Tensors in models nearly always fulfill that, whatever the order of their
+# dimensions. A projection gives (batch, length, heads, dimension), for
+# instance, and swapping the middle dimensions only swaps two strides.
 #
 # A row of 80 numbers of 16 bits has 160 bytes, which is ten times 16. But one
 # of 65 numbers has 130 bytes, and so does the stride between two rows. We copy
@@ -480,6 +480,7 @@ def plan_forward(dtype, D, is_causal):
 # %%
 # The host function is short. ``kernel`` is an argument only because the
 # exercise hands in another one.
+#
 # The log-sum-exps of a head have room for whole tiles: a program also stores
 # those of the queries that only fill up its tile. So the backward kernels can
 # load them without a mask.
@@ -806,11 +807,15 @@ in_percent(bench_forward_causal)
 
 # %%
 # **What both figures show.**
-# On the H200 our kernel reaches NN TFLOP/s at 16384 keys, and NN if attention
-# is causal. From 2048 keys on that is NN% to NN% of cuDNN's speed, and NN% to
-# NN% of it if causal. It is NN to NN times as fast as FlashAttention-2, and NN
-# to NN times if causal. At 4096 keys FlexAttention reaches NN TFLOP/s, and NN
-# if causal, so there ours is NN and NN times as fast.
+# On the H200 our kernel reaches 528 TFLOP/s at 16384 keys, and 508 if
+# attention is causal. From 2048 keys on that is 79% to 84% of cuDNN's speed,
+# and 83% to 84% of it if causal. It is 1.4 to 1.6 times as fast as
+# FlashAttention-2, and 1.4 to 1.7 times if causal. At 4096 keys FlexAttention
+# reaches 451 TFLOP/s, and 371 if causal, so there ours is 1.2 and 1.3 times as
+# fast.
+#
+# So cuDNN is ahead at every length. Near the end of this page we look at what
+# it does that our kernel does not.
 #
 # **Why is causal attention slower for each operation?**
 # It has three costs that the count of operations leaves out:
@@ -847,8 +852,8 @@ for heads_of_keys, name in ((heads, "repeated"), (k_heads, "shared")):
 
 # %%
 # With four heads of queries for each head of keys, repeated keys and values
-# have four times as many bytes. So have their gradients, which are written
-# first, and read once more to be added up.
+# have four times as many bytes. So have their gradients, which are first
+# written, and then read again to be added up.
 #
 # The sum can also stand inside the kernel. A program has a tile of keys of one
 # head, and adds up their gradients over all queries anyway. We only let it go
@@ -916,8 +921,8 @@ plt.show()
 # queries and gives ``dq``, and the other one has keys and gives ``dk`` and
 # ``dv``. So some products are computed twice, and nobody waits for anybody:
 # each sum has one program, and the same bits each time. `Five products or
-# seven <02-backward.html>`_ measures the other designs, in which several
-# programs add to the same ``dq``.
+# seven <02-backward.html>`_ measures other designs, which have five products
+# and must bring the parts of ``dq`` together.
 #
 # The first one has the loops of the forward kernel. It also computes
 # :math:`\delta`, the dot product of a row of ``y`` and a row of ``dy``, which
@@ -1614,21 +1619,29 @@ in_percent(bench_backward_causal)
 
 # %%
 # **What both figures show.**
-# On the H200 our backward pass reaches NN TFLOP/s at 16384 keys, and NN if
-# causal. From 2048 keys on that is NN% to NN% of cuDNN's speed, and NN% to NN%
-# of it if causal. It is NN to NN times as fast as FlashAttention-2, and NN to
-# NN times if causal. At 4096 keys it is NN times as fast as FlexAttention, and
-# NN times if causal.
+# On the H200 our backward pass reaches 444 TFLOP/s at 16384 keys, and 447 if
+# causal. From 2048 keys on that is 78% to 82% of cuDNN's speed, and 80% to 90%
+# of it if causal. The longer the sequences are, the further is cuDNN ahead: at
+# 1024 keys we still have 84% of its speed, and 96% if causal. Over all lengths
+# ours is 1.6 times as fast as FlashAttention-2, and 1.5 to 1.8 times if
+# causal. At 4096 keys it is 1.1 times as fast as FlexAttention, and 1.2 times
+# if causal.
 #
 # **Why.**
 # Our kernels have seven products where five count. At 16384 keys they do 7/5
-# of NN, which is NN TFLOP/s, or NN% of what the product of matrices beside
-# them reaches. cuDNN does NN TFLOP/s, or NN% of the product of matrices if it
+# of 444, which is 621 TFLOP/s, or 82% of what the product of matrices beside
+# them reaches. cuDNN does 566 TFLOP/s, or 75% of the product of matrices if it
 # has five products.
 #
 # **What follows.**
-# The two products that we compute twice are what separates us from cuDNN.
-# `Five products or seven <02-backward.html>`_ looks for a way to save them.
+# So we are not behind because our Tensor Cores wait for longer. They have more
+# to do: two of the seven products are computed a second time. At the same
+# rate, five products would be faster than cuDNN.
+#
+# `Five products or seven <02-backward.html>`_ tries four ways to save the two.
+# With long sequences each of them costs more than it saves, so we stay with
+# seven. And why does cuDNN gain more than we do as sequences grow? We do not
+# know, because we have not looked into its backward kernels.
 #
 # Half as many numbers in a head
 # ------------------------------
@@ -1695,20 +1708,23 @@ in_percent(bench_backward_causal_64)
 
 # %%
 # **What the four figures show.**
-# On the H200 the forward pass is at NN% to NN% of cuDNN's speed, and at NN% to
-# NN% if causal. The backward pass is at NN% to NN%, and at NN% to NN% if
-# causal. FlashAttention-2 is slower than ours at every length: ours is NN to
-# NN times as fast forward, NN to NN times if causal, NN to NN times backward,
-# and NN to NN times backward if causal. At 4096 keys ours is NN, NN, NN and NN
-# times as fast as FlexAttention, in the same order.
+# On the H200 the forward pass is at 96% to 104% of cuDNN's speed, and at 91%
+# to 104% if causal. From 4096 keys on it is level with cuDNN or ahead of it.
+#
+# The backward pass is at 82% to 92%, and at 85% to 101% if causal. As with 128
+# numbers, cuDNN gains on us as sequences grow.
+#
+# In all four figures and at every length, ours is 1.4 to 1.7 times as fast as
+# FlashAttention-2. At 4096 keys it is 1.2 to 1.3 times as fast as
+# FlexAttention.
 #
 # **Why.**
 # A score of 64 products has half the operations and needs a power like one of
 # 128. `Attention without its matrix <01-attention.html>`_ counts both: in the
 # forward pass the powers take as long as the products then, for everybody. So
-# cuDNN, which multiplies faster, is less far ahead there than with 128
-# numbers. In the backward pass there are more products for each power, and our
-# seven in place of five count as before.
+# it helps cuDNN less that it keeps its Tensor Cores busier than we do with 128
+# numbers. In the backward pass there are more products for each power, and
+# our seven in place of five count as before.
 #
 # What a step needs of memory
 # ---------------------------
@@ -1764,21 +1780,20 @@ bench_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our function takes NN GB at every length: the results, and the
-# three gradients. The formula takes NN GB at 1024 keys and NN GB at 8192.
+# On the H200 our function takes 0.27 GB at every length: the results, and the
+# three gradients. The formula takes 2.3 GB at 1024 keys and 17.4 GB at 8192.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **cuDNN is faster.** On the H200, with 128 numbers in a head and 4096 keys,
-#   our speed is NN% of cuDNN's forward and NN% if causal, NN% backward and NN%
-#   if causal.
-# - **FlashAttention-3** is faster, too. By its `paper
+# - **cuDNN is faster.** On the H200, with 128 numbers in a head, it is ahead
+#   of us at every length. At 4096 keys our speed is 82% of cuDNN's forward and
+#   84% if causal, 80% backward and 84% if causal. With 64 numbers it is ahead
+#   of us forward up to 2048 keys. Backward it is ahead there, too, except at
+#   1024 keys if causal.
+# - **FlashAttention-3** is fast, too. By its `paper
 #   <https://arxiv.org/abs/2407.08608>`_ it reaches up to 740 TFLOP/s forward
-#   on an H100. Some of its warps do nothing but request tiles, and two groups
-#   of others pass the Tensor Cores back and forth, so that one of them
-#   multiplies while the other one computes powers. It can also multiply in 8
-#   bits. We leave all that to the compiler, or do without.
+#   on an H100. It can also multiply in 8 bits, which we do without.
 # - **PyTorch takes more**: a mask of your own, dropout, values that are wider
 #   than keys, a negative scale, and more than 256 numbers in a head.
 # - **FlexAttention takes any rule** in place of the limit: windows, several
@@ -1795,6 +1810,30 @@ bench_memory.run(show_plots=ON_GPU)
 # - **Widths between powers of two.** A head of 80 numbers costs as much as one
 #   of 128.
 #
+# What do the first two do that we do not? The paper describes it, and so does
+# a forward kernel of cuDNN for these GPUs, which NVIDIA has `published
+# <https://github.com/NVIDIA/cudnn-frontend/releases/tag/v1.19.0>`_. We suppose
+# that what PyTorch calls does the same.
+#
+# - **Some warps only load.** In the kernel of cuDNN one group of four warps
+#   does nothing but ask the TMA for tiles. It needs few registers, and gives
+#   up most of its own to two other groups of four warps, which do all the
+#   rest. This is called *warp specialization*.
+# - **The others take turns.** Each of the two groups has 64 queries, and a
+#   barrier lets only one of them at a time compute powers. Meanwhile the other
+#   one can use the Tensor Cores. The paper calls this *ping-pong*. It is the
+#   drawing of `Attention without its matrix <01-attention.html>`_, in which
+#   two programs take turns.
+# - **Programs stay.** In the kernel of cuDNN each SM has one program, which
+#   takes another tile of queries when it has finished one. So the first tiles
+#   of the next one are on their way while the last results are stored.
+#
+# On our page the compiler decides what each warp does, and programs that share
+# an SM do not know of each other. For warps that only load, ``tl.range`` has
+# an argument, ``warp_specialize=True``. We tried it in kernels like these,
+# with Triton 3.6 on an H100. Even with the best tiles that we found for it
+# they were slower than without it.
+#
 # Exercise
 # --------
 #
@@ -1802,6 +1841,8 @@ bench_memory.run(show_plots=ON_GPU)
 # Write the forward kernel for causal attention that begins in the lower right
 # corner: the last query sees all keys, and each query before it sees one key
 # less. A query that sees none has a result of 0.
+# Your kernel has the arguments of ``_any_attention_fwd``, and is only called
+# for causal attention. ``exercise_1`` says whether it is right.
 #
 # **Hint 1.** The limit of query ``i`` is ``i + 1 + keys - queries``, and not
 # below 0. Which three numbers of the kernel come from it?
@@ -1910,12 +1951,12 @@ assert exercise_1(_any_attention_fwd_lower_right)
 # speeds on the H200 at 4096 keys and 128 numbers in a head, forward and
 # backward:
 #
-# - **FlashAttention-2** reaches NN and NN TFLOP/s.
-# - **FlexAttention** is compiled for a rule that you write. It reaches NN and
-#   NN TFLOP/s.
+# - **FlashAttention-2** reaches 310 and 245 TFLOP/s.
+# - **FlexAttention** is compiled for a rule that you write. It reaches 371 and
+#   343 TFLOP/s.
 # - **Ours** has a loop without masks and one with them, and seven products
-#   backward. It reaches NN and NN TFLOP/s.
-# - **cuDNN** reaches NN and NN TFLOP/s.
+#   backward. It reaches 480 and 398 TFLOP/s.
+# - **cuDNN** reaches 571 and 472 TFLOP/s.
 #
 # And for kernels that take any input:
 #
