@@ -170,6 +170,10 @@ error = (exact.cos().bfloat16().double() - exact.cos()).abs().max()
 print(f"from angles in float64, kept in bfloat16: {error:.0e}")
 
 # %%
+# So the angles have to be computed in float64. Their cosines and sines are
+# small numbers, and lose little when they are kept in float32. Kept in
+# bfloat16 they would lose about as much as by angles in float32.
+#
 # Which two numbers are a pair?
 # -----------------------------
 #
@@ -782,8 +786,8 @@ def _rotary(
 # %%
 # How many positions and heads should a program have?
 #
-# - Half a row of all its positions has 1024 bytes. With 128 numbers in 16 bits
-#   that makes 8 positions.
+# - It has as many positions that the first halves of their rows, in one head,
+#   are 1024 bytes. With 128 numbers in 16 bits that makes 8 positions.
 # - It has 8 heads and two warps where that leaves at least 4 programs for each
 #   SM. At 256 positions, 8 heads each would make 160 programs for 132 SMs. So
 #   28 of the SMs would have two programs, and do twice as much as the others.
@@ -2062,7 +2066,7 @@ bench_attention.run(show_plots=ON_GPU)
 # Keys that have to be turned come into registers, are turned and rounded, and
 # go back to shared memory before their product can begin. An SM has no other
 # program that would use the Tensor Cores in the meantime. And all of that is
-# repeated for each tile of queries, 16 times at 4096 keys.
+# repeated for each tile of 256 queries, 16 times at 4096 keys.
 #
 # **And queries, which are turned only once?**
 # At 512 keys attention with the queries in its loads reaches 99% of the speed
@@ -2233,5 +2237,6 @@ assert exercise_1(_without_tables_1)
 # - Before you fuse, count how often the fused work is repeated, and ask what
 #   the loop waits for that you put it into.
 #
-# **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
-# has rows for which one program is not enough.
+# **Next:** a program of this page has many short rows. `Softmax of any width
+# <../norms-and-losses/05-wide-softmax.html>`_ has rows for which one program
+# is not enough.
