@@ -170,6 +170,10 @@ error = (exact.cos().bfloat16().double() - exact.cos()).abs().max()
 print(f"from angles in float64, kept in bfloat16: {error:.0e}")
 
 # %%
+# So the angles have to be computed in float64. Their cosines and sines are
+# small numbers, and lose little when they are kept in float32. Kept in
+# bfloat16 they would lose about as much as by angles in float32.
+#
 # Which two numbers are a pair?
 # -----------------------------
 #
@@ -569,15 +573,17 @@ report(bench_first)
 
 # %%
 # **What the figure shows.**
-# On the H200 the first kernel reaches NN% of a copy with halves at 256
-# positions, and NN% at 16384. With interleaved pairs it reaches NN% and NN%.
+# On the H200 the first kernel reaches 77% of a copy with halves at 256
+# positions, and 88% at 16384. With interleaved pairs it reaches 9% and 6%.
 #
 # **What do interleaved pairs cost?**
 # A thread of the first kernel has 16 pairs, eight of each of two rows. With
 # halves it loads the first numbers of eight pairs with one instruction of 16
 # bytes, because they lie side by side. Interleaved, they are every second
 # number, and each takes an instruction of its own. That makes 32 loads in
-# place of 4, and 32 stores in place of 4.
+# place of 4, and 32 stores in place of 4. At 16384 positions interleaved pairs
+# are 15 times as slow, and not 8 times. We have not measured what costs the
+# rest.
 #
 # **What does a program load?**
 # Tables are 2.4% of the bytes that must move. But a program loads the angles
@@ -780,8 +786,8 @@ def _rotary(
 # %%
 # How many positions and heads should a program have?
 #
-# - Half a row of all its positions has 1024 bytes. With 128 numbers in 16 bits
-#   that makes 8 positions.
+# - It has as many positions that the first halves of their rows, in one head,
+#   are 1024 bytes. With 128 numbers in 16 bits that makes 8 positions.
 # - It has 8 heads and two warps where that leaves at least 4 programs for each
 #   SM. At 256 positions, 8 heads each would make 160 programs for 132 SMs. So
 #   28 of the SMs would have two programs, and do twice as much as the others.
@@ -945,26 +951,31 @@ report(bench_ways)
 
 # %%
 # **What the figure shows.**
-# On the H200 one launch reaches NN% of a copy at 256 positions, NN% at 1024
-# and NN% at 16384. Two launches reach NN%, NN% and NN%, interleaved pairs NN%,
-# NN% and NN%, and in place it is NN%, NN% and NN%.
+# On the H200 one launch reaches 83% of a copy at 256 positions, 92% at 1024
+# and 97% at 16384. Two launches reach 50%, 71% and 93%, interleaved pairs 78%,
+# 92% and 98%, and in place it is 83%, 94% and 96%.
 #
 # **Why.**
 # A launch is not free, even on the GPU: by our clock, a kernel that does
-# nothing took 0.98 µs on an H100. At 256 positions one launch takes NN µs, and
-# two take NN µs. At 16384 positions they take NN µs and NN µs, and a
-# microsecond more or less is hard to see.
+# nothing took 0.98 µs on an H100. And the second launch begins when the first
+# one has ended. Until its data arrive, memory has little to do, and it has
+# little to do again when only the last programs are left. At 256 positions one
+# launch takes 3.4 µs, and two take 5.5 µs. At 16384 positions they take 84.8
+# µs and 88.5 µs, which is 4% less speed, and no longer 39%.
 #
-# Interleaved pairs cost a few instructions more, and no bytes. Where a kernel
-# waits for memory, instructions are hidden.
+# Interleaved pairs cost a few instructions more, and no bytes. From 1024
+# positions on they cost nothing, because a kernel that waits for memory has
+# time for instructions. At 256 positions they take 0.2 µs longer. There an SM
+# has two or three programs of one warp, which is not much to do while one of
+# them computes.
 #
 # In place, the same bytes are read and written. What it does save is memory:
 # 168 MB at 16384 positions.
 #
 # **What follows.**
-# One launch for both is worth an argument more where sequences are short, and
-# no model has to change its convention for speed. We return to the question of
-# writing in place when we know the backward pass.
+# One launch for both is worth an argument more, above all where sequences are
+# short. And no model has to change its convention for speed. We return to the
+# question of writing in place when we know the backward pass.
 #
 # Backward: turn back
 # -------------------
@@ -1314,9 +1325,22 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our forward pass reaches NN% of a copy at 256 positions, NN% at
-# 1024 and NN% at 16384. PyTorch reaches NN% to NN% over all sizes,
-# torch.compile NN% to NN%, and Liger NN% to NN%.
+# On the H200 our forward pass reaches 83% of a copy at 256 positions, 92% at
+# 1024 and 97% at 16384. PyTorch reaches 5% to 6% over all sizes,
+# torch.compile 53% to 81%, and Liger 84% to 97%.
+#
+# **What is missing where sequences are short?**
+# Our aim was 90% of a copy from a million numbers on, which is where the
+# figure begins: 256 positions of 40 heads have 1.3 million. We reach it from
+# 1024 positions on, and miss it with 83% at 256 positions and 88% at 512.
+#
+# At 256 positions a copy of so many bytes would take 2.8 µs, and ours takes
+# 3.4 µs. Its 320 programs do not divide by 132 SMs: 56 of them have three
+# programs, and 76 have two. Also, a program of ours computes between its loads
+# and its stores, and with so few programs nobody else fills that time. We have
+# not measured how much of the 0.6 µs each of the two explains. Of all tiles
+# that we tried on the H100, the fastest reached 88% there. Liger, whose
+# programs are quite different, reaches 84% on the H200.
 #
 # **Why is PyTorch that slow?**
 # Each operation of the formula is a kernel that reads and writes. Let's count
@@ -1330,14 +1354,17 @@ report(bench_forward)
 #
 # That is 19 in place of 2. If all of it came from DRAM, PyTorch could not
 # reach more than 11% of a copy. Where L2 still holds what the operation before
-# has written, it can. Tables in bfloat16, which many models have, would halve
-# most of these numbers, and round each product to 8 bits.
+# has written, it could. It reaches half of that, so its kernels are not as
+# fast as a copy either. We have not measured which of them is slow. Tables in
+# bfloat16, which many models have, would halve most of these numbers, and
+# round each product to 8 bits.
 #
 # **What do the others do?**
 # A program of Liger has all heads of one position, of queries and of keys, and
-# it writes in place. torch.compile makes kernels of its own from the formula.
-# We have not looked into these, nor measured what each decision of Liger
-# costs.
+# it writes in place. Forward it is level with ours, or a little ahead: it has
+# 99% to 103% of our speed. torch.compile makes kernels of its own from the
+# formula. We have not looked into these, nor measured what each decision of
+# Liger costs.
 #
 # How fast is the backward pass?
 # ------------------------------
@@ -1378,13 +1405,37 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches NN% of a copy at 256 positions, NN% at
-# 1024 and NN% at 16384. PyTorch reaches NN% to NN%, torch.compile NN% to NN%,
-# and Liger NN% to NN%.
+# On the H200 our backward pass reaches 75% of a copy at 256 positions, 86% at
+# 1024 and 96% at 16384. PyTorch reaches 5% to 6%, torch.compile 24% to 27%,
+# and Liger 85% to 98%.
+#
+# So there is something new: our backward pass is slower than our forward pass,
+# and slower than Liger's, which is 12% ahead at 256 positions and 2% ahead at
+# 16384. Forward we reach 90% from 1024 positions on, and backward we do not
+# reach it there.
+#
+# **What does the same kernel do that takes longer?**
+# With ``BACK`` it changes the sign of each sine. That is one instruction for
+# each, but it stands before the question whether the heads are those of ``q``
+# or of ``k``. And the compiler has left it there: in the code for an H200 the
+# sines are loaded, their signs are changed, and only then comes the branch
+# behind which the heads are loaded. An instruction cannot begin before its
+# numbers have arrived, and in the same warp no later one can begin before it.
+# So in the backward pass a program waits for its sines before it requests a
+# single gradient. In the forward pass it requests queries or keys meanwhile.
+#
+# In time it is not much: the backward pass takes 3.7 µs at 256 positions,
+# where the forward pass takes 3.4 µs, and 85.6 µs at 16384, where that takes
+# 84.8 µs. In `Loads in flight <../layer-norm/04-loads-in-flight.html>`_ we
+# found that one load from DRAM takes 362 ns on an H100, so a wait more is of
+# that size. We have not measured a kernel that changes the sign later, and do
+# not know whether the wait is all of it.
 #
 # **What follows.**
 # An operation that is its own backward pass needs one kernel, and one search
-# for the best tile.
+# for the best tile. But measure both passes, even if they differ in one minus:
+# it matters where that stands. If it can be done, request all loads before
+# anything needs a number that was loaded.
 #
 # In place or not?
 # ----------------
@@ -1989,23 +2040,23 @@ bench_attention.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 attention without a rotation reaches NN TFLOP/s at 512 keys, NN
-# at 4096 and NN at 16384. With the rotation apart it reaches NN, NN and NN.
-# With the queries in the loads it reaches NN, NN and NN, and with both in the
-# loads NN, NN and NN.
+# On the H200 attention without a rotation reaches 400 TFLOP/s at 512 keys,
+# 547 at 4096 and 561 at 16384. With the rotation apart it reaches 286, 511
+# and 550. With the queries in the loads it reaches 283, 457 and 482, and with
+# both in the loads 239, 309 and 309.
 #
 # **What does a rotation apart cost?**
 # It reads and writes all queries and keys, 268 MB, at any length. At 512 keys
-# it adds NN% to the time of attention, at 4096 keys NN%, and at 16384 keys
-# NN%, because attention itself grows with the length.
+# it adds 40% to the time of attention, at 4096 keys 7%, and at 16384 keys
+# 2%, because attention itself grows with the length.
 #
 # **Why is it slow to rotate keys in the loads?**
 # The first reason is what a program loads. A tile of 64 keys and a tile of 64
 # values have 16 KB each, and the angles of 64 positions have 32 KB. So for
 # each step of its loop a program now loads 64 KB, and not 32. At 4096 keys and
-# NN TFLOP/s, the programs without a rotation load NN TB/s together, and the L2
-# cache of an H100 delivered 7.3 TB/s when we measured it. With 128 queries for
-# a program, twice as many bytes would be more than that: at 7.3 TB/s they
+# 547 TFLOP/s, the programs without a rotation load 4.3 TB/s together, and the
+# L2 cache of an H100 delivered 7.3 TB/s when we measured it. With 128 queries
+# for a program, twice as many bytes would be more than that: at 7.3 TB/s they
 # allow 467 TFLOP/s at most. With 256 queries a program does twice as much with
 # what it loads. It loads no more for each operation than the kernel without a
 # rotation, and it is still slow.
@@ -2015,14 +2066,15 @@ bench_attention.run(show_plots=ON_GPU)
 # Keys that have to be turned come into registers, are turned and rounded, and
 # go back to shared memory before their product can begin. An SM has no other
 # program that would use the Tensor Cores in the meantime. And all of that is
-# repeated for each tile of queries, 16 times at 4096 keys.
+# repeated for each tile of 256 queries, 16 times at 4096 keys.
 #
 # **And queries, which are turned only once?**
-# At 512 keys attention with the queries in its loads reaches NN% of the speed
-# that it has with the rotation apart, at 4096 keys NN%, and at 16384 keys NN%.
-# So fusing even these loses where sequences are long. What it saves is the
-# same at any length: the queries are not read and written once more. What it
-# costs is paid in each step of the loop, and the steps grow with the length.
+# At 512 keys attention with the queries in its loads reaches 99% of the speed
+# that it has with the rotation apart, at 4096 keys 90%, and at 16384 keys 88%.
+# So fusing even these gains nothing at 512 keys, and loses where there are
+# more. What it saves is the same at any length: the queries are not
+# read and written once more. What it costs is paid in each step of the loop,
+# and the number of steps grows with the length.
 #
 # What is it that costs there? Without a rotation, Tensor Cores read the
 # queries from shared memory, where the TMA has put them. Turned queries come
@@ -2031,8 +2083,8 @@ bench_attention.run(show_plots=ON_GPU)
 # We have not measured which of the two costs how much.
 #
 # **What follows.**
-# We rotate apart. A kernel of its own goes once over the queries and keys at
-# the speed of a copy, and its time grows with the length, while that of
+# We rotate apart. A kernel of its own goes once over the queries and keys,
+# nearly as fast as a copy, and its time grows with the length, while that of
 # attention grows with the square of it. What is put into the loop of attention
 # is paid for in each step, where Tensor Cores wait for it.
 #
@@ -2051,8 +2103,12 @@ bench_attention.run(show_plots=ON_GPU)
 #
 # - **torch.compile needs no kernel.** It makes its own from the formula, and
 #   can fuse them with what stands around, such as a norm of the queries. On
-#   the H200 it reaches NN% of our speed forward at 16384 positions, and NN%
+#   the H200 it reaches 83% of our speed forward at 16384 positions, and 28%
 #   backward.
+# - **Liger's backward pass is faster**, at each length: by 12% at 256
+#   positions, and by 2% at 16384. It writes over the gradients, which saves
+#   memory as well, and is right only where nobody else needs them. Its forward
+#   pass is level with ours.
 # - **A part of each row.** Some models rotate only the first numbers of each
 #   row. In place, ``rotary_embedding_(x[..., :64], cos, sin)`` does that.
 #   Otherwise the rest has to be copied, and ours has no argument for it. Liger
@@ -2155,18 +2211,18 @@ assert exercise_1(_without_tables_1)
 # positions, in % of a copy:
 #
 # - **The formula in PyTorch** moves 19 times ``x`` in place of 2, and reaches
-#   NN%. torch.compile reaches NN%.
-# - **Liger** reaches NN%.
+#   5%. torch.compile reaches 81%.
+# - **Liger** reaches 97%.
 # - **A program with one head** loads twice as many bytes of angles as of
-#   ``x``. It reaches NN%, and NN% with interleaved pairs that it loads one by
+#   ``x``. It reaches 88%, and 6% with interleaved pairs that it loads one by
 #   one.
 # - **A program with eight heads** loads a quarter as many bytes of angles as
-#   of ``x``. It reaches NN%, and NN% with interleaved pairs that it takes
+#   of ``x``. It reaches 97%, and 98% with interleaved pairs that it takes
 #   apart in registers.
-# - **In place** it moves the same bytes and reaches NN%.
+# - **In place** it moves the same bytes and reaches 96%.
 # - **In the loads of attention** queries are rotated once, and keys once for
-#   each tile of queries. At 4096 keys attention reaches NN TFLOP/s with the
-#   queries in its loads, NN with both, and NN with neither.
+#   each tile of queries. At 4096 keys attention reaches 457 TFLOP/s with the
+#   queries in its loads, 309 with both, and 511 with neither.
 #
 # And for kernels in general:
 #
@@ -2175,9 +2231,12 @@ assert exercise_1(_without_tables_1)
 #   registers.
 # - A linear operation needs nothing of its forward pass. If it is a rotation,
 #   it is also its own backward pass, with the other sign.
+# - Request all loads before anything needs a number that was loaded. Even a
+#   change of sign in front of a branch makes a program wait.
 # - Who writes in place must tell autograd, and must own what it writes to.
 # - Before you fuse, count how often the fused work is repeated, and ask what
 #   the loop waits for that you put it into.
 #
-# **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
-# has rows for which one program is not enough.
+# **Next:** a program of this page has many short rows. `Softmax of any width
+# <../norms-and-losses/05-wide-softmax.html>`_ has rows for which one program
+# is not enough.

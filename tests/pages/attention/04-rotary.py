@@ -205,6 +205,13 @@ def us(of, provider, N):
     return Measured(moved / of.median(provider, N) / 1e3, ".1f")
 
 
+def less(of, N):
+    """How much speed a second launch costs, in %."""
+    return Measured(
+        100 - 100 / of.ratio("one launch", "two launches", N), ".0f"
+    )
+
+
 def first(figure):
     of = figure("rotary-first", CARD)
     halves, pairs = (
@@ -217,6 +224,11 @@ def first(figure):
         f"On the H200 the first kernel reaches {halves[0]}% of a copy with "
         f"halves at 256 positions, and {halves[1]}% at 16384. With "
         f"interleaved pairs it reaches {pairs[0]}% and {pairs[1]}%."
+    )
+    slower = Measured(of.ratio("halves", "interleaved", 16384), ".0f")
+    yield (
+        f"At 16384 positions interleaved pairs are {slower} times as slow, "
+        "and not 8 times."
     )
 
 
@@ -243,17 +255,23 @@ def ways(figure):
     yield (
         f"At 256 positions one launch takes {times[0]} µs, and two take "
         f"{times[1]} µs. At 16384 positions they take {times[2]} µs and "
-        f"{times[3]} µs,"
+        f"{times[3]} µs, which is {less(of, 16384)}% less speed, and no "
+        f"longer {less(of, 256)}%."
     )
+    # "From 1024 positions on they cost nothing."
+    pairs = of.between(1024).ratios("interleaved", "one launch")
+    assert pairs.least > 0.99
+    longer = us(of, "interleaved", 256) - us(of, "one launch", 256)
+    yield f"At 256 positions they take {Measured(longer, '.1f')} µs longer."
 
 
 def passes(figure):
-    for mode in ("forward", "backward"):
+    for mode, bar in (("forward", 1024), ("backward", 4096)):
         of = figure(f"rotary-{mode}", CARD)
         ours = partial(of.share, "triton")
-        # The bar. At 256 positions an H100 reached 88%: the page has the
-        # number, and says nothing of it.
-        assert of.between(1024).shares("triton").least >= 90
+        # "We reach it from 1024 positions on", and backward later.
+        assert of.between(bar).shares("triton").least >= 90
+        assert of.between(most=bar - 1).shares("triton").most < 90
         rest = " over all sizes" * (mode == "forward")
         yield (
             f"On the H200 our {mode} pass reaches {ours(256)}% of a copy at "
@@ -262,10 +280,47 @@ def passes(figure):
             f"torch.compile {from_to(of.shares('torch.compile'))}, and Liger "
             f"{from_to(of.shares('liger'))}."
         )
-    # "Could not reach more than 11% of a copy", from DRAM.
-    of = figure("rotary-forward", CARD)
-    assert of.share("torch", 16384) <= 12
-    assert of.ratios("triton", "torch").least > 2
+    forward, backward = (
+        figure(f"rotary-{mode}", CARD) for mode in ("forward", "backward")
+    )
+    # "Could not reach more than 11% of a copy", from DRAM, and half of that.
+    assert 4 <= forward.share("torch", 16384) <= 7
+    assert forward.ratios("triton", "torch").least > 2
+    yield (
+        f"miss it with {forward.share('triton', 256)}% at 256 positions and "
+        f"{forward.share('triton', 512)}% at 512."
+    )
+    copy, taken = us(forward, "copy", 256), us(forward, "triton", 256)
+    yield (
+        f"a copy of so many bytes would take {copy} µs, and ours takes "
+        f"{taken} µs."
+    )
+    yield f"how much of the {Measured(taken - copy, '.1f')} µs each of the two"
+    yield f"reaches {forward.share('liger', 256)}% on the H200."
+    level = forward.shares("liger", "triton")
+    yield f"it has {from_to(level)} of our speed."
+    ahead = [
+        Measured(100 * backward.ratio("liger", "triton", N) - 100, ".0f")
+        for N in (256, 16384)
+    ]
+    assert backward.ratios("liger", "triton").least > 1
+    yield (
+        f"slower than Liger's, which is {ahead[0]}% ahead at 256 positions "
+        f"and {ahead[1]}% ahead at 16384."
+    )
+    yield (
+        f"at each length: by {ahead[0]}% at 256 positions, and by "
+        f"{ahead[1]}% at 16384."
+    )
+    times = [
+        us(of, "triton", N) for N in (256, 16384) for of in (backward, forward)
+    ]
+    assert times[0] > times[1] and times[2] > times[3]
+    yield (
+        f"the backward pass takes {times[0]} µs at 256 positions, where the "
+        f"forward pass takes {times[1]} µs, and {times[2]} µs at 16384, where "
+        f"that takes {times[3]} µs."
+    )
 
 
 def attention(figure):
@@ -299,7 +354,8 @@ def attention(figure):
     )
     # "Why is it slow to rotate keys in the loads?", and what follows.
     assert of.between(4096).ratios("apart", "fused").least > 1.05
-    # "Fusing even these loses where sequences are long."
+    # "Gains nothing at 512 keys, and loses where there are more."
+    assert of.ratio("queries", "apart", 512) < 1
     shares = [of.share("queries", N, "apart") for N in at]
     assert of.between(4096).ratios("queries", "apart").most < 0.98
     # "What it costs is paid in each step", and what it saves is not.
@@ -373,9 +429,13 @@ FACTS = {
     "nothing took 0.98 µs on an H100": "measured for the glossary",
     "168 MB at 16384 positions": "16384 * 40 * 128 numbers of 2 bytes",
     "more than 11% of a copy": "2 of 19",
+    "Our aim was 90% of a copy": "what we set out for, no measurement",
+    "we reach 90% from 1024 positions on": "that aim",
+    "one load from DRAM takes 362 ns on an H100": "said by that page",
+    "the fastest reached 88% there": "one warp with four heads, on an H100",
     "all queries and keys, 268 MB": "4 * 16384 * 16 * 128 numbers of 2 bytes",
     "cache of an H100 delivered 7.3 TB/s": "measured for the glossary",
-    "At 7.3 TB/s they allow 467 TFLOP/s at most": (
+    "at 7.3 TB/s they allow 467 TFLOP/s at most": (
         "7.3e12 / 65536 bytes * 4 * 128 * 64 * 128 operations"
     ),
 }
@@ -411,6 +471,22 @@ def test_where_tensor_cores_find_the_queries(launches):
     assert found["_attention_rotary_fwd"]
     assert all(found["_attention_rotary_fwd"])
     assert not all(found["_attention_fwd"])
+
+
+def test_where_the_sign_of_a_sine_is_changed(launches):
+    """Backward in front of a branch, and so before any gradient is
+    requested; forward nothing waits there."""
+    call = limits.call(
+        PAGE.name, KERNELS, 4096, "sm_90", "bfloat16", both_passes, sass=True
+    )
+    del call.values["M"]
+    (launched,) = launches([call])
+    found = []
+    for built in launched:
+        names = re.findall(r"\b(LDG|FADD|BRA)\b", built.asm["sass"])
+        found.append(names[: names.index("BRA")])
+    angles = 4 * ["LDG"]
+    assert found == [angles, angles + 8 * ["FADD"]]
 
 
 def in_the_same_layout(x):
