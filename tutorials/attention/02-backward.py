@@ -874,21 +874,26 @@ bench_tiles.run(show_plots=ON_GPU)
 
 # %%
 # **What the figures show.**
-# On the H200, at a head dimension of 128, the kernel with keys spills NN bytes
-# a thread with tiles of 64 × 64 and 4 warps, and NN with those of 128 × 32 and
-# 4 warps. With 64 numbers in a head it spills NN and NN. The kernel with
-# queries has one sum, and spills NN bytes at most.
-# With 64 × 64 the kernel with keys does NN TFLOP/s, and with 128 × 32 it does
-# NN. The kernel with queries does NN and NN.
+# On the H200, at a head dimension of 128, the kernel with keys spills nothing
+# with tiles of 64 × 64 and 4 warps, and 656 bytes a thread with those of
+# 128 × 32 and 4 warps. With 64 numbers in a head it spills nothing with either
+# of them. The kernel with queries has one sum, and spills 144 bytes at most.
+# With 64 × 64 the kernel with keys does 630 TFLOP/s, and with 128 × 32 it does
+# 122. The kernel with queries does 615 and 413.
 #
 # **Why.**
 # With 128 keys and 4 warps the sums do not fit, so each of 128 threads fetches
 # and stores hundreds of bytes in each step. Tensor Cores wait for that: they
 # add to ``dk`` and ``dv``, so the sums have to be back in registers before
-# each product.
-# Twice as many warps share the same sums and solve the problem, at the price
-# of a single program on each SM. With 64 × 64 and 4 warps there are two, and
-# one of them computes powers while the other multiplies.
+# each product. Twice as many warps share the same sums, and with 64 rows in a
+# step nothing spills. The price is a single program on each SM. With 64 × 64
+# and 4 warps there are two, and one of them computes powers while the other
+# multiplies.
+#
+# The kernel with queries spills nothing with 128 × 32, and is slower all the
+# same. Its queries and their ``dy`` take 64 KB of shared memory, and five
+# stages of keys and values take 80 KB. An SM of an H200 has 227 KB for them,
+# so there is no room for a second program.
 #
 # **What follows.**
 # Triton's tutorial takes 128 × 32 and 4 warps for any head dimension. With 64
@@ -1819,35 +1824,36 @@ in_percent(bench_designs)
 
 # %%
 # **What the figure shows.**
-# On the H200, at 4096 keys and 128 numbers in a head, seven products reach NN
-# TFLOP/s, atomic additions NN, bulk additions NN, turns NN, and stored ``ds``
-# NN. At 16384 keys the five numbers are NN, NN, NN, NN and NN, and at 512
-# keys they are NN, NN, NN, NN and NN.
-# Up to 1024 keys stored ``ds`` is level with seven products. From 2048 keys on
-# seven products are faster than all others of ours.
-# From 1024 keys on, seven products are at NN% to NN% of cuDNN's speed, and
-# stored ``ds`` is at NN% to NN%. Seven products are NN to NN times as fast as
-# FlashAttention-2.
+# On the H200, at 4096 keys and 128 numbers in a head, seven products reach 442
+# TFLOP/s, atomic additions 363, bulk additions 381, turns 224, and stored
+# ``ds`` 415. At 16384 keys the five numbers are 464, 375, 392, 225 and 403,
+# and at 512 keys they are 298, 259, 267, 180 and 299. Up to 1024 keys stored
+# ``ds`` is level with seven products. From 2048 keys on seven products are
+# faster than all others of ours. Turns are the only design of ours that is
+# slower than FlashAttention-2.
+#
+# From 1024 keys on, seven products are at 78% to 81% of cuDNN's speed, and
+# stored ``ds`` is at 67% to 80%. Seven products are 1.5 to 1.6 times as fast
+# as FlashAttention-2.
 #
 # **Why.**
-# Let's see what became of the budget at 4096 keys. Five products count, at
-# 16384 tokens and 2048 numbers for each, so the speeds above are times: NN ms
-# with seven products, NN ms with atomic additions, NN ms in bulk, NN ms in
-# turns, and NN ms with stored ``ds``.
-# At the rate that we began with, five products alone take 2.26 ms. What is
-# above was spent on the parts of ``dq``: NN ms with atomic additions, NN ms in
-# bulk, NN ms in turns, and NN ms with stored ``ds``. Only 0.90 ms were in the
-# budget.
+# Let's see what became of the budget at 4096 keys. A speed is the number of
+# operations in five products, divided by the time. So the speeds above are
+# times: 3.11 ms with seven products, 3.79 ms with atomic additions, 3.60 ms in
+# bulk, 6.14 ms in turns, and 3.31 ms with stored ``ds``. At the rate that we
+# began with, five products alone take 2.26 ms. What is above was spent on the
+# parts of ``dq``: 1.53 ms with atomic additions, 1.35 ms in bulk, 3.89 ms in
+# turns, and 1.05 ms with stored ``ds``. Only 0.90 ms were in the budget.
 #
 # - **Seven products** move nothing. In both kernels two programs share an SM.
 # - **Atomic additions** bring 4.3 GB to L2. In the time of this design that is
-#   NN TB in a second. A program has an SM for itself, so nobody else
+#   1.1 TB in a second. A program has an SM for itself, so nobody else
 #   multiplies there while its threads add.
-# - **Bulk additions** bring the same bytes, at NN TB in a second. What they
+# - **Bulk additions** bring the same bytes, at 1.2 TB in a second. What they
 #   save are instructions and registers of the threads.
-# - **Turns** add in the same way as the first of them, with the same tiles.
-#   The rest is the price of the order: each step waits for its loads, for its
-#   turn, and at a barrier.
+# - **Turns** add as atomic additions do, with the same tiles. The rest is the
+#   price of the order: each step waits for its loads, for its turn, and at a
+#   barrier.
 # - **Stored** ``ds`` writes 2.1 GB and reads them again. The first kernel has
 #   as many products as the one with keys, and writes while it multiplies. The
 #   second kernel has a fifth of the operations, and loads as many bytes as the
@@ -1856,10 +1862,16 @@ in_percent(bench_designs)
 # **What follows.**
 # Two more products are the best deal that we found: they move nothing, need no
 # memory, and give the same bits each time. So the function above takes them
-# unless it is told otherwise.
-# It is not a law. Five products are less work, and a design that brings the
-# parts of ``dq`` together while its Tensor Cores stay busy should win. None of
-# our four keeps them busy enough.
+# unless it is told otherwise. It is not a law. Five products are less work,
+# and a design that brings the parts of ``dq`` together while its Tensor Cores
+# stay busy should win. None of our four keeps them busy enough.
+#
+# If you compare this figure with that of `Attention without its matrix
+# <01-attention.html>`_, its seven products are faster here: 464 TFLOP/s and
+# not 435 at 16384 keys. They are the same kernels. cuDNN has 597 and not 520
+# here, and the product of matrices 771 and not 748. The figures come from two
+# runs, and we do not know why the GPU was faster in one of them. So only
+# compare the lines of a figure with each other.
 #
 # With half as many numbers in a head, a product has half as many operations,
 # and ``ds`` has as many numbers as before.
@@ -1870,18 +1882,31 @@ in_percent(bench_designs_64)
 
 # %%
 # **What the figure shows.**
-# On the H200, with 64 numbers in a head and 4096 keys, seven products reach NN
-# TFLOP/s, atomic additions NN, bulk additions NN, turns NN, and stored ``ds``
-# NN. cuDNN reaches NN. At 16384 keys stored ``ds`` reaches NN, and bulk
-# additions reach NN.
+# On the H200, with 64 numbers in a head and 4096 keys, seven products reach
+# 371 TFLOP/s, atomic additions 309, bulk additions 354, turns 215, and stored
+# ``ds`` 333. cuDNN reaches 449. At 16384 keys stored ``ds`` reaches 299, and
+# bulk additions reach 370. At 8192 keys stored ``ds`` falls to 272.
 #
 # **Why.**
-# There are twice as many heads, each with a matrix of the same size. So stored
-# ``ds`` has twice the bytes for the same operations, 4.3 GB to write and 4.3
-# GB to read at 4096 keys, and now it falls behind bulk additions.
-# They and atomic additions have tiles of 64 keys here, so there are twice as
-# many parts of half the size: 8.6 GB. Seven products have nothing to move
-# here, either, and they are ahead of all others of ours from 1024 keys on.
+# There are twice as many heads, each with a matrix of the same size. So there
+# are twice as many powers to compute for the same operations, for everybody.
+#
+# Stored ``ds`` has twice the bytes, 4.3 GB to write and 4.3 GB to read at 4096
+# keys, and now it falls behind bulk additions. Why is it slower at 8192 keys
+# than at 16384? Three programs of its first kernel fit on an SM here, so 396
+# run at a time. At 8192 keys a launch has four heads with 512 programs, and
+# 116 of them run in a second round, when most of the GPU has nothing to do. At
+# 16384 keys a launch has one head with 256 programs, and all of them run at
+# the same time. This fits the figure, but we have not measured whether it is
+# the whole reason.
+#
+# Atomic and bulk additions have tiles of 64 keys here. Twice as many heads,
+# each with twice as many tiles of keys, make four times as many parts of half
+# the size: 8.6 GB. Bulk additions bring them to L2 at 2.2 TB in a second. With
+# 128 numbers it was 1.2 TB, so L2 could have taken more there.
+#
+# Seven products have nothing to move here, either, and they are ahead of all
+# others of ours from 1024 keys on.
 #
 # The same bits?
 # --------------
@@ -1946,15 +1971,17 @@ different_bits.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # Seven products, turns and stored ``ds`` repeat the first result each time. On
-# the H200, at 512, 2048 and 8192 keys, NN, NN and NN of 100 runs differ with
-# atomic additions, NN, NN and NN with bulk additions, NN, NN and NN with
-# cuDNN, and NN, NN and NN with FlashAttention-2.
+# the H200, at 512, 2048 and 8192 keys, all 100 runs differ from the first with
+# atomic additions, with bulk additions, with cuDNN and with FlashAttention-2.
 #
 # **Why.**
 # Where programs add in the order of their arrival, this order is another one
-# in each run. ``dq`` is rounded to 16 bits at the end, and most sums in
-# another order round to the same number. But there are 33 million numbers, and
-# a single one is enough.
+# in each run. FlashAttention-2 adds its parts of ``dq`` atomically, too. We
+# have not looked into cuDNN's kernels.
+#
+# How can all 100 runs differ? ``dq`` is rounded to 16 bits at the end, and
+# most sums in another order round to the same number. But there are 33 million
+# numbers, and a single one that differs is enough.
 #
 # What a step needs of memory
 # ---------------------------
@@ -2058,27 +2085,38 @@ bench_room.run(show_plots=ON_GPU)
 
 # %%
 # **What the figures show.**
-# On the H200 seven products take NN GB at any length, which are the three
-# gradients. Sums in float32 make it NN GB. With stored ``ds`` it is NN GB from
-# 1024 to 16384 keys, and without a limit it grows to NN GB.
-# The limit costs little speed: with 540 MB of room it is NN, NN and NN TFLOP/s
-# at 1024, 4096 and 16384 keys, and with 2200 MB it is NN, NN and NN. With 34
-# MB it is NN, NN and NN.
+# On the H200 seven products take 0.20 GB at any length, which are the three
+# gradients. Sums in float32 make it 0.34 GB. With stored ``ds`` it is 0.74 GB
+# from 1024 to 16384 keys, and without a limit it grows to 8.79 GB. The limit
+# costs little speed: with 540 MB of room it is 356, 419 and 412 TFLOP/s at
+# 1024, 4096 and 16384 keys, and with 2200 MB it is 355, 426 and 416. With 34
+# MB it is 343, 117 and 409.
+#
+# In the figure of all designs, stored ``ds`` with the same limit has 403
+# TFLOP/s at 16384 keys, and here it has 412. So a few TFLOP/s more or less say
+# nothing.
 #
 # **Why.**
-# A launch needs enough programs for all SMs. One head of 4096 keys has 32
-# programs in the first kernel, and there are 132 SMs, so with 34 MB most of
-# them have nothing to do. At 1024 keys the same 34 MB hold 16 heads, which are
-# 128 programs.
-# A head of 16384 keys has 537 MB, whatever the limit is, so its line only
-# moves at the last point, where there is room for four heads at a time.
+# A launch needs enough programs for all SMs, and the first kernel has a
+# program for each 128 keys of a head. The H200 has 132 SMs. Let's count the
+# programs of a launch with 34 MB of room:
+#
+# - At 1024 keys the 34 MB hold 16 heads. Each of them has 8 programs, so
+#   there are 128.
+# - At 4096 keys they hold one head, which has 32 programs. A hundred SMs have
+#   nothing to do. Room for four heads makes 128 programs again, and from there
+#   on more room hardly helps.
+# - At 16384 keys not even one head fits. But one is the least that we take, so
+#   its matrix gets 537 MB in spite of the limit, and its 128 programs keep
+#   nearly all SMs busy. All limits up to 540 MB are the same for this length,
+#   and 2200 MB hold four heads.
 #
 # Where PyTorch is better
 # -----------------------
 #
 # PyTorch can call cuDNN. On the H200, with 128 numbers in a head, seven
-# products reach NN% of cuDNN's speed at 512 keys, NN% at 4096 and NN% at
-# 16384, and with 64 numbers NN%, NN% and NN%.
+# products reach 86% of cuDNN's speed at 512 keys, 79% at 4096 and 78% at
+# 16384, and with 64 numbers 98%, 83% and 81%.
 # We have not looked into cuDNN's kernels. `FlashAttention-3
 # <https://arxiv.org/abs/2407.08608>`_ has described how to go on from here.
 # One warp does nothing but load, another one does nothing but hand parts of
@@ -2189,16 +2227,16 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 # keys and 128 numbers in a head, what they move for ``dq``, and whether they
 # give the same bits each time:
 #
-# - **Seven products**: NN TFLOP/s. Nothing moves; the same bits. This is the
+# - **Seven products**: 442 TFLOP/s. Nothing moves; the same bits. This is the
 #   one to take.
-# - **Atomic additions**: NN TFLOP/s. They bring 4.3 GB to L2; other bits in
+# - **Atomic additions**: 363 TFLOP/s. They bring 4.3 GB to L2; other bits in
 #   each run.
-# - **Bulk additions**: NN TFLOP/s. The same bytes, by the TMA; other bits in
+# - **Bulk additions**: 381 TFLOP/s. The same bytes, by the TMA; other bits in
 #   each run.
-# - **In turns**: NN TFLOP/s. 4.3 GB to L2, in a fixed order; the same bits.
-# - **Stored** ``ds``: NN TFLOP/s. 2.1 GB written and read, in 0.54 GB of
+# - **In turns**: 224 TFLOP/s. 4.3 GB to L2, in a fixed order; the same bits.
+# - **Stored** ``ds``: 415 TFLOP/s. 2.1 GB written and read, in 0.54 GB of
 #   memory; the same bits.
-# - **cuDNN** reaches NN TFLOP/s, and **FlashAttention-2** NN.
+# - **cuDNN** reaches 560 TFLOP/s, and **FlashAttention-2** 289.
 #
 # And for kernels in general:
 #
@@ -2211,5 +2249,6 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 #   and a look at what the compiler made of it.
 # - Memory that is used again for the next part of the work stays small.
 #
-# **Next:** `Softmax of any width <../norms-and-losses/05-wide-softmax.html>`_
-# has rows for which one program is not enough.
+# **Next:** `Causal, grouped, any length <03-any-attention.html>`_ lets these
+# kernels take what models need: tokens that must not look ahead, heads that
+# share their keys, and sequences of any length.

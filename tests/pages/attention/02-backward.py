@@ -249,22 +249,27 @@ def tiles(figure):
     most.rounding = ".0f"
     yield (
         "On the H200, at a head dimension of 128, the kernel with keys spills "
-        f"{spilled('keys 128', ours)} bytes a thread with tiles of 64 × 64 "
-        f"and 4 warps, and {spilled('keys 128', tutorial)} with those of "
-        "128 × 32 and 4 warps. With 64 numbers in a head it spills "
-        f"{spilled('keys 64', ours)} and {spilled('keys 64', tutorial)}. The "
-        f"kernel with queries has one sum, and spills {most} bytes at most."
+        "nothing with tiles of 64 × 64 and 4 warps, and "
+        f"{spilled('keys 128', tutorial)} bytes a thread with those of "
+        "128 × 32 and 4 warps. With 64 numbers in a head it spills nothing "
+        "with either of them. The kernel with queries has one sum, and spills "
+        f"{most} bytes at most."
     )
-    # "Sums that don't fit", "nothing spills", "some hundred bytes".
+    # "Nothing" where it says so, "some hundred bytes", and "with 64 rows in a
+    # step nothing spills".
     assert spilled("keys 128", ours) == 0
     assert spilled("keys 128", tutorial) >= 200
     assert spilled("keys 64", ours) == spilled("keys 64", tutorial) == 0
+    assert spilled("keys 128", "128 × 64, 8") == 0
+    # "Spills nothing with 128 × 32, and is slower all the same."
+    assert spilled("queries 128", tutorial) == 0
+    queries = [speed.median("queries", each) for each in (ours, tutorial)]
+    assert queries[0] > queries[1]
     yield (
         f"With 64 × 64 the kernel with keys does {speed.median('keys', ours)} "
         "TFLOP/s, and with 128 × 32 it does "
         f"{speed.median('keys', tutorial)}. The kernel with queries does "
-        f"{speed.median('queries', ours)} and "
-        f"{speed.median('queries', tutorial)}."
+        f"{series(queries)}."
     )
     # "We stay with 64 × 64 and 4 warps": none of the others is faster.
     for kernel in "keys", "queries":
@@ -284,6 +289,12 @@ def budget(figure):
     two = Measured(2 * PRODUCT / rate / 1e9, ".2f")
     yield f"the two additional products take {two} ms. So that is our budget"
     yield f"together in less than {two} ms wins"
+
+
+def moved(provider, N, of, D):
+    """TB a second of a design that adds all parts of dq."""
+    seconds = OPERATIONS * N / of.median(provider, N) / 1e12
+    return Measured(parts(N, D) / seconds / 1e12, ".1f")
 
 
 def speeds(figure):
@@ -308,6 +319,10 @@ def speeds(figure):
             assert of.ratio("triton", other, N) > 1
     # "What they save", "the price of the order".
     assert bulk >= atomics > turns
+    # "Turns are the only design of ours that is slower than FlashAttention-2."
+    for N in 512, 1024, 2048, 4096, 8192, 16384:
+        for other in OURS:
+            assert (of.ratio(other, FLASH, N) < 1) == (other == "turns")
     long = of.between(1024)
     shares = {name: long.shares(name, CUDNN) for name in ("triton", "stored")}
     faster = of.ratios("triton", FLASH)
@@ -326,7 +341,7 @@ def speeds(figure):
         )
 
     yield (
-        f"so the speeds above are times: {ms('triton')} ms with seven "
+        f"So the speeds above are times: {ms('triton')} ms with seven "
         f"products, {ms('atomics')} ms with atomic additions, {ms('bulk')} ms "
         f"in bulk, {ms('turns')} ms in turns, and {ms('stored')} ms with "
         "stored ``ds``."
@@ -350,8 +365,19 @@ def speeds(figure):
             "TB in a second.",
         ),
     ):
-        moved = Measured(parts(4096, 128) / ms(provider) / 1e9, ".1f")
-        yield f"{before} {moved} {after}"
+        yield f"{before} {moved(provider, 4096, of, 128)} {after}"
+    first = figure("attention-backward", CARD, page=FIRST)
+    for said, provider in (
+        (
+            "its seven products are faster here: {} TFLOP/s and not {} at",
+            OURS[0],
+        ),
+        ("cuDNN has {} and not {} here", CUDNN),
+        ("and the product of matrices {} and not {}.", CUBLAS),
+    ):
+        both = [each.median(provider, 16384) for each in (of, first)]
+        assert both[0] > both[1]
+        yield said.format(*both)
 
 
 def speeds_64(figure):
@@ -363,7 +389,16 @@ def speeds_64(figure):
         f"{bulk}, turns {turns}, and stored ``ds`` {stored}. cuDNN reaches "
         f"{of.median(CUDNN, 4096)}. At 16384 keys stored ``ds`` reaches "
         f"{of.median('stored', 16384)}, and bulk additions reach "
-        f"{of.median('bulk', 16384)}."
+        f"{of.median('bulk', 16384)}. At 8192 keys stored ``ds`` falls to "
+        f"{of.median('stored', 8192)}."
+    )
+    assert of.median("stored", 8192) < of.median("stored", 16384)
+    large = figure("attention-designs", CARD)
+    rates = moved("bulk", 4096, of, 64), moved("bulk", 4096, large, 128)
+    assert rates[0] > 1.5 * rates[1]
+    yield (
+        f"Bulk additions bring them to L2 at {rates[0]} TB in a second. With "
+        f"128 numbers it was {rates[1]} TB, so L2 could have taken more there."
     )
     # "Now it falls behind bulk additions", "ahead of all others of ours".
     assert stored < bulk
@@ -384,13 +419,12 @@ def bits(figure):
 
     for provider in "triton", "turns", "stored":
         assert not any(runs(provider)), f"the same bits each time: {provider}"
-    atomics, bulk, cudnn, flash = (
-        series(runs(p)) for p in ("atomics", "bulk", CUDNN, FLASH)
-    )
+    for provider in "atomics", "bulk", CUDNN, FLASH:
+        assert set(runs(provider)) == {100}, f"all runs differ: {provider}"
     yield (
-        f"On the H200, at 512, 2048 and 8192 keys, {atomics} of 100 runs "
-        f"differ with atomic additions, {bulk} with bulk additions, {cudnn} "
-        f"with cuDNN, and {flash} with FlashAttention-2."
+        "On the H200, at 512, 2048 and 8192 keys, all 100 runs differ from "
+        "the first with atomic additions, with bulk additions, with cuDNN and "
+        "with FlashAttention-2."
     )
 
 
@@ -425,6 +459,16 @@ def memory(figure):
         f"with 540 MB of room it is {at(540)} TFLOP/s at 1024, 4096 and 16384 "
         f"keys, and with 2200 MB it is {at(2200)}. With 34 MB it is {at(34)}."
     )
+    designs = figure("attention-designs", CARD)
+    yield (
+        f"with the same limit has {designs.median('stored', 16384)} TFLOP/s "
+        f"at 16384 keys, and here it has {room.median('16384', 540)}."
+    )
+    # One head of 4096 keys leaves a hundred SMs idle; four hardly do.
+    assert room.median("4096", 34) < 0.4 * room.median("4096", 135)
+    assert room.median("4096", 135) >= 0.95 * room.median("4096", 2200)
+    for N in "1024", "16384":
+        assert room.median(N, 34) >= 0.95 * room.median(N, 2200)
     for N in "1024", "4096", "16384":  # "costs little speed"
         assert room.median(N, 540) >= 0.95 * room.median(N, 2200)
 
@@ -473,6 +517,7 @@ def CLAIMS(figure):
 
 
 DS = "64 heads * 4096**2 * 2 bytes"
+PARTS_64 = "128 heads * 4096 / 64 * 4096 * 64 * 4 bytes"
 PARTS = "64 heads * 4096 / tile of keys * 4096 * 128 * 4 bytes"
 FACTS = {
     "tiles of 64 keys they make 8.6 GB": PARTS,
@@ -488,10 +533,12 @@ FACTS = {
     "**Atomic additions** bring 4.3 GB to L2": PARTS,
     "**Stored** ``ds`` writes 2.1 GB": DS,
     "4.3 GB to write and 4.3 GB to read": "128 heads * 4096**2 * 2 bytes",
-    "parts of half the size: 8.6 GB": "128 * 64 * 4096 * 64 * 4 bytes",
-    "with 34 MB most of": "the limit of this point: one head of 33.6 MB",
-    "the same 34 MB hold 16 heads": "16 * 1024**2 * 2 bytes are 33.6 MB",
-    "A head of 16384 keys has 537 MB": "16384**2 * 2 bytes",
+    "four times as many parts of half the size: 8.6 GB": PARTS_64,
+    "a launch with 34 MB of room": "the limit of a point of the figure",
+    "the 34 MB hold 16 heads": "16 * 1024**2 * 2 bytes are 33.6 MB",
+    "its matrix gets 537 MB": "16384**2 * 2 bytes",
+    "All limits up to 540 MB": "a point of the figure",
+    "2200 MB hold four heads": "4 * 16384**2 * 2 bytes are 2147 MB",
     "They bring 4.3 GB to L2": PARTS,
     "4.3 GB to L2, in a fixed order": PARTS,
     "2.1 GB written and read, in 0.54 GB": f"{DS}; 2**29 bytes",
