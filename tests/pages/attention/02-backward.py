@@ -461,8 +461,8 @@ def memory(figure):
     )
     designs = figure("attention-designs", CARD)
     yield (
-        f"with the same limit has {designs.median('stored', 16384)} TFLOP/s "
-        f"at 16384 keys, and here it has {room.median('16384', 540)}."
+        f"has {designs.median('stored', 16384)} TFLOP/s at 16384 keys, and "
+        f"with 540 MB of room here it has {room.median('16384', 540)}."
     )
     # One head of 4096 keys leaves a hundred SMs idle; four hardly do.
     assert room.median("4096", 34) < 0.4 * room.median("4096", 135)
