@@ -166,6 +166,8 @@ for name, matrices, sums in designs:
 # Columns
 # -------
 #
+# What if each column has a single program, which reads all of its rows?
+#
 # A program walks down ``COLS`` columns, ``ROWS`` rows at a time: that is its
 # tile. Each element of the tile has a sum of its own, and the program adds up
 # the rows of the tile only at the end.
@@ -1169,7 +1171,9 @@ for N in WIDTHS:
 # know why.
 #
 # PyTorch reads ``x`` and ``dy`` twice as well, so it could not reach more than
-# 60% either. We have not looked at the kernels of torch.compile.
+# 60% either, unless L2 still holds them the second time. It may hold narrow
+# matrices, but not wide ones. We have not looked at the kernels of
+# torch.compile.
 #
 # **What follows.**
 # Count the bytes first. The count tells columns from buffers, and an addition
@@ -1233,8 +1237,9 @@ def dram_reads(M, N, dtype, mode, counter, provider):
 dram_reads.run(show_plots=ON_GPU)
 
 # %%
-# All points lie between 1.00 and 1.01, so the table is right about what is
-# read. The atomic additions do not show here, because L2 does them.
+# On both cards, all points lie between 1.00 and 1.01, so the table is right
+# about what is read. The atomic additions do not show here, because L2 does
+# them.
 #
 # The same bits?
 # --------------
@@ -1289,7 +1294,8 @@ def different_bits(M, N, dtype, mode, provider):
 different_bits.run(show_plots=ON_GPU)
 
 # %%
-# With atomics, no run repeats the first one, at any of the three widths.
+# On both cards, no run with atomics repeats the first one, at any of the three
+# widths.
 # Buffers, columns, split columns and PyTorch repeat it every time.
 # An order that changes does not make a sum less exact. But if you cannot
 # repeat a result, it is hard to tell a bug from a rounding error.

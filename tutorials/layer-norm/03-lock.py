@@ -242,15 +242,21 @@ def _add_behind_lock(
 # Since version 3.9, Triton can free the lock with `tl.atomic_store
 # <https://triton-lang.org/main/python-api/generated/triton.language.atomic_store.html>`_,
 # for nobody needs the old value that our second exchange returns. To take the
-# lock, it still needs the exchange.
+# lock, it still needs the exchange. It also has `tl.atomic_load
+# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_load.html>`_,
+# but a load takes no lock, and ``tl.atomic_poll``, which waits for one certain
+# value. Our lock is free at two values, 0 and 2, and once we have seen one of
+# them, somebody else may take the lock before we do.
 # This page runs with older versions, too, so it only has exchanges.
 #
 # A backward pass with a lock
 # ---------------------------
 #
-# The backward pass has two *stages*. In the first, programs add up rows and
+# Where in a backward pass does the lock belong?
+#
+# A backward pass has two *stages*. In the first, programs add up rows and
 # leave their sums in buffers. In the second, another kernel adds up the
-# buffers. The lock belongs in the first.
+# buffers. The lock belongs in the first, where programs may share a buffer.
 #
 # The kernel is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_. A program takes row after row and keeps its sums in
