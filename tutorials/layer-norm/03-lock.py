@@ -1175,6 +1175,9 @@ if times.notna().all(axis=None):  # it was measured
 # program at a lock, 37.7 µs with two, 60.8 µs with 16, and 207.1 µs with 128.
 # Without waiting the four numbers are 37.6, 39.1, 38.0 and 43.0 µs.
 #
+# Here and below, a number that stands without the name of a card was measured
+# on the H100.
+#
 # The last points have fewer programs at a lock than their names say, because
 # the number of buffers is rounded up. At 4096 columns 396 programs share 7
 # buffers at the point 64, and 4 at the point 128: at most 57 and 99 programs
@@ -1210,10 +1213,11 @@ if times.notna().all(axis=None):  # it was measured
 # another exchange, each after the one before. A wide row takes longer, because
 # a single SM has to load and store more bytes.
 #
-# On the H200, a turn takes as long, 1.76 µs at 4096 columns and 1.21 µs at
-# 1024: a turn is a trip to L2 and back, and the faster DRAM does not shorten
-# it. But the rest of the pass is shorter there, so where 99 or 114 programs
-# share one lock, it takes 4.8 and 7.1 times as long as without waiting.
+# On the H200, a turn takes just as long, 1.76 µs at 4096 columns and 1.21 µs
+# at 1024: a turn is a trip to L2 and back, and the faster DRAM does not
+# shorten it. But the rest of the pass is shorter there, so where 99 or 114
+# programs share one lock, it takes 4.8 and 7.1 times as long as without
+# waiting.
 #
 # With few programs at a lock the waiting is shorter than that. From two to
 # four programs, each program more adds only 0.91 µs at 4096 columns, and 0.58
@@ -1447,7 +1451,8 @@ report(bench_backward)
 # compiler spills: a thread of the kernel without a lock keeps 128 bytes in
 # memory, and a thread of the kernel with a lock 80 bytes.
 # Another version of the compiler may turn it around.
-# On the H200, the three plans reach 58%, 53% and 58%.
+# On the H200 it is the same here: two at a lock reach 58%, own buffers 53%,
+# and own locks 58%.
 #
 # **Why is a lock for each row so slow?**
 # For each column, its sums make 16 bytes a row, and the matrices make 6 bytes.
