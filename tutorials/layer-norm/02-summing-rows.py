@@ -618,8 +618,8 @@ for N in WIDTHS:
 # There, too, split columns are faster than PyTorch at every width. Without the
 # split we are slower than PyTorch up to 6144 columns.
 #
-# Here and below, a number that stands without the name of a card was measured
-# on the H100.
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
 #
 # **Why.**
 # The table of programs tells us: the more bytes they request at a time, the

@@ -1175,8 +1175,8 @@ if times.notna().all(axis=None):  # it was measured
 # program at a lock, 37.7 µs with two, 60.8 µs with 16, and 207.1 µs with 128.
 # Without waiting the four numbers are 37.6, 39.1, 38.0 and 43.0 µs.
 #
-# Here and below, a number that stands without the name of a card was measured
-# on the H100.
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
 #
 # The last points have fewer programs at a lock than their names say, because
 # the number of buffers is rounded up. At 4096 columns 396 programs share 7

@@ -333,8 +333,8 @@ if knee:  # it was measured
 # On the H200, 1 KB in flight on each SM gives 318 GB/s, 8 KB give 1979 GB/s,
 # 16 KB give 3089 GB/s, 32 KB give 3727 GB/s, and 64 KB give 3790 GB/s.
 #
-# Here and below, a number that stands without the name of a card was measured
-# on the H100.
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
 #
 # **Why.**
 # On the left the pipe is almost empty. A step takes one latency, whatever it

@@ -493,8 +493,8 @@ report(bench_lanes)
 # On the H200 chunks reach 94% to 99% of a copy, and one tile reaches 93% to
 # 99%. They differ by up to 1.6% there.
 #
-# Here and below, a number that stands without the name of a card was measured
-# on the H100.
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
 #
 # **Why.**
 # An idle lane moves no bytes, because a masked load asks for nothing. What it

@@ -440,8 +440,8 @@ bench_reading.run(show_plots=ON_GPU)
 # On the H200, the sum in groups reads 2718 to 2744 GB/s, and from column 0 it
 # reads 2731 GB/s, 2716 GB/s, 2666 GB/s, and 2119 GB/s.
 #
-# Here and below, a number that stands without the name of a card was measured
-# on the H100.
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
 #
 # **Why.**
 # At each width a thread adds up 32 numbers, and 16 programs fit on an SM at a
