@@ -63,7 +63,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Both passes in PyTorch
 # ----------------------
 #
-# Layer norm takes a matrix ``x`` with ``M`` rows and ``N`` columns.
+# What does layer norm compute?
+#
+# It takes a matrix ``x`` with ``M`` rows and ``N`` columns.
 # In a Transformer, each row is a token, and the columns are its features.
 # It shifts each row to mean 0 and scales it to variance 1.
 # Then it gives each column its own scale ``w``, the weight, and its own shift
@@ -136,6 +138,8 @@ show("db", db)
 #
 # A GPU in one minute
 # -------------------
+#
+# What happens when a GPU runs our code?
 #
 # A *kernel* is a function that the GPU runs many times at once.
 # Each of these runs is a *program*; CUDA calls it a *thread block*.
@@ -221,8 +225,10 @@ plt.show()
 # Forward: a row in registers
 # ---------------------------
 #
-# A program loads its row once, does all the arithmetic in registers, and
-# stores the result once.
+# How does a program normalize a row that it reads only once?
+#
+# It loads the row, does all the arithmetic in registers, and stores the
+# result.
 #
 # Triton works on *tiles* (its own documentation says *blocks*): arrays whose
 # size is a power of two.
@@ -956,6 +962,8 @@ dram_reads.run(show_plots=ON_GPU)
 #
 # Backward: the formulas
 # ----------------------
+#
+# Where does the formula for ``dx`` come from?
 #
 # In the backward pass of layer norm only ``dx`` takes some thought. The
 # derivation of its formula is the chain rule, applied step by step from the

@@ -166,6 +166,8 @@ for name, matrices, sums in designs:
 # Columns
 # -------
 #
+# What if each column has a single program, which reads all of its rows?
+#
 # A program walks down ``COLS`` columns, ``ROWS`` rows at a time: that is its
 # tile. Each element of the tile has a sum of its own, and the program adds up
 # the rows of the tile only at the end.
@@ -616,6 +618,9 @@ for N in WIDTHS:
 # There, too, split columns are faster than PyTorch at every width. Without the
 # split we are slower than PyTorch up to 6144 columns.
 #
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
+#
 # **Why.**
 # The table of programs tells us: the more bytes they request at a time, the
 # faster the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and
@@ -624,10 +629,10 @@ for N in WIDTHS:
 # With the split, 512 programs request 16 KB on each SM, and the sums are 1.9
 # times as fast.
 #
-# The H200 has as many SMs, so our programs request as many bytes on each. At
-# 1024 columns, our sums by columns run at 690 GB/s on the H200 and at 678 GB/s
-# on the H100. But the copy is 1.3 times as fast on the H200, so our share of
-# it is smaller.
+# The H200 has just as many SMs, so our programs request the same bytes on each
+# of them. At 1024 columns, our sums by columns run at 690 GB/s on the H200 and
+# at 678 GB/s on the H100. But the copy is 1.3 times as fast on the H200, so
+# our share of it is smaller.
 #
 # One thing the table does not explain. From 2048 to 8192 columns, split
 # columns request about 30 KB on an SM, and yet their share rises from 55% to
@@ -950,7 +955,8 @@ bench_programs.run(show_plots=ON_GPU)
 # programs for buffers reach 1752 GB/s, and six reach 1710 GB/s.
 #
 # **Why.**
-# Up to these numbers, more programs help. While one computes, the others load.
+# Up to the numbers of our rules, more programs help. While one computes, the
+# others load.
 #
 # At 4096 columns, the registers of an SM hold three programs that work on
 # whole rows. If we start four, the fourth begins when another one has ended,
@@ -1160,16 +1166,18 @@ for N in WIDTHS:
 #   because a single program runs on an SM, as with buffers.
 #
 # On the H200, buffers reach 53%, 65%, 73% and 71% up to 6144 columns, and 60%
-# and 71% at 8192 and 12288. That is less of what the count allows: the memory
-# of that card is faster and its SMs are the same, so what is not memory
-# traffic is a larger part of the time. An addition for each row takes about as
-# long on both cards, 58 µs on the H200 and 55 µs on the H100 at 1024 columns,
-# and 223 µs and 230 µs at 12288: L2 does these additions, not DRAM. At 4096
-# columns it even takes 111 µs on the H200 and 76 µs on the H100, and we do not
-# know why.
+# and 71% at 8192 and 12288. That is less of what the count allows than on the
+# H100: the memory of the H200 is faster and its SMs are the same, so what is
+# not memory traffic is a larger part of the time. An addition for each row
+# takes about as long on both cards, 58 µs on the H200 and 55 µs on the H100 at
+# 1024 columns, and 223 µs and 230 µs at 12288: L2 does these additions, not
+# DRAM. At 4096 columns it even takes 111 µs on the H200 and 76 µs on the H100,
+# and we do not know why.
 #
 # PyTorch reads ``x`` and ``dy`` twice as well, so it could not reach more than
-# 60% either. We have not looked at the kernels of torch.compile.
+# 60% either, unless L2 still holds them the second time. It may hold narrow
+# matrices, but not wide ones. We have not looked at the kernels of
+# torch.compile.
 #
 # **What follows.**
 # Count the bytes first. The count tells columns from buffers, and an addition
@@ -1233,8 +1241,9 @@ def dram_reads(M, N, dtype, mode, counter, provider):
 dram_reads.run(show_plots=ON_GPU)
 
 # %%
-# All points lie between 1.00 and 1.01, so the table is right about what is
-# read. The atomic additions do not show here, because L2 does them.
+# On both cards, all points lie between 1.00 and 1.01, so the table is right
+# about what is read. The atomic additions do not show here, because L2 does
+# them.
 #
 # The same bits?
 # --------------
@@ -1289,7 +1298,8 @@ def different_bits(M, N, dtype, mode, provider):
 different_bits.run(show_plots=ON_GPU)
 
 # %%
-# With atomics, no run repeats the first one, at any of the three widths.
+# On both cards, no run with atomics repeats the first one, at any of the three
+# widths.
 # Buffers, columns, split columns and PyTorch repeat it every time.
 # An order that changes does not make a sum less exact. But if you cannot
 # repeat a result, it is hard to tell a bug from a rounding error.

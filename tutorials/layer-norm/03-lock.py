@@ -242,15 +242,21 @@ def _add_behind_lock(
 # Since version 3.9, Triton can free the lock with `tl.atomic_store
 # <https://triton-lang.org/main/python-api/generated/triton.language.atomic_store.html>`_,
 # for nobody needs the old value that our second exchange returns. To take the
-# lock, it still needs the exchange.
+# lock, it still needs the exchange. It also has `tl.atomic_load
+# <https://triton-lang.org/main/python-api/generated/triton.language.atomic_load.html>`_,
+# but a load takes no lock, and ``tl.atomic_poll``, which waits for one certain
+# value. Our lock is free at two values, 0 and 2, and once we have seen one of
+# them, somebody else may take the lock before we do.
 # This page runs with older versions, too, so it only has exchanges.
 #
 # A backward pass with a lock
 # ---------------------------
 #
-# The backward pass has two *stages*. In the first, programs add up rows and
+# Where in a backward pass does the lock belong?
+#
+# A backward pass has two *stages*. In the first, programs add up rows and
 # leave their sums in buffers. In the second, another kernel adds up the
-# buffers. The lock belongs in the first.
+# buffers. The lock belongs in the first, where programs may share a buffer.
 #
 # The kernel is that of `Layer normalization, both passes
 # <01-layer-norm.html>`_. A program takes row after row and keeps its sums in
@@ -1169,6 +1175,9 @@ if times.notna().all(axis=None):  # it was measured
 # program at a lock, 37.7 µs with two, 60.8 µs with 16, and 207.1 µs with 128.
 # Without waiting the four numbers are 37.6, 39.1, 38.0 and 43.0 µs.
 #
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
+#
 # The last points have fewer programs at a lock than their names say, because
 # the number of buffers is rounded up. At 4096 columns 396 programs share 7
 # buffers at the point 64, and 4 at the point 128: at most 57 and 99 programs
@@ -1204,10 +1213,11 @@ if times.notna().all(axis=None):  # it was measured
 # another exchange, each after the one before. A wide row takes longer, because
 # a single SM has to load and store more bytes.
 #
-# On the H200, a turn takes as long, 1.76 µs at 4096 columns and 1.21 µs at
-# 1024: a turn is a trip to L2 and back, and the faster DRAM does not shorten
-# it. But the rest of the pass is shorter there, so where 99 or 114 programs
-# share one lock, it takes 4.8 and 7.1 times as long as without waiting.
+# On the H200, a turn takes just as long, 1.76 µs at 4096 columns and 1.21 µs
+# at 1024: a turn is a trip to L2 and back, and the faster DRAM does not
+# shorten it. But the rest of the pass is shorter there, so where 99 or 114
+# programs share one lock, it takes 4.8 and 7.1 times as long as without
+# waiting.
 #
 # With few programs at a lock the waiting is shorter than that. From two to
 # four programs, each program more adds only 0.91 µs at 4096 columns, and 0.58
@@ -1441,7 +1451,8 @@ report(bench_backward)
 # compiler spills: a thread of the kernel without a lock keeps 128 bytes in
 # memory, and a thread of the kernel with a lock 80 bytes.
 # Another version of the compiler may turn it around.
-# On the H200, the three plans reach 58%, 53% and 58%.
+# On the H200 it is the same here: two at a lock reach 58%, own buffers 53%,
+# and own locks 58%.
 #
 # **Why is a lock for each row so slow?**
 # For each column, its sums make 16 bytes a row, and the matrices make 6 bytes.

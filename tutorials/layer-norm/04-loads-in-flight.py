@@ -333,6 +333,9 @@ if knee:  # it was measured
 # On the H200, 1 KB in flight on each SM gives 318 GB/s, 8 KB give 1979 GB/s,
 # 16 KB give 3089 GB/s, 32 KB give 3727 GB/s, and 64 KB give 3790 GB/s.
 #
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
+#
 # **Why.**
 # On the left the pipe is almost empty. A step takes one latency, whatever it
 # requests, so twice the bytes in flight are nearly twice the speed.
@@ -346,8 +349,9 @@ if knee:  # it was measured
 # The reason is that requests have to wait for each other when there are many
 # of them, so the latency grows. The law, turned around again, tells by how
 # much: a step takes 591 ns with 8 KB in flight, and 873 ns with 16 KB.
-# The H200 has a pipe that is about as long, and wider: a step takes 425 ns
-# with 1 KB in flight, and with 8 KB we get only 52% of the best speed.
+#
+# The pipe of the H200 is about as long, but wider: a step takes 425 ns with 1
+# KB in flight, and with 8 KB we get only 52% of the best speed.
 #
 # On the right the pipe is full. With 64 KB in flight a step takes 3107 ns,
 # twice the 1563 ns that it takes with 32 KB. The additional bytes only wait.
@@ -357,8 +361,8 @@ if knee:  # it was measured
 #
 # **What follows.**
 # The point from which on more brings little is called the *knee*. We take the
-# first speed that is at least 95% of the best, and that is 32 KB.
-# On the H200, it is 32 KB as well.
+# first point whose speed is at least 95% of the best, and that is 32 KB, on
+# the H100 and on the H200.
 # So the law's 8 KB are a lower bound. In practice, an SM needs 32 KB in
 # flight, and all the time.
 #
@@ -373,9 +377,9 @@ if knee:  # it was measured
 # A program takes row after row: it requests a row of ``x`` and of ``dy``,
 # waits for them, computes, stores ``dx``, and only then requests the next
 # row.
-# At 4096 columns, in 16 bits, a row takes 8 KB. So 16 KB are in flight while
-# it waits, which is half of the knee. And while it computes, it has nothing in
-# flight.
+# At 4096 columns, in 16 bits, a row takes 8 KB. So a program has 16 KB in
+# flight while it waits, which is half of the knee if it is alone on its SM.
+# And while it computes, it has nothing in flight.
 
 
 @triton.jit
@@ -686,8 +690,8 @@ by_programs = by_programs.set_index("programs")
 #
 # On the H200, one program on each SM reaches 24%, 44% and 60% of the copy. At
 # 1024 columns eight programs are a little faster than six, with 55% and 54%.
-# At 4096 columns three reach 73%, and at 8192 columns nothing beats one there
-# either.
+# At 4096 columns three are best there, too, with 73%, and at 8192 columns
+# nothing beats one.
 #
 # **Why more programs help.**
 # A row of ``x`` and one of ``dy`` are 4 KB at 1024 columns, 16 KB at 4096, and
@@ -767,7 +771,7 @@ bench_warps.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# No, they mostly make it slower.
+# No, more warps mostly make the pass slower.
 # On the H100, at 4096 columns, 4 warps reach 80% of the copy, 8 reach 64%, and
 # 32 reach 49%. At 1024 columns 4 and 8 warps are alike with 61% each, and
 # 16 reach 47%. Only at 8192 columns are 4 warps too few: they reach 53%, and
@@ -810,10 +814,10 @@ bench_warps.run(show_plots=ON_GPU)
 # At 8192 columns there is room for just one program on an SM.
 # 4096 rows on 132 programs are 31 or 32 rows for each, one after the other.
 # On the H100 the whole pass takes 90 µs (the last figure of this page shows
-# it), so each row takes 2.8 µs. A row of ``x`` and one of ``dy`` are 32 KB,
-# and an SM needs 1.6 µs for them if it reads as fast as our reading kernel at
-# its best.
-# On the H200, each row takes 2.5 µs, and an SM needs 1.2 µs to read it.
+# its speed), so each row takes 2.8 µs. A row of ``x`` and one of ``dy`` are 32
+# KB, and an SM needs 1.6 µs for them if it reads as fast as our reading kernel
+# at its best.
+# On the H200, each row takes 2.5 µs, and an SM needs 1.2 µs to read its part.
 # In the rest of the time the program computes, stores, and has nothing in
 # flight.
 #
@@ -984,14 +988,15 @@ by_stages = by_stages.set_index("stages")
 # 64 KB in flight on each SM are enough. This is twice the knee, and we will
 # soon ask why it takes so many.
 # Our plan is not the best one everywhere. At 8192 columns three stages are a
-# little faster than five, and four are as good as five or a little better at
-# all three widths.
+# little faster than five, on both cards. On the H100, four are as good as five
+# or a little better at all three widths.
 # On the H200, five stages are better than four at 1024 and 4096 columns, by
 # 1.6 and 2.8 points.
 #
 # There is one more condition. An asynchronous copy moves 4, 8 or 16 bytes, and
-# their address must be a multiple of that. If ``N`` is odd, rows of 16-bit
-# numbers begin anywhere. They are not copied, and stages change nothing.
+# their address must be a multiple of that. If ``N`` is odd, every other row of
+# 16-bit numbers begins at an address that is not even a multiple of 4. So the
+# compiler makes no copies, and stages change nothing.
 #
 # Isn't that just occupancy?
 # --------------------------
@@ -1076,8 +1081,8 @@ occupancy.run(show_plots=ON_GPU)
 # 25% at 8192 columns.
 # And yet stages are faster at all three widths: at 4096 columns they reach 84%
 # of the copy, and three programs reach 80%.
-# On the H200 as many warps are in use, and stages reach 81% of the copy at
-# 4096 columns, where three programs reach 73%.
+# On the H200 the same shares of the warps are in use, and stages reach 81% of
+# the copy at 4096 columns, where three programs reach 73%.
 # What ncu counts is a little less than what we computed, because a program
 # that has ended uses no warps.
 #
@@ -1534,6 +1539,8 @@ report(bench_backward)
 # ``2 * LANES`` in each step.
 # The stub below only has the first of the two. It is for a single program, and
 # the numbers that it reads are not 0 here, so a wrong position shows.
+# (A tile of twice as many lanes would be right as well. But that is the way
+# that we know already.)
 #
 # **Hint 1.** You need two positions, and each depends on its own loads. Where
 # does the second one begin?

@@ -493,6 +493,9 @@ report(bench_lanes)
 # On the H200 chunks reach 94% to 99% of a copy, and one tile reaches 93% to
 # 99%. They differ by up to 1.6% there.
 #
+# Here and below, the speeds and times in the text are those of the H100
+# wherever we do not speak of the H200.
+#
 # **Why.**
 # An idle lane moves no bytes, because a masked load asks for nothing. What it
 # takes is instructions and registers.
@@ -1659,7 +1662,7 @@ report(bench_warps_backward)
 # At 5888 columns, 168 registers of lanes leave too few for the rest: a thread
 # spills 88 bytes. At 1280 and 3328 columns nothing is spilled, and half the
 # warps lose 4% at the first of the two, and nothing at the second.
-# On the H200 half the warps lose 5% and 8%.
+# On the H200 half the warps lose 5% and 8% at these two widths.
 #
 # **Why twice the warps are no help backward.**
 # A thread can have 128 registers then. At the first three widths its lanes

@@ -1903,8 +1903,10 @@ def backward_shared(dy, x, w, mean, rstd):
 # ------------------------
 #
 # The autograd function takes shared rows where it can, and two sweeps
-# otherwise, in each pass by itself. The checks of arguments are those of the
-# pages before. Both are folded.
+# otherwise, in each pass by itself. A row can have at most 2**30 columns,
+# because the backward pass in two sweeps counts the columns of two rows in 32
+# bits. The function does not check that. The checks of arguments are those of
+# the pages before. Both are folded.
 
 # %%
 

@@ -534,8 +534,8 @@ def on_the_other_card(figure):
         same = turn(times, N, 64, 128) / turn(before, N, 64, 128)
         assert abs(same - 1) < 0.02, "a turn is as long on both cards"
     yield (
-        f"On the H200, a turn takes as long, {wide} µs at 4096 columns and "
-        f"{narrow} µs at 1024:"
+        f"On the H200, a turn takes just as long, {wide} µs at 4096 columns "
+        f"and {narrow} µs at 1024:"
     )
     wide, narrow = (
         Measured(us(N, 128) / us(N, 128, ", no waiting"), ".1f")
@@ -593,7 +593,8 @@ def on_the_other_card(figure):
     )
     assert min(two, locks) >= 1.03 * buffers and abs(two / locks - 1) < 0.01
     yield (
-        f"On the H200, the three plans reach {two}%, {buffers}% and {locks}%."
+        f"On the H200 it is the same here: two at a lock reach {two}%, own "
+        f"buffers {buffers}%, and own locks {locks}%."
     )
     inside = backward.between(2048, 8192).shares("lock each row")
     wide = backward.at(8704, 15872).shares("lock each row")

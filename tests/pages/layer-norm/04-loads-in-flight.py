@@ -127,13 +127,13 @@ def on_the_other_card(figure):
         f"{eight} GB/s, 16 KB give {sixteen} GB/s, 32 KB give {most} GB/s, "
         f"and 64 KB give {twice} GB/s."
     )
-    yield "On the H200, it is 32 KB as well."
+    yield "and that is 32 KB, on the H100 and on the H200."
     eight = 100 * eight / best
     eight.rounding = ".0f"
     before = latency(figure("layer-norm-loads-knee", "H100"), 1)
     assert abs(latency(knee, 1) / before - 1) < 0.05
     yield (
-        "The H200 has a pipe that is about as long, and wider: a step takes "
+        "The pipe of the H200 is about as long, but wider: a step takes "
         f"{latency(knee, 1)} ns with 1 KB in flight, and with 8 KB we get "
         f"only {eight}% of the best speed."
     )
@@ -150,8 +150,8 @@ def on_the_other_card(figure):
         f"{shares[4096][1]}% and {shares[8192][1]}% of the copy. At 1024 "
         f"columns eight programs are a little faster than six, with "
         f"{shares[1024][8]}% and {shares[1024][6]}%. At 4096 columns three "
-        f"reach {shares[4096][3]}%, and at 8192 columns nothing beats one "
-        "there either."
+        f"are best there, too, with {shares[4096][3]}%, and at 8192 columns "
+        "nothing beats one."
     )
     alike = [warps.share("1024", count) for count in (4, 8)]
     assert f"{alike[0]}" == f"{alike[1]}"
@@ -171,7 +171,7 @@ def on_the_other_card(figure):
     alone.rounding = step.rounding = ".1f"
     yield (
         f"On the H200, each row takes {alone} µs, and an SM needs {step} µs "
-        "to read it."
+        "to read its part."
     )
 
     middle = [stages.share("4096", number) for number in (1, 2, 3, 5)]
@@ -189,6 +189,7 @@ def on_the_other_card(figure):
         speeds = stages.medians[str(N)]
         assert speeds[2] < speeds[1] < speeds[3]
         assert (five[N] > four[N]) == (N < 8192)
+        assert (speeds[5] > speeds[3]) == (N < 8192)
         # Fewer warps are in use, and it is faster all the same.
         assert speeds[5] > shares[N][MORE[N]]
         for provider in "triton", "more programs":
@@ -207,9 +208,9 @@ def on_the_other_card(figure):
                 == f"{counted.median(plan, N):.0f}"
             )
     yield (
-        "On the H200 as many warps are in use, and stages reach "
-        f"{five[4096]}% of the copy at 4096 columns, where three programs "
-        f"reach {shares[4096][3]}%."
+        "On the H200 the same shares of the warps are in use, and stages "
+        f"reach {five[4096]}% of the copy at 4096 columns, where three "
+        f"programs reach {shares[4096][3]}%."
     )
     yield (
         "On the H200, the two speeds are "
@@ -291,7 +292,7 @@ def CLAIMS(figure):
     step.rounding = ".1f"
     yield (
         f"On the H100 the whole pass takes {alone:.0f} µs (the last figure of "
-        f"this page shows it), so each row takes {alone / 32} µs."
+        f"this page shows its speed), so each row takes {alone / 32} µs."
     )
     yield (
         f"are 32 KB, and an SM needs {step} µs for them if it reads as fast "

@@ -535,7 +535,7 @@ def on_the_other_card(figure):
     ]
     yield (
         f"On the H200 half the warps lose {slower[0]:.0f}% and "
-        f"{slower[1]:.0f}%."
+        f"{slower[1]:.0f}% at these two widths."
     )
     compiled = 100 * (1 / over[8192] - 1)
     yield (
