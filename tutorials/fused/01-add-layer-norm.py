@@ -652,16 +652,16 @@ report(bench_forward)
 # ours, and torch.compile's, are nearer to the copy at every width.
 #
 # **Why.**
-# Two kernels reach 74% to 81% of the speed of one. We have counted 80%.
-# They are furthest from it at 1024 columns. There the matrices are small, and
-# the start of a second kernel is a larger part of the time. At the other
+# On the H200 two kernels reach 74% to 81% of the speed of one. We have counted
+# 80%. They are furthest from it at 1024 columns. There the matrices are small,
+# and the start of a second kernel is a larger part of the time. At the other
 # widths they are at most 4 points away, and we have not looked for a reason.
 # PyTorch moves the same five matrices as our two kernels. Its layer norm is
 # slower than ours, as `Layer normalization, both passes
-# <../layer-norm/01-layer-norm.html>`_ has found.
-# torch.compile and flash-attn fuse the addition as well, so they have four to
-# move. We have not looked for what makes torch.compile slower at 5120 columns,
-# and flash-attn's function at 12288.
+# <../layer-norm/01-layer-norm.html>`_ has found. torch.compile and flash-attn
+# fuse the addition as well, so they have four to move. We have not looked for
+# what makes torch.compile slower at 5120 columns, and flash-attn's function at
+# 12288.
 #
 # **What follows.**
 # The fusion is worth about what the count says, and the count needs no GPU.
@@ -1216,6 +1216,11 @@ sectors.run(show_plots=ON_GPU)
 # in L2 and be written later, when nobody counts. And ``ncu`` empties the
 # caches before each kernel, so it could not show what a second kernel finds in
 # L2.
+#
+# **What follows.**
+# The count by hand is right: one kernel moves four matrices in each pass, and
+# two kernels move five forward and six backward. So we need no counter to know
+# how many bytes a fusion saves at L2.
 #
 # A function to train with
 # ------------------------
@@ -1927,15 +1932,15 @@ report(bench_backward)
 # steps reach 49% and 49% there, and torch.compile reaches 53% and 48%.
 #
 # **Why.**
-# From 4096 columns on, two kernels reach 69% to 72% of the speed of one, and
-# we have counted 67%. At 1024 columns they reach 84%: there one kernel is at
-# 71% of the copy itself, so it is not only bytes that it waits for, and fewer
-# bytes help it less.
-# PyTorch's layer norm reads ``s`` and ``dy`` once more for ``dw`` and ``db``,
-# as `Layer normalization, both passes <../layer-norm/01-layer-norm.html>`_ has
-# found. With the addition it moves eight matrices, if L2 does not help, and
-# could reach half of the copy. We have not looked for what slows down
-# torch.compile and flash-attn's function in this pass.
+# On the H200, from 4096 columns on, two kernels reach 69% to 72% of the speed
+# of one, and we have counted 67%. At 1024 columns they reach 84%: there one
+# kernel is at 71% of the copy itself, so it is not only bytes that it waits
+# for, and fewer bytes help it less. PyTorch's layer norm reads ``s`` and
+# ``dy`` once more for ``dw`` and ``db``, as `Layer normalization, both passes
+# <../layer-norm/01-layer-norm.html>`_ has found. With the addition it moves
+# eight matrices, if L2 does not help, and could reach half of the copy. We
+# have not looked for what slows down torch.compile and flash-attn's function
+# in this pass.
 #
 # For wide rows let's count once more: the two kernels of the layer norm read
 # ``s`` and ``dy`` twice and write a gradient, which is 5 matrices, and the
@@ -1997,6 +2002,10 @@ report(bench_wide)
 # sweep, and at 32768 columns they deliver a part. torch.compile and flash-attn
 # have one kernel for both steps, which adds while it reads a row, and so they
 # need not move ``s`` a second time.
+#
+# **What follows.**
+# Forward, one kernel for both steps is worth it for wide rows, too. We have
+# left ours at two steps.
 #
 # Where PyTorch or a library is better
 # ------------------------------------

@@ -1383,19 +1383,20 @@ report(bench_forward)
 # **Why.**
 # PyTorch moves 7.5 units in three kernels, and we move 4, so 1.9 times as fast
 # is what we have counted. The rest is that its dropout and its layer norm
-# fall further behind a copy than ours: the dropout alone reached 47% to 58%
-# in the figure before, and `Layer normalization, both passes
-# <../layer-norm/01-layer-norm.html>`_ has the layer norm.
-# torch.compile fuses all of it, too, and writes a mask of booleans for the
-# backward pass. Its ``tl.rand`` calls Philox for each element and uses one of
-# the four words. The figure before shows what that costs: dropout alone, with
-# a call for each column, took 53% to 65% of the time that torch.compile takes
-# here at the same width. We have not looked into the rest, nor into why
-# torch.compile reaches least at 5120 columns.
+# fall further behind a copy than ours: on the H200 the dropout alone reached
+# 47% to 58% in the figure before, and `Layer normalization, both passes
+# <../layer-norm/01-layer-norm.html>`_ has the layer norm. torch.compile fuses
+# all of it, too, and writes a mask of booleans for the backward pass. Its
+# ``tl.rand`` calls Philox for each element and uses one of the four words. The
+# figure before shows what that costs: dropout alone, with a call for each
+# column, took 53% to 65% of the time that torch.compile takes here at the same
+# width. We have not looked into the rest, nor into why torch.compile reaches
+# least at 5120 columns.
 #
 # **What follows.**
-# What dropout costs in our kernel is the difference between its two lines: 2%
-# at 8192 columns, and 8% at 1024.
+# What dropout costs in our kernel is the difference between its two lines. On
+# the H200 it is 2% at 8192 columns, and 8% at 1024. On the H100 it is 1% and
+# 5%.
 #
 # How fast is the backward pass?
 # ------------------------------
@@ -1420,13 +1421,13 @@ report(bench_backward)
 # fused kernel with a mask that fast. We have not looked into what it does
 # instead.
 #
-# Our own lowest share is 73%, at 1024 columns. In microseconds it is the other
-# way round: there our pass takes 4.5 µs longer than a copy, and at 8192
-# columns 12.0 µs. Some of that is the second kernel, which starts when the
-# first one has ended. We have not timed it alone.
-# On the way from 1024 to 8192 columns our share falls once, from 83% at 2048
-# columns to 79% at 4096. There the plan goes from two programs of 4 warps on
-# an SM to one of 8. We have not measured the other plan there.
+# On the H200 our own lowest share is 73%, at 1024 columns. In microseconds it
+# is the other way round: there our pass takes 4.5 µs longer than a copy, and
+# at 8192 columns 12.0 µs. Some of that is the second kernel, which starts when
+# the first one has ended. We have not timed it alone. On the way from 1024 to
+# 8192 columns our share falls once, from 83% at 2048 columns to 79% at 4096.
+# There the plan goes from two programs of 4 warps on an SM to one of 8. We
+# have not measured the other plan there.
 #
 # **What follows.**
 # Neither of our passes keeps a mask, and both are faster than those of PyTorch

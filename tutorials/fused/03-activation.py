@@ -777,19 +777,19 @@ report(bench_forward)
 #
 # **Why.**
 # Our two kernels differ in the instructions of the sigmoid, and from 7168
-# columns on also in their plans. The gain is largest at 5120 columns, where
-# the plan is the same for both, and the short one is 16% faster. At 1024
-# columns it is 1% faster, and both are far from a copy. So something else
-# holds them back there. We have not looked into what that is.
+# columns on also in their plans. On the H200 the gain is largest at 5120
+# columns, where the plan is the same for both, and the short one is 16%
+# faster. At 1024 columns it is 1% faster, and both are far from a copy. So
+# something else holds them back there. We have not looked into what that is.
 #
 # PyTorch's two kernels move four matrices in place of two. Where L2 does not
 # hold the one in between, that leaves them 50% of a copy at most. Its layer
 # norm is slower than a copy, too, as all pages on layer norm measure, and so
-# both together reach 31% to 37%.
+# on the H200 both together reach 31% to 37%.
 #
-# torch.compile fuses the two functions as we do. At 1024 columns it is as fast
-# as ours, and from 2048 on it reaches 38% to 48% of a copy. We have not looked
-# at its kernels.
+# torch.compile fuses the two functions as we do. On the H200 it is as fast as
+# ours at 1024 columns, and from 2048 on it reaches 38% to 48% of a copy. We
+# have not looked at its kernels.
 #
 # **What follows.**
 # In a kernel that waits for sums, count the instructions of a function.
@@ -1424,14 +1424,15 @@ report(bench_backward)
 # **Why.**
 # PyTorch moves six matrices for ``dx`` in place of three, and reads two more
 # for ``dw`` and ``db``. Where L2 does not hold any of them, three of eight are
-# 38% of a copy at most, and we have measured 27% at 8192 columns. We have not
-# looked at the kernels of torch.compile.
-# Our kernel still has a row on the SM when it needs the activations again, so
-# recomputing them costs instructions and no bytes.
+# 38% of a copy at most, and on the H200 we have measured 27% at 8192 columns.
+# We have not looked at the kernels of torch.compile. Our kernel still has a
+# row on the SM when it needs the activations again, so recomputing them costs
+# instructions and no bytes.
 #
-# Our lowest share is 66%, at 1024 columns. There our pass takes 4.0 µs longer
-# than a copy, and at 8192 columns 9.6 µs. Some of that is the second kernel,
-# which starts when the first one has ended. We have not timed it alone.
+# On the H200 our lowest share is 66%, at 1024 columns. There our pass takes
+# 4.0 µs longer than a copy, and at 8192 columns 9.6 µs. Some of that is the
+# second kernel, which starts when the first one has ended. We have not timed
+# it alone.
 #
 # **What follows.**
 # What a program has on its SM can be used twice. So a kernel that recomputes
@@ -1443,7 +1444,7 @@ report(bench_backward)
 # - **Any activation, without a slope.** PyTorch differentiates what you write,
 #   and torch.compile fuses it. Ours needs a slope that you derive.
 # - **Narrow rows.** At 1024 columns, torch.compile is as fast as our forward
-#   pass.
+#   pass on the H200.
 # - **Parameters.** An activation that learns, as PReLU does, has parameters,
 #   which need gradients of their own. Our functions cannot have any.
 # - **Rows of more than 16 KB.** Ours refuses them, and PyTorch takes all.

@@ -365,11 +365,17 @@ def traffic(M, N, dtype, mode, counter, provider):
 traffic.run(show_plots=ON_GPU)
 
 # %%
+# **What the figure shows.**
 # On the H200 one kernel reads 1.00 times the bytes of ``x`` and the residual
-# at all widths, and two steps read 1.50 times. ``ncu`` empties the caches
-# before each kernel, so the second step finds nothing of the sum there.
-# Without ``ncu``, L2 may still hold a sum that is small, and then two steps
-# lose less.
+# at all widths, and two steps read 1.50 times.
+#
+# **Why.**
+# ``ncu`` empties the caches before each kernel, so the second step finds
+# nothing of the sum there. Without ``ncu``, L2 may still hold a sum that is
+# small, and then two steps lose less.
+#
+# **What follows.**
+# The count is right, so it tells what the addition in the same kernel saves.
 #
 # Backward: the formulas
 # ----------------------
@@ -1167,17 +1173,17 @@ report(bench_forward)
 #
 # **Why.**
 # Two steps move five matrices instead of four, which would leave them 80% of
-# what one kernel reaches. One kernel is 1.20 to 1.28 times as fast as two. It
-# gains least at 2048 columns, where a matrix has only 17 MB, and L2, which has
-# 60 MB, may still hold much of the sum when the norm reads it.
+# what one kernel reaches. On the H200 one kernel is 1.20 to 1.28 times as fast
+# as two. It gains least at 2048 columns, where a matrix has only 17 MB, and
+# L2, which has 60 MB, may still hold much of the sum when the norm reads it.
 #
 # PyTorch adds and normalizes in two steps as well, and so does the line of
 # cuDNN. PyTorch loses more than the fifth matrix explains, and most at 16384
 # columns. We have not looked into its kernel.
 #
 # torch.compile and quack make one kernel of both, as we do. The copy is the
-# best of six tiles, and not a limit: at 2048 columns our kernel is 1.1% faster
-# than it.
+# best of six tiles, and not a limit: on the H200, at 2048 columns, our kernel
+# is 1.1% faster than it.
 #
 # **What follows.**
 # A norm alone moves two matrices. With the addition there are two more, the
@@ -1235,7 +1241,7 @@ report(bench_backward)
 #
 # **Why.**
 # Six matrices instead of four would leave two steps 67% of what one kernel
-# reaches. One kernel is 1.32 to 1.62 times as fast as two.
+# reaches. On the H200 one kernel is 1.32 to 1.62 times as fast as two.
 #
 # Why is that less than 1.5 at most widths? Suppose that the addition of ``ds``
 # is as fast as the copy, and that the norm of two steps reaches the same part
@@ -1332,10 +1338,14 @@ report(bench_hidden)
 #   has to fit into registers. PyTorch takes all widths.
 # - **PyTorch can do more.** It has second derivatives, and it does not compile
 #   a kernel for each new width.
-# - **Forward, others are nearly as fast.** Ours is 1.03 to 1.09 times as fast
-#   as torch.compile, and 1.01 to 1.04 times as fast as quack. Backward, it is
-#   1.66 to 2.09 times as fast as torch.compile, and 1.09 to 1.45 times as fast
-#   as quack.
+# - **Forward, others are nearly as fast.** On the H200 ours is 1.03 to 1.09
+#   times as fast as torch.compile, and 1.01 to 1.04 times as fast as quack.
+#   Backward, it is 1.66 to 2.09 times as fast as torch.compile, and 1.09 to
+#   1.45 times as fast as quack. On the H100 ours is 1.01 to 1.04 times as fast
+#   as torch.compile forward, and quack is as fast as ours, within 1%.
+#   Backward, ours is 1.47 to 1.81 times as fast as torch.compile there, and
+#   1.03 to 1.32 times as fast as quack.
+# - **Liger** has RMS norms, too. We have not measured them on this page.
 # - **torch.compile needs no kernel.** It makes one of the addition and the
 #   norm by itself, and can fuse them with what stands around them.
 #

@@ -565,9 +565,14 @@ report(bench_pairs)
 # 84%. At 40960 columns a pair for each thread reaches 99% and a pair for the
 # program 76%, and at 65536 columns they reach 81% and 84%.
 #
-# Don't read much into the order at 65536 columns. The kernel with a pair for
-# each thread is measured once more further down, and reaches 88% there: where
-# the caches hold only a part of the rows, its speed varies.
+# Don't read much into the order at 65536 columns on this card. The kernel with
+# a pair for each thread is measured once more further down, and reaches 88%
+# there: where the caches hold only a part of the rows, its speed varies.
+#
+# On the H100 a pair for each thread reaches 89% to 100% of the copy, a pair
+# for the program 89% to 99%, and a pair for each lane 74% to 96%. There the
+# program's pair is ahead at 40960 columns, with 95% to 92%, and at 65536, with
+# 93% to 89%.
 #
 # **Why.**
 # Three things tell the lines apart. The first one is how many rows are under
@@ -589,32 +594,35 @@ for N in (16384, 24576, 40960, 49152, 65536):
 
 # %%
 # With two programs, L1 has room for the rows up to 49152 columns, where they
-# take 192 KB. With four it has room for them up to 24576 columns, and from
-# 49152 columns on not even L2 has. This count does not explain everything: at
-# 49152 columns a pair for each thread has fallen to 87% already. L1 is used
-# for other things, too, and we have not measured what it keeps of the rows.
+# take 192 KB. With four it has room for them up to 24576 columns, and at 65536
+# columns not even L2 has, on either card: that of an H200 has 60 MB. This
+# count does not explain everything: on the H200, at 49152 columns, a pair for
+# each thread has fallen to 87% already. L1 is used for other things, too, and
+# we have not measured what it keeps of the rows.
 #
 # The second thing is idle lanes. Where all threads wait at each tile, tiles
 # should be large, so the tile with one pair for the program has 16384 lanes.
 # At 24576 and 40960 columns the last tile of a row is half empty, but its
 # powers take as long as those of a full one: a quarter and a sixth of all
-# lanes are idle. At 16384 and 49152 columns all its tiles are full. There it
-# reaches 90% and 86%, and a pair for each thread 92% and 87%. So with tiles as
-# large as that, waiting costs little.
+# lanes are idle. At 16384 and 49152 columns all its tiles are full. On the
+# H200 it reaches 90% and 86% there, and a pair for each thread 92% and 87%. So
+# with tiles as large as that, waiting costs little. On the H100 it is ahead at
+# 40960 columns, although a sixth of its lanes is idle, and we cannot explain
+# that.
 #
 # The third thing is the time for powers. With a pair for each lane there are
 # three of each element, which nearly fill the time, as we have computed.
 #
-# At 16384 columns a pair for each thread reaches only 92%, because this figure
-# has one tile for all widths, which is made for the widest ones. With half the
-# warps, as ``plan_sweeps`` takes them there, it reaches 100% in the next
-# figure.
+# On the H200 a pair for each thread reaches only 92% at 16384 columns, because
+# this figure has one tile for all widths, which is made for the widest ones.
+# With half the warps, as ``plan_sweeps`` takes them there, it reaches 100% in
+# the next figure.
 #
 # **What follows.**
-# From here on, our kernel of two sweeps has a pair for each thread.
-# `Softmax over a million columns <05-wide-softmax.html>`_ begins where this
-# page ends: it counts what second sweeps read from DRAM, and does without
-# them.
+# From here on, our kernel of two sweeps has a pair for each thread. On the
+# H100 a pair for the program would do as well from 40960 columns on. `Softmax
+# over a million columns <05-wide-softmax.html>`_ begins where this page ends:
+# it counts what second sweeps read from DRAM, and does without them.
 #
 # One sweep: rows in registers
 # ----------------------------
@@ -1118,13 +1126,18 @@ report(bench_forward)
 # 2048 on the kernel that it writes makes two sweeps, with a pair for each
 # lane. That takes two powers for each element in the first sweep, and it also
 # checks for each element whether its maximum is finite. A pair for each lane
-# alone does not explain its speed: with one, our kernel reached 73% to 84% in
-# the first figure. We have not looked into the rest, nor at the kernels of
-# PyTorch and of the libraries. Rows of 4097 columns torch.compile loads 2
-# bytes at a time.
+# alone does not explain its speed: with one, our kernel reached 73% to 84% on
+# the H200 in the first figure. We have not looked into the rest, nor at the
+# kernels of PyTorch and of the libraries. Rows of 4097 columns torch.compile
+# loads 2 bytes at a time.
 #
 # At 49152 columns and above we see what the first figure showed: the rows
 # under way barely fit into L1, or not at all.
+#
+# **What follows.**
+# Wide rows have most to gain. `Softmax over a million columns
+# <05-wide-softmax.html>`_ lets several programs share a wide row, so that each
+# of them keeps its part and reads it once.
 #
 # Backward: from y alone
 # ----------------------
@@ -1562,6 +1575,10 @@ report(bench_backward)
 # help. By this count the wider rows should be slower. They are faster, and we
 # do not know why.
 #
+# **What follows.**
+# Our kernel of one sweep is near the copy already. Before we use the hint, we
+# ask what it gains where another kernel follows.
+#
 # Does the hint help a model?
 # ---------------------------
 #
@@ -1645,7 +1662,7 @@ report(bench_next)
 # with the copy they take 0.2 and 1.0 µs less.
 #
 # **Why.**
-# At 2048 columns ``dx`` has 16.8 MB, and at 4096 it has 33.6 MB. L2 has 50 MB,
+# At 2048 columns ``dx`` has 16.8 MB, and at 4096 it has 33.6 MB. L2 has 60 MB,
 # so the copy finds most of ``dx`` there, and both lines lie above 100%. The
 # hint was ahead because it left more of ``dx`` to be written after the clock
 # had stopped, or because it kept ``y`` and ``dy`` out of the way of ``dx``. We
@@ -1665,10 +1682,15 @@ report(bench_next)
 #   its speed is up to 1.07 times ours from 1024 to 24576 columns on the H200.
 # - **quack is ahead where rows are wide.** At 49152 and 65536 columns it
 #   reaches 98% and 98% of the copy forward on the H200, and we reach 87% and
-#   88%. Backward it is ahead at 49152 columns: it reaches 100% and 82%, and we
-#   reach 90% and 94%. Several SMs hold a row together in its kernel, as a
-#   *cluster*, and read it once.
-#   `Softmax over a million columns <05-wide-softmax.html>`_ has more about it.
+#   88%. Backward it is ahead at 24576 and 49152 columns: it reaches 100% and
+#   100%, and we reach 97% and 90%. At 65536 columns it reaches 82%, and we
+#   94%. On the H100 quack reaches 100% and 99% forward, and we reach 96% and
+#   89%. Backward it is at most 1% ahead there. Several SMs hold a row together
+#   in its kernel, as a *cluster*, and read it once. `Softmax over a million
+#   columns <05-wide-softmax.html>`_ has more about it.
+# - **Liger, backward at 24576 columns,** reaches 99% of the copy on the H200,
+#   and we 97%. On the H100, torch.compile and Liger are ahead of us by 2%
+#   there.
 # - **PyTorch can do more.** It has second derivatives, takes any dimension
 #   without a copy, and does not compile a kernel for each new width.
 # - **torch.compile can fuse** a softmax with a mask before it, or with dropout

@@ -991,7 +991,9 @@ print_percent(table)
 # On the H200 our loss reaches 89% of reading at 32000 columns, 81% at 50257,
 # 82% at 65536, 96% at 128256 and 96% at 262144. PyTorch reaches 23% to 33%,
 # torch.compile 29% to 35%, and quack 72% to 83%. At 65536 columns quack is 1%
-# faster than we are.
+# faster than we are. On the H100 our loss reaches 91%, 77%, 94%, 95% and 96%
+# of reading at these vocabularies, PyTorch 24% to 37%, torch.compile 42% to
+# 53%, and quack 93% to 97%. There it falls behind at 50257 columns alone.
 #
 # **Why.**
 # PyTorch reads the logits more than once and writes a matrix of the same size.
@@ -999,12 +1001,12 @@ print_percent(table)
 # could reach 50%. torch.compile writes no such matrix, as its memory will
 # show. We have not looked for what slows it down.
 #
-# We do not know why our loss falls behind at 50257 and at 65536 columns. Below
-# we measure a whole step, the loss and its gradient, and there most of this
-# time is not lost. At 50257 columns a step takes 597 µs, where the two passes,
-# measured one by one, take 229 µs and 400 µs. At 65536 columns it takes
-# 760 µs, and the passes 290 µs and 510 µs. At the other vocabularies a step
-# takes as long as both passes, to 2%.
+# On the H200 our loss falls behind at 50257 and at 65536 columns, and we do
+# not know why. Below we measure a whole step, the loss and its gradient, and
+# there most of this time is not lost. At 50257 columns a step takes 597 µs,
+# where the two passes, measured one by one, take 229 µs and 400 µs. At 65536
+# columns it takes 760 µs, and the passes 290 µs and 510 µs. At the other
+# vocabularies a step takes as long as both passes, to 2%.
 #
 # **What follows.**
 # Where our loss reaches 96% of reading, there is little left to gain. So from
@@ -1255,7 +1257,9 @@ report(bench_backward)
 # On the H200 our backward pass reaches 97% to 100% of the copy. PyTorch
 # reaches 37% to 38%, torch.compile 54% to 81%, and quack 92% to 93%.
 # torch.compile is slowest at 50257 columns, where rows begin anywhere, and we
-# have not looked for the reason.
+# have not looked for the reason. On the H100 our backward pass reaches 98% to
+# 100% of the copy, PyTorch 40% to 41%, torch.compile 60% to 92%, and quack 94%
+# to 97%.
 #
 # **Why.**
 # PyTorch has one more matrix, the gradient of the logarithms, which is 0
@@ -1903,15 +1907,21 @@ report(bench_step)
 # to 40%, and quack 58% to 61%. Ahead is 1.1 to 1.3 times as fast as later, 1.9
 # to 2.7 times as fast as torch.compile, and 3.1 to 3.9 times as fast as
 # PyTorch. But with a factor of 3 a step with ahead takes 1.4 to 1.7 times as
-# long as one with later.
+# long as one with later. On the H100 ahead reaches 81% to 89% of the copy,
+# later 65% to 67%, and ahead with a factor of 3 44% to 47%. PyTorch reaches
+# 22% to 26%, torch.compile 35% to 49%, and quack 63% to 66%.
 #
 # **Why.**
 # Later is close to what three matrices allow. quack computes the gradient in
 # its backward pass as well, so it has three to move, and its backward pass is
-# slower than ours at each vocabulary that it takes. Ahead moves two, and yet
-# it stays below the copy. Does a part of the second sweep come from memory?
-# ``ncu``, NVIDIA's profiler, counts the bytes that DRAM delivers. We divide
-# them by the bytes of the logits.
+# slower than ours at each vocabulary that it takes. Ahead moves two.
+#
+# **What follows.**
+# Ahead is faster than later where a factor of 1 arrives, and slower where it
+# has to be multiplied. But it moves only what the copy moves, and yet it stays
+# below it. Does a part of the second sweep come from memory? ``ncu``, NVIDIA's
+# profiler, counts the bytes that DRAM delivers. We divide them by the bytes of
+# the logits.
 
 # %%
 
@@ -1955,28 +1965,30 @@ dram_reads.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# Later reads the logits 2.0 times at all vocabularies. Ahead reads them 1.00
-# times at 32000 columns, 1.03 at 50257, 1.13 at 65536, 1.09 at 128256 and 1.19
-# at 262144.
+# On the H200 later reads the logits 2.0 times at all vocabularies. Ahead reads
+# them 1.00 times at 32000 columns, 1.03 at 50257, 1.13 at 65536, 1.09 at
+# 128256 and 1.19 at 262144. On the H100 ahead reads them 1.00, 1.05, 1.20,
+# 1.15 and 1.26 times.
 #
 # **Why.**
 # The rows that are under way would fit into L2. But the gradients pass through
 # it as well, and so a part of the rows leaves it before the second sweep.
 #
-# Do these bytes explain the speed? If nothing else took time, ahead would
-# reach 100% of the copy at 32000 columns, 99% at 50257, 94% at 65536, 96% at
-# 128256 and 91% at 262144. It reaches 82%, 76%, 84%, 76% and 74%. So they
-# explain only the smaller part of what is missing.
+# Do these bytes explain the speed on the H200? If nothing else took time,
+# ahead would reach 100% of the copy at 32000 columns, 99% at 50257, 94% at
+# 65536, 96% at 128256 and 91% at 262144. It reaches 82%, 76%, 84%, 76% and
+# 74%. So they explain only the smaller part of what is missing.
 #
 # We know two more things that take time, but we have not measured either by
 # itself. More than a dozen small kernels run around ours, most of them for the
-# mean. They take as long for a small vocabulary as for a large one. At 32000
-# columns a step takes 301 µs and a copy 247 µs, so they take 54 µs at most.
-# That is little at 262144 columns, where a step takes 710 µs longer than a
-# copy. And from 128256 columns on, rows have slices, whose programs wait for
-# each other. Neither of the two explains why ahead is further from the copy at
-# 50257 columns than at 65536. Rows begin anywhere there, but we do not know
-# what makes them slow.
+# mean. They take as long for a small vocabulary as for a large one. On the
+# H200 a step takes 301 µs at 32000 columns and a copy 247 µs, so they take
+# 54 µs at most. That is little at 262144 columns, where a step takes 710 µs
+# longer than a copy. And from 128256 columns on, rows have slices, whose
+# programs wait for each other. Neither of the two explains why ahead is
+# further from the copy on this card at 50257 columns than at 65536. At 50257
+# columns rows begin anywhere, but we do not know what makes them slow. On the
+# H100 ahead is closer to the copy there than at 65536.
 #
 # **What follows.**
 # Take ahead where the loss is the end of the model, and a factor of 1 arrives.
@@ -2052,14 +2064,17 @@ report(bench_options)
 # **What the figure shows.**
 # On the H200, smoothing and the z-loss bring ahead from 82% to 77% of the copy
 # at 32000 columns, from 76% to 74% at 50257, and from 76% to 75% at 128256.
-# With weights it is 68%, 37% and 63%.
+# With weights it is 68%, 37% and 63%. On the H100 they bring it from 81% to
+# 92% at 32000 columns, which is faster, and leave it at 89% at 50257 and at
+# 85% at 128256. We cannot explain the first. With weights it is 80%, 53% and
+# 74% there.
 #
 # **Why.**
 # Smoothing needs one more sum in the first sweep. And where rows have slices,
 # there is a second word for each slice, for which all programs of the row have
-# to wait. But rows of four times as many columns hardly pay more: a step takes
-# 18 µs more at 32000 columns, 11 µs more at 50257, and 20 µs more at 128256.
-# We have not found out why.
+# to wait. But rows of four times as many columns hardly pay more: on the H200
+# a step takes 18 µs more at 32000 columns, 11 µs more at 50257, and 20 µs more
+# at 128256. We have not found out why.
 #
 # With weights, a few small kernels more run before ours, which make the
 # weights and their sum. In ours, all programs read the same weights, so these
@@ -2067,6 +2082,10 @@ report(bench_options)
 # bytes, two loads more for each load of logits. At 50257 columns it is worse:
 # groups begin at a multiple of 16 bytes of the *logits*, and the weights of
 # the same columns do not. So they are loaded one by one, eight loads more.
+#
+# **What follows.**
+# Smoothing and the z-loss cost little. Weights can cost much, and most where
+# rows begin anywhere.
 #
 # What does a step need of memory?
 # --------------------------------
@@ -2200,10 +2219,12 @@ print("changes that autograd saw:", logits._version)
 #   stand in our figures: it waits for the GPU in each call, so a CUDA graph
 #   cannot record it.
 # - **quack** is written for the newest GPUs, and measured above where it runs:
-#   it refuses a vocabulary that is no multiple of eight, such as 50257. Its
-#   loss alone is faster than ours at 65536 columns, and slower elsewhere. On
-#   the H200 a step with ahead is 1.3 to 1.4 times as fast as quack's, and one
-#   with later 1.1 to 1.2 times.
+#   it refuses a vocabulary that is no multiple of eight, such as 50257. On the
+#   H200 its loss alone is faster than ours at 65536 columns, and slower at the
+#   other three vocabularies. On the H100 it is faster by 2% at 32000 and 65536
+#   columns and by 3% at 128256, and as fast at 262144. On the H200 a step with
+#   ahead is 1.3 to 1.4 times as fast as quack's, and one with later 1.1 to 1.2
+#   times.
 # - **PyTorch can do more.** It takes probabilities as targets, and float64,
 #   and it has second derivatives. It does not compile a kernel for each new
 #   vocabulary.

@@ -2140,6 +2140,10 @@ report(bench_forward)
 # reach 100% at 32768 columns, where torch.compile reaches 65%. We have not
 # looked for the rest. quack reads each row once, as our shared rows do; how it
 # does so is the question of a section below.
+#
+# **What follows.**
+# For wide rows, take a kernel that shares them, ours or quack's. Which of the
+# two is ahead depends on the width and on the card.
 
 # %%
 
@@ -2224,6 +2228,10 @@ report(bench_backward)
 # That may be the reason, although from 16 words at 65536 columns to 64 at
 # 262144 nothing is lost: both reach 97%. We have not measured it.
 #
+# **What follows.**
+# Shared rows are read once in this pass, too. Beside the two sweeps of page 03
+# that is worth little at 65536 columns, and much at 262144 and above.
+#
 # What do clusters do, and could we have them?
 # --------------------------------------------
 #
@@ -2287,6 +2295,8 @@ report(bench_backward)
 #   these two widths we have not measured the backward pass.
 #   On the H200 it is ahead forward by 12%, 10% and 10% at 49152, 65536 and
 #   262144.
+# - **Liger's softmax** is not measured on this page. The figures of page 03
+#   have it.
 # - **torch.compile at 32768 columns, backward,** by 2% on the H100.
 # - **Beside other kernels.** A cooperative launch waits until all its programs
 #   have a place. `Programs that share a row

@@ -479,7 +479,7 @@ bench_traffic.run(show_plots=ON_GPU)
 # **Why.**
 # ``ncu`` empties all caches before each kernel. So the second kernel finds
 # nothing of what the first one has loaded, and ``x`` counts twice. In a model
-# the L2 cache is not emptied in between. An H200 has 50 MB of it, and 4096
+# the L2 cache is not emptied in between. An H200 has 60 MB of it, and 4096
 # rows of 4096 columns in 16 bits are 32 MB, which may still be there. 8192
 # columns are 64 MB, of which a part must come from memory again.
 #
@@ -706,20 +706,21 @@ report(bench_warps)
 # %%
 # **What the figure shows.**
 # On the H200 our plan reaches 88%, 90%, 87% and 73% of a copy at the four
-# widths, and sixteen warps reach 73%, 82%, 55% and 73%.
+# widths, and sixteen warps reach 73%, 82%, 55% and 73%. On the H100 our plan
+# reaches 91%, 95%, 96% and 93%, and sixteen warps 87%, 95%, 71% and 94%.
 #
 # **Why.**
 # As planned, up to 64 KB are in flight on each SM at all four widths. Sixteen
 # warps have half of that at 4096 and at 16384 columns, three quarters at 8192,
-# and as much at 32768, where the two plans are the same. Wherever they differ,
-# the plan with more bytes in flight is the faster one. `Loads in flight
+# and as much at 32768, where the two plans are the same. On the H200, wherever
+# they differ, the plan with more bytes in flight is the faster one. On the
+# H100 sixteen warps are as fast at 8192 columns. `Loads in flight
 # <../layer-norm/04-loads-in-flight.html>`_ explains why a kernel that waits
-# for memory depends on them.
-# The bytes alone do not explain everything: the same 64 KB give 90% at 8192
-# columns and 73% at 32768, and the same 32 KB give 73% at 4096 and 55% at
-# 16384. The printed table has a likely second reason. Where an SM has one
-# program, nothing is in flight while it computes; where it has several, others
-# are loading meanwhile.
+# for memory depends on them. On the H200 the bytes alone do not explain
+# everything: the same 64 KB give 90% at 8192 columns and 73% at 32768, and the
+# same 32 KB give 73% at 4096 and 55% at 16384. The printed table has a likely
+# second reason. Where an SM has one program, nothing is in flight while it
+# computes; where it has several, others are loading meanwhile.
 #
 # **What follows.**
 # Before you blame an exchange, look at what a rank does without it. That is
@@ -1453,10 +1454,11 @@ report_columns(bench_columns_forward)
 # 6.2 times as long with ours, and an all-to-all takes 5.8 times as long.
 #
 # **Why.**
-# Both ways to gather send the same bytes and differ in their kernels, so at
-# 32768 columns our kernels save 65 µs. Both lines with our kernels differ in
-# what is exchanged, and there two numbers a row save 740 µs. So the gain comes
-# nearly all from the exchange, and from the work that it spares each rank.
+# Both ways to gather send the same bytes and differ in their kernels, so on
+# two H200s, at 32768 columns, our kernels save 65 µs. Both lines with our
+# kernels differ in what is exchanged, and there two numbers a row save 740 µs.
+# So the gain comes nearly all from the exchange, and from the work that it
+# spares each rank.
 #
 # What does a gathered row cost? At 32768 columns a rank receives 134 MB. The
 # links between two H200s of one machine (*NVLink*) carry 450 GB/s in each
@@ -1468,18 +1470,19 @@ report_columns(bench_columns_forward)
 # twice, there and back, and it must rearrange both what it sends and what it
 # receives.
 #
-# And what do other ranks cost us? The printed difference to the line without
-# them is 10 µs at 2048 columns and 41 µs at 32768. It is the start of an
-# exchange and of a second kernel, which is the same at each width, and a
-# second reading of ``x``, which grows with the width: 134 MB at 32768 columns.
+# And what do other ranks cost us? On two H200s the printed difference to the
+# line without them is 10 µs at 2048 columns and 41 µs at 32768. It is the
+# start of an exchange and of a second kernel, which is the same at each width,
+# and a second reading of ``x``, which grows with the width: 134 MB at 32768
+# columns.
 #
 # **What follows.**
 # Let each rank add up what it has, and send only the sums. Even the best of
 # the other ways takes several times as long at every width.
 #
-# The line of one rank is at 86% of the copy at 32768 columns. So our kernels
-# are not slow by themselves, and the distance to that line is what the other
-# ranks cost.
+# On the H200 the line of one rank is at 86% of the copy at 32768 columns. So
+# our kernels are not slow by themselves, and the distance to that line is what
+# the other ranks cost.
 #
 # Columns, the backward pass
 # --------------------------
@@ -1507,13 +1510,17 @@ report_columns(bench_columns_backward)
 #
 # **Why.**
 # The reasons are those of the forward pass, and here the kernels matter, too:
-# at 32768 columns ours save 200 µs of gathered rows, and the exchange saves
-# 830 µs more. The other ranks cost 10 µs at 2048 columns, 40 µs at 16384 and 8
-# µs at 32768. Up to 16384 columns a rank that is alone has whole rows of at
-# most 8192 columns, which fit into registers, and needs one kernel where we
-# need two. At 32768 columns its rows have 16384, and it needs both kernels
-# itself.
-# Then the other ranks cost only the exchange.
+# on two H200s, at 32768 columns, ours save 200 µs of gathered rows, and the
+# exchange saves 830 µs more. The other ranks cost 10 µs at 2048 columns, 40 µs
+# at 16384 and 8 µs at 32768. Up to 16384 columns a rank that is alone has
+# whole rows of at most 8192 columns, which fit into registers, and needs one
+# kernel where we need two. At 32768 columns its rows have 16384, and it needs
+# both kernels itself. Then the other ranks cost only the exchange.
+#
+# **What follows.**
+# Here, too, exchanging sums is the fastest way at every width. And what a rank
+# has gathered it should keep: DTensor, which gathers ``x`` again, takes the
+# longest.
 #
 # Rows: one sum for both gradients
 # --------------------------------

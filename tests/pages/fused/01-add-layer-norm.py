@@ -465,7 +465,7 @@ def forward_figure(figure):
     part = {N: 100 * of.ratio("both", "triton", N) for N in of.medians["both"]}
     assert min(part, key=part.get) == 1024
     yield (
-        f"Two kernels reach {min(part.values()):.0f}% to "
+        f"On the H200 two kernels reach {min(part.values()):.0f}% to "
         f"{max(part.values()):.0f}% of the speed of one."
     )
     away = max(abs(part[N] - 80) for N in part if N > 1024)
@@ -512,7 +512,8 @@ def backward_figure(figure):
     wide = [part[N] for N in part if N > 1024]
     assert part[1024] > max(wide) + 5
     yield (
-        f"From 4096 columns on, two kernels reach {min(wide):.0f}% to "
+        "On the H200, from 4096 columns on, two kernels reach "
+        f"{min(wide):.0f}% to "
         f"{max(wide):.0f}% of the speed of one, and we have counted 67%. At "
         f"1024 columns they reach {part[1024]:.0f}%: there one kernel is at "
         f"{of.share('triton', 1024)}% of the copy itself,"

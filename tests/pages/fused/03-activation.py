@@ -176,20 +176,20 @@ def forward_figure(figure):
     assert max(gained, key=gained.get) == 5120
     assert of.share("triton", 1024) < 75, "far from a copy"
     yield (
-        f"The gain is largest at 5120 columns, where the plan is the same for "
-        f"both, and the short one is {gained[5120]:.0f}% faster. At 1024 "
-        f"columns it is {gained[1024]:.0f}% faster, and both are far from a "
-        "copy."
+        "On the H200 the gain is largest at 5120 columns, where the plan is "
+        f"the same for both, and the short one is {gained[5120]:.0f}% faster. "
+        f"At 1024 columns it is {gained[1024]:.0f}% faster, and both are far "
+        "from a copy."
     )
     together = of.shares("torch")
     assert together.most < 50
-    yield f"and so both together reach {from_to(together)}."
+    yield f"and so on the H200 both together reach {from_to(together)}."
     # As fast as ours at 1024 columns, which the page tells as a loss, too.
     assert 0.97 < of.ratio("torch.compile", "triton", 1024) < 1.03
     compiled = of.between(2048).shares("torch.compile")
     yield (
-        "At 1024 columns it is as fast as ours, and from 2048 on it reaches "
-        f"{from_to(compiled)} of a copy."
+        "On the H200 it is as fast as ours at 1024 columns, and from 2048 on "
+        f"it reaches {from_to(compiled)} of a copy."
     )
 
 
@@ -200,7 +200,7 @@ def backward_figure(figure):
     yield f"{gains(of, 'Backward')}, although it computes the function twice."
     measured = of.share("torch", 8192)
     assert measured <= 41  # 3 of 8, and the noise
-    yield f"and we have measured {measured}% at 8192 columns."
+    yield f"and on the H200 we have measured {measured}% at 8192 columns."
 
     def longer(N):
         """µs that our call takes longer than a copy of its bytes."""
@@ -213,9 +213,9 @@ def backward_figure(figure):
     lowest = of.share("triton", 1024)
     assert lowest <= of.shares("triton").least
     yield (
-        f"Our lowest share is {lowest}%, at 1024 columns. There our pass "
-        f"takes {longer(1024):.1f} µs longer than a copy, and at 8192 columns "
-        f"{longer(8192):.1f} µs."
+        f"On the H200 our lowest share is {lowest}%, at 1024 columns. There "
+        f"our pass takes {longer(1024):.1f} µs longer than a copy, and at "
+        f"8192 columns {longer(8192):.1f} µs."
     )
 
 

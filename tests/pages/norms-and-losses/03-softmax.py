@@ -236,21 +236,24 @@ def pairs_figure(figure):
     yield f"is measured once more further down, and reaches {again}% there"
     fallen = of.share("triton", 49152)
     assert of.share("triton", 40960) - fallen > 5
-    yield f"a pair for each thread has fallen to {fallen}% already."
+    yield (
+        "on the H200, at 49152 columns, a pair for each thread has fallen to "
+        f"{fallen}% already."
+    )
     full = of.at(16384, 49152)
     ours, theirs = (full.shares(each) for each in ("triton", "program"))
     assert full.ratios("triton", "program").most < 1.05  # "costs little"
     yield (
-        f"There it reaches {theirs[0]}% and {theirs[1]}%, and a pair for each "
-        f"thread {ours[0]}% and {ours[1]}%."
+        f"On the H200 it reaches {theirs[0]}% and {theirs[1]}% there, and a "
+        f"pair for each thread {ours[0]}% and {ours[1]}%."
     )
     with_half = figure("softmax-sweeps", CARD).share("two sweeps", 16384)
     assert with_half > ours[0] + 5
     yield (
-        f"At 16384 columns a pair for each thread reaches only {ours[0]}%, "
-        "because this figure has one tile for all widths, which is made for "
-        "the widest ones. With half the warps, as ``plan_sweeps`` takes them "
-        f"there, it reaches {with_half}% in the next figure."
+        f"On the H200 a pair for each thread reaches only {ours[0]}% at 16384 "
+        "columns, because this figure has one tile for all widths, which is "
+        "made for the widest ones. With half the warps, as ``plan_sweeps`` "
+        f"takes them there, it reaches {with_half}% in the next figure."
     )
 
 
@@ -295,7 +298,10 @@ def forward_figure(figure):
     assert of.share("torch.compile", 1024) > compiled.most + 10
     lane = figure("softmax-pairs", CARD).shares("lane")
     assert lane.least > compiled.most + 10  # "does not explain its speed"
-    yield f"with one, our kernel reached {from_to(lane)} in the first figure."
+    yield (
+        f"with one, our kernel reached {from_to(lane)} on the H200 in the "
+        "first figure."
+    )
     yield (
         f"PyTorch reaches {from_to(of.shares('torch'))} over all widths. "
         f"torch.compile reaches {of.share('torch.compile', 1024)}% at 1024 "
@@ -409,19 +415,34 @@ def losses(figure):
         return
     quack, ours = (
         [
-            "{}% and {}%".format(*both[mode].at(49152, 65536).shares(each))
-            for mode in both
+            "{}% and {}%".format(*both[mode].at(*wide).shares(each))
+            for mode, wide in (
+                ("forward", (49152, 65536)), ("backward", (24576, 49152))
+            )
         ]
         for each in ("quack", "triton")
-    )
-    # "Ahead where rows are wide", "backward it is ahead at 49152".
-    for mode, wide in (("forward", (49152, 65536)), ("backward", (49152,))):
+    )  # fmt: skip
+    # "Ahead where rows are wide", "backward it is ahead at 24576 and 49152".
+    for mode, wide in (
+        ("forward", (49152, 65536)), ("backward", (24576, 49152))
+    ):  # fmt: skip
         assert both[mode].at(*wide).ratios("quack", "triton").least > 1
     assert both["backward"].ratio("triton", "quack", 65536) > 1
+    widest = [
+        both["backward"].share(each, 65536) for each in ("quack", "triton")
+    ]
     yield (
         f"At 49152 and 65536 columns it reaches {quack[0]} of the copy "
         f"forward on the {CARD}, and we reach {ours[0]}. Backward it is ahead "
-        f"at 49152 columns: it reaches {quack[1]}, and we reach {ours[1]}."
+        f"at 24576 and 49152 columns: it reaches {quack[1]}, and we reach "
+        f"{ours[1]}. At 65536 columns it reaches {widest[0]}%, and we "
+        f"{widest[1]}%."
+    )
+    shares = [
+        both["backward"].share(each, 24576) for each in ("liger", "triton")
+    ]
+    yield (
+        f"reaches {shares[0]}% of the copy on the H200, and we {shares[1]}%."
     )
 
 
@@ -450,6 +471,22 @@ def ladder(figure):
 
 
 def on_the_other_card(figure):
+    of = figure("softmax-pairs", "H100")
+    thread, program, lane = (
+        from_to(of.shares(each)) for each in ("triton", "program", "lane")
+    )
+    # "Would do as well from 40960 columns on".
+    assert of.between(40960).ratios("program", "triton").least > 1
+    ahead = [
+        f"{of.share('program', N)}% to {of.share('triton', N)}%"
+        for N in (40960, 65536)
+    ]
+    yield (
+        f"On the H100 a pair for each thread reaches {thread} of the copy, a "
+        f"pair for the program {program}, and a pair for each lane {lane}. "
+        "There the program's pair is ahead at 40960 columns, with "
+        f"{ahead[0]}, and at 65536, with {ahead[1]}."
+    )
     of = figure("softmax-forward", "H100")
     yield (
         "On the H100 our kernel reaches "
@@ -460,7 +497,23 @@ def on_the_other_card(figure):
         f"{from_to(of.shares('torch.compile'))}, and quack "
         f"{from_to(of.shares('quack'))}."
     )
+    quack, ours = (
+        "{}% and {}%".format(*of.at(49152, 65536).shares(each))
+        for each in ("quack", "triton")
+    )
+    yield f"On the H100 quack reaches {quack} forward, and we reach {ours}."
     of = figure("softmax-backward", "H100")
+    most = 100 * (of.ratios("quack", "triton").most - 1)
+    yield f"Backward it is at most {most:.0f}% ahead there."
+    ahead = {
+        f"{100 * (of.ratio(each, 'triton', 24576) - 1):.0f}%"
+        for each in ("torch.compile", "liger")
+    }
+    (ahead,) = ahead  # the same for both
+    yield (
+        f"On the H100, torch.compile and Liger are ahead of us by {ahead} "
+        "there."
+    )
     yield (
         "On the H100 our kernel reaches "
         f"{from_to(of.between(256, 24576).shares('triton'))} of the copy "
@@ -497,7 +550,8 @@ FACTS = {
     "lines lie above 100%": "asserted of the figure",
     "has 16.8 MB": "4096 * 2048 * 2 bytes",
     "it has 33.6 MB": "4096 * 4096 * 2 bytes",
-    "L2 has 50 MB": "NVIDIA's data sheet",
+    "L2 has 60 MB": "what torch says of the L2 of the H200",
+    "that of an H200 has 60 MB": "what torch says",
 }
 
 PAGE = Page(

@@ -399,8 +399,17 @@ def on_the_other_card(figure):
     )
 
 
+def what_follows(figure):
+    """Of shared rows backward: "worth little", and "much" where wide."""
+    for card in (CARD, "H200"):
+        of = figure("wide-softmax-backward", card)
+        assert 1 < of.ratio("triton", "page 03", 65536) < 1.05
+        assert of.between(262144).ratios("triton", "page 03").least > 1.3
+
+
 def CLAIMS(figure):
     yield from on_the_other_card(figure)
+    what_follows(figure)
     sweeps = figure("wide-softmax-sweeps", CARD)
     at = partial(sweeps.share, "sweeps")
     yield (
