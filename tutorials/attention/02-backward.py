@@ -197,6 +197,11 @@ print(f"the matrix ds: {stored / 1e9:.1f} GB to write, as much to read")
 # but memory and Tensor Cores can work at the same time. An H100 has the same
 # Tensor Cores and moves 3.35 TB in a second. There it takes 1.3 ms.
 #
+# Parts that are added go to L2. To add those of tiles of 128 keys within the
+# budget, L2 would have to take about as many bytes in a second as an H200
+# moves to and from its memory. We know of no data sheet that says whether it
+# can, so we have to measure.
+#
 # In each head both the operations and the bytes grow with the square of the
 # number of keys, so the comparison is the same for sequences of any length.
 #
@@ -898,9 +903,8 @@ bench_tiles.run(show_plots=ON_GPU)
 # **What follows.**
 # Triton's tutorial takes 128 × 32 and 4 warps for any head dimension. With 64
 # numbers in a head nothing spills. With 128 numbers the same choice asks each
-# thread for 320 registers. So it is not the algorithm that is slow, and
-# nothing in Triton prevents a fast kernel: the tiles have to depend on the
-# head dimension.
+# thread for 320 registers. So neither the algorithm nor Triton makes it that
+# slow: the tiles have to depend on the head dimension.
 # What we measured is not the speed of that tutorial: these are our kernels,
 # with its tiles.
 #
@@ -1090,10 +1094,10 @@ def _attention_bwd_round(
 # they leave 127 registers for everything else. Two tiles of 64 × 128 take 64
 # of them, and later in the step the part of ``dq`` takes 32.
 #
-# That is for heads of 128 numbers, where all designs with one kernel have
-# these tiles. Up to 64 numbers, tiles of 64 × 64 and 4 warps are faster. Only
-# the design that takes turns, which we come to below, has 128 × 128 and 8
-# warps there.
+# That is for heads of 128 numbers, where ``_attention_bwd_all`` has these
+# tiles in all four designs. Up to 64 numbers, tiles of 64 × 64 and 4 warps are
+# faster. Only the design that takes turns, which we come to below, has
+# 128 × 128 and 8 warps there.
 #
 # It is tight, and not all of these kernels do without spills. With 128 numbers
 # in a head, atomic and bulk additions spill fewer than 100 bytes a thread, and
@@ -1345,18 +1349,20 @@ plt.show()
 # Three things have to be right.
 #
 # **Nobody waits for a program that has not started.**
-# A GPU runs a few hundred programs of this kernel at a time, and it need not
-# start them in the order of their numbers. If all running programs waited for
-# one that has no place to start, nobody would ever go on. So a program draws a
-# *ticket* when it starts, the next number of a counter, and the ticket says
-# which keys it gets. Then those for whom it waits have smaller tickets, and so
-# they have started before.
+# With 8 warps each SM runs one program of this kernel at a time, and a GPU
+# need not start them in the order of their numbers. If all running programs
+# waited for one that has no place to start, nobody would ever go on. So a
+# program draws a *ticket* when it starts, the next number of a counter, and
+# the ticket says which keys it gets. Then those for whom it waits have smaller
+# tickets, and so they have started before.
 #
 # **They should not have to wait for each other's first steps.**
 # If neighbors in a head start at the same time, the last of them waits for as
 # many steps as there are programs before it. So the tickets go through a group
 # of 8 heads: first come the first tiles of keys of all 8, and then their
-# second tiles. That is what ``GROUP`` is for.
+# second tiles. With long sequences only one in 8 of those who start together
+# is of the same head then, so the queue is shorter. That is what ``GROUP`` is
+# for.
 #
 # **What was added is there before the turn goes on.**
 # This is what we know from `A lock, and its race
@@ -1470,9 +1476,10 @@ def in_turns_of_keys(dy, q, k, v, y, lse, scale):
 # ``ds``, ``dq`` would be a plain product of matrices.
 #
 # It is a matrix of all queries and keys, which is what we did not want to
-# write. But it is only one, in 16 bits, written once and read once, and the
-# formula moves four or more. So the first kernel stores its tiles of ``ds``
-# and has four products, and a second kernel has the fifth.
+# write. But it is only one, in 16 bits, written once and read once. The
+# formula does that with two of them in the forward pass alone. So the first
+# kernel stores its tiles of ``ds`` and has four products, and a second kernel
+# has the fifth.
 
 
 @triton.jit
@@ -1844,6 +1851,9 @@ in_percent(bench_designs)
 # began with, five products alone take 2.26 ms. What is above was spent on the
 # parts of ``dq``: 1.53 ms with atomic additions, 1.35 ms in bulk, 3.89 ms in
 # turns, and 1.05 ms with stored ``ds``. Only 0.90 ms were in the budget.
+# Not all of that time goes into moving. These programs have an SM for
+# themselves, so their products may be slower, too, and we have not measured
+# the two apart.
 #
 # - **Seven products** move nothing. In both kernels two programs share an SM.
 # - **Atomic additions** bring 4.3 GB to L2. In the time of this design that is
@@ -1911,7 +1921,7 @@ in_percent(bench_designs_64)
 # The same bits?
 # --------------
 #
-# Which of the designs give the same ``dq``, to the last bit, in each run?
+# Which of the designs give the same gradients, to the last bit, in each run?
 #
 # We run each backward pass once, and then a hundred times more on the same
 # input, and count the runs whose gradients differ from the first in any bit.
@@ -1976,8 +1986,10 @@ different_bits.run(show_plots=ON_GPU)
 #
 # **Why.**
 # Where programs add in the order of their arrival, this order is another one
-# in each run. FlashAttention-2 adds its parts of ``dq`` atomically, too. We
-# have not looked into cuDNN's kernels.
+# in each run. FlashAttention-2 adds its parts of ``dq`` atomically, too:
+# ``flash_bwd_kernel.h`` in `its repository
+# <https://github.com/Dao-AILab/flash-attention>`_ calls ``atomicAdd`` for each
+# number of a part. We have not looked into cuDNN's kernels.
 #
 # How can all 100 runs differ? ``dq`` is rounded to 16 bits at the end, and
 # most sums in another order round to the same number. But there are 33 million
@@ -2121,8 +2133,8 @@ bench_room.run(show_plots=ON_GPU)
 # <https://arxiv.org/abs/2407.08608>`_ has described how to go on from here.
 # One warp does nothing but load, another one does nothing but hand parts of
 # ``dq`` to the TMA, and two or three groups of warps multiply. So the
-# additions happen beside the products. Triton decides by itself which warps do
-# what, and the kernels of this page have no say in it.
+# additions happen beside the products. In Triton the compiler decides which
+# warps do what. We know of no way to ask it for one that only adds.
 #
 # Both libraries also take what this page leaves out: causal attention, groups
 # of heads, and any head dimension.
@@ -2218,7 +2230,10 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 
 # %%
 # It is right as long as no sum passes :math:`2^{63}` units, which is
-# :math:`2^{39}`. The price is twice the bytes: 8 for each number.
+# :math:`2^{39}`, and as long as the parts are much larger than a unit. What is
+# smaller is cut off, and the gradients of a model may be that small. So the
+# unit would have to fit them. The other price is twice the bytes: 8 for each
+# number.
 #
 # What we learned
 # ---------------

@@ -246,7 +246,9 @@ def _attend(
 # - **Lengths are not specialized.** Triton usually compiles a kernel anew when
 #   a whole number becomes a multiple of 16, or stops being one.
 #   ``do_not_specialize`` turns that off, so a sequence of a new length runs
-#   what is there already.
+#   what is there already. Only without causal attention there are two versions
+#   to compile, because ``RAGGED`` is a constant: one for lengths whose last
+#   tile of keys is full, and one for all others.
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -565,9 +567,10 @@ try_forward(queries=20, keys=33, D=65)
 # There is one more rival. `FlexAttention
 # <https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html>`_ is
 # the attention of PyTorch that you can change: a function in Python says which
-# keys a query sees, and torch.compile writes a kernel in Triton for it. It
-# compiles anew for each length, which takes many seconds. So we ask it for
-# 4096 keys alone.
+# keys a query sees, and torch.compile writes a kernel in Triton for it. We let
+# it compile for a fixed length, which takes many seconds. So we ask it for
+# 4096 keys alone. It takes the tiles that torch.compile has for it; we did not
+# let it try others.
 
 # %%
 
@@ -829,7 +832,8 @@ in_percent(bench_forward_causal)
 #   queries use it 128 times.
 #
 # The first two shrink when sequences grow, and the third one does not. Larger
-# causal tiles would mend the third and make the first worse.
+# causal tiles would mend the third and make the first worse. How much of the
+# difference each of them makes we have not measured.
 #
 # **What follows.**
 # The mask itself is not in this list. Because it has a loop of its own, it
@@ -912,7 +916,8 @@ plt.show()
 # %%
 # The price is a smaller number of programs: there is one for each tile of each
 # head of *keys*. With 8 heads of keys and a single sequence of 1024 these are
-# 128 programs, fewer than the 132 SMs of an H200.
+# 128 programs, fewer than the 132 SMs of an H200. The figures of this page
+# have no groups, so they say nothing of what groups gain or cost.
 #
 # The backward kernels
 # --------------------
@@ -1486,7 +1491,9 @@ def attention(
 # We compare with PyTorch's function in float64, and print the largest error of
 # each tensor, as a share of its largest number. The powers and ``ds`` are
 # rounded to the type of the inputs before they are multiplied, so we allow a
-# few times the error of one rounding.
+# few times the error of one rounding. That the function works under
+# ``torch.compile`` and ``torch.autocast`` and repeats its bits is not shown
+# here: the tests of this site check it.
 
 
 def check(
@@ -1634,9 +1641,9 @@ in_percent(bench_backward_causal)
 # has five products.
 #
 # **What follows.**
-# So we are not behind because our Tensor Cores wait for longer. They have more
-# to do: two of the seven products are computed a second time. At the same
-# rate, five products would be faster than cuDNN.
+# If it has, we are not behind because our Tensor Cores wait for longer. They
+# have more to do: two of the seven products are computed a second time. At the
+# same rate, five products would be faster than cuDNN.
 #
 # `Five products or seven <02-backward.html>`_ tries four ways to save the two.
 # With long sequences each of them costs more than it saves, so we stay with
@@ -1722,9 +1729,9 @@ in_percent(bench_backward_causal_64)
 # A score of 64 products has half the operations and needs a power like one of
 # 128. `Attention without its matrix <01-attention.html>`_ counts both: in the
 # forward pass the powers take as long as the products then, for everybody. So
-# it helps cuDNN less that it keeps its Tensor Cores busier than we do with 128
-# numbers. In the backward pass there are more products for each power, and
-# our seven in place of five count as before.
+# it should help cuDNN less that it keeps its Tensor Cores busier than we do
+# with 128 numbers. In the backward pass there are more products for each
+# power, and our seven in place of five count as before.
 #
 # What a step needs of memory
 # ---------------------------
@@ -1789,8 +1796,8 @@ bench_memory.run(show_plots=ON_GPU)
 # - **cuDNN is faster.** On the H200, with 128 numbers in a head, it is ahead
 #   of us at every length. At 4096 keys our speed is 82% of cuDNN's forward and
 #   84% if causal, 80% backward and 84% if causal. With 64 numbers it is ahead
-#   of us forward up to 2048 keys. Backward it is ahead there, too, except at
-#   1024 keys if causal.
+#   of us forward up to 2048 keys. Backward it is ahead at every length, except
+#   at 1024 keys if causal.
 # - **FlashAttention-3** is fast, too. By its `paper
 #   <https://arxiv.org/abs/2407.08608>`_ it reaches up to 740 TFLOP/s forward
 #   on an H100. It can also multiply in 8 bits, which we do without.
