@@ -593,8 +593,8 @@ report(bench_sums)
 # %%
 # Let's count what the programs request at a time.
 # In 16 bits, a tile of 2048 elements of ``x`` and as many of ``dy`` takes 8
-# KB, and a tile of 1024 elements takes 4 KB. All the programs fit on the 132
-# SMs of an H100 at a time.
+# KB, and a tile of 1024 elements takes 4 KB. The 132 SMs of an H100 or an H200
+# hold all the programs at once.
 
 print("           columns               split columns")
 print("    N   programs  KB on an SM    programs  KB on an SM")
@@ -623,8 +623,9 @@ for N in WIDTHS:
 #
 # **Why.**
 # The table of programs tells us: the more bytes they request at a time, the
-# faster the sums are. Columns request 4, 8, 16, 23, 31 and 47 KB on an SM, and
-# reach 28%, 38%, 60%, 61%, 73% and 77% of a copy.
+# faster the sums are. Let's go through it with the speeds of the H100. Columns
+# request 4, 8, 16, 23, 31 and 47 KB on an SM, and reach 28%, 38%, 60%, 61%,
+# 73% and 77% of a copy.
 # At 1024 columns only 64 programs run, and half of the SMs request nothing.
 # With the split, 512 programs request 16 KB on each SM, and the sums are 1.9
 # times as fast.
@@ -634,12 +635,13 @@ for N in WIDTHS:
 # at 678 GB/s on the H100. But the copy is 1.3 times as fast on the H200, so
 # our share of it is smaller.
 #
-# One thing the table does not explain. From 2048 to 8192 columns, split
-# columns request about 30 KB on an SM, and yet their share rises from 55% to
-# 77%.
+# One thing the table does not explain. On the H100, split columns request
+# about 30 KB on an SM from 2048 to 8192 columns, and yet their share rises
+# from 55% to 77%.
 # What counts here is the time that does not grow with the matrix: two kernels
 # have to start and to finish. At 2048 columns everything takes 21.5 µs, and at
-# 8192 columns 59.7 µs.
+# 8192 columns 59.7 µs. The matrices have quadrupled, and the time has not even
+# tripled.
 # That leaves one step unexplained. Between 4096 and 6144 columns the shares
 # hardly change: columns go from 60% to 61%, split columns from 66% to 65%, and
 # PyTorch's sums from 63% to 64%. We do not know why.
@@ -739,8 +741,8 @@ def _store(
 # %%
 # Programs and warps are those of `Layer normalization, both passes
 # <01-layer-norm.html>`_. We start as many programs as fit into the registers
-# of an SM, but in narrow rows not so many that their buffers cost more than
-# the programs bring.
+# of an SM. Where rows are narrow we start fewer, because there one more
+# program would cost more for its buffer than it brings.
 # A program that computes only ``dx`` has no sums to carry from row to row, so
 # there each row gets a program.
 
@@ -943,8 +945,8 @@ bench_programs.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# Our rules are close to the best: on the H100, none of the other numbers is
-# more than 0.1% faster.
+# Our functions above choose a number by a rule. These rules are close to the
+# best: on the H100, none of the other numbers is more than 0.1% faster.
 # At 4096 columns, our rules start three programs on each SM for buffers and
 # for atomics, which reach 2285 and 2371 GB/s, and eight for split columns,
 # which reach 1416 GB/s. At 1024 columns, they start six for buffers, which
@@ -960,16 +962,17 @@ bench_programs.run(show_plots=ON_GPU)
 #
 # At 4096 columns, the registers of an SM hold three programs that work on
 # whole rows. If we start four, the fourth begins when another one has ended,
-# and then it is nearly alone: buffers fall to 1910 GB/s, and atomics to 2123
-# GB/s.
+# and then it is nearly alone: on the H100, buffers fall to 1910 GB/s, and
+# atomics to 2123 GB/s.
 # If we start six, they run in two full rounds of three. Atomics are back at
 # 2248 GB/s. Buffers are not, with 1816 GB/s, because there are now twice as
 # many of them to write and to read.
 # On the H200, atomics are not back either: they reach 2610 GB/s with three
 # programs, 2301 with four and 2277 with six.
 #
-# At 1024 columns, the registers hold more programs than we start. But with
-# eight, atomics fall to 1085 GB/s, because more additions queue up.
+# At 1024 columns, the registers hold more programs than we start. But on the
+# H100 more of them do not help atomics: with eight, atomics fall to 1085 GB/s,
+# because more additions queue up.
 #
 # **What follows.**
 # Each design is measured near its best. From 8192 columns on, the registers of
@@ -1144,6 +1147,8 @@ for N in WIDTHS:
     print(f"{N:5}", *shares, sep="")
 
 # %%
+# Let's compare that with what the designs reach on the H100.
+#
 # - **Columns** could reach 60%. They reach 36% to 52%, and split columns 45%
 #   to 55%, because their sums are slower than a copy, as we have seen.
 # - **Buffers** could reach 66%, 74%, 80% and 85% up to 6144 columns. They
@@ -1155,9 +1160,10 @@ for N in WIDTHS:
 # - **Atomics, rows** could reach 43%. From 4096 columns on they reach 38% to
 #   46%. (A little more than 43% is possible, because an addition ends in L2
 #   and need not go to DRAM. We have not looked into the 38%, at 6144 columns.)
-#   At 1024 columns they take 54.8 µs and at 2048 columns 63.1 µs, nearly as
-#   long for half the bytes. What both widths have in common is the queue: 4096
-#   additions arrive at each sum. At 1024 columns, that is one every 13 ns.
+#   At 1024 columns they take 54.8 µs and at 2048 columns 63.1 µs, so half the
+#   bytes take nearly as long. What both widths have in common is the queue:
+#   4096 additions arrive at each sum. At 1024 columns, that is one every 13
+#   ns.
 # - **Atomics** could reach 85% to 96%. At 1024 columns they reach 52%. 528
 #   programs queue up there, and if an addition takes 13 ns, the queue takes
 #   7.1 µs. That is a lot next to the 9.9 µs of the whole copy. At 12288
@@ -1522,7 +1528,8 @@ check(layer_norm, *shape, torch.float16)
 # additions queue up in one place.
 # The stub below is ``_atomic_add``, which adds everything to buffer 0. Change
 # it in the script or the notebook, and run that until it prints ``right:
-# True``. (Below that line it prints the same for our solution.)
+# True``. (The list of right buffers that comes after this line is that of our
+# solution.)
 #
 # **Hint 1.** Only an address has to change. How does ``_store`` find the
 # buffer of its program?

@@ -882,12 +882,13 @@ report(bench_lanes_backward)
 
 # %%
 # **What the figure shows.**
-# Above 8192 columns they do. We divide the speed with chunks by that with one
-# tile, both with three stages where that is possible. On the H100 it is 1.18
-# at 8704 columns and 1.11 at 10240, where chunks have 10240 lanes and the tile
-# has 16384 of them. It is 1.03 at 4608 columns and 1.02 at 5120, where it is
-# 6144 lanes against 8192 lanes. And it is 1.03, 1.00 and 1.00 at 2560, 6656
-# and 8192 columns, where both have the same number of lanes.
+# Yes, above 8192 columns. Let's divide the speed with chunks by that with one
+# tile, both with three stages where that is possible, and call it the gain. On
+# the H100 it is 1.18 at 8704 columns and 1.11 at 10240, where chunks have
+# 10240 lanes and the tile has 16384 of them. It is 1.03 at 4608 columns and
+# 1.02 at 5120, where it is 6144 lanes against 8192 lanes. And it is 1.03, 1.00
+# and 1.00 at 2560, 6656 and 8192 columns, where both have the same number of
+# lanes.
 # On the H200 chunks gain more above 8192 columns: it is 1.43 at 8704 columns
 # and 1.30 at 10240. It is 1.07 at 2560 columns, 1.03 and 1.03 at 4608 and
 # 5120, and 1.00 and 1.01 at 6656 and 8192.
@@ -947,23 +948,27 @@ report(bench_lanes_backward)
 #   has at least 4 warps, or 2 where a row has up to 3 KB: each warp has little
 #   to do in a narrow row, and in a sum all of them wait for the last.
 # - **Rows.** If a row is narrower than what the warps load with one
-#   instruction, a chunk takes as many rows as fit. Up to 2 KB it takes twice
-#   as many, so that more bytes are in flight before the program waits for its
-#   sums.
-# - **Policy.** Up to 6 KB, caches are told to give up ``x`` first.
-# - **Registers.** An SM has 65536 of them, and a thread gets a multiple of 8.
-#   At 8704 columns the compiler takes 64 for each thread, so four programs of
-#   256 threads fit. At 15872 columns it takes 127, and two fit. Their rows are
-#   62 KB, so a third one would gain little. From 16392 columns on, a program
-#   has 16 warps. Up to 20480 columns the compiler takes 64, and two programs
-#   fit. At 24576 columns it would take 88, and a single one would fit, so
-#   nothing would be in flight while that adds up its row. With ``maxnreg=64``
-#   we allow 64: two fit, and a thread spills 8 bytes. In wider rows a thread
-#   would spill 80 bytes or more, so we set no limit.
+#   instruction, a chunk takes as many rows as fit. With rows of up to 2 KB it
+#   takes twice as many, so that more bytes are in flight before the program
+#   waits for its sums.
+# - **Policy.** If rows have up to 6 KB, caches are told to give up ``x``
+#   first.
+# - **Registers.** We limit them only from 20488 to 24576 columns in 16 bits,
+#   so that two programs fit on an SM and not one.
+#   An SM has 65536 registers, and a thread gets a multiple of 8. At 8704
+#   columns the compiler takes 64 for each thread, so four programs of 256
+#   threads fit. At 15872 columns it takes 127, and two fit. Their rows are 62
+#   KB, so a third one would gain little.
+#   From 16392 columns on, a program has 16 warps. Up to 20480 columns the
+#   compiler takes 64, and two programs fit. At 24576 columns it would take 88,
+#   and a single one would fit, so nothing would be in flight while that adds
+#   up its row. With ``maxnreg=64`` we allow 64: two fit, and a thread spills 8
+#   bytes. In wider rows a thread would spill 80 bytes or more, so we set no
+#   limit.
 #
 # The lanes follow from the hardware, and to count registers we only have to
-# compile. The limits of 2, 3 and 6 KB we had to measure: they are where one
-# plan became faster than the other when we tried both.
+# compile. But the limits of 2, 3 and 6 KB had to be measured: there one plan
+# became faster than the other when we tried both.
 
 
 def tile_of(N, itemsize, warps, loads=1):
@@ -1458,10 +1463,10 @@ report(bench_backward)
 # can hold all of them, so it must lose time to something else too, which we
 # have not looked for.
 #
-# What do we lose to the copy? Let's subtract its time from ours. At 1024
-# columns we take 3.3 µs longer, at 4608 columns 5.7 µs, and at 10240 columns
-# 9.2 µs. All six widths lie within half a microsecond of a straight line: 2.7
-# µs, and 0.66 µs more for each 1024 columns.
+# What do we lose to the copy? Let's subtract its time from ours, first on the
+# H100. At 1024 columns we take 3.3 µs longer, at 4608 columns 5.7 µs, and at
+# 10240 columns 9.2 µs. All six widths lie within half a microsecond of a
+# straight line: 2.7 µs, and 0.66 µs more for each 1024 columns.
 # On the H200 we take 3.8, 6.4 and 8.9 µs longer than the copy at these three
 # widths, and the widths between lie above a straight line, by up to 0.8 µs.
 #
@@ -1634,7 +1639,7 @@ report(bench_warps_backward)
 
 # %%
 # **What the figures show.**
-# In the tables, the first column is the formula.
+# In the tables, the column "Triton" is the formula.
 # Forward, on the H100, it reaches 83% to 97% of a copy at these widths, half
 # the warps reach 79% to 93%, and twice the warps reach 81% to 97%. Here the
 # formula loses: twice the warps are 1% faster at 3328 columns, and 3% at 5888.
@@ -1652,9 +1657,9 @@ report(bench_warps_backward)
 # so there the formula wins at all four.
 #
 # **Why half the warps can be a disaster.**
-# At 9984 columns half the warps are slower by a factor of 23. Our table said
-# so: the lanes of a thread would take 280 registers, and it can have at most
-# 255.
+# Let's look at the H100, backward. At 9984 columns half the warps are slower
+# by a factor of 23. The table that we computed had warned us: the lanes of a
+# thread would take 280 registers, and it can have at most 255.
 # Then the compiler does worse than spill the rest. In the compiled kernel a
 # thread has only 32 registers, and keeps 2336 bytes in memory. For 128 threads
 # that is 299 KB, and they come and go with each row, whose ``x``, ``dy`` and
@@ -1673,15 +1678,15 @@ report(bench_warps_backward)
 # there are three stages. There, twice the warps lose least.
 #
 # **And forward?**
-# There, a thread keeps only ``x``, so with half the warps nothing is spilled
-# either. At 9984 columns a thread has 127 registers then, and 64 with the
-# formula, but it is four programs that fit on an SM in both cases, and their
-# rows are 80 KB. So half the warps are no disaster here: they reach 93% there,
-# and the formula 97%.
-# Twice the warps have two programs of 16 warps on an SM. Their rows are only
-# 40 KB, and more warps wait for each other in each sum. They are 5% slower
-# there. We do not know why they are faster at 3328 and 5888 columns, nor why
-# half the warps are slower at every width.
+# There, a thread keeps only ``x``, so with half the warps nothing is spilled.
+# At 9984 columns a thread has 127 registers then, and 64 with the formula. But
+# in both cases four programs fit on an SM, and their rows are 80 KB. So half
+# the warps are no disaster here: on the H100, they reach 93% there, and the
+# formula 97%.
+# With twice the warps, two programs of 16 warps fit on an SM. Their rows are
+# only 40 KB, and more warps wait for each other in each sum. They are 5%
+# slower there. We do not know why they are faster at 3328 and 5888 columns,
+# nor why half the warps are slower at every width.
 #
 # **What follows.**
 # Count registers before you choose warps: the count shows where a plan becomes
@@ -1713,7 +1718,9 @@ report(bench_warps_backward)
 # A row of 13 columns in chunks of 8 then has the columns 0 to 7 and 5 to 12.
 # But columns 5, 6 and 7 are in both chunks, and in a sum each column must
 # count once. The stub below adds them up twice, and finds 16 ones in a row
-# of 13. Mend it.
+# of 13. Mend it in the script or the notebook, and run that until it prints
+# ``right: True``. (The line of sums that comes after it is that of our
+# solution.)
 #
 # **Hint 1.** Chunk ``c`` would begin at ``c * CHUNK`` if it were not moved.
 # Which of its columns were already in the chunk before it?

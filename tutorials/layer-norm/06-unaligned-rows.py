@@ -67,7 +67,7 @@ import functools
 #
 # - Row 0 begins at element 0, which is the start of a group.
 # - Row 1 begins at element 13. That is 5 elements after the start of a group.
-# - Row 2 begins at element 26, which is 2 elements after one.
+# - Row 2 begins at element 26. That is 2 elements after the start of a group.
 # - Row 8 begins at element 104 = 13 × 8, at the start of a group again.
 #
 # We call this distance the *shift* of a row. The picture shows in which groups
@@ -450,14 +450,16 @@ bench_reading.run(show_plots=ON_GPU)
 # out which sectors are asked for, ask L2 for those that it does not have, and
 # hand out the numbers to the threads.
 #
-# The sum takes 15.5 µs with 16 requests a row, 15.9 µs with 64, and 18.6 µs
-# with 127. An SM has 31 of the 4096 rows, so the last step is 63 × 31 = 1953
-# more requests for each SM, and each of them adds 1.4 ns on average.
+# How much does a single one cost? Let's take the H100. The sum takes 15.5 µs
+# with 16 requests a row, 15.9 µs with 64, and 18.6 µs with 127. An SM has 31
+# of the 4096 rows, so the step from 64 to 127 is 63 × 31 = 1953 more requests
+# for each SM, and each of them adds 1.4 ns on average.
 # On the H200 the three take 12.1 µs, 12.4 µs and 15.6 µs, and each of the last
 # requests adds 1.6 ns.
-# The first 48 more requests add far less. While L1 works on one request, DRAM
-# delivers what others have asked for, and L1's work is hidden as long as DRAM
-# takes longer. We have not found out which part of that work takes the time.
+# The step before, from 16 to 64 requests a row, adds far less. While L1 works
+# on one request, DRAM delivers what others have asked for, and L1's work is
+# hidden as long as DRAM takes longer. We have not found out which part of that
+# work takes the time.
 #
 # **What follows.**
 # It is the requests that make an odd width slow, and not the bytes. As long as
@@ -1033,9 +1035,9 @@ report(bench_forward)
 # that are no multiple of 8. The lowest is that at 10231 columns; we have not
 # found out why.
 #
-# From column 0, narrower loads cost more. The kernel reaches
-# 89% of a copy at 4100 columns, where a thread takes 8 bytes, 81% at 4098,
-# where it takes 4, and 60% at 4097, where it takes 2.
+# From column 0, narrower loads cost more. The kernel reaches 89% of a copy at
+# 4100 columns, where a thread takes 8 bytes, 81% at 4098, where it takes 4,
+# and 60% at 4097, where it takes 2.
 # So at 4100 columns groups gain nothing: they reach 88% there. At the four
 # other widths they are 1.1 to 1.9 times as fast.
 #
@@ -1060,8 +1062,9 @@ report(bench_forward)
 # alike, and each of them requests a whole row before it can add it up.
 # The difference is the number of requests. At 4097 columns, from column 0,
 # ``x``, ``w``, ``b`` and ``y`` take 129 requests each, so a program has 516
-# requests for its row. In groups of 8 bytes it has 33 for ``x``, 33 for ``y``
-# and a few for the ends of the row. ``w`` and ``b`` are in registers already.
+# requests for its row. In groups, our plan lets a thread take 8 bytes, half a
+# group, and a program has 33 requests for ``x``, 33 for ``y`` and a few for
+# the ends of the row. ``w`` and ``b`` are in registers already.
 # At 4100 columns a thread takes 8 bytes in either case, so groups make the
 # loads of ``x`` no wider there.
 #
@@ -1642,7 +1645,9 @@ report(bench_backward)
 # of 8.
 #
 # How far apart are the nearest rows with the same shift? Write it as a formula
-# of ``N``; the stub below always answers 8.
+# of ``N``; the stub below always answers 8. Change it in the script or the
+# notebook, and run that until it prints the same line twice: the second one is
+# that of our solution.
 #
 # **Hint 1.** Row ``d`` has the shift of row 0 if ``d * N`` is a multiple of 8.
 # Which ``d`` is the smallest, for N = 13, 14, 20 and 24?
