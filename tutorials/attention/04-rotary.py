@@ -80,10 +80,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Rotary embedding takes two numbers of a query as a point in a plane, and
 # turns this point around the origin. The further back a token stands, the
 # further it turns. Here is the point (2, 0), turned by 90 degrees for each
-# position::
-#
-#     position      0         1         2         3
-#     point      (2, 0)    (0, 2)   (-2, 0)    (0, -2)
+# position: it is at (2, 0) at position 0, at (0, 2) at position 1, at (-2, 0)
+# at position 2, and at (0, -2) at position 3.
 #
 # Keys are turned in the same way. What happens to a score then?
 

@@ -1048,7 +1048,7 @@ report(bench_forward)
 #
 # On the H200 our kernel reaches 74% of a copy at 4096 columns, 84% at 4097,
 # and 75% to 84% at the five widths that are no multiple of 8. There, one
-# column more even helps, because our plan for 4096 columns is not the best one
+# more column even helps, because our plan for 4096 columns is not the best one
 # on this card. It requests nothing ahead, and the best of the four plans from
 # column 0, with other warps or with rows requested ahead, reaches 88%. From
 # column 0, the kernel reaches 82% at 4100 columns, 70% at 4098, and 45% at

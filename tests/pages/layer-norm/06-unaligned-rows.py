@@ -187,7 +187,7 @@ def on_the_other_card(figure):
     best = forward.share("unshifted", 4096)
     assert best > 1.15 * forward.share("triton", 4096)
     yield (
-        "There, one column more even helps, because our plan for 4096 columns "
+        "There, one more column even helps, because our plan for 4096 columns "
         "is not the best one on this card. It requests nothing ahead, and the "
         "best of the four plans from column 0, with other warps or with rows "
         f"requested ahead, reaches {best}%."
