@@ -2055,6 +2055,11 @@ for way, norm in WAYS.items():
 # Does that go well with our ways? We start two processes, *ranks*, on the CPU,
 # which talk to each other by *gloo*, and let each have one half of a batch.
 # The gradients must be those of the whole batch in a single process.
+#
+# On the CPU our kernels run in Triton's interpreter, whatever GPU there is.
+# That of Triton 3.6 and earlier cannot run the loop of our backward pass with
+# NumPy 2.4 or later. Where the two meet we start no ranks, and the line below
+# says so.
 
 # %%
 
@@ -2173,9 +2178,31 @@ def written(folder):
 
 # Scaffold: two processes, which import what the page defines.
 
+import numpy
+
+
+def major_minor(package):
+    """Of 3.6.0 it is (3, 6)."""
+    return tuple(map(int, package.__version__.split(".")[:2]))
+
+
+def interpreter_runs_loops():
+    """Whether Triton's interpreter can count the turns of a loop.
+
+    Before Triton 3.7 it takes an array with one number for that number, and
+    from 2.4 on NumPy refuses to.
+    """
+    return major_minor(triton) >= (3, 7) or major_minor(numpy) < (2, 4)
+
 
 def said_by_ranks():
     """What rank 0 prints."""
+    if not interpreter_runs_loops():
+        return (
+            f"not tried: the interpreter of Triton {triton.__version__} "
+            f"cannot run our loop with NumPy {numpy.__version__}, only with "
+            "an earlier one than 2.4"
+        )
     with tempfile.TemporaryDirectory() as folder:
         place = os.path.join(folder, "ranks")
         ranks = []

@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -581,6 +582,33 @@ def test_exercise(page):
     for fault in (strides, types, rows):
         with contextlib.redirect_stdout(None):
             assert not page.exercise_1(fault)
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.6.0+git1", "2.10.1", False),
+        ("3.7.0", "2.5.5", True),
+        ("3.10.0", "2.5.5", True),
+    ],
+)
+def test_ranks_that_cannot_run_a_loop_are_not_started(
+    page, monkeypatch, triton, numpy, runs
+):
+    """Nor does a page end there that has a GPU, and could go on."""
+    for name, version in (("triton", triton), ("numpy", numpy)):
+        package = types.SimpleNamespace(__version__=version)
+        monkeypatch.setattr(page, name, package)
+    monkeypatch.setattr(page.subprocess, "Popen", None)
+    assert page.interpreter_runs_loops() == runs
+    if not runs:
+        said = page.said_by_ranks()
+        assert said.startswith(
+            f"not tried: the interpreter of Triton {triton}"
+        )
+        assert f"NumPy {numpy}" in said
 
 
 @pytest.mark.cpu
