@@ -63,6 +63,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 from unittest import mock
 
 # %%
@@ -1396,7 +1397,14 @@ def block_of(norm, compiled):
 
     if not compiled:
         return function
-    return torch.compile(function, dynamic=False)
+    # torch.compile keeps eight forms of a code. Of the ninth it warns, and
+    # runs it as it is: so each block is compiled from a copy of its own.
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        closure=function.__closure__,
+    )
+    return torch.compile(copy, dynamic=False)
 
 
 @functools.cache

@@ -737,6 +737,23 @@ def test_graph_breaks(page):
         assert counted == (version == (2, 11))
 
 
+def test_each_block_is_compiled(page, monkeypatch):
+    """Also the ninth, of whose code torch.compile would keep no more."""
+    seen = []
+
+    def look(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    by_look = functools.partial(torch.compile, backend=look)
+    monkeypatch.setattr(torch, "compile", by_look)
+    for N in range(8, 18):
+        x, w, _ = page.inputs(2, N, SINGLE)
+        page.block_of(page.by_custom_op, compiled=True)(x, x, w)
+    assert len(seen) == 10
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_a_block_is_right_when_it_is_compiled(page, way):
