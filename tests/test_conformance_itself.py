@@ -10,6 +10,8 @@ from conformance import (
     CrossEntropy,
     LayerNorm,
     LayerNormCase,
+    Linear,
+    LinearCase,
     RmsNorm,
     Softmax,
     SoftmaxCase,
@@ -125,6 +127,29 @@ def test_one_element_of_attention_shows(dtype, fault):
         wrong = found | {name: whole.clone()}
         fault(wrong[name].view(-1)[-30:])
         with pytest.raises(AssertionError, match=rf"{name}: (error|inf)"):
+            operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, SINGLE])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_one_element_of_a_linear_layer_shows(activation, dtype, fault):
+    case = LinearCase(lead=(60,), outs=50, dtype=dtype, activation=activation)
+    operation, found = Linear(), {}
+    tensors = operation.tensors(case, CPU)
+    for _ in "twice":  # the slope of ReLU belongs to y
+        empty = {"y": torch.zeros_like(tensors["dy"])}
+        expected = operation.exact(case, tensors, found or empty)
+        found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        wrong = found | {name: whole.clone()}
+        flat = wrong[name].view(-1)
+        some = flat.nonzero()[-30:, 0]  # ReLU has many zeros
+        part = flat[some]
+        fault(part)
+        flat[some] = part
+        with pytest.raises(AssertionError, match=r": (error|inf)"):
             operation.judge(case, tensors, wrong)
 
 
