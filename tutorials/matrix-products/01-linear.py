@@ -94,13 +94,12 @@ print(y)
 # below 0.
 #
 # We call the number of tokens ``M``, that of old features ``K``, and that of
-# new ones ``N``. Without the activation, PyTorch's ``F.linear(x, w, b)``
-# computes this.
+# new ones ``N``. PyTorch says ``in_features`` and ``out_features`` for the
+# last two. Without the activation, PyTorch's ``F.linear(x, w, b)`` computes
+# this.
 #
 # Why tiles?
 # ----------
-#
-# What limits a product of matrices?
 #
 # A sum of ``K`` products counts as 2 ``K`` operations: a multiplication and an
 # addition each. There are ``M`` × ``N`` sums, so the layer takes 2 · ``M`` ·
@@ -195,8 +194,8 @@ plt.show()
 
 # %%
 # The orange tiles are those of the second step. A row of ``w`` belongs to a
-# new feature, so the program needs the tile of ``w`` turned: its addresses
-# below have old features down and new ones across.
+# new feature, so the program needs the tile of ``w`` *transposed*: its
+# addresses below have old features down and new ones across.
 #
 # ``tl.dot(x, w, sums)`` multiplies two tiles like ``@`` in PyTorch, and adds
 # the product to ``sums``. It uses the *Tensor Cores*, of which each streaming
@@ -244,7 +243,7 @@ def _one_tile(
     feature = column * TILE_N + tl.arange(0, TILE_N)
     old = tl.arange(0, TILE_K)
 
-    # Addresses of the first tiles: x as it lies, w turned. M * K may pass
+    # Addresses of the first tiles: x as it lies, w transposed. M * K may pass
     # 2**31, so they are 64-bit numbers.
     x_at = x_ptr + token.to(tl.int64)[:, None] * K + old[None, :]
     w_at = w_ptr + feature.to(tl.int64)[None, :] * K + old[:, None]
@@ -469,15 +468,14 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # Which tile comes next?
 # ----------------------
 #
-# Does it matter in which order the tiles of ``y`` are computed?
-#
-# It does, because programs that run at the same time share what they read. An
-# H200 has 132 SMs. Let a program run on each of them, with tiles of 128 × 128,
-# and let there be 14336 new features, which are 112 columns of tiles. Row by
-# row, the 132 programs have the tiles of one row and the beginning of the
-# next. They read 2 rows of tiles of ``x`` and all 112 of ``w``.
-# In *groups* of 8 rows they take the first column of 8 tiles, then the second
-# one, and so on. They read 8 rows of tiles of ``x``, and 17 of ``w``.
+# The order in which the tiles of ``y`` are computed makes a difference,
+# because programs that run at the same time share what they read. An H200 has
+# 132 SMs. Let a program run on each of them, with tiles of 128 × 128, and let
+# there be 14336 new features, which are 112 columns of tiles. Row by row, the
+# 132 programs have the tiles of one row and the beginning of the next. They
+# read 2 rows of tiles of ``x`` and all 112 of ``w``. In *groups* of 8 rows
+# they take the first column of 8 tiles, then the second one, and so on. They
+# read 8 rows of tiles of ``x``, and 17 of ``w``.
 
 # %%
 
@@ -658,8 +656,8 @@ bench_hits.run(show_plots=ON_GPU)
 # and its slope, which the backward pass needs. ReLU is short. SiLU is
 # :math:`z \, \sigma(z)` with the sigmoid :math:`\sigma`. The form of GELU
 # that PyTorch calls ``approximate="tanh"`` is :math:`z \, \sigma(u)` with
-# :math:`u = \sqrt{8 / \pi} \, (z + 0.044715 \, z^3)`. The sigmoid is the
-# short one of that page.
+# :math:`u = \sqrt{8 / \pi} \, (z + 0.044715 \, z^3)`. We take the
+# short sigmoid of that page.
 
 # %%
 
@@ -709,8 +707,8 @@ def _relu(z):
 
 @triton.jit
 def _gelu(z):
-    # At 30 the sigmoid is 1, and at -30 it is 0, the smallest number of
-    # float32 being much larger. Without a limit the cube could overflow.
+    # From 30 on the sigmoid is 1, and below -30 it is less than the smallest
+    # number of float32, so 0. Without these limits the cube could overflow.
     near = tl.minimum(tl.maximum(z, -30.0), 30.0)
     square = near * near
     # u, and its derivative times z. 2 sqrt(2 / pi) is 1.5957..., and times
@@ -761,17 +759,17 @@ def _epilogue(
 # %%
 # And this is the kernel that we keep. It multiplies any two matrices, ``a`` of
 # (M, K) and ``b`` of (K, N), because the backward pass will need other
-# products than ``x @ w.T``. Each of them may lie in memory *turned*, as ``w``
-# does: then the descriptor is that of the other matrix, whose rows are our
-# columns, and ``.T`` turns a tile. That costs nothing in 16 bits. The tile
+# products than ``x @ w.T``. Each of them may lie in memory transposed, as
+# ``w`` does: then the descriptor is that of the other matrix, whose rows are
+# our columns, and ``.T`` turns a tile. That costs nothing in 16 bits. The tile
 # stays where it is in shared memory, and Tensor Cores of an H200 can read it
 # either way.
 
 
 @triton.jit
-def _load(desc, row, column, TURNED: tl.constexpr):
+def _load(desc, row, column, TRANSPOSED: tl.constexpr):
     """The tile of a matrix that begins there, however the matrix lies."""
-    if TURNED:
+    if TRANSPOSED:
         return desc.load([column, row]).T
     else:
         return desc.load([row, column])
@@ -779,8 +777,8 @@ def _load(desc, row, column, TURNED: tl.constexpr):
 
 @triton.jit
 def _product(
-    a_desc,  # (M, K) in tiles of TILE_M and TILE_K; turned, (K, M)
-    b_desc,  # (K, N) in tiles of TILE_K and TILE_N; turned, (N, K)
+    a_desc,  # (M, K) in tiles of TILE_M and TILE_K; transposed, (K, M)
+    b_desc,  # (K, N) in tiles of TILE_K and TILE_N; transposed, (N, K)
     c_desc,  # (M, N) in what is stored at a time; or None
     c_ptr,  # (PARTS, M, N), contiguous, if there is no descriptor
     bias_ptr,  # (N,), or None
@@ -789,8 +787,8 @@ def _product(
     N,
     K,
     ACT: tl.constexpr,  # the activation, or None
-    A_TURNED: tl.constexpr,
-    B_TURNED: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -826,8 +824,8 @@ def _product(
 
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
         for k in tl.range(begin, end, TILE_K, num_stages=STAGES):
-            a = _load(a_desc, row, k, A_TURNED)
-            b = _load(b_desc, k, column, B_TURNED)
+            a = _load(a_desc, row, k, A_TRANSPOSED)
+            b = _load(b_desc, k, column, B_TRANSPOSED)
             sums = tl.dot(a, b, sums, input_precision=PRECISION)
 
         # Each part has its own matrix of results.
@@ -858,7 +856,7 @@ def _product(
 # ``PARTS`` is for few tokens, and is 1 until then.
 #
 # On the host, ``product(a, b, c)`` fills ``c`` with ``a @ b``. It finds out by
-# the strides whether a matrix lies turned: those of ``w.T`` say so.
+# the strides whether a matrix lies transposed: those of ``w.T`` say so.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -875,7 +873,7 @@ SHARED = shared_memory()
 
 
 def descriptor(t, rows, columns):
-    """A descriptor in tiles of such a shape, and whether it is turned."""
+    """A descriptor in tiles of such a shape, and whether it is transposed."""
     if t.stride(1) == 1:
         return TensorDescriptor.from_tensor(t, [rows, columns]), False
     return TensorDescriptor.from_tensor(t.T, [columns, rows]), True
@@ -896,8 +894,8 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
     width = plan["TILE_N"]
     if plan["HALVES"]:
         width //= 2
-    a_desc, a_turned = descriptor(a, plan["TILE_M"], plan["TILE_K"])
-    b_desc, b_turned = descriptor(b, plan["TILE_K"], plan["TILE_N"])
+    a_desc, a_transposed = descriptor(a, plan["TILE_M"], plan["TILE_K"])
+    b_desc, b_transposed = descriptor(b, plan["TILE_K"], plan["TILE_N"])
     c_desc = None
     if plan["PARTS"] == 1 and lies_in_rows(c):
         c_desc, _ = descriptor(c, plan["TILE_M"], width)
@@ -919,8 +917,8 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
         N=N,
         K=K,
         ACT=act,
-        A_TURNED=a_turned,
-        B_TURNED=b_turned,
+        A_TRANSPOSED=a_transposed,
+        B_TRANSPOSED=b_transposed,
         GROUP=8,
         **plan,
     )
@@ -1595,12 +1593,12 @@ with torch.no_grad():
 #
 # Do we need new kernels for ``dx`` and ``dw``?
 #
-# We don't. The three products differ in which matrix lies turned, and in what
-# is long:
+# We don't. The three products differ in which matrix lies transposed, and in
+# what is long:
 #
-# - **y = x @ w.T** adds up over old features. The right matrix is turned.
-# - **dx = dz @ w** adds up over new features. No matrix is turned.
-# - **dw = dz.T @ x** adds up over tokens. The left matrix is turned.
+# - **y = x @ w.T** adds up over old features. The right matrix is transposed.
+# - **dx = dz @ w** adds up over new features. No matrix is transposed.
+# - **dw = dz.T @ x** adds up over tokens. The left matrix is transposed.
 #
 # So ``product(dz, w, dx)`` and ``product(dz.T, x, dw)`` are all that it takes.
 # We measure the three of them, each beside cuBLAS.
@@ -1809,13 +1807,13 @@ CHAINS = {
 def _first_columns(
     dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
     saved_desc,  # as dy_desc; or None: then dz is dy
-    w_desc,  # (N, K) in tiles of TILE_N and TILE_K; turned, (K, N)
+    w_desc,  # (N, K) in tiles of TILE_N and TILE_K; transposed, (K, N)
     dz_desc,  # as dy_desc, or None
     dx_desc,  # (M, K) in tiles of TILE_M and TILE_K / 2
     sums_ptr,  # (rows of tiles, N): parts of db; or None
     N,  # new features
     CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
-    W_TURNED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr,
     COLUMNS: tl.constexpr,  # columns of tiles of dx
     TILE_M: tl.constexpr,  # tokens of a program
     TILE_N: tl.constexpr,  # new features of a step
@@ -1835,7 +1833,7 @@ def _first_columns(
         if saved_desc is not None:
             saved = saved_desc.load([row * TILE_M, n])
             dz = CHAIN(dz, saved).to(dy_desc.dtype)
-        w = _load(w_desc, n, column * TILE_K, W_TURNED)
+        w = _load(w_desc, n, column * TILE_K, W_TRANSPOSED)
         dx = tl.dot(dz, w, dx)
 
         # Is this tile ours to store and to add up?
@@ -1954,7 +1952,7 @@ def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
         dz_desc, _ = descriptor(dz, tile_m, tile_n)
     sums = new_sums(rows, dz, wants_db)
     dy_desc, _ = descriptor(dy, tile_m, tile_n)
-    w_desc, w_turned = descriptor(w, tile_n, tile_k)
+    w_desc, w_transposed = descriptor(w, tile_n, tile_k)
     dx_desc, _ = descriptor(dx, tile_m, tile_k // 2)
     # Two left operands in a stage, and room for a half of dx or a tile of dz.
     stage = (2 * tile_m + tile_k) * tile_n * dy.itemsize
@@ -1968,7 +1966,7 @@ def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
         sums_ptr=sums,
         N=N,
         CHAIN=chain,
-        W_TURNED=w_turned,
+        W_TRANSPOSED=w_transposed,
         COLUMNS=columns,
         TILE_M=tile_m,
         TILE_N=tile_n,
@@ -2034,19 +2032,19 @@ def backward(dy, x, w, saved, chain, wants, first=FIRST_COLUMNS):
 #
 # It needs a function that saves the right matrices and checks its arguments.
 # Layouts are the other thing. A descriptor wants the numbers of a row side by
-# side, and each row at a multiple of 16 bytes. A matrix that lies turned is
-# fine as well. Whatever else comes is copied first: a matrix of every second
-# number, say, or one whose rows have 37 numbers of 2 bytes. The copy has
-# longer rows, whose ends are never read.
+# side, and each row at a multiple of 16 bytes. A matrix that lies transposed
+# is fine as well. Whatever else comes is copied first: a matrix of every
+# second number, say, or one whose rows have 37 numbers of 2 bytes. The copy
+# has longer rows, whose ends are never read.
 
 # %%
 
 # Scaffold: layouts, and which arguments are taken.
 
 
-def for_descriptors(t, turned_too=True):
+def for_descriptors(t, transposed_too=True):
     """The matrix, or a copy of it in a layout that a descriptor takes."""
-    if lies_in_rows(t) or (turned_too and lies_in_rows(t.T)):
+    if lies_in_rows(t) or (transposed_too and lies_in_rows(t.T)):
         return t
     return padded(*t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
@@ -2141,9 +2139,9 @@ class _Linear(torch.autograd.Function):
         x, w, saved = ctx.saved_tensors
         if w is None:
             w = dy.new_empty(N, K)  # for its shape alone
-        dy = for_descriptors(dy, turned_too=False)
+        dy = for_descriptors(dy, transposed_too=False)
         if saved is not None:
-            saved = for_descriptors(saved, turned_too=False)
+            saved = for_descriptors(saved, transposed_too=False)
         chain = CHAINS[ctx.activation]
         return *backward(dy, x, w, saved, chain, wants), None, None
 

@@ -664,11 +664,11 @@ PAGE = Page(
 )
 
 
-def test_turned_matrices_are_taken_as_they_lie(page):
+def test_transposed_matrices_are_taken_as_they_lie(page):
     t = torch.zeros(24, 40, dtype=HALF, device=page.DEVICE)
     assert page.for_descriptors(t) is t
-    turned = t.T
-    assert page.for_descriptors(turned) is turned
+    transposed = t.T
+    assert page.for_descriptors(transposed) is transposed
     part = t[:, 8:32]
     assert page.for_descriptors(part) is part
     assert page.for_descriptors(t[:, 1:]) is not t
