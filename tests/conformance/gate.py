@@ -5,7 +5,6 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from conformance import bounds
 from conformance.bounds import Expected
 from conformance.memory import LAYOUTS
 from conformance.operation import (

@@ -1540,11 +1540,11 @@ bench_memory.run(show_plots=ON_GPU)
 # before it writes?
 #
 # For one element of ``y`` a program needs the gate and the up projection of
-# the same token and the same feature. So it computes two tiles at once: one with
-# ``TILE_N`` rows of the gate's part of the weight, and one with the same rows
-# of the other part. Both need the same tile of ``x``. When both sums are done,
-# they are in registers, and so is all that the gate needs. What stands behind
-# the sums of a product is called its *epilogue*.
+# the same token and the same feature. So it computes two tiles at once: one
+# with ``TILE_N`` rows of the gate's part of the weight, and one with the same
+# rows of the other part. Both need the same tile of ``x``. When both sums are
+# done, they are in registers, and so is all that the gate needs. What stands
+# behind the sums of a product is called its *epilogue*.
 #
 # Let's count the matrices of ``M`` × ``N`` numbers that move.
 #
@@ -1671,7 +1671,7 @@ def plan_product(dtype):
     """Tiles of the product, and stages for the shared memory that is there."""
     if SHARED < 200_000:
         # Without a TMA, threads compute an address for each number.
-        tile_m, tile_n, tile_k, warps = 64, 64, 32, 4
+        tile_m, tile_n, tile_k, warps = 64, 64, 32, 8
     else:
         tile_m, tile_n, tile_k, warps = 128, 128, 64, 8
     stage = (tile_m + 2 * tile_n) * tile_k * dtype.itemsize
