@@ -342,7 +342,9 @@ for name, given in (
 # <../layer-norm/01-layer-norm.html>`_, which explains it. The ceiling is a
 # kernel that moves as much as we must, and computes hardly anything: it reads
 # two matrices, adds them up, and writes one. We call it a copy, as on the
-# other pages.
+# other pages. Beside PyTorch and torch.compile we measure `Liger
+# <https://github.com/linkedin/Liger-Kernel>`_, a library of kernels in Triton,
+# where it is installed.
 
 # %%
 
