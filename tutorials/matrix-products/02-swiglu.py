@@ -177,9 +177,9 @@ def _gelu(x):
 
 # %%
 # Many models have the other form of GELU, which PyTorch calls
-# ``approximate="tanh"``. It is :math:`x \, \sigma(u)` with :math:`u = \sqrt{8
+# ``approximate="tanh"``. It is :math:`x \, \sigma(v)` with :math:`v = \sqrt{8
 # / \pi} \, (x + 0.044715 \, x^3)`. The cube must not overflow. Below -30 the
-# sigmoid is 0 in float64, too, and above 30 it is 1, so we compute ``u`` at
+# sigmoid is 0 in float64, too, and above 30 it is 1, so we compute ``v`` at
 # the nearest number between these two.
 
 
@@ -187,12 +187,12 @@ def _gelu(x):
 def _gelu_tanh(x):
     near = tl.minimum(tl.maximum(x, -30.0), 30.0)
     square = near * near
-    # u, and its derivative times x. 2 sqrt(2 / pi) is 1.5957..., and times
+    # v, and its derivative times x. 2 sqrt(2 / pi) is 1.5957..., and times
     # 0.044715 it is 0.0713...; three times that is 0.2140...
-    u = near * (1.5957691216057308 + 0.07135481627260025 * square)
-    du = near * (1.5957691216057308 + 0.21406444881780076 * square)
-    sigmoid = _sigmoid(u)
-    return x * sigmoid, sigmoid * (1 + du * (1 - sigmoid))
+    v = near * (1.5957691216057308 + 0.07135481627260025 * square)
+    dv = near * (1.5957691216057308 + 0.21406444881780076 * square)
+    sigmoid = _sigmoid(v)
+    return x * sigmoid, sigmoid * (1 + dv * (1 - sigmoid))
 
 
 # %%

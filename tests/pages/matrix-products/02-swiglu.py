@@ -685,7 +685,7 @@ PAGE = Page(
             "near = x",
         ),
         "the slope of GELU lacks a term": (
-            "return x * sigmoid, sigmoid * (1 + du * (1 - sigmoid))",
+            "return x * sigmoid, sigmoid * (1 + dv * (1 - sigmoid))",
             "return x * sigmoid, sigmoid",
         ),
         "tanh is not asked for": (
