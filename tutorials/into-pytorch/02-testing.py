@@ -534,7 +534,72 @@ def norm_of(forward, backward):
     return norm
 
 
-ours = norm_of(forward, backward)
+OURS = norm_of(forward, backward)
+
+
+def ours(x, w):
+    return OURS(x, w)
+
+
+# %%
+# The function that users call has the arguments of PyTorch's and checks them
+# first.
+
+# %%
+
+# Scaffold: the function that users call, and which arguments it takes.
+
+
+def check_arguments(x, shape, weight, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "weight": weight}
+    wanted = {"x": x.shape[: x.dim() - len(shape)] + shape, "weight": shape}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        if tensor.device != x.device or tensor.device.type != DEVICE.type:
+            raise ValueError(
+                f"{name} is on {tensor.device}: all go on {DEVICE}"
+            )
+        if tensor.shape != wanted[name]:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, "
+                f"normalized_shape {tuple(shape)}"
+            )
+    # Triton starts a kernel on the current GPU, wherever its tensors are.
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: not the current one")
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+    N = 0
+    if len(shape) > 0:
+        N = shape.numel()
+    if not 0 < N <= MAX_COLUMNS:
+        raise ValueError(
+            f"normalized_shape has {N} columns: this page takes 1 to "
+            f"{MAX_COLUMNS}"
+        )
+
+
+def rms_norm(x, normalized_shape, weight=None, eps=None):
+    """x over its root mean square over the last dimensions, times weight."""
+    if isinstance(normalized_shape, int):
+        normalized_shape = [normalized_shape]
+    shape = torch.Size(normalized_shape)
+    if eps is None:
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        eps = torch.finfo(acc_dtype).eps
+    eps = float(eps)
+    check_arguments(x, shape, weight, eps)
+    if weight is None:
+        weight = x.new_ones(shape)
+    return OURS(x, weight, eps)
+
 
 # %%
 # A wrong gradient that trains
@@ -937,7 +1002,7 @@ print(f"{of_sizes.max():.1f} half units of the sizes of its terms")
 plt.figure(
     "Errors of sums against how much of the sizes of their terms is left. "
     "Relative to the value the error grows without end as less is left; "
-    "relative to the sizes of the terms it stays below one half unit",
+    "relative to the sizes of the terms it stays below three half units",
     figsize=(6.6, 3.4),
 )
 left = exact.abs() / sizes
@@ -1085,7 +1150,7 @@ for left, width, name, color in (
     (3, 5, "the tensor: NaN until it is written", "C0"),
     (8, 3, "band: 4096 x 255", "C1"),
 ):
-    plt.barh(0, width, 0.8, left + width / 2, color=color, alpha=0.5, ec="k")
+    plt.barh(0, width, 0.8, left, color=color, alpha=0.5, ec="k")
     plt.text(left + width / 2, 0, name, ha="center", va="center")
 plt.axis("off")
 plt.show()
@@ -1274,8 +1339,8 @@ FAULTS = {
 
 
 def loss_falls(norm):
-    losses = train(norm, 20)
-    assert losses[-1] < losses[0] / 4
+    losses = train(norm, 10)
+    assert losses[-1] < losses[0] / 2
 
 
 def gradcheck_agrees(norm):
@@ -1383,6 +1448,10 @@ table = {
 for place, name in enumerate(TESTS):
     count = sum(found[place] for found in table.values())
     print(f"{name}: finds {count} of {len(FAULTS)}")
+print()
+for fault, found in table.items():
+    names = [name for name, one in zip(TESTS, found, strict=True) if one]
+    print(f"{fault}: found by {', '.join(names) or 'no test'}")
 
 # %%
 
@@ -1404,9 +1473,9 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# "Shapes fit" finds nothing, and "loss falls" finds next to nothing. No column
-# but the last one finds all that can be found here, and some faults have a
-# single column that finds them.
+# "Shapes fit" and "loss falls" find nothing at all. gradcheck finds a single
+# fault, and "allclose" two. Some faults are found in one column only, apart
+# from the last one, which finds all but the race.
 #
 # **Why.**
 #
@@ -1560,11 +1629,12 @@ if wrong_runs.notna().all(axis=None):
 #   does not look at races between programs in global memory. So none of them
 #   finds "sums in one place".
 # - `triton-viz <https://github.com/Deep-Learning-Profiling-Tools/triton-viz>`_
-#   runs kernels on the CPU, and its sanitizer does not try addresses but
-#   solves for them: it asks whether any program could leave its tensor. We
-#   have run version 3.0 on "y without a mask". It names the store, the
-#   expression of its address, and a program and lane that leave the tensor. It
-#   has no tool for races.
+#   runs kernels on the CPU. Its sanitizer does not try addresses but solves
+#   for them: is there a program and a lane that leaves its tensor? We have run
+#   version 3.0 on our forward kernel. It has nothing to say of ours. Of "y
+#   without a mask" it names the line, the tensor, the range of its addresses,
+#   and an address outside of it. It computes no results, so it takes the place
+#   of the bands and not of the reference, and it has no tool for races.
 #
 # What is left for races is to read: for each store, ask which programs may
 # write this address, and for each load who has written it and why that is done
