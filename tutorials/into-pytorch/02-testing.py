@@ -147,9 +147,8 @@ print("y:", y.cpu().numpy().round(3), sep="\n")
 torch.testing.assert_close(y, pytorch(x, w))
 
 # %%
-# The kernel is the simplest one that is fast. A test costs nothing of that
-# speed, so let's see what there is to keep. The ceiling is a copy, which reads
-# one matrix and writes one.
+# Kernels are written because they are fast, so let's first see what there is to
+# keep. The ceiling is a copy, which reads one matrix and writes one.
 
 # %%
 
@@ -730,8 +729,8 @@ shapes_fit(without_c)
 print("the shapes of both fit")
 
 # %%
-# It finds a transposed result and a forgotten ``return``. Numbers it does not
-# look at.
+# This test finds a transposed result and a forgotten ``return``. It does not
+# look at the numbers, as long as they are finite.
 #
 # Finite differences
 # ------------------

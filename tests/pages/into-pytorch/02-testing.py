@@ -230,21 +230,17 @@ PAGE = Page(
             "tl.sum(x * x - x) / N",
         ),
         "the row sum dropped": (
-            "        tl.store(dx_ptr + at, (wdy - x_hat * c) * rstd, mask=mask)",
-            "        tl.store(dx_ptr + at, wdy * rstd, mask=mask)",
+            "wdy - x_hat * c) * rstd, mask",
+            "wdy) * rstd, mask",
         ),
         "one factor r too few": (
-            "        tl.store(dx_ptr + at, (wdy - x_hat * c) * rstd, mask=mask)",
-            "        tl.store(dx_ptr + at, (wdy - x_hat * c), mask=mask)",
+            "(wdy - x_hat * c) * rstd, mask",
+            "(wdy - x_hat * c), mask",
         ),
-        "only the last row": (
-            "        dw += dy * x_hat",
-            "        dw = dy * x_hat",
-        ),
+        "only the last row": ("dw += dy * x_hat\n", "dw = dy * x_hat\n"),
         "sums without a place": (
-            "    tl.store(sums_ptr + tl.program_id(0) * N + cols, dw, mask=mask)\n"
-            "\n\n# %%",
-            "    tl.store(sums_ptr + cols, dw, mask=mask)\n\n\n# %%",
+            "tl.program_id(0) * N + cols, dw, mask=mask)\n",
+            "cols, dw, mask=mask)\n",
         ),
         "the last row left out": (
             "tl.program_id(0), M, tl.num_programs(0)",
