@@ -255,7 +255,6 @@ PAGE = Page(
             "    N = w.numel()\n    M = x",
             "    w = w.contiguous()\n    N = w.numel()\n    M = x",
         ),
-        "dw not rounded": (".to(w.dtype).view(w.shape)", ".view(w.shape)"),
         "store without mask": (
             "tl.store(y_ptr + row * N + cols, x * rstd * w, mask=mask)",
             "tl.store(y_ptr + row * N + cols, x * rstd * w)",
