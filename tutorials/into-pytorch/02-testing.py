@@ -20,7 +20,8 @@ kernel, break it in ten ways, and watch which of the usual tests notice.
 - How to test the tests: with mutants.
 - What neither a test nor the interpreter can see, and which tools can.
 
-You leave with forty lines that you can put beside your own kernels.
+You leave with forty lines, and two small functions that they call, which you
+can put beside your own kernels.
 
 **What you need:** `Layer normalization, both passes
 <../layer-norm/01-layer-norm.html>`_. You don't need a GPU.
@@ -147,8 +148,8 @@ print("y:", y.cpu().numpy().round(3), sep="\n")
 torch.testing.assert_close(y, pytorch(x, w))
 
 # %%
-# Kernels are written because they are fast, so let's first see what there is to
-# keep. The ceiling is a copy, which reads one matrix and writes one.
+# Kernels are written because they are fast, so let's first see what there is
+# to keep. The ceiling is a copy, which reads one matrix and writes one.
 
 # %%
 
@@ -966,8 +967,8 @@ plt.show()
 # %%
 # The chain follows the line that we derived, somewhat below it: eps times a
 # number is its distance to the next one only at powers of two, and more than
-# that in between. The tree stays below one half unit. Our sums over rows are trees, and those of ``dw`` are
-# short chains with a tree behind them.
+# that in between. The tree stays below one half unit. Our sums over a row are
+# trees, and those of ``dw`` are short chains with a tree behind them.
 #
 # **Terms cancel.** The terms of ``dw`` have both signs. Their sum may be small
 # by chance, while each addition rounds by the size of the *terms*. So an
@@ -1237,9 +1238,9 @@ def trust(function, reference, arguments, dy):
 
 
 # %%
-# These stand in it, with ``both_passes`` and ``shaken`` from above. Only what
-# ``torch.empty`` and ``torch.empty_like`` allocate has bands: if your function
-# allocates in another way, say so in ``bands``.
+# Take them together with ``both_passes`` and ``shaken``, which they call. Only
+# what ``torch.empty`` and ``torch.empty_like`` allocate has bands: if your
+# function allocates in another way, say so in ``bands``.
 
 
 def lines_of(*functions):
@@ -1252,7 +1253,8 @@ def lines_of(*functions):
     return count
 
 
-print("lines of code:", lines_of(guarded, bands, placed, compare, trust))
+lines = lines_of(guarded, bands, placed, compare, trust)
+print(f"{lines} lines, and {lines_of(both_passes, shaken)} that they call")
 
 # %%
 # And this calls it with the shapes, types, strides and special rows of the
@@ -1397,13 +1399,13 @@ TESTS = {
     "loss falls": loss_falls,
     "gradcheck": gradcheck_agrees,
     "allclose": all_close,
-    "float64, 8 x 64": float64_agrees,
-    "the same, 16 bits": float64_agrees_in_16_bits,
+    "float64 at 8 x 64": float64_agrees,
+    "the same in 16 bits": float64_agrees_in_16_bits,
     "edges": shapes_agree,
     "strides": strides_agree,
     "special rows": rows_agree,
     "bands": bands_hold,
-    "trust, all of it": trust_all,
+    "trust_all": trust_all,
 }
 
 
