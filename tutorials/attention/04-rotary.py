@@ -78,10 +78,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # product of a query and a key, and it is the same wherever the two stand.
 #
 # Rotary embedding takes two numbers of a query as a point in a plane, and
-# turns this point around the origin. The further back a token stands, the
-# further it turns. Here is the point (2, 0), turned by 90 degrees for each
-# position: it is at (2, 0) at position 0, at (0, 2) at position 1, at (-2, 0)
-# at position 2, and at (0, -2) at position 3.
+# turns this point around the origin. The later a token comes, the further it
+# turns. Here is the point (2, 0), turned by 90 degrees for each position: it
+# is at (2, 0) at position 0, at (0, 2) at position 1, at (-2, 0) at position
+# 2, and at (0, -2) at position 3.
 #
 # Keys are turned in the same way. What happens to a score then?
 
@@ -106,9 +106,9 @@ for query_position, key_position in ((5, 3), (105, 103), (6, 3)):
 
 # %%
 # The first two scores are equal. Both points were turned, and the angle
-# between them has only grown by 30 degrees times the distance of the two
-# tokens. So a score depends on this distance, and not on where the two stand.
-# No other number has to be learned or stored for it.
+# between them has changed by 30 degrees times the distance of the two tokens,
+# and by nothing else. So a score depends on this distance, and not on where
+# the two stand. Nothing has to be learned for it.
 #
 # A row of ``D`` numbers has ``D / 2`` pairs, and each of them turns at its own
 # speed, its *frequency*. In most models pair :math:`i` turns by
@@ -659,9 +659,9 @@ plt.show()
 #   numbers of a pair. ``tl.split`` makes two tiles of it, and ``tl.join`` puts
 #   them together again before they are stored. A thread has both numbers of
 #   each of its pairs anyway, so neither costs an exchange between threads.
-# - **Queries and keys in one launch.** Programs with low numbers have heads of
-#   ``q``, the others have heads of ``k``. All that a program must know of a
-#   tensor is one argument, a tuple.
+# - **Queries and keys in one launch.** Of the programs that share a tile of
+#   positions, the first ones have heads of ``q``, the others have heads of
+#   ``k``. All that a program must know of a tensor is one argument, a tuple.
 #
 # We begin with what a program does when it has its angles. All its loads stand
 # before its first store. For all that the compiler knows, a store might change
@@ -969,6 +969,11 @@ report(bench_ways)
 #
 # In place, the same bytes are read and written. What it does save is memory:
 # 168 MB at 16384 positions.
+#
+# All four are faster than the first kernel at 16384 positions. But they differ
+# from it in more than the angles: their tiles are others, and they request all
+# their heads before they store one. We have not measured what each of these is
+# worth.
 #
 # **What follows.**
 # One launch for both is worth an argument more, above all where sequences are
@@ -1410,7 +1415,7 @@ report(bench_backward)
 # So there is something new: our backward pass is slower than our forward pass,
 # and slower than Liger's, which is 12% ahead at 256 positions and 2% ahead at
 # 16384. Forward we reach 90% from 1024 positions on, and backward we do not
-# reach it there.
+# reach it there, but only from 4096 on.
 #
 # **What does the same kernel do that takes longer?**
 # With ``BACK`` it changes the sign of each sine. That is one instruction for
@@ -1470,9 +1475,10 @@ class _RotaryInPlace(torch.autograd.Function):
 
 # %%
 # Three calls are refused before anything is written: of a tensor with more
-# than four dimensions, which might have to be copied, of one whose numbers
-# share memory, and of a leaf that requires a gradient, as PyTorch's own
-# operations do.
+# than four dimensions, which might have to be copied, of one that was
+# expanded, whose numbers share memory, and of a leaf that requires a gradient,
+# as PyTorch's own operations do. Numbers can also share memory with other
+# strides, as those of overlapping windows do. We do not look for that.
 
 # %%
 
@@ -1868,8 +1874,8 @@ def _attention_rotary_fwd(
 # queries were faster than 128, because half as many programs turn each key.
 # Such a program keeps more in shared memory, among it the angles of the next
 # tile of keys, 32 KB. So an SM has room for one, where it had room for two.
-# GPUs before the H100 have too few registers for 256 queries, and on later
-# ones we have not tried them.
+# GPUs before the H100 keep operands in registers as well, and on later ones we
+# have not tried 256 queries. Both get 128.
 
 
 def plan_rotary(rotate_keys):
@@ -1970,8 +1976,8 @@ for function in (attention_apart, attention_queries, attention_fused):
 
 # %%
 # We measure 16384 tokens as sequences of 512 to 16384, with 16 heads of 128
-# numbers for queries and for keys. We count the operations of both products,
-# :math:`4 N^2 D` for each head, and none for the rotation.
+# numbers for queries and for keys, and without a mask. We count the operations
+# of both products, :math:`4 N^2 D` for each head, and none for the rotation.
 
 # %%
 
@@ -2049,22 +2055,23 @@ bench_attention.run(show_plots=ON_GPU)
 # 2%, because attention itself grows with the length.
 #
 # **Why is it slow to rotate keys in the loads?**
-# The first reason is what a program loads. A tile of 64 keys and a tile of 64
-# values have 16 KB each, and the angles of 64 positions have 32 KB. So for
-# each step of its loop a program now loads 64 KB, and not 32. At 4096 keys and
-# 547 TFLOP/s, the programs without a rotation load 4.3 TB/s together, and the
-# L2 cache of an H100 delivered 7.3 TB/s when we measured it. With 128 queries
-# for a program, twice as many bytes would be more than that: at 7.3 TB/s they
-# allow 467 TFLOP/s at most. With 256 queries a program does twice as much with
-# what it loads. It loads no more for each operation than the kernel without a
-# rotation, and it is still slow.
+# Is it what a program loads? A tile of 64 keys and a tile of 64 values have 16
+# KB each, and the angles of 64 positions have 32 KB. So for each step of its
+# loop a program now loads 64 KB, and not 32. At 4096 keys and 547 TFLOP/s, the
+# programs without a rotation load 4.3 TB/s together, and the L2 cache of an
+# H100 delivered 7.3 TB/s when we measured it. With 128 queries for a program,
+# twice as many bytes would be more than that: at 7.3 TB/s they allow 467
+# TFLOP/s at most. That is one more reason for the 256 queries of our plan,
+# with which a program does twice as much with what it loads. It loads no more
+# for each operation than the kernel without a rotation, and it is still slow.
 #
-# So there is a second reason. Keys that are loaded as they are go to shared
-# memory without passing through registers, and Tensor Cores read them there.
-# Keys that have to be turned come into registers, are turned and rounded, and
-# go back to shared memory before their product can begin. An SM has no other
-# program that would use the Tensor Cores in the meantime. And all of that is
-# repeated for each tile of 256 queries, 16 times at 4096 keys.
+# So there must be another reason. Keys that are loaded as they are go to
+# shared memory without passing through registers, and Tensor Cores read them
+# there. Keys that have to be turned come into registers, are turned and
+# rounded, and go back to shared memory before their product can begin. An SM
+# has no other program that would use the Tensor Cores in the meantime. And all
+# of that is repeated for each tile of 256 queries, 16 times at 4096 keys. We
+# have not measured what each of these steps takes.
 #
 # **And queries, which are turned only once?**
 # At 512 keys attention with the queries in its loads reaches 99% of the speed
@@ -2077,8 +2084,9 @@ bench_attention.run(show_plots=ON_GPU)
 # What is it that costs there? Without a rotation, Tensor Cores read the
 # queries from shared memory, where the TMA has put them. Turned queries come
 # out of registers, and the compiler keeps them there as operands, as long as
-# the loop runs. And each product with them is two products of half the length.
-# We have not measured which of the two costs how much.
+# the loop runs. Each product with them is two products of half the length. And
+# the program has 8 warps, where the one without a rotation has 4. We have not
+# measured which of the three costs how much.
 #
 # **What follows.**
 # We rotate apart. A kernel of its own goes once over the queries and keys,
@@ -2123,7 +2131,8 @@ bench_attention.run(show_plots=ON_GPU)
 #
 # A kernel that waits for memory has time for arithmetic. Write the first
 # kernel without tables: it computes the frequency of each pair, and the cosine
-# and the sine of each angle. The stub does not turn anything.
+# and the sine of each angle. The stub does not turn anything. (We have not
+# measured whether that is faster than to load them.)
 #
 # **Hint 1.** The frequency is :math:`10000^{-2 i / D}`, and ``D`` is ``2 *
 # HALF``, so the exponent is ``-i / HALF``. A GPU has powers of 2, ``tl.exp2``.
@@ -2220,7 +2229,8 @@ assert exercise_1(_without_tables_1)
 # - **In place** it moves the same bytes and reaches 96%.
 # - **In the loads of attention** queries are rotated once, and keys once for
 #   each tile of queries. At 4096 keys attention reaches 457 TFLOP/s with the
-#   queries in its loads, 309 with both, and 511 with neither.
+#   queries in its loads, 309 with both, and 511 with neither. In the last case
+#   a kernel of its own has rotated both.
 #
 # And for kernels in general:
 #
