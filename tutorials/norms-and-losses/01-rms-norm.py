@@ -1345,7 +1345,8 @@ report(bench_hidden)
 #   as torch.compile forward, and quack is as fast as ours, within 1%.
 #   Backward, ours is 1.47 to 1.81 times as fast as torch.compile there, and
 #   1.03 to 1.32 times as fast as quack.
-# - **Liger** has RMS norms, too. We have not measured them on this page.
+# - `Liger <https://github.com/linkedin/Liger-Kernel>`_ has RMS norms, too. We
+#   have not measured them on this page.
 # - **torch.compile needs no kernel.** It makes one of the addition and the
 #   norm by itself, and can fuse them with what stands around them.
 #

@@ -282,8 +282,12 @@ def _edges(
 
 
 # %%
-# And this one loads a block. What does not exist becomes minus infinity, whose
-# exponential is 0.
+# Another function loads a block. What does not exist becomes minus infinity,
+# whose exponential is 0.
+
+# %%
+
+# Scaffold: loads of a block.
 
 
 @triton.jit

@@ -2295,8 +2295,8 @@ report(bench_backward)
 #   these two widths we have not measured the backward pass.
 #   On the H200 it is ahead forward by 12%, 10% and 10% at 49152, 65536 and
 #   262144.
-# - **Liger's softmax** is not measured on this page. The figures of page 03
-#   have it.
+# - `Liger <https://github.com/linkedin/Liger-Kernel>`_ has a softmax that is
+#   not measured on this page. The figures of page 03 have it.
 # - **torch.compile at 32768 columns, backward,** by 2% on the H100.
 # - **Beside other kernels.** A cooperative launch waits until all its programs
 #   have a place. `Programs that share a row
