@@ -37,7 +37,7 @@ QUESTIONS = {
         "layernorm": r"01-layer-norm.html$",
         "rms norm": r"0[12]-rms-norm",
         "bfloat16": r"02-rms-norm-16-bits.html",
-        "deterministic": r"02-summing-rows.html#the-same-bits",
+        "deterministic": r"(02-summing-rows|02-backward).html#the-same-bits",
         "same bits": r"02-summing-rows.html#the-same-bits",
         "races": r"03-lock.html#the-race",
         "tl.atomic_add": r"02-summing-rows.html",
@@ -48,7 +48,7 @@ QUESTIONS = {
         # as one who knows PyTorch asks
         "softmax": r"03-softmax.html$",
         "padding": r"05-chunks.html$",
-        "16 bytes": r"06-unaligned-rows.html",
+        "16 bytes": r"06-unaligned-rows.html|03-any-attention.html#any-str",
         "million columns": r"08-shared-rows.html$|05-wide-softmax.html$",
         "launch": r"10-host-time.html#third|08-shared-rows.html#forward",
         "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
@@ -105,7 +105,8 @@ QUESTIONS = {
         "填充": r"05-chunks.html$",
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows)",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
+        r"07-two-sweeps)",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -130,7 +131,8 @@ QUESTIONS = {
         "インタプリタ": r"how-figures-are-made.html#recorded-or-live",
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
-        "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows)",
+        "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
+        r"07-two-sweeps)",
     },
 }
 

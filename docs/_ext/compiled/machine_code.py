@@ -196,12 +196,14 @@ def _ir(code):
     if "tt.atomic_rmw exch, release" in code:
         return "release", 0
     for kind, pattern in (
-        ("load", r"tt\.load\b|amd\w*\.buffer_load\b"),
-        ("store", r"tt\.store\b|amd\w*\.buffer_store\b"),
+        ("load", r"tt\.(load|descriptor_load)\b|amd\w*\.buffer_load\b"),
+        ("store", r"tt\.(store|descriptor_store)\b|amd\w*\.buffer_store\b"),
         ("atomic", r"tt\.atomic_|amd\w*\.buffer_atomic"),
         ("shuffle", r'"tt\.reduce"'),
         ("barrier", r"(ttg|gpu)\.barrier"),
-        ("copy", r"ttg\.async_copy_global_to_local|buffer_load_to_local"),
+        # The TMA's copies, too.
+        ("copy", r"async_(tma_)?copy_global_to_local|buffer_load_to_local"),
+        ("store", r"async_tma_copy_local_to_global"),
         ("early", r"gdc_|griddepcontrol"),
     ):
         if re.search(pattern, code):
