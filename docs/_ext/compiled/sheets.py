@@ -85,7 +85,11 @@ def _marks(built, key, facts):
 
 def _ways(built, found, script):
     """What became of a few lines of the tutorial, level by level."""
-    for line in followed(found.get("ptx") or found["amdgcn"]):
+    lines = followed(found.get("ptx") or found["amdgcn"])
+    # What the TMA loads and stores has its marks above PTX only.
+    if not any(mark.line in lines for mark in found["ttir"]):
+        lines = followed(found["ttir"])
+    for line in lines:
         levels = []
         for key, marks in found.items():
             parts = list(steps(marks, line))
