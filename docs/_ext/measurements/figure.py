@@ -215,6 +215,11 @@ def figures(page):
     return figure
 
 
+def from_to(numbers, unit="%"):
+    """The least and the most of some numbers, as prose says them."""
+    return f"{numbers.least}{unit} to {numbers.most}{unit}"
+
+
 def series(numbers, unit=""):
     """Numbers as prose lists them: 1%, 2% and 3%."""
     *most, last = (f"{number}{unit}" for number in numbers)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Attention, AttentionCase, Page
-from measurements.figure import Measured
+from measurements.figure import Measured, from_to
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -125,10 +125,6 @@ MATRIX, OPERANDS = 16 * 16384**2 * 2, 4 * 16384 * 2048 * 2
 BANDWIDTH = 3.35e12
 
 
-def from_to(numbers, unit=""):
-    return f"{numbers.least}{unit} to {numbers.most}{unit}"
-
-
 def forward(figure):
     of = figure("attention-forward", CARD)
     ours = partial(of.median, "triton")
@@ -142,9 +138,10 @@ def forward(figure):
     )
     formula = of.all_medians("formula")
     yield (
-        f"It is {from_to(of.ratios('triton', FLASH))} times as fast as "
-        f"FlashAttention-2. The formula reaches {from_to(formula)} TFLOP/s, "
-        f"so ours is {from_to(of.ratios('triton', 'formula'))} times as fast."
+        f"It is {from_to(of.ratios('triton', FLASH), '')} times as fast as "
+        f"FlashAttention-2. The formula reaches {from_to(formula, '')} "
+        "TFLOP/s, so ours is "
+        f"{from_to(of.ratios('triton', 'formula'), '')} times as fast."
     )
     assert of.ratios("triton", FLASH).least > 1
     cudnn = of.shares("triton", CUDNN)
@@ -193,8 +190,8 @@ def backward(figure):
     yield (
         f"our backward pass reaches {ours(512)} TFLOP/s at 512 keys, "
         f"{ours(4096)} at 4096 and {ours(16384)} at 16384. It is "
-        f"{from_to(of.ratios('triton', FLASH))} times as fast as "
-        f"FlashAttention-2, and {from_to(of.ratios('triton', 'formula'))} "
+        f"{from_to(of.ratios('triton', FLASH), '')} times as fast as "
+        f"FlashAttention-2, and {from_to(of.ratios('triton', 'formula'), '')} "
         "times as fast as the formula. We reach "
         f"{from_to(of.shares('triton', CUDNN), '%')} of cuDNN's speed"
     )
@@ -326,8 +323,9 @@ def on_the_other_card(figure):
         f"On the H200 our kernel reaches {a} TFLOP/s at 512 keys, {b} at 4096 "
         f"and {c} at 16384. From 4096 keys on that is {from_to(long, '%')} of "
         f"what the product of matrices reaches, {of.median(CUBLAS, 4096)} "
-        f"TFLOP/s. It is {from_to(of.ratios('triton', FLASH))} times as fast "
-        f"as FlashAttention-2, and {from_to(of.ratios('triton', 'formula'))} "
+        f"TFLOP/s. It is {from_to(of.ratios('triton', FLASH), '')} times as "
+        "fast as FlashAttention-2, and "
+        f"{from_to(of.ratios('triton', 'formula'), '')} "
         f"times as fast as the formula. We reach {from_to(cudnn, '%')} of "
         "cuDNN's speed."
     )
@@ -359,8 +357,9 @@ def on_the_other_card(figure):
     yield (
         f"On the H200 our backward pass reaches {a} TFLOP/s at 512 keys, {b} "
         f"at 4096 and {c} at 16384. It is "
-        f"{from_to(back.ratios('triton', FLASH))} times as fast as "
-        f"FlashAttention-2, and {from_to(back.ratios('triton', 'formula'))} "
+        f"{from_to(back.ratios('triton', FLASH), '')} times as fast as "
+        "FlashAttention-2, and "
+        f"{from_to(back.ratios('triton', 'formula'), '')} "
         "times as fast as the formula. We reach "
         f"{from_to(cudnn, '%')} of cuDNN's speed."
     )

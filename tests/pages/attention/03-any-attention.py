@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import AnyAttention, AttentionCase, Page
-from measurements.figure import Measured
+from measurements.figure import Measured, from_to
 from tutorial import load
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -159,10 +159,6 @@ CUDNN, FLASH, FLEX, CUBLAS = "sdpa-cudnn", "torch", "flex", "cublas"
 USUAL, CAUSAL = "", "-causal"
 
 
-def from_to(numbers, unit=""):
-    return f"{numbers.least}{unit} to {numbers.most}{unit}"
-
-
 def both_of(figure, mode, of_64=""):
     """The figure of a pass, and that of causal attention."""
     return [
@@ -174,7 +170,7 @@ def both_of(figure, mode, of_64=""):
 def times(several):
     """From the least to the most, or one number if both are the same."""
     least, most = several.least, several.most
-    return least if str(least) == str(most) else from_to(several)
+    return least if str(least) == str(most) else from_to(several, "")
 
 
 def gains_on_us(figure):
@@ -199,8 +195,8 @@ def forward(figure):
     ratios = [of.ratios("triton", FLASH) for of in (usual, causal)]
     assert min(each.least for each in ratios) > 1
     yield (
-        f"It is {from_to(ratios[0])} times as fast as FlashAttention-2, and "
-        f"{from_to(ratios[1])} times if causal."
+        f"It is {from_to(ratios[0], '')} times as fast as FlashAttention-2, "
+        f"and {from_to(ratios[1], '')} times if causal."
     )
     theirs = [of.median(FLEX, 4096) for of in (usual, causal)]
     ratios = [of.ratio("triton", FLEX, 4096) for of in (usual, causal)]

@@ -11,7 +11,7 @@ from compiled import limits
 from compiled.declared import Case, Kernel, Kernels, of_page
 from conformance import Page, Rotary, RotaryCase
 from conformance.rotary import IN_PLACE, rotated
-from measurements.figure import Measured, series
+from measurements.figure import Measured, from_to, series
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 SINGLE, DOUBLE = torch.float32, torch.float64
@@ -193,10 +193,6 @@ CARD = "H200"
 
 # Bytes of a position: 40 heads that are read and written, and both tables.
 HEADS_MOVE, TABLES_MOVE = 2 * 40 * 128 * 2, 2 * 64 * 4
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def us(of, provider, N):

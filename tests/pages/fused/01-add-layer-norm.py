@@ -8,6 +8,7 @@ from compiled.declared import Case, Kernel, Kernels, of_page
 from conformance import AddNorm, AddNormCase, Mistake, Page, takes_the_place
 from conformance.add_norm import STREAMS
 from conformance.page_files import below_zero
+from measurements.figure import from_to
 
 
 def run(page, M, N, dtype):
@@ -433,10 +434,6 @@ FACTS = {
     "Four of 6 is 67%": "the same",
     "Four of 8 is 50%": "4 matrices over 8",
 }
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def forward_figure(figure):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, Page, below_zero, too_wide
 from conformance.operation import DTYPES
+from measurements.figure import from_to
 
 
 def run(page, M, N, dtype):
@@ -112,10 +113,6 @@ KERNELS = Kernels(
 CARD = "H200"
 FORWARD = "silu-layer-norm-forward"
 BACKWARD = "silu-layer-norm-backward"
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def gains(of, name):

@@ -8,7 +8,7 @@ import torch
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, Page, below_zero, negative_eps, too_wide
-from measurements.figure import series
+from measurements.figure import from_to, series
 
 
 def run(page, M, N, dtype):
@@ -111,10 +111,6 @@ KERNELS = Kernels(
 
 
 CARD = "H100"
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def rounded(number, rounding):

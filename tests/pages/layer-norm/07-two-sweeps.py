@@ -7,7 +7,7 @@ import torch
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page
-from measurements.figure import series
+from measurements.figure import from_to, series
 
 
 def run(page, M, N, dtype):
@@ -117,10 +117,6 @@ at = LayerNorm.at
 CARD = "H100"
 # Without 32768, where the clock gives one kernel two times.
 NARROWER = (8192, 12288, 16384, 24576, 49152, 65536)
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def forward_figure(figure):

@@ -9,7 +9,7 @@ import torch
 
 from compiled.declared import Kernel, Kernels
 from conformance import LayerNorm, Mistake, Page, on_gpu
-from measurements.figure import series
+from measurements.figure import from_to, series
 from tutorial import source
 
 
@@ -207,10 +207,6 @@ CARD = "H100"
 FORWARD = "layer-norm-shared-rows-forward"
 BACKWARD = "layer-norm-shared-rows-backward"
 WIDTHS = 65536, 262144, 393216, 524288, 1048576  # of the forward figure
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def times(ratios):

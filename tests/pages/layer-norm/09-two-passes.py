@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from compiled.declared import Case, Kernel, Kernels, of_page
 from conformance import LayerNorm, Mistake, Page
 from conformance.layer_norm import full_size
-from measurements.figure import series
+from measurements.figure import from_to, series
 
 
 def run(page, M, N, dtype):
@@ -120,10 +120,6 @@ KERNELS = Kernels(
 CARD = "H100"
 NARROW = 1024, 2048, 4096, 4608, 8192  # one kernel has loads ahead
 WIDE = 8704, 12288, 15872  # and here it has not
-
-
-def from_to(numbers, unit="%"):
-    return f"{numbers.least}{unit} to {numbers.most}{unit}"
 
 
 def of_dx(figure):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LayerNorm, LayerNormCase, Mistake, Page, warm
-from measurements.figure import Measured, series
+from measurements.figure import Measured, from_to, series
 from tutorial import load, source
 
 
@@ -251,10 +251,6 @@ def sizes_of_the_rule():
 CARD = "H200"
 # As far as the main figures have matrices of 4096 rows.
 WHOLE = 65536
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def percents(shares):

@@ -8,6 +8,7 @@ from compiled.declared import Case, Kernel, Kernels
 from conformance import Page, RmsNorm, takes_the_place, too_wide
 from conformance.add_norm import STREAMS
 from conformance.rms_norm import both_norms
+from measurements.figure import from_to
 
 
 def both_passes(page, x, residual, w, dy, ds):
@@ -139,10 +140,6 @@ at = RmsNorm.at
 
 
 CARD = "H200"
-
-
-def from_to(several):
-    return f"{several.least}% to {several.most}%"
 
 
 def times(of, rival):

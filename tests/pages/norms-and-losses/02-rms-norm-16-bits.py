@@ -12,6 +12,7 @@ from compiled.declared import Case, Kernel, Kernels
 from conformance import Mistake, Page, RmsNorm, takes_the_place, too_wide
 from conformance.add_norm import STREAMS
 from conformance.rms_norm import both_norms
+from measurements.figure import from_to
 
 
 def run(page, M, N, dtype):
@@ -170,10 +171,6 @@ def negative_eps(load):
 CARD = "H200"
 MODES = {"forward": "rms-norm-16-bits-forward"}
 MODES["backward"] = "rms-norm-16-bits-backward"
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def errors(figure):

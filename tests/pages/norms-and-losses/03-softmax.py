@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import tutorial
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Page, Softmax, SoftmaxCase, guarded_allocations
-from measurements.figure import series
+from measurements.figure import from_to, series
 
 
 def run(page, M, N, dtype):
@@ -203,10 +203,6 @@ HERE = (1024, 2048, 4096, 8192, 16384)
 
 def listed(figure, provider, *widths):
     return series(figure.at(*widths).shares(provider), "%")
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def pairs_figure(figure):

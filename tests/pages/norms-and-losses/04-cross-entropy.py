@@ -17,7 +17,7 @@ from conformance import (
     Page,
     on_gpu,
 )
-from measurements.figure import series
+from measurements.figure import from_to, series
 
 
 def run(page, M, N, dtype):
@@ -191,10 +191,6 @@ COPIES = {
     "cross-entropy-step": (1, 1),
     "cross-entropy-options": (1, 1),
 }
-
-
-def from_to(several):
-    return f"{several.least}% to {several.most}%"
 
 
 def times(of, ours, rival):

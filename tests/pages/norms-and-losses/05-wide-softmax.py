@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Page, Softmax, SoftmaxCase, on_gpu
-from measurements.figure import series
+from measurements.figure import from_to, series
 from tutorial import load as as_written
 
 
@@ -252,10 +252,6 @@ def no_room(load):
 CARD = "H100"
 # Where the copy is no ceiling, because its loads are narrow.
 NARROW_COPY = 100003
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
 
 
 def listed(numbers):
