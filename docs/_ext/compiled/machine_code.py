@@ -198,12 +198,11 @@ def _ir(code):
     for kind, pattern in (
         ("load", r"tt\.(load|descriptor_load)\b|amd\w*\.buffer_load\b"),
         ("store", r"tt\.(store|descriptor_store)\b|amd\w*\.buffer_store\b"),
+        ("store", r"async_tma_copy_local_to_global"),  # by the TMA
         ("atomic", r"tt\.atomic_|amd\w*\.buffer_atomic"),
         ("shuffle", r'"tt\.reduce"'),
         ("barrier", r"(ttg|gpu)\.barrier"),
-        # The TMA's copies, too.
         ("copy", r"async_(tma_)?copy_global_to_local|buffer_load_to_local"),
-        ("store", r"async_tma_copy_local_to_global"),
         ("early", r"gdc_|griddepcontrol"),
     ):
         if re.search(pattern, code):
