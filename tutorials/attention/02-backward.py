@@ -168,8 +168,8 @@ print(f"1 + 3e-8 + 3e-8: {forward_order:.9f} or {other_order:.9f}")
 # The additions may take as long as two more products would. If they take
 # longer, we had better compute those two products again.
 #
-# Let's count for the 16384 tokens of the page before: four sequences of 4096,
-# with 16 heads of 128 numbers.
+# Let's count for the 16384 tokens of `Attention without its matrix
+# <01-attention.html>`_: four sequences of 4096, with 16 heads of 128 numbers.
 
 N, D, HEADS = 4096, 128, 64  # 4 sequences of 16 heads
 product = 2 * N**2 * D * HEADS  # operations of a product
