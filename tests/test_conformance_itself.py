@@ -11,6 +11,8 @@ from conformance import (
     CrossEntropy,
     LayerNorm,
     LayerNormCase,
+    Linear,
+    LinearCase,
     RmsNorm,
     Rotary,
     RotaryCase,
@@ -235,6 +237,29 @@ def test_other_masks_and_groups_show(function, keys):
     }
     with pytest.raises(AssertionError, match=r"(y|dkey): error"):
         operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, SINGLE])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_one_element_of_a_linear_layer_shows(activation, dtype, fault):
+    case = LinearCase(lead=(60,), outs=50, dtype=dtype, activation=activation)
+    operation, found = Linear(), {}
+    tensors = operation.tensors(case, CPU)
+    for _ in "twice":  # the slope of ReLU belongs to y
+        empty = {"y": torch.zeros_like(tensors["dy"])}
+        expected = operation.exact(case, tensors, found or empty)
+        found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        wrong = found | {name: whole.clone()}
+        flat = wrong[name].view(-1)
+        some = flat.nonzero()[-30:, 0]  # ReLU has many zeros
+        part = flat[some]
+        fault(part)
+        flat[some] = part
+        with pytest.raises(AssertionError, match=r": (error|inf)"):
+            operation.judge(case, tensors, wrong)
 
 
 def test_many_small_errors_show_in_norm():

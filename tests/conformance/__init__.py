@@ -11,6 +11,7 @@ from conformance.add_norm import AddNorm, AddNormCase
 from conformance.attention import AnyAttention, Attention, AttentionCase
 from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
 from conformance.layer_norm import LayerNorm, LayerNormCase
+from conformance.linear import Linear, LinearCase
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
@@ -36,6 +37,8 @@ __all__ = [
     "CrossEntropyCase",
     "LayerNorm",
     "LayerNormCase",
+    "Linear",
+    "LinearCase",
     "Mistake",
     "Page",
     "RmsNorm",
