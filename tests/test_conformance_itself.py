@@ -9,6 +9,7 @@ from conformance import (
     Attention,
     AttentionCase,
     CrossEntropy,
+    Gate,
     LayerNorm,
     LayerNormCase,
     Linear,
@@ -100,15 +101,24 @@ def test_one_element_of_a_softmax_shows(name, fault, log):
 @pytest.mark.parametrize("fault", [zero, swap, nan])
 @pytest.mark.parametrize(
     "operation",
-    [AddNorm(), RmsNorm(), RmsNorm(alone=True), CrossEntropy(), Rotary()],
-    ids=["AddNorm", "RmsNorm", "RmsNorm alone", "CrossEntropy", "Rotary"],
+    [
+        AddNorm(),
+        RmsNorm(),
+        RmsNorm(alone=True),
+        CrossEntropy(),
+        Rotary(),
+        Gate(),
+    ],
+    ids=lambda operation: type(operation).__name__,
 )
 def test_one_element_of_any_result_shows(operation, fault):
     case = operation.usual(dtype=HALF)
     tensors = operation.tensors(case, CPU)
-    full = tensors["x" if "x" in tensors else "input"]
     residual = tensors.get("residual")
-    found = {} if residual is None else {"s": residual + full}
+    found = {}
+    if residual is not None:
+        full = tensors["x" if "x" in tensors else "input"]
+        found = {"s": residual + full}
     expected = operation.exact(case, tensors, found)
     found = {n: e.value.to(e.dtype) for n, e in expected.items()}
     operation.judge(case, tensors, found)

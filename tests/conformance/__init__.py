@@ -10,6 +10,7 @@ loaded, and no triton.
 from conformance.add_norm import AddNorm, AddNormCase
 from conformance.attention import AnyAttention, Attention, AttentionCase
 from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
+from conformance.gate import Gate, GateCase
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.linear import Linear, LinearCase
 from conformance.memory import LAYOUTS, guarded_allocations
@@ -35,6 +36,8 @@ __all__ = [
     "AttentionCase",
     "CrossEntropy",
     "CrossEntropyCase",
+    "Gate",
+    "GateCase",
     "LayerNorm",
     "LayerNormCase",
     "Linear",
