@@ -1687,31 +1687,177 @@ in_percent(
 # A layer spends most of its time in these products, and there we lose little.
 # What a kernel of our own can gain is what stands around them.
 #
-# The slope and db in the same reads
-# ----------------------------------
+# Who computes dz?
+# ----------------
 #
-# Who computes ``dz``, and who adds up ``db``?
+# Both products need ``dz``, and ``db`` is the sum of each of its columns. The
+# simplest way is a kernel of its own, before the products. It reads ``dy`` and
+# what the forward pass has saved, writes ``dz``, and adds up columns. The sums
+# need no reads of their own, because the numbers are on the chip.
 #
-# The simplest way is a kernel of its own before both products: it reads ``dy``
-# and the slope, writes ``dz``, and adds up columns. Let's count the matrices
-# of ``M`` × ``N`` numbers that move. The kernel moves three, and then each of
-# the products reads ``dz``. That makes five. The sums cost nothing more,
-# because the numbers are on the chip.
+# Let's count the matrices of ``M`` × ``N`` numbers that move. The kernel reads
+# two and writes one, and then each of the products reads ``dz``. That makes
+# five.
 #
-# But the product for ``dx`` loads tiles of ``dz`` anyway. It could load tiles
-# of ``dy`` and of the slope in their place, and multiply them on the way to
-# the Tensor Cores. Then no pass over ``dy`` is left that does nothing else.
-# Two things have to be settled.
+# How ``dz`` follows from ``dy`` and what was saved is again a function that
+# the kernel is given. For ReLU the forward pass has saved ``y``, and for the
+# others the slope. The third function is for comparison: it takes ``z``, and
+# computes the slope of GELU.
+
+
+@triton.jit
+def _times_slope(dy, slope):
+    return dy * slope
+
+
+@triton.jit
+def _where_positive(dy, y):
+    return tl.where(y > 0, dy, 0.0)
+
+
+@triton.jit
+def _through_gelu(dy, z):
+    _, slope = _gelu(z.to(tl.float32))
+    return dy.to(tl.float32) * slope
+
+
+CHAINS = {
+    None: None,
+    "relu": _where_positive,
+    "gelu": _times_slope,
+    "silu": _times_slope,
+}
+
+
+@triton.jit
+def _own_pass(
+    dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
+    saved_desc,  # as dy_desc; or None: then dz is dy
+    dz_desc,  # as dy_desc; or None, if dz is dy
+    sums_ptr,  # (strips, N), float32: parts of db; or None
+    N,
+    CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
+    TILE_M: tl.constexpr,  # tokens of a step
+    TILE_N: tl.constexpr,  # new features of a program
+    STEPS: tl.constexpr,  # how many tiles a program has, one below the other
+    STAGES: tl.constexpr,
+):
+    columns = tl.cdiv(N, TILE_N)
+    strip = tl.program_id(0) // columns
+    start = tl.program_id(0) % columns * TILE_N
+    sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = (strip * STEPS + step) * TILE_M
+        dz = dy_desc.load([row, start])
+        if saved_desc is not None:
+            saved = saved_desc.load([row, start])
+            dz = CHAIN(dz, saved).to(dy_desc.dtype)
+            dz_desc.store([row, start], dz)
+        # Tokens that do not exist have a dy of 0.
+        sums += dz.to(tl.float32)
+    if sums_ptr is not None:
+        feature = start + tl.arange(0, TILE_N)
+        place = strip.to(tl.int64) * N + feature
+        tl.store(sums_ptr + place, tl.sum(sums, axis=0), mask=feature < N)
+
+
+# %%
+# Each program leaves a row of sums, so ``db`` comes in parts, like a product
+# with few tokens. ``_add_parts`` adds them up.
+
+# %%
+
+# Scaffold: the kernel, launched.
+
+
+def new_dz(dy):
+    return padded(*dy.shape, dtype=dy.dtype, device=dy.device)
+
+
+def new_sums(rows, dy):
+    """Room for the parts of db."""
+    shape = (rows, dy.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=dy.device)
+
+
+def dz_in_a_pass(dy, saved, chain, wants_db):
+    """dz, and the parts of db if it is wanted, by a kernel of their own."""
+    if saved is None and not wants_db:
+        return dy, None
+    tile = 64, 128
+    steps = 1
+    M, N = dy.shape
+    strips = triton.cdiv(M, tile[0] * steps)
+    dz = dy
+    saved_desc = None
+    dz_desc = None
+    if saved is not None:
+        dz = new_dz(dy)
+        saved_desc, _ = descriptor(saved, *tile)
+        dz_desc, _ = descriptor(dz, *tile)
+    sums = new_sums(strips, dy) if wants_db else None
+    dy_desc, _ = descriptor(dy, *tile)
+    _own_pass[(strips * triton.cdiv(N, tile[1]),)](
+        dy_desc=dy_desc,
+        saved_desc=saved_desc,
+        dz_desc=dz_desc,
+        sums_ptr=sums,
+        N=N,
+        CHAIN=chain,
+        TILE_M=tile[0],
+        TILE_N=tile[1],
+        STEPS=steps,
+        STAGES=1,
+        num_warps=8,
+    )
+    return dz, sums
+
+
+# %%
+# The backward pass puts it together. All matrices have layouts that a
+# descriptor takes, ``dy`` and ``saved`` in rows.
+
+
+def backward(dy, x, w, saved, chain, wants):
+    """dx, dw and db, those that are wanted."""
+    wants_dx, wants_dw, wants_db = wants
+    M, N = dy.shape
+    K = w.shape[1]
+    dz, sums = dz_in_a_pass(dy, saved, chain, wants_db)
+    dx = None
+    if wants_dx:
+        dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
+        product(dz, w, dx)
+    dw = None
+    if wants_dw:
+        dw = torch.empty(N, K, dtype=dy.dtype, device=dy.device)
+        product(dz.T, x, dw)
+    db = None
+    if wants_db:
+        db = torch.empty(N, dtype=dy.dtype, device=dy.device)
+        add_parts(sums, db)
+    return dx, dw, db
+
+
+# %%
+# The slope in the reads of dx
+# ----------------------------
+#
+# Can we do without the extra pass?
+#
+# The product for ``dx`` loads tiles of ``dz`` anyway. It could load tiles of
+# ``dy`` and of the slope in their place, and multiply them on the way to the
+# Tensor Cores. Then no pass over ``dy`` is left that does nothing else. Two
+# things have to be settled.
 #
 # - **Each tile of dz is needed many times.** All programs that have the same
 #   tokens, one for each column of tiles of ``dx``, load the same tiles of
-#   ``dy``. Each of them would multiply again, and ask L2 for two tiles in
-#   place of one. So only the first columns of ``dx`` are computed this way.
-#   One of their programs also stores ``dz`` in each step; the others and
-#   ``dw`` read it.
+#   ``dy``. If only the first columns of ``dx`` are computed this way, the
+#   others can read ``dz``, and so can the product for ``dw``. One program has
+#   to store it.
 # - **Each column of dz must be added up once.** The program that stores a tile
-#   of ``dz`` also adds up its columns, and writes the sums to a buffer, a row
-#   for each row of tiles. ``_add_parts`` adds up the rows of the buffer.
+#   of ``dz`` also adds up its columns, and writes the sums to a row for its
+#   row of tiles.
 #
 # With ``COLUMNS`` programs in each row of tiles, the program in column
 # :math:`c` takes care of the steps :math:`c`, :math:`c` + ``COLUMNS``, and so
@@ -1773,44 +1919,16 @@ plt.axis("off")
 plt.show()
 
 # %%
-# How ``dz`` follows from ``dy`` and what was saved is again a function that
-# the kernel is given. For ReLU the forward pass has saved ``y``, and for the
-# others the slope. The third function is for comparison: it takes ``z``, and
-# computes the slope of GELU.
-
-
-@triton.jit
-def _times_slope(dy, slope):
-    return dy * slope
-
-
-@triton.jit
-def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
-
-
-@triton.jit
-def _through_gelu(dy, z):
-    _, slope = _gelu(z.to(tl.float32))
-    return dy.to(tl.float32) * slope
-
-
-CHAINS = {
-    None: None,
-    "relu": _where_positive,
-    "gelu": _times_slope,
-    "silu": _times_slope,
-}
 
 
 @triton.jit
 def _first_columns(
     dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
-    saved_desc,  # as dy_desc; or None: then dz is dy
+    saved_desc,  # as dy_desc
     w_desc,  # (N, K) in tiles of TILE_N and TILE_K; transposed, (K, N)
-    dz_desc,  # as dy_desc, or None
+    dz_desc,  # as dy_desc
     dx_desc,  # (M, K) in tiles of TILE_M and TILE_K / 2
-    sums_ptr,  # (rows of tiles, N): parts of db; or None
+    sums_ptr,  # (rows of tiles, N), float32: parts of db
     N,  # new features
     CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
     W_TRANSPOSED: tl.constexpr,
@@ -1829,23 +1947,20 @@ def _first_columns(
     for n in tl.range(0, N, TILE_N, num_stages=STAGES):
         # dz goes from registers to the Tensor Cores, which take a left
         # operand from there, too.
-        dz = dy_desc.load([row * TILE_M, n])
-        if saved_desc is not None:
-            saved = saved_desc.load([row * TILE_M, n])
-            dz = CHAIN(dz, saved).to(dy_desc.dtype)
+        dy = dy_desc.load([row * TILE_M, n])
+        saved = saved_desc.load([row * TILE_M, n])
+        dz = CHAIN(dy, saved).to(dy_desc.dtype)
         w = _load(w_desc, n, column * TILE_K, W_TRANSPOSED)
         dx = tl.dot(dz, w, dx)
 
         # Is this tile ours to store and to add up?
         if n // TILE_N % COLUMNS == column:
-            if dz_desc is not None:
-                dz_desc.store([row * TILE_M, n], dz)
-            if sums_ptr is not None:
-                # Tokens that do not exist have a dy of 0.
-                sums = tl.sum(dz.to(tl.float32), axis=0)
-                feature = n + tl.arange(0, TILE_N)
-                place = row.to(tl.int64) * N + feature
-                tl.store(sums_ptr + place, sums, mask=feature < N)
+            dz_desc.store([row * TILE_M, n], dz)
+            # Tokens that do not exist have a dy of 0.
+            sums = tl.sum(dz.to(tl.float32), axis=0)
+            feature = n + tl.arange(0, TILE_N)
+            place = row.to(tl.int64) * N + feature
+            tl.store(sums_ptr + place, sums, mask=feature < N)
 
     halves = dx.reshape(TILE_M, 2, TILE_K // 2).permute(0, 2, 1)
     left, right = halves.split()
@@ -1856,102 +1971,29 @@ def _first_columns(
 
 
 # %%
-# And this is the kernel that makes ``dz`` in a pass of its own. We need it for
-# comparison, and where there is no such product: if nobody wants ``dx``, in
-# float32, and with few tokens.
+# With one column, 64 programs would have work for 8192 tokens, and half of the
+# SMs would have nothing to do. So we compare two columns, and all of them.
 
-
-@triton.jit
-def _own_pass(
-    dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
-    saved_desc,  # as dy_desc; or None: then dz is dy
-    dz_desc,  # as dy_desc, or None
-    sums_ptr,  # (rows of tiles, N): parts of db; or None
-    N,
-    CHAIN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    columns = tl.cdiv(N, TILE_N)
-    row = tl.program_id(0) // columns
-    start = tl.program_id(0) % columns * TILE_N
-    dz = dy_desc.load([row * TILE_M, start])
-    if saved_desc is not None:
-        saved = saved_desc.load([row * TILE_M, start])
-        dz = CHAIN(dz, saved).to(dy_desc.dtype)
-        dz_desc.store([row * TILE_M, start], dz)
-    if sums_ptr is not None:
-        feature = start + tl.arange(0, TILE_N)
-        sums = tl.sum(dz.to(tl.float32), axis=0)
-        place = row.to(tl.int64) * N + feature
-        tl.store(sums_ptr + place, sums, mask=feature < N)
-
-
-# %%
-# On the host, ``dz_with_dx`` and ``dz_in_a_pass`` launch these two kernels.
-# Both return ``dz`` and the parts of ``db``. How many columns should make
-# ``dz``? With one, 64 programs would do it for 8192 tokens, and half of the
-# SMs would have nothing to do. Four were the fastest of those that we tried.
-
-FIRST_COLUMNS = 4  # columns of tiles of dx
+FIRST_COLUMNS = 2
 
 # %%
 
-# Scaffold: both kernels, launched.
+# Scaffold: a backward pass whose dx makes dz.
 
 
-def new_sums(rows, dz, wants_db):
-    """Room for the parts of db, if it is wanted."""
-    if not wants_db:
-        return None
-    shape = (rows, dz.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=dz.device)
-
-
-def dz_in_a_pass(dy, saved, chain, wants_db):
-    """dz and the parts of db, by a kernel of their own."""
-    if saved is None and not wants_db:
-        return dy, None
-    tile = 64, 128
+def dz_with_dx(dy, saved, chain, w, dx, columns):
+    """dz and the parts of db, while the first columns of dx are computed;
+    and how many old features these columns have."""
     M, N = dy.shape
-    rows = triton.cdiv(M, tile[0])
-    dz = dy
-    saved_desc = None
-    dz_desc = None
-    if saved is not None:
-        dz = padded(M, N, dtype=dy.dtype, device=dy.device)
-        saved_desc, _ = descriptor(saved, *tile)
-        dz_desc, _ = descriptor(dz, *tile)
-    sums = new_sums(rows, dz, wants_db)
-    dy_desc, _ = descriptor(dy, *tile)
-    _own_pass[(rows * triton.cdiv(N, tile[1]),)](
-        dy_desc=dy_desc,
-        saved_desc=saved_desc,
-        dz_desc=dz_desc,
-        sums_ptr=sums,
-        N=N,
-        CHAIN=chain,
-        TILE_M=tile[0],
-        TILE_N=tile[1],
-        num_warps=8,
-    )
-    return dz, sums
-
-
-def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
-    """dz and the parts of db, while the first columns of dx are computed."""
-    M, N = dy.shape
-    tile_m, tile_k, tile_n = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
+    K = w.shape[1]
+    tile_m, tile_k, tile_n, warps = TILES["16 bits"][0]
     rows = triton.cdiv(M, tile_m)
-    dz = dy
-    saved_desc = None
-    dz_desc = None
-    if saved is not None:
-        dz = padded(M, N, dtype=dy.dtype, device=dy.device)
-        saved_desc, _ = descriptor(saved, tile_m, tile_n)
-        dz_desc, _ = descriptor(dz, tile_m, tile_n)
-    sums = new_sums(rows, dz, wants_db)
+    columns = min(columns, triton.cdiv(K, tile_k))
+    dz = new_dz(dy)
+    sums = new_sums(rows, dy)
     dy_desc, _ = descriptor(dy, tile_m, tile_n)
+    saved_desc, _ = descriptor(saved, tile_m, tile_n)
+    dz_desc, _ = descriptor(dz, tile_m, tile_n)
     w_desc, w_transposed = descriptor(w, tile_n, tile_k)
     dx_desc, _ = descriptor(dx, tile_m, tile_k // 2)
     # Two left operands in a stage, and room for a half of dx or a tile of dz.
@@ -1972,55 +2014,19 @@ def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
         TILE_N=tile_n,
         TILE_K=tile_k,
         STAGES=max(1, min(3, room // stage)),
-        num_warps=plan["num_warps"],
+        num_warps=warps,
     )
-    return dz, sums
+    return dz, sums, min(K, columns * tile_k)
 
 
-# %%
-# The backward pass puts it together. All matrices have layouts that a
-# descriptor takes, ``dy`` and ``saved`` in rows.
-
-
-def backward(dy, x, w, saved, chain, wants, first=FIRST_COLUMNS):
-    """dx, dw and db, those that are wanted. ``first`` is how many columns of
-    tiles of dx also make dz; with 0 a pass of its own does."""
-    wants_dx, wants_dw, wants_db = wants
-    M, N = dy.shape
-    K = w.shape[1]
-    dx = None
-    done = 0  # columns of dx
-    sums = None
-    together = False
-    if wants_dx:
-        dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
-        plan = plan_product(M, K, N, dy.dtype, lies_in_rows(dx))
-        together = (
-            first > 0
-            and dy.itemsize == 2
-            and plan["PARTS"] == 1
-            and lies_in_rows(dx)
-            and (saved is not None or wants_db)
-        )
-    if together:
-        # With few tokens it takes more columns to give work to all SMs.
-        rows = triton.cdiv(M, plan["TILE_M"])
-        columns = max(first, NUM_SMS // rows)
-        columns = min(columns, triton.cdiv(K, plan["TILE_N"]))
-        dz, sums = dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns)
-        done = min(K, columns * plan["TILE_N"])
-    else:
-        dz, sums = dz_in_a_pass(dy, saved, chain, wants_db)
-    if wants_dx and done < K:
+def backward_without_a_pass(dy, x, w, saved, chain, columns):
+    """dx, dw and db; so many columns of tiles of dx also make dz."""
+    dx, dw, db = torch.empty_like(x), torch.empty_like(w), dy.new_empty(len(w))
+    dz, sums, done = dz_with_dx(dy, saved, chain, w, dx, columns)
+    if done < w.shape[1]:
         product(dz, w[:, done:], dx[:, done:])
-    dw = None
-    if wants_dw:
-        dw = torch.empty(N, K, dtype=dy.dtype, device=dy.device)
-        product(dz.T, x, dw)
-    db = None
-    if wants_db:
-        db = torch.empty(N, dtype=dy.dtype, device=dy.device)
-        add_parts(sums, db)
+    product(dz.T, x, dw)
+    add_parts(sums, db)
     return dx, dw, db
 
 
@@ -2226,21 +2232,21 @@ check(M=5, N=64, K=600, activation=None, dtype=torch.bfloat16)
 @functools.cache
 def gelu_backward_speeds(M, N, K, dtype, lines):
     x, w, b, dy = inputs(M, N, K, dtype)
-    # The last number is how many columns of dx make dz; all columns, if there
-    # are fewer.
-    ways = {
-        "all columns": (_times_slope, 2**20),
-        "slope in the loop": (_through_gelu, FIRST_COLUMNS),
-        "own pass": (_times_slope, 0),
-    }
     saved = normal(M, N, dtype=dtype)
+    every = True, True, True
     calls = {
-        name: functools.partial(
-            backward, dy, x, w, saved, chain, (True, True, True), first
+        "z saved": functools.partial(
+            backward, dy, x, w, saved, _through_gelu, every
         )
-        for name, (chain, first) in ways.items()
-        if name in lines
     }
+    for name, columns in (
+        ("two columns", FIRST_COLUMNS),
+        ("all columns", 2**20),
+    ):
+        calls[name] = functools.partial(
+            backward_without_a_pass, dy, x, w, saved, _times_slope, columns
+        )
+    calls = {name: call for name, call in calls.items() if name in lines}
     calls["cublas"] = lambda: (dy @ w, dy.T @ x)
     given = [t.clone().requires_grad_() for t in (x, w, b)]
 
@@ -2260,16 +2266,16 @@ def gelu_backward_speeds(M, N, K, dtype, lines):
 
 BACKWARD = {
     "triton": "Triton",
+    "z saved": "z saved",
+    "two columns": "in two columns of dx",
     "all columns": "in all columns",
-    "slope in the loop": "slope in the loop",
-    "own pass": "a pass of its own",
     "torch": "PyTorch",
     "torch.compile": "torch.compile",
     "cublas": "cuBLAS, products alone",
 }
 FEW = {
     name: BACKWARD[name]
-    for name in ("triton", "own pass", "torch", "torch.compile", "cublas")
+    for name in ("triton", "all columns", "torch", "torch.compile", "cublas")
 }
 
 
@@ -2337,12 +2343,9 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # Scaffold: bytes of the backward pass, counted by ncu.
 
 
-def by_hand(M, N, K, own_pass):
-    """Bytes that have to move, in 16 bits."""
-    matrices = 5
-    if not own_pass and K <= 256 * FIRST_COLUMNS:
-        matrices = 4
-    # And x, w, dx and dw, once each.
+def by_hand(M, N, K, matrices):
+    """Bytes that have to move, in 16 bits: so many matrices of M x N
+    numbers, and x, w, dx and dw, once each."""
     return 2 * (matrices * M * N + 2 * M * K + 2 * N * K)
 
 
@@ -2353,12 +2356,12 @@ def by_hand(M, N, K, own_pass):
         x_log=True,
         xlabel="N (new features)",
         line_arg="provider",
-        line_vals=["triton", "by hand", "own pass", "own pass by hand"],
+        line_vals=["triton", "five", "all columns", "four"],
         line_names=[
             "Triton",
             "Triton, by hand",
-            "a pass of its own",
-            "its own pass, by hand",
+            "in all columns",
+            "in all columns, by hand",
         ],
         ylabel="MB of DRAM",
         plot_name="linear-backward-traffic",
@@ -2376,15 +2379,17 @@ def bench_traffic(M, N, K, dtype, mode, counter, provider):
     together; by hand, what has to."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    if provider.endswith("by hand"):
-        return by_hand(M, N, K, provider.startswith("own pass")) / 1e6
+    if provider in ("five", "four"):
+        matrices = 5 if provider == "five" else 4
+        return by_hand(M, N, K, matrices) / 1e6
     x, w, _, dy = inputs(M, N, K, dtype)
     saved = normal(M, N, dtype=dtype)
-    first = 0 if provider == "own pass" else FIRST_COLUMNS
+    given = dy, x, w, saved, _times_slope
 
     def run():
-        wants = True, True, True
-        return backward(dy, x, w, saved, _times_slope, wants, first)
+        if provider == "all columns":
+            return backward_without_a_pass(*given, columns=2**20)
+        return backward(*given, wants=(True, True, True))
 
     run()  # compiles
     torch.cuda.synchronize()
