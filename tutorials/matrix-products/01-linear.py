@@ -889,6 +889,8 @@ def lies_in_rows(t):
 
 def launch(a, b, c, plan, bias=None, act=None, slope=None):
     """Launch the kernel: c = a @ b, with what stands behind the sums."""
+    plan = dict(plan)
+    programs_per_sm = plan.pop("PROGRAMS_PER_SM")
     M, K = a.shape
     N = b.shape[1]
     width = plan["TILE_N"]
@@ -905,7 +907,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
     tiles = triton.cdiv(M, plan["TILE_M"]) * triton.cdiv(N, plan["TILE_N"])
     programs = tiles * plan["PARTS"]
     if plan["STAY"]:
-        programs = min(programs, NUM_SMS)
+        programs = min(programs, NUM_SMS * programs_per_sm)
     _product[(programs,)](
         a_desc=a_desc,
         b_desc=b_desc,
@@ -941,6 +943,7 @@ def rung(tile_n, warps, stages, stay=False, halves=False):
         "PARTS": 1,
         "K_PART": 0,
         "PRECISION": "ieee",
+        "PROGRAMS_PER_SM": 1,
         "num_warps": warps,
     }
 
@@ -1105,65 +1108,89 @@ def padded(rows, columns, dtype, device):
 # %%
 # Which tile is best depends on the size of the product. A tile of 128 × 256 is
 # the fastest where there are enough of them for all SMs. Smaller products take
-# smaller tiles, and if that is not enough, several parts of ``K``. The number
-# of stages is what fits into shared memory.
+# smaller tiles, and if that is not enough, several parts of ``K``, of which
+# the next section tells. The number of stages is what fits into shared memory.
 
 TILES = {
     # precision: rows, columns, features of a step, warps
     "16 bits": (
         (128, 256, 64, 8),
-        (128, 128, 64, 8),
+        (128, 128, 64, 4),
         (64, 128, 64, 4),
         (64, 64, 128, 4),
     ),
     "tf32": ((128, 128, 32, 8), (64, 64, 32, 4)),
     "ieee": ((64, 64, 16, 4),),
 }
+# Rows of a result that are not aligned take more registers to store.
+TILE_OF_ODD_ROWS = 128, 128, 64, 8
 # Without a TMA, threads compute an address for each number.
 TILE_BEFORE_H100 = 64, 64, 32, 4
 
 
-def plan_product(M, N, K, dtype, aligned=True):
-    """Tiles of a product, and into how many parts K is divided. Rows of the
-    result that are not aligned take more registers to store."""
-    precision = "16 bits"
-    if dtype == torch.float32:
-        precision = "ieee"
-        # PyTorch's switch: whether Tensor Cores may cut float32.
-        if torch.backends.cuda.matmul.fp32_precision == "tf32":
-            precision = "tf32"
-    tiles = TILES[precision]
-    if precision == "16 bits" and not aligned:
-        tiles = tiles[1:]
-    if precision != "ieee" and SHARED < 200_000:
-        tiles = (TILE_BEFORE_H100,)
+def precision_of(dtype):
+    if dtype != torch.float32:
+        return "16 bits"
+    # PyTorch's switch: whether Tensor Cores may cut float32.
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"
 
+
+def tiles_for(M, precision, aligned):
+    """Tiles that a product may take, the largest one first."""
+    if precision != "ieee" and SHARED < 200_000:
+        return [TILE_BEFORE_H100]
+    tiles = list(TILES[precision])
+    if precision == "16 bits" and not aligned:
+        tiles[:2] = [TILE_OF_ODD_ROWS]
+    # Half a tile at least has rows that exist, or it is the lowest one.
+    lowest = tiles[-1][0]
+    return [tile for tile in tiles if tile[0] == lowest or tile[0] < 2 * M]
+
+
+def plan_product(M, N, K, dtype, aligned=True, act=None):
+    """Tiles of a product, and into how many parts K is divided."""
+    precision = precision_of(dtype)
     # The largest tile that gives work to three quarters of the SMs.
-    for tile in tiles:
+    enough = 0.75 * NUM_SMS
+    for tile in tiles_for(M, precision, aligned):
         tile_m, tile_n, tile_k, warps = tile
-        count = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
-        if count >= 0.75 * NUM_SMS:
+        tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
+        steps = triton.cdiv(K, tile_k)
+        parts = 1
+        if tiles < enough:
+            # Parts of four steps at least.
+            parts = max(1, min(NUM_SMS // tiles, steps // 4))
+        # Parts are written and read in float32. That should be little beside
+        # the bytes of a and b.
+        of_parts = 8 * M * N * (parts - 1)
+        of_inputs = dtype.itemsize * K * (M + N)
+        if tiles * parts >= enough and of_parts <= of_inputs / 8:
             break
 
-    # Still too few: parts of K, of four steps at least.
-    steps = triton.cdiv(K, tile_k)
-    parts = 1
-    if count < 0.75 * NUM_SMS:
-        parts = max(1, min(NUM_SMS // count, steps // 4))
-    steps_of_a_part = triton.cdiv(steps, parts)
+    programs_per_sm = 1
+    if act is not None and N > K and tile == TILES["16 bits"][0]:
+        # An epilogue that takes long, for short sums: another program of the
+        # SM multiplies in the meantime.
+        tile_m, tile_n, tile_k, warps = TILES["16 bits"][1]
+        programs_per_sm = 2
 
+    steps_of_a_part = triton.cdiv(steps, parts)
     stage = (tile_m + tile_n) * tile_k * dtype.itemsize
-    room = SHARED - 1024 - tile_m * tile_n // 2 * dtype.itemsize
+    room = SHARED // programs_per_sm - 1024
+    room -= tile_m * tile_n // 2 * dtype.itemsize
     return {
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "STAGES": max(1, min(4, room // stage)),
+        "STAGES": max(1, min(5, room // stage)),
         "STAY": True,
         "HALVES": True,
         "PARTS": triton.cdiv(steps, steps_of_a_part),
         "K_PART": steps_of_a_part * tile_k,
         "PRECISION": "tf32" if precision == "tf32" else "ieee",
+        "PROGRAMS_PER_SM": programs_per_sm,
         "num_warps": warps,
     }
 
@@ -1255,7 +1282,7 @@ def add_parts(parts, c, bias=None, act=None, slope=None):
 def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
     """c = act(a @ b + bias), in as many parts as the plan says."""
     plan = plan_product(
-        a.shape[0], b.shape[1], a.shape[1], a.dtype, lies_in_rows(c)
+        a.shape[0], b.shape[1], a.shape[1], a.dtype, lies_in_rows(c), act
     )
     if most_parts == 1:
         plan["PARTS"] = 1

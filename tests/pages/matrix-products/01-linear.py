@@ -440,10 +440,11 @@ FACTS = {
 # Tiles of 16, so that small cases have several; parts of two steps.
 SMALL = (
     (
-        "(128, 256, 64, 8),\n        (128, 128, 64, 8),\n"
+        "(128, 256, 64, 8),\n        (128, 128, 64, 4),\n"
         "        (64, 128, 64, 4),\n        (64, 64, 128, 4),",
         "(32, 32, 16, 8),\n        (16, 32, 16, 8),\n        (16, 16, 16, 4),",
     ),
+    ("ROWS = 128, 128, 64, 8", "ROWS = 16, 32, 16, 8"),
     ("(128, 128, 32, 8), (64, 64, 32, 4)", "(32, 32, 16, 8), (16, 16, 16, 4)"),
     ('"ieee": ((64, 64, 16, 4),)', '"ieee": ((16, 32, 16, 4),)'),
     ("tile = 64, 128\n    steps = 1\n", "tile = 16, 32\n    steps = 2\n"),
@@ -472,6 +473,7 @@ def divided_evenly(load):
         for M, N, K in (
             (1, 4096, 4096),
             (16, 1000, 300),
+            (16, 1024, 3200),
             (5, 7, 1_000_000),
             (64, 64, 65),
             (4096, 4096, 8192),
@@ -650,7 +652,7 @@ PAGE = Page(
             "aligned = t.data_ptr() % 16 == 0 and step % 16 == 0",
             "aligned = step % 16 == 0",
         ),
-        "float32 is cut": ('precision = "ieee"\n', 'precision = "tf32"\n'),
+        "float32 is cut": ('return "ieee"\n', 'return "tf32"\n'),
     },
     kills=(
         at((70,), 104, 50),
@@ -724,6 +726,39 @@ def test_the_tiles_of_the_sizes_that_are_measured(monkeypatch):
             plan = page.plan_product(*product, BRAIN)
             assert (plan["TILE_M"], plan["TILE_N"]) == (128, 256)
             assert (plan["PARTS"], plan["STAGES"]) == (1, 4)
+            assert plan["PROGRAMS_PER_SM"] == 1
+
+
+def test_two_programs_share_an_sm_where_sums_are_short(monkeypatch):
+    """And something stands behind them."""
+    page = PAGE.load("as it is")
+    monkeypatch.setattr(page, "NUM_SMS", 132)
+    for M, K, N, share in (
+        (8192, 4096, 4096, False),
+        (8192, 4096, 14336, True),
+        (4096, 1024, 4096, True),
+        (16, 1024, 4096, False),
+    ):
+        plan = page.plan_product(M, N, K, BRAIN, act=page._gelu)
+        assert plan["PROGRAMS_PER_SM"] == 1 + share
+        if share:
+            # Two of them fit.
+            tiles = plan["TILE_M"] * plan["TILE_K"]
+            tiles += plan["TILE_K"] * plan["TILE_N"]
+            half = plan["TILE_M"] * plan["TILE_N"] // 2
+            taken = 2 * (plan["STAGES"] * tiles + half) + 1024
+            assert 2 * taken <= 228 * 1024
+
+
+def test_the_fewer_tokens_the_more_parts(monkeypatch):
+    page = PAGE.load("as it is")
+    monkeypatch.setattr(page, "NUM_SMS", 132)
+    parts = [
+        page.plan_product(M, 4096, 4096, BRAIN)["PARTS"]
+        for M in (1, 16, 64, 256, 512)
+    ]
+    assert parts == sorted(parts, reverse=True)
+    assert parts[0] > 1 == parts[-1]
 
 
 def test_exercise(output):
