@@ -1149,7 +1149,7 @@ def tiles_for(M, precision, aligned):
     return [tile for tile in tiles if tile[0] == lowest or tile[0] < 2 * M]
 
 
-def plan_product(M, N, K, dtype, aligned=True, act=None):
+def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=1024):
     """Tiles of a product, and into how many parts K is divided."""
     precision = precision_of(dtype)
     # The largest tile that gives work to three quarters of the SMs.
@@ -1161,7 +1161,7 @@ def plan_product(M, N, K, dtype, aligned=True, act=None):
         parts = 1
         if tiles < enough:
             # Parts of four steps at least.
-            parts = max(1, min(NUM_SMS // tiles, steps // 4))
+            parts = max(1, min(NUM_SMS // tiles, steps // 4, most_parts))
         # Parts are written and read in float32. That should be little beside
         # the bytes of a and b.
         of_parts = 8 * M * N * (parts - 1)
@@ -1202,12 +1202,13 @@ def plan_product(M, N, K, dtype, aligned=True, act=None):
 # What if there are fewer tiles than SMs?
 #
 # A model that generates text, one word after the other, has a few tokens at a
-# time. With 16 tokens and 4096 new features there are 64 tiles of 64 × 64, so
-# half of the SMs would have nothing to do. And the limit is not arithmetic any
-# more: the weight has to be read, and few SMs can't read it at full speed.
+# time. With 16 tokens and 4096 new features there are 32 tiles of 64 × 128, so
+# three quarters of the SMs would have nothing to do. And the limit is not
+# arithmetic any more: the weight has to be read, and few SMs can't read it at
+# full speed.
 #
-# So we divide the sums. With ``PARTS`` = 2, one program adds up the first half
-# of the old features and another one the second half. This is called
+# So we divide the sums. With ``PARTS`` = 4, one program adds up the first
+# quarter of the old features, another one the second, and so on. This is called
 # *split-K*. Each part writes its sums in float32 to a matrix of its own, and a
 # second kernel adds the matrices up, always in the same order. It also does
 # what stands behind the sums, because before that they are not complete.
@@ -1279,13 +1280,11 @@ def add_parts(parts, c, bias=None, act=None, slope=None):
 # %%
 
 
-def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
+def product(a, b, c, bias=None, act=None, slope=None, most_parts=1024):
     """c = act(a @ b + bias), in as many parts as the plan says."""
-    plan = plan_product(
-        a.shape[0], b.shape[1], a.shape[1], a.dtype, lies_in_rows(c), act
-    )
-    if most_parts == 1:
-        plan["PARTS"] = 1
+    M, K = a.shape
+    N = b.shape[1]
+    plan = plan_product(M, N, K, a.dtype, lies_in_rows(c), act, most_parts)
     if plan["PARTS"] == 1:
         launch(a, b, c, plan, bias, act, slope)
         return
@@ -1296,7 +1295,7 @@ def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
     add_parts(parts, c, bias, act, slope)
 
 
-def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=None):
+def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=1024):
     """y, and the slope of the activation if it is kept."""
     y = torch.empty(
         x.shape[0], w.shape[0], dtype=x.dtype, device=x.device
@@ -1408,7 +1407,7 @@ def bench_few(N, features, dtype, provider, **_):
         x, w, _, _ = inputs(N, features, features, dtype)
         if provider == "torch":
             return lambda: x @ w.T
-        most = 1 if provider == "one part" else None
+        most = 1 if provider == "one part" else 1024
         return lambda: forward(x, w, most_parts=most)
 
     return speed(2 * features * (features + 2 * N), prepare)
@@ -1420,14 +1419,14 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reads NN GB/s with one token and NN with 64. In one
-# part it reads NN and NN. PyTorch reads NN and NN.
+# On the H200 our kernel reads NN GB/s with one token, NN with 64, and NN with
+# 512. In one part it reads NN, NN and NN. PyTorch reads NN, NN and NN.
 #
 # **Why.**
-# One part has 64 programs, and each of them has a few tiles on the way. Two
-# parts have twice as many programs. The price is a second kernel, and 8 bytes
-# for each number of ``y`` and each part, which is little as long as there are
-# few tokens.
+# One part has 64 programs here, and each of them has a few tiles on the way.
+# Parts give work to twice as many SMs. The price is a second kernel, and 8
+# bytes for each number of ``y`` and each part. That is little as long as there
+# are few tokens.
 #
 # **What follows.**
 # The more tokens there are, the more tiles, and the fewer parts. The rule
@@ -2013,7 +2012,7 @@ def dz_with_dx(dy, saved, chain, w, dx, columns):
     and how many old features these columns have."""
     M, N = dy.shape
     K = w.shape[1]
-    tile_m, tile_k, tile_n, warps = TILES["16 bits"][0]
+    tile_m, tile_k, tile_n, warps = tiles_for(M, "16 bits", aligned=True)[0]
     rows = triton.cdiv(M, tile_m)
     columns = min(columns, triton.cdiv(K, tile_k))
     dz = new_dz(dy)
@@ -2344,26 +2343,34 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # 4096 new ones and NN at 14336: NN and NN times the speed of torch.compile,
 # and NN and NN times that of PyTorch. With 1024 old features it reaches NN at
 # 4096 new ones, which is NN times the speed of torch.compile.
-# With a pass of its own for ``dz`` these three numbers are NN, NN and NN.
-# If all columns of ``dx`` multiply by the slope, the first number is NN, and
-# if the first ones compute the slope from ``z``, it is NN.
+# If two columns of ``dx`` make ``dz``, the first two of these numbers are NN
+# and NN. If all columns do, they are NN and NN, and with 1024 old features NN.
+# If the forward pass had saved ``z``, the first number would be NN.
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
-# do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. In the
-# product the same bytes arrive while Tensor Cores multiply. The loop then
-# fetches 64 KB in each step, not 48. That is why not all columns do it.
+# do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. That is
+# all that the products in the reads of ``dx`` can save, and they pay more for
+# it. Their left operand comes from registers, so each step has to wait until
+# its tiles have arrived there and are multiplied. A step fetches 64 KB in
+# place of 48, so there is room for three stages, not four.
+#
+# **What follows.**
+# Fewer bytes are not always faster. Tensor Cores are the most expensive thing
+# to keep waiting, so we keep the pass of its own. It can vanish in another
+# way: if the kernel that makes ``dy`` multiplies it by the slope in its own
+# epilogue. That kernel is the ``dx`` of the layer behind this one, so the two
+# layers would have to be one function.
 #
 # How many bytes come from DRAM?
 # ------------------------------
 #
 # We let ``ncu`` count what all kernels of the backward pass move, to and from
-# DRAM, with 4096 tokens of 1024 features. By hand, a pass of its own needs
-# five matrices of ``M`` × ``N`` numbers. In the product it takes four: ``dy``
-# and the slope are read, ``dz`` is written, and ``dw`` reads it. (With more
-# old features the other columns of ``dx`` read ``dz`` as well. That makes five
-# again, but all of these bytes move while Tensor Cores multiply.) In both
-# cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are written.
+# DRAM, with 4096 tokens of 1024 features. By hand, our backward pass needs
+# five matrices of ``M`` × ``N`` numbers. If all columns of ``dx`` make ``dz``,
+# it takes four: ``dy`` and the slope are read, ``dz`` is written, and ``dw``
+# reads it. In both cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are
+# written.
 
 # %%
 
@@ -2432,8 +2439,8 @@ bench_traffic.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, with 4096 tokens of 1024 features and 4096 new ones, our
-# backward pass moves NN MB, and NN by hand. With a pass of its own it moves NN
-# MB, and NN by hand.
+# backward pass moves NN MB, and NN by hand. If all columns of ``dx`` make
+# ``dz``, it moves NN MB, and NN by hand.
 #
 # **Why.**
 # The products read more than we counted, because not every tile that is used
@@ -2564,8 +2571,9 @@ assert exercise_1(_snake)
 #
 # - **PyTorch:** NN TFLOP/s.
 # - **torch.compile:** NN.
-# - **Ours, with a pass of its own for dz:** NN.
-# - **Ours, in the same reads:** NN.
+# - **Ours, dz in the reads of dx, all columns:** NN.
+# - **Ours, dz in the reads of dx, two columns:** NN.
+# - **Ours, dz in a pass of its own:** NN.
 #
 # And for kernels in general:
 #
