@@ -796,7 +796,8 @@ def _product(
     STAGES: tl.constexpr,  # num_stages of the inner loop
     STAY: tl.constexpr,  # whether programs take several tiles
     HALVES: tl.constexpr,  # whether results are stored in two halves
-    PARTS: tl.constexpr,  # parts of K, each added up on its own
+    DIVIDED: tl.constexpr,  # whether K is divided into parts
+    PARTS,  # how many there are, each added up on its own
     K_PART,  # the length of such a part
     PRECISION: tl.constexpr,  # of float32: "tf32" or "ieee"
 ):
@@ -818,7 +819,7 @@ def _product(
         part = work // tiles
         begin = 0
         end = K
-        if PARTS > 1:
+        if DIVIDED:
             begin = part * K_PART
             end = tl.minimum(begin + K_PART, K)
 
@@ -830,7 +831,7 @@ def _product(
 
         # Each part has its own matrix of results.
         part_ptr = c_ptr
-        if PARTS > 1:
+        if DIVIDED:
             part_ptr += part.to(tl.int64) * M * N
         # The whole tile, or its left and its right half.
         pieces = (sums,)
@@ -922,6 +923,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
         GROUP=8,
+        DIVIDED=plan["PARTS"] > 1,
         **plan,
     )
 
@@ -1106,26 +1108,37 @@ def padded(rows, columns, dtype, device):
 
 
 # %%
-# Which tile is best depends on the size of the product. A tile of 128 × 256 is
-# the fastest where there are enough of them for all SMs. Smaller products take
-# smaller tiles, and if that is not enough, several parts of ``K``, of which
-# the next section tells. The number of stages is what fits into shared memory.
+# Which tile?
+# -----------
+#
+# A tile of 128 × 256 is the fastest where there are enough of them for all
+# SMs. Smaller products take smaller tiles. And a sum over ``K`` can be divided
+# into parts, of which the next section tells. So we need a rule.
+#
+# Ours estimates how long each choice would take, and takes the shortest. It
+# counts *rounds*: with 150 tiles on 132 SMs there are two, and the second one
+# leaves most SMs without work. In a round, a program makes all steps of a
+# tile. A step lasts as long as its products or as its loads from L2, whichever
+# takes longer, and then the tile is stored. The numbers below are what we have
+# measured on an H200, rounded.
 
 TILES = {
-    # precision: rows, columns, features of a step, warps
+    # precision: rows, columns, features of a step, warps, stages
     "16 bits": (
-        (128, 256, 64, 8),
-        (128, 128, 64, 4),
-        (64, 128, 64, 4),
-        (64, 64, 128, 4),
+        (128, 256, 64, 8, 4),
+        (128, 128, 64, 4, 6),
+        (64, 128, 128, 4, 4),
+        (64, 64, 128, 4, 6),
     ),
-    "tf32": ((128, 128, 32, 8), (64, 64, 32, 4)),
-    "ieee": ((64, 64, 16, 4),),
+    "tf32": ((128, 128, 32, 8, 4), (64, 64, 32, 4, 4)),
+    "ieee": ((64, 64, 16, 4, 4),),
 }
 # Rows of a result that are not aligned take more registers to store.
-TILE_OF_ODD_ROWS = 128, 128, 64, 8
+TILE_OF_ODD_ROWS = 128, 128, 64, 8, 4
 # Without a TMA, threads compute an address for each number.
-TILE_BEFORE_H100 = 64, 64, 32, 4
+TILE_BEFORE_H100 = 64, 64, 32, 4, 4
+# Operations of an SM in a µs.
+OPERATIONS = {"16 bits": 6.0e6, "tf32": 3.0e6, "ieee": 0.4e6}
 
 
 def precision_of(dtype):
@@ -1137,46 +1150,70 @@ def precision_of(dtype):
     return "ieee"
 
 
-def tiles_for(M, precision, aligned):
-    """Tiles that a product may take, the largest one first."""
+def tiles_for(precision, aligned):
+    """Tiles that a product may take."""
     if precision != "ieee" and SHARED < 200_000:
-        return [TILE_BEFORE_H100]
-    tiles = list(TILES[precision])
+        return (TILE_BEFORE_H100,)
     if precision == "16 bits" and not aligned:
-        tiles[:2] = [TILE_OF_ODD_ROWS]
-    # Half a tile at least has rows that exist, or it is the lowest one.
-    lowest = tiles[-1][0]
-    return [tile for tile in tiles if tile[0] == lowest or tile[0] < 2 * M]
+        return (TILE_OF_ODD_ROWS, *TILES[precision][2:])
+    return TILES[precision]
 
 
-def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=1024):
+def estimate(M, N, K, precision, tile, parts):
+    """How many µs a product takes, roughly."""
+    rows, columns, features, _, _ = tile
+    itemsize = 2 if precision == "16 bits" else 4
+    programs = triton.cdiv(M, rows) * triton.cdiv(N, columns) * parts
+    rounds = triton.cdiv(programs, NUM_SMS)
+    steps = triton.cdiv(triton.cdiv(K, features), parts)
+    products = 2 * rows * columns * features / OPERATIONS[precision]
+    loads = itemsize * (rows + columns) * features / 90e3
+    store = rows * columns / 30e3
+    on_sms = rounds * (steps * max(products, loads) + store)
+    # With few tokens, DRAM takes longest. An SM alone reads 36 GB/s of it.
+    read = itemsize * K * (M + N)
+    from_dram = read / min(36e3 * programs, 4.2e6)
+    # Whichever is shorter is hidden by the other, most of it.
+    time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
+    if parts > 1:
+        # A second kernel adds them up, in float32.
+        time += 5 + 8 * parts * M * N / 5e6
+    return time
+
+
+@functools.cache
+def tile_and_parts(M, N, K, precision, aligned, most_parts):
+    """The choice with the shortest time; each part has four steps at least."""
+    choices = [
+        (tile, parts)
+        for tile in tiles_for(precision, aligned)
+        for parts in range(1, 33)
+        if parts == 1 or parts <= min(most_parts, K // tile[2] // 4)
+    ]
+    return min(
+        choices, key=lambda choice: estimate(M, N, K, precision, *choice)
+    )
+
+
+# %%
+# An activation is one thing more that takes time. Where sums are short, it is
+# a good part of it. Then we take tiles of 128 × 128, and let *two* programs
+# share an SM: while one of them computes powers, the other one multiplies.
+
+
+def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
     """Tiles of a product, and into how many parts K is divided."""
     precision = precision_of(dtype)
-    # The largest tile that gives work to three quarters of the SMs.
-    enough = 0.75 * NUM_SMS
-    for tile in tiles_for(M, precision, aligned):
-        tile_m, tile_n, tile_k, warps = tile
-        tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
-        steps = triton.cdiv(K, tile_k)
-        parts = 1
-        if tiles < enough:
-            # Parts of four steps at least.
-            parts = max(1, min(NUM_SMS // tiles, steps // 4, most_parts))
-        # Parts are written and read in float32. That should be little beside
-        # the bytes of a and b.
-        of_parts = 8 * M * N * (parts - 1)
-        of_inputs = dtype.itemsize * K * (M + N)
-        if tiles * parts >= enough and of_parts <= of_inputs / 8:
-            break
-
+    tile, parts = tile_and_parts(M, N, K, precision, aligned, most_parts)
     programs_per_sm = 1
-    if act is not None and N > K and tile == TILES["16 bits"][0]:
-        # An epilogue that takes long, for short sums: another program of the
-        # SM multiplies in the meantime.
-        tile_m, tile_n, tile_k, warps = TILES["16 bits"][1]
+    short = max(1024, N // 3) >= K
+    if act is not None and short and tile == TILES["16 bits"][0]:
+        tile = TILES["16 bits"][1]
         programs_per_sm = 2
-
+    tile_m, tile_n, tile_k, warps, stages = tile
+    steps = triton.cdiv(K, tile_k)
     steps_of_a_part = triton.cdiv(steps, parts)
+    # As many stages as there is room for, beside half a tile of results.
     stage = (tile_m + tile_n) * tile_k * dtype.itemsize
     room = SHARED // programs_per_sm - 1024
     room -= tile_m * tile_n // 2 * dtype.itemsize
@@ -1184,7 +1221,7 @@ def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=1024):
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "STAGES": max(1, min(5, room // stage)),
+        "STAGES": max(1, min(stages, room // stage)),
         "STAY": True,
         "HALVES": True,
         "PARTS": triton.cdiv(steps, steps_of_a_part),
@@ -1208,8 +1245,8 @@ def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=1024):
 # full speed.
 #
 # So we divide the sums. With ``PARTS`` = 4, one program adds up the first
-# quarter of the old features, another one the second, and so on. This is called
-# *split-K*. Each part writes its sums in float32 to a matrix of its own, and a
+# quarter of the old features, another one the second, and so on. This is
+# called *split-K*. Each part writes its sums in float32 to a matrix of its own, and a
 # second kernel adds the matrices up, always in the same order. It also does
 # what stands behind the sums, because before that they are not complete.
 
@@ -1280,7 +1317,7 @@ def add_parts(parts, c, bias=None, act=None, slope=None):
 # %%
 
 
-def product(a, b, c, bias=None, act=None, slope=None, most_parts=1024):
+def product(a, b, c, bias=None, act=None, slope=None, most_parts=32):
     """c = act(a @ b + bias), in as many parts as the plan says."""
     M, K = a.shape
     N = b.shape[1]
@@ -1295,7 +1332,7 @@ def product(a, b, c, bias=None, act=None, slope=None, most_parts=1024):
     add_parts(parts, c, bias, act, slope)
 
 
-def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=1024):
+def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
     """y, and the slope of the activation if it is kept."""
     y = torch.empty(
         x.shape[0], w.shape[0], dtype=x.dtype, device=x.device
@@ -1407,7 +1444,7 @@ def bench_few(N, features, dtype, provider, **_):
         x, w, _, _ = inputs(N, features, features, dtype)
         if provider == "torch":
             return lambda: x @ w.T
-        most = 1 if provider == "one part" else 1024
+        most = 1 if provider == "one part" else 32
         return lambda: forward(x, w, most_parts=most)
 
     return speed(2 * features * (features + 2 * N), prepare)
@@ -1810,8 +1847,8 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
     """dz, and the parts of db if it is wanted, by a kernel of their own."""
     if saved is None and not wants_db:
         return dy, None
-    tile = 64, 128
-    steps = 1
+    tile = 64, 64
+    steps = 2
     M, N = dy.shape
     strips = triton.cdiv(M, tile[0] * steps)
     dz = dy
@@ -1833,8 +1870,8 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
         TILE_M=tile[0],
         TILE_N=tile[1],
         STEPS=steps,
-        STAGES=1,
-        num_warps=8,
+        STAGES=2,
+        num_warps=4,
     )
     return dz, sums
 
@@ -2012,7 +2049,7 @@ def dz_with_dx(dy, saved, chain, w, dx, columns):
     and how many old features these columns have."""
     M, N = dy.shape
     K = w.shape[1]
-    tile_m, tile_k, tile_n, warps = tiles_for(M, "16 bits", aligned=True)[0]
+    tile_m, tile_k, tile_n, warps, _ = tiles_for("16 bits", aligned=True)[0]
     rows = triton.cdiv(M, tile_m)
     columns = min(columns, triton.cdiv(K, tile_k))
     dz = new_dz(dy)

@@ -1,5 +1,7 @@
 """What must hold of the page "A linear layer, both passes"."""
 
+import contextlib
+
 import torch
 
 from compiled.declared import Case, Kernel, Kernels
@@ -7,6 +9,18 @@ from conformance import Linear, LinearCase, Page
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 EVERY = (True, True, True)
+
+
+@contextlib.contextmanager
+def on_132_sms(page):
+    """The rule, as on an H200."""
+    before, page.NUM_SMS = page.NUM_SMS, 132
+    page.tile_and_parts.cache_clear()
+    try:
+        yield
+    finally:
+        page.NUM_SMS = before
+        page.tile_and_parts.cache_clear()
 
 
 def layer(page, M, N, K, dtype, activation="gelu"):
@@ -74,8 +88,16 @@ def odd(page, M, N, dtype):
 
 def few(page, M, N, dtype):
     """Tokens for a small tile, and several parts."""
-    layer(page, 16, N, 4096, dtype)
-    layer(page, 300, N, 4096, dtype)
+    with on_132_sms(page):
+        for tokens in (16, 64, 128, 300):
+            layer(page, tokens, N, 4096, dtype)
+
+
+def long_sums(page, M, N, dtype):
+    """The gradient of a small weight, from many tokens: the largest tile, and
+    several parts."""
+    with on_132_sms(page):
+        layer(page, 16384, 768, 768, dtype)
 
 
 def of_float32(page, M, N, dtype):
@@ -176,6 +198,7 @@ KERNELS = Kernels(
         "relu": Case(run=of_relu, sizes={"bfloat16": [4096]}),
         "odd": Case(run=odd, sizes={"bfloat16": [4096]}),
         "few tokens": Case(run=few, sizes={"bfloat16": [4096]}),
+        "long sums": Case(run=long_sums, sizes={"bfloat16": [4096]}),
         "float32": Case(run=of_float32, sizes={"float32": [1024]}),
         "TF32": Case(
             run=tf32,
@@ -442,15 +465,21 @@ FACTS = {
 # Tiles of 16, so that small cases have several; parts of two steps.
 SMALL = (
     (
-        "(128, 256, 64, 8),\n        (128, 128, 64, 4),\n"
-        "        (64, 128, 64, 4),\n        (64, 64, 128, 4),",
-        "(32, 32, 16, 8),\n        (16, 32, 16, 8),\n        (16, 16, 16, 4),",
+        "(128, 256, 64, 8, 4),\n        (128, 128, 64, 4, 6),\n"
+        "        (64, 128, 128, 4, 4),\n        (64, 64, 128, 4, 6),",
+        "(32, 32, 16, 8, 2),\n        (16, 32, 16, 8, 2),\n"
+        "        (16, 16, 16, 4, 2),",
     ),
-    ("ROWS = 128, 128, 64, 8", "ROWS = 16, 32, 16, 8"),
-    ("(128, 128, 32, 8), (64, 64, 32, 4)", "(32, 32, 16, 8), (16, 16, 16, 4)"),
-    ('"ieee": ((64, 64, 16, 4),)', '"ieee": ((16, 32, 16, 4),)'),
-    ("tile = 64, 128\n    steps = 1\n", "tile = 16, 32\n    steps = 2\n"),
-    ("steps // 4, most", "steps // 2, most"),
+    ("ROWS = 128, 128, 64, 8, 4", "ROWS = 16, 32, 16, 8, 2"),
+    (
+        "(128, 128, 32, 8, 4), (64, 64, 32, 4, 4)",
+        "(32, 32, 16, 8, 4), (16, 16, 16, 4, 4)",
+    ),
+    ('"ieee": ((64, 64, 16, 4, 4),)', '"ieee": ((16, 32, 16, 4, 4),)'),
+    # A second kernel costs nothing, so that small products have parts.
+    ("time += 5 + 8", "time += 0 * 8"),
+    ("tile = 64, 64\n", "tile = 16, 32\n"),
+    ("K // tile[2] // 4", "K // tile[2] // 2"),
 )
 
 
@@ -470,8 +499,7 @@ def both_passes(page, M, N, K, activation, dtype=HALF):
 def divided_evenly(load):
     """Parts of K are whole, none is empty, and all are there."""
     page = load("as it is")
-    before, page.NUM_SMS = page.NUM_SMS, 132
-    try:
+    with on_132_sms(page):
         for M, N, K in (
             (1, 4096, 4096),
             (16, 1000, 300),
@@ -485,8 +513,6 @@ def divided_evenly(load):
                 parts, length = plan["PARTS"], plan["K_PART"]
                 assert length % plan["TILE_K"] == 0
                 assert (parts - 1) * length < K <= parts * length
-    finally:
-        page.NUM_SMS = before
 
 
 def cut_as_pytorch_says(load):
@@ -714,53 +740,73 @@ def test_what_is_saved(page):
         assert kept == []
 
 
-def test_the_tiles_of_the_sizes_that_are_measured(monkeypatch):
+def test_the_tiles_of_the_sizes_that_are_measured():
     """With 132 SMs all products at the sizes of the bars have the largest
     tile, one part, and four stages."""
     page = PAGE.load("as it is")
-    monkeypatch.setattr(page, "NUM_SMS", 132)
-    for M, K, N in (
-        (8192, 4096, 4096),
-        (8192, 4096, 14336),
-        (4096, 1024, 4096),
-    ):
-        for product in (M, N, K), (M, K, N), (N, K, M):
-            plan = page.plan_product(*product, BRAIN)
-            assert (plan["TILE_M"], plan["TILE_N"]) == (128, 256)
-            assert (plan["PARTS"], plan["STAGES"]) == (1, 4)
-            assert plan["PROGRAMS_PER_SM"] == 1
+    with on_132_sms(page):
+        for M, K, N in (
+            (8192, 4096, 4096),
+            (8192, 4096, 14336),
+            (4096, 1024, 4096),
+        ):
+            for product in (M, N, K), (M, K, N), (N, K, M):
+                plan = page.plan_product(*product, BRAIN)
+                assert (plan["TILE_M"], plan["TILE_N"]) == (128, 256)
+                assert (plan["PARTS"], plan["STAGES"]) == (1, 4)
+                assert plan["PROGRAMS_PER_SM"] == 1
 
 
-def test_two_programs_share_an_sm_where_sums_are_short(monkeypatch):
+def test_two_programs_share_an_sm_where_sums_are_short():
     """And something stands behind them."""
     page = PAGE.load("as it is")
-    monkeypatch.setattr(page, "NUM_SMS", 132)
-    for M, K, N, share in (
-        (8192, 4096, 4096, False),
-        (8192, 4096, 14336, True),
-        (4096, 1024, 4096, True),
-        (16, 1024, 4096, False),
-    ):
-        plan = page.plan_product(M, N, K, BRAIN, act=page._gelu)
-        assert plan["PROGRAMS_PER_SM"] == 1 + share
-        if share:
-            # Two of them fit.
-            tiles = plan["TILE_M"] * plan["TILE_K"]
-            tiles += plan["TILE_K"] * plan["TILE_N"]
-            half = plan["TILE_M"] * plan["TILE_N"] // 2
-            taken = 2 * (plan["STAGES"] * tiles + half) + 1024
-            assert 2 * taken <= 228 * 1024
+    with on_132_sms(page):
+        for M, K, N, share in (
+            (8192, 4096, 4096, False),
+            (8192, 4096, 14336, True),
+            (4096, 1024, 4096, True),
+            (16, 1024, 4096, False),
+        ):
+            plan = page.plan_product(M, N, K, BRAIN, act=page._gelu)
+            assert plan["PROGRAMS_PER_SM"] == 1 + share
+            if share:
+                # Two of them fit.
+                tiles = plan["TILE_M"] * plan["TILE_K"]
+                tiles += plan["TILE_K"] * plan["TILE_N"]
+                half = plan["TILE_M"] * plan["TILE_N"] // 2
+                taken = 2 * (plan["STAGES"] * tiles + half) + 1024
+                assert 2 * taken <= 228 * 1024
 
 
-def test_the_fewer_tokens_the_more_parts(monkeypatch):
+def test_the_fewer_tokens_the_more_parts():
     page = PAGE.load("as it is")
-    monkeypatch.setattr(page, "NUM_SMS", 132)
-    parts = [
-        page.plan_product(M, 4096, 4096, BRAIN)["PARTS"]
-        for M in (1, 16, 64, 256, 512)
-    ]
+    with on_132_sms(page):
+        parts = [
+            page.plan_product(M, 4096, 4096, BRAIN)["PARTS"]
+            for M in (1, 16, 64, 256, 512)
+        ]
     assert parts == sorted(parts, reverse=True)
     assert parts[0] > 1 == parts[-1]
+
+
+def test_few_tiles_and_long_sums_are_divided():
+    """The gradients of weights in a small model with 16384 tokens: they give
+    work to three quarters of all SMs in each round."""
+    page = PAGE.load("as it is")
+    with on_132_sms(page):
+        for N, K, parts in (
+            (2304, 768, (1, 8)),
+            (768, 768, (5, 8)),
+            (4096, 768, (2, 4)),
+            (768, 2048, (2, 8)),
+        ):
+            plan = page.plan_product(N, K, 16384, BRAIN)
+            least, most = parts
+            assert least <= plan["PARTS"] <= most
+            programs = plan["PARTS"]
+            programs *= -(-N // plan["TILE_M"]) * -(-K // plan["TILE_N"])
+            rounds = -(-programs // 132)
+            assert programs / (132 * rounds) >= 0.75
 
 
 def test_exercise(output):
