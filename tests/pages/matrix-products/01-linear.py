@@ -51,6 +51,7 @@ def also(page, M, N, dtype):
     x, w = layer(page, M, N, 4096, dtype)
     for act in (page._silu, page._relu):
         page.forward(x, w, None, act)
+    page.forward(x, w, None, page._gelu_and_z, keeps_slope=True)
     for name in ("one tile", "groups", "stages", *page.RUNGS):
         page.climb(x, w, name)
     saved = page.padded(M, N, dtype, page.DEVICE)
@@ -162,7 +163,7 @@ KERNELS = Kernels(
             """,
             true=lambda code: [
                 *multiplies(code),
-                code.warps == 8 or code.target in ("sm_80", "gfx942"),
+                code.warps == 8 or code.target != "sm_90",
             ],
             shared=LARGE,
             copies="any",
