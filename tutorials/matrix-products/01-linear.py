@@ -4,8 +4,8 @@ A linear layer, both passes
 
 How does a linear layer of your own keep up with NVIDIA's library, forward and
 backward?
-One kernel computes all three of its products tile by tile, and the bias, the
-activation and their gradients ride along in tiles that are on the chip anyway.
+One kernel computes all three of its products tile by tile. The bias and the
+activation stand behind its sums, and their gradients take one pass more.
 
 .. math:: y = f(z), \qquad z_{tn} = b_n + \sum_k x_{tk} w_{nk}
 
@@ -24,9 +24,10 @@ a layer of it that you can train with.
   Cores, the order of the tiles, loads that run ahead, tensor descriptors, and
   programs that stay.
 - How the backward pass uses the same kernel for both of its products.
-- How to fuse a bias and an activation with a product in both passes, and what
-  to save for the backward pass.
-- What to do where there are too few tokens to keep a GPU busy.
+- How to fuse a bias and an activation with a product, what to save for the
+  backward pass, and when a pass of its own is faster than a fused one.
+- What to do where there are too few tokens, or too few tiles, to keep a GPU
+  busy.
 
 **What you need:** `Layer normalization, both passes
 <../layer-norm/01-layer-norm.html>`_ for kernels in general, and `Loads in
@@ -1163,17 +1164,21 @@ def estimate(M, N, K, precision, tile, parts):
     """How many µs a product takes, roughly."""
     rows, columns, features, _, _ = tile
     itemsize = 2 if precision == "16 bits" else 4
+    # How many programs have work, and how many rounds that takes.
     programs = triton.cdiv(M, rows) * triton.cdiv(N, columns) * parts
     rounds = triton.cdiv(programs, NUM_SMS)
+    # A step: its products, and its loads from L2 at 90 GB/s for each SM.
     steps = triton.cdiv(triton.cdiv(K, features), parts)
     products = 2 * rows * columns * features / OPERATIONS[precision]
     loads = itemsize * (rows + columns) * features / 90e3
+    # Then the tile is stored, 30 000 numbers in a µs.
     store = rows * columns / 30e3
     on_sms = rounds * (steps * max(products, loads) + store)
-    # With few tokens, DRAM takes longest. An SM alone reads 36 GB/s of it.
+    # With few tokens DRAM takes longer. It gives 4200 GB/s to all SMs
+    # together, and 36 GB/s to one of them.
     read = itemsize * K * (M + N)
     from_dram = read / min(36e3 * programs, 4.2e6)
-    # Whichever is shorter is hidden by the other, most of it.
+    # Most of the shorter time is hidden by the longer one.
     time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
     if parts > 1:
         # A second kernel adds them up, in float32.
@@ -1206,6 +1211,8 @@ def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
     precision = precision_of(dtype)
     tile, parts = tile_and_parts(M, N, K, precision, aligned, most_parts)
     programs_per_sm = 1
+    # On an H200 two programs are faster for sums of up to 1024 features, and
+    # for longer ones where there are three times as many new features.
     short = max(1024, N // 3) >= K
     if act is not None and short and tile == TILES["16 bits"][0]:
         tile = TILES["16 bits"][1]
@@ -1694,9 +1701,9 @@ with torch.no_grad():
 # Scaffold: three products, two benchmarks.
 
 
-def by_kernel(a, b):
+def by_kernel(a, b, most_parts=32):
     c = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    product(a, b, c)
+    product(a, b, c, most_parts=most_parts)
     return c
 
 
@@ -1772,6 +1779,68 @@ in_percent(
 # **What follows.**
 # A layer spends most of its time in these products, and there we lose little.
 # What a kernel of our own can gain is what stands around them.
+#
+# Few tiles, long sums
+# --------------------
+#
+# What if the weight is small, and there are many tokens?
+#
+# Then ``dw`` is small as well, and its sums are long: they have a term for
+# each token. With 768 old and 768 new features there are 18 tiles of 128 ×
+# 256, and no more than 18 SMs would have work. The answer is the same as with
+# few tokens: the rule divides the sums into parts.
+
+# %%
+
+# Scaffold: the gradient of a small weight, a benchmark.
+
+
+@functools.cache
+def small_weight_speeds(N, features, dtype):
+    x = normal(N, features, dtype=dtype)
+    dz = normal(N, features, dtype=dtype)
+    calls = {
+        "triton": functools.partial(by_kernel, dz.T, x),
+        "one part": functools.partial(by_kernel, dz.T, x, most_parts=1),
+        "torch": functools.partial(torch.mm, dz.T, x),
+    }
+    return tflops(2 * N * features**2, calls)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[2048, 4096, 8192, 16384, 32768],
+        x_log=True,
+        xlabel="N (tokens)",
+        line_arg="provider",
+        line_vals=["triton", "one part", "torch"],
+        line_names=["Triton", "one part", "cuBLAS, by PyTorch"],
+        ylabel="TFLOP/s",
+        plot_name="linear-small-weight",
+        args={
+            "features": 768,
+            "dtype": torch.bfloat16,
+            "pass": "the gradient of a weight of 768 × 768",
+        },
+    )
+)
+def bench_small_weight(N, features, dtype, provider, **_):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return small_weight_speeds(N, features, dtype)[provider]
+
+
+# %%
+
+in_percent(bench_small_weight, "cuBLAS, by PyTorch")
+
+# %%
+# **What the figure shows.**
+# On the H200 our kernel reaches NN TFLOP/s with 4096 tokens and NN with 16384.
+# In one part it reaches NN and NN, and cuBLAS reaches NN and NN.
 #
 # Who computes dz?
 # ----------------
@@ -1881,7 +1950,9 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
         dz = new_dz(dy)
         saved_desc, _ = descriptor(saved, *tile)
         dz_desc, _ = descriptor(dz, *tile)
-    sums = new_sums(strips, dy) if wants_db else None
+    sums = None
+    if wants_db:
+        sums = new_sums(strips, dy)
     dy_desc, _ = descriptor(dy, *tile)
     _own_pass[(strips * triton.cdiv(N, tile[1]),)](
         dy_desc=dy_desc,
@@ -2107,11 +2178,14 @@ def dz_with_dx(dy, saved, chain, w, dx, columns):
 
 def backward_without_a_pass(dy, x, w, saved, chain, columns):
     """dx, dw and db; so many columns of tiles of dx also make dz."""
-    dx, dw, db = torch.empty_like(x), torch.empty_like(w), dy.new_empty(len(w))
+    N, K = w.shape
+    dx = torch.empty_like(x)
     dz, sums, done = dz_with_dx(dy, saved, chain, w, dx, columns)
-    if done < w.shape[1]:
+    if done < K:
         product(dz, w[:, done:], dx[:, done:])
+    dw = torch.empty_like(w)
     product(dz.T, x, dw)
+    db = torch.empty(N, dtype=dy.dtype, device=dy.device)
     add_parts(sums, db)
     return dx, dw, db
 
