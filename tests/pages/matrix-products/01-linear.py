@@ -678,8 +678,8 @@ PAGE = Page(
             "row = strip * STEPS * TILE_M",
         ),
         "dw of dy": (
-            "product(dz.T, x, dw)\n    db =",
-            "product(dy.T, x, dw)\n    db =",
+            "product(dz.T, x, dw)\n    db = None",
+            "product(dy.T, x, dw)\n    db = None",
         ),
         "no slope is saved for SiLU": (
             'activation in ("gelu", "silu")',
