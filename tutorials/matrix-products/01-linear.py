@@ -1096,7 +1096,8 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # and has to be written. At 8192 tokens and 4096 new features it takes 67 MB.
 # We save ``y`` for ReLU and the slope for the others. In 16 bits a slope is
 # off by at most half a unit of its own last place. If we saved ``z``, that
-# would be rounded to 16 bits as well.
+# would be rounded to 16 bits as well. What ``z`` would cost in place of the
+# slope is measured below, in both passes.
 
 ACTIVATIONS = {None: None, "relu": _relu, "gelu": _gelu, "silu": _silu}
 
@@ -1120,8 +1121,9 @@ def padded(rows, columns, dtype, device):
 # counts *rounds*: with 150 tiles on 132 SMs there are two, and the second one
 # leaves most SMs without work. In a round, a program makes all steps of a
 # tile. A step lasts as long as its products or as its loads from L2, whichever
-# takes longer, and then the tile is stored. The numbers below are what we have
-# measured on an H200, rounded.
+# takes longer, and then the tile is stored. We have chosen the numbers below so
+# that they come close to what an H200 took. They needn't be exact: all that
+# counts is which choice is the fastest.
 
 TILES = {
     # precision: rows, columns, features of a step, warps, stages
@@ -1481,8 +1483,8 @@ bench_few.run(show_plots=ON_GPU)
 # Does the activation cost anything?
 # ----------------------------------
 #
-# We compare our kernel, which saves the slope, with the same kernel without
-# it, as when nobody trains. PyTorch calls cuBLAS, and then a kernel that
+# We compare our kernel, which saves the slope, with the same kernel when it
+# saves ``z``, and when it saves nothing because nobody trains. PyTorch calls cuBLAS, and then a kernel that
 # reads what cuBLAS has written and writes the activation.
 # ``torch.compile`` does nearly the same, but it adds the bias together with
 # the activation. It may choose three times, and the best counts. The dashed
@@ -1633,14 +1635,16 @@ in_percent(bench_gelu_narrow, "cuBLAS, the product alone")
 # ones, and NN at 14336. That is NN and NN times the speed of torch.compile,
 # and NN and NN times that of PyTorch. With 1024 old features it reaches NN
 # TFLOP/s at 4096 new ones, which is NN times the speed of torch.compile.
-# Without the slope we would be NN% faster there, and NN% at 4096 old and new
-# features.
+# If we saved nothing, we would be NN% faster there, and NN% at 4096 old and
+# new features. If we saved ``z`` in place of the slope, we would be NN% and
+# NN% faster.
 #
 # **Why.**
 # In a kernel of its own the activation of 8192 × 4096 numbers reads 67 MB and
 # writes 67 MB, which takes 28 µs at 4.8 TB/s. The product alone needs 278 µs
 # at 989 TFLOP/s. In our epilogue it takes no reads. But its instructions take
-# time: while a program computes powers, its Tensor Cores wait.
+# time: while a program computes powers, it starts no products. And the slope
+# takes a few instructions more than ``z``, which is there already.
 #
 # **What follows.**
 # The shorter the sums, the more there is to gain, and the more an epilogue
@@ -2586,9 +2590,12 @@ bench_traffic.run(show_plots=ON_GPU)
 #
 # When should you not use this layer?
 #
-# - **Without an activation, cuBLAS is at least as fast.** On the H200 our
-#   ``dx`` is at NN% of it at 4096 old and new features. With 14336 new ones it
-#   is NN%.
+# - **Without an activation there is nothing to gain.** On the H200 our ``dx``
+#   is at NN% of cuBLAS at 4096 old and new features. With 14336 new ones it is
+#   NN%.
+# - **Few tokens, few tiles.** With 64 tokens, and where ``dw`` has few tiles,
+#   cuBLAS was faster in the figures above. Our rule knows four tiles; cuBLAS
+#   has a hundred kernels, and some of them divide the work more evenly.
 # - **On other cards.** The tiles were chosen on an H200. cuBLAS has tiles for
 #   each card, and chooses among them at each size.
 # - **Odd sizes.** Rows that are no multiple of 16 bytes are copied first.
