@@ -1121,8 +1121,8 @@ def padded(rows, columns, dtype, device):
 # counts *rounds*: with 150 tiles on 132 SMs there are two, and the second one
 # leaves most SMs without work. In a round, a program makes all steps of a
 # tile. A step lasts as long as its products or as its loads from L2, whichever
-# takes longer, and then the tile is stored. We have chosen the numbers below so
-# that they come close to what an H200 took. They needn't be exact: all that
+# takes longer, and then the tile is stored. We have chosen the numbers below
+# so that they come close to what an H200 took. They needn't be exact: all that
 # counts is which choice is the fastest.
 
 TILES = {
@@ -1484,11 +1484,11 @@ bench_few.run(show_plots=ON_GPU)
 # ----------------------------------
 #
 # We compare our kernel, which saves the slope, with the same kernel when it
-# saves ``z``, and when it saves nothing because nobody trains. PyTorch calls cuBLAS, and then a kernel that
-# reads what cuBLAS has written and writes the activation.
-# ``torch.compile`` does nearly the same, but it adds the bias together with
-# the activation. It may choose three times, and the best counts. The dashed
-# line is cuBLAS without bias and activation.
+# saves ``z``, and when it saves nothing because nobody trains. PyTorch calls
+# cuBLAS, and then a kernel that reads what cuBLAS has written and writes the
+# activation. ``torch.compile`` does nearly the same, but it adds the bias
+# together with the activation. It may choose three times, and the best counts.
+# The dashed line is cuBLAS without bias and activation.
 
 # %%
 
