@@ -923,7 +923,6 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
         ACT=act,
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
-        GROUP=8,
         DIVIDED=plan["PARTS"] > 1,
         **plan,
     )
@@ -934,12 +933,13 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
 # Scaffold: the rungs of the ladder, as plans.
 
 
-def rung(tile_n, warps, stages, stay=False, halves=False):
+def rung(tile_n, warps, stages, stay=False, halves=False, group=8):
     """A plan for 16 bits, with 128 tokens in a tile."""
     return {
         "TILE_M": 128,
         "TILE_N": tile_n,
         "TILE_K": 64,
+        "GROUP": group,
         "STAGES": stages,
         "STAY": stay,
         "HALVES": halves,
@@ -956,6 +956,7 @@ RUNGS = {
     "wide": rung(256, 8, 3),
     "persistent": rung(256, 8, 3, stay=True),
     "triton": rung(256, 8, 4, stay=True, halves=True),
+    "rows": rung(256, 8, 4, stay=True, halves=True, group=1),
 }
 
 
@@ -988,7 +989,8 @@ for name in RUNGS:
 # ----------
 #
 # What is each step worth? We start with the 16-bit kernel from above and
-# change one thing at a time.
+# change one thing at a time. One line goes back: it is the last kernel, but
+# with its tiles row by row.
 
 # %%
 
@@ -1003,6 +1005,7 @@ LADDER = {
     "wide": "128 x 256",
     "persistent": "persistent",
     "triton": "in halves",
+    "rows": "in halves, row by row",
     "torch": "cuBLAS, by PyTorch",
 }
 
@@ -1056,16 +1059,19 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # features and NN% at 14336. At these sizes groups make it NN% and NN%, three
 # stages NN% and NN%, descriptors NN% and NN%, and tiles of 128 × 256 NN% and
 # NN%. Persistent programs reach NN% and NN%, and with results in halves and a
-# fourth stage we are at NN% and NN%.
+# fourth stage we are at NN% and NN%. With its tiles row by row this kernel
+# would be at NN% and NN%.
 #
 # **Why.**
-# Groups pay where the strips of a round do not fit into L2, which is at 14336
-# features and not at 4096. Stages take the wait out of each step. Descriptors
-# leave the warps with hardly anything to do but to start products: one
-# instruction, ``wgmma``, multiplies 64 rows by 256 columns and 16 features.
-# Tiles of 128 × 256 ask a quarter less of L2 than those of 128 × 128. The last
-# two steps are about the time between two tiles, and that is the shorter part
-# of a long sum.
+# The first kernel waits for each load, wherever it comes from, so groups bring
+# it little. Where loads run ahead, what counts is how many bytes arrive in a
+# second, and L2 delivers more of them than DRAM. At 14336 features the strips
+# of a round do not fit into L2 row by row, and groups pay. Stages take the
+# wait out of each step. Descriptors leave the warps with hardly anything to do
+# but to start products: one instruction, ``wgmma``, multiplies 64 rows by 256
+# columns and 16 features. Tiles of 128 × 256 ask a quarter less of L2 than
+# those of 128 × 128. The last two steps are about the time between two tiles,
+# and that is the shorter part of a long sum.
 #
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
@@ -1230,6 +1236,7 @@ def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
+        "GROUP": 8,
         "STAGES": max(1, min(stages, room // stage)),
         "STAY": True,
         "HALVES": True,

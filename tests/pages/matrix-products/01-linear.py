@@ -264,7 +264,7 @@ def climbed(figure):
     def rung(name):
         return both(of, name, "torch")
 
-    assert of.ratio("groups", "one tile", 14336) > 1
+    assert of.ratio("triton", "rows", 14336) > 1.02
     yield (
         "the kernel that we started with reaches "
         f"{of.share('one tile', 4096, 'torch')}% of cuBLAS at 4096 new "
@@ -273,7 +273,8 @@ def climbed(figure):
         f"{rung('stages')}, descriptors {rung('descriptors')}, and tiles of "
         f"128 × 256 {rung('wide')}. Persistent programs reach "
         f"{rung('persistent')}, and with results in halves and a fourth stage "
-        f"we are at {rung('triton')}."
+        f"we are at {rung('triton')}. With its tiles row by row this kernel "
+        f"would be at {rung('rows')}."
     )
 
 
