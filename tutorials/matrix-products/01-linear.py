@@ -2379,6 +2379,11 @@ check(M=130, N=35, K=64, activation="silu", dtype=torch.float32)
 check(M=5, N=64, K=600, activation=None, dtype=torch.bfloat16)
 
 # %%
+# These sizes are odd on purpose: hardly any of them is a multiple of a tile.
+# What a tile has beyond the end of its matrix counts as 0, in sums over old
+# features, new features and tokens alike. Rows of 77 numbers of 2 bytes are
+# copied first.
+#
 # All results are the same on each run, to the last bit. Each number of ``y``,
 # ``dx`` and ``dw`` is the sum of one program, or of a few parts that are added
 # up in a fixed order, and so is each number of ``db``. No kernel adds with
