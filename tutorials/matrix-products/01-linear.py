@@ -4,8 +4,8 @@ A linear layer, both passes
 
 How does a linear layer of your own keep up with NVIDIA's library, forward and
 backward?
-One kernel computes all three of its products tile by tile. The bias and the
-activation stand behind its sums, and their gradients take one pass more.
+One kernel computes all three of its products tile by tile, with the bias and
+the activation behind its sums, and one pass more makes their gradients.
 
 .. math:: y = f(z), \qquad z_{tn} = b_n + \sum_k x_{tk} w_{nk}
 
@@ -383,20 +383,22 @@ def tflops(operations, calls):
 
 
 def in_percent(benchmark, of):
-    """Draw a benchmark, and print each speed in % of that of another line:
-    ``of`` is its name, or a name for each line."""
+    """Draw a benchmark, and print speeds in % of those of other lines:
+    ``of`` is the name of one line, or a name for each line."""
     table = benchmark.run(show_plots=ON_GPU, return_df=True)
     table = table.astype({"N": int}).set_index("N")
     table.columns = [column.split(" (")[0] for column in table.columns]
     if table.isna().all(axis=None):
         print("Timing needs a GPU; the page shows recorded figures.")
         return
-    percent = {}
-    for line in table.columns:
-        other = of if isinstance(of, str) else of.get(line)
-        if other and other != line:
-            percent[line] = 100 * table[line] / table[other]
-    print(f"speed in % of {of if isinstance(of, str) else 'cuBLAS'}")
+    if isinstance(of, str):
+        print(f"speed in % of {of}")
+        of = {line: of for line in table.columns if line != of}
+    else:
+        print("speed in % of cuBLAS")
+    percent = {
+        line: 100 * table[line] / table[other] for line, other in of.items()
+    }
     print(type(table)(percent).to_string(float_format="%.0f"))
 
 
@@ -1149,6 +1151,10 @@ TILE_BEFORE_H100 = 64, 64, 32, 4, 4
 # Operations of an SM in a µs.
 OPERATIONS = {"16 bits": 6.0e6, "tf32": 3.0e6, "ieee": 0.4e6}
 
+# %%
+
+# Scaffold: the type of a product, and which tiles it may take.
+
 
 def precision_of(dtype):
     if dtype != torch.float32:
@@ -1166,6 +1172,9 @@ def tiles_for(precision, aligned):
     if precision == "16 bits" and not aligned:
         return (TILE_OF_ODD_ROWS, *TILES[precision][2:])
     return TILES[precision]
+
+
+# %%
 
 
 def estimate(M, N, K, precision, tile, parts):
@@ -1194,6 +1203,11 @@ def estimate(M, N, K, precision, tile, parts):
     return time
 
 
+# %%
+
+# Scaffold: the choice.
+
+
 @functools.cache
 def tile_and_parts(M, N, K, precision, aligned, most_parts):
     """The choice with the shortest time; each part has four steps at least."""
@@ -1212,6 +1226,10 @@ def tile_and_parts(M, N, K, precision, aligned, most_parts):
 # An activation is one thing more that takes time. Where sums are short, it is
 # a good part of it. Then we take tiles of 128 × 128, and let *two* programs
 # share an SM: while one of them computes powers, the other one multiplies.
+
+# %%
+
+# Scaffold: the plan of a product.
 
 
 def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
@@ -1477,8 +1495,8 @@ bench_few.run(show_plots=ON_GPU)
 # 512. In one part it reads NN, NN and NN. PyTorch reads NN, NN and NN.
 #
 # **Why.**
-# One part has 64 programs here, and each of them has a few tiles on the way.
-# Parts give work to twice as many SMs. The price is a second kernel, and 8
+# Up to 64 tokens, one part has 64 programs, and each of them has a few tiles
+# on the way. With parts there are 128. The price is a second kernel, and 8
 # bytes for each number of ``y`` and each part. That is little as long as there
 # are few tokens.
 #
@@ -1783,9 +1801,10 @@ in_percent(
 #
 # **Why.**
 # It is the same kernel with the same tiles, and only the layouts differ. At
-# all of these sizes there are enough tiles for all SMs. What cuBLAS has beyond
-# that are *clusters*: programs on neighboring SMs that need the same tile let
-# the TMA fetch it once for all of them, so L2 has less to deliver.
+# all of these sizes there are enough tiles for all SMs. cuBLAS may also use
+# *clusters*: programs on neighboring SMs that need the same tile let the TMA
+# fetch it once for all of them, so L2 has less to deliver. With tiles of 128 ×
+# 256, L2 can do without that.
 #
 # **What follows.**
 # A layer spends most of its time in these products, and there we lose little.
@@ -1853,6 +1872,15 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 # On the H200 our kernel reaches NN TFLOP/s with 4096 tokens and NN with 16384.
 # In one part it reaches NN and NN, and cuBLAS reaches NN and NN.
 #
+# **Why.**
+# With 16384 tokens the rule takes 7 parts, so 126 of the 132 SMs have work.
+# Their sums are 17 MB in float32, which are written and read once more. With
+# fewer tokens that is a larger share of the time.
+#
+# **What follows.**
+# A small model spends a good part of its backward pass here, so it is worth a
+# rule that knows more than the size of a result.
+#
 # Who computes dz?
 # ----------------
 #
@@ -1864,6 +1892,9 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 # Let's count the matrices of ``M`` × ``N`` numbers that move. The kernel reads
 # two and writes one, and then each of the products reads ``dz``. That makes
 # five.
+#
+# A program has two tiles, one below the other. The loads of the second one are
+# on the way while it multiplies the first one, and both go into the same sums.
 #
 # How ``dz`` follows from ``dy`` and what was saved is again a function that
 # the kernel is given. For ReLU the forward pass has saved ``y``, and for the
@@ -2605,9 +2636,9 @@ bench_traffic.run(show_plots=ON_GPU)
 # - **Without an activation there is nothing to gain.** On the H200 our ``dx``
 #   is at NN% of cuBLAS at 4096 old and new features. With 14336 new ones it is
 #   NN%.
-# - **Few tokens, few tiles.** With 64 tokens, and where ``dw`` has few tiles,
-#   cuBLAS was faster in the figures above. Our rule knows four tiles; cuBLAS
-#   has a hundred kernels, and some of them divide the work more evenly.
+# - **Few tokens, few tiles.** With 64 tokens, and for the gradient of a small
+#   weight, cuBLAS is faster. Our rule knows four tiles. cuBLAS has many more,
+#   and some of its kernels divide the work more evenly.
 # - **On other cards.** The tiles were chosen on an H200. cuBLAS has tiles for
 #   each card, and chooses among them at each size.
 # - **Odd sizes.** Rows that are no multiple of 16 bytes are copied first.
@@ -2737,7 +2768,11 @@ assert exercise_1(_snake)
 # - Tensor Cores are so fast that the work is to feed them: loads that run
 #   ahead, no addresses, no pause between two tiles.
 # - A backward pass is often the same kernel with other layouts.
-# - What is on the chip anyway is the cheapest place to compute something.
+# - What is on the chip anyway is the cheapest place to compute something, as
+#   long as Tensor Cores do not wait for it. Fewer bytes alone make nothing
+#   faster.
+# - A rule that estimates the time of each choice needs only a few numbers of
+#   the card.
 #
 # **Next:** `Attention without its matrix <../attention/01-attention.html>`_
 # has products whose matrix is never written.
