@@ -262,12 +262,16 @@ def _gate_fwd(
 # How large is a tile?
 #
 # A thread can load at most 16 bytes with one instruction, and a warp has 32
-# threads. So a program of 4 warps loads 2 KB of a matrix with one instruction
-# for each thread. We give it tiles of 4 KB, so that a thread has two loads of
-# the gate and two of the up projection in flight. An SM has room for 2048
-# threads, which are 16 such programs. If all of them wait, 128 KB are in
-# flight on this SM. That is plenty: with 132 SMs, each needs about 30 KB to
-# keep the memory of an H200 busy for the microsecond that a load may take.
+# threads. We give a program 2 warps and tiles of 1 KB. So a thread loads 16
+# bytes of the gate and 16 bytes of the up projection, and both loads are in
+# flight together. An SM has room for 2048 threads, which are 32 such programs.
+# If all of them wait, 64 KB are in flight on this SM. That is plenty: with 132
+# SMs, each needs about 33 KB to keep the memory of an H200 busy for the
+# microsecond that a load may take.
+#
+# Why not more? A million elements are 2 MB of a matrix. That makes only 512
+# tiles of 4 KB, which are fewer than four for each SM, and some SMs have one
+# more to do than others. Of 1 KB there are 2048, and they spread more evenly.
 #
 # In which shape? If every matrix is *contiguous*, which means that its rows
 # follow each other without a gap, all of them together are one long row. Then
@@ -275,8 +279,8 @@ def _gate_fwd(
 # element of it is idle but at the very end. Otherwise a tile is a part of one
 # row, or several whole rows where they are narrow.
 
-TILE_BYTES = 4096  # of each matrix
-WARPS = 4
+TILE_BYTES = 1024  # of each matrix
+WARPS = 2
 
 
 def tile_for(N, itemsize):
@@ -1224,7 +1228,7 @@ report(bench_halves)
 # **Why.**
 # With ``chunk`` nine matrices move and not five, which leaves 56% of a copy.
 # With one tensor the kernel moves five, as it does with two tensors. Its rows
-# have gaps now. A tile is a part of a row, or at 128 columns it is 16 rows,
+# have gaps now. A tile is a part of a row, or at 128 columns it is four rows,
 # and each part of a row still begins at a multiple of 16 bytes.
 #
 # **What follows.**
@@ -1614,8 +1618,7 @@ def lies_in_rows(t):
 @triton.jit
 def _gated_product(
     x_desc,  # (M, K) in tiles of TILE_M and TILE_K
-    gate_w_desc,  # (N, K) in tiles of TILE_N and TILE_K
-    up_w_desc,  # the same
+    weight_desc,  # (2, N, K) in tiles of 2, TILE_N and TILE_K
     y_desc,  # (M, N) in tiles of TILE_M and TILE_N
     gate_desc,  # the same: the gate, for the backward pass; or None
     up_desc,  # the same
@@ -1643,16 +1646,19 @@ def _gated_product(
         row *= TILE_M
         column *= TILE_N
 
-        # Two tiles of sums, for the same tokens and the same features.
-        gate = tl.zeros((TILE_M, TILE_N), tl.float32)
-        up = tl.zeros((TILE_M, TILE_N), tl.float32)
+        # Sums of both tiles, side by side: first the gate's, then up's.
+        sums = tl.zeros((TILE_M, 2 * TILE_N), tl.float32)
         for k in tl.range(0, K, TILE_K, num_stages=STAGES):
             x = x_desc.load([row, k])
-            gate_w = gate_w_desc.load([column, k])
-            up_w = up_w_desc.load([column, k])
-            # The weights have a row for each feature, so a tile is turned.
-            gate = tl.dot(x, gate_w.T, gate)
-            up = tl.dot(x, up_w.T, up)
+            # The same features of both parts of the weight, as one tile.
+            weight = weight_desc.load([0, column, k])
+            weight = weight.reshape(2 * TILE_N, TILE_K)
+            # The weight has a row for each feature, so its tile is turned.
+            sums = tl.dot(x, weight.T, sums)
+
+        # tl.split takes apart the two numbers of a last dimension of two.
+        both = sums.reshape(TILE_M, 2, TILE_N).permute(0, 2, 1)
+        gate, up = both.split()
 
         # The epilogue: the gate, on sums that were never rounded.
         value, _ = ACT(gate)
@@ -1663,17 +1669,22 @@ def _gated_product(
 
 
 # %%
-# Two tiles of 128 × 128 sums in float32 take 128 KB of the 256 KB of registers
-# that an SM has. A stage of the loop has 128 rows of ``x`` and twice 128 rows
-# of the weight, 64 columns each. These are 48 KB, and four stages fit beside a
-# tile of results.
+# A tile of 128 × 256 sums in float32 takes 128 KB of the 256 KB of registers
+# that an SM has. A stage of the loop has 128 rows of ``x`` and 256 rows of the
+# weight, 64 columns each. These are 48 KB, and four stages fit beside a tile
+# of results.
+#
+# With few tokens most rows of such a tile would be empty, so there it has 64.
 
 
-def plan_product(dtype):
-    """Tiles of the product, and stages for the shared memory that is there."""
+def plan_product(M, dtype):
+    """Tiles of the product of M tokens, and as many stages, at most four, as
+    the shared memory has room for."""
     if SHARED < 200_000:
         # Without a TMA, threads compute an address for each number.
         tile_m, tile_n, tile_k, warps = 64, 64, 32, 8
+    elif M <= 64:
+        tile_m, tile_n, tile_k, warps = 64, 128, 64, 4
     else:
         tile_m, tile_n, tile_k, warps = 128, 128, 64, 8
     stage = (tile_m + 2 * tile_n) * tile_k * dtype.itemsize
@@ -1682,7 +1693,7 @@ def plan_product(dtype):
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "GROUP": 8,
+        "GROUP": 16,
         "STAGES": max(1, min(4, room // stage)),
         "num_warps": warps,
     }
@@ -1693,25 +1704,23 @@ def fused(x, weight, keeps_h=True):
     M, K = x.shape
     N = weight.shape[0] // 2
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    h = None
-    if keeps_h:
-        h = torch.empty(M, 2 * N, dtype=x.dtype, device=x.device)
-    plan = plan_product(x.dtype)
+    plan = plan_product(M, x.dtype)
     tile_m, tile_n, tile_k = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
 
-    def descriptor(t, rows, columns):
-        return TensorDescriptor.from_tensor(t, [rows, columns])
+    def descriptor(t, *tile):
+        return TensorDescriptor.from_tensor(t, list(tile))
 
+    h = None
     gate_desc = None
     up_desc = None
     if keeps_h:
+        h = torch.empty(M, 2 * N, dtype=x.dtype, device=x.device)
         gate_desc = descriptor(h[:, :N], tile_m, tile_n)
         up_desc = descriptor(h[:, N:], tile_m, tile_n)
     tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
     _gated_product[(min(tiles, NUM_SMS),)](
         x_desc=descriptor(x, tile_m, tile_k),
-        gate_w_desc=descriptor(weight[:N], tile_n, tile_k),
-        up_w_desc=descriptor(weight[N:], tile_n, tile_k),
+        weight_desc=descriptor(weight.view(2, N, K), 2, tile_n, tile_k),
         y_desc=descriptor(y, tile_m, tile_n),
         gate_desc=gate_desc,
         up_desc=up_desc,
