@@ -10,13 +10,14 @@ it computes has to be kept.
 .. math:: y = \text{silu}(g) \cdot u, \qquad
    \text{silu}(g) = g \, \sigma(g)
 
-The MLP of a Llama model makes two matrices of its input: the *gate*
-:math:`g` and the *up* projection :math:`u`. An activation of the first one
-scales the second, element by element, and a third product brings the result
-:math:`y` back to the width of the model. With SiLU the gate is called
-`SwiGLU <https://arxiv.org/abs/2002.05202>`_, and with GELU it is called
-*GEGLU*. On this page we write both passes of the gate, and then we take it
-into the products around it.
+Each layer of a Transformer ends in an *MLP*, a multilayer perceptron, which
+treats every token by itself. That of a Llama model makes two matrices of its
+input: the *gate* :math:`g` and the *up* projection :math:`u`. An activation of
+the first one scales the second, element by element, and a third product brings
+the result :math:`y` back to the width of the model. With SiLU the gate is
+called `SwiGLU <https://arxiv.org/abs/2002.05202>`_, and with GELU it is called
+*GEGLU*. On this page we write both passes of the gate, and then we put it into
+the product before it.
 
 **What you will learn**
 
@@ -29,9 +30,8 @@ into the products around it.
 - How to put the gate into the product before it, and where that loses.
 
 **What you need:** `A function as a constant <../fused/03-activation.html>`_,
-whose activations we take, and `Attention without its matrix
-<../attention/01-attention.html>`_ for Tensor Cores and descriptors. You don't
-need a GPU.
+whose activations we take, and `A linear layer, both passes <01-linear.html>`_,
+whose product we take for the last part of the page. You don't need a GPU.
 """
 
 # %%
@@ -88,8 +88,9 @@ print("y:", [round(each, 3) for each in y.tolist()])
 # What must move?
 # ---------------
 #
-# A gate computes about ten operations for each element, and it reads or writes
-# six bytes for each in 16 bits. So it waits for memory, and we count bytes.
+# A gate computes about ten operations for each element of ``y``. For each it
+# reads two numbers and writes one, which are six bytes if a number has 16
+# bits. So it waits for memory, and we count what must move.
 #
 # Our example is the MLP of Llama 3 8B, whose gate has ``N`` = 14336 features,
 # with ``M`` = 8192 tokens. A matrix of this size takes 235 MB.
@@ -129,7 +130,8 @@ for what, matrices in (
 # <../fused/03-activation.html>`_ writes an activation as a function that
 # returns both, and hands it to a kernel as a constant. Where nobody uses the
 # slope, the compiler drops its instructions. We take SiLU and the exact GELU
-# from that page, with its sigmoid of four instructions.
+# that page, with its sigmoid of four instructions. It is written in PTX, the
+# assembly language of NVIDIA's GPUs, so it needs one of these.
 
 PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
 
@@ -178,9 +180,9 @@ def _gelu(x):
 # %%
 # Many models have the other form of GELU, which PyTorch calls
 # ``approximate="tanh"``. It is :math:`x \, \sigma(v)` with :math:`v = \sqrt{8
-# / \pi} \, (x + 0.044715 \, x^3)`. The cube must not overflow. Below -30 the
-# sigmoid is 0 in float64, too, and above 30 it is 1, so we compute ``v`` at
-# the nearest number between these two.
+# / \pi} \, (x + 0.044715 \, x^3)`. The cube must not overflow. Where ``x`` is
+# below -30 this sigmoid is 0, even in float64, and above 30 it is 1. So we
+# limit the ``x`` that goes into ``v`` to these two.
 
 
 @triton.jit
@@ -303,7 +305,7 @@ def rows_and_columns(matrices):
 
 
 def forward(gate, up, y, function):
-    """Fill y, a matrix, as gate and up are; each row's numbers are side by
+    """Fill y. All three are matrices with the numbers of a row side by
     side."""
     if y.numel() == 0:
         return
@@ -956,9 +958,9 @@ def geglu(gate, up=None, approximate="none"):
 
 
 # %%
-# Which inputs are copied? A matrix whose rows lie in memory as rows is not,
-# whatever the distance between two rows is. A transposed one is, or one of
-# every second number.
+# Which inputs are copied? A matrix with the numbers of each row side by side
+# is not, whatever the distance between two rows is. A transposed one is, and
+# so is one that has every second column of another.
 #
 # Is it right? We compare each element with PyTorch's functions in float64. An
 # activation adds a few roundings in float32, and the result is rounded once.
@@ -1026,9 +1028,9 @@ for name in GATES:
         check(name, rows, 200, dtype)
 
 # %%
-# What about numbers that are no numbers? A NaN in the gate or in the up
-# projection becomes a NaN in ``y``. And a gate of minus infinity gives NaN
-# with all three activations, as it does in PyTorch: minus infinity times 0 is
+# What about infinities and NaN? A NaN in the gate or in the up projection
+# becomes a NaN in ``y``. And a gate of minus infinity gives NaN with all three
+# activations, as it does in PyTorch: minus infinity times a sigmoid of 0 is
 # not a number. Large finite numbers are no problem: at -1e30 the sigmoid is 0,
 # and so are the value and the slope.
 
@@ -1545,12 +1547,26 @@ bench_memory.run(show_plots=ON_GPU)
 # The gate reads what a product has just written. Could the product do its work
 # before it writes?
 #
-# For one element of ``y`` a program needs the gate and the up projection of
-# the same token and the same feature. So it computes two tiles at once: one
-# with ``TILE_N`` rows of the gate's part of the weight, and one with the same
-# rows of the other part. Both need the same tile of ``x``. When both sums are
-# done, they are in registers, and so is all that the gate needs. What stands
-# behind the sums of a product is called its *epilogue*.
+# `A linear layer, both passes <01-linear.html>`_ puts an activation behind the
+# sums of a product, into what is called its *epilogue*: the sums are in
+# registers there. A gate needs two of them for each element of ``y``, that of
+# the gate and that of the up projection, for the same token and the same
+# feature. So a program has to compute two tiles, and the rows of the weight
+# that belong to them lie ``N`` rows apart.
+#
+# Two products with two tiles of sums would do. But the Tensor Cores read their
+# operands from shared memory, so they would read the tile of ``x`` twice. An
+# instruction multiplies 64 rows of it by up to 256 rows of the weight. With
+# 128 rows of the gate's part and then 128 of up's, two instructions read 64 +
+# 128 rows each, which are 384. A single one with all 256 reads 64 + 256 =
+# 320, a sixth less, and computes the same. So we want both tiles of the weight
+# side by side.
+#
+# A tensor descriptor brings them together. It may have three dimensions: we
+# take the weight as a tensor of 2 × ``N`` × ``K`` and ask for tiles of 2 ×
+# ``TILE_N`` × ``TILE_K``. Then the TMA, which fetches them, writes the rows of
+# the gate's part into shared memory and those of up's right behind them. The
+# weight stays as it is in the model.
 #
 # Let's count the matrices of ``M`` × ``N`` numbers that move.
 #
@@ -1567,12 +1583,11 @@ bench_memory.run(show_plots=ON_GPU)
 # ms, or 4% of the product, and inference 0.2 ms. A kernel that is slower than
 # cuBLAS by more than that loses.
 #
-# Our product goes along ``K`` in steps. In each it fetches a tile of ``x`` and
-# both tiles of the weight by descriptors, and adds two products to its sums on
-# the Tensor Cores. Its programs are *persistent*: there are as many as SMs,
-# each takes one tile after the other, and the loads of the next tile begin
-# while this one is stored. The order of the tiles goes through groups of eight
-# rows, so that programs that run at the same time share what they fetch.
+# The rest is as in the linear layer. Its programs are *persistent*: there are
+# as many as SMs, each takes one tile after the other, and the loads of the
+# next tile begin while this one is stored. Tiles are computed in groups of
+# some rows of tiles, so that programs that run at the same time share what
+# they fetch.
 
 # %%
 
