@@ -1749,17 +1749,17 @@ def fused(x, weight, keeps_h=True):
 
 
 def fused_or_apart(x, weight):
-    """Fused where descriptors take all matrices: in 16 bits, with rows of a
-    multiple of 16 bytes."""
+    """fused, where descriptors take all matrices, which must have 16 bits and
+    rows of a multiple of 16 bytes; otherwise product_then_gate."""
     N = weight.shape[0] // 2
-    rows = (
+    takes_descriptors = (
         x.numel() > 0
         and x.itemsize == 2
         and N % 8 == 0
         and lies_in_rows(x)
         and lies_in_rows(weight)
     )
-    if rows:
+    if takes_descriptors:
         return fused(x, weight)
     return product_then_gate(x, weight)
 
@@ -1770,6 +1770,7 @@ def swiglu_mlp_fused(x, weight, down):
 
 
 check_mlp(swiglu_mlp_fused, 150, 136, 72, torch.float16)
+check_mlp(swiglu_mlp_fused, 20, 136, 72, torch.float16)
 
 # %%
 # How fast is the fused product?
@@ -1961,7 +1962,7 @@ def bench_fused_narrow(M, N, K, dtype, mode, provider):
 @triton.testing.perf_report(
     first_half_benchmark(
         "swiglu-fused-few-tokens",
-        [16, 128, 1024],
+        [16, 128, 256, 1024],
         FEW_TOKENS,
         features=14336,
         K=4096,
