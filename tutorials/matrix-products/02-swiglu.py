@@ -1689,19 +1689,24 @@ def _gated_product(
 # weight, 64 columns each. These are 48 KB, and four stages fit beside a tile
 # of results.
 #
-# With few tokens most rows of such a tile would be empty, so there it has 64.
+# With few tokens most rows of such a tile would be empty, so then it has 64.
+# And where there are so few tiles that half of the SMs would have none, tiles
+# of 64 features make twice as many.
 
 
-def plan_product(M, dtype):
-    """Tiles of the product of M tokens, and as many stages, at most four, as
-    the shared memory has room for."""
+def plan_product(M, N, dtype):
+    """Tiles of the product, and as many stages, at most five, as the shared
+    memory has room for."""
     if SHARED < 200_000:
         # Without a TMA, threads compute an address for each number.
         tile_m, tile_n, tile_k, warps = 64, 64, 32, 8
-    elif M <= 64:
-        tile_m, tile_n, tile_k, warps = 64, 128, 64, 4
     else:
         tile_m, tile_n, tile_k, warps = 128, 128, 64, 8
+        if M <= 64:
+            tile_m, warps = 64, 4
+        tiles = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
+        if tiles <= NUM_SMS // 2:
+            tile_n, warps = 64, 4
     stage = (tile_m + 2 * tile_n) * tile_k * dtype.itemsize
     room = SHARED - 1024 - tile_m * tile_n * dtype.itemsize
     return {
@@ -1709,7 +1714,7 @@ def plan_product(M, dtype):
         "TILE_N": tile_n,
         "TILE_K": tile_k,
         "GROUP": 16,
-        "STAGES": max(1, min(4, room // stage)),
+        "STAGES": max(1, min(5, room // stage)),
         "num_warps": warps,
     }
 
@@ -1719,7 +1724,7 @@ def fused(x, weight, keeps_h=True):
     M, K = x.shape
     N = weight.shape[0] // 2
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    plan = plan_product(M, x.dtype)
+    plan = plan_product(M, N, x.dtype)
     tile_m, tile_n, tile_k = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
 
     def descriptor(t, *tile):
@@ -1962,7 +1967,7 @@ def bench_fused_narrow(M, N, K, dtype, mode, provider):
 @triton.testing.perf_report(
     first_half_benchmark(
         "swiglu-fused-few-tokens",
-        [16, 128, 256, 1024],
+        [16, 128, 512, 1024],
         FEW_TOKENS,
         features=14336,
         K=4096,

@@ -55,6 +55,8 @@ def inference(page, M, N, dtype):
 
 def few_tokens(page, M, N, dtype):
     product(page, 16, N, dtype)
+    product(page, 16, 4096, dtype)
+    product(page, 1024, 1024, dtype)
 
 
 def of_halves(page, M, N, dtype):
@@ -539,8 +541,8 @@ def first_product(load):
     """h and y of the fused product, with an edge in each direction; of few
     tokens, too."""
     page = load("small")
-    for M in (70, 20):
-        x, weight, _, _ = page.mlp_inputs(M, 72, 40, HALF)
+    for M, N in ((70, 72), (20, 72), (20, 24)):
+        x, weight, _, _ = page.mlp_inputs(M, N, 40, HALF)
         x, weight = x.detach(), weight.detach()
         exact = x.double() @ weight.double().T
         gate, up = exact.chunk(2, dim=-1)
@@ -571,11 +573,9 @@ SMALL = (
         "tile_m, tile_n, tile_k, warps = 128, 128, 64, 8",
         "tile_m, tile_n, tile_k, warps = 32, 32, 16, 8",
     ),
-    ("elif M <= 64:", "elif M <= 32:"),
-    (
-        "tile_m, tile_n, tile_k, warps = 64, 128, 64, 4",
-        "tile_m, tile_n, tile_k, warps = 16, 32, 16, 4",
-    ),
+    ("if M <= 64:", "if M <= 32:"),
+    ("tile_m, warps = 64, 4", "tile_m, warps = 16, 4"),
+    ("tile_n, warps = 64, 4", "tile_n, warps = 16, 4"),
     ('"GROUP": 16', '"GROUP": 2'),
 )
 
@@ -813,10 +813,19 @@ def test_contiguous_matrices_are_one_row(page):
 def test_stages_of_the_product(load):
     """On an H200 four stages fit; without a TMA tiles are smaller."""
     page = load("as it is")
-    for tokens in (1, 16, 64, 65, 8192):
-        plan = page.plan_product(tokens, BRAIN)
-        assert plan["STAGES"] == 4
-        assert plan["TILE_M"] == (64 if tokens <= 64 else 128)
+    page.NUM_SMS = 132
+    for tokens, features, tile in (
+        (1, 14336, (64, 128, 5, 4)),
+        (64, 14336, (64, 128, 5, 4)),
+        (65, 14336, (128, 128, 4, 8)),
+        (8192, 2048, (128, 128, 4, 8)),
+        (1024, 1024, (128, 64, 5, 4)),
+        (1024, 1152, (128, 128, 4, 8)),
+        (16, 4096, (64, 64, 5, 4)),
+    ):
+        plan = page.plan_product(tokens, features, BRAIN)
+        names = "TILE_M", "TILE_N", "STAGES", "num_warps"
+        assert tuple(plan[name] for name in names) == tile
     stage = (128 + 2 * 128) * 64 * 2
     assert stage == 48 * 1024
     assert 4 * stage + 128 * 128 * 2 <= 232448
