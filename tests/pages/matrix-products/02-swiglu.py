@@ -85,6 +85,7 @@ def also(page, M, N, dtype):
     for function in (
         page._silu,
         page._gelu,
+        page._gelu_short,
         page._gelu_tanh,
         page._limited,
         page._limited_1,
@@ -703,9 +704,17 @@ PAGE = Page(
             "return x * sigmoid, sigmoid * (1 + dv * (1 - sigmoid))",
             "return x * sigmoid, sigmoid",
         ),
+        "GELU of negative numbers as of positive ones": (
+            "below = tl.where(x < 0, beyond, 1 - beyond)",
+            "below = 1 - beyond",
+        ),
+        "GELU's formula without its last term": (
+            "sum = 1.330274429 * t - 1.821255978",
+            "sum = 0 * t - 1.821255978",
+        ),
         "tanh is not asked for": (
             '"tanh": _gelu_tanh}',
-            '"tanh": _gelu}',
+            '"tanh": _gelu_short}',
         ),
         "any half": (
             "if up is None and (gate.dim() == 0 or gate.shape[-1] % 2):",
