@@ -178,14 +178,14 @@ def _gelu(x):
 
 
 # %%
-# This GELU has :math:`x \, \Phi(x)`, where :math:`\Phi` is the part of a
-# normal distribution that lies below ``x``. It computes it by ``tl.erf``, for
-# which a GPU has no instruction: that is a function of some twenty. A gate has
-# little time, as we shall see, so we write a shorter one. There is `a formula
-# <https://personal.math.ubc.ca/~cbm/aands/page_932.htm>`_ of 1955 for the part
-# beyond ``x``, which is off by 7.5 · 10⁻⁸ at most. It needs the density
-# :math:`\varphi(x)`, which the slope needs anyway, one division, and five
-# multiplications with a sum each:
+# This GELU is :math:`x \, \Phi(x)`, where :math:`\Phi(x)` is the part of a
+# normal distribution that lies below ``x``. ``tl.erf`` computes it, for which
+# a GPU has no instruction, so it takes some twenty. We shall see that this is
+# too many for a gate, and write a shorter GELU. `A formula
+# <https://personal.math.ubc.ca/~cbm/aands/page_932.htm>`_ of 1955 gives the
+# part that lies beyond ``x``. It is off by less than 10⁻⁷. It needs the
+# density :math:`\varphi(x)`, which the slope needs anyway, one division, and
+# five products:
 #
 # .. math:: 1 - \Phi(x) \approx \varphi(x) \, (b_1 t + \ldots + b_5 t^5),
 #    \qquad t = \frac{1}{1 + 0.2316419 \, x}, \quad x \ge 0
@@ -193,8 +193,9 @@ def _gelu(x):
 # For negative ``x`` we take the part beyond :math:`|x|`: the distribution is
 # symmetric. In float64, which nobody trains with, we stay with ``tl.erf``.
 #
-# As in the sigmoid, the division and the power are single instructions of PTX,
-# which are a unit or two less exact than those of Triton, and shorter.
+# As in the sigmoid, the division and the power are single instructions of PTX.
+# They are shorter than what Triton makes of ``1 / x`` and ``tl.exp``, and do
+# without the smallest numbers of float32, which we do not need.
 
 
 @triton.jit
@@ -720,8 +721,9 @@ report(bench_forward)
 # **Why.**
 # PyTorch moves five matrices in place of three. Where its SiLU does not stay
 # in L2 until the second kernel reads it, it cannot reach more than 60% of a
-# copy. torch.compile fuses both kernels into one, as we do. So does Liger, and
-# each of its programs has a row.
+# copy. torch.compile fuses both kernels into one, as we do. So does Liger.
+# Each of its programs has a row, and that is little to do for a program if the
+# row has 128 columns.
 #
 # **What follows.**
 # A kernel that only reads, computes a little and writes needs no trick. It
@@ -1167,6 +1169,10 @@ report(bench_backward)
 # PyTorch moves nine matrices in place of five. From DRAM, that leaves it 56%
 # of a copy at most. The others move what we move.
 #
+# **What follows.**
+# The backward pass is as fast as its bytes, too, although it computes the
+# sigmoid once more. So there was no reason to save one.
+#
 # Do we really move no more than we have counted? NVIDIA's profiler ``ncu``
 # counts the bytes that go to and from DRAM.
 
@@ -1227,8 +1233,13 @@ bench_traffic.run(show_plots=ON_GPU)
 #
 # **Why.**
 # A kernel may move a little less than counted: what it writes last is still in
-# L2 when it ends. Of PyTorch's three kernels, the last one may find in L2 what
-# the one before has just written.
+# L2 when it ends, and an L2 of 50 MB can keep a good part of a small matrix.
+# Of PyTorch's three kernels, the last one may find in L2 what the one before
+# has just written.
+#
+# **What follows.**
+# To count matrices is enough. Nothing is read twice, and a faster kernel would
+# have to move less.
 #
 # Two halves in the backward pass
 # -------------------------------
@@ -1298,7 +1309,10 @@ report(bench_halves)
 #
 # **Why.**
 # With ``chunk`` nine matrices move and not five, which leaves 56% of a copy.
-# With one tensor the kernel moves five, as it does with two tensors. Its rows
+# In PyTorch thirteen move, which leaves 38%. And its kernels handle a number
+# at a time where the rows of a matrix have gaps.
+#
+# With one tensor our kernel moves five, as it does with two tensors. Its rows
 # have gaps now. A tile is a part of a row, or at 128 columns it is four rows,
 # and each part of a row still begins at a multiple of 16 bytes.
 #
@@ -1309,12 +1323,12 @@ report(bench_halves)
 # What does the activation cost?
 # ------------------------------
 #
-# The exact GELU needs ``erf``, for which a GPU has no instruction, and its
-# slope needs a power besides. Does one see that?
+# GELU takes more instructions than SiLU. Does one see that? We also measure
+# the GELU with ``tl.erf``, which we did not take.
 
 # %%
 
-# Scaffold: three activations, two benchmarks.
+# Scaffold: four activations, two benchmarks.
 
 
 def geglu_erf(gate, up):
@@ -1379,12 +1393,26 @@ report(bench_gates_backward)
 # %%
 # **What both figures show.**
 # On the H200, at 14336 columns, SwiGLU reaches NN% of a copy forward and NN%
-# backward, GEGLU NN% and NN%, and its form with tanh NN% and NN%.
+# backward, GEGLU NN% and NN%, and its form with tanh NN% and NN%. With
+# ``tl.erf`` GEGLU reaches NN% and NN%.
 #
 # **Why.**
 # A kernel that waits for memory has time for instructions, up to a point. In
-# the time in which its six or ten bytes arrive, an SM can do some dozens of
-# operations for each element.
+# each clock an SM can begin four of them, each for the 32 threads of a warp.
+# With 132 SMs at 1.98 GHz, which is the highest clock of an H200, a thread's
+# instructions are begun at 33 · 10¹² in a second. In the forward pass an
+# element has six bytes, and 4.3 TB/s bring 0.72 · 10¹² elements in a second.
+# So there is time for at most 47 instructions for each. In the backward pass,
+# with ten bytes, it is time for 78.
+#
+# Compiled for this GPU, the forward kernel has about 46 instructions for each
+# element with ``tl.erf``: no time is left to wait for anything. With our
+# formula there are about 29, with tanh 24, and with SiLU 19. In the backward
+# pass there are about 63 with ``tl.erf``, and 39 with our formula.
+#
+# **What follows.**
+# At the speed of a copy, instructions are cheap, but they are not free. Once
+# the bytes are as few as they can be, count instructions.
 #
 # What must an MLP keep?
 # ----------------------
@@ -2089,22 +2117,36 @@ in_percent(bench_few_tokens, "cuBLAS, product alone")
 # On the H200, with 8192 tokens and ``K`` = 4096, the fused product reaches NN
 # TFLOP/s at 2048 columns, NN at 8192 and NN at 14336. For inference, where
 # only ``y`` is written, it reaches NN, NN and NN. A product of cuBLAS and then
-# our gate reach NN, NN and NN.
+# our gate reach NN, NN and NN. The product of cuBLAS alone reaches NN, NN and
+# NN.
 #
 # With ``K`` = 1024 and 4096 columns the fused product reaches NN TFLOP/s, NN
 # for inference, and product and gate NN. With 16 tokens of 4096 columns it
-# reaches NN, and product and gate NN.
+# reaches NN, and product and gate NN. With 512 tokens it loses: it reaches NN,
+# and product and gate NN.
 #
 # **Why.**
-# The fused product saves the read of two matrices. What it can lose is in its
-# loop, which has to keep up with cuBLAS, and in its epilogue: while a program
-# computes sigmoids and stores three tiles, the Tensor Cores of its SM have
-# nothing to do. The shorter the sums are, the more matrices there are for each
-# operation, and the more there is to gain and to lose.
+# The fused product saves the read of two matrices, and for inference the write
+# of both as well. With ``K`` = 4096 we have counted 4% for training. With a
+# quarter of it, the product takes a quarter of the time, and the matrices take
+# as long as before: there is four times as much to gain.
 #
-# With 16 tokens a tile of 128 tokens is empty but for an eighth, and 112 tiles
-# of features are fewer than the 132 SMs. There the weight is all that has to
-# be read, and cuBLAS divides its sums among more programs.
+# What it can lose is in its loop, which has to keep up with cuBLAS, and in its
+# epilogue: while a program computes sigmoids and stores three tiles, the
+# Tensor Cores of its SM have nothing to do.
+#
+# And its tiles are large. 512 tokens are four rows of 112 tiles, so there are
+# 448, and 132 programs compute them in four rounds. These have room for 528,
+# so 15% of the time of the SMs is lost in the last one. 1024 tokens are 896
+# tiles in seven rounds, and only 3% is lost. With 16 tokens, three quarters of
+# each tile are empty. But there the weight is all that has to be read, and
+# both ways take the time that it takes.
+#
+# **What follows.**
+# A gate in an epilogue is worth it if the product behind it is as fast as
+# cuBLAS. For inference nearly all the time of the gate is gone. For training a
+# part of it is, and the shorter the sums are, the more that is worth. With few
+# tiles, look at how many there are in the last round.
 #
 # The whole MLP
 # -------------
@@ -2194,8 +2236,10 @@ in_percent(bench_step, "PyTorch")
 # nine, and fused it is two less.
 #
 # **What follows.**
-# Most of a step is products. What a good gate brings is time between them, and
-# above all memory.
+# Most of a step is products. What a good gate brings is the time between them
+# and, above all, memory: to compute ``y`` again costs hardly anything that one
+# can measure. The fused product hardly gains anything here, either. Its few
+# per cent are of two ninths of the operations.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2206,8 +2250,9 @@ in_percent(bench_step, "PyTorch")
 #   gradients over the gate and the up projection. What that can do to somebody
 #   else who needs them is shown on `Cross-entropy over a vocabulary
 #   <../norms-and-losses/04-cross-entropy.html>`_.
-# - **The fused product loses** with few tokens, and wherever cuBLAS is faster
-#   by more than two matrices take. It was written for one card.
+# - **The fused product loses** where its last round of tiles is nearly empty,
+#   as with 512 tokens above, and wherever cuBLAS is faster by more than two
+#   matrices take. Its tiles were chosen on one card.
 # - **Rows that begin anywhere.** If ``N`` is odd and the halves are one
 #   tensor, rows begin at addresses that are no multiple of 16 bytes, and our
 #   loads are narrow. `Rows that begin anywhere
@@ -2290,6 +2335,12 @@ assert exercise_1(_limited_1)
 # - **Two halves with chunk** move nine, and reach NN%.
 # - **Two halves as one tensor** move five, and reach NN%.
 #
+# The product before it and the gate, with ``K`` = 4096:
+#
+# - **Product, then gate** move five, and reach NN TFLOP/s.
+# - **Fused, to train with** moves three, and reaches NN.
+# - **Fused, for inference** moves one, and reaches NN.
+#
 # And for kernels in general:
 #
 # - Count matrices first. What is left is 16 bytes for each load, and enough of
@@ -2298,6 +2349,8 @@ assert exercise_1(_limited_1)
 #   where they lie, and writes gradients where they belong.
 # - An operation that is cheap need not keep anything that it computes. Look at
 #   what its neighbors keep, too.
+# - Two products that share a matrix can be one. A descriptor of three
+#   dimensions fetches what lies far apart as one tile.
 # - An epilogue saves bytes, and costs time on the Tensor Cores. Whether that
 #   is a gain depends on how long the sums are, so measure it.
 #
