@@ -100,8 +100,8 @@ print("y:", [round(each, 3) for each in y.tolist()])
 # - **Forward, PyTorch** has two kernels. The first reads the gate and writes
 #   its SiLU. The second reads that and the up projection, and writes ``y``.
 #   That is five.
-# - **Backward, one kernel** reads ``dy``, which is the gradient of ``y``, the
-#   gate and the up projection. It writes the gradients of these two. That is
+# - **Backward, one kernel** reads the gate, the up projection and ``dy``, which
+#   is the gradient of ``y``. It writes the gradients of the first two. That is
 #   five.
 # - **Backward, PyTorch** has three kernels. Each of them reads two matrices
 #   and writes one: ``dy`` times the SiLU, ``dy`` times the up projection, and
@@ -130,8 +130,8 @@ for what, matrices in (
 # <../fused/03-activation.html>`_ writes an activation as a function that
 # returns both, and hands it to a kernel as a constant. Where nobody uses the
 # slope, the compiler drops its instructions. We take SiLU and the exact GELU
-# that page, with its sigmoid of four instructions. It is written in PTX, the
-# assembly language of NVIDIA's GPUs, so it needs one of these.
+# from that page, with its sigmoid of four instructions. That is written in
+# PTX, the assembly language of NVIDIA's GPUs, so it needs one of these.
 
 PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
 
@@ -849,9 +849,9 @@ def backward(dy, gate, up, dgate, dup, function, y=None):
 # nearly as much as our kernel moves at all.
 #
 # So our function also takes both halves as one tensor. Without ``up``, the
-# first argument holds the gate and then the up projection. It allocates the
-# gradient of the whole tensor, and the kernel writes into its two halves. It
-# has been told their stride.
+# first argument holds the gate and then the up projection. The backward pass
+# allocates the gradient of the whole tensor, and hands its two halves to the
+# kernel, which writes into them: it is told their stride.
 
 # %%
 
@@ -1399,11 +1399,11 @@ report(bench_gates_backward)
 # **Why.**
 # A kernel that waits for memory has time for instructions, up to a point. In
 # each clock an SM can begin four of them, each for the 32 threads of a warp.
-# With 132 SMs at 1.98 GHz, which is the highest clock of an H200, a thread's
-# instructions are begun at 33 · 10¹² in a second. In the forward pass an
+# The highest clock of an H200 is 1.98 GHz, so its 132 SMs begin at most 33 ·
+# 10¹² instructions of single threads in a second. In the forward pass an
 # element has six bytes, and 4.3 TB/s bring 0.72 · 10¹² elements in a second.
-# So there is time for at most 47 instructions for each. In the backward pass,
-# with ten bytes, it is time for 78.
+# So there is time for at most 47 instructions for each element. In the
+# backward pass it has ten bytes, and there is time for 78.
 #
 # Compiled for this GPU, the forward kernel has about 46 instructions for each
 # element with ``tl.erf``: no time is left to wait for anything. With our
@@ -1644,7 +1644,8 @@ bench_memory.run(show_plots=ON_GPU)
 #
 # **Why.**
 # Each matrix of ``M`` × ``N`` numbers has 0.23 GB here. PyTorch keeps four of
-# them, and we keep two. (The output has 0.07 GB.)
+# them: the gate, the up projection, the SiLU and ``y``. Who computes the SiLU
+# again keeps three, and we keep two. (The output has 0.07 GB.)
 #
 # **What follows.**
 # Keep what is expensive to compute again, and what must be there anyway. What

@@ -396,7 +396,7 @@ FACTS = {
     "which leaves 56% of a copy": "5 matrices of 9",
     "an L2 of 50 MB": DATA_SHEET,
     "which leaves 38%": "5 matrices of 13",
-    "SMs at 1.98 GHz": "the highest clock of an H200, as nvidia-smi has it",
+    "of an H200 is 1.98 GHz": "as nvidia-smi has it",
     "and 4.3 TB/s bring 0.72": "what the copy reaches",
     "so 15% of the time": "80 of 528 places",
     "and only 3% is lost": "28 of 924 places",
