@@ -100,9 +100,8 @@ print("y:", [round(each, 3) for each in y.tolist()])
 # - **Forward, PyTorch** has two kernels. The first reads the gate and writes
 #   its SiLU. The second reads that and the up projection, and writes ``y``.
 #   That is five.
-# - **Backward, one kernel** reads the gate, the up projection and ``dy``, which
-#   is the gradient of ``y``. It writes the gradients of the first two. That is
-#   five.
+# - **Backward, one kernel** reads the gate, the up projection and ``dy``, the
+#   gradient of ``y``. It writes the gradients of the first two. That is five.
 # - **Backward, PyTorch** has three kernels. Each of them reads two matrices
 #   and writes one: ``dy`` times the SiLU, ``dy`` times the up projection, and
 #   that product times the slope of SiLU. That is nine.
