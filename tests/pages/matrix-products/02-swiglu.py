@@ -266,7 +266,7 @@ def activations(figure):
         [of.share(name, LARGEST) for of in both]
         for name in ("swiglu", "geglu", "geglu, erf", "geglu, tanh")
     )
-    assert erf[0] < BAR and erf[1] < gelu[1]  # "too many for a gate"
+    assert erf[0] < gelu[0]  # "not free"
     yield (
         f"SwiGLU reaches {silu[0]}% of a copy forward and {silu[1]}% "
         f"backward, GEGLU {gelu[0]}% and {gelu[1]}%, and its form with tanh "
@@ -389,6 +389,7 @@ def CLAIMS(figure):
 DATA_SHEET = "the data sheet of the H200"
 FACTS = {
     "A matrix of this size takes 235 MB": "8192 * 14336 * 2 bytes",
+    "A million elements are 2 MB": "8192 * 128 * 2 bytes",
     "at 4.8 TB/s": DATA_SHEET,
     "The 4.8 TB/s are what the data sheet": DATA_SHEET,
     "cannot reach more than 60% of a copy": "3 matrices of 5",
@@ -748,8 +749,8 @@ PAGE = Page(
             "below = 1 - beyond",
         ),
         "GELU's formula without its last term": (
-            "sum = 1.330274429 * t - 1.821255978",
-            "sum = 0 * t - 1.821255978",
+            "series = 1.330274429 * t - 1.821255978",
+            "series = 0 * t - 1.821255978",
         ),
         "tanh is not asked for": (
             '"tanh": _gelu_tanh}',
@@ -893,8 +894,8 @@ def test_instructions_of_an_element(launches):
         count = sum(name not in ("NOP", "BRA") for name in names)
         found[built.kernel].append(count / 8)
     # SiLU, GELU, with erf, with tanh.
-    assert found["_gate_fwd"] == pytest.approx([19, 29, 46, 24], abs=1)
-    assert found["_gate_bwd"] == pytest.approx([28, 39, 63, 35], abs=1)
+    assert found["_gate_fwd"] == pytest.approx([13, 23, 40, 18], abs=1)
+    assert found["_gate_bwd"] == pytest.approx([22, 32, 57, 29], abs=1)
 
 
 def test_exercise(output):
