@@ -401,6 +401,7 @@ FACTS = {
     "and 4.3 TB/s bring 0.72": "what the copy reaches",
     "so 15% of the time": "80 of 528 places",
     "and only 3% is lost": "28 of 924 places",
+    "there is four times as much to gain": "a quarter of the operations",
     "we have counted 4% for training": "above",
     "numbers has 0.23 GB here": "8192 * 14336 * 2 bytes",
     "The output has 0.07 GB": "8192 * 4096 * 2 bytes",
