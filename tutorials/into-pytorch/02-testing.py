@@ -1699,7 +1699,9 @@ if wrong_runs.notna().all(axis=None):  # they were counted
 # We have run it on the H200, with both passes of our kernel and of three
 # mutants, at 301 x 129. All three tools report nothing of ours. ``memcheck``
 # reports writes outside of memory in "y without a mask", and ``initcheck``
-# reads of unwritten memory in "a row nobody writes". RACE
+# reads of unwritten memory in "a row nobody writes". ``racecheck`` reports no
+# hazard in "sums in one place", although the sums were wrong in the very run
+# that it watched.
 #
 # triton-viz we have run on our forward kernel, in version 3.0. It has nothing
 # to say of ours. Of "y without a mask" it names the line, the tensor, the
@@ -1775,16 +1777,31 @@ report(bench_backward)
 
 
 def whole_call(call):
-    """µs until a call is done on the device, too: median, 20% and 80%
-    quantiles of five."""
-    call()  # compiles
-    times = []
-    for _ in range(5):
+    """µs of a call, from Python until the device is done: median, 20% and 80%
+    quantiles of five rounds.
+
+    A round makes batches of calls for a quarter of a second, and the fastest
+    batch counts. What else runs on the machine disturbs some batches, and
+    hardly all of them.
+    """
+
+    def batch(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
+        for _ in range(repeats):
+            call()
         torch.cuda.synchronize()
-        times.append(1e6 * (time.perf_counter() - start))
+        return 1e6 * (time.perf_counter() - start) / repeats
+
+    batch(1)  # compiles
+    repeats = math.ceil(5000 / batch(1))  # a batch takes 5 ms or more
+    times = []
+    for _ in range(5):
+        end = time.perf_counter() + 0.25
+        fastest = batch(repeats)
+        while time.perf_counter() < end:
+            fastest = min(fastest, batch(repeats))
+        times.append(fastest)
     times.sort()
     return times[2], times[1], times[3]
 
@@ -1812,8 +1829,9 @@ def reference_of(arguments, dy):
     )
 )
 def bench_costs(M, N, dtype, mode, provider):
-    """Whole calls, from Python until the device is done: median, 20% and 80%
-    quantiles of five."""
+    """Whole calls, from Python until the device is done, in batches of 5 ms or
+    more: the fastest batch of a quarter of a second; median, 20% and 80%
+    quantiles of five such."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, w, dy = inputs(M, N, dtype)
@@ -1828,7 +1846,7 @@ def bench_costs(M, N, dtype, mode, provider):
 @triton.testing.perf_report(
     triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[16, 64, 256, 1024],
+        x_vals=[16, 64, 256],
         x_log=True,
         y_log=True,
         line_arg="provider",
@@ -1844,8 +1862,9 @@ def bench_costs(M, N, dtype, mode, provider):
     )
 )
 def bench_gradcheck(M, N, dtype, mode, provider):
-    """Whole calls, from Python until the device is done: median, 20% and 80%
-    quantiles of five. Fast: fast_mode=True."""
+    """Whole calls, from Python until the device is done, in batches of 5 ms or
+    more: the fastest batch of a quarter of a second; median, 20% and 80%
+    quantiles of five such. Fast: fast_mode=True."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, w, dy = inputs(M, N, dtype)
@@ -1869,7 +1888,7 @@ costs_of_differences = bench_gradcheck.run(show_plots=ON_GPU, return_df=True)
 # **What the figures show.**
 # On the H200, at 4096 rows of 8192 columns, both passes take NN ms, the
 # reference in float64 takes NN ms, and the forty lines take NN ms. At three
-# rows of 1024 columns gradcheck takes NN s, its fast mode NN ms, and the forty
+# rows of 256 columns gradcheck takes NN ms, its fast mode NN ms, and the forty
 # lines NN ms.
 #
 # **Why.**
