@@ -1084,8 +1084,8 @@ for name, f, e, s in zip(("y", "dx", "dw"), found, exact, spread, strict=True):
     )
 
 # %%
-# Relative to its value, one element of ``dx`` looks terrible. Relative to its
-# spread, it is no worse than others.
+# Relative to its value, one element of ``dx`` looks terrible. Relative to the
+# spread, no element is far off.
 #
 # How many times the spread do we allow? Say that a kernel adds n products in
 # one chain.
@@ -1356,10 +1356,19 @@ FAULTS = {
 }
 
 # %%
-# The tests are those of this page, one by one. All but the bands and the last
-# column run in memory that is 0 when it is allocated, as fresh memory often
-# is. "allclose" is the test that most kernels have: 16 bits, one shape with
-# powers of two, PyTorch in 16 bits as the reference, and a tolerance of 1e-2.
+# The tests are those of this page, one by one:
+#
+# - "allclose" is the test that most kernels have: 16 bits, one shape with
+#   powers of two, PyTorch in 16 bits as the reference, and a tolerance of
+#   1e-2.
+# - "float64 at 8 x 64" compares with float64 at the same shape, in float32,
+#   and allows what we have derived. "the same in 16 bits" does so in float16.
+# - "edges", "strides" and "special rows" do so in float32 with the shapes, the
+#   layouts of ``dy`` and the rows from above.
+# - "bands" is ``trust`` at 8 x 33, and "trust_all" is everything together.
+#
+# All but the last two run in memory that is 0 when it is allocated, as fresh
+# memory often is.
 
 # %%
 
@@ -1899,9 +1908,9 @@ costs_of_differences = bench_gradcheck.run(show_plots=ON_GPU, return_df=True)
 # place of all of them. A reference needs one pass, whatever the size.
 #
 # **What follows.**
-# Full size is affordable with a reference and only with a reference. Use
-# gradcheck once, while you derive the formulas, and where there is no
-# reference: for an operation that PyTorch does not have.
+# At full size, only a reference is affordable. Use gradcheck while you derive
+# the formulas, and where there is no reference: for an operation that PyTorch
+# does not have.
 #
 # When should you test in another way?
 # ------------------------------------
@@ -1914,9 +1923,9 @@ costs_of_differences = bench_gradcheck.run(show_plots=ON_GPU, return_df=True)
 # - **gradcheck also checks second derivatives** (``gradgradcheck``), complex
 #   numbers and functions with several results. The forty lines take one
 #   result, and first derivatives only.
-# - **Hypothesis** draws better shapes than we do. `hypothesis
-#   <https://hypothesis.readthedocs.io>`_ searches for a failing case and then
-#   for the smallest one that fails.
+# - **A program can search for shapes.** `Hypothesis
+#   <https://hypothesis.readthedocs.io>`_ draws inputs until a test fails, and
+#   then looks for the smallest input with which it fails.
 # - **The spread is only as good as the reference.** If the terms of the
 #   reference cancel where those of your kernel do not, the spread is large and
 #   the test forgives too much. Where you know the terms, compute their sizes
@@ -1978,8 +1987,8 @@ assert exercise_1(SHAPE_1)
 # - **Finite differences** find wrong formulas, in float64 and at tiny shapes.
 #   They cannot find a wrong forward pass.
 # - **A reference in float64** finds wrong numbers, if it has the same inputs
-#   and a tolerance with a reason: half a unit of the result, and some times
-#   what rounding does to its terms.
+#   and a tolerance with a reason: half a unit of the result, and a few times
+#   what rounding does to the terms of its sums.
 # - **Shapes at the edges of your launch, strides and special rows** find what
 #   goes wrong elsewhere than at 8 x 64.
 # - **Bands** find what is read or written beside a tensor, or not written.
