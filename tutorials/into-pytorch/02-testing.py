@@ -1789,9 +1789,8 @@ def whole_call(call):
     """µs of a call, from Python until the device is done: median, 20% and 80%
     quantiles of five rounds.
 
-    A round makes batches of calls for a quarter of a second, and the fastest
-    batch counts. What else runs on the machine disturbs some batches, and
-    hardly all of them.
+    A round makes batches of calls for 150 ms, and the fastest batch counts.
+    What else runs on the machine disturbs some batches, and hardly all.
     """
 
     def batch(repeats):
@@ -1806,7 +1805,7 @@ def whole_call(call):
     repeats = math.ceil(5000 / batch(1))  # a batch takes 5 ms or more
     times = []
     for _ in range(5):
-        end = time.perf_counter() + 0.25
+        end = time.perf_counter() + 0.15
         fastest = batch(repeats)
         while time.perf_counter() < end:
             fastest = min(fastest, batch(repeats))
@@ -1839,8 +1838,8 @@ def reference_of(arguments, dy):
 )
 def bench_costs(M, N, dtype, mode, provider):
     """Whole calls, from Python until the device is done, in batches of 5 ms or
-    more: the fastest batch of a quarter of a second; median, 20% and 80%
-    quantiles of five such."""
+    more: the fastest batch of 150 ms; median, 20% and 80% quantiles of five
+    such."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, w, dy = inputs(M, N, dtype)
@@ -1872,8 +1871,8 @@ def bench_costs(M, N, dtype, mode, provider):
 )
 def bench_gradcheck(M, N, dtype, mode, provider):
     """Whole calls, from Python until the device is done, in batches of 5 ms or
-    more: the fastest batch of a quarter of a second; median, 20% and 80%
-    quantiles of five such. Fast: fast_mode=True."""
+    more: the fastest batch of 150 ms; median, 20% and 80% quantiles of five
+    such. Fast: fast_mode=True."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, w, dy = inputs(M, N, dtype)
