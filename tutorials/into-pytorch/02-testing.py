@@ -1763,9 +1763,12 @@ report(bench_backward)
 # NN% to NN%, and torch.compile NN% to NN%.
 #
 # **Why.**
-# Each byte of ``x`` and ``dy`` is read once. A program that waits for its row
-# has nothing else to do, so the other programs of its SM must be enough to
-# keep the memory busy.
+# Each byte of ``x`` and ``dy`` is read once, but that is not all. Each program
+# also writes a row of sums, and ``torch.sum`` reads it again. At 1024 columns
+# there are 1056 programs for 4096 rows, so the sums in float32 are a third as
+# many bytes as the three matrices in 16 bits. At 8192 columns there are 132,
+# and the buffer hardly counts. There, another cause remains: an SM has a
+# single program, and while it waits for a row, it asks for no other one.
 #
 # **What follows.**
 # The pages about `rows in flight <../layer-norm/04-loads-in-flight.html>`_ and
@@ -1901,10 +1904,12 @@ costs_of_differences = bench_gradcheck.run(show_plots=ON_GPU, return_df=True)
 #
 # **Why.**
 # gradcheck makes two forward passes for each element of each input, and a
-# backward pass for each element of the result, so its time grows with the
-# square of the size once a pass is more than a launch. At 4096 x 8192 it would
-# need 67 million forward passes. The fast mode takes one random direction in
-# place of all of them. A reference needs one pass, whatever the size.
+# backward pass for each element of the result. At these small sizes a pass
+# takes as long as its launches do, so the time of gradcheck grows with the
+# number of elements. At larger sizes each single pass takes longer, too, and
+# at 4096 x 8192 gradcheck would need 67 million forward passes. The fast mode
+# takes one random direction in place of all of them. A reference needs one
+# pass, whatever the size.
 #
 # **What follows.**
 # At full size, only a reference is affordable. Use gradcheck while you derive
