@@ -1765,10 +1765,11 @@ report(bench_backward)
 # **Why.**
 # Each byte of ``x`` and ``dy`` is read once, but that is not all. Each program
 # also writes a row of sums, and ``torch.sum`` reads it again. At 1024 columns
-# there are 1056 programs for 4096 rows, so the sums in float32 are a third as
-# many bytes as the three matrices in 16 bits. At 8192 columns there are 132,
-# and the buffer hardly counts. There, another cause remains: an SM has a
-# single program, and while it waits for a row, it asks for no other one.
+# there are 1056 programs for 4096 rows. To write and read their sums, in
+# float32, moves a third as many bytes as the three matrices in 16 bits. At
+# 8192 columns there are 132 programs, and the sums hardly count. There,
+# another cause remains: an SM has a single program, and while this program
+# waits for a row, it asks for no other one.
 #
 # **What follows.**
 # The pages about `rows in flight <../layer-norm/04-loads-in-flight.html>`_ and
