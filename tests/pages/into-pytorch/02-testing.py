@@ -133,6 +133,9 @@ def costs(figure):
         for each in ("gradcheck", "fast", "trust")
     )
     assert slow > 10 * small
+    # "Grows with the number of elements", which is four times as large.
+    before = figure("testing-gradcheck", CARD).median("gradcheck", 64) / 1e3
+    assert 3 < slow / before < 6
     yield (
         "On the H200, at 4096 rows of 8192 columns, both passes take "
         f"{both} ms, the reference in float64 takes {reference} ms, and the "
@@ -412,6 +415,24 @@ def test_trust_takes_other_functions(page):
     page.trust(F.gelu, F.gelu, (x,), dy)
     with pytest.raises(AssertionError, match="are wrong"):
         page.trust(lambda x: F.gelu(x, approximate="tanh"), F.gelu, (x,), dy)
+
+
+@pytest.mark.cpu
+def test_the_bytes_of_the_sums():
+    """On an H200: 1056 and 132 programs, a third and hardly any."""
+    page = PAGE.load()
+    before = page.ON_GPU
+    page.ON_GPU = True
+    try:
+        for N, programs, least, most in (
+            (1024, 1056, 0.3, 0.36),
+            (8192, 132, 0, 0.05),
+        ):
+            assert 132 * page.plan_backward(N)[0] == programs
+            moved = 2 * programs * SINGLE.itemsize  # written and read
+            assert least < moved / (3 * 4096 * BRAIN.itemsize) < most
+    finally:
+        page.ON_GPU = before
 
 
 def test_exercise(page):
