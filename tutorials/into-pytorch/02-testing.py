@@ -1671,9 +1671,14 @@ if wrong_runs.notna().all(axis=None):  # they were counted
 # NN at eight, NN at 64, and NN at 4096. With the race NN of 100 runs are wrong
 # at two rows, NN at three, NN at eight, NN at 64, and NN at 4096.
 #
+# **Why.**
+# Two parts give the same sum in either order, so atomic additions of two rows
+# always agree. From three rows on, the order matters.
+#
 # **What follows.**
-# The race that no test finds without a GPU is found at once with one. A kernel
-# is not tested until it has run where it will run.
+# Ask for the same bits at a size with many programs. Then the race that no
+# test finds without a GPU is found at once with one. A kernel is not tested
+# until it has run where it will run.
 #
 # Races, and tools for what tests cannot see
 # ------------------------------------------
