@@ -76,15 +76,22 @@ import time
 # The row 3, -4 has the mean square (9 + 16) / 2 = 12.5, so :math:`r` is 0.283,
 # and with weights of 1 it becomes 0.849, -1.131.
 #
-# Models write this in PyTorch. They convert ``x`` to float32, because squares
-# of 16-bit numbers overflow and lose digits, and they convert the result back:
-#
-# .. code-block:: python
-#
-#    x = x.float()
-#    x_hat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-#    y = (x_hat * w).to(dtype)
-#
+# Models write this in PyTorch. They convert ``x`` to float32, because the
+# squares of 16-bit numbers overflow and lose digits, and they convert the
+# result back:
+
+EPS = 1e-6
+
+
+def as_in_a_model(x, w):
+    """RMS norm as the code of a model says it."""
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    x_hat = wide * rstd
+    return (x_hat * w.float()).to(x.dtype)
+
+
+# %%
 # Our first kernel is a translation of these lines. A program has one row and
 # goes over it in chunks of 256 columns, twice: once for the sum, and once for
 # the result. It stores ``x_hat``, too, for the backward pass will need it.
@@ -163,12 +170,12 @@ def forward_in_chunks(
     return y.to(dtype), (x_hat if save else x, rstd)
 
 
-EPS = 1e-6
-
-
 def first_forward(x, w, eps=EPS):
     """The translation of PyTorch's lines."""
     return forward_in_chunks(x, w, eps, convert=True, save=True)
+
+
+FORWARDS = {"first": first_forward}  # designs, by name
 
 
 def pytorch(x, w):
@@ -179,6 +186,7 @@ x = torch.tensor([[3.0, -4], [5, 0]], device=DEVICE)
 w = torch.ones(2, device=DEVICE)
 y, _ = first_forward(x, w)
 print("y:", y.cpu().numpy().round(3), sep="\n")
+torch.testing.assert_close(y, as_in_a_model(x, w))
 torch.testing.assert_close(y, pytorch(x, w))
 
 # %%
@@ -484,23 +492,20 @@ plt.show()
 # it is our kernel that takes the time. A profiler lists what runs on the
 # device. Triton brings one, `Proton
 # <https://github.com/triton-lang/triton/tree/main/third_party/proton>`_. It
-# writes a file, a tree of scopes and kernels with their times. In a terminal
-# it is
+# writes a file, which is a tree of scopes and kernels with their times. In a
+# terminal you type ``proton -n tuning 03-tuning.py`` to write it and
+# ``proton-viewer -m time/us tuning.hatchet`` to read it (for the second you
+# need the package ``llnl-hatchet``).
 #
-# .. code-block:: bash
-#
-#    proton -n tuning 03-tuning.py
-#    proton-viewer -m time/us,count tuning.hatchet
-#
-# and in a script it is ``start`` and ``finalize``. The names of kernels that
-# Triton has compiled are those of the functions, so ours begin with ``_``.
-# What PyTorch launches has other names.
+# In a script it is ``start`` and ``finalize``, and the file is JSON. The
+# kernels that Triton has compiled are named as the functions are, so ours
+# begin with an underscore. What PyTorch launches has other names.
 
 
 def kernels_of(call):
-    """µs and number of kernels in a call, by name, as Proton sees them.
+    """µs of the kernels in a call, by name, as Proton sees them.
 
-    L2 is overwritten before each of eight calls; that is outside of the scope.
+    L2 is overwritten before each of eight calls, outside of the scope.
     """
     import triton.profiler as proton
 
@@ -522,9 +527,7 @@ def kernels_of(call):
         its_name = node.get("frame", {}).get("name", "")
         time_ns = node.get("metrics", {}).get("time (ns)")
         if inside and time_ns:
-            us, count = found.get(its_name, (0, 0))
-            number = node["metrics"]["count"]
-            found[its_name] = us + time_ns / 8e3, count + number / 8
+            found[its_name] = found.get(its_name, 0) + time_ns / 8e3
         for child in node.get("children", ()):
             walk(child, inside or its_name == "call")
 
@@ -533,20 +536,91 @@ def kernels_of(call):
 
 
 # %%
-# It runs where there is a GPU. What it has found there is in the figure after
-# the next section. Here is the list in words: the function converts ``x`` and
-# ``w`` to float32, runs our kernel, and converts ``y`` back. These are four
-# kernels, three of which are not ours. And ``x`` in float32 and ``x_hat`` are
-# matrices that nobody has asked for.
+# Let's put the kernels into two heaps, ours and those of PyTorch, and the time
+# of the whole call beside them.
+
+# %%
+
+# Scaffold: kernels that Proton sees, a benchmark.
+
+
+@functools.cache
+def two_heaps(design, M, N, dtype, mode):
+    """µs in our kernels and in others, in a pass of a design."""
+    call = call_of_pass(design, M, N, dtype, mode)
+    heaps = {"our kernels": 0.0, "others": 0.0}
+    for name, us in kernels_of(call).items():
+        heap = "our kernels" if name.startswith("_") else "others"
+        heaps[heap] += us
+    return heaps
+
+
+def call_of_pass(design, M, N, dtype, mode):
+    """A call of a design, in one of its passes."""
+    x, w, dy = inputs(M, N, dtype)
+    if mode == "backward":
+        return backward_call(design, x, w, dy)
+    x = x.detach()
+    w = w.detach()
+    return lambda: FORWARDS[design](x, w)
+
+
+def benchmark_of_kernels(mode, names):
+    return triton.testing.Benchmark(
+        x_names=["part"],
+        x_vals=["our kernels", "others", "whole call"],
+        xlabel="part",
+        line_arg="provider",
+        line_vals=names,
+        line_names=[name.capitalize() for name in names],
+        ylabel="µs",
+        plot_name=f"tuning-kernels-{mode}",
+        args={"M": 4096, "N": 4096, "dtype": torch.bfloat16, "mode": mode},
+    )
+
+
+def measured_part(part, M, N, dtype, mode, provider):
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if part == "whole call":
+        return device_time(lambda: call_of_pass(provider, M, N, dtype, mode))
+    us = two_heaps(provider, M, N, dtype, mode)[part]
+    if us == 0:
+        return None  # there are no such kernels
+    return 3 * [us]
+
+
+@triton.testing.perf_report(benchmark_of_kernels("forward", ["first"]))
+def bench_kernels_forward(part, M, N, dtype, mode, provider):
+    """Kernels: their times in a call, as Proton sees them, the mean of eight
+    calls, L2 overwritten before each. Whole call: device time, a CUDA graph of
+    several calls, each with inputs of its own and after L2 was overwritten,
+    less the graph without the calls; median, 20% and 80% quantiles."""
+    return measured_part(part, M, N, dtype, mode, provider)
+
+
+# %%
+
+bench_kernels_forward.run(show_plots=ON_GPU)
+
+# %%
+# **What the figure shows.**
+# On the H200 our kernel takes NN µs, and the kernels of PyTorch take NN µs.
+# By the clock the call takes NN µs.
+#
+# **What follows.**
+# The guess was half right. Our kernel is slow, and NN% of the time passes
+# elsewhere: the function converts ``x`` and ``w`` to float32, runs our kernel,
+# and converts ``y`` back. We would not have seen that in the kernel.
 #
 # Bytes: two changes
 # ------------------
 #
-# What do all of them move? For each element of the matrix:
+# What do these kernels move? For each element of the matrix:
 #
-# - converting ``x``: 2 bytes are read, 4 are written;
-# - our kernel: 4 are read, 4 are written for ``x_hat`` and 4 for ``y``;
-# - converting ``y``: 4 are read, 2 are written.
+# - to convert ``x``, 2 bytes are read and 4 are written;
+# - our kernel reads 4, and writes 4 for ``x_hat`` and 4 for ``y``;
+# - to convert ``y``, 4 are read and 2 are written.
 #
 # That makes 24 bytes, six times the 4 that a norm must move.
 #
@@ -663,8 +737,7 @@ def wide_chunk(x, w, eps=EPS):
     )
 
 
-FORWARDS = {
-    "first": first_forward,
+FORWARDS = FORWARDS | {
     "no conversions": no_conversions,
     "nothing saved": nothing_saved,
     "more warps": more_warps,
@@ -750,29 +823,8 @@ bench_forwards.run(show_plots=ON_GPU)
 #   schedulers of an SM issues an instruction a cycle at most.
 #   Near 80%, there are too many instructions, and memory has to wait for them.
 #
-# This command counts all five, of the kernels whose names begin with
-# ``_rms_norm``, and prints a table:
-#
-# .. code-block:: bash
-#
-#    ncu --clock-control none --cache-control all \
-#        --nvtx --nvtx-include "regex:counted .*/" \
-#        --metrics dram__bytes.sum,\
-#    dram__throughput.avg.pct_of_peak_sustained_elapsed,\
-#    sm__warps_active.avg.pct_of_peak_sustained_active,\
-#    l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum,\
-#    smsp__issue_active.avg.pct_of_peak_sustained_active \
-#        python 03-tuning.py
-#
-# ``--clock-control none`` matters: without it ncu holds the clocks of the GPU
-# at a lower rate, and its times are not those of your runs. It also runs each
-# kernel several times, because the hardware cannot count everything at once,
-# and empties the caches before each of them. The third line picks what the
-# script marks with a range of that name.
-
-# %%
-
-# Scaffold: what ncu counts, five benchmarks.
+# ``ncu`` is a command that stands before another one. This is how it counts
+# all five:
 
 COUNTERS = {
     "bytes": ("dram__bytes.sum", "bytes of DRAM per byte counted"),
@@ -794,6 +846,25 @@ COUNTERS = {
     ),
 }
 
+metrics = ",".join(metric for metric, _ in COUNTERS.values())
+print("ncu --clock-control none --cache-control all")
+print("    --nvtx --nvtx-include 'regex:counted .*/'")
+print(f"    --metrics {metrics}")
+print("    python 03-tuning.py")
+
+# %%
+# (It is one line for the shell.) ``--clock-control none`` matters: without it
+# ncu holds the clocks of the GPU at a lower rate, and its times are not those
+# of your runs. It runs each kernel several times, because the hardware cannot
+# count everything at once, and it empties the caches before each run. The
+# second line picks the kernels that the script marks, with a range whose name
+# begins with "counted". With ``-k regex:_rms_norm`` in its place it takes all
+# kernels whose names have that in them.
+
+# %%
+
+# Scaffold: what ncu counts, five benchmarks.
+
 
 def divided_by(counter, M, N, dtype, mode):
     """What a count is divided by: bytes counted by hand, rows, or nothing."""
@@ -804,19 +875,19 @@ def divided_by(counter, M, N, dtype, mode):
     return 1
 
 
-def counted(name, values, call_of, mode):
-    """A benchmark that ncu counts, of these designs."""
+def counted(name, names, mode):
+    """A benchmark that ncu counts, of the designs of these names."""
     counter, unit = COUNTERS[name]
     plot_name = f"tuning-{mode}-{name}"
 
     @triton.testing.perf_report(
-        designs(values, plot_name, unit, mode=mode, counter=counter)
+        designs(names, plot_name, unit, mode=mode, counter=counter)
     )
     def count(design, M, N, dtype, mode, counter, provider):
         """What ncu counts in a call; the caches are empty before each of its
         kernels."""
         if ON_GPU:
-            call = call_of(values[design], M, N, dtype)
+            call = call_of_pass(design, M, N, dtype, mode)
             call()  # compiles
             per = divided_by(counter, M, N, dtype, mode)
             with torch.cuda.nvtx.range(f"counted {design} per {per}"):
@@ -826,15 +897,8 @@ def counted(name, values, call_of, mode):
     return count
 
 
-def forward_call(function, M, N, dtype):
-    x, w, _ = inputs(M, N, dtype)
-    x = x.detach()
-    w = w.detach()
-    return lambda: function(x, w)
-
-
 FORWARD_COUNTS = {
-    name: counted(name, FORWARDS, forward_call, "forward") for name in COUNTERS
+    name: counted(name, FORWARDS, "forward") for name in COUNTERS
 }
 
 # %%
@@ -1297,18 +1361,8 @@ bench_backwards.run(show_plots=ON_GPU)
 # Scaffold: what ncu counts of the backward pass, two benchmarks.
 
 
-def counted_backward(design, M, N, dtype):
-    return backward_call(design, *inputs(M, N, dtype))
-
-
 BACKWARD_COUNTS = {
-    name: counted(
-        name,
-        {design: design for design in BACKWARDS},
-        counted_backward,
-        "backward",
-    )
-    for name in ("bytes", "busy", "requests")
+    name: counted(name, BACKWARDS, "backward") for name in ("bytes", "busy")
 }
 
 # %%
@@ -1325,62 +1379,29 @@ BACKWARD_COUNTS["busy"].run(show_plots=ON_GPU)
 # Who else takes time?
 # --------------------
 #
-# Proton lists the kernels of each design, forward and backward. We put them
-# into two heaps: ours, and those of PyTorch, which convert, fill with zeros,
-# and add up.
+# Before we tune anything, let's look at the list of kernels again.
 
 # %%
 
-# Scaffold: kernels that Proton sees, a benchmark.
-
-
-@functools.cache
-def two_heaps(design, M, N, dtype):
-    """µs in our kernels, and in others, in both passes of a design."""
-    x, w, dy = inputs(M, N, dtype)
-    x = x.detach()
-    w = w.detach()
-
-    def both():
-        _, saved = FORWARD_OF.get(design, forward)(x, w)
-        return BACKWARDS[design](dy, w, saved)
-
-    heaps = {"ours": 0.0, "others": 0.0}
-    for name, (us, _) in kernels_of(both).items():
-        heaps["ours" if name.startswith("_") else "others"] += us
-    return heaps
+# Scaffold: kernels of the backward pass, a benchmark.
 
 
 @triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["design"],
-        x_vals=list(BACKWARDS),
-        xlabel="design",
-        line_arg="provider",
-        line_vals=["ours", "others"],
-        line_names=["Our kernels", "Kernels of PyTorch"],
-        ylabel="µs",
-        plot_name="tuning-kernels",
-        args={
-            "M": 4096,
-            "N": 4096,
-            "dtype": torch.bfloat16,
-            "mode": "forward and backward",
-        },
+    benchmark_of_kernels(
+        "backward", ["first", "relaxed", "registers", "own sum"]
     )
 )
-def bench_kernels(design, M, N, dtype, mode, provider):
-    """Time of kernels in a call of both passes, as Proton sees them: the mean
-    of eight calls, L2 overwritten before each."""
-    if not ON_GPU:
-        return 3 * [float("nan")]
-    us = two_heaps(design, M, N, dtype)[provider]
-    return 3 * [us] if us > 0 else None  # there are no such kernels
+def bench_kernels_backward(part, M, N, dtype, mode, provider):
+    """Kernels: their times in a call, as Proton sees them, the mean of eight
+    calls, L2 overwritten before each. Whole call: device time, a CUDA graph of
+    several calls, each with inputs of its own and after L2 was overwritten,
+    less the graph without the calls; median, 20% and 80% quantiles."""
+    return measured_part(part, M, N, dtype, mode, provider)
 
 
 # %%
 
-bench_kernels.run(show_plots=ON_GPU)
+bench_kernels_backward.run(show_plots=ON_GPU)
 
 # %%
 # NN
@@ -1695,7 +1716,6 @@ def costs(M, N, dtype):
     x, w, dy = inputs(M, N, dtype)
     w = w.detach()
     _, saved = forward(x.detach(), w)
-    plan = plan_backward(N, dtype.itemsize)
     x, rstd = saved
     sums = torch.empty(8 * NUM_SMS, N, dtype=rstd.dtype, device=DEVICE)
     dx = torch.empty_like(x)
@@ -1710,10 +1730,7 @@ def costs(M, N, dtype):
         return kernel, searching(kernel, ["M", "N"], cache_results=True)
 
     def one_plan(kernel):
-        per_sm, num_warps, stages = plan
-        kernel[(NUM_SMS * per_sm,)](
-            **arguments, PER_SM=per_sm, STAGES=stages, num_warps=num_warps
-        )
+        kernel[(NUM_SMS,)](**arguments, PER_SM=1, STAGES=1, num_warps=4)
 
     found = {}
     with triton.knobs.cache.scope():
@@ -1796,6 +1813,12 @@ def bench_costs(call, M, N, dtype, mode, provider):
 
 
 # %%
+
+bench_costs.run(show_plots=ON_GPU)
+
+# %%
+# NN
+#
 # A rule instead
 # --------------
 
@@ -1820,10 +1843,6 @@ def backward(dy, w, saved):
 
 
 OURS = norm_of(forward, backward)
-
-# %%
-
-bench_costs.run(show_plots=ON_GPU)
 
 # %%
 
