@@ -1586,9 +1586,10 @@ print("restore_value: dw is", growth_of(restore_value=["sums_ptr"]))
 # it is a trap of its own, for it fills with zeros only when there is a search.
 # At the second call nobody does it, so you must do it yourself in any case.
 #
-# ``restore_value`` is right. It costs a copy of the tensor before each run.
-# The best of all is a kernel like ours, which changes nothing that it was
-# given.
+# ``restore_value`` is right. It copies the tensor before each run of the
+# search and back after it, and both copies are part of the time that is
+# compared. The best of all is a kernel like ours, which changes nothing that
+# it was given.
 #
 # Second trap: the key
 # --------------------
@@ -1694,7 +1695,21 @@ bench_keys.run(show_plots=ON_GPU)
 # Third trap: what a search costs
 # -------------------------------
 #
-# NN
+# The first call of a kernel compiles it. The first call of a search compiles
+# all candidates, one after the other, and runs each of them for some time. We
+# know two remedies.
+#
+# - **Compile in parallel.** ``warmup`` compiles all candidates and runs none,
+#   and inside of ``triton.AsyncCompileMode`` it does so in several threads.
+#   This is ``compile_in_parallel``, which the figure above has used.
+# - **Keep the choice.** With ``cache_results=True`` the times of all
+#   candidates are written to Triton's cache on disk, beside the compiled
+#   kernels, and the next process reads them. The environment variable
+#   ``TRITON_CACHE_AUTOTUNING=1`` does it for all searches, and
+#   ``TRITON_PRINT_AUTOTUNING=1`` prints what was chosen.
+#
+# Here are the first calls of a new process, with an empty cache but for the
+# last of them; and then what every later call costs on the host.
 
 # %%
 
@@ -1819,8 +1834,29 @@ bench_costs.run(show_plots=ON_GPU)
 # %%
 # NN
 #
+# What is kept is found again if the text of the kernel, the candidates, the
+# key, the version of Triton and the kind of GPU are the same. The kind is the
+# architecture, ``sm_90``, and not the model: an H100 and an H200 that share a
+# home directory share their choices, too. A choice is also not made again when
+# the driver, the clocks or ``stopwatch`` have changed. Delete the folder
+# ``~/.triton/cache`` before you measure in earnest.
+#
+# There are more moments at which a first call is in the way. A CUDA graph
+# cannot record a search, because a search waits for the GPU. In a group of
+# GPUs each rank searches for itself, and they may choose differently: results
+# then differ in their last bits, and the slowest rank decides. So call the
+# function once for each key before you record, and before you measure.
+#
 # A rule instead
 # --------------
+#
+# A rule is a function from the arguments to a plan. It is written by somebody
+# who has looked at searches and knows why the best plan is the best. It costs
+# nothing at a first call, it gives the same plan on each machine and each day,
+# and it can be read. What does it lose?
+#
+# We have searched at 1024, 2048, 4096 and 8192 columns, and this is our rule.
+# NN
 
 
 def plan_backward(N, itemsize):
@@ -2052,3 +2088,115 @@ report(bench_forward)
 # %%
 
 report(bench_backward)
+
+# %%
+# **What the figures show.**
+# NN
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# - **NN**
+#
+# Exercise 1: what is the cause?
+# ------------------------------
+#
+# Here are the counters of five kernels. (The numbers are made up.) Write a
+# function that is given the five counters of a kernel, and that says what to
+# do about it: one of the ``ADVICE``. ``bytes`` and ``requests`` are divided by
+# what was counted by hand; ``busy``, ``warps`` and ``issued`` are percent.
+#
+# **Hint 1.** The order matters. What is not worth a look before something else
+# is right?
+#
+# **Hint 2.** A kernel that moves too many bytes can keep memory very busy.
+#
+# **Hint 3.** When memory has time, and the schedulers have time, too, then
+# threads wait. More requests than needed say that loads are narrow. If they
+# are not, too little is in flight.
+
+ADVICE = (
+    "move fewer bytes",
+    "done",
+    "use fewer instructions",
+    "load wider",
+    "have more in flight",
+)
+
+
+def advice(bytes, busy, warps, requests, issued):
+    return "done"  # to do
+
+
+def exercise_1(advice):
+    """Print the advice for each kernel, and say whether all of it is right."""
+    kernels = {
+        "A": ((2.0, 93, 80, 1.0, 30), "move fewer bytes"),
+        "B": ((1.0, 92, 25, 1.0, 20), "done"),
+        "C": ((1.0, 45, 90, 1.1, 85), "use fewer instructions"),
+        "D": ((1.0, 50, 88, 4.0, 40), "load wider"),
+        "E": ((1.0, 40, 12, 1.0, 10), "have more in flight"),
+        "F": ((1.5, 60, 90, 4.0, 85), "move fewer bytes"),
+    }
+    right = True
+    for name, (counters, expected) in kernels.items():
+        given = advice(*counters)
+        print(f"kernel {name}: {given}")
+        right = right and given == expected
+    return right
+
+
+print("right:", exercise_1(advice))
+
+# %%
+
+# Solution 1
+
+
+def advice_1(bytes, busy, warps, requests, issued):
+    if bytes > 1.1:
+        return "move fewer bytes"
+    if busy > 85:
+        return "done"  # B shows that this needs few warps
+    if issued > 70:
+        return "use fewer instructions"
+    if requests > 1.5:
+        return "load wider"
+    return "have more in flight"
+
+
+assert exercise_1(advice_1)
+
+# %%
+# A checklist
+# -----------
+#
+# 1. **Right first.** A check of each element of both passes, at odd sizes, for
+#    every design.
+# 2. **Measure** on the device, with cold caches, beside a copy of as many
+#    bytes. Know the noise.
+# 3. **Count by hand:** bytes, operations, and the best time of each.
+# 4. **List the kernels** of a call. Remove those that need not be:
+#    conversions, zeros, sums.
+# 5. **DRAM bytes** over those counted by hand: more than 1.1 is the first
+#    thing to mend.
+# 6. **DRAM busy:** near 90%, stop.
+# 7. **Issue slots busy:** near 80%, compute less.
+# 8. **Load requests:** more than needed, load wider.
+# 9. **Else** threads wait: for memory, with too little in flight; for each
+#    other, at barriers; for an order of memory that nobody needs. The X-ray
+#    has the barriers, the fences and the spills.
+# 10. **One change at a time.** Write down what you expect, measure, and take
+#     it back if it is not so.
+# 11. **Search last**, over what no counter tells: warps, stages, programs.
+#     Key, arguments that change, first calls.
+# 12. **Write a rule**, and measure it at sizes that it was not made for.
+#
+# What we learned
+# ---------------
+#
+# NN
+#
+# **Next:** `Layer norm over several GPUs
+# <../several-gpus/01-layer-norm.html>`_ takes a fast kernel to more than one
+# GPU, where the time between kernels counts as well.
