@@ -1,5 +1,6 @@
 """What must hold of the page "From a slow kernel to a fast one"."""
 
+import contextlib
 import functools
 
 import pytest
@@ -156,7 +157,7 @@ PAGE = Page(
         "first": alone(first),
     },
     # Few programs in all.
-    quick=(("else 4\n", "else 2\n"),),
+    quick=(("else 4\n", "else 2\n"), ("ROWS=64", "ROWS=1")),
     cases=(
         *(at(M, 40, HALF) for M in (1, 2, 27)),
         at(17, 65, HALF),
@@ -194,8 +195,158 @@ PAGE = Page(
     sanitized=tuple(at(301, N, HALF) for N in (1000, 8192)),
     prints={
         "Timing needs a GPU": 3,
+        "bytes: 67 MB, 14.0 us\noperations: 84 M, 1.3 us\n": 1,
+        "operations per byte: 1.25\n": 1,
+        "at the ridge: 14 operations per byte\n": 1,
+        "ncu --clock-control none --cache-control all\n": 1,
+        "9 x 200: 18 pairs of both passes, each element is right\n": 1,
+        "with a search: each element is right\n": 1,
+        "candidates that were timed: 14\n": 1,
+        "no option: dw is 4 and then 5\n": 1,
+        "reset_to_zero: dw is 1 and then 2\n": 1,
+        "restore_value: dw is 2 and then 3\n": 1,
+        "key ['M', 'N']: 5 searches for 5 calls\n": 1,
+        "key ['N']: 2 searches for 5 calls\n": 1,
+        "key []: 1 searches for 5 calls\n": 1,
+        "kernel F: done\nright: False\n": 1,
+        "kernel F: move fewer bytes\n": 1,
     },
+    mutants={
+        "the mean is subtracted": (
+            "rstd = tl.rsqrt(tl.sum(x * x) / N + eps)",
+            "rstd = tl.rsqrt(tl.sum(x * x - x) / N + eps)",
+        ),
+        "one chunk left out": (
+            "    rstd = tl.rsqrt(total / N + eps)\n",
+            "    rstd = tl.rsqrt(tl.sum(x * x) / N + eps)\n",
+        ),
+        "the row sum dropped": (
+            "(wdy - x_hat * c) * rstd, mask=mask)",
+            "wdy * rstd, mask=mask)",
+        ),
+        "the row sum dropped, in chunks": (
+            "(w * dy - x_hat * c) * rstd, mask=mask)",
+            "w * dy * rstd, mask=mask)",
+        ),
+        "x for x_hat": (
+            "    factor = rstd  # makes x_hat of x\n    if SAVED:\n",
+            "    factor = rstd  # makes x_hat of x\n    if not SAVED:\n",
+        ),
+        "only the last row": ("dw += dy * x_hat\n", "dw = dy * x_hat\n"),
+        "sums without a place": (
+            "tl.store(sums_ptr + tl.program_id(0) * N + cols, dw",
+            "tl.store(sums_ptr + cols, dw",
+        ),
+        "sums left over": (
+            "for first in range(0, programs, ROWS):",
+            "for first in range(0, 1, ROWS):",
+        ),
+        "dw is not zero at first": (
+            "    dw = torch.zeros_like(w, dtype=rstd.dtype)\n"
+            "    _backward_in_chunks",
+            "    dw = torch.ones_like(w, dtype=rstd.dtype)\n"
+            "    _backward_in_chunks",
+        ),
+        "x_hat in the type of x": (
+            "x_hat = torch.empty_like(x, dtype=acc_dtype)",
+            "x_hat = torch.empty_like(x, dtype=dtype)",
+        ),
+        "any eps": ("if not eps >= 0:", "if False:"),
+    },
+    kills=(
+        *(
+            at(19, 43, kind, function=function)
+            for kind in (HALF, SINGLE)
+            for function in ("rms_norm", "first")
+        ),
+        at(3, 600, HALF, function="first"),  # three chunks
+        at(19, 43, x="transposed"),
+        at(3, 37, dy="one number"),
+        negative_eps,
+    ),
 )
+
+
+def test_exercise(page):
+    with contextlib.redirect_stdout(None):
+        assert not page.exercise_1(page.advice)
+        assert page.exercise_1(page.advice_1)
+
+
+@pytest.mark.parametrize(
+    "design", ["one read", "relaxed", "registers", "own sum"]
+)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE])
+def test_every_design_is_right(page, design, dtype):
+    """As the operation asks, at odd sizes."""
+    norm = page.norm_of(page.forward, page.BACKWARDS[design])
+    function = alone(lambda page: norm)(page)
+    for case in (at(19, 43, dtype), at(3, 600, dtype, dy="one number")):
+        PAGE.operation.run(function, case, page.DEVICE)
+
+
+@pytest.mark.parametrize("design", ["more warps", "wide chunk"])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE])
+def test_every_forward_design_is_right(page, design, dtype):
+    norm = page.norm_of(page.FORWARDS[design], page.backward_own_sum)
+    function = alone(lambda page: norm)(page)
+    for case in (at(19, 43, dtype), at(3, 600, dtype)):
+        PAGE.operation.run(function, case, page.DEVICE)
+
+
+def test_the_search_is_right(page):
+    """With the plan of each candidate."""
+    function = alone(searched)(page)
+    for M, N in ((19, 43), (3, 600), (1, 8)):
+        PAGE.operation.run(function, at(M, N, HALF), page.DEVICE)
+
+
+def test_every_candidate_is_right(page):
+    for plan in page.CANDIDATES:
+
+        def backward(dy, w, saved, plan=plan):
+            return page.backward_with(plan, dy, w, saved)
+
+        norm = page.norm_of(page.forward, backward)
+        function = alone(lambda page, norm=norm: norm)(page)
+        PAGE.operation.run(function, at(40, 43, HALF), page.DEVICE)
+
+
+def test_which_candidates_fit(page):
+    """4 to 64 columns a thread; the fewest warps where none has them."""
+
+    def warps(N):
+        configs = [page.config_of(plan) for plan in page.CANDIDATES]
+        block = 2 ** (N - 1).bit_length()
+        fit = page.that_fit(configs, {}, BLOCK=block)
+        return {config.num_warps for config in fit}
+
+    assert warps(200) == {4}
+    assert warps(1024) == {4, 8}
+    assert warps(4096) == {4, 8, 16}
+    assert warps(8192) == {4, 8, 16}
+
+
+@pytest.mark.gpu
+def test_a_graph_cannot_record_a_search(page):
+    """As the page says."""
+    x, w, dy = (t.detach() for t in page.inputs(64, 136, HALF))
+    _, saved = page.forward(x, w)
+    kernel = page.searching(page._rms_norm_bwd, ["N"], page.TWO)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError), torch.cuda.graph(graph):
+        page.backward_searched(dy, w, saved, kernel)
+
+
+@pytest.mark.gpu
+def test_what_a_search_adds_up(page):
+    """Hundreds of runs, as the page says."""
+    first, second = page.growth_of().split(" and then ")
+    assert int(first) > 100 and int(second) == int(first) + 1
+    said = page.growth_of(reset_to_zero=["sums_ptr"])
+    assert said == "1 and then 2"
+    assert page.growth_of(restore_value=["sums_ptr"]) == "2 and then 3"
 
 
 # What is compiled ------------------------------------------------------------
@@ -225,7 +376,7 @@ def design_calls(mode, designs, N=4096, **more):
 
 
 @pytest.mark.cpu
-def test_every_line_of_the_figures_measures_what_it_says():
+def test_every_line_of_the_figures_measures_what_it_says(monkeypatch):
     """A call of each provider, at one size: it moves what is counted."""
     moved = []
 
@@ -237,9 +388,12 @@ def test_every_line_of_the_figures_measures_what_it_says():
     # Not that of other tests: it believes that there is a GPU.
     page = tutorial.load(PAGE.name, (*PAGE.quick, ('"cpu")', '"cpu" )')))
     page.ON_GPU, page.speed = True, speed
-    page.stopwatch.__globals__["ON_GPU"] = True
     page.compile_in_parallel = lambda kernel, arguments: None
-    page.triton.testing.do_bench = lambda call, **options: call() or [1, 1, 1]
+    monkeypatch.setattr(
+        page.triton.testing,
+        "do_bench",
+        lambda call, **options: call() or [1, 1, 1],
+    )
     page.best_of_three_compilations = lambda function, measure: measure(
         function
     )
@@ -273,8 +427,17 @@ def test_every_line_of_the_figures_measures_what_it_says():
             found = benchmark.fn(**bench.args | values)
             assert found == [100.0, 50.0, 150.0]
             assert moved[-1] == page.matrices_of(mode) * 3 * 264 * 2
+    assert page.choice_of(3, 264, BRAIN) in page.CANDIDATES
+    chosen = []
+
+    def choice_of(M, N, dtype):
+        chosen.append((M, N))
+        return 2, 4, 1
+
+    page.choice_of = choice_of
     for benchmark in (page.bench_keys, page.bench_rule):
         bench = benchmark.benchmarks
         for provider in bench.line_vals:
             values = small | {"provider": provider}
             assert benchmark.fn(**bench.args | values) == [100, 50, 150]
+    assert chosen == [(4096, 264), (64, 264), (3, 264), (3, 512)]
