@@ -944,7 +944,35 @@ FORWARD_COUNTS["issued"].run(show_plots=ON_GPU)
 # X-ray: what the compiler has made
 # ---------------------------------
 #
-# NN
+# Counters say what, and the code of the machine says where. On this page there
+# is a folded panel under each kernel, the X-ray. It has the kernel in *PTX*,
+# the assembly language of NVIDIA, and in *SASS*, which is what the GPU runs.
+# In a script of your own both are in what a launch returns, ``compiled =
+# kernel[grid](...)``: ``compiled.asm["ptx"]``, and beside it
+# ``compiled.n_regs`` and ``compiled.n_spills``. Three things are worth looking
+# for:
+#
+# - **How wide are the loads?** ``ld.global.v4.b32`` loads 16 bytes for each
+#   thread, ``ld.global.b32`` loads 4 and ``ld.global.b16`` loads 2.
+# - **Are there barriers in a loop?** At ``bar.sync`` all warps of a program
+#   wait for each other.
+# - **Does it spill?** Registers that do not fit go to memory and come back.
+#
+# The kernel in chunks spills nothing. But a chunk of 256 columns is two
+# numbers for each of 128 threads, so it loads 4 bytes at a time. With 8 warps
+# a thread has one number, and loads 2 bytes. So the second guess has made the
+# loads narrower. And the sum of each chunk has a barrier, for the warps have
+# to exchange their parts.
+#
+# The barrier is the worse of the two. No warp can request the next chunk
+# before all warps have received this one. So a thread never has more than 4
+# bytes on their way. The 2048 threads that an SM can have make that 8 KB, and
+# `Loads in flight <../layer-norm/04-loads-in-flight.html>`_ has measured that
+# an SM needs 32 KB. *The warps are there, and each of them asks for too
+# little.* That is why more of them did not help.
+#
+# A tile as wide as the row gives each thread 16 numbers, which are 32 bytes,
+# and 2048 threads have 64 KB on their way.
 #
 # Backward: the formulas
 # ----------------------
