@@ -560,7 +560,12 @@ def two_heaps(design, M, N, dtype, mode):
     """µs in our kernels and in others, in a pass of a design."""
     call = call_of_pass(design, M, N, dtype, mode)
     heaps = {"our kernels": 0.0, "others": 0.0}
-    for name, us in kernels_of(call).items():
+    try:
+        kernels = kernels_of(call)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"Proton does not run here: {error}")
+        return heaps
+    for name, us in kernels.items():
         heap = "our kernels" if name.startswith("_") else "others"
         heaps[heap] += us
     return heaps
@@ -715,7 +720,7 @@ def plan_forward(N, itemsize):
     return min(max(warps, 4), 16)
 
 
-def forward(x, w, eps=EPS, num_warps=None):
+def forward(x, w, eps=EPS):
     """y, and x and r of each row, which the backward pass needs."""
     x = x.contiguous()
     w = w.contiguous()
@@ -732,7 +737,7 @@ def forward(x, w, eps=EPS, num_warps=None):
         eps=eps,
         N=N,
         BLOCK=triton.next_power_of_2(N),
-        num_warps=num_warps or plan_forward(N, x.itemsize),
+        num_warps=plan_forward(N, x.itemsize),
     )
     return y, (x, rstd)
 
@@ -1857,7 +1862,7 @@ print("restore_value: dw is", growth_of(restore_value=["sums_ptr"]))
 
 
 def searches_of(key):
-    """How many candidates are timed for these calls."""
+    """How many of five calls begin with a search."""
     kernel = searching(_rms_norm_bwd, key, TWO)
     before = len(SEARCHED)
     for rows, columns in ((8, 40), (7, 40), (8, 24), (7, 24), (3, 40)):
@@ -1868,7 +1873,7 @@ def searches_of(key):
 
 
 for key in (["M", "N"], ["N"], []):
-    print(f"key {key}: {searches_of(key)} searches for 5 calls")
+    print(f"key {key}: {searches_of(key)} of 5 calls search")
 
 # %%
 # With ``M`` in the key a model whose batches have any length searches forever.
@@ -2206,7 +2211,8 @@ OTHER_WIDTHS = [1400, 2500, 3001, 5120, 5600, 7001, 7680]
 @triton.testing.perf_report(
     triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=OTHER_WIDTHS,
+        # As strings, these widths are points and not a line.
+        x_vals=[str(N) for N in OTHER_WIDTHS],
         line_arg="provider",
         line_vals=["triton", "first rule", "search", "neighbor"],
         line_names=["Rule", "First rule", "Search", "Search above"],
@@ -2221,6 +2227,7 @@ def bench_rule(N, M, dtype, mode, provider):
     and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
+    N = int(N)
     if provider == "triton":
         plan = plan_backward(N, dtype.itemsize)
     elif provider == "first rule":
