@@ -601,7 +601,7 @@ def test_every_candidate_is_right(page):
 
 
 def test_which_candidates_fit(page):
-    """4 to 64 columns a thread; the fewest warps where none has them."""
+    """4 columns a thread; the fewest warps where none has them."""
 
     def warps(N):
         configs = [page.config_of(plan) for plan in page.CANDIDATES]
