@@ -846,8 +846,8 @@ bench_forwards.run(show_plots=ON_GPU)
 #   them, 16 a thread. If there are more, loads are narrow.
 # - **Issue slots busy**,
 #   ``smsp__issue_active.avg.pct_of_peak_sustained_active``: each of the four
-#   schedulers of an SM issues an instruction a cycle at most.
-#   Near 80%, there are too many instructions, and memory has to wait for them.
+#   schedulers of an SM issues an instruction a cycle at most. Near 80%, there
+#   are too many instructions, and memory has to wait for them.
 #
 # A counter means little alone, as a time does. So we count the copy as well.
 #
@@ -1337,11 +1337,11 @@ def backward_one_read(dy, w, saved):
 # - ``CCTL.IVALL``: throw away what L1 holds, because it may be old.
 #
 # All of them but the addition are *fences*. They promise an order: who sees
-# the addition also sees what was written before it. The argument ``sem``
-# of ``tl.atomic_add`` asks for it, and "acq_rel" is what it says if we say
-# nothing. A lock needs such an order. A sum does not: nobody looks at ``dw``
-# before the kernel is over. With ``sem="relaxed"`` there is one instruction
-# left, ``REDG.E.ADD``, which sends the number to L2 and goes on.
+# the addition also sees what was written before it. The argument ``sem`` of
+# ``tl.atomic_add`` asks for it, and if we say nothing, it is "acq_rel",
+# acquire and release. A lock needs such an order. A sum does not: nobody looks
+# at ``dw`` before the kernel is over. With ``sem="relaxed"`` there is one
+# instruction left, ``REDG.E.ADD``, which sends the number to L2 and goes on.
 
 
 def backward_relaxed(dy, w, saved):
