@@ -2455,7 +2455,7 @@ report(bench_backward)
 # Exercise 1: what is the cause?
 # ------------------------------
 #
-# Here are the counters of five kernels. (The numbers are made up.) Write a
+# Here are the counters of six kernels. (The numbers are made up.) Write a
 # function that is given the five counters of a kernel, and that says what to
 # do about it: one of the ``ADVICE``. ``bytes`` and ``requests`` are divided by
 # what was counted by hand, and ``busy`` is in % of what it is in a copy.
@@ -2523,6 +2523,31 @@ def advice_1(bytes, busy, warps, requests, issued):
 assert exercise_1(advice_1)
 
 # %%
+# What we learned
+# ---------------
+#
+# These are the designs of this page at 4096 columns, forward and backward, in
+# % of the copy on the H200, and why:
+#
+# - **First:** NN% and NN%. It converts, saves a matrix, and waits.
+# - **No conversions:** NN% and NN%. Three kernels and two matrices less.
+# - **Nothing saved:** NN% and NN%. One matrix less.
+# - **More warps:** NN%. Each thread asks for less, so it is slower.
+# - **A wide chunk:** NN%. Each thread asks for 32 bytes, with one barrier.
+# - **One read:** NN% and NN%. Forward a cache had the row anyway.
+# - **Relaxed:** NN% backward. No fences.
+# - **Registers:** NN% backward. One addition for many rows.
+# - **Own sum:** NN% backward. Two small kernels less.
+# - **A plan, by a rule:** NN% backward. More rows on their way.
+#
+# And for kernels in general:
+#
+# - Compute the best time first. It tells when to stop.
+# - A guess costs nothing, if you know what would refute it.
+# - If a change brings a lot, find out which part of it did.
+# - A search finds the best of what you give it. Understand first, then search.
+# - A rule that was made at some sizes is a guess at all others.
+#
 # A checklist
 # -----------
 #
@@ -2548,31 +2573,6 @@ assert exercise_1(advice_1)
 #     Mind the key, arguments that change, and first calls.
 # 12. **Write a rule** and say why. Measure it at sizes that it was not made
 #     for.
-#
-# What we learned
-# ---------------
-#
-# These are the designs of this page at 4096 columns, forward and backward, in
-# % of the copy on the H200, and why:
-#
-# - **First:** NN% and NN%. It converts, saves a matrix, and waits.
-# - **No conversions:** NN% and NN%. Three kernels and two matrices less.
-# - **Nothing saved:** NN% and NN%. One matrix less.
-# - **More warps:** NN%. Each thread asks for less, so it is slower.
-# - **A wide chunk:** NN%. Each thread asks for 32 bytes, with one barrier.
-# - **One read:** NN% and NN%. Forward a cache had the row anyway.
-# - **Relaxed:** NN% backward. No fences.
-# - **Registers:** NN% backward. One addition for many rows.
-# - **Own sum:** NN% backward. Two small kernels less.
-# - **A plan, by a rule:** NN% backward. More rows on their way.
-#
-# And for kernels in general:
-#
-# - Compute the best time first. It tells when to stop.
-# - A guess costs nothing, if you know what would refute it.
-# - If a change brings a lot, find out which part of it did.
-# - A search finds the best of what you give it. Understand first, then search.
-# - A rule that was made at some sizes is a guess at all others.
 #
 # **Next:** `Layer norm over several GPUs
 # <../several-gpus/01-layer-norm.html>`_ takes a fast kernel to more than one
