@@ -24,9 +24,10 @@ guesses that were wrong stay on the page.
 You leave with a checklist of one screen.
 
 **What you need:** `Layer normalization, both passes
-<../layer-norm/01-layer-norm.html>`_ for the clock and the ceiling. `How to
-trust a gradient <02-testing.html>`_ has the kernels that we end with. You
-don't need a GPU.
+<../layer-norm/01-layer-norm.html>`_ for the clock and the ceiling, and `Loads
+in flight <../layer-norm/04-loads-in-flight.html>`_ for stages. `How to trust a
+gradient <02-testing.html>`_ has the kernels that we end with. You don't need a
+GPU.
 """
 
 # %%
@@ -819,11 +820,11 @@ bench_forwards.run(show_plots=ON_GPU)
 # conversions, and NN% with nothing saved. More warps reach NN%, which is less.
 # A wide chunk reaches NN%, and one read reaches NN%.
 #
-# **What follows.**
-# The two changes that we had counted were worth it. The second guess was
-# wrong. The third guess gave a fast kernel, but not for the reason that was
-# given: nearly all of it comes with the wide chunk, which reads ``x`` twice.
-# Who had only tried the last kernel would believe in one read from now on.
+# **What follows.** The two changes that we had counted were worth it. The
+# second guess was wrong. The third guess gave a fast kernel, but not for the
+# reason that was given: nearly all of it comes with the wide chunk, which
+# reads ``x`` twice. If we had only tried the last kernel, we would believe in
+# one read from now on.
 #
 # Five counters
 # -------------
@@ -969,7 +970,7 @@ FORWARD_BYTES.run(show_plots=ON_GPU)
 # On the H200 the first kernel and its conversions move NN times the bytes that
 # they must. Without conversions it is NN times, with nothing saved NN, and in
 # the copy NN. We had counted 6, 2, 1 and 1. All four are a little less than
-# that, because ncu stops to count when the kernel ends. What was written last
+# that, because ncu stops counting when the kernel ends. What was written last
 # is still in L2 then, and it goes to DRAM later.
 #
 # With nothing saved ``x`` is read twice, and with one read it is read once.
@@ -996,7 +997,7 @@ FORWARD_WARPS.run(show_plots=ON_GPU)
 
 # %%
 # On the H200 NN% of the warps are active with nothing saved, and NN% with one
-# read. More of them there cannot be. *So the second guess was hopeless:* a
+# read. There is hardly room for more. *So the second guess was hopeless:* a
 # program with twice the warps leaves room for half as many programs.
 #
 # **Load requests:** how wide are the loads?
@@ -1217,8 +1218,9 @@ def first_backward(dy, w, saved):
 
 
 # %%
-# The steps of the forward pass hold here, too. We make them at once, and only
-# then look at what is left.
+# The two changes of the forward pass help here as well: nothing is converted,
+# and ``x_hat`` is computed again. We make both at once, and only then look at
+# what is left.
 
 
 def backward_no_conversions(dy, w, saved):
@@ -1587,11 +1589,12 @@ bench_backwards.run(show_plots=ON_GPU)
 # NN%.
 #
 # **What follows.**
-# The fourth guess helps, but it is far from what it was forward. One word is
-# worth as much again, and it has the best ratio of gain to work on this page.
+# The fourth guess helps, but far less than it did forward. One word is worth
+# more, and nothing on this page gains so much for so little work.
 #
 # The fifth guess was not all wrong. From relaxed additions to registers the
-# time falls once more. But the fences would have hidden that.
+# time falls once more. But as long as there were fences, that could not be
+# seen.
 #
 # Two counters say the same. The first is the one that comes first, bytes. The
 # second belongs to a family that tells what warps wait for,
@@ -2137,8 +2140,8 @@ bench_costs.run(show_plots=ON_GPU)
 # We have searched at 1024, 2048, 4096 and 8192 columns, as one does, and
 # looked at the best few of each. They have a pattern. Up to 4096 columns two
 # programs of 4 warps with five stages are the best or close to it. At 8192
-# columns it is one program of 8 warps with three stages: it has a row in
-# registers and two rows of 32 KB on their way.
+# columns it is one program of 8 warps with three stages. A row of ``x`` and
+# one of ``dy`` are 32 KB there, and two of these pairs are on their way.
 
 
 def first_rule(N, itemsize):
@@ -2153,13 +2156,16 @@ def first_rule(N, itemsize):
 # about 2500 columns, 5120, or 7001? We have tried the rule there, and it lost.
 # That is not yet a reason to search at run time: we can look at why.
 #
-# - **5120 columns.** A row is shorter than its tile, so it has fewer bytes,
-#   and more rows must be on their way. Five stages are better, and at 8192
-#   columns they are hardly worse.
-# - **7001 columns.** Rows of an odd number of 16-bit columns begin at any
-#   address, and the asynchronous copies that stages are made of need 4 bytes
-#   at least. So there are none, and with them the reason for a single program
-#   is gone. Two programs of 4 warps with one stage are better.
+# - **5120 columns.** A pair of rows has 20 KB here, so two of them are fewer
+#   bytes than at 8192 columns. Five stages have four pairs on their way, and
+#   they are hardly worse at 8192 columns.
+# - **7001 columns.** Every other row of an odd number of 16-bit columns begins
+#   at an address that is no multiple of 4, and the asynchronous copies that
+#   stages are made of move 4 bytes at least. So there are none, and the reason
+#   for a single program is gone. Two programs of 4 warps are better.
+# - **2500 columns.** Rows begin at multiples of 8 bytes, and copies have 8 in
+#   place of 16. Three programs with three stages were a little better. We do
+#   not know why, and from one width we do not make a rule.
 # - **Other types.** A row of float32 has twice the bytes, and stages must fit
 #   into shared memory. No search in bfloat16 says so.
 #
@@ -2251,10 +2257,16 @@ bench_rule.run(show_plots=ON_GPU)
 # power of two NN%, NN% and NN%.
 #
 # **Why.**
-# NN
+# At 7001 columns the first rule has one program on an SM and nothing on its
+# way while it works. At 5120 columns it has too little on its way. Both are
+# mended, at 2500 columns nothing has changed, and at the new widths the second
+# rule loses NN points to the search at most.
 #
 # **What follows.**
-# NN
+# A rule from powers of two has holes, where the reason for it does not hold.
+# That is no argument for a search at run time, which has holes of its own. It
+# is an argument for reasons: those that we had found at two widths hold at
+# others. And the widths of your test must not be those that you looked at.
 #
 # Both passes beside PyTorch
 # --------------------------
