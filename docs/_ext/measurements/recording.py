@@ -47,6 +47,8 @@ UNITS = {
     "bytes of L2 per byte counted": (0, math.inf),
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
+    "% of peak": (0, 101),
+    "stalled warps per instruction": (0, math.inf),
     "load requests per row": (0, math.inf),
     # Of the compiled kernel.
     "bytes spilled per thread": (0, math.inf),
