@@ -7,12 +7,16 @@ Every script runs by itself, so it holds a copy of each. There is one source:
   there; an import that a page does not use is left out.
 - A cell that names a page (``# Scaffold: plans, from page 05.``) gets its
   functions from there: from the section that it names, its own, or layer norm.
+
+A module that gathers functions of many pages is written, too: see modules.py.
 """
 
 import ast
 import re
 import sys
 from pathlib import Path
+
+import modules
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
@@ -149,10 +153,23 @@ def changed(folder=TUTORIALS):
     return [n for n in names(folder) if written(n, folder) != read(n, folder)]
 
 
+def changed_modules(folder=TUTORIALS):
+    """The modules that are not what their pages say, and what these say."""
+
+    def of(page):
+        return read(page, folder)
+
+    texts = {name: modules.text(name, of) for name in modules.GATHERED}
+    return {name: text for name, text in texts.items() if text != of(name)}
+
+
 def main():
     for name in changed():
         (TUTORIALS / f"{name}.py").write_text(written(name), encoding="utf-8")
         print(f"tutorials/{name}.py has its cells anew")
+    for name, text in changed_modules().items():
+        (TUTORIALS / f"{name}.py").write_text(text, encoding="utf-8")
+        print(f"tutorials/{name}.py has its functions anew")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     rms_norm, add_rms_norm
     attention
     linear
-    swiglu, geglu
+    swiglu, geglu, gated
     cross_entropy
 
 Both passes run in Triton. A name that several pages have begins with the word
@@ -2134,7 +2134,7 @@ def linear(input, weight, bias=None, activation=None):
 
 
 # matrix-products/02-swiglu ----------------------------------------------------
-# Gives swiglu, geglu.
+# Gives swiglu, geglu, gated.
 
 
 @triton.jit

@@ -61,6 +61,8 @@ TITLE = re.compile(r"^# Scaffold: (.)", re.MULTILINE)
 
 def text(page):
     """The module, without the head of downloads."""
+    if made := tutorial.beside(page):  # by make cells, see tools/modules.py
+        return made.read_text(encoding="utf-8")
     _, *cells = SEPARATOR.split(tutorial.source(page))
     first, taken = len(cells), []
     for begins, beyond in MODULES[page].parts:
@@ -110,9 +112,7 @@ def write(app, error):
     for page, name in downloads.MODULES.items():
         if f"tutorials/{page}" not in app.env.found_docs:
             continue
-        needs = " ".join(downloads.PACKAGES)
-        said = downloads.head(downloads.origin(page, app.config))
-        said = said.replace(needs, "torch triton")  # it draws nothing
+        said = downloads.module_head(page, app.config)
         file = (Path(app.outdir) / "tutorials" / page).with_name(name)
         file.write_text(said + text(page), encoding="utf-8")
 

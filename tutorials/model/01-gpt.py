@@ -1,0 +1,1363 @@
+r"""
+A GPT whose every kernel is a page of this site
+===============================================
+
+Can a language model train with the kernels of this site alone, as well as with
+PyTorch's, and faster?
+Its losses are those of PyTorch, and a step is faster and needs less memory,
+because what stands between its products of matrices moves fewer bytes.
+
+On the other pages we write one operation at a time, and measure it by itself.
+Here they come together: embedding, blocks with attention and a gated MLP, and
+a loss. Every kernel of the layers is one that a page explains, in both passes,
+products of matrices included. PyTorch adds what these pages do not have: the
+lookup of the embedding, the optimizer, and the memory that tensors live in.
+
+Do you only want the functions? Take ``both_passes.py``, which this page offers
+under its title. It has the functions of many pages, with their kernels and all
+that these need, each as it stands on its page.
+
+**What you will learn**
+
+- What a small GPT is made of, on two screens of code.
+- How to train with weights in 16 bits, without losing small steps.
+- How to compare two trainings: by gradients, by losses, and with other seeds.
+- How a whole step becomes a CUDA graph, and what the host has to do with it.
+- Where the microseconds of a step go, kernel by kernel.
+- What a second GPU brings.
+
+**What you need:** a look at the pages whose functions we take, and most of all
+`RMS normalization and the residual stream
+<../norms-and-losses/01-rms-norm.html>`_ and `Causal, grouped, any length
+<../attention/03-any-attention.html>`_. You don't need a GPU: without one, a
+tiny model trains for a few steps.
+"""
+
+# %%
+
+# Scaffold: imports, and the interpreter where there is no GPU.
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+# %%
+
+# Scaffold: more imports, and which GPU this process has.
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+
+TORCHRUN = dist.is_torchelastic_launched()
+if TORCHRUN and ON_GPU:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+import both_passes
+
+# %%
+# What is a GPT made of?
+# ----------------------
+#
+# A GPT reads tokens, which are pieces of text, and says for each of them which
+# token will come next. Each token has a row of numbers, its *stream*. Each
+# block of the model adds something to the stream twice:
+#
+# - *Attention* lets a token look at the tokens before it.
+# - The *MLP*, which is two products with a gate between them, works on each
+#   token by itself.
+#
+# Both read the stream through a norm. At the end a last product makes a number
+# of each token of the vocabulary, and the loss compares these with the token
+# that really came.
+
+# %%
+
+# Drawing: the functions of a block, and the page of each.
+
+plt.figure(
+    "A block. The stream goes from left to right, below. Above it are add and "
+    "RMS norm, linear, rotary, attention, linear, and what comes out is added "
+    "to the stream. Then again add and RMS norm, linear, SwiGLU, linear.",
+    figsize=(7.5, 2.4),
+)
+BOXES = ("norm", "linear", "rotary", "attention", "linear")
+for start, names in ((0, BOXES), (6.2, ("norm", "linear", "gate", "linear"))):
+    for i, name in enumerate(names):
+        color = {"linear": "C0", "norm": "C2", "attention": "C1"}
+        plt.text(
+            start + 1.15 * i,
+            1.5,
+            name,
+            rotation=90,
+            ha="center",
+            va="center",
+            color="white",
+            bbox={"fc": color.get(name, "C3"), "ec": "none", "pad": 6},
+        )
+    last = start + 1.15 * (len(names) - 1)
+    plt.annotate("", (start, 0.9), (start, 0), arrowprops={"arrowstyle": "->"})
+    plt.annotate("", (last, 0), (last, 0.9), arrowprops={"arrowstyle": "->"})
+plt.annotate("", (11, 0), (-1, 0), arrowprops={"arrowstyle": "->", "lw": 2})
+plt.text(-1, -0.45, "stream", va="center")
+plt.axis((-1.2, 11.2, -0.8, 2.6))
+plt.axis("off")
+plt.show()
+
+# %%
+# How large is ours? On a GPU it has as many parameters as the small model of
+# GPT-2. Without one it is tiny, because Triton's interpreter is slow.
+
+if ON_GPU:
+    DTYPE = torch.bfloat16
+    WIDTH = 768  # numbers of a token
+    HIDDEN = 2048  # columns of the gate
+    HEADS = 12  # of queries
+    KEY_HEADS = 4  # each of them serves three heads of queries
+    LAYERS = 12
+    WORDS = 32000  # tokens of the vocabulary
+    LENGTH = 1024  # tokens of a sequence
+    SEQUENCES = 16  # of a step
+    STEPS = 200
+if not ON_GPU:
+    DTYPE = torch.float32
+    WIDTH = 32
+    HIDDEN = 64
+    HEADS = 2
+    KEY_HEADS = 1
+    LAYERS = 2
+    WORDS = 192
+    LENGTH = 16
+    SEQUENCES = 1
+    STEPS = 3
+DIM = WIDTH // HEADS  # numbers of a head
+
+# %%
+# Text that everybody has
+# -----------------------
+#
+# A model needs text. Python comes with some: the source code of its standard
+# library. Nothing has to be downloaded.
+
+if ON_GPU:
+    LETTERS = None  # all of them
+if not ON_GPU:
+    LETTERS = 20_000
+
+
+def read_sources():
+    """The source code of Python's standard library, as one text."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+    files = [*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")]
+    parts = []
+    for file in sorted(files):
+        if file.parent.name not in left_out:
+            parts.append(file.read_text(encoding="utf-8", errors="replace"))
+    text = "".join(parts)[:LETTERS]
+    return text.encode("ascii", errors="replace").decode()
+
+
+TEXT = read_sources()
+print(TEXT[:200])
+
+# %%
+# What is a token? We cut the text into pieces: words with the space before
+# them, digits, blanks, and runs of other characters. The pieces that occur
+# most often become tokens. All other pieces are spelled, character by
+# character, for which 128 tokens are kept.
+
+
+PIECE = re.compile(r" ?[A-Za-z_]+|\d|\s+|[^\sA-Za-z_\d]+")
+
+
+def make_tokens(text):
+    """The text as numbers, and what each number stands for."""
+    pieces = PIECE.findall(text)
+    counts = Counter(piece for piece in pieces if len(piece) > 1)
+    words = [chr(number) for number in range(128)]
+    words += [piece for piece, _ in counts.most_common(WORDS - 128)]
+    number_of = {word: number for number, word in enumerate(words)}
+    numbers = []
+    for piece in pieces:
+        if piece in number_of:
+            numbers.append(number_of[piece])
+        else:
+            numbers += [number_of[character] for character in piece]
+    return torch.tensor(numbers), words
+
+
+TOKENS, VOCABULARY = make_tokens(TEXT)
+assert "".join(VOCABULARY[number] for number in TOKENS.tolist()) == TEXT
+print(f"{len(TEXT)} characters are {len(TOKENS)} tokens. The first ones:")
+print([VOCABULARY[number] for number in TOKENS[:12].tolist()])
+
+# %%
+# A step of the training takes some sequences that begin anywhere in the text.
+# The target of each token is the token after it.
+
+
+def batch(step, seed):
+    """Tokens and targets of a step, as (sequences, length)."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    last = len(TOKENS) - LENGTH - 1
+    starts = torch.randint(last, (SEQUENCES,), generator=generator)
+    rows = torch.stack([TOKENS[i : i + LENGTH + 1] for i in starts.tolist()])
+    return rows[:, :-1].to(DEVICE), rows[:, 1:].to(DEVICE)
+
+
+# %%
+# The functions
+# -------------
+#
+# Which functions does the model call? There are six, and we have them twice:
+# ours, and PyTorch's. The loss comes first, because it is the only one that is
+# not on a page as we need it.
+#
+# The logits of 16384 tokens and 32000 words take 1 GB in 16 bits. Our loss
+# never has all of them. It takes some rows at a time: a product makes their
+# logits, the kernel of `Cross-entropy over a vocabulary
+# <../norms-and-losses/04-cross-entropy.html>`_ writes the gradient over them,
+# and two more products make the gradients of the input and of the weight.
+
+
+class _LossInParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, target, parts):
+        one = 1 / (target != -100).sum().float()  # a row's part of the mean
+        dx = torch.empty_like(x)
+        dw = torch.zeros_like(weight, dtype=torch.float32)
+        part_of_dw = torch.empty_like(weight)
+        loss = torch.zeros((), device=x.device)
+        rows = triton.cdiv(len(x), parts)
+        for x_part, target_part, dx_part in zip(
+            x.split(rows), target.split(rows), dx.split(rows), strict=True
+        ):
+            logits, _ = both_passes.linear_forward(x_part, weight)
+            # The gradient is written over the logits.
+            kept, _ = both_passes.ahead(
+                logits, target_part, None, one, dx=logits
+            )
+            loss += kept[0].sum() * one
+            both_passes.product(logits, weight, dx_part)
+            both_passes.product(logits.T, x_part, part_of_dw)
+            dw += part_of_dw
+        ctx.save_for_backward(dx, dw.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        # The loss is the end of the model, so g is 1.
+        dx, dw = ctx.saved_tensors
+        return dx, dw, None, None
+
+
+def linear_cross_entropy(input, linear_weight, target):
+    """The mean loss of input @ linear_weight.T, without all logits."""
+    x = input.reshape(-1, input.shape[-1])
+    return _LossInParts.apply(x, linear_weight, target.flatten(), 4)
+
+
+# %%
+# And here are ours, each with its page:
+
+
+def add_and_norm(x, stream, weight):
+    return both_passes.add_rms_norm(x, stream, weight.shape, weight, 1e-5)
+
+
+def attend(q, k, v):
+    return both_passes.attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+OURS = {
+    # norms-and-losses/02: adds x to the stream, and normalizes the sum.
+    "add_and_norm": add_and_norm,
+    # matrix-products/01: three products in all, for both passes.
+    "linear": both_passes.linear,
+    # attention/04: queries and keys are turned by their positions.
+    "rotate": both_passes.rotate_query_and_key,
+    # attention/03: causal, with heads that share their keys.
+    "attend": attend,
+    # matrix-products/02: the SiLU of one half, times the other half.
+    "gate": both_passes.swiglu,
+    # norms-and-losses/04, with the products of matrix-products/01.
+    "loss": linear_cross_entropy,
+}
+
+# %%
+# In PyTorch each is a line or a few. For attention we name a *backend*: among
+# those that PyTorch has, cuDNN is the fastest one on this GPU, as `Causal,
+# grouped, any length <../attention/03-any-attention.html>`_ has measured.
+
+
+def pytorch_add_and_norm(x, stream, weight):
+    stream = x + stream
+    return F.rms_norm(stream, weight.shape, weight, 1e-5), stream
+
+
+def turned(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def pytorch_rotate(q, k, cos, sin):
+    cos = cos.to(q.dtype)
+    sin = sin.to(q.dtype)
+    return turned(q, cos, sin), turned(k, cos, sin)
+
+
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+
+
+def pytorch_attend(q, k, v):
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+
+
+def pytorch_gate(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def pytorch_loss(x, weight, target):
+    logits = F.linear(x, weight)
+    if logits.itemsize == 2:
+        logits = logits.float()  # as models do
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+PYTORCH = {
+    "add_and_norm": pytorch_add_and_norm,
+    "linear": F.linear,
+    "rotate": pytorch_rotate,
+    "attend": pytorch_attend,
+    "gate": pytorch_gate,
+    "loss": pytorch_loss,
+}
+
+# %%
+# The model
+# ---------
+#
+# Here is the whole model. It is given the functions, so the two models that we
+# compare differ in nothing else.
+
+
+def new_matrix(rows, columns, scale=1.0):
+    """A weight whose products keep the size of what they are given."""
+    return torch.nn.Parameter(
+        torch.randn(rows, columns) * scale * columns**-0.5
+    )
+
+
+class Block(torch.nn.Module):
+    """Attention and an MLP; x is what the block before adds to the stream."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.do = SimpleNamespace(**functions)
+        # What two results of each block add up to should not grow.
+        small = (2 * LAYERS) ** -0.5
+        self.norm_1 = torch.nn.Parameter(torch.ones(WIDTH))
+        self.qkv = new_matrix((HEADS + 2 * KEY_HEADS) * DIM, WIDTH)
+        self.out = new_matrix(WIDTH, WIDTH, small)
+        self.norm_2 = torch.nn.Parameter(torch.ones(WIDTH))
+        self.gate_and_up = new_matrix(2 * HIDDEN, WIDTH)
+        self.down = new_matrix(WIDTH, HIDDEN, small)
+
+    def forward(self, x, stream, cos, sin):
+        do = self.do
+        # Attention: norms-and-losses/02, then matrix-products/01.
+        y, stream = do.add_and_norm(x, stream, self.norm_1)
+        heads = do.linear(y, self.qkv).unflatten(-1, (-1, DIM))
+        # (batch, heads, length, numbers of a head), as views
+        q, k, v = heads.transpose(1, 2).split(
+            (HEADS, KEY_HEADS, KEY_HEADS), dim=1
+        )
+        q, k = do.rotate(q, k, cos, sin)  # attention/04
+        y = do.attend(q, k, v)  # attention/03
+        x = do.linear(y.transpose(1, 2).flatten(2), self.out)
+
+        # The MLP: norms-and-losses/02, and the gate of matrix-products/02.
+        y, stream = do.add_and_norm(x, stream, self.norm_2)
+        y = do.gate(do.linear(y, self.gate_and_up))
+        return do.linear(y, self.down), stream
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, functions, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.do = SimpleNamespace(**functions)
+        self.embedding = torch.nn.Embedding(WORDS, WIDTH)  # PyTorch's
+        self.blocks = torch.nn.ModuleList(
+            Block(functions) for _ in range(LAYERS)
+        )
+        self.norm = torch.nn.Parameter(torch.ones(WIDTH))
+        self.head = new_matrix(WORDS, WIDTH)
+        # The angles stay in float32, or take the type of a check.
+        self.angles = both_passes.tables(LENGTH, DIM)
+
+    def forward(self, tokens, target):
+        x = self.embedding(tokens)
+        stream = torch.zeros_like(x)
+        for block in self.blocks:
+            x, stream = block(x, stream, *self.angles)
+        y, _ = self.do.add_and_norm(x, stream, self.norm)
+        # A product and the loss, for some rows at a time.
+        return self.do.loss(y, self.head, target)
+
+
+def model_of(functions, seed=0, dtype=DTYPE):
+    """A model whose weights are numbers of DTYPE, in another type or not."""
+    return GPT(functions, seed).to(DTYPE).to(DEVICE, dtype)
+
+
+PARAMETERS = sum(each.numel() for each in GPT(OURS).parameters())
+print(f"{PARAMETERS / 1e6:.1f} million parameters")
+
+# %%
+# Weights in 16 bits, and their masters
+# -------------------------------------
+#
+# Why not simply train the weights? They have 16 bits, and a step of the
+# optimizer changes a weight by less than its last place, as `RMS norm in 16
+# bits <../norms-and-losses/02-rms-norm-16-bits.html>`_ shows. Such a step is
+# lost.
+#
+# So each weight has a *master* in float32. The optimizer changes the masters,
+# and after each step the weights are set to them, rounded. The optimizer is
+# PyTorch's AdamW. With ``fused`` a few kernels change all masters, and with
+# ``capturable`` it keeps all that it knows on the GPU, of which we will make
+# use.
+
+
+class Training:
+    """A model with its masters and its optimizer."""
+
+    def __init__(self, model, call=None):
+        self.call = call or model  # a compiled model, for instance
+        self.weights = list(model.parameters())
+        self.masters = [each.detach().float() for each in self.weights]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self.gradients = [master.grad for master in self.masters]
+        self.adamw = torch.optim.AdamW(
+            self.masters,
+            lr=1e-3,
+            betas=(0.9, 0.95),
+            fused=ON_GPU,
+            capturable=ON_GPU,
+        )
+
+    def step(self, tokens, target):
+        """A step, and its loss."""
+        loss = self.call(tokens, target)
+        loss.backward()
+        with torch.no_grad():
+            # Many copies with few kernels.
+            torch._foreach_copy_(
+                self.gradients, [each.grad for each in self.weights]
+            )
+            for weight in self.weights:
+                weight.grad = None
+            self.adamw.step()
+            torch._foreach_copy_(self.weights, self.masters)
+        return loss.detach()
+
+
+# %%
+# One script, several GPUs
+# ------------------------
+#
+# A second GPU can take sequences of its own. Each GPU has a process, which is
+# called a *rank*, and all of the model. After the backward pass the ranks take
+# the mean of their gradients, so all of them change their masters in the same
+# way. PyTorch's `DistributedDataParallel
+# <https://docs.pytorch.org/docs/stable/notes/ddp.html>`_ (DDP) does that while
+# the backward pass still runs, and our functions need not know of it.
+#
+# ``torchrun --nproc-per-node 2 01-gpt.py`` runs this page twice, as two ranks.
+# They time some steps of one rank and of both, which we will need further
+# down, and end here.
+
+# %%
+
+# Scaffold: what a rank does.
+
+
+def rank_training(functions, ranks):
+    """µs of a step on this many ranks; None on a rank that has to wait."""
+    group = dist.new_group(list(range(ranks)))
+    if dist.get_rank() >= ranks:
+        return None
+    model = model_of(functions)
+    call = None
+    if ranks > 1:
+        call = DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True
+        )
+    training = Training(model, call)
+    first = 5 if ON_GPU else 0  # steps that are not timed
+    steps = 20 if ON_GPU else 1
+    for i in range(first + steps):
+        if i == first:
+            dist.barrier(group)
+            start = time.perf_counter()
+        # Each rank has batches of its own.
+        loss = training.step(*batch(i, seed=dist.get_rank()))
+    loss.item()  # waits for the GPU
+    return 1e6 * (time.perf_counter() - start) / steps
+
+
+def run_as_a_rank():
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    world = dist.get_world_size()
+    for name, functions in (("triton", OURS), ("torch", PYTORCH)):
+        for ranks in sorted({1, world}):
+            times = [None] * world
+            dist.all_gather_object(times, rank_training(functions, ranks))
+            if dist.get_rank() == 0:
+                us = max(each for each in times if each)
+                print(json.dumps({"of": name, "ranks": ranks, "us": us}))
+    dist.destroy_process_group()
+
+
+if TORCHRUN:
+    run_as_a_rank()
+    sys.exit()
+
+
+# %%
+# Are the gradients right?
+# ------------------------
+#
+# We compare the gradient of each parameter at the first step with that of the
+# same model in float64, with PyTorch's functions. An error is the norm of the
+# difference, over the norm of the exact gradient. On a GPU the numbers have 16
+# bits, so ours have errors, and so do PyTorch's: that is what we compare with.
+
+
+def gradients_of(functions, dtype):
+    """The gradient of each parameter at the first step, by name."""
+    model = model_of(functions, dtype=dtype)
+    tokens, target = batch(0, seed=0)
+    few = slice(4)  # sequences: float64 takes much memory
+    model(tokens[few], target[few]).backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def relative_errors(functions, exact):
+    """By name: how far a gradient is from the exact one."""
+    errors = {}
+    for name, gradient in gradients_of(functions, DTYPE).items():
+        difference = gradient.double() - exact[name]
+        errors[name] = (difference.norm() / exact[name].norm()).item()
+    return errors
+
+
+@functools.cache
+def errors_of_gradients():
+    exact = gradients_of(PYTORCH, torch.float64)
+    return {
+        "triton": relative_errors(OURS, exact),
+        "torch": relative_errors(PYTORCH, exact),
+    }
+
+
+for name, errors in errors_of_gradients().items():
+    worst = max(errors, key=errors.get)
+    print(
+        f"{name}: {len(errors)} gradients, and the largest relative error is "
+        f"{errors[worst]:.1e}, of {worst}"
+    )
+ERRORS = errors_of_gradients()
+for name, error in ERRORS["triton"].items():
+    # In float32 there is hardly any; in 16 bits, as much as PyTorch has.
+    allowed = 1.5 * ERRORS["torch"][name] + 1e-5
+    assert error < allowed, f"{name}: {error:.1e}"
+
+# %%
+
+# Scaffold: the errors in each block, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["block"],
+        x_vals=list(range(1, 13)),
+        xlabel="block",
+        line_arg="provider",
+        line_vals=["triton", "torch"],
+        line_names=["Triton", "PyTorch"],
+        ylabel="relative error",
+        plot_name="gpt-gradients",
+        args={"M": 4096, "dtype": torch.bfloat16, "mode": "backward"},
+    )
+)
+def bench_gradients(block, M, dtype, mode, provider):
+    """The error of each gradient of a block at the first step, over 4
+    sequences of 1024 tokens, against float64: the norm of the difference over
+    that of the gradient. Median, least and largest of the 6 parameters."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    begin = f"blocks.{block - 1}."
+    errors = errors_of_gradients()[provider]
+    its = sorted(errors[name] for name in errors if name.startswith(begin))
+    return its[len(its) // 2], its[0], its[-1]
+
+
+# %%
+
+bench_gradients.run(show_plots=ON_GPU)
+
+# %%
+# **What the figure shows.**
+# On the H200 the gradients of a block have a relative error of NN to NN with
+# our functions, and of NN to NN with PyTorch's.
+#
+# **Why.**
+# All of them round to the same 16 bits at nearly the same places, and most of
+# the error is rounding. Ours keep a little more where several operations are
+# one kernel, because nothing is rounded inside it. The angles of our rotary
+# embedding have 32 bits, and those of PyTorch's have 16.
+#
+# A step as a CUDA graph
+# ----------------------
+#
+# A step launches hundreds of kernels, and each takes the host some ten
+# microseconds. `What the user waits for <../layer-norm/10-host-time.html>`_
+# explains what helps. A *CUDA graph* records what a step launches, and
+# launches all of it again with a single call. It wants three things of a step:
+#
+# - **The same addresses each time.** A new batch is copied to where the
+#   recorded one was.
+# - **The same kernels each time.** No size changes, and no decision depends on
+#   a number that is on the GPU.
+# - **Nobody waits for the GPU.** The loss stays there until somebody prints
+#   it. That is also why the optimizer has to keep its count of steps there.
+#
+# The first three steps run as usual, because kernels are compiled then and
+# the optimizer allocates its tensors.
+
+
+class Recorded:
+    """A training whose steps are replayed, from the fourth one on."""
+
+    def __init__(self, training, usual=3):
+        self.training = training
+        self.usual = usual
+        self.graph = None
+
+    def step(self, tokens, target):
+        if not ON_GPU or self.usual > 0:
+            self.usual -= 1
+            return self.training.step(tokens, target)
+        if self.graph is None:
+            self.record()
+        self.tokens.copy_(tokens)
+        self.target.copy_(target)
+        self.graph.replay()
+        return self.loss.clone()
+
+    def record(self):
+        self.tokens, self.target = batch(0, seed=0)
+        self.graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss = self.training.step(self.tokens, self.target)
+
+
+# %%
+# The same training?
+# ------------------
+#
+# Now we train, with our functions and with PyTorch's: with the same weights to
+# begin with, and the same batches. Two trainings that round differently drift
+# apart, because each step begins with what the last one has left. Is a
+# difference the noise of roundings, or a mistake? To see that we also train
+# with other seeds: other weights to begin with, and other batches.
+
+
+def train(functions, seed):
+    """The loss of each step, and the masters at the end."""
+    training = Recorded(Training(model_of(functions, seed)))
+    losses = [training.step(*batch(i, seed)) for i in range(STEPS)]
+    return torch.stack(losses).tolist(), training.training.masters
+
+
+@functools.cache
+def losses_of(provider, seed):
+    functions = {"triton": OURS, "torch": PYTORCH}[provider]
+    return train(functions, seed)[0]
+
+
+for provider in ("triton", "torch"):
+    losses = losses_of(provider, seed=0)
+    print(f"{provider}:", [round(each, 4) for each in losses[:3]], "...")
+pairs = zip(losses_of("triton", 0), losses_of("torch", 0), strict=True)
+gap = max(abs(a - b) for a, b in pairs)
+print(f"the two losses of a step differ by {gap:.4f} at most")
+assert gap < 0.5
+
+# %%
+
+# Scaffold: losses, a benchmark.
+
+
+def mean_of_ten(losses, step):
+    return sum(losses[step - 10 : step]) / 10
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["step"],
+        x_vals=list(range(10, 201, 10)),
+        xlabel="step",
+        line_arg="provider",
+        line_vals=["triton", "torch", "seeds"],
+        line_names=["Triton", "PyTorch", "Triton, other seeds"],
+        ylabel="nats per token",
+        plot_name="gpt-losses",
+        args={
+            "M": 16384,
+            "dtype": torch.bfloat16,
+            "mode": "forward and backward",
+        },
+    )
+)
+def bench_losses(step, M, dtype, mode, provider):
+    """The mean loss of ten steps, the last of which is named. Other seeds:
+    median, least and largest of three trainings with other weights and other
+    batches."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    if provider != "seeds":
+        return mean_of_ten(losses_of(provider, 0), step)
+    several = [
+        mean_of_ten(losses_of("triton", seed), step) for seed in (1, 2, 3)
+    ]
+    several.sort()
+    return several[1], several[0], several[2]
+
+
+# %%
+
+losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
+
+# %%
+# **What the figure shows.**
+# On the H200 the loss falls from NN nats per token in the first ten steps to
+# NN in the last ten, with our functions, and to NN with PyTorch's. In none of
+# the twenty points are the two further apart than NN. Trainings with three
+# other seeds lie between NN and NN at the end.
+#
+# **What follows.**
+# With the same seed, what separates the two is smaller than what separates one
+# seed from another. A mistake in a kernel would have to be smaller than that
+# to hide here, and the gradients above are the stricter check.
+#
+# The same bits
+# -------------
+#
+# Do two trainings with the same seed give the same weights? No kernel of ours
+# adds with atomics, so the order of every sum is fixed. We train twice, and
+# compare all masters.
+
+
+def same_bits(functions):
+    """Whether two trainings end with the same masters."""
+    _, first = train(functions, seed=0)
+    _, second = train(functions, seed=0)
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+if ON_GPU:
+    print("the same bits in two trainings:", same_bits(OURS))
+    assert same_bits(OURS)
+
+# %%
+# Who is measured?
+# ----------------
+#
+# Now the time of a step. Who takes part?
+#
+# - **Ours**, launched from Python and as a CUDA graph.
+# - **PyTorch**, in the same two ways.
+# - **torch.compile**, which fuses what stands between the products, also as a
+#   CUDA graph. With ``max-autotune`` it tries kernels for the products, too.
+# - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
+#   its functions for norms, rotary embedding, gate and loss, and PyTorch's for
+#   the rest. It waits for the GPU in its loss, so no graph can record it.
+
+# %%
+
+# Scaffold: Liger's functions.
+
+
+def liger_add_and_norm(x, stream, weight):
+    from liger_kernel.transformers import functional
+
+    return functional.liger_fused_add_rms_norm(
+        x, stream, weight, 1e-5, casting_mode="gemma"
+    )
+
+
+def liger_rotate(q, k, cos, sin):
+    from liger_kernel.transformers import functional
+
+    # Its tables are as wide as a head.
+    cos = torch.cat((cos, cos), dim=-1)[None]
+    sin = torch.cat((sin, sin), dim=-1)[None]
+    return functional.liger_rope(q, k, cos, sin)
+
+
+def liger_gate(x):
+    from liger_kernel.transformers import functional
+
+    return functional.liger_swiglu(*x.chunk(2, dim=-1))
+
+
+def liger_loss(x, weight, target):
+    from liger_kernel.transformers import functional
+
+    return functional.liger_fused_linear_cross_entropy(
+        x.flatten(0, 1), weight, target.flatten()
+    )
+
+
+LIGER = PYTORCH | {
+    "add_and_norm": liger_add_and_norm,
+    "rotate": liger_rotate,
+    "gate": liger_gate,
+    "loss": liger_loss,
+}
+
+# %%
+
+# Scaffold: all designs, their clock, their memory and their kernels.
+
+DESIGNS = {
+    "triton": "Triton, CUDA graph",
+    "eager": "Triton",
+    "torch": "PyTorch",
+    "torch graph": "PyTorch, CUDA graph",
+    "torch.compile": "torch.compile",
+    "compile graph": "torch.compile, CUDA graph",
+    "max-autotune": "max-autotune, CUDA graph",
+}
+if find_spec("liger_kernel"):
+    DESIGNS["liger"] = "Liger"
+
+
+def training_of(provider):
+    """A training that does its steps in the way of a design."""
+    functions = PYTORCH
+    if provider in ("triton", "eager"):
+        functions = OURS
+    if provider == "liger":
+        functions = LIGER
+    model = model_of(functions)
+    call = None
+    if provider in ("torch.compile", "compile graph"):
+        call = torch.compile(model, dynamic=False)
+    if provider == "max-autotune":
+        call = torch.compile(
+            model, dynamic=False, mode="max-autotune-no-cudagraphs"
+        )
+    training = Training(model, call)
+    if provider in ("eager", "torch", "torch.compile", "liger"):
+        return training
+    return Recorded(training)
+
+
+@functools.cache
+def trainings():
+    """Of each design a training that has done some steps, and the most GB of
+    tensors that it had meanwhile."""
+    # All cores compile; nothing is timed yet.
+    torch._inductor.config.compile_threads = os.cpu_count()
+    found = {}
+    memory = {}
+    for provider in DESIGNS:
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found[provider] = training_of(provider)
+        for i in range(5):
+            found[provider].step(*batch(i, seed=0))
+        torch.cuda.synchronize()
+        most = torch.cuda.max_memory_allocated() - before
+        memory[provider] = most / 1e9
+    return found, memory
+
+
+@functools.cache
+def step_times():
+    """µs of a step of each design: median, 20% and 80% quantiles."""
+    found, _ = trainings()
+    batches = [batch(i, seed=0) for i in range(3)]
+    times = {provider: [] for provider in found}
+    for _ in range(15):
+        for provider, training in found.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for each in batches:
+                training.step(*each)
+            torch.cuda.synchronize()
+            microseconds = 1e6 * (time.perf_counter() - start)
+            times[provider].append(microseconds / len(batches))
+    for each in times.values():
+        each.sort()
+    return {name: (t[7], t[3], t[11]) for name, t in times.items()}
+
+
+# Part of a kernel's name, and what it is for; the first that fits counts.
+KINDS = {
+    "cross_entropy": "loss",
+    "softmax": "loss",
+    "nll": "loss",
+    "attention": "attention",
+    "flash": "attention",
+    "cudnn": "attention",
+    "fmha": "attention",
+    "rms_norm": "norms",
+    "layer_norm": "norms",
+    "_rotary": "rotary",
+    "_gate": "gate",
+    "_product": "products",
+    "_add_parts": "products",
+    "nvjet": "products",
+    "gemm": "products",
+    "cutlass": "products",
+    "splitk": "products",
+    "triton_tem": "products",
+    "adam": "optimizer",
+    "embedding": "embedding",
+}
+PARTS = [*dict.fromkeys(KINDS.values()), "copies and other"]
+
+
+def kind_of(kernel):
+    name = kernel.lower()
+    return next((KINDS[part] for part in KINDS if part in name), PARTS[-1])
+
+
+@functools.cache
+def kernel_times(provider):
+    """µs of a step in each kernel, by name."""
+    training = trainings()[0][provider]
+    batches = [batch(i, seed=0) for i in range(3)]
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for each in batches:
+            training.step(*each)
+        torch.cuda.synchronize()
+    return {
+        event.key: event.self_device_time_total / len(batches)
+        for event in profile.key_averages()
+        if event.self_device_time_total > 0
+    }
+
+
+# %%
+# How long does a step take?
+# --------------------------
+
+# %%
+
+# Scaffold: a step, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[16384],
+        xlabel="N (tokens of a step)",
+        line_arg="provider",
+        line_vals=list(DESIGNS),
+        line_names=list(DESIGNS.values()),
+        ylabel="µs",
+        plot_name="gpt-step",
+        args={
+            "layers": 12,
+            "dtype": torch.bfloat16,
+            "mode": "forward and backward",
+        },
+    )
+)
+def bench_step(N, layers, dtype, mode, provider):
+    """Steps that follow each other, with the optimizer, until the GPU is done
+    with the last: all designs take turns, 15 times, with three steps each, on
+    the host's clock. Median, 20% and 80% quantiles."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return step_times()[provider]
+
+
+# %%
+
+steps = bench_step.run(return_df=True)
+plt.close()  # one size makes no lines: we draw bars instead
+
+# %%
+
+# Drawing: how long a step takes.
+
+plt.figure("How long a step of 16384 tokens takes in each design", (7.5, 3))
+names = [name.split(" (")[0] for name in steps.columns[1:]]
+plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1] / 1000)
+plt.xlabel("ms")
+plt.show()
+
+# %%
+# **What the figure shows.**
+# On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
+# from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
+# NN ms, NN ms as a graph, and NN ms with ``max-autotune`` as a graph. Liger
+# takes NN ms. So ours is NN times as fast as PyTorch, and NN times as fast as
+# the best of torch.compile.
+#
+# Where do the microseconds go?
+# -----------------------------
+#
+# PyTorch's profiler tells how long each kernel takes on the GPU. We add up
+# kernels of one kind.
+
+# %%
+
+# Scaffold: the kinds of kernels, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["kind"],
+        x_vals=PARTS,
+        xlabel="",
+        line_arg="provider",
+        line_vals=["triton", "torch", "torch.compile"],
+        line_names=["Triton", "PyTorch", "torch.compile"],
+        ylabel="µs",
+        plot_name="gpt-kernels",
+        args={
+            "M": 16384,
+            "dtype": torch.bfloat16,
+            "counted": "device",
+        },
+    )
+)
+def bench_kernels(kind, M, dtype, counted, provider):
+    """What the kernels of one kind take on the GPU in a step, by PyTorch's
+    profiler: mean of three steps."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    times = kernel_times(provider)
+    its = [us for kernel, us in times.items() if kind_of(kernel) == kind]
+    return sum(its) or float("nan")
+
+
+# %%
+
+kernels = bench_kernels.run(show_plots=ON_GPU, return_df=True)
+
+# %%
+
+# Drawing: where the time of a step goes.
+
+plt.figure(
+    "A bar for each design, which is divided into kinds of kernels: products, "
+    "attention, loss, norms, gate, rotary, optimizer, embedding, and copies "
+    "and other",
+    (7.5, 3),
+)
+designs = [name.split(" (")[0] for name in kernels.columns[1:]]
+table = kernels.iloc[:, 1:].astype(float).fillna(0) / 1000
+start = 0 * table.iloc[0].to_numpy()
+for i, part in enumerate(kernels["kind"]):
+    length = table.iloc[i].to_numpy()
+    plt.barh(designs[::-1], length[::-1], left=start[::-1], label=part)
+    start = start + length
+plt.xlabel("ms")
+plt.legend(fontsize=8, ncols=3)
+plt.show()
+
+# %%
+
+# Scaffold: our kernels one by one.
+
+if ON_GPU:
+    print("µs of a step in each of our kernels:")
+    times = kernel_times("triton")
+    for kernel in sorted(times, key=times.get, reverse=True)[:20]:
+        print(f"{times[kernel]:9.0f}  {kernel[:60]}")
+
+# %%
+# **What the figure shows.**
+# On the H200 our products take NN ms of a step, and those of PyTorch, which
+# are cuBLAS's, take NN. Our attention takes NN ms, and cuDNN's NN. The loss
+# takes NN ms, and NN in PyTorch. Norms, gate and rotary embedding take NN ms
+# together.
+#
+# How much memory?
+# ----------------
+
+# %%
+
+# Scaffold: memory, a benchmark.
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[16384],
+        xlabel="N (tokens of a step)",
+        line_arg="provider",
+        line_vals=list(DESIGNS),
+        line_names=list(DESIGNS.values()),
+        ylabel="GB of memory",
+        plot_name="gpt-memory",
+        args={
+            "layers": 12,
+            "dtype": torch.bfloat16,
+            "mode": "forward and backward",
+        },
+    )
+)
+def bench_memory(N, layers, dtype, mode, provider):
+    """The most that the tensors of a training take at a time, from its first
+    step on, by torch.cuda.max_memory_allocated."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return trainings()[1][provider]
+
+
+# %%
+
+memory = bench_memory.run(return_df=True)
+plt.close()
+
+# %%
+
+# Drawing: how much memory a training takes.
+
+plt.figure("How much memory a training takes in each design", (7.5, 3))
+names = [name.split(" (")[0] for name in memory.columns[1:]]
+plt.barh(names[::-1], memory.iloc[0, 1:].astype(float)[::-1])
+plt.xlabel("GB")
+plt.show()
+
+# %%
+# **What the figure shows.**
+# On the H200 our training takes NN GB, PyTorch's NN GB, and that of
+# torch.compile NN GB.
+#
+# Two GPUs
+# --------
+#
+# How many tokens a second are that on one GPU, and on two? We start two ranks
+# as above. First one of them trains alone, and then both.
+
+# %%
+
+# Scaffold: steps on several GPUs, a benchmark.
+
+
+@functools.cache
+def times_of_ranks():
+    """{(provider, ranks): µs of a step}, by torchrun."""
+    if not ON_GPU or "__file__" not in globals():
+        return {}  # a notebook has no file to start
+    torch.cuda.empty_cache()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ranks = min(torch.cuda.device_count(), 2)
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", __file__],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    lines = re.findall(r"^{.*}$", done.stdout, re.MULTILINE)
+    found = [json.loads(line) for line in lines]
+    return {(each["of"], each["ranks"]): each["us"] for each in found}
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["ranks"],
+        x_vals=[1, 2],
+        xlabel="GPUs",
+        line_arg="provider",
+        line_vals=["triton", "torch"],
+        line_names=["Triton", "PyTorch"],
+        ylabel="µs",
+        plot_name="gpt-ranks",
+        args={
+            "M": 16384,
+            "dtype": torch.bfloat16,
+            "mode": "forward and backward",
+        },
+    )
+)
+def bench_ranks(ranks, M, dtype, mode, provider):
+    """A step of each of so many ranks, with 16384 tokens each and the
+    optimizer, launched from Python: mean of 20 steps that follow each other,
+    on the slower rank."""
+    return times_of_ranks().get((provider, ranks), float("nan"))
+
+
+# %%
+
+times = bench_ranks.run(show_plots=ON_GPU, return_df=True)
+if ON_GPU:
+    for _, row in times.iterrows():
+        ranks = int(row["ranks"])
+        for name, us in list(row.items())[1:]:
+            tokens = ranks * 16384 / us * 1e6
+            print(f"{name}, {ranks} GPUs: {tokens:,.0f} tokens a second")
+
+# %%
+# **What the figure shows.**
+# On two H200s a step takes NN ms where one takes NN. So two GPUs train with NN
+# thousand tokens a second, and one with NN thousand: NN times as many. PyTorch
+# has NN thousand on two and NN thousand on one.
+#
+# **Why.**
+# The ranks exchange 2 bytes for each parameter, which is a quarter of a GB,
+# and most of that while the backward pass still runs.
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# - **torch.compile needs no kernels of yours.** It fuses norms, gate and
+#   rotary embedding by itself.
+# - **cuBLAS and cuDNN** are faster than our products and our attention at most
+#   sizes, as their pages tell.
+# - **Shapes that change.** A graph replays one shape. Launched from Python,
+#   our functions take the host longer than PyTorch's.
+# - **Our functions refuse what they do not know:** autocast, for most of them,
+#   and second derivatives.
+# - **What we left to PyTorch** is here to stay: its AdamW is one fused kernel,
+#   and its embedding a lookup.
+#
+# Exercise 1: a kernel of your own
+# --------------------------------
+#
+# Replace one kernel, and see what becomes of the training. `A gate between two
+# products <../matrix-products/02-swiglu.html>`_ takes the activation as a
+# function that returns its value and its slope. Let the gate of the model be a
+# squared ReLU: 0 below 0, and the square above. The stub has the value, and
+# the slope is wrong.
+#
+# ``exercise_1`` compares the gradients of the whole model with those of
+# PyTorch's operations. Where they are right, it trains some steps, so that you
+# can compare the losses with those of SwiGLU above.
+#
+# **Hint.** What is the derivative of :math:`x^2`, and what is it below 0?
+
+
+@triton.jit
+def _squared_relu(x):
+    positive = tl.maximum(x, 0.0)
+    return positive * positive, positive  # to do
+
+
+def pytorch_squared_relu(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.relu(gate).square() * up
+
+
+def exercise_1(activation):
+    """Print the largest relative error of a gradient, and judge it."""
+
+    def gate(x):
+        return both_passes.gated(x, None, activation)
+
+    exact = gradients_of(
+        PYTORCH | {"gate": pytorch_squared_relu}, torch.float64
+    )
+    errors = relative_errors(OURS | {"gate": gate}, exact)
+    worst = max(errors, key=errors.get)
+    print(f"largest relative error: {errors[worst]:.1e}, of {worst}")
+    right = errors[worst] < (0.1 if ON_GPU else 1e-4)
+    if right:
+        losses, _ = train(OURS | {"gate": gate}, seed=0)
+        print(f"the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}")
+    return right
+
+
+print("right:", exercise_1(_squared_relu))
+
+# %%
+
+# Solution 1
+
+
+@triton.jit
+def _squared_relu_1(x):
+    positive = tl.maximum(x, 0.0)
+    return positive * positive, 2 * positive
+
+
+assert exercise_1(_squared_relu_1)
+
+# %%
+# What we learned
+# ---------------
+#
+# These are the designs of this page, with the time of a step of 16384 tokens
+# and the memory of a training on the H200:
+#
+# - **PyTorch:** NN ms, and NN GB.
+# - **torch.compile:** NN ms, and NN GB.
+# - **Ours, launched from Python:** NN ms, and NN GB.
+# - **Ours, as a CUDA graph:** NN ms, and NN GB.
+#
+# And for models in general:
+#
+# - Compare gradients first, at the first step, against float64. Losses hide
+#   what gradients show.
+# - Two trainings that round differently drift apart. Other seeds tell how far
+#   is far.
+# - Keep the host out of the step, and then look at the kernels.
+# - What a model keeps for its backward pass is a choice of each function.
+#   Memory is the sum of these choices.
+# - Read a profile as a list of pages: each line says where to go next.
+#
+# **Next:** take a function of ``both_passes.py`` into a model of yours, or go
+# on with `Layer norm over several GPUs
+# <../several-gpus/01-layer-norm.html>`_.
