@@ -25,7 +25,10 @@ TRITON_INTERPRET=1.
 # Of each module, of each page: its word, and what is wanted of it.
 GATHERED = {
     "model/both_passes": {
-        "attention/04-rotary": ("rotary", "tables rotate_query_and_key"),
+        "attention/04-rotary": (
+            "rotary",
+            "tables rotary_embedding rotary_embedding_ rotate_query_and_key",
+        ),
         "norms-and-losses/02-rms-norm-16-bits": (
             "norm",
             "rms_norm add_rms_norm",

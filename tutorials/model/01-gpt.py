@@ -369,6 +369,171 @@ PYTORCH = {
 }
 
 # %%
+# What does each function bring?
+# ------------------------------
+#
+# Before we build the model, here are both passes of each function by itself,
+# with the sizes that it has there. The clock is that of `Layer normalization,
+# both passes <../layer-norm/01-layer-norm.html>`_. A block calls
+# ``add_and_norm`` twice and ``linear`` four times. The one that we measure
+# makes the gate and the up projection, which is the largest of the four.
+
+# %%
+
+# Scaffold: the clock.
+
+
+def device_time(prepare):
+    """µs of a call on the GPU: median, 20% and 80% quantiles.
+
+    ``prepare()`` makes inputs and returns the call. Two CUDA graphs are
+    replayed in turns. One makes several calls, and overwrites L2 before each;
+    the other only overwrites L2. The difference is the time of the calls.
+    """
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def prepared():
+        call = prepare()
+        call()  # compiles the kernels
+        return call
+
+    def recorded(calls):
+        graph = torch.cuda.CUDAGraph()
+        results = []  # kept, so that no call writes where another one wrote
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                larger_than_l2.zero_()
+                results.append(call())
+        graph.replay()  # the first replay takes longer
+        return graph
+
+    def elapsed(graph):
+        """ms from the start of a replay on the GPU to its end."""
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    calls = [prepared()]
+    if elapsed(recorded(calls)) < 0.3:
+        # L2 may keep the inputs of a short call until the next replay: with
+        # those of fifteen other calls in between, it cannot.
+        calls += [prepared() for _ in range(15)]
+    with_calls = recorded(calls)
+    without = recorded([lambda: None for _ in calls])
+    times = []
+    for _ in range(25):
+        difference = elapsed(with_calls) - elapsed(without)
+        times.append(1000 * difference / len(calls))
+    times.sort()
+    return times[12], times[5], times[19]
+
+
+def speed(bytes_moved, prepare):
+    """GB/s of a call that must move so many bytes: median, low, high."""
+    median, short, long = device_time(prepare)
+    return tuple(bytes_moved / us * 1e-3 for us in (median, long, short))
+
+
+# %%
+
+# Scaffold: each function by itself, a benchmark.
+
+
+def given_to(name):
+    """What a function of the model is called with, at the model's sizes."""
+
+    def normal(*shape):
+        return torch.randn(*shape, device=DEVICE).to(DTYPE)
+
+    x = normal(SEQUENCES, LENGTH, WIDTH)
+    # Heads, as they come out of a product.
+    q, k, v = (
+        normal(SEQUENCES, LENGTH, heads, DIM).transpose(1, 2)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
+    targets = torch.randint(WORDS, (SEQUENCES, LENGTH), device=DEVICE)
+    return {
+        "add_and_norm": lambda: (x, normal(*x.shape), normal(WIDTH)),
+        "linear": lambda: (x, normal(2 * HIDDEN, WIDTH)),
+        "rotate": lambda: (q, k, *both_passes.tables(LENGTH, DIM)),
+        "attend": lambda: (q, k, v),
+        "gate": lambda: (normal(SEQUENCES, LENGTH, 2 * HIDDEN),),
+        "loss": lambda: (x, normal(WORDS, WIDTH), targets),
+    }[name]()
+
+
+def both_passes_of(function, name):
+    """A call of both passes, without arguments."""
+    given = given_to(name)
+    wanted = [t for t in given if t.dtype == DTYPE]
+    for tensor in wanted:
+        tensor.requires_grad_()
+    results = function(*given)
+    if name == "loss":
+        return lambda: torch.autograd.grad(function(*given), wanted)
+    several = isinstance(results, tuple)
+    dys = [torch.randn_like(y) for y in (results if several else [results])]
+
+    def call():
+        results = function(*given)
+        return torch.autograd.grad(results, wanted, dys if several else dys[0])
+
+    return call
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["function"],
+        x_vals=list(OURS),
+        xlabel="",
+        line_arg="provider",
+        line_vals=["triton", "torch", "torch.compile"],
+        line_names=["Triton", "PyTorch", "torch.compile"],
+        ylabel="µs",
+        plot_name="gpt-functions",
+        args={
+            "M": 16384,
+            "dtype": torch.bfloat16,
+            "mode": "forward and backward",
+        },
+    )
+)
+def bench_functions(function, M, dtype, mode, provider):
+    """Device time: a CUDA graph of several calls, each with inputs of its own
+    and after L2 was overwritten, less the graph without the calls; median, 20%
+    and 80% quantiles. torch.compile: one compilation of each function."""
+    if not ON_GPU or TORCHRUN:
+        return 3 * [float("nan")]
+    call = {"triton": OURS}.get(provider, PYTORCH)[function]
+    if provider == "torch.compile":
+        torch._dynamo.reset()
+        call = torch.compile(call, dynamic=False)
+    return device_time(lambda: both_passes_of(call, function))
+
+
+# %%
+
+bench_functions.run(show_plots=ON_GPU and not TORCHRUN)
+
+# %%
+# **What the figure shows.**
+# On the H200 both passes of our norm take NN µs, and those of PyTorch's NN µs.
+# For the gate it is NN and NN µs, for the rotary embedding NN and NN µs, for
+# attention NN and NN µs, for the product NN and NN µs, and for the loss NN and
+# NN µs.
+#
+# **What follows.**
+# Where bytes are what one waits for, one kernel in place of several is what
+# brings most: norm, gate, rotary embedding and loss. In products and attention
+# there is little to win, and something to lose, for PyTorch calls NVIDIA's
+# libraries there.
+#
 # The model
 # ---------
 #

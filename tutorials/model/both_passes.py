@@ -1,6 +1,6 @@
 """Functions of the pages of Both Passes, with their kernels.
 
-    tables, rotate_query_and_key
+    tables, rotary_embedding, rotary_embedding_, rotate_query_and_key
     rms_norm, add_rms_norm
     attention
     linear
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # attention/04-rotary ----------------------------------------------------------
-# Gives tables, rotate_query_and_key.
+# Gives tables, rotary_embedding, rotary_embedding_, rotate_query_and_key.
 
 
 ON_GPU = torch.cuda.is_available()
@@ -280,6 +280,18 @@ def as_four(x):
     return x[(None,) * (4 - x.dim())]
 
 
+def rotary_embedding(x, cos, sin, interleaved=False):
+    """x with its pairs rotated; both passes run in Triton.
+
+    x is (..., length, dimension), with floats of 16 bits or more and any
+    strides. cos and sin are (length, dimension / 2).
+    """
+    rotary_check_arguments({"x": x}, cos, sin)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    (y,) = _Rotary.apply(cos, sin, interleaved, False, as_four(x))
+    return y.reshape(x.shape)
+
+
 def rotate_query_and_key(query, key, cos, sin, interleaved=False):
     """The same for a query and a key, in one launch.
 
@@ -291,6 +303,43 @@ def rotate_query_and_key(query, key, cos, sin, interleaved=False):
         cos, sin, interleaved, False, as_four(query), as_four(key)
     )
     return q.reshape(query.shape), k.reshape(key.shape)
+
+
+class _RotaryInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        rotate([as_four(x)], [as_four(x)], cos, sin, interleaved)
+        ctx.mark_dirty(x)  # x is not what it was: autograd must know
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        # Not in place: dy belongs to somebody else.
+        cos, sin = ctx.saved_tensors
+        (dx,) = _Rotary.apply(cos, sin, ctx.interleaved, True, as_four(dy))
+        return dx.reshape(dy.shape), None, None, None
+
+
+def check_in_place(x):
+    if x.dim() > 4:
+        raise ValueError(
+            f"x has {x.dim()} dimensions: up to four are taken in place"
+        )
+    sizes_and_strides = zip(x.shape, x.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
+        raise ValueError("x has a stride of 0: its numbers share memory")
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ValueError("x is a leaf that requires a gradient")
+
+
+def rotary_embedding_(x, cos, sin, interleaved=False):
+    """Like rotary_embedding, but x itself is rotated and returned."""
+    rotary_check_arguments({"x": x}, cos, sin)
+    check_in_place(x)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _RotaryInPlace.apply(x, cos, sin, interleaved)
 
 
 # norms-and-losses/02-rms-norm-16-bits -----------------------------------------
