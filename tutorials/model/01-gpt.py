@@ -24,7 +24,7 @@ that these need, each as it stands on its page.
 - How to compare two trainings: by gradients, by losses, and with other seeds.
 - How a whole step becomes a CUDA graph, and what the host has to do with it.
 - Where the microseconds of a step go, kernel by kernel.
-- What a second GPU brings.
+- How the same script trains on several GPUs.
 
 **What you need:** a look at the pages whose functions we take, and most of all
 `RMS normalization and the residual stream
@@ -62,9 +62,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Scaffold: more imports, and which GPU this process has.
 
 import functools
-import json
 import re
-import subprocess
 import sys
 import sysconfig
 import time
@@ -74,7 +72,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 TORCHRUN = dist.is_torchelastic_launched()
@@ -374,9 +371,9 @@ OURS = {
 }
 
 # %%
-# In PyTorch each is a line or a few. For attention we name a *backend*: among
-# those that PyTorch has, cuDNN is the fastest one on this GPU, as `Causal,
-# grouped, any length <../attention/03-any-attention.html>`_ has measured.
+# In PyTorch each is a line or a few. PyTorch has several *backends* for
+# attention, and we leave it cuDNN, the fastest one on the H200 in most figures
+# of `Causal, grouped, any length <../attention/03-any-attention.html>`_.
 
 # %%
 
@@ -400,14 +397,15 @@ def pytorch_heads(x, cos, sin):
     return turned(q, cos, sin), turned(k, cos, sin), v
 
 
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+# What is left is cuDNN, and the formula for float64.
+torch.backends.cuda.enable_flash_sdp(False)
+torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def pytorch_attend(q, k, v):
-    with sdpa_kernel(BACKENDS, set_priority=True):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        )
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
 
 
 def pytorch_gate(x):
@@ -559,8 +557,8 @@ def both_passes_of(function, name):
         x_vals=list(OURS),
         xlabel="",
         line_arg="provider",
-        line_vals=["triton", "torch", "torch.compile"],
-        line_names=["Triton", "PyTorch", "torch.compile"],
+        line_vals=["triton", "torch"],
+        line_names=["Triton", "PyTorch"],
         ylabel="µs",
         plot_name="gpt-functions",
         args={"M": 16384, "dtype": torch.bfloat16, "passes": "both"},
@@ -569,13 +567,10 @@ def both_passes_of(function, name):
 def bench_functions(function, M, dtype, passes, provider):
     """Device time: a CUDA graph of several calls, each with inputs of its own
     and after L2 was overwritten, less the graph without the calls; median, 20%
-    and 80% quantiles. torch.compile: one compilation of each function."""
+    and 80% quantiles."""
     if not ON_GPU or TORCHRUN:
         return 3 * [float("nan")]
-    call = {"triton": OURS}.get(provider, PYTORCH)[function]
-    if provider == "torch.compile":
-        torch._dynamo.reset()
-        call = torch.compile(call, dynamic=False)
+    call = {"triton": OURS, "torch": PYTORCH}[provider][function]
     return device_time(lambda: both_passes_of(call, function))
 
 
@@ -605,9 +600,12 @@ bench_functions.run(show_plots=ON_GPU and not TORCHRUN)
 
 def new_matrix(rows, columns, scale=1.0):
     """A weight whose products keep the size of what they are given."""
-    return torch.nn.Parameter(
-        torch.randn(rows, columns) * scale * columns**-0.5
-    )
+    weight = torch.randn(rows, columns, device=DEVICE)
+    return torch.nn.Parameter(weight * scale * columns**-0.5)
+
+
+def new_vector():
+    return torch.nn.Parameter(torch.ones(WIDTH, device=DEVICE))
 
 
 class Block(torch.nn.Module):
@@ -618,10 +616,10 @@ class Block(torch.nn.Module):
         self.do = SimpleNamespace(**functions)
         # What two results of each block add up to should not grow.
         small = (2 * LAYERS) ** -0.5
-        self.norm_1 = torch.nn.Parameter(torch.ones(WIDTH))
+        self.norm_1 = new_vector()
         self.qkv = new_matrix((HEADS + 2 * KEY_HEADS) * DIM, WIDTH)
         self.out = new_matrix(WIDTH, WIDTH, small)
-        self.norm_2 = torch.nn.Parameter(torch.ones(WIDTH))
+        self.norm_2 = new_vector()
         self.gate_and_up = new_matrix(2 * HIDDEN, WIDTH)
         self.down = new_matrix(WIDTH, HIDDEN, small)
 
@@ -644,11 +642,12 @@ class GPT(torch.nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.do = SimpleNamespace(**functions)
-        self.embedding = torch.nn.Embedding(WORDS, WIDTH)  # PyTorch's
+        # PyTorch's: a lookup, and sums of gradients by token.
+        self.embedding = torch.nn.Embedding(WORDS, WIDTH, device=DEVICE)
         self.blocks = torch.nn.ModuleList(
             Block(functions) for _ in range(LAYERS)
         )
-        self.norm = torch.nn.Parameter(torch.ones(WIDTH))
+        self.norm = new_vector()
         self.head = new_matrix(WORDS, WIDTH)
         # The angles stay in float32, or take the type of a check.
         self.angles = both_passes.tables(LENGTH, DIM)
@@ -665,7 +664,7 @@ class GPT(torch.nn.Module):
 
 def model_of(functions, seed=0, dtype=DTYPE):
     """A model whose weights are numbers of DTYPE, in another type or not."""
-    return GPT(functions, seed).to(DTYPE).to(DEVICE, dtype)
+    return GPT(functions, seed).to(DTYPE).to(dtype)
 
 
 parameters = sum(each.numel() for each in GPT(OURS).parameters())
@@ -684,7 +683,7 @@ print(f"{parameters / 1e6:.1f} million parameters")
 # and after each step the weights are set to them, rounded. The optimizer is
 # PyTorch's AdamW. With ``fused`` a few kernels change all masters, and with
 # ``capturable`` it keeps all that it knows on the GPU, of which we will make
-# use.
+# use. The learning rate is on the GPU, too.
 
 
 class Training:
@@ -697,9 +696,10 @@ class Training:
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self.gradients = [master.grad for master in self.masters]
+        self.rate = torch.zeros((), device=DEVICE)  # of learning
         self.adamw = torch.optim.AdamW(
             self.masters,
-            lr=1e-3,
+            lr=self.rate,
             betas=(0.9, 0.95),
             fused=ON_GPU,
             capturable=ON_GPU,
@@ -716,6 +716,8 @@ class Training:
             )
             for weight in self.weights:
                 weight.grad = None
+            # The rate grows over the first 20 steps, and then stays.
+            self.rate.add_(1e-3 / 20).clamp_(max=1e-3)
             self.adamw.step()
             torch._foreach_copy_(self.weights, self.masters)
         return loss.detach()
@@ -733,16 +735,16 @@ class Training:
 # the backward pass still runs, and our functions need not know of it.
 #
 # ``torchrun --nproc-per-node 2 01-gpt.py`` runs this page twice, as two ranks.
-# They time some steps of one rank and of both, which we will need further
-# down, and end here.
+# They train some steps on one of them and on both, say how many tokens a
+# second that is, and end here.
 
 # %%
 
 # Scaffold: what a rank does.
 
 
-def rank_training(functions, ranks):
-    """µs of a step on this many ranks; None on a rank that has to wait."""
+def time_of_ranks(functions, ranks):
+    """Seconds of a step on this many ranks; None on a rank that waits."""
     group = dist.new_group(list(range(ranks)))
     if dist.get_rank() >= ranks:
         return None
@@ -762,19 +764,20 @@ def rank_training(functions, ranks):
         # Each rank has batches of its own.
         loss = training.step(*batch(i, seed=dist.get_rank()))
     loss.item()  # waits for the GPU
-    return 1e6 * (time.perf_counter() - start) / steps
+    return (time.perf_counter() - start) / steps
 
 
 def run_as_a_rank():
     dist.init_process_group("nccl" if ON_GPU else "gloo")
     world = dist.get_world_size()
-    for name, functions in (("triton", OURS), ("torch", PYTORCH)):
+    for name, functions in (("Triton", OURS), ("PyTorch", PYTORCH)):
         for ranks in sorted({1, world}):
             times = [None] * world
-            dist.all_gather_object(times, rank_training(functions, ranks))
+            dist.all_gather_object(times, time_of_ranks(functions, ranks))
             if dist.get_rank() == 0:
-                us = max(each for each in times if each)
-                print(json.dumps({"of": name, "ranks": ranks, "us": us}))
+                slowest = max(each for each in times if each)
+                tokens = ranks * SEQUENCES * LENGTH / slowest
+                print(f"{name}, ranks: {ranks}, {tokens:.0f} tokens a second")
     dist.destroy_process_group()
 
 
@@ -828,8 +831,8 @@ for name, errors in errors_of_gradients().items():
     )
 ours, theirs = errors_of_gradients().values()
 for name, error in ours.items():
-    # In float32 there is hardly any; in 16 bits, as much as PyTorch has.
-    allowed = 1.5 * theirs[name] + 1e-5
+    # In float32 there is hardly any; in 16 bits, about as much as PyTorch has.
+    allowed = 2 * theirs[name] + (0.005 if ON_GPU else 1e-5)
     assert error < allowed, f"{name}: {error:.1e}"
 
 # %%
@@ -1034,8 +1037,8 @@ assert same and losses == losses_of("triton", 0)
 #
 # - **Ours**, launched from Python and as a CUDA graph.
 # - **PyTorch**, in the same two ways.
-# - **torch.compile**, which fuses what stands between the products, also as a
-#   CUDA graph. With ``max-autotune`` it tries kernels for the products, too.
+# - **torch.compile** of the whole model, which fuses what stands between the
+#   products, in the same two ways.
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
 #   its functions for norms, rotary embedding, gate and loss, and PyTorch's for
 #   the rest. It waits for the GPU in its loss, so no graph can record it.
@@ -1095,39 +1098,37 @@ DESIGNS = {
     "torch graph": "PyTorch, CUDA graph",
     "torch.compile": "torch.compile",
     "compile graph": "torch.compile, CUDA graph",
-    "max-autotune": "max-autotune, CUDA graph",
 }
 if find_spec("liger_kernel"):
     DESIGNS["liger"] = "Liger"
+GRAPHS = "triton", "torch graph", "compile graph"
+
+
+@functools.cache
+def compiled():
+    """A compiled model, and its parameters: to compile takes long."""
+    # All cores may compile, for nothing is timed yet.
+    torch._inductor.config.compile_threads = os.cpu_count()
+    model = model_of(PYTORCH)
+    return model, torch.compile(model, dynamic=False)
 
 
 def training_of(provider):
     """A training that does its steps in the way of a design."""
-    functions = PYTORCH
-    if provider in ("triton", "eager"):
-        functions = OURS
-    if provider == "liger":
-        functions = LIGER
-    model = model_of(functions)
-    call = None
     if provider in ("torch.compile", "compile graph"):
-        call = torch.compile(model, dynamic=False)
-    if provider == "max-autotune":
-        call = torch.compile(
-            model, dynamic=False, mode="max-autotune-no-cudagraphs"
-        )
-    training = Training(model, call)
-    if provider in ("eager", "torch", "torch.compile", "liger"):
-        return training
-    return Recorded(training)
+        training = Training(*compiled())
+    else:
+        functions = {"triton": OURS, "eager": OURS, "liger": LIGER}
+        training = Training(model_of(functions.get(provider, PYTORCH)))
+    if provider in GRAPHS:
+        return Recorded(training)
+    return training
 
 
 @functools.cache
 def trainings():
     """Of each design a training that has done some steps, and the most GB of
     tensors that it had meanwhile."""
-    # All cores compile; nothing is timed yet.
-    torch._inductor.config.compile_threads = os.cpu_count()
     found = {}
     memory = {}
     for provider in DESIGNS:
@@ -1135,10 +1136,15 @@ def trainings():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        found[provider] = training_of(provider)
-        for i in range(5):
-            found[provider].step(*batch(i, seed=0))
-        torch.cuda.synchronize()
+        try:
+            training = training_of(provider)
+            for i in range(5):
+                training.step(*batch(i, seed=0))
+            torch.cuda.synchronize()
+        except Exception as error:  # it leaves a gap in the figures
+            print(f"{DESIGNS[provider]} does not run here: {error}")
+            continue
+        found[provider] = training
         most = torch.cuda.max_memory_allocated() - before
         memory[provider] = most / 1e9
     return found, memory
@@ -1146,22 +1152,28 @@ def trainings():
 
 @functools.cache
 def step_times():
-    """µs of a step of each design: median, 20% and 80% quantiles."""
+    """µs of a step of each design: median, least and most of three rounds."""
     found, _ = trainings()
     batches = [batch(i, seed=0) for i in range(3)]
-    times = {provider: [] for provider in found}
-    for _ in range(15):
-        for provider, training in found.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for each in batches:
-                training.step(*each)
-            torch.cuda.synchronize()
-            microseconds = 1e6 * (time.perf_counter() - start)
-            times[provider].append(microseconds / len(batches))
-    for each in times.values():
-        each.sort()
-    return {name: (t[7], t[3], t[11]) for name, t in times.items()}
+    rounds = {provider: [] for provider in found}
+    for _ in range(3):
+        fastest = dict.fromkeys(found, float("inf"))
+        for _ in range(4):
+            for provider, training in found.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for each in batches:
+                    training.step(*each)
+                torch.cuda.synchronize()
+                us = 1e6 * (time.perf_counter() - start) / len(batches)
+                fastest[provider] = min(fastest[provider], us)
+        for provider, us in fastest.items():
+            rounds[provider].append(us)
+    found = {}
+    for provider, times in rounds.items():
+        least, median, most = sorted(times)
+        found[provider] = median, least, most
+    return found
 
 
 # Part of a kernel's name, and what it is for; the first that fits counts.
@@ -1198,7 +1210,9 @@ def kind_of(kernel):
 @functools.cache
 def kernel_times(provider):
     """µs of a step in each kernel, by name."""
-    training = trainings()[0][provider]
+    training = trainings()[0].get(provider)
+    if training is None:
+        return {}
     batches = [batch(i, seed=0) for i in range(3)]
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -1239,12 +1253,13 @@ def kernel_times(provider):
     )
 )
 def bench_step(N, layers, dtype, mode, provider):
-    """Steps that follow each other, with the optimizer, until the GPU is done
-    with the last: all designs take turns, 15 times, with three steps each, on
-    the host's clock. Median, 20% and 80% quantiles."""
+    """Three steps that follow each other, with the optimizer, until the GPU is
+    done with the last, on the host's clock. All designs take turns, and of
+    four turns the fastest counts, for what else runs on a host only makes it
+    slower. Median, least and most of three such rounds."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    return step_times()[provider]
+    return step_times().get(provider, 3 * [float("nan")])
 
 
 # %%
@@ -1266,9 +1281,8 @@ plt.show()
 # **What the figure shows.**
 # On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
 # from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
-# NN ms, NN ms as a graph, and NN ms with ``max-autotune`` as a graph. Liger
-# takes NN ms. So ours is NN times as fast as PyTorch, and NN times as fast as
-# the best of torch.compile.
+# NN ms, and NN ms as a graph. Liger takes NN ms. So ours is NN times as fast
+# as PyTorch, and NN times as fast as the better one of torch.compile.
 #
 # Where do the microseconds go?
 # -----------------------------
@@ -1380,7 +1394,7 @@ def bench_memory(N, layers, dtype, mode, provider):
     step on, by torch.cuda.max_memory_allocated."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    return trainings()[1][provider]
+    return trainings()[1].get(provider, float("nan"))
 
 
 # %%
@@ -1402,82 +1416,6 @@ plt.show()
 # **What the figure shows.**
 # On the H200 our training takes NN GB, PyTorch's NN GB, and that of
 # torch.compile NN GB.
-#
-# Two GPUs
-# --------
-#
-# How many tokens a second are that on one GPU, and on two? We start two ranks
-# as above. First one of them trains alone, and then both.
-
-# %%
-
-# Scaffold: steps on several GPUs, a benchmark.
-
-
-@functools.cache
-def times_of_ranks():
-    """{(provider, ranks): µs of a step}, by torchrun."""
-    if not ON_GPU or "__file__" not in globals():
-        return {}  # a notebook has no file to start
-    for measured in (trained, trainings, step_times, kernel_times):
-        measured.cache_clear()  # and its memory is free for the ranks
-    torch.cuda.empty_cache()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ranks = min(torch.cuda.device_count(), 2)
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", __file__],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    lines = re.findall(r"^{.*}$", done.stdout, re.MULTILINE)
-    found = [json.loads(line) for line in lines]
-    return {(each["of"], each["ranks"]): each["us"] for each in found}
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["ranks"],
-        x_vals=[1, 2],
-        xlabel="GPUs",
-        line_arg="provider",
-        line_vals=["triton", "torch"],
-        line_names=["Triton", "PyTorch"],
-        ylabel="µs",
-        plot_name="gpt-ranks",
-        args={
-            "M": 16384,
-            "dtype": torch.bfloat16,
-            "mode": "forward and backward",
-        },
-    )
-)
-def bench_ranks(ranks, M, dtype, mode, provider):
-    """A step of each of so many ranks, with 16384 tokens each and the
-    optimizer, launched from Python: mean of 20 steps that follow each other,
-    on the slower rank."""
-    return times_of_ranks().get((provider, ranks), float("nan"))
-
-
-# %%
-
-times = bench_ranks.run(show_plots=ON_GPU, return_df=True)
-if ON_GPU:
-    for _, row in times.iterrows():
-        ranks = int(row["ranks"])
-        for name, us in list(row.items())[1:]:
-            tokens = ranks * 16384 / us * 1e6
-            print(f"{name}, {ranks} GPUs: {tokens:,.0f} tokens a second")
-
-# %%
-# **What the figure shows.**
-# On two H200s a step takes NN ms where one takes NN. So two GPUs train with NN
-# thousand tokens a second, and one with NN thousand: NN times as many. PyTorch
-# has NN thousand on two and NN thousand on one.
-#
-# **Why.**
-# The ranks exchange 2 bytes for each parameter, which is a quarter of a GB,
-# and most of that while the backward pass still runs.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
