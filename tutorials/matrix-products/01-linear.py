@@ -4,8 +4,8 @@ A linear layer, both passes
 
 How does a linear layer of your own keep up with NVIDIA's library, forward and
 backward?
-One kernel computes all three of its products tile by tile, and the bias, the
-activation and their gradients ride along in tiles that are on the chip anyway.
+One kernel computes all three of its products tile by tile. The bias and the
+activation stand behind its sums, and their gradients take one pass more.
 
 .. math:: y = f(z), \qquad z_{tn} = b_n + \sum_k x_{tk} w_{nk}
 
@@ -24,9 +24,10 @@ a layer of it that you can train with.
   Cores, the order of the tiles, loads that run ahead, tensor descriptors, and
   programs that stay.
 - How the backward pass uses the same kernel for both of its products.
-- How to fuse a bias and an activation with a product in both passes, and what
-  to save for the backward pass.
-- What to do where there are too few tokens to keep a GPU busy.
+- How to fuse a bias and an activation with a product, what to save for the
+  backward pass, and when a pass of its own is faster than a fused one.
+- What to do where there are too few tokens, or too few tiles, to keep a GPU
+  busy.
 
 **What you need:** `Layer normalization, both passes
 <../layer-norm/01-layer-norm.html>`_ for kernels in general, and `Loads in
@@ -796,7 +797,8 @@ def _product(
     STAGES: tl.constexpr,  # num_stages of the inner loop
     STAY: tl.constexpr,  # whether programs take several tiles
     HALVES: tl.constexpr,  # whether results are stored in two halves
-    PARTS: tl.constexpr,  # parts of K, each added up on its own
+    DIVIDED: tl.constexpr,  # whether K is divided into parts
+    PARTS,  # how many there are, each added up on its own
     K_PART,  # the length of such a part
     PRECISION: tl.constexpr,  # of float32: "tf32" or "ieee"
 ):
@@ -818,7 +820,7 @@ def _product(
         part = work // tiles
         begin = 0
         end = K
-        if PARTS > 1:
+        if DIVIDED:
             begin = part * K_PART
             end = tl.minimum(begin + K_PART, K)
 
@@ -830,7 +832,7 @@ def _product(
 
         # Each part has its own matrix of results.
         part_ptr = c_ptr
-        if PARTS > 1:
+        if DIVIDED:
             part_ptr += part.to(tl.int64) * M * N
         # The whole tile, or its left and its right half.
         pieces = (sums,)
@@ -889,6 +891,8 @@ def lies_in_rows(t):
 
 def launch(a, b, c, plan, bias=None, act=None, slope=None):
     """Launch the kernel: c = a @ b, with what stands behind the sums."""
+    plan = dict(plan)
+    programs_per_sm = plan.pop("PROGRAMS_PER_SM")
     M, K = a.shape
     N = b.shape[1]
     width = plan["TILE_N"]
@@ -905,7 +909,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
     tiles = triton.cdiv(M, plan["TILE_M"]) * triton.cdiv(N, plan["TILE_N"])
     programs = tiles * plan["PARTS"]
     if plan["STAY"]:
-        programs = min(programs, NUM_SMS)
+        programs = min(programs, NUM_SMS * programs_per_sm)
     _product[(programs,)](
         a_desc=a_desc,
         b_desc=b_desc,
@@ -920,6 +924,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
         GROUP=8,
+        DIVIDED=plan["PARTS"] > 1,
         **plan,
     )
 
@@ -941,6 +946,7 @@ def rung(tile_n, warps, stages, stay=False, halves=False):
         "PARTS": 1,
         "K_PART": 0,
         "PRECISION": "ieee",
+        "PROGRAMS_PER_SM": 1,
         "num_warps": warps,
     }
 
@@ -1103,67 +1109,132 @@ def padded(rows, columns, dtype, device):
 
 
 # %%
-# Which tile is best depends on the size of the product. A tile of 128 × 256 is
-# the fastest where there are enough of them for all SMs. Smaller products take
-# smaller tiles, and if that is not enough, several parts of ``K``. The number
-# of stages is what fits into shared memory.
+# Which tile?
+# -----------
+#
+# A tile of 128 × 256 is the fastest where there are enough of them for all
+# SMs. Smaller products take smaller tiles. And a sum over ``K`` can be divided
+# into parts, of which the next section tells. So we need a rule.
+#
+# Ours estimates how long each choice would take, and takes the shortest. It
+# counts *rounds*: with 150 tiles on 132 SMs there are two, and the second one
+# leaves most SMs without work. In a round, a program makes all steps of a
+# tile. A step lasts as long as its products or as its loads from L2, whichever
+# takes longer, and then the tile is stored. The numbers below are what we have
+# measured on an H200, rounded.
 
 TILES = {
-    # precision: rows, columns, features of a step, warps
+    # precision: rows, columns, features of a step, warps, stages
     "16 bits": (
-        (128, 256, 64, 8),
-        (128, 128, 64, 8),
-        (64, 128, 64, 4),
-        (64, 64, 128, 4),
+        (128, 256, 64, 8, 4),
+        (128, 128, 64, 4, 6),
+        (64, 128, 128, 4, 4),
+        (64, 64, 128, 4, 6),
     ),
-    "tf32": ((128, 128, 32, 8), (64, 64, 32, 4)),
-    "ieee": ((64, 64, 16, 4),),
+    "tf32": ((128, 128, 32, 8, 4), (64, 64, 32, 4, 4)),
+    "ieee": ((64, 64, 16, 4, 4),),
 }
+# Rows of a result that are not aligned take more registers to store.
+TILE_OF_ODD_ROWS = 128, 128, 64, 8, 4
 # Without a TMA, threads compute an address for each number.
-TILE_BEFORE_H100 = 64, 64, 32, 4
+TILE_BEFORE_H100 = 64, 64, 32, 4, 4
+# Operations of an SM in a µs.
+OPERATIONS = {"16 bits": 6.0e6, "tf32": 3.0e6, "ieee": 0.4e6}
 
 
-def plan_product(M, N, K, dtype, aligned=True):
-    """Tiles of a product, and into how many parts K is divided. Rows of the
-    result that are not aligned take more registers to store."""
-    precision = "16 bits"
-    if dtype == torch.float32:
-        precision = "ieee"
-        # PyTorch's switch: whether Tensor Cores may cut float32.
-        if torch.backends.cuda.matmul.fp32_precision == "tf32":
-            precision = "tf32"
-    tiles = TILES[precision]
-    if precision == "16 bits" and not aligned:
-        tiles = tiles[1:]
+def precision_of(dtype):
+    if dtype != torch.float32:
+        return "16 bits"
+    # PyTorch's switch: whether Tensor Cores may cut float32.
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"
+
+
+def tiles_for(precision, aligned):
+    """Tiles that a product may take."""
     if precision != "ieee" and SHARED < 200_000:
-        tiles = (TILE_BEFORE_H100,)
+        return (TILE_BEFORE_H100,)
+    if precision == "16 bits" and not aligned:
+        return (TILE_OF_ODD_ROWS, *TILES[precision][2:])
+    return TILES[precision]
 
-    # The largest tile that gives work to three quarters of the SMs.
-    for tile in tiles:
-        tile_m, tile_n, tile_k, warps = tile
-        count = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
-        if count >= 0.75 * NUM_SMS:
-            break
 
-    # Still too few: parts of K, of four steps at least.
+def estimate(M, N, K, precision, tile, parts):
+    """How many µs a product takes, roughly."""
+    rows, columns, features, _, _ = tile
+    itemsize = 2 if precision == "16 bits" else 4
+    # How many programs have work, and how many rounds that takes.
+    programs = triton.cdiv(M, rows) * triton.cdiv(N, columns) * parts
+    rounds = triton.cdiv(programs, NUM_SMS)
+    # A step: its products, and its loads from L2 at 90 GB/s for each SM.
+    steps = triton.cdiv(triton.cdiv(K, features), parts)
+    products = 2 * rows * columns * features / OPERATIONS[precision]
+    loads = itemsize * (rows + columns) * features / 90e3
+    # Then the tile is stored, 30 000 numbers in a µs.
+    store = rows * columns / 30e3
+    on_sms = rounds * (steps * max(products, loads) + store)
+    # With few tokens DRAM takes longer. It gives 4200 GB/s to all SMs
+    # together, and 36 GB/s to one of them.
+    read = itemsize * K * (M + N)
+    from_dram = read / min(36e3 * programs, 4.2e6)
+    # Most of the shorter time is hidden by the longer one.
+    time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
+    if parts > 1:
+        # A second kernel adds them up, in float32.
+        time += 5 + 8 * parts * M * N / 5e6
+    return time
+
+
+@functools.cache
+def tile_and_parts(M, N, K, precision, aligned, most_parts):
+    """The choice with the shortest time; each part has four steps at least."""
+    choices = [
+        (tile, parts)
+        for tile in tiles_for(precision, aligned)
+        for parts in range(1, 33)
+        if parts == 1 or parts <= min(most_parts, K // tile[2] // 4)
+    ]
+    return min(
+        choices, key=lambda choice: estimate(M, N, K, precision, *choice)
+    )
+
+
+# %%
+# An activation is one thing more that takes time. Where sums are short, it is
+# a good part of it. Then we take tiles of 128 × 128, and let *two* programs
+# share an SM: while one of them computes powers, the other one multiplies.
+
+
+def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
+    """Tiles of a product, and into how many parts K is divided."""
+    precision = precision_of(dtype)
+    tile, parts = tile_and_parts(M, N, K, precision, aligned, most_parts)
+    programs_per_sm = 1
+    # On an H200 two programs are faster for sums of up to 1024 features, and
+    # for longer ones where there are three times as many new features.
+    short = max(1024, N // 3) >= K
+    if act is not None and short and tile == TILES["16 bits"][0]:
+        tile = TILES["16 bits"][1]
+        programs_per_sm = 2
+    tile_m, tile_n, tile_k, warps, stages = tile
     steps = triton.cdiv(K, tile_k)
-    parts = 1
-    if count < 0.75 * NUM_SMS:
-        parts = max(1, min(NUM_SMS // count, steps // 4))
     steps_of_a_part = triton.cdiv(steps, parts)
-
+    # As many stages as there is room for, beside half a tile of results.
     stage = (tile_m + tile_n) * tile_k * dtype.itemsize
-    room = SHARED - 1024 - tile_m * tile_n // 2 * dtype.itemsize
+    room = SHARED // programs_per_sm - 1024
+    room -= tile_m * tile_n // 2 * dtype.itemsize
     return {
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "STAGES": max(1, min(4, room // stage)),
+        "STAGES": max(1, min(stages, room // stage)),
         "STAY": True,
         "HALVES": True,
         "PARTS": triton.cdiv(steps, steps_of_a_part),
         "K_PART": steps_of_a_part * tile_k,
         "PRECISION": "tf32" if precision == "tf32" else "ieee",
+        "PROGRAMS_PER_SM": programs_per_sm,
         "num_warps": warps,
     }
 
@@ -1175,15 +1246,17 @@ def plan_product(M, N, K, dtype, aligned=True):
 # What if there are fewer tiles than SMs?
 #
 # A model that generates text, one word after the other, has a few tokens at a
-# time. With 16 tokens and 4096 new features there are 64 tiles of 64 × 64, so
-# half of the SMs would have nothing to do. And the limit is not arithmetic any
-# more: the weight has to be read, and few SMs can't read it at full speed.
+# time. With 16 tokens and 4096 new features there are 32 tiles of 64 × 128, so
+# three quarters of the SMs would have nothing to do. And the limit is not
+# arithmetic any more: the weight has to be read, and few SMs can't read it at
+# full speed.
 #
-# So we divide the sums. With ``PARTS`` = 2, one program adds up the first half
-# of the old features and another one the second half. This is called
-# *split-K*. Each part writes its sums in float32 to a matrix of its own, and a
-# second kernel adds the matrices up, always in the same order. It also does
-# what stands behind the sums, because before that they are not complete.
+# So we divide the sums. With ``PARTS`` = 4, one program adds up the first
+# quarter of the old features, another one the second, and so on. This is
+# called *split-K*. Each part writes its sums in float32 to a matrix of its
+# own, and a second kernel adds the matrices up, always in the same order. It
+# also does what stands behind the sums, because before that they are not
+# complete.
 
 
 @triton.jit
@@ -1252,13 +1325,11 @@ def add_parts(parts, c, bias=None, act=None, slope=None):
 # %%
 
 
-def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
+def product(a, b, c, bias=None, act=None, slope=None, most_parts=32):
     """c = act(a @ b + bias), in as many parts as the plan says."""
-    plan = plan_product(
-        a.shape[0], b.shape[1], a.shape[1], a.dtype, lies_in_rows(c)
-    )
-    if most_parts == 1:
-        plan["PARTS"] = 1
+    M, K = a.shape
+    N = b.shape[1]
+    plan = plan_product(M, N, K, a.dtype, lies_in_rows(c), act, most_parts)
     if plan["PARTS"] == 1:
         launch(a, b, c, plan, bias, act, slope)
         return
@@ -1269,7 +1340,7 @@ def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
     add_parts(parts, c, bias, act, slope)
 
 
-def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=None):
+def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
     """y, and the slope of the activation if it is kept."""
     y = torch.empty(
         x.shape[0], w.shape[0], dtype=x.dtype, device=x.device
@@ -1381,7 +1452,7 @@ def bench_few(N, features, dtype, provider, **_):
         x, w, _, _ = inputs(N, features, features, dtype)
         if provider == "torch":
             return lambda: x @ w.T
-        most = 1 if provider == "one part" else None
+        most = 1 if provider == "one part" else 32
         return lambda: forward(x, w, most_parts=most)
 
     return speed(2 * features * (features + 2 * N), prepare)
@@ -1393,14 +1464,14 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reads NN GB/s with one token and NN with 64. In one
-# part it reads NN and NN. PyTorch reads NN and NN.
+# On the H200 our kernel reads NN GB/s with one token, NN with 64, and NN with
+# 512. In one part it reads NN, NN and NN. PyTorch reads NN, NN and NN.
 #
 # **Why.**
-# One part has 64 programs, and each of them has a few tiles on the way. Two
-# parts have twice as many programs. The price is a second kernel, and 8 bytes
-# for each number of ``y`` and each part, which is little as long as there are
-# few tokens.
+# One part has 64 programs here, and each of them has a few tiles on the way.
+# Parts give work to twice as many SMs. The price is a second kernel, and 8
+# bytes for each number of ``y`` and each part. That is little as long as there
+# are few tokens.
 #
 # **What follows.**
 # The more tokens there are, the more tiles, and the fewer parts. The rule
@@ -1444,6 +1515,27 @@ def compiled_anew():
     return torch.compile(copy, dynamic=False)
 
 
+@functools.cache
+def compiled_layers(M, N, K, dtype):
+    """Three compilations for a size."""
+    given = inputs(M, N, K, dtype)[:3]
+    for t in given:
+        t.requires_grad_()
+    layers = []
+    for _ in range(3):
+        layer = compiled_anew()
+        layer(*given)  # chooses
+        layers.append(layer)
+    return layers
+
+
+@triton.jit
+def _gelu_and_z(z):
+    """For comparison: saves z in place of the slope."""
+    value, _ = _gelu(z)
+    return value, z
+
+
 def in_turns_with_compiled(operations, calls, compiled):
     """TFLOP/s of all calls, and of the best of those that were compiled."""
     compiled = {f"compiled {i}": call for i, call in enumerate(compiled)}
@@ -1458,21 +1550,22 @@ def gelu_speeds(M, N, K, dtype):
         t.requires_grad_()  # the others save what they need, too
     calls = {
         "triton": lambda: forward(x, w, b, _gelu, keeps_slope=True),
+        "z saved": lambda: forward(x, w, b, _gelu_and_z, keeps_slope=True),
         "inference": lambda: forward(x, w, b, _gelu),
         "torch": lambda: pytorch_layer(x, w, b),
         "cublas": lambda: x.detach() @ w.detach().T,
     }
-    compiled = []
-    for _ in range(3):
-        layer = compiled_anew()
-        layer(x, w, b)  # chooses
-        compiled.append(functools.partial(layer, x, w, b))
+    compiled = [
+        functools.partial(layer, x, w, b)
+        for layer in compiled_layers(M, N, K, dtype)
+    ]
     return in_turns_with_compiled(2 * M * N * K, calls, compiled)
 
 
 LAYERS = {
     "triton": "Triton",
-    "inference": "without the slope",
+    "z saved": "z saved",
+    "inference": "nothing saved",
     "torch": "PyTorch",
     "torch.compile": "torch.compile",
     "cublas": "cuBLAS, the product alone",
@@ -1494,8 +1587,8 @@ def layer_benchmark(plot_name, mode, M, K, sizes, names):
     )
 
 
-WIDE = 8192, 4096, [1024, 2048, 4096, 8192, 14336]  # M, K and each N
-NARROW = 4096, 1024, [1024, 2048, 4096, 8192]
+WIDE = 8192, 4096, [1024, 4096, 14336]  # M, K and each N
+NARROW = 4096, 1024, [1024, 4096, 8192]
 
 
 @triton.testing.perf_report(
@@ -1608,9 +1701,9 @@ with torch.no_grad():
 # Scaffold: three products, two benchmarks.
 
 
-def by_kernel(a, b):
+def by_kernel(a, b, most_parts=32):
     c = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    product(a, b, c)
+    product(a, b, c, most_parts=most_parts)
     return c
 
 
@@ -1687,31 +1780,241 @@ in_percent(
 # A layer spends most of its time in these products, and there we lose little.
 # What a kernel of our own can gain is what stands around them.
 #
-# The slope and db in the same reads
-# ----------------------------------
+# Few tiles, long sums
+# --------------------
 #
-# Who computes ``dz``, and who adds up ``db``?
+# What if the weight is small, and there are many tokens?
 #
-# The simplest way is a kernel of its own before both products: it reads ``dy``
-# and the slope, writes ``dz``, and adds up columns. Let's count the matrices
-# of ``M`` × ``N`` numbers that move. The kernel moves three, and then each of
-# the products reads ``dz``. That makes five. The sums cost nothing more,
-# because the numbers are on the chip.
+# Then ``dw`` is small as well, and its sums are long: they have a term for
+# each token. With 768 old and 768 new features there are 18 tiles of 128 ×
+# 256, and no more than 18 SMs would have work. The answer is the same as with
+# few tokens: the rule divides the sums into parts.
+
+# %%
+
+# Scaffold: the gradient of a small weight, a benchmark.
+
+
+@functools.cache
+def small_weight_speeds(N, features, dtype):
+    x = normal(N, features, dtype=dtype)
+    dz = normal(N, features, dtype=dtype)
+    calls = {
+        "triton": functools.partial(by_kernel, dz.T, x),
+        "one part": functools.partial(by_kernel, dz.T, x, most_parts=1),
+        "torch": functools.partial(torch.mm, dz.T, x),
+    }
+    return tflops(2 * N * features**2, calls)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[2048, 4096, 8192, 16384, 32768],
+        x_log=True,
+        xlabel="N (tokens)",
+        line_arg="provider",
+        line_vals=["triton", "one part", "torch"],
+        line_names=["Triton", "one part", "cuBLAS, by PyTorch"],
+        ylabel="TFLOP/s",
+        plot_name="linear-small-weight",
+        args={
+            "features": 768,
+            "dtype": torch.bfloat16,
+            "pass": "the gradient of a weight of 768 × 768",
+        },
+    )
+)
+def bench_small_weight(N, features, dtype, provider, **_):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return small_weight_speeds(N, features, dtype)[provider]
+
+
+# %%
+
+in_percent(bench_small_weight, "cuBLAS, by PyTorch")
+
+# %%
+# **What the figure shows.**
+# On the H200 our kernel reaches NN TFLOP/s with 4096 tokens and NN with 16384.
+# In one part it reaches NN and NN, and cuBLAS reaches NN and NN.
 #
-# But the product for ``dx`` loads tiles of ``dz`` anyway. It could load tiles
-# of ``dy`` and of the slope in their place, and multiply them on the way to
-# the Tensor Cores. Then no pass over ``dy`` is left that does nothing else.
-# Two things have to be settled.
+# Who computes dz?
+# ----------------
+#
+# Both products need ``dz``, and ``db`` is the sum of each of its columns. The
+# simplest way is a kernel of its own, before the products. It reads ``dy`` and
+# what the forward pass has saved, writes ``dz``, and adds up columns. The sums
+# need no reads of their own, because the numbers are on the chip.
+#
+# Let's count the matrices of ``M`` × ``N`` numbers that move. The kernel reads
+# two and writes one, and then each of the products reads ``dz``. That makes
+# five.
+#
+# How ``dz`` follows from ``dy`` and what was saved is again a function that
+# the kernel is given. For ReLU the forward pass has saved ``y``, and for the
+# others the slope. The third function is for comparison: it takes ``z``, and
+# computes the slope of GELU.
+
+
+@triton.jit
+def _times_slope(dy, slope):
+    return dy * slope
+
+
+@triton.jit
+def _where_positive(dy, y):
+    return tl.where(y > 0, dy, 0.0)
+
+
+@triton.jit
+def _through_gelu(dy, z):
+    _, slope = _gelu(z.to(tl.float32))
+    return dy.to(tl.float32) * slope
+
+
+CHAINS = {
+    None: None,
+    "relu": _where_positive,
+    "gelu": _times_slope,
+    "silu": _times_slope,
+}
+
+
+@triton.jit
+def _own_pass(
+    dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
+    saved_desc,  # as dy_desc; or None: then dz is dy
+    dz_desc,  # as dy_desc; or None, if dz is dy
+    sums_ptr,  # (strips, N), float32: parts of db; or None
+    N,
+    CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
+    TILE_M: tl.constexpr,  # tokens of a step
+    TILE_N: tl.constexpr,  # new features of a program
+    STEPS: tl.constexpr,  # how many tiles a program has, one below the other
+    STAGES: tl.constexpr,
+):
+    columns = tl.cdiv(N, TILE_N)
+    strip = tl.program_id(0) // columns
+    start = tl.program_id(0) % columns * TILE_N
+    sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = (strip * STEPS + step) * TILE_M
+        dz = dy_desc.load([row, start])
+        if saved_desc is not None:
+            saved = saved_desc.load([row, start])
+            dz = CHAIN(dz, saved).to(dy_desc.dtype)
+            dz_desc.store([row, start], dz)
+        # Tokens that do not exist have a dy of 0.
+        sums += dz.to(tl.float32)
+    if sums_ptr is not None:
+        feature = start + tl.arange(0, TILE_N)
+        place = strip.to(tl.int64) * N + feature
+        tl.store(sums_ptr + place, tl.sum(sums, axis=0), mask=feature < N)
+
+
+# %%
+# Each program leaves a row of sums, so ``db`` comes in parts, like a product
+# with few tokens. ``_add_parts`` adds them up.
+
+# %%
+
+# Scaffold: the kernel, launched.
+
+
+def new_dz(dy):
+    return padded(*dy.shape, dtype=dy.dtype, device=dy.device)
+
+
+def new_sums(rows, dy):
+    """Room for the parts of db."""
+    shape = (rows, dy.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=dy.device)
+
+
+def dz_in_a_pass(dy, saved, chain, wants_db):
+    """dz, and the parts of db if it is wanted, by a kernel of their own."""
+    if saved is None and not wants_db:
+        return dy, None
+    tile = 64, 64
+    steps = 2
+    M, N = dy.shape
+    strips = triton.cdiv(M, tile[0] * steps)
+    dz = dy
+    saved_desc = None
+    dz_desc = None
+    if saved is not None:
+        dz = new_dz(dy)
+        saved_desc, _ = descriptor(saved, *tile)
+        dz_desc, _ = descriptor(dz, *tile)
+    sums = None
+    if wants_db:
+        sums = new_sums(strips, dy)
+    dy_desc, _ = descriptor(dy, *tile)
+    _own_pass[(strips * triton.cdiv(N, tile[1]),)](
+        dy_desc=dy_desc,
+        saved_desc=saved_desc,
+        dz_desc=dz_desc,
+        sums_ptr=sums,
+        N=N,
+        CHAIN=chain,
+        TILE_M=tile[0],
+        TILE_N=tile[1],
+        STEPS=steps,
+        STAGES=2,
+        num_warps=4,
+    )
+    return dz, sums
+
+
+# %%
+# The backward pass puts it together. All matrices have layouts that a
+# descriptor takes, ``dy`` and ``saved`` in rows.
+
+
+def backward(dy, x, w, saved, chain, wants):
+    """dx, dw and db, those that are wanted."""
+    wants_dx, wants_dw, wants_db = wants
+    M, N = dy.shape
+    K = w.shape[1]
+    dz, sums = dz_in_a_pass(dy, saved, chain, wants_db)
+    dx = None
+    if wants_dx:
+        dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
+        product(dz, w, dx)
+    dw = None
+    if wants_dw:
+        dw = torch.empty(N, K, dtype=dy.dtype, device=dy.device)
+        product(dz.T, x, dw)
+    db = None
+    if wants_db:
+        db = torch.empty(N, dtype=dy.dtype, device=dy.device)
+        add_parts(sums, db)
+    return dx, dw, db
+
+
+# %%
+# The slope in the reads of dx
+# ----------------------------
+#
+# Can we do without the extra pass?
+#
+# The product for ``dx`` loads tiles of ``dz`` anyway. It could load tiles of
+# ``dy`` and of the slope in their place, and multiply them on the way to the
+# Tensor Cores. Then no pass over ``dy`` is left that does nothing else. Two
+# things have to be settled.
 #
 # - **Each tile of dz is needed many times.** All programs that have the same
 #   tokens, one for each column of tiles of ``dx``, load the same tiles of
-#   ``dy``. Each of them would multiply again, and ask L2 for two tiles in
-#   place of one. So only the first columns of ``dx`` are computed this way.
-#   One of their programs also stores ``dz`` in each step; the others and
-#   ``dw`` read it.
+#   ``dy``. If only the first columns of ``dx`` are computed this way, the
+#   others can read ``dz``, and so can the product for ``dw``. One program has
+#   to store it.
 # - **Each column of dz must be added up once.** The program that stores a tile
-#   of ``dz`` also adds up its columns, and writes the sums to a buffer, a row
-#   for each row of tiles. ``_add_parts`` adds up the rows of the buffer.
+#   of ``dz`` also adds up its columns, and writes the sums to a row for its
+#   row of tiles.
 #
 # With ``COLUMNS`` programs in each row of tiles, the program in column
 # :math:`c` takes care of the steps :math:`c`, :math:`c` + ``COLUMNS``, and so
@@ -1773,44 +2076,16 @@ plt.axis("off")
 plt.show()
 
 # %%
-# How ``dz`` follows from ``dy`` and what was saved is again a function that
-# the kernel is given. For ReLU the forward pass has saved ``y``, and for the
-# others the slope. The third function is for comparison: it takes ``z``, and
-# computes the slope of GELU.
-
-
-@triton.jit
-def _times_slope(dy, slope):
-    return dy * slope
-
-
-@triton.jit
-def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
-
-
-@triton.jit
-def _through_gelu(dy, z):
-    _, slope = _gelu(z.to(tl.float32))
-    return dy.to(tl.float32) * slope
-
-
-CHAINS = {
-    None: None,
-    "relu": _where_positive,
-    "gelu": _times_slope,
-    "silu": _times_slope,
-}
 
 
 @triton.jit
 def _first_columns(
     dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
-    saved_desc,  # as dy_desc; or None: then dz is dy
+    saved_desc,  # as dy_desc
     w_desc,  # (N, K) in tiles of TILE_N and TILE_K; transposed, (K, N)
-    dz_desc,  # as dy_desc, or None
+    dz_desc,  # as dy_desc
     dx_desc,  # (M, K) in tiles of TILE_M and TILE_K / 2
-    sums_ptr,  # (rows of tiles, N): parts of db; or None
+    sums_ptr,  # (rows of tiles, N), float32: parts of db
     N,  # new features
     CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
     W_TRANSPOSED: tl.constexpr,
@@ -1829,23 +2104,20 @@ def _first_columns(
     for n in tl.range(0, N, TILE_N, num_stages=STAGES):
         # dz goes from registers to the Tensor Cores, which take a left
         # operand from there, too.
-        dz = dy_desc.load([row * TILE_M, n])
-        if saved_desc is not None:
-            saved = saved_desc.load([row * TILE_M, n])
-            dz = CHAIN(dz, saved).to(dy_desc.dtype)
+        dy = dy_desc.load([row * TILE_M, n])
+        saved = saved_desc.load([row * TILE_M, n])
+        dz = CHAIN(dy, saved).to(dy_desc.dtype)
         w = _load(w_desc, n, column * TILE_K, W_TRANSPOSED)
         dx = tl.dot(dz, w, dx)
 
         # Is this tile ours to store and to add up?
         if n // TILE_N % COLUMNS == column:
-            if dz_desc is not None:
-                dz_desc.store([row * TILE_M, n], dz)
-            if sums_ptr is not None:
-                # Tokens that do not exist have a dy of 0.
-                sums = tl.sum(dz.to(tl.float32), axis=0)
-                feature = n + tl.arange(0, TILE_N)
-                place = row.to(tl.int64) * N + feature
-                tl.store(sums_ptr + place, sums, mask=feature < N)
+            dz_desc.store([row * TILE_M, n], dz)
+            # Tokens that do not exist have a dy of 0.
+            sums = tl.sum(dz.to(tl.float32), axis=0)
+            feature = n + tl.arange(0, TILE_N)
+            place = row.to(tl.int64) * N + feature
+            tl.store(sums_ptr + place, sums, mask=feature < N)
 
     halves = dx.reshape(TILE_M, 2, TILE_K // 2).permute(0, 2, 1)
     left, right = halves.split()
@@ -1856,102 +2128,29 @@ def _first_columns(
 
 
 # %%
-# And this is the kernel that makes ``dz`` in a pass of its own. We need it for
-# comparison, and where there is no such product: if nobody wants ``dx``, in
-# float32, and with few tokens.
+# With one column, 64 programs would have work for 8192 tokens, and half of the
+# SMs would have nothing to do. So we compare two columns, and all of them.
 
-
-@triton.jit
-def _own_pass(
-    dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
-    saved_desc,  # as dy_desc; or None: then dz is dy
-    dz_desc,  # as dy_desc, or None
-    sums_ptr,  # (rows of tiles, N): parts of db; or None
-    N,
-    CHAIN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    columns = tl.cdiv(N, TILE_N)
-    row = tl.program_id(0) // columns
-    start = tl.program_id(0) % columns * TILE_N
-    dz = dy_desc.load([row * TILE_M, start])
-    if saved_desc is not None:
-        saved = saved_desc.load([row * TILE_M, start])
-        dz = CHAIN(dz, saved).to(dy_desc.dtype)
-        dz_desc.store([row * TILE_M, start], dz)
-    if sums_ptr is not None:
-        feature = start + tl.arange(0, TILE_N)
-        sums = tl.sum(dz.to(tl.float32), axis=0)
-        place = row.to(tl.int64) * N + feature
-        tl.store(sums_ptr + place, sums, mask=feature < N)
-
-
-# %%
-# On the host, ``dz_with_dx`` and ``dz_in_a_pass`` launch these two kernels.
-# Both return ``dz`` and the parts of ``db``. How many columns should make
-# ``dz``? With one, 64 programs would do it for 8192 tokens, and half of the
-# SMs would have nothing to do. Four were the fastest of those that we tried.
-
-FIRST_COLUMNS = 4  # columns of tiles of dx
+FIRST_COLUMNS = 2
 
 # %%
 
-# Scaffold: both kernels, launched.
+# Scaffold: a backward pass whose dx makes dz.
 
 
-def new_sums(rows, dz, wants_db):
-    """Room for the parts of db, if it is wanted."""
-    if not wants_db:
-        return None
-    shape = (rows, dz.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=dz.device)
-
-
-def dz_in_a_pass(dy, saved, chain, wants_db):
-    """dz and the parts of db, by a kernel of their own."""
-    if saved is None and not wants_db:
-        return dy, None
-    tile = 64, 128
+def dz_with_dx(dy, saved, chain, w, dx, columns):
+    """dz and the parts of db, while the first columns of dx are computed;
+    and how many old features these columns have."""
     M, N = dy.shape
-    rows = triton.cdiv(M, tile[0])
-    dz = dy
-    saved_desc = None
-    dz_desc = None
-    if saved is not None:
-        dz = padded(M, N, dtype=dy.dtype, device=dy.device)
-        saved_desc, _ = descriptor(saved, *tile)
-        dz_desc, _ = descriptor(dz, *tile)
-    sums = new_sums(rows, dz, wants_db)
-    dy_desc, _ = descriptor(dy, *tile)
-    _own_pass[(rows * triton.cdiv(N, tile[1]),)](
-        dy_desc=dy_desc,
-        saved_desc=saved_desc,
-        dz_desc=dz_desc,
-        sums_ptr=sums,
-        N=N,
-        CHAIN=chain,
-        TILE_M=tile[0],
-        TILE_N=tile[1],
-        num_warps=8,
-    )
-    return dz, sums
-
-
-def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
-    """dz and the parts of db, while the first columns of dx are computed."""
-    M, N = dy.shape
-    tile_m, tile_k, tile_n = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
+    K = w.shape[1]
+    tile_m, tile_k, tile_n, warps, _ = tiles_for("16 bits", aligned=True)[0]
     rows = triton.cdiv(M, tile_m)
-    dz = dy
-    saved_desc = None
-    dz_desc = None
-    if saved is not None:
-        dz = padded(M, N, dtype=dy.dtype, device=dy.device)
-        saved_desc, _ = descriptor(saved, tile_m, tile_n)
-        dz_desc, _ = descriptor(dz, tile_m, tile_n)
-    sums = new_sums(rows, dz, wants_db)
+    columns = min(columns, triton.cdiv(K, tile_k))
+    dz = new_dz(dy)
+    sums = new_sums(rows, dy)
     dy_desc, _ = descriptor(dy, tile_m, tile_n)
+    saved_desc, _ = descriptor(saved, tile_m, tile_n)
+    dz_desc, _ = descriptor(dz, tile_m, tile_n)
     w_desc, w_transposed = descriptor(w, tile_n, tile_k)
     dx_desc, _ = descriptor(dx, tile_m, tile_k // 2)
     # Two left operands in a stage, and room for a half of dx or a tile of dz.
@@ -1972,55 +2171,22 @@ def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
         TILE_N=tile_n,
         TILE_K=tile_k,
         STAGES=max(1, min(3, room // stage)),
-        num_warps=plan["num_warps"],
+        num_warps=warps,
     )
-    return dz, sums
+    return dz, sums, min(K, columns * tile_k)
 
 
-# %%
-# The backward pass puts it together. All matrices have layouts that a
-# descriptor takes, ``dy`` and ``saved`` in rows.
-
-
-def backward(dy, x, w, saved, chain, wants, first=FIRST_COLUMNS):
-    """dx, dw and db, those that are wanted. ``first`` is how many columns of
-    tiles of dx also make dz; with 0 a pass of its own does."""
-    wants_dx, wants_dw, wants_db = wants
-    M, N = dy.shape
-    K = w.shape[1]
-    dx = None
-    done = 0  # columns of dx
-    sums = None
-    together = False
-    if wants_dx:
-        dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
-        plan = plan_product(M, K, N, dy.dtype, lies_in_rows(dx))
-        together = (
-            first > 0
-            and dy.itemsize == 2
-            and plan["PARTS"] == 1
-            and lies_in_rows(dx)
-            and (saved is not None or wants_db)
-        )
-    if together:
-        # With few tokens it takes more columns to give work to all SMs.
-        rows = triton.cdiv(M, plan["TILE_M"])
-        columns = max(first, NUM_SMS // rows)
-        columns = min(columns, triton.cdiv(K, plan["TILE_N"]))
-        dz, sums = dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns)
-        done = min(K, columns * plan["TILE_N"])
-    else:
-        dz, sums = dz_in_a_pass(dy, saved, chain, wants_db)
-    if wants_dx and done < K:
+def backward_without_a_pass(dy, x, w, saved, chain, columns):
+    """dx, dw and db; so many columns of tiles of dx also make dz."""
+    N, K = w.shape
+    dx = torch.empty_like(x)
+    dz, sums, done = dz_with_dx(dy, saved, chain, w, dx, columns)
+    if done < K:
         product(dz, w[:, done:], dx[:, done:])
-    dw = None
-    if wants_dw:
-        dw = torch.empty(N, K, dtype=dy.dtype, device=dy.device)
-        product(dz.T, x, dw)
-    db = None
-    if wants_db:
-        db = torch.empty(N, dtype=dy.dtype, device=dy.device)
-        add_parts(sums, db)
+    dw = torch.empty_like(w)
+    product(dz.T, x, dw)
+    db = torch.empty(N, dtype=dy.dtype, device=dy.device)
+    add_parts(sums, db)
     return dx, dw, db
 
 
@@ -2226,21 +2392,21 @@ check(M=5, N=64, K=600, activation=None, dtype=torch.bfloat16)
 @functools.cache
 def gelu_backward_speeds(M, N, K, dtype, lines):
     x, w, b, dy = inputs(M, N, K, dtype)
-    # The last number is how many columns of dx make dz; all columns, if there
-    # are fewer.
-    ways = {
-        "all columns": (_times_slope, 2**20),
-        "slope in the loop": (_through_gelu, FIRST_COLUMNS),
-        "own pass": (_times_slope, 0),
-    }
     saved = normal(M, N, dtype=dtype)
+    every = True, True, True
     calls = {
-        name: functools.partial(
-            backward, dy, x, w, saved, chain, (True, True, True), first
+        "z saved": functools.partial(
+            backward, dy, x, w, saved, _through_gelu, every
         )
-        for name, (chain, first) in ways.items()
-        if name in lines
     }
+    for name, columns in (
+        ("two columns", FIRST_COLUMNS),
+        ("all columns", 2**20),
+    ):
+        calls[name] = functools.partial(
+            backward_without_a_pass, dy, x, w, saved, _times_slope, columns
+        )
+    calls = {name: call for name, call in calls.items() if name in lines}
     calls["cublas"] = lambda: (dy @ w, dy.T @ x)
     given = [t.clone().requires_grad_() for t in (x, w, b)]
 
@@ -2252,24 +2418,24 @@ def gelu_backward_speeds(M, N, K, dtype, lines):
     calls["triton"] = backward_of(linear(*given, "gelu"))
     calls["torch"] = backward_of(pytorch_layer(*given))
     compiled = []
-    for _ in range(3):
-        compiled.append(backward_of(compiled_anew()(*given)))
+    for layer in compiled_layers(M, N, K, dtype):
+        compiled.append(backward_of(layer(*given)))
         compiled[-1]()  # compiles the backward pass, and chooses
     return in_turns_with_compiled(4 * M * N * K, calls, compiled)
 
 
 BACKWARD = {
     "triton": "Triton",
+    "z saved": "z saved",
+    "two columns": "in two columns of dx",
     "all columns": "in all columns",
-    "slope in the loop": "slope in the loop",
-    "own pass": "a pass of its own",
     "torch": "PyTorch",
     "torch.compile": "torch.compile",
     "cublas": "cuBLAS, products alone",
 }
 FEW = {
     name: BACKWARD[name]
-    for name in ("triton", "own pass", "torch", "torch.compile", "cublas")
+    for name in ("triton", "all columns", "torch", "torch.compile", "cublas")
 }
 
 
@@ -2311,38 +2477,43 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # 4096 new ones and NN at 14336: NN and NN times the speed of torch.compile,
 # and NN and NN times that of PyTorch. With 1024 old features it reaches NN at
 # 4096 new ones, which is NN times the speed of torch.compile.
-# With a pass of its own for ``dz`` these three numbers are NN, NN and NN.
-# If all columns of ``dx`` multiply by the slope, the first number is NN, and
-# if the first ones compute the slope from ``z``, it is NN.
+# If two columns of ``dx`` make ``dz``, the first two of these numbers are NN
+# and NN. If all columns do, they are NN and NN, and with 1024 old features NN.
+# If the forward pass had saved ``z``, the first number would be NN.
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
-# do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. In the
-# product the same bytes arrive while Tensor Cores multiply. The loop then
-# fetches 64 KB in each step, not 48. That is why not all columns do it.
+# do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. That is
+# all that the products in the reads of ``dx`` can save, and they pay more for
+# it. Their left operand comes from registers, so each step has to wait until
+# its tiles have arrived there and are multiplied. A step fetches 64 KB in
+# place of 48, so there is room for three stages, not four.
+#
+# **What follows.**
+# Fewer bytes are not always faster. Tensor Cores are the most expensive thing
+# to keep waiting, so we keep the pass of its own. It can vanish in another
+# way: if the kernel that makes ``dy`` multiplies it by the slope in its own
+# epilogue. That kernel is the ``dx`` of the layer behind this one, so the two
+# layers would have to be one function.
 #
 # How many bytes come from DRAM?
 # ------------------------------
 #
 # We let ``ncu`` count what all kernels of the backward pass move, to and from
-# DRAM, with 4096 tokens of 1024 features. By hand, a pass of its own needs
-# five matrices of ``M`` × ``N`` numbers. In the product it takes four: ``dy``
-# and the slope are read, ``dz`` is written, and ``dw`` reads it. (With more
-# old features the other columns of ``dx`` read ``dz`` as well. That makes five
-# again, but all of these bytes move while Tensor Cores multiply.) In both
-# cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are written.
+# DRAM, with 4096 tokens of 1024 features. By hand, our backward pass needs
+# five matrices of ``M`` × ``N`` numbers. If all columns of ``dx`` make ``dz``,
+# it takes four: ``dy`` and the slope are read, ``dz`` is written, and ``dw``
+# reads it. In both cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are
+# written.
 
 # %%
 
 # Scaffold: bytes of the backward pass, counted by ncu.
 
 
-def by_hand(M, N, K, own_pass):
-    """Bytes that have to move, in 16 bits."""
-    matrices = 5
-    if not own_pass and K <= 256 * FIRST_COLUMNS:
-        matrices = 4
-    # And x, w, dx and dw, once each.
+def by_hand(M, N, K, matrices):
+    """Bytes that have to move, in 16 bits: so many matrices of M x N
+    numbers, and x, w, dx and dw, once each."""
     return 2 * (matrices * M * N + 2 * M * K + 2 * N * K)
 
 
@@ -2353,12 +2524,12 @@ def by_hand(M, N, K, own_pass):
         x_log=True,
         xlabel="N (new features)",
         line_arg="provider",
-        line_vals=["triton", "by hand", "own pass", "own pass by hand"],
+        line_vals=["triton", "five", "all columns", "four"],
         line_names=[
             "Triton",
             "Triton, by hand",
-            "a pass of its own",
-            "its own pass, by hand",
+            "in all columns",
+            "in all columns, by hand",
         ],
         ylabel="MB of DRAM",
         plot_name="linear-backward-traffic",
@@ -2376,15 +2547,17 @@ def bench_traffic(M, N, K, dtype, mode, counter, provider):
     together; by hand, what has to."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    if provider.endswith("by hand"):
-        return by_hand(M, N, K, provider.startswith("own pass")) / 1e6
+    if provider in ("five", "four"):
+        matrices = 5 if provider == "five" else 4
+        return by_hand(M, N, K, matrices) / 1e6
     x, w, _, dy = inputs(M, N, K, dtype)
     saved = normal(M, N, dtype=dtype)
-    first = 0 if provider == "own pass" else FIRST_COLUMNS
+    given = dy, x, w, saved, _times_slope
 
     def run():
-        wants = True, True, True
-        return backward(dy, x, w, saved, _times_slope, wants, first)
+        if provider == "all columns":
+            return backward_without_a_pass(*given, columns=2**20)
+        return backward(*given, wants=(True, True, True))
 
     run()  # compiles
     torch.cuda.synchronize()
@@ -2400,8 +2573,8 @@ bench_traffic.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, with 4096 tokens of 1024 features and 4096 new ones, our
-# backward pass moves NN MB, and NN by hand. With a pass of its own it moves NN
-# MB, and NN by hand.
+# backward pass moves NN MB, and NN by hand. If all columns of ``dx`` make
+# ``dz``, it moves NN MB, and NN by hand.
 #
 # **Why.**
 # The products read more than we counted, because not every tile that is used
@@ -2532,8 +2705,9 @@ assert exercise_1(_snake)
 #
 # - **PyTorch:** NN TFLOP/s.
 # - **torch.compile:** NN.
-# - **Ours, with a pass of its own for dz:** NN.
-# - **Ours, in the same reads:** NN.
+# - **Ours, dz in the reads of dx, all columns:** NN.
+# - **Ours, dz in the reads of dx, two columns:** NN.
+# - **Ours, dz in a pass of its own:** NN.
 #
 # And for kernels in general:
 #

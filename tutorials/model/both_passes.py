@@ -12,6 +12,8 @@ of its page. One kind of GPU a process. To try it without a GPU, set
 TRITON_INTERPRET=1.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -1563,7 +1565,8 @@ def _product(
     STAGES: tl.constexpr,  # num_stages of the inner loop
     STAY: tl.constexpr,  # whether programs take several tiles
     HALVES: tl.constexpr,  # whether results are stored in two halves
-    PARTS: tl.constexpr,  # parts of K, each added up on its own
+    DIVIDED: tl.constexpr,  # whether K is divided into parts
+    PARTS,  # how many there are, each added up on its own
     K_PART,  # the length of such a part
     PRECISION: tl.constexpr,  # of float32: "tf32" or "ieee"
 ):
@@ -1585,7 +1588,7 @@ def _product(
         part = work // tiles
         begin = 0
         end = K
-        if PARTS > 1:
+        if DIVIDED:
             begin = part * K_PART
             end = tl.minimum(begin + K_PART, K)
 
@@ -1597,7 +1600,7 @@ def _product(
 
         # Each part has its own matrix of results.
         part_ptr = c_ptr
-        if PARTS > 1:
+        if DIVIDED:
             part_ptr += part.to(tl.int64) * M * N
         # The whole tile, or its left and its right half.
         pieces = (sums,)
@@ -1649,6 +1652,8 @@ def lies_in_rows(t):
 
 def launch(a, b, c, plan, bias=None, act=None, slope=None):
     """Launch the kernel: c = a @ b, with what stands behind the sums."""
+    plan = dict(plan)
+    programs_per_sm = plan.pop("PROGRAMS_PER_SM")
     M, K = a.shape
     N = b.shape[1]
     width = plan["TILE_N"]
@@ -1665,7 +1670,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
     tiles = triton.cdiv(M, plan["TILE_M"]) * triton.cdiv(N, plan["TILE_N"])
     programs = tiles * plan["PARTS"]
     if plan["STAY"]:
-        programs = min(programs, LINEAR_NUM_SMS)
+        programs = min(programs, LINEAR_NUM_SMS * programs_per_sm)
     _product[(programs,)](
         a_desc=a_desc,
         b_desc=b_desc,
@@ -1680,6 +1685,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
         GROUP=8,
+        DIVIDED=plan["PARTS"] > 1,
         **plan,
     )
 
@@ -1695,63 +1701,117 @@ def padded(rows, columns, dtype, device):
 
 
 LINEAR_TILES = {
-    # precision: rows, columns, features of a step, warps
+    # precision: rows, columns, features of a step, warps, stages
     "16 bits": (
-        (128, 256, 64, 8),
-        (128, 128, 64, 8),
-        (64, 128, 64, 4),
-        (64, 64, 128, 4),
+        (128, 256, 64, 8, 4),
+        (128, 128, 64, 4, 6),
+        (64, 128, 128, 4, 4),
+        (64, 64, 128, 4, 6),
     ),
-    "tf32": ((128, 128, 32, 8), (64, 64, 32, 4)),
-    "ieee": ((64, 64, 16, 4),),
+    "tf32": ((128, 128, 32, 8, 4), (64, 64, 32, 4, 4)),
+    "ieee": ((64, 64, 16, 4, 4),),
 }
 
 
+# Rows of a result that are not aligned take more registers to store.
+TILE_OF_ODD_ROWS = 128, 128, 64, 8, 4
+
+
 # Without a TMA, threads compute an address for each number.
-TILE_BEFORE_H100 = 64, 64, 32, 4
+TILE_BEFORE_H100 = 64, 64, 32, 4, 4
 
 
-def plan_product(M, N, K, dtype, aligned=True):
-    """Tiles of a product, and into how many parts K is divided. Rows of the
-    result that are not aligned take more registers to store."""
-    precision = "16 bits"
-    if dtype == torch.float32:
-        precision = "ieee"
-        # PyTorch's switch: whether Tensor Cores may cut float32.
-        if torch.backends.cuda.matmul.fp32_precision == "tf32":
-            precision = "tf32"
-    tiles = LINEAR_TILES[precision]
-    if precision == "16 bits" and not aligned:
-        tiles = tiles[1:]
+# Operations of an SM in a µs.
+OPERATIONS = {"16 bits": 6.0e6, "tf32": 3.0e6, "ieee": 0.4e6}
+
+
+def precision_of(dtype):
+    if dtype != torch.float32:
+        return "16 bits"
+    # PyTorch's switch: whether Tensor Cores may cut float32.
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"
+
+
+def tiles_for(precision, aligned):
+    """Tiles that a product may take."""
     if precision != "ieee" and LINEAR_SHARED < 200_000:
-        tiles = (TILE_BEFORE_H100,)
+        return (TILE_BEFORE_H100,)
+    if precision == "16 bits" and not aligned:
+        return (TILE_OF_ODD_ROWS, *LINEAR_TILES[precision][2:])
+    return LINEAR_TILES[precision]
 
-    # The largest tile that gives work to three quarters of the SMs.
-    for tile in tiles:
-        tile_m, tile_n, tile_k, warps = tile
-        count = triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n)
-        if count >= 0.75 * LINEAR_NUM_SMS:
-            break
 
-    # Still too few: parts of K, of four steps at least.
+def estimate(M, N, K, precision, tile, parts):
+    """How many µs a product takes, roughly."""
+    rows, columns, features, _, _ = tile
+    itemsize = 2 if precision == "16 bits" else 4
+    # How many programs have work, and how many rounds that takes.
+    programs = triton.cdiv(M, rows) * triton.cdiv(N, columns) * parts
+    rounds = triton.cdiv(programs, LINEAR_NUM_SMS)
+    # A step: its products, and its loads from L2 at 90 GB/s for each SM.
+    steps = triton.cdiv(triton.cdiv(K, features), parts)
+    products = 2 * rows * columns * features / OPERATIONS[precision]
+    loads = itemsize * (rows + columns) * features / 90e3
+    # Then the tile is stored, 30 000 numbers in a µs.
+    store = rows * columns / 30e3
+    on_sms = rounds * (steps * max(products, loads) + store)
+    # With few tokens DRAM takes longer. It gives 4200 GB/s to all SMs
+    # together, and 36 GB/s to one of them.
+    read = itemsize * K * (M + N)
+    from_dram = read / min(36e3 * programs, 4.2e6)
+    # Most of the shorter time is hidden by the longer one.
+    time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
+    if parts > 1:
+        # A second kernel adds them up, in float32.
+        time += 5 + 8 * parts * M * N / 5e6
+    return time
+
+
+@functools.cache
+def tile_and_parts(M, N, K, precision, aligned, most_parts):
+    """The choice with the shortest time; each part has four steps at least."""
+    choices = [
+        (tile, parts)
+        for tile in tiles_for(precision, aligned)
+        for parts in range(1, 33)
+        if parts == 1 or parts <= min(most_parts, K // tile[2] // 4)
+    ]
+    return min(
+        choices, key=lambda choice: estimate(M, N, K, precision, *choice)
+    )
+
+
+def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
+    """Tiles of a product, and into how many parts K is divided."""
+    precision = precision_of(dtype)
+    tile, parts = tile_and_parts(M, N, K, precision, aligned, most_parts)
+    programs_per_sm = 1
+    # On an H200 two programs are faster for sums of up to 1024 features, and
+    # for longer ones where there are three times as many new features.
+    short = max(1024, N // 3) >= K
+    if act is not None and short and tile == LINEAR_TILES["16 bits"][0]:
+        tile = LINEAR_TILES["16 bits"][1]
+        programs_per_sm = 2
+    tile_m, tile_n, tile_k, warps, stages = tile
     steps = triton.cdiv(K, tile_k)
-    parts = 1
-    if count < 0.75 * LINEAR_NUM_SMS:
-        parts = max(1, min(LINEAR_NUM_SMS // count, steps // 4))
     steps_of_a_part = triton.cdiv(steps, parts)
-
+    # As many stages as there is room for, beside half a tile of results.
     stage = (tile_m + tile_n) * tile_k * dtype.itemsize
-    room = LINEAR_SHARED - 1024 - tile_m * tile_n // 2 * dtype.itemsize
+    room = LINEAR_SHARED // programs_per_sm - 1024
+    room -= tile_m * tile_n // 2 * dtype.itemsize
     return {
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "STAGES": max(1, min(4, room // stage)),
+        "STAGES": max(1, min(stages, room // stage)),
         "STAY": True,
         "HALVES": True,
         "PARTS": triton.cdiv(steps, steps_of_a_part),
         "K_PART": steps_of_a_part * tile_k,
         "PRECISION": "tf32" if precision == "tf32" else "ieee",
+        "PROGRAMS_PER_SM": programs_per_sm,
         "num_warps": warps,
     }
 
@@ -1814,13 +1874,11 @@ def add_parts(parts, c, bias=None, act=None, slope=None):
     )
 
 
-def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
+def product(a, b, c, bias=None, act=None, slope=None, most_parts=32):
     """c = act(a @ b + bias), in as many parts as the plan says."""
-    plan = plan_product(
-        a.shape[0], b.shape[1], a.shape[1], a.dtype, lies_in_rows(c)
-    )
-    if most_parts == 1:
-        plan["PARTS"] = 1
+    M, K = a.shape
+    N = b.shape[1]
+    plan = plan_product(M, N, K, a.dtype, lies_in_rows(c), act, most_parts)
     if plan["PARTS"] == 1:
         launch(a, b, c, plan, bias, act, slope)
         return
@@ -1831,7 +1889,7 @@ def product(a, b, c, bias=None, act=None, slope=None, most_parts=None):
     add_parts(parts, c, bias, act, slope)
 
 
-def linear_forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=None):
+def linear_forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
     """y, and the slope of the activation if it is kept."""
     y = torch.empty(
         x.shape[0], w.shape[0], dtype=x.dtype, device=x.device
@@ -1862,111 +1920,67 @@ CHAINS = {
 
 
 @triton.jit
-def _first_columns(
-    dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
-    saved_desc,  # as dy_desc; or None: then dz is dy
-    w_desc,  # (N, K) in tiles of TILE_N and TILE_K; transposed, (K, N)
-    dz_desc,  # as dy_desc, or None
-    dx_desc,  # (M, K) in tiles of TILE_M and TILE_K / 2
-    sums_ptr,  # (rows of tiles, N): parts of db; or None
-    N,  # new features
-    CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
-    W_TRANSPOSED: tl.constexpr,
-    COLUMNS: tl.constexpr,  # columns of tiles of dx
-    TILE_M: tl.constexpr,  # tokens of a program
-    TILE_N: tl.constexpr,  # new features of a step
-    TILE_K: tl.constexpr,  # old features of a program
-    STAGES: tl.constexpr,
-):
-    # Programs with the same tokens are neighbors, so that all but one of them
-    # find dy and the slope in L2.
-    row = tl.program_id(0) // COLUMNS
-    column = tl.program_id(0) % COLUMNS
-    dx = tl.zeros((TILE_M, TILE_K), tl.float32)
-
-    for n in tl.range(0, N, TILE_N, num_stages=STAGES):
-        # dz goes from registers to the Tensor Cores, which take a left
-        # operand from there, too.
-        dz = dy_desc.load([row * TILE_M, n])
-        if saved_desc is not None:
-            saved = saved_desc.load([row * TILE_M, n])
-            dz = CHAIN(dz, saved).to(dy_desc.dtype)
-        w = _linear_load(w_desc, n, column * TILE_K, W_TRANSPOSED)
-        dx = tl.dot(dz, w, dx)
-
-        # Is this tile ours to store and to add up?
-        if n // TILE_N % COLUMNS == column:
-            if dz_desc is not None:
-                dz_desc.store([row * TILE_M, n], dz)
-            if sums_ptr is not None:
-                # Tokens that do not exist have a dy of 0.
-                sums = tl.sum(dz.to(tl.float32), axis=0)
-                feature = n + tl.arange(0, TILE_N)
-                place = row.to(tl.int64) * N + feature
-                tl.store(sums_ptr + place, sums, mask=feature < N)
-
-    halves = dx.reshape(TILE_M, 2, TILE_K // 2).permute(0, 2, 1)
-    left, right = halves.split()
-    left_at = column * TILE_K
-    right_at = left_at + TILE_K // 2
-    dx_desc.store([row * TILE_M, left_at], left.to(dx_desc.dtype))
-    dx_desc.store([row * TILE_M, right_at], right.to(dx_desc.dtype))
-
-
-@triton.jit
 def _own_pass(
     dy_desc,  # (M, N) in tiles of TILE_M and TILE_N
     saved_desc,  # as dy_desc; or None: then dz is dy
-    dz_desc,  # as dy_desc, or None
-    sums_ptr,  # (rows of tiles, N): parts of db; or None
+    dz_desc,  # as dy_desc; or None, if dz is dy
+    sums_ptr,  # (strips, N), float32: parts of db; or None
     N,
-    CHAIN: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    CHAIN: tl.constexpr,  # what makes dz of dy and of what was saved
+    TILE_M: tl.constexpr,  # tokens of a step
+    TILE_N: tl.constexpr,  # new features of a program
+    STEPS: tl.constexpr,  # how many tiles a program has, one below the other
+    STAGES: tl.constexpr,
 ):
     columns = tl.cdiv(N, TILE_N)
-    row = tl.program_id(0) // columns
+    strip = tl.program_id(0) // columns
     start = tl.program_id(0) % columns * TILE_N
-    dz = dy_desc.load([row * TILE_M, start])
-    if saved_desc is not None:
-        saved = saved_desc.load([row * TILE_M, start])
-        dz = CHAIN(dz, saved).to(dy_desc.dtype)
-        dz_desc.store([row * TILE_M, start], dz)
+    sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = (strip * STEPS + step) * TILE_M
+        dz = dy_desc.load([row, start])
+        if saved_desc is not None:
+            saved = saved_desc.load([row, start])
+            dz = CHAIN(dz, saved).to(dy_desc.dtype)
+            dz_desc.store([row, start], dz)
+        # Tokens that do not exist have a dy of 0.
+        sums += dz.to(tl.float32)
     if sums_ptr is not None:
         feature = start + tl.arange(0, TILE_N)
-        sums = tl.sum(dz.to(tl.float32), axis=0)
-        place = row.to(tl.int64) * N + feature
-        tl.store(sums_ptr + place, sums, mask=feature < N)
+        place = strip.to(tl.int64) * N + feature
+        tl.store(sums_ptr + place, tl.sum(sums, axis=0), mask=feature < N)
 
 
-FIRST_COLUMNS = 4  # columns of tiles of dx
+def new_dz(dy):
+    return padded(*dy.shape, dtype=dy.dtype, device=dy.device)
 
 
-def new_sums(rows, dz, wants_db):
-    """Room for the parts of db, if it is wanted."""
-    if not wants_db:
-        return None
-    shape = (rows, dz.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=dz.device)
+def new_sums(rows, dy):
+    """Room for the parts of db."""
+    shape = (rows, dy.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=dy.device)
 
 
 def dz_in_a_pass(dy, saved, chain, wants_db):
-    """dz and the parts of db, by a kernel of their own."""
+    """dz, and the parts of db if it is wanted, by a kernel of their own."""
     if saved is None and not wants_db:
         return dy, None
-    tile = 64, 128
+    tile = 64, 64
+    steps = 2
     M, N = dy.shape
-    rows = triton.cdiv(M, tile[0])
+    strips = triton.cdiv(M, tile[0] * steps)
     dz = dy
     saved_desc = None
     dz_desc = None
     if saved is not None:
-        dz = padded(M, N, dtype=dy.dtype, device=dy.device)
+        dz = new_dz(dy)
         saved_desc, _ = descriptor(saved, *tile)
         dz_desc, _ = descriptor(dz, *tile)
-    sums = new_sums(rows, dz, wants_db)
+    sums = None
+    if wants_db:
+        sums = new_sums(strips, dy)
     dy_desc, _ = descriptor(dy, *tile)
-    _own_pass[(rows * triton.cdiv(N, tile[1]),)](
+    _own_pass[(strips * triton.cdiv(N, tile[1]),)](
         dy_desc=dy_desc,
         saved_desc=saved_desc,
         dz_desc=dz_desc,
@@ -1975,81 +1989,23 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
         CHAIN=chain,
         TILE_M=tile[0],
         TILE_N=tile[1],
-        num_warps=8,
+        STEPS=steps,
+        STAGES=2,
+        num_warps=4,
     )
     return dz, sums
 
 
-def dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns):
-    """dz and the parts of db, while the first columns of dx are computed."""
-    M, N = dy.shape
-    tile_m, tile_k, tile_n = plan["TILE_M"], plan["TILE_N"], plan["TILE_K"]
-    rows = triton.cdiv(M, tile_m)
-    dz = dy
-    saved_desc = None
-    dz_desc = None
-    if saved is not None:
-        dz = padded(M, N, dtype=dy.dtype, device=dy.device)
-        saved_desc, _ = descriptor(saved, tile_m, tile_n)
-        dz_desc, _ = descriptor(dz, tile_m, tile_n)
-    sums = new_sums(rows, dz, wants_db)
-    dy_desc, _ = descriptor(dy, tile_m, tile_n)
-    w_desc, w_transposed = descriptor(w, tile_n, tile_k)
-    dx_desc, _ = descriptor(dx, tile_m, tile_k // 2)
-    # Two left operands in a stage, and room for a half of dx or a tile of dz.
-    stage = (2 * tile_m + tile_k) * tile_n * dy.itemsize
-    room = LINEAR_SHARED - tile_m * tile_k // 2 * dy.itemsize
-    _first_columns[(rows * columns,)](
-        dy_desc=dy_desc,
-        saved_desc=saved_desc,
-        w_desc=w_desc,
-        dz_desc=dz_desc,
-        dx_desc=dx_desc,
-        sums_ptr=sums,
-        N=N,
-        CHAIN=chain,
-        W_TRANSPOSED=w_transposed,
-        COLUMNS=columns,
-        TILE_M=tile_m,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        STAGES=max(1, min(3, room // stage)),
-        num_warps=plan["num_warps"],
-    )
-    return dz, sums
-
-
-def linear_backward(dy, x, w, saved, chain, wants, first=FIRST_COLUMNS):
-    """dx, dw and db, those that are wanted. ``first`` is how many columns of
-    tiles of dx also make dz; with 0 a pass of its own does."""
+def linear_backward(dy, x, w, saved, chain, wants):
+    """dx, dw and db, those that are wanted."""
     wants_dx, wants_dw, wants_db = wants
     M, N = dy.shape
     K = w.shape[1]
+    dz, sums = dz_in_a_pass(dy, saved, chain, wants_db)
     dx = None
-    done = 0  # columns of dx
-    sums = None
-    together = False
     if wants_dx:
         dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
-        plan = plan_product(M, K, N, dy.dtype, lies_in_rows(dx))
-        together = (
-            first > 0
-            and dy.itemsize == 2
-            and plan["PARTS"] == 1
-            and lies_in_rows(dx)
-            and (saved is not None or wants_db)
-        )
-    if together:
-        # With few tokens it takes more columns to give work to all SMs.
-        rows = triton.cdiv(M, plan["TILE_M"])
-        columns = max(first, LINEAR_NUM_SMS // rows)
-        columns = min(columns, triton.cdiv(K, plan["TILE_N"]))
-        dz, sums = dz_with_dx(dy, saved, chain, wants_db, w, dx, plan, columns)
-        done = min(K, columns * plan["TILE_N"])
-    else:
-        dz, sums = dz_in_a_pass(dy, saved, chain, wants_db)
-    if wants_dx and done < K:
-        product(dz, w[:, done:], dx[:, done:])
+        product(dz, w, dx)
     dw = None
     if wants_dw:
         dw = torch.empty(N, K, dtype=dy.dtype, device=dy.device)
@@ -2195,6 +2151,55 @@ def _gate_gelu(x):
 
 
 @triton.jit
+def _reciprocal(x):
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",  # one result and one argument, both in registers
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1 / x
+
+
+@triton.jit
+def _power_of_two(x):
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _gelu_short(x):
+    if x.dtype == tl.float64:
+        return _gate_gelu(x)
+    t = _reciprocal(1 + 0.2316419 * tl.abs(x))
+    # exp(-x x / 2) is a power of two: log2(e) / 2 is 0.7213... Then
+    # 1 / sqrt(2 pi) is 0.3989...
+    density = _power_of_two(-0.7213475204444817 * x * x) * 0.3989422804014327
+    # b5 t^5 + ... + b1 t, without a power.
+    sum = 1.330274429 * t - 1.821255978
+    sum = sum * t + 1.781477937
+    sum = sum * t - 0.356563782
+    sum = sum * t + 0.319381530
+    beyond = density * (sum * t)
+    below = tl.where(x < 0, beyond, 1 - beyond)
+    # Beyond 30 the second term is 0; infinity times 0 would not be.
+    return x * below, below + tl.where(tl.abs(x) < 30, x * density, 0.0)
+
+
+@triton.jit
 def _gelu_tanh(x):
     near = tl.minimum(tl.maximum(x, -30.0), 30.0)
     square = near * near
@@ -2251,10 +2256,10 @@ def _gate_fwd(
     tl.store(y_ptr + row * y_stride + column, y, mask=mask)
 
 
-TILE_BYTES = 4096  # of each matrix
+TILE_BYTES = 1024  # of each matrix
 
 
-WARPS = 4
+WARPS = 2
 
 
 def tile_for(N, itemsize):
@@ -2277,7 +2282,7 @@ def rows_and_columns(matrices):
 
 
 def gate_forward(gate, up, y, function):
-    """Fill y, a matrix, as gate and up are; each row's numbers are side by
+    """Fill y. All three are matrices with the numbers of a row side by
     side."""
     if y.numel() == 0:
         return
@@ -2478,7 +2483,7 @@ def swiglu(gate, up=None):
 
 def geglu(gate, up=None, approximate="none"):
     """What F.gelu(gate, approximate=approximate) * up gives; see swiglu."""
-    functions = {"none": _gate_gelu, "tanh": _gelu_tanh}
+    functions = {"none": _gelu_short, "tanh": _gelu_tanh}
     if approximate not in functions:
         raise ValueError(
             f"approximate is {approximate!r}: 'none' and 'tanh' are taken"
