@@ -82,7 +82,9 @@ def measure(pages, keep, calm=False):
 def in_advance(page):
     """Whether a page is compiled in advance: one that asks for several GPUs is
     not, and neither is one whose file says so, because it runs for long."""
-    told = getattr(tutorial.loaded(page.name), "IN_ADVANCE", True)
+    told = True
+    if tutorial.file_of(page.name).exists():
+        told = getattr(tutorial.loaded(page.name), "IN_ADVANCE", told)
     return page.gpus == 1 and told
 
 
