@@ -247,27 +247,27 @@ def test_its_functions_pass_the_suites_of_their_pages(case_of):
 
 
 @pytest.mark.gpu
-def test_a_recorded_step_is_a_launched_one(page):
+def test_a_recorded_step_is_a_launched_one(unedited):
     """The same losses, to the bit, with new batches."""
-    batches = [page.batch(i, seed=0) for i in range(5)]
+    batches = [unedited.batch(i, seed=0) for i in range(5)]
     losses = []
     for recorded in (False, True):
-        training = page.Training(page.model_of(page.OURS))
+        training = unedited.Training(unedited.model_of(unedited.OURS))
         if recorded:
-            training = page.Recorded(training)
+            training = unedited.Recorded(training)
         losses.append([training.step(*each).item() for each in batches])
     assert losses[0] == losses[1]
     assert len({*losses[0]}) == 5
 
 
 @pytest.mark.cpu
-def test_gradients_of_heads(page):
+def test_gradients_of_heads(unedited):
     """Values are copied, queries and keys are rotated, as PyTorch does."""
-    columns = (page.HEADS + 2 * page.KEY_HEADS) * page.DIM
-    x = torch.randn(3, page.LENGTH, columns, requires_grad=True)
-    angles = page.both_passes.tables(page.LENGTH, page.DIM)
+    columns = (unedited.HEADS + 2 * unedited.KEY_HEADS) * unedited.DIM
+    x = torch.randn(3, unedited.LENGTH, columns, requires_grad=True)
+    angles = unedited.both_passes.tables(unedited.LENGTH, unedited.DIM)
     found = []
-    for function in (page.heads, page.pytorch_heads):
+    for function in (unedited.heads, unedited.pytorch_heads):
         results = function(x, *angles)
         torch.manual_seed(0)
         arriving = [torch.randn_like(y) for y in results]
@@ -277,13 +277,13 @@ def test_gradients_of_heads(page):
 
 
 @pytest.mark.cpu
-def test_the_loss_without_its_logits(page):
-    x = torch.randn(2, page.LENGTH, page.WIDTH, requires_grad=True)
-    weight = torch.randn(page.WORDS, page.WIDTH, requires_grad=True)
-    target = torch.randint(page.WORDS, (2, page.LENGTH))
+def test_the_loss_without_its_logits(unedited):
+    x = torch.randn(2, unedited.LENGTH, unedited.WIDTH, requires_grad=True)
+    weight = torch.randn(unedited.WORDS, unedited.WIDTH, requires_grad=True)
+    target = torch.randint(unedited.WORDS, (2, unedited.LENGTH))
     target[0, :3] = -100
     found = []
-    for function in (page.linear_cross_entropy, page.pytorch_loss):
+    for function in (unedited.linear_cross_entropy, unedited.pytorch_loss):
         loss = function(x, weight, target)
         found.append((loss, *torch.autograd.grad(loss, (x, weight))))
     for ours, theirs in zip(*found, strict=True):
