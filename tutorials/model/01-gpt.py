@@ -1190,6 +1190,7 @@ KINDS = {
     "fmha": "attention",
     "rms_norm": "norms",
     "layer_norm": "norms",
+    "gammabeta": "norms",
     "_rotary": "rotary",
     "_gate": "gate",
     "_product": "products",
