@@ -577,6 +577,8 @@ def bench_functions(function, M, dtype, passes, provider):
 # %%
 
 bench_functions.run(show_plots=ON_GPU and not TORCHRUN)
+if not ON_GPU:
+    print("Timing needs a GPU; the page shows recorded figures.")
 
 # %%
 # **What the figure shows.**

@@ -127,7 +127,7 @@ def of(script, origin, address, packages, gallery_conf, module=None):
     }
     made["cells"].insert(0, first)
     if module:
-        made["cells"].insert(1, with_module(module))
+        made["cells"].insert(2, with_module(module))
     made["metadata"] |= COLAB
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
