@@ -151,18 +151,6 @@ def test_everything_is_compiled_once_before_anything_is_timed(
     assert not Path(f"{project.told}.drawn").exists()  # nor do drawings run
 
 
-def test_a_page_may_say_that_it_is_not_compiled_in_advance():
-    """One that trains would do so in each of many processes."""
-
-    def page(name, gpus=1):
-        return measure.Page(name, Path("a.py"), "", "", gpus=gpus)
-
-    assert measure.in_advance(page("layer-norm/01-layer-norm"))
-    assert measure.in_advance(page("made-up/01-without-a-file"))
-    assert not measure.in_advance(page("several-gpus/01-layer-norm", gpus=2))
-    assert not measure.in_advance(page("model/01-gpt"))
-
-
 def test_what_is_timed_is_recorded(project, interrupted):
     data = project.recorded()
     told = data["environment"]

@@ -63,7 +63,7 @@ def measure(pages, keep, calm=False):
         children() as running,
         tempfile.TemporaryDirectory() as compiled,  # by torch.compile
     ):
-        if alone := [page for page in pages if in_advance(page)]:
+        if alone := [page for page in pages if page.gpus == 1]:
             compile_in_advance(alone, running, compiled)
             say(f"compiled in {clock(time.monotonic() - start)}")
         # All start at once: each is ready when its turn comes, and none
@@ -77,15 +77,6 @@ def measure(pages, keep, calm=False):
         ]
     say(f"measured in {clock(time.monotonic() - start)}")
     return [problem for problem in problems if problem]
-
-
-def in_advance(page):
-    """Whether a page is compiled in advance: one that asks for several GPUs is
-    not, and neither is one whose file says so, because it runs for long."""
-    told = True
-    if tutorial.file_of(page.name).exists():
-        told = getattr(tutorial.loaded(page.name), "IN_ADVANCE", told)
-    return page.gpus == 1 and told
 
 
 def compile_in_advance(pages, running, compiled):
