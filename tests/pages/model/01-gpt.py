@@ -112,8 +112,8 @@ def of_losses(figure):
         f"token in the first ten steps to {of.median('triton', last)} in the "
         f"last ten with our functions, and to {of.median('torch', last)} with "
         "PyTorch's. In none of the twenty points are the two further apart "
-        f"than {apart}. Trainings with other seeds end at {seeds[0]}, {seeds[1]} "
-        f"and {seeds[2]}."
+        f"than {apart}. Trainings with other seeds end at {seeds[0]}, "
+        f"{seeds[1]} and {seeds[2]}."
     )
     # What separates the two is smaller than what separates seeds.
     assert apart < max(ends) - min(ends)
@@ -233,7 +233,13 @@ def CLAIMS(figure):
         yield from claimed(figure)
 
 
-FACTS = {}
+FACTS = {
+    f"take {16384 * 32000 * 2 / 1e9:.0f} GB in 16 bits.": "the logits",
+    f"together these take {16384 * 32000 * 10 / 1e9:.1f} GB.": (
+        "2, 4 and 4 bytes a logit"
+    ),
+    f"the logits in 16 bits, {16384 * 32000 * 2 / 4e9:.1f} GB.": "a quarter",
+}
 
 # The module ------------------------------------------------------------------
 
