@@ -128,13 +128,13 @@ def test_modules_are_what_their_pages_say():
     assert cells.changed_modules() == {}, "make cells writes them anew"
 
 
-@pytest.mark.parametrize("module", modules.GATHERED)
+@pytest.mark.parametrize("module", modules.WRITTEN)
 def test_functions_of_a_module_are_those_of_its_pages_to_the_byte(module):
     """But for the word before a name that several pages have."""
     parts = re.split(r"^# (\S+/\S+) -+\n", read(module), flags=re.MULTILINE)
     count = 0
     for page, part in zip(parts[1::2], parts[2::2], strict=True):
-        word, _ = modules.GATHERED[module][page]
+        word, _ = modules.WRITTEN[module][page]
         worded = re.compile(rf"\b(_?)(?:{word}|{word.upper()})_")
 
         def without(text, worded=worded):
@@ -180,13 +180,12 @@ print(first())
 SECOND = FIRST.replace("= 3", "= 4").replace("first", "second")
 
 
-def test_what_pages_call_alike_gets_their_words(monkeypatch):
+def test_what_pages_call_alike_gets_their_words():
     """Names of functions and constants, and not those of methods, arguments
     and local variables."""
     pages = {"a/01": FIRST, "a/02": SECOND}
     gathered = {"a/01": ("one", "first"), "a/02": ("two", "second")}
-    monkeypatch.setitem(modules.GATHERED, "made-up", gathered)
-    text = modules.text("made-up", pages.get)
+    text = modules.both_passes(gathered, pages.get)
     space = {}
     exec(text, space)
     assert space["first"]()[0] == (6, "3 and 4")
@@ -197,13 +196,9 @@ def test_what_pages_call_alike_gets_their_words(monkeypatch):
     assert "def helper(self)" in text and "forward + ONE_SIZE" in text
 
 
-def test_a_module_that_lacks_something_is_not_written(monkeypatch):
-    wanted = {"a/01": ("one", "missing")}
-    monkeypatch.setitem(modules.GATHERED, "made-up", wanted)
+def test_a_module_that_lacks_something_is_not_written():
     with pytest.raises(LookupError, match="no page has missing"):
-        modules.text("made-up", {"a/01": FIRST}.get)
+        modules.text("", {"a/01": ("", "missing")}, {"a/01": FIRST}.get)
     lacking = FIRST.replace("def helper(forward)", "def other(forward)")
-    wanted = {"a/01": ("one", "first")}
-    monkeypatch.setitem(modules.GATHERED, "made-up", wanted)
-    with pytest.raises(LookupError, match="made-up has no helper"):
-        modules.text("made-up", {"a/01": lacking}.get)
+    with pytest.raises(LookupError, match="a module lacks helper"):
+        modules.text("", {"a/01": ("", "first")}, {"a/01": lacking}.get)

@@ -8,7 +8,8 @@ Every script runs by itself, so it holds a copy of each. There is one source:
 - A cell that names a page (``# Scaffold: plans, from page 05.``) gets its
   functions from there: from the section that it names, its own, or layer norm.
 
-A module that gathers functions of many pages is written, too: see modules.py.
+A module that gathers functions of many pages is written, too: see
+docs/_ext/modules.py.
 """
 
 import ast
@@ -16,9 +17,12 @@ import re
 import sys
 from pathlib import Path
 
-import modules
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(f"{ROOT}/docs/_ext")
 
-TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
+import modules  # noqa: E402
+
+TUTORIALS = ROOT / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
@@ -159,7 +163,10 @@ def changed_modules(folder=TUTORIALS):
     def of(page):
         return read(page, folder)
 
-    texts = {name: modules.text(name, of) for name in modules.GATHERED}
+    texts = {
+        name: modules.both_passes(gathered, of)
+        for name, gathered in modules.WRITTEN.items()
+    }
     return {name: text for name, text in texts.items() if text != of(name)}
 
 

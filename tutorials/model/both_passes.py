@@ -8,8 +8,9 @@
     cross_entropy
 
 Both passes run in Triton. A name that several pages have begins with the word
-of its page. One kind of GPU a process. To try it without a GPU, set
-TRITON_INTERPRET=1.
+of its page.
+
+One kind of GPU a process. To try it without a GPU, set TRITON_INTERPRET=1.
 """
 
 import functools
@@ -18,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
 
 # attention/04-rotary ----------------------------------------------------------
 # Gives tables, rotary_embedding, rotary_embedding_, rotate_query_and_key.
@@ -150,8 +152,6 @@ def _rotary(
 
 
 ROTARY_NUM_SMS = 4
-
-
 if ON_GPU:
     ROTARY_NUM_SMS = torch.cuda.get_device_properties(DEVICE).multi_processor_count
 
@@ -542,11 +542,7 @@ def _rms_norm_bwd(
 
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
-
-
 NORM_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
-
-
 NORM_SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
 
 
@@ -1620,8 +1616,6 @@ def _product(
                 N=N,
                 ACT=ACT,
             )
-
-
 LINEAR_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 
 
@@ -1711,16 +1705,10 @@ LINEAR_TILES = {
     "tf32": ((128, 128, 32, 8, 4), (64, 64, 32, 4, 4)),
     "ieee": ((64, 64, 16, 4, 4),),
 }
-
-
 # Rows of a result that are not aligned take more registers to store.
 TILE_OF_ODD_ROWS = 128, 128, 64, 8, 4
-
-
 # Without a TMA, threads compute an address for each number.
 TILE_BEFORE_H100 = 64, 64, 32, 4, 4
-
-
 # Operations of an SM in a µs.
 OPERATIONS = {"16 bits": 6.0e6, "tf32": 3.0e6, "ieee": 0.4e6}
 
@@ -2257,8 +2245,6 @@ def _gate_fwd(
 
 
 TILE_BYTES = 1024  # of each matrix
-
-
 WARPS = 2
 
 
@@ -2496,8 +2482,6 @@ def geglu(gate, up=None, approximate="none"):
 
 
 LOSS_LOG2E = tl.constexpr(1.4426950408889634)
-
-
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -2746,8 +2730,6 @@ def _cross_entropy_fwd(
 
 
 CUDA = ON_GPU and torch.version.hip is None
-
-
 WARP = 32 if ON_GPU else 1  # threads; without a GPU small rows have blocks
 
 
@@ -3119,19 +3101,12 @@ def _cross_entropy_ahead(
             outer = _edges(head, groups_of_row, N, THREADS, GROUP)
             xs_outer = _loss_load(x_ptr, outer, "evict_first")
             _write(xs_outer, outer, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
-
-
 LOSS_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
-
 
 # Bytes of a row that a single program has, and of a slice. The interpreter
 # gets small ones. On AMD's GPUs programs do not wait for each other.
 WHOLE_ROW = 128 * 1024
-
-
 SLICE = 48 * 1024
-
-
 if not ON_GPU:
     WHOLE_ROW = 768
     SLICE = 288

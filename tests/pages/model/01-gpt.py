@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import modules
 import tutorial
 from compiled.declared import Kernels
 from conformance import operation
@@ -248,9 +249,7 @@ FIRST = 2  # cases of a page's table, and of its own
 
 def suite():
     """Cases of the suites of all pages that both_passes.py is made of."""
-    import modules  # which a build lacks
-
-    for name in modules.GATHERED["model/both_passes"]:
+    for name in modules.BOTH_PASSES:
         page = tutorial.loaded(name).PAGE
         table = page.table(on_gpu=False)
         for case in (*table[:FIRST], *page.cases[:FIRST]):

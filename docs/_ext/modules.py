@@ -1,9 +1,15 @@
-"""Modules of what pages define, to import: make cells writes them.
+"""Modules of what pages define, to import.
 
-A module has some functions of pages, and all that these need there, to the
-byte. But pages use one name for different things. Such a name gets the word of
-its page: of the page ``linear``, ``forward`` becomes ``linear_forward``, and
-``_load`` becomes ``_linear_load``.
+A module has some functions of a page, or of several, and all that these need
+there, to the byte. What a script does beside that is left out: prose,
+drawings, checks, clocks. Of the first cells only what is used stays: no stream
+is set, and no switch of the interpreter.
+
+Pages use one name for different things. In a module of several, such a name
+gets the word of its page: of the page ``linear``, ``forward`` becomes
+``linear_forward``, and ``_load`` becomes ``_linear_load``.
+
+Nothing is imported that make cells has not: it needs Python alone.
 """
 
 import ast
@@ -13,32 +19,32 @@ import symtable
 import sys
 from collections import Counter, defaultdict
 
-ABOUT = '''"""Functions of the pages of Both Passes, with their kernels.
+IN_ONE_PROCESS = """One kind of GPU a process. To try it without a GPU, set \
+TRITON_INTERPRET=1."""
+ABOUT = f'''"""Functions of the pages of Both Passes, with their kernels.
 
-{functions}
+{{functions}}
 
 Both passes run in Triton. A name that several pages have begins with the word
-of its page. One kind of GPU a process. To try it without a GPU, set
-TRITON_INTERPRET=1.
+of its page.
+
+{IN_ONE_PROCESS}
 """
 '''
-# Of each module, of each page: its word, and what is wanted of it.
-GATHERED = {
-    "model/both_passes": {
-        "attention/04-rotary": (
-            "rotary",
-            "tables rotary_embedding rotary_embedding_ rotate_query_and_key",
-        ),
-        "norms-and-losses/02-rms-norm-16-bits": (
-            "norm",
-            "rms_norm add_rms_norm",
-        ),
-        "attention/03-any-attention": ("attention", "attention"),
-        "matrix-products/01-linear": ("linear", "linear"),
-        "matrix-products/02-swiglu": ("gate", "swiglu geglu gated"),
-        "norms-and-losses/04-cross-entropy": ("loss", "cross_entropy"),
-    }
+# Of each page: its word, and what is wanted of it.
+BOTH_PASSES = {
+    "attention/04-rotary": (
+        "rotary",
+        "tables rotary_embedding rotary_embedding_ rotate_query_and_key",
+    ),
+    "norms-and-losses/02-rms-norm-16-bits": ("norm", "rms_norm add_rms_norm"),
+    "attention/03-any-attention": ("attention", "attention"),
+    "matrix-products/01-linear": ("linear", "linear"),
+    "matrix-products/02-swiglu": ("gate", "swiglu geglu gated"),
+    "norms-and-losses/04-cross-entropy": ("loss", "cross_entropy"),
 }
+# What scripts import from beside them: make cells writes it.
+WRITTEN = {"model/both_passes": BOTH_PASSES}
 
 
 class Statement:
@@ -51,7 +57,8 @@ class Statement:
             first -= 1
         self.node = node
         self.first = first
-        self.text = "\n".join(lines[first : node.end_lineno])
+        self.last = node.end_lineno
+        self.text = "\n".join(lines[first : self.last])
         table = symtable.symtable(self.text, "", "exec")
         self.binds = {
             each.get_name()
@@ -185,30 +192,37 @@ def renamed(statement, names, word):
     return text
 
 
-def text(module, read):
-    """The text of a module; read(page) gives that of a script."""
-    gathered = GATHERED[module]
+def both_passes(gathered, read):
+    """The text of a module of several pages; read(page) gives a script."""
+    functions = "\n".join(
+        f"    {', '.join(wanted.split())}" for _, wanted in gathered.values()
+    )
+    return text(ABOUT.format(functions=functions), gathered, read)
+
+
+def text(about, gathered, read):
+    """The text of a module, which begins with what it is about."""
     pages = {page: needed(read(page), of[1]) for page, of in gathered.items()}
     different = shared(pages)
-    imports, written, parts = [], set(), []
+    imports, written, body = [], set(), ""
     for page, statements in pages.items():
         word, wanted = gathered[page]
-        rule = f"# {page} " + "-" * (77 - len(page))
-        parts.append(f"{rule}\n# Gives {', '.join(wanted.split())}.")
+        if len(pages) > 1:
+            rule = f"# {page} " + "-" * (77 - len(page))
+            body += f"\n\n{rule}\n# Gives {', '.join(wanted.split())}.\n"
+        last = 0
         for each in statements:
             if isinstance(each.node, ast.Import | ast.ImportFrom):
                 imports.append(each.text)
                 continue
             new = renamed(each, different, word)
             if new not in written:
-                parts.append(new)
+                # Lines that follow each other still do.
+                body += "\n" * min(each.first - last, 2) + f"{new}\n"
             written.add(new)
-    functions = "\n".join(
-        f"    {', '.join(wanted.split())}" for _, wanted in gathered.values()
-    )
-    head = [ABOUT.format(functions=functions), *in_order(imports), "", ""]
-    result = "\n".join(head) + "\n\n\n".join(parts) + "\n"
-    check(module, result)
+            last = each.last
+    result = "\n".join([about, *in_order(imports), body])
+    check(result)
     return result
 
 
@@ -227,17 +241,17 @@ def in_order(imports):
         yield line
 
 
-def check(module, result):
+def check(result):
     """Raise an error if a name is missing, or made twice."""
     tree = ast.parse(result)
     statements = [Statement(node, result.split("\n")) for node in tree.body]
     bound = set().union(*(each.binds for each in statements))
     used = set().union(*(each.uses for each in statements))
     if missing := used - bound - {*vars(builtins)}:
-        raise LookupError(f"{module} has no {', '.join(sorted(missing))}")
+        raise LookupError(f"a module lacks {', '.join(sorted(missing))}")
     counts = Counter(
         each.node.name for each in statements if hasattr(each.node, "name")
     )
     twice = {name for name, count in counts.items() if count > 1} - {"_"}
     if twice:
-        raise LookupError(f"{module} has {', '.join(sorted(twice))} twice")
+        raise LookupError(f"a module has {', '.join(sorted(twice))} twice")
