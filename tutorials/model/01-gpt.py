@@ -1044,8 +1044,8 @@ assert same and losses == losses_of("triton", 0)
 # - **torch.compile** of PyTorch's model, which fuses what stands between the
 #   products, in the same two ways. With ``max-autotune`` it also tries kernels
 #   of its own for the products.
-# - **torch.compile of ours.** It knows our attention as an operator. What it
-#   does with the others, which are functions in Python, we will see.
+# - **torch.compile of ours.** Our attention is an operator that it knows, and
+#   our other functions are not.
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
 #   its functions for norms, rotary embedding, gate and loss, and PyTorch's for
 #   the rest. It waits for the GPU in its loss, so no graph can record it.
@@ -1529,8 +1529,8 @@ for line in times.columns[1:]:
 # has NN thousand on two and NN thousand on one.
 #
 # **Why.**
-# The ranks exchange 2 bytes for each parameter, which is a quarter of a GB,
-# and most of that while the backward pass still runs.
+# The ranks exchange 2 bytes for each parameter, which is a quarter of a GB. DDP
+# sends most of that while the backward pass still runs.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -1557,7 +1557,8 @@ for line in times.columns[1:]:
 #
 # ``exercise_1`` compares the gradients of the whole model with those of
 # PyTorch's operations. Where they are right, it trains some steps, so that you
-# can compare the losses with those of SwiGLU above.
+# can compare the losses with those of SwiGLU above. On a GPU you can also put
+# your gate into ``OURS`` and run the page again: then the bars move, too.
 #
 # **Hint.** What is the derivative of :math:`x^2`, and what is it below 0?
 
