@@ -1529,8 +1529,8 @@ for line in times.columns[1:]:
 # has NN thousand on two and NN thousand on one.
 #
 # **Why.**
-# The ranks exchange 2 bytes for each parameter, which is a quarter of a GB. DDP
-# sends most of that while the backward pass still runs.
+# The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
+# DDP sends most of that while the backward pass still runs.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
