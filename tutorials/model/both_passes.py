@@ -55,6 +55,7 @@ def _rotate_heads(
     HALF: tl.constexpr,  # pairs of a row; PAIRS is the next power of two
     HEADS: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,  # turn back
 ):
     x_ptr, y_ptr, heads = x[0], x[1], x[2]
     x_batch, x_head, x_row, x_column = x[3], x[4], x[5], x[6]
@@ -90,11 +91,19 @@ def _rotate_heads(
         seconds += (b,)
         x_at += x_head
 
-    # Turn them in the type of the angles, float32 or float64, and round.
+    # Only now touch an angle: whoever computes with a number waits for it. We
+    # turn in float32, or in float64 if x has that, and round.
+    wide: tl.constexpr = x_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if wide else tl.float32
+    cos = cos.to(acc)
+    sin = sin.to(acc)
     for i in tl.static_range(HEADS):
-        a = firsts[i].to(cos.dtype)
-        b = seconds[i].to(cos.dtype)
-        a, b = _turn(a, b, cos, sin)
+        a = firsts[i].to(acc)
+        b = seconds[i].to(acc)
+        if BACK:  # the same turn with a and b swapped goes back
+            b, a = _turn(b, a, cos, sin)
+        else:
+            a, b = _turn(a, b, cos, sin)
         a = a.to(y_ptr.dtype.element_ty)
         b = b.to(y_ptr.dtype.element_ty)
         if INTERLEAVED:
@@ -127,27 +136,23 @@ def _rotary(
     group = tl.program_id(0) % groups
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
 
-    # The angles, once for all our heads; in float64 if q has that.
-    wide: tl.constexpr = q[0].dtype.element_ty == tl.float64
-    acc: tl.constexpr = tl.float64 if wide else tl.float32
+    # Request the angles, once for all our heads.
     pair = tl.arange(0, PAIRS)[None, :]
     mask = (row < length) & (pair < HALF)
     at = row * HALF + pair
-    cos = tl.load(cos_ptr + at, mask=mask, other=0).to(acc)
-    sin = tl.load(sin_ptr + at, mask=mask, other=0).to(acc)
-    if BACK:
-        sin = -sin
+    cos = tl.load(cos_ptr + at, mask=mask, other=0)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0)
 
     # Are our heads those of q or of k? Without k, only the first call is
     # compiled.
     if k is None or group < q_groups:
         _rotate_heads(
-            q, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED
+            q, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED, BACK
         )
     else:
         group -= q_groups
         _rotate_heads(
-            k, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED
+            k, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED, BACK
         )
 
 
@@ -1678,7 +1683,6 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
         ACT=act,
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
-        GROUP=8,
         DIVIDED=plan["PARTS"] > 1,
         **plan,
     )
@@ -1793,6 +1797,7 @@ def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
+        "GROUP": 8,
         "STAGES": max(1, min(stages, room // stage)),
         "STAY": True,
         "HALVES": True,
@@ -2176,12 +2181,12 @@ def _gelu_short(x):
     # exp(-x x / 2) is a power of two: log2(e) / 2 is 0.7213... Then
     # 1 / sqrt(2 pi) is 0.3989...
     density = _power_of_two(-0.7213475204444817 * x * x) * 0.3989422804014327
-    # b5 t^5 + ... + b1 t, without a power.
-    sum = 1.330274429 * t - 1.821255978
-    sum = sum * t + 1.781477937
-    sum = sum * t - 0.356563782
-    sum = sum * t + 0.319381530
-    beyond = density * (sum * t)
+    # b1 t + ... + b5 t^5, from the last to the first: without a power.
+    series = 1.330274429 * t - 1.821255978
+    series = series * t + 1.781477937
+    series = series * t - 0.356563782
+    series = series * t + 0.319381530
+    beyond = density * (series * t)
     below = tl.where(x < 0, beyond, 1 - beyond)
     # Beyond 30 the second term is 0; infinity times 0 would not be.
     return x * below, below + tl.where(tl.abs(x) < 30, x * density, 0.0)
@@ -2203,16 +2208,19 @@ def _gelu_tanh(x):
 def _place_of_tile(
     M,
     N,
+    ONE_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Rows and columns of our tile, and which of its elements exist."""
-    across = tl.cdiv(N, COLUMNS)  # tiles side by side
     # In 64 bits, for M * N may pass 2**31.
-    row = (tl.program_id(0) // across).to(tl.int64) * ROWS
-    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS
-    row += tl.arange(0, ROWS)[:, None]
-    column += tl.arange(0, COLUMNS)[None, :]
+    row = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    tile = tl.program_id(0)
+    if not ONE_ROW:
+        across = tl.cdiv(N, COLUMNS)  # tiles side by side
+        row += (tile // across).to(tl.int64) * ROWS
+        tile = tile % across
+    column = tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row, column, (row < M) & (column < N)
 
 
@@ -2227,10 +2235,11 @@ def _gate_fwd(
     M,  # rows
     N,  # columns
     ACT: tl.constexpr,  # the activation: its value and its slope
+    ONE_ROW: tl.constexpr,  # whether M is 1
     ROWS: tl.constexpr,  # rows of a program
     COLUMNS: tl.constexpr,  # columns of a program
 ):
-    row, column, mask = _place_of_tile(M, N, ROWS, COLUMNS)
+    row, column, mask = _place_of_tile(M, N, ONE_ROW, ROWS, COLUMNS)
 
     # Both loads stand before the first use of either.
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0)
@@ -2285,6 +2294,7 @@ def gate_forward(gate, up, y, function):
         M=M,
         N=N,
         ACT=function,
+        ONE_ROW=M == 1,
         **tile,
     )
 
@@ -2305,10 +2315,11 @@ def _gate_bwd(
     M,
     N,
     ACT: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, column, mask = _place_of_tile(M, N, ROWS, COLUMNS)
+    row, column, mask = _place_of_tile(M, N, ONE_ROW, ROWS, COLUMNS)
 
     # Three loads before the first use.
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0)
@@ -2354,6 +2365,7 @@ def gate_backward(dy, gate, up, dgate, dup, function, y=None):
         M=M,
         N=N,
         ACT=function,
+        ONE_ROW=M == 1,
         **tile,
     )
 
