@@ -553,6 +553,7 @@ def _times(
     list_step,  # from a row of the list to the next
     TRANSPOSED: tl.constexpr,  # M are classes and K tokens; not the other way
     FIRST: tl.constexpr,  # whether nothing has been summed before
+    BLOCK: tl.constexpr,  # of the list; a multiple of TILE_K
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -573,14 +574,15 @@ def _times(
         end = K
         ours = list_ptr
         if list_ptr is not None:
-            end = tl.load(count_ptr + tile) * TILE_K
+            end = tl.load(count_ptr + tile) * BLOCK
             ours += tl.cast(tile, tl.int64) * list_step
 
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
         for step in tl.range(0, end, TILE_K, num_stages=STAGES):
             k = step
             if list_ptr is not None:
-                k = tl.load(ours + step // TILE_K) * TILE_K
+                block = tl.load(ours + step // BLOCK)
+                k = block * BLOCK + step % BLOCK
             if TRANSPOSED:
                 a = grads_desc.load([k, row]).T
             else:
@@ -660,10 +662,7 @@ TILES = {
     "short sums": (128, 128, 64, 4),
     "tf32": (128, 128, 32, 8),
     "ieee": (64, 64, 16, 4),
-    "tf32 in blocks": (64, 64, 64, 4),
-    "ieee in blocks": (64, 64, 64, 4),
     "before H100": (64, 64, 32, 4),
-    "before H100, in blocks": (64, 64, 64, 4),
 }
 
 
@@ -679,12 +678,8 @@ def plan(dtype, length, room, blocks=False, short=False):
     tiles = precision
     if precision == "16 bits" and short and length < 2048:
         tiles = "short sums"
-    if dtype == torch.float32 and blocks:
-        tiles += " in blocks"
     if precision != "ieee" and SHARED < 200_000:
         tiles = "before H100"
-        if blocks:
-            tiles = "before H100, in blocks"
     tile_m, tile_n, tile_k, warps = TILES[tiles]
     stage = (tile_m + tile_n) * tile_k * dtype.itemsize
     left = SHARED - 1024 - tile_m * tile_n // 2 * room
@@ -864,6 +859,8 @@ def times(
     order, count = None, None
     if flags is not None:
         order, count = blocks_wanted(flags, tile_m, transposed)
+        # The number of a block is loaded two steps before its tiles are.
+        tiles["STAGES"] += 2
     half = tile_m, tile_n // 2
     _times[programs_of(M, N, tiles)](
         grads_desc=descriptor(grads, *grads_tile),
@@ -880,6 +877,7 @@ def times(
         list_step=0 if order is None else order.stride(0),
         TRANSPOSED=transposed,
         FIRST=first,
+        BLOCK=BLOCK,
         **tiles,
     )
 
