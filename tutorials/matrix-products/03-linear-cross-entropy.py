@@ -808,7 +808,8 @@ def finish(parts, x, w, bias, weight, all_weights, target, rows, options):
 def in_place(grads, parts, x, rows, target, weight, flags, options):
     """Make gradients of the powers."""
     tokens, classes = grads.shape
-    width = 2 * BLOCK
+    tile_n = plan_scores(x)["TILE_N"]
+    width = min(2 * BLOCK, tile_n)  # of one part
     _in_place[(triton.cdiv(tokens, BLOCK) * triton.cdiv(classes, width),)](
         grads_desc=descriptor(grads, BLOCK, width),
         parts_ptr=parts,
@@ -822,7 +823,7 @@ def in_place(grads, parts, x, rows, target, weight, flags, options):
         flags_step=0 if flags is None else flags.stride(0),
         skip_below=options.skip_below,
         SMOOTH=options.smooth > 0,
-        TILE_N=plan_scores(x)["TILE_N"],
+        TILE_N=tile_n,
         BLOCK=BLOCK,
         ROWS=BLOCK,
         WIDTH=width,
@@ -954,6 +955,8 @@ def forward(x, w, bias, weight, target, options, wants):
     summed = wants_dw and not options.recompute
     step = Step()
     step.rows = torch.empty(6, tokens, device=x.device)
+    if tokens == 0:
+        return step
     all_weights = None
     if weight is not None:
         all_weights = weight.sum(dtype=torch.float32)
@@ -1105,6 +1108,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, g):
         x, w, bias, target, weight, rows = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
+        if len(x) == 0:
+            given = zip((x, w, bias), wants, strict=True)
+            grads = [torch.zeros_like(t) if want else None for t, want in given]
+            return *grads, None, None, None
         options = ctx.options
         step = ctx.step
         ctx.step = None
@@ -1159,8 +1166,105 @@ def for_descriptors(t):
     return padded(*t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def check_arguments(*given):
-    pass
+def check_arguments(
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    weight,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    skip_below,
+):
+    """Raise an error that names the wrong argument, and says why."""
+    floats = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "linear_bias": linear_bias,
+    }
+    floats = {name: t for name, t in floats.items() if t is not None}
+    for name, t in floats.items():
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(
+                f"{name} has {t.dtype}: float16, bfloat16 and float32 are "
+                "taken"
+            )
+        if t.dtype != input.dtype:
+            raise TypeError(
+                f"{name} has {t.dtype}, and input has {input.dtype}: they "
+                "must be the same"
+            )
+    if target.dtype != torch.int64:
+        raise TypeError(
+            f"target has {target.dtype}: classes are torch.int64, and "
+            "probabilities are not taken"
+        )
+    if weight is not None and not weight.is_floating_point():
+        raise TypeError(f"weight has {weight.dtype}: it must have floats")
+
+    if input.dim() == 0:
+        raise ValueError("input has no dimension: the last one has features")
+    if linear_weight.dim() != 2:
+        raise ValueError(
+            f"linear_weight has {linear_weight.dim()} dimensions, not 2: "
+            "classes and features"
+        )
+    if linear_weight.numel() == 0:
+        raise ValueError(
+            f"linear_weight is {tuple(linear_weight.shape)}: a class and a "
+            "feature are needed"
+        )
+    classes, features = linear_weight.shape
+    if input.shape[-1] != features:
+        raise ValueError(
+            f"input has {input.shape[-1]} features, and linear_weight takes "
+            f"{features}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target is {tuple(target.shape)}, and input has the tokens "
+            f"{tuple(input.shape[:-1])}"
+        )
+    for name, t in {"linear_bias": linear_bias, "weight": weight}.items():
+        if t is not None and t.shape != (classes,):
+            raise ValueError(
+                f"{name} is {tuple(t.shape)}, and linear_weight has {classes} "
+                "classes"
+            )
+    if weight is not None and weight.requires_grad:
+        raise ValueError("weight wants a gradient: it must be a constant")
+
+    for name, t in (floats | {"target": target, "weight": weight}).items():
+        if t is None:
+            continue
+        if t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}, not on {DEVICE}")
+        # Triton starts a kernel on the current GPU, wherever its tensors are.
+        if t.is_cuda and t.device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"{name} is on {t.device}, which is not the current GPU"
+            )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"reduction is {reduction!r}: mean, sum and none are taken"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"label_smoothing is {label_smoothing}: it must be 0 to 1"
+        )
+    if not 0 <= skip_below < 1:
+        raise ValueError(
+            f"skip_below is {skip_below}: it must be 0 or more, and below 1"
+        )
+    if not ON_GPU:
+        wrong = (target != ignore_index) & (
+            (target < 0) | (target >= classes)
+        )
+        for at in wrong.nonzero()[:1].tolist():
+            raise IndexError(
+                f"target{at} is {target[*at]}, not 0 to {classes - 1}"
+            )
 
 
 def linear_cross_entropy(
