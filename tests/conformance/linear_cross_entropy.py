@@ -99,9 +99,7 @@ class LinearCrossEntropy(Operation):
         filled = filler(device, case.seed)
         tokens = torch.Size(case.lead).numel()
         generator = torch.Generator().manual_seed(case.seed + case.classes)
-        target = torch.randint(
-            case.classes, (tokens,), generator=generator
-        )
+        target = torch.randint(case.classes, (tokens,), generator=generator)
         if case.ignores != "none":
             target[:: 3 if case.ignores == "third" else 1] = case.ignored
         weight = torch.rand(case.classes, generator=generator) + 0.1

@@ -2,11 +2,38 @@ r"""
 A loss without its logits
 =========================
 
-How does a model get its loss when the matrix of all logits is larger than
-everything else?
-TO BE WRITTEN.
+How does a model get its loss and its gradients when the matrix of its logits
+is larger than everything else?
+It computes a few logits at a time, and keeps of each token one number, and the
+gradients.
 
-**What you need:** `A linear layer, both passes <01-linear.html>`_.
+.. math:: z_{tj} = b_j + \sum_k x_{tk} w_{jk}, \qquad
+   \text{loss}_t = \log \sum_j e^{z_{tj}} - z_{t,\text{target}}
+
+The last layer of a language model is a linear layer with a row of weights for
+each token of its vocabulary. It makes the *logits*, and cross-entropy makes
+the loss of them. PyTorch writes all logits to memory, and several matrices of
+the same size after them. For 32768 tokens and the vocabulary of Llama 3, one
+such matrix takes 8.4 GB.
+On this page we write a function that computes the layer and the loss together,
+in both passes, so that this matrix never exists.
+
+**What you will learn**
+
+- What the logits cost, in bytes and in time.
+- How to get the loss in the epilogue of a product, so that no logit is
+  written.
+- How three products and float32 sums compare with four products and no sums,
+  and why you cannot have the best of both.
+- How to sum a gradient in float32 in the memory of its 16-bit result and as
+  much again, with the same bits each time.
+- What may be left out because it is too small to matter, how small that is,
+  and who would notice.
+
+**What you need:** `A linear layer, both passes <01-linear.html>`_ for products
+by tensor descriptors, and `Cross-entropy over a vocabulary
+<../norms-and-losses/04-cross-entropy.html>`_ for the loss and its gradient.
+You don't need a GPU.
 """
 
 # %%
@@ -20,6 +47,211 @@ import torch
 import torch.nn.functional as F
 
 ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    # A stream of its own: CUDA graphs cannot record the default one.
+    torch.cuda.set_stream(torch.cuda.Stream())
+else:
+    # The same kernels on the CPU, one program after the other, slowly.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+# %%
+
+# Scaffold: more imports.
+
+import dataclasses
+import functools
+from importlib.util import find_spec
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# %%
+# Two tokens, four classes
+# ------------------------
+#
+# What has to be known of a token before its gradient can be computed?
+#
+# Like PyTorch, we call the tokens of the vocabulary *classes*, because the
+# word token is taken: a *token* is a row of ``x`` here. Let's take two tokens
+# with two features each, and four classes. The first token should have been
+# class 1, and the second one class 3.
+
+x = torch.tensor([[1.0, 2.0], [0.0, 1.0]], requires_grad=True)
+w = torch.tensor(
+    [[2.0, 0.0], [0.0, 1.0], [1.0, -1.0], [-1.0, 0.5]], requires_grad=True
+)
+target = torch.tensor([1, 3])
+
+z = (x @ w.T).detach()
+print("logits of the first token:", z[0].tolist())
+print("logits of the second token:", z[1].tolist())
+
+# %%
+# Now we pretend that only two classes fit on the chip at a time. Of each such
+# *tile* we keep two numbers a token: the largest logit ``m``, and the sum
+# ``s`` of all powers :math:`e^{z - m}`. Two tiles are put together as in
+# `Cross-entropy over a vocabulary
+# <../norms-and-losses/04-cross-entropy.html>`_: a tile whose maximum is not
+# the largest one has its sum made smaller.
+
+parts = []
+for tile in (z[:, :2], z[:, 2:]):
+    m = tile.max(dim=1).values
+    s = (tile - m[:, None]).exp().sum(dim=1)
+    parts.append((m, s))
+    print("a tile: m =", m.tolist(), "s =", [round(i, 3) for i in s.tolist()])
+
+(m1, s1), (m2, s2) = parts
+m = torch.maximum(m1, m2)
+lse = m + torch.log(s1 * (m1 - m).exp() + s2 * (m2 - m).exp())
+loss = lse - z.gather(1, target[:, None])[:, 0]
+print("losses:", [round(i, 3) for i in loss.tolist()])
+
+# %%
+# So the loss needs no logit but that of the target. The gradient of the logits
+# is the softmax, minus 1 at the target. For that we need the logits once more,
+# and one number a token: ``lse``, which is short for *logsumexp*. Then two
+# products make the gradients of ``x`` and ``w`` of it.
+
+dz = (z - lse[:, None]).exp() - F.one_hot(target, 4)
+dx = dz @ w.detach()
+dw = dz.T @ x.detach()
+F.cross_entropy(x @ w.T, target, reduction="sum").backward()
+print("gradient of the logits of the first token:", dz[0].tolist())
+assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
+
+# %%
+# There is the difficulty. A gradient of a logit needs ``lse``, and ``lse``
+# needs all logits of the token. So either we keep the logits of a token until
+# the last one is there, or we compute them twice.
+#
+# What do the logits cost?
+# ------------------------
+#
+# We count for 32768 tokens with 4096 features, and 128256 classes. ``x`` and
+# its gradient take 0.27 GB each, and ``w`` and its gradient 1.05 GB each.
+#
+# With a matrix of all logits, these are the passes over it, each at least
+# once:
+#
+# - The first product writes the logits.
+# - The loss reads them, and writes the logarithm of the softmax.
+# - The backward pass fills a matrix with the gradient of that logarithm, which
+#   is one number a row and zeros.
+# - It reads both, and writes the gradient of the logits.
+# - The product for ``dx`` reads this gradient, and that for ``dw`` does, too.
+
+TOKENS, FEATURES, CLASSES = 32768, 4096, 128256
+matrix = TOKENS * CLASSES * 2 / 1e9  # GB
+product = 2 * TOKENS * FEATURES * CLASSES / 1e12  # TFLOP
+print(f"a matrix of logits: {matrix:.1f} GB")
+print(f"nine passes: {9 * matrix:.0f} GB, {9 * matrix / 4.8:.0f} ms")
+print(f"a product: {product:.1f} TFLOP, {product / 0.75:.0f} ms")
+print(f"three products: {3 * product / 0.75:.0f} ms")
+
+# %%
+# An H200 moves 4.8 TB in a second, and cuBLAS does about 750 TFLOP/s on it.
+# So the products take most of the time, and the passes a tenth of it. The
+# memory is another matter: three of these matrices exist at a time, the
+# logits, the logarithm of the softmax, and the gradient of one of them. That
+# is 25 GB, beside 1.3 GB for the gradients that we want.
+#
+# How few may exist?
+# ------------------
+#
+# Let's think about designs before we write one. We only count what has to be
+# there beside ``dx`` and ``dw``.
+#
+# **Chunks of tokens.** Take 4096 tokens at a time, or 1024. Compute their
+# logits, make gradients of them in place, and multiply. That is the exercise
+# of `Cross-entropy over a vocabulary
+# <../norms-and-losses/04-cross-entropy.html>`_, and what `Liger
+# <https://github.com/linkedin/Liger-Kernel>`_ does. ``dx`` of a chunk is done
+# then. But ``dw`` is a sum over all tokens, so each chunk adds to it, and sums
+# belong in float32: 2.1 GB that are read and written for each chunk. (Liger
+# sums in the type of ``w`` unless it is told otherwise.)
+#
+# **Chunks of classes.** Take 1024 classes at a time, for all tokens. Now
+# ``dw`` of a chunk is a single product, with nothing to add to. But no token
+# knows its ``lse`` before the last class has come. So there must be a round
+# before, in which all logits are computed once already: four products in place
+# of three. This round can take chunks of tokens, and make ``dx``. Then nothing
+# has to be summed up over chunks.
+#
+# **No logits at all.** As in `Attention without its matrix
+# <../attention/01-attention.html>`_, a tile of logits could stay in registers
+# and be multiplied at once. A kernel whose programs have tokens adds up
+# ``dx``, and another one whose programs have classes adds up ``dw``. Both
+# compute the logits again, so there are five products. Attention does it, with
+# 128 numbers in a head. A token has 4096 features: the sums of 128 tokens take
+# 2 MB, eight times the registers of an SM. They would have to be fetched and
+# stored for each tile of classes.
+
+tiles = (TOKENS / 128) * (CLASSES / 128)
+sums = 128 * FEATURES * 4 * 2  # bytes: read and written, for dx or dw
+for name, products, gigabytes in (
+    ("whole logits", 3, 9 * matrix),
+    ("chunks of 1024 tokens", 3, 5 * matrix + 32 * 4.2),
+    ("chunks of 4096 tokens", 3, 5 * matrix + 8 * 4.2),
+    ("chunks of both", 4, 6 * matrix),
+    ("no logits at all", 5, 2 * tiles * sums / 1e9),
+):
+    print(
+        f"{name:22}: {products} products, {products * product / 0.75:3.0f} "
+        f"ms, and {gigabytes:5.0f} GB, {gigabytes / 4.8:3.0f} ms"
+    )
+
+# %%
+# Part of the bytes move while Tensor Cores multiply, so the two times need not
+# be added up. But the last design is out, unless most tiles can be left out.
+# We come back to that.
+#
+# Between the others there is a real choice. Chunks of tokens need memory for
+# sums, and chunks of both need a fourth product, which takes 46 ms. Can we
+# have three products and no sums? With three products each logit is computed
+# once. So it has to be kept until ``lse`` of its token is known, together with
+# all other logits of this token. That makes chunks of tokens, and then ``dw``
+# is a sum over chunks. So we cannot have both: whoever computes three products
+# pays for sums.
+#
+# We build both. By default our function computes three products, because most
+# people who train want time first, and have some gigabytes.
+# ``recompute=True`` computes four.
+#
+# A loss, and no logit is written
+# -------------------------------
+#
+# We begin with the loss alone.
+#
+# The kernel is the product of `A linear layer, both passes <01-linear.html>`_:
+# persistent programs, tiles by descriptors, and a loop over the features.
+# Behind the loop stand 128 × 256 logits in registers. There the page of the
+# linear layer adds a bias and applies an activation. We compute ``m`` and
+# ``s`` of each token, and store these two numbers. So of 256 logits two
+# numbers are left, and the matrix of all parts is 64 times smaller than the
+# logits in 16 bits would be.
+
+# %%
+
+# Scaffold: the order of tiles, and layouts, from page 01.
+
+
+@triton.jit
+def _place(tile, rows, columns, GROUP: tl.constexpr):
+    """Row and column of a tile, by its number: groups of so many rows of
+    tiles, and in a group column by column."""
+    first = tile // (GROUP * columns) * GROUP
+    # The last group may have fewer rows.
+    height = tl.minimum(rows - first, GROUP)
+    place = tile % (GROUP * columns)
+    return first + place % height, place // height
+
+
+GPU = torch.cuda.is_available()
 if ON_GPU:
     # A stream of its own: CUDA graphs cannot record the default one.
     torch.cuda.set_stream(torch.cuda.Stream())
@@ -87,6 +319,9 @@ def padded(rows, columns, dtype, device):
 
 
 # %%
+# Powers are powers of 2, because a GPU has an instruction for them. The
+# maximum of nothing is the lowest finite number, because minus infinity minus
+# itself is not a number.
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e, to the base 2
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -127,6 +362,13 @@ def _halves(sums):
     """The left and the right half of a tile."""
     both = sums.reshape(sums.shape[0], 2, sums.shape[1] // 2)
     return both.permute(0, 2, 1).split()
+
+
+# %%
+# Label smoothing, which PyTorch's loss can have, needs the sum of all logits
+# of a token, each times the weight of its class. It is a third part. And if
+# somebody wants the powers themselves, they are stored as well. We need that
+# for gradients, and ``None`` in place of a descriptor leaves it out.
 
 
 @triton.jit
@@ -181,83 +423,17 @@ def _keep_parts(
 
 
 @triton.jit
-def _gradient(
-    power,  # a tile of powers
-    p,  # of each token: the factor of its powers
-    a,  # what is subtracted at the target
-    e,  # what is subtracted everywhere, times the weight of a class
-    target,
-    name,  # the classes of the columns
-    weight,  # the weights of the columns
-    SMOOTH: tl.constexpr,
-):
-    """The gradient of a tile of logits."""
-    grad = power * p[:, None]
-    if SMOOTH:
-        grad -= e[:, None] * weight[None, :]
-    return grad - tl.where(name[None, :] == target[:, None], a[:, None], 0)
-
-
-@triton.jit
-def _keep_gradients(
-    sums,  # a tile of products
-    row,
-    column,
-    grads_desc,  # (tokens, classes) in halves of a tile
-    rows_ptr,  # (6, batch): see _finish
-    target_ptr,  # (tokens,)
-    bias_ptr,
-    weight_ptr,
-    tokens,
-    classes,
-    first_class,  # the number of the first one
-    batch,
-    SMOOTH: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """The gradient of a tile of logits, stored; logsumexp is known."""
-    token = row + tl.arange(0, TILE_M)
-    mask = token < tokens
-    rows_ptr += token
-    step = tl.cast(batch, tl.int64)
-    lse = tl.load(rows_ptr + 2 * step, mask=mask, other=0)
-    p = tl.load(rows_ptr + 3 * step, mask=mask, other=0)
-    a = tl.load(rows_ptr + 4 * step, mask=mask, other=0)
-    e = tl.load(rows_ptr + 5 * step, mask=mask, other=0)
-    target = tl.load(target_ptr + token, mask=mask, other=-1) - first_class
-    pieces = _halves(sums)
-    width: tl.constexpr = TILE_N // 2
-    for i in tl.static_range(2):
-        name = column + i * width + tl.arange(0, width)
-        logit = _logits(pieces[i], bias_ptr, name, classes)
-        power = tl.exp2((logit - lse[:, None]) * LOG2E)
-        weight = _weights(weight_ptr, name, classes)
-        grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
-        grad = grad.to(grads_desc.dtype)
-        grads_desc.store([row, column + i * width], grad)
-
-
-@triton.jit
 def _scores(
     x_desc,  # (tokens, features) in tiles of TILE_M and TILE_K
     w_desc,  # (classes, features) in tiles of TILE_N and TILE_K
-    out_desc,  # (tokens, classes) in halves of a tile; None: nothing is kept
-    parts_ptr,  # (2 or 3, columns of tiles, tokens), if logsumexp is not known
-    rows_ptr,  # (6, batch) from our first token on, if it is
-    target_ptr,  # (tokens,), if it is
+    powers_desc,  # (tokens, classes) in halves of a tile; or None
+    parts_ptr,  # (2 or 3, columns of tiles, tokens)
     bias_ptr,  # (classes,), or None
-    weight_ptr,  # (classes,), or None
-    flags_ptr,  # (blocks of tokens, blocks of classes): wanted or not; or None
+    weight_ptr,  # (classes,), or None: all weights are 1
     tokens,
     classes,
     features,
-    first_class,  # the number of our first class
-    batch,  # all tokens
-    flags_step,  # from a row of flags to the next
-    SMOOTH: tl.constexpr,
-    KNOWN: tl.constexpr,  # whether logsumexp is known
-    BLOCK: tl.constexpr,  # tokens and classes of a flag
+    SMOOTH: tl.constexpr,  # whether there is label smoothing
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -266,6 +442,7 @@ def _scores(
     STAY: tl.constexpr,  # whether programs take several tiles
     PRECISION: tl.constexpr,  # of float32: "tf32" or "ieee"
 ):
+    # Without this promise the compiler would also write code for no features.
     tl.assume(features > 0)
     rows = tl.cdiv(tokens, TILE_M)
     columns = tl.cdiv(classes, TILE_N)
@@ -275,61 +452,46 @@ def _scores(
         row, column = _place(work, rows, columns, GROUP)
         row *= TILE_M
         column *= TILE_N
-        end = features
-        if flags_ptr is not None:
-            # Is any block of this tile wanted?
-            i = row // BLOCK + tl.arange(0, TILE_M // BLOCK)
-            j = column // BLOCK + tl.arange(0, TILE_N // BLOCK)
-            inside = i[:, None] < tl.cdiv(tokens, BLOCK)
-            inside &= j[None, :] < tl.cdiv(classes, BLOCK)
-            at = flags_ptr + i.to(tl.int64)[:, None] * flags_step + j[None, :]
-            wanted = tl.load(at, mask=inside, other=0).to(tl.int32)
-            end = tl.where(tl.max(tl.max(wanted, axis=1), axis=0) > 0, end, 0)
 
+        # The product, as for a linear layer. The weight has a row for each
+        # class, so its tile is turned.
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for k in tl.range(0, end, TILE_K, num_stages=STAGES):
+        for k in tl.range(0, features, TILE_K, num_stages=STAGES):
             x = x_desc.load([row, k])
             w = w_desc.load([column, k])
             sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
 
-        if KNOWN:
-            # Who leaves a block out does not read it, either.
-            if end > 0:
-                _keep_gradients(
-                    sums,
-                    row,
-                    column,
-                    out_desc,
-                    rows_ptr,
-                    target_ptr,
-                    bias_ptr,
-                    weight_ptr,
-                    tokens,
-                    classes,
-                    first_class,
-                    batch,
-                    SMOOTH,
-                    TILE_M,
-                    TILE_N,
-                )
-        else:
-            _keep_parts(
-                sums,
-                row,
-                column,
-                out_desc,
-                parts_ptr,
-                bias_ptr,
-                weight_ptr,
-                tokens,
-                classes,
-                SMOOTH,
-                TILE_M,
-                TILE_N,
-            )
+        _keep_parts(
+            sums=sums,
+            row=row,
+            column=column,
+            powers_desc=powers_desc,
+            parts_ptr=parts_ptr,
+            bias_ptr=bias_ptr,
+            weight_ptr=weight_ptr,
+            tokens=tokens,
+            classes=classes,
+            SMOOTH=SMOOTH,
+            TILE_M=TILE_M,
+            TILE_N=TILE_N,
+        )
 
 
 # %%
+# A second kernel puts the parts together. There are 501 parts for each token,
+# so this is little work. It also computes the one logit that the loss needs,
+# that of the target: a row of ``x`` times a row of ``w``.
+#
+# The gradient of a logit is :math:`p \, y_j - e \, w_j`, and :math:`a` less at
+# the target, with the softmax :math:`y`. The three factors follow from label
+# smoothing and class weights as on `Cross-entropy over a vocabulary
+# <../norms-and-losses/04-cross-entropy.html>`_: without both, :math:`p` and
+# :math:`a` are 1, and :math:`e` is 0. We store them with ``lse``, so that
+# nobody has to look them up again.
+#
+# A token whose target is ``ignore_index`` counts for nothing. A target that is
+# no class at all is a mistake. Its loss and its gradients become NaN, so that
+# nobody overlooks it.
 
 
 @triton.jit
@@ -428,6 +590,429 @@ def _finish(
 
 
 # %%
+# On the host we need tiles. Sums over 4096 features are long, and a tile of
+# 128 × 256 is the best for them. With 768 features a sum has twelve steps, and
+# the epilogue with its powers takes a good part of the time. Smaller tiles let
+# two programs share an SM. While one computes powers, the other one
+# multiplies.
+
+# %%
+
+# Scaffold: options, and the tiles of a product.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    ignore: int = -100  # the target that does not count
+    reduction: str = "mean"
+    smooth: float = 0.0  # label smoothing
+    recompute: bool = False  # whether dw computes the logits again
+    skip_below: float = 0.0  # gradients that are left out, in whole blocks
+    chunk: int = 0  # tokens of a chunk; 0: as many as the rule says
+
+
+TILES = {
+    # precision: rows, columns, numbers of a step, warps
+    "16 bits": (128, 256, 64, 8),
+    "short sums": (128, 128, 64, 4),
+    "tf32": (128, 128, 32, 8),
+    "ieee": (64, 64, 16, 4),
+    "before H100": (64, 64, 32, 4),
+}
+
+
+def plan(dtype, length, room, blocks=False, short=False):
+    """Tiles of a product: ``room`` is how many bytes of shared memory each
+    number of half a tile needs behind the loop."""
+    precision = "16 bits"
+    if dtype == torch.float32:
+        precision = "ieee"
+        # PyTorch's switch: whether Tensor Cores may cut float32.
+        if torch.backends.cuda.matmul.fp32_precision == "tf32":
+            precision = "tf32"
+    tiles = precision
+    if precision == "16 bits" and short and length < 2048:
+        tiles = "short sums"
+    if precision != "ieee" and SHARED < 200_000:
+        tiles = "before H100"
+    tile_m, tile_n, tile_k, warps = TILES[tiles]
+    stage = (tile_m + tile_n) * tile_k * dtype.itemsize
+    left = SHARED - 1024 - tile_m * tile_n // 2 * room
+    stages = 4
+    if tiles == "short sums":
+        stages = 3  # two programs share an SM
+    return {
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "TILE_K": tile_k,
+        "GROUP": 8,
+        "STAGES": max(1, min(stages, left // stage)),
+        "STAY": tiles != "short sums" and not blocks,
+        "PRECISION": "tf32" if precision == "tf32" else "ieee",
+        "num_warps": warps,
+    }
+
+
+def descriptor(t, rows, columns):
+    return TensorDescriptor.from_tensor(t, [rows, columns])
+
+
+def programs_of(M, N, tiles):
+    count = triton.cdiv(M, tiles["TILE_M"]) * triton.cdiv(N, tiles["TILE_N"])
+    if tiles["STAY"]:
+        count = min(count, NUM_SMS)
+    return (count,)
+
+
+# %%
+
+# Scaffold: both kernels, launched.
+
+
+def plan_scores(x, blocks=False):
+    return plan(x.dtype, x.shape[1], x.itemsize, blocks, short=True)
+
+
+def scores(x, w, bias, weight, options, powers, parts):
+    """The first visit: parts of logsumexp, and the powers, if there is a
+    matrix to keep them."""
+    tokens, features = x.shape
+    classes = w.shape[0]
+    tiles = plan_scores(x)
+    half = tiles["TILE_M"], tiles["TILE_N"] // 2
+    _scores[programs_of(tokens, classes, tiles)](
+        x_desc=descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
+        w_desc=descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
+        powers_desc=None if powers is None else descriptor(powers, *half),
+        parts_ptr=parts,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        tokens=tokens,
+        classes=classes,
+        features=features,
+        SMOOTH=options.smooth > 0,
+        **tiles,
+    )
+
+
+def finish(parts, x, w, bias, weight, all_weights, target, rows, options):
+    """Put the parts together: six numbers of each token."""
+    tokens, features = x.shape
+    tile_n = plan_scores(x)["TILE_N"]
+    _finish[(triton.cdiv(tokens, 16),)](
+        parts_ptr=parts,
+        x_ptr=x,
+        w_ptr=w,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        all_weights_ptr=all_weights,
+        target_ptr=target,
+        rows_ptr=rows,
+        tokens=tokens,
+        classes=w.shape[0],
+        features=features,
+        columns=triton.cdiv(w.shape[0], tile_n),
+        x_step=x.stride(0),
+        w_step=w.stride(0),
+        batch=rows.stride(0),
+        ignore=options.ignore,
+        smooth=options.smooth,
+        SMOOTH=options.smooth > 0,
+        ROWS=16,
+        PARTS=64,
+        FEATURES=256,
+        num_warps=4,
+    )
+
+
+# %%
+# The parts of a chunk of tokens are put together before the next chunk comes,
+# so they take little memory.
+
+
+def losses(x, w, target, chunk=4096):
+    """The loss of each token. No logit is written."""
+    tokens = x.shape[0]
+    classes = w.shape[0]
+    rows = torch.empty(6, tokens, device=x.device)
+    columns = triton.cdiv(classes, plan_scores(x)["TILE_N"])
+    parts = torch.empty(2 * columns * min(chunk, tokens), device=x.device)
+    for start in range(0, tokens, chunk):
+        some = slice(start, start + chunk)
+        scores(x[some], w, None, None, Options(), None, parts)
+        finish(
+            parts, x[some], w, None, None, None, target[some],
+            rows[:, some], Options(),
+        )  # fmt: skip
+    return rows[0]
+
+
+torch.manual_seed(0)
+x = torch.randn(70, 40, device=DEVICE).half()
+w = torch.randn(300, 40, device=DEVICE).half()
+target = torch.randint(300, (70,), device=DEVICE)
+expected = F.cross_entropy(
+    x.double() @ w.double().T, target, reduction="none"
+)
+error = (losses(x, w, target) - expected).abs().max()
+print(f"largest error of a loss: {error:.1e}")
+assert error < 1e-4
+
+# %%
+# How fast is the loss?
+# ---------------------
+#
+# We compare with PyTorch, which writes the logits and the logarithm of their
+# softmax, and with `Cut Cross-Entropy
+# <https://github.com/apple/ml-cross-entropy>`_, which has no logits, either.
+# The ceiling is cuBLAS with the product alone. Our unit is TFLOP/s: the
+# operations of the product, divided by the time.
+#
+# Some libraries wait for the GPU in each call, so a CUDA graph cannot record
+# them. A step takes milliseconds here, so we can do without: the GPU gets some
+# work first, and while it is busy with that, Python launches what is measured.
+
+# %%
+
+# Scaffold: the clock of steps that take milliseconds.
+
+
+def steps_in_turns(calls, times=7):
+    """ms of each call on the GPU: median, 20% and 80% quantiles.
+
+    ``calls`` are functions by their names, and take turns. Each begins when
+    the GPU is busy, so that it does not wait for Python, and behind work that
+    overwrites L2.
+    """
+    larger_than_l2 = torch.empty(2**29, dtype=torch.int8, device=DEVICE)
+    elapsed = {name: [] for name in calls}
+    for call in calls.values():
+        call()  # compiles the kernels
+    for _ in range(times):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            for _ in range(3):
+                larger_than_l2.zero_()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            elapsed[name].append(start.elapsed_time(end))
+    found = {}
+    for name, each in elapsed.items():
+        each.sort()
+        found[name] = each[times // 2], each[times // 5], each[-1 - times // 5]
+    return found
+
+
+def tflops(operations, calls, times=7):
+    """Name -> TFLOP/s: median, low, high. All calls take turns."""
+    return {
+        name: [operations / ms * 1e-9 for ms in (median, long, short)]
+        for name, (median, short, long) in steps_in_turns(calls, times).items()
+    }
+
+
+# %%
+
+# Scaffold: inputs, the others, and a table.
+
+
+def inputs(tokens, features, classes, dtype=torch.bfloat16):
+    """x, w and target. Logits have a size of 1."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features, device=DEVICE, dtype=dtype)
+    w = torch.randn(classes, features, device=DEVICE, dtype=dtype)
+    w *= features**-0.5
+    target = torch.randint(classes, (tokens,), device=DEVICE)
+    return x.requires_grad_(), w.requires_grad_(), target
+
+
+def pytorch(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target)
+
+
+def cut_cross_entropy(x, w, target):
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(x, w, target)
+
+
+def liger(x, w, target, accum_dtype=None):
+    from liger_kernel.transformers.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
+    return loss(w, x, target)
+
+
+OTHERS = {}
+NAMES = {}
+if find_spec("liger_kernel"):
+    OTHERS["liger"] = liger
+    OTHERS["liger float32"] = functools.partial(
+        liger, accum_dtype=torch.float32
+    )
+    NAMES["liger"] = "Liger"
+    NAMES["liger float32"] = "Liger, float32 sums"
+if find_spec("cut_cross_entropy"):
+    OTHERS["cce"] = cut_cross_entropy
+    NAMES["cce"] = "Cut Cross-Entropy"
+if hasattr(F, "linear_cross_entropy"):
+    # In chunks, as PyTorch chooses them. Before 2.13 there is none.
+    def pytorch_in_chunks(x, w, target):
+        options = torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(x, w, target, options=options)
+
+    OTHERS["torch chunks"] = pytorch_in_chunks
+    NAMES["torch chunks"] = "PyTorch, chunks"
+
+
+def in_percent(benchmark, of):
+    """Draw a benchmark, and print each speed in % of that of a line."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    percent = 100 * table.div(table[of], axis="index").drop(columns=of)
+    print(f"speed in % of {of}")
+    print(percent.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: the loss alone, a benchmark.
+
+
+@functools.cache  # all lines in turns; then each is asked for its own
+def forward_speeds(tokens, features, classes, dtype):
+    x, w, target = inputs(tokens, features, classes, dtype)
+    x, w = x.detach(), w.detach()
+    calls = {
+        "triton": lambda: losses(x, w, target).mean(),
+        "torch": lambda: pytorch(x, w, target),
+        "cublas": lambda: x @ w.T,
+    }
+    if "cce" in OTHERS:
+        calls["cce"] = lambda: cut_cross_entropy(x, w, target)
+    return tflops(2 * tokens * features * classes, calls)
+
+
+WHO_LOSES = {
+    "triton": "Triton",
+    "torch": "PyTorch",
+    **{name: NAMES[name] for name in NAMES if name == "cce"},
+    "cublas": "cuBLAS, the product alone",
+}
+
+
+def benchmark_of(plot_name, mode, sizes, lines, unit="TFLOP/s", **more):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=sizes,
+        x_log=True,
+        xlabel="N (tokens)",
+        line_arg="provider",
+        line_vals=list(lines),
+        line_names=list(lines.values()),
+        ylabel=unit,
+        plot_name=plot_name,
+        args={"dtype": torch.bfloat16, "mode": mode, **more},
+    )
+
+
+LARGE = {"features": 4096, "classes": 128256}
+
+
+@triton.testing.perf_report(
+    benchmark_of(
+        "lce-forward", "forward", [2048, 8192, 32768], WHO_LOSES, **LARGE
+    )
+)
+def bench_forward(N, features, classes, dtype, mode, provider):
+    """All lines in turns, 7 times, by events of the GPU around a call that
+    begins while it is busy."""
+    if not ON_GPU:
+        return 3 * [float("nan")]  # the interpreter cannot be timed
+    return forward_speeds(N, features, classes, dtype)[provider]
+
+
+# %%
+
+in_percent(bench_forward, "cuBLAS, the product alone")
+
+# %%
+# **What the figure shows.**
+# On the H200 our loss reaches NN TFLOP/s at 2048 tokens, NN at 8192 and NN at
+# 32768. That is NN%, NN% and NN% of the product alone. PyTorch reaches NN, NN
+# and NN TFLOP/s, and Cut Cross-Entropy NN, NN and NN.
+#
+# **Why.**
+# An epilogue computes 32768 powers for a tile whose product takes 4096 steps
+# for each of them. Nothing but two numbers for each 256 logits is written.
+#
+# **What follows.**
+# Who only wants the loss, as for validation, needs none of the logits. Now to
+# the gradients.
+#
+# Keep powers, not logits
+# -----------------------
+#
+# For a chunk of tokens we keep a matrix, because ``lse`` is not known yet.
+# Should we keep its logits?
+#
+# In 16 bits that is a bad idea. A logit of 20 has steps of 0.125 in bfloat16,
+# so it can be off by 0.0625, and its power is off by 6%. If we keep the power
+# itself, relative to the largest one of its tile, it is off by 0.4% at most,
+# whatever the logit was.
+
+z = torch.tensor([20.06, 19.3, 12.7])
+power = (z - z.max()).exp()
+of_logits = (z.bfloat16().float() - z.max()).exp()
+print("powers:              ", [f"{i:.5f}" for i in power.tolist()])
+print("of logits in 16 bits:", [f"{i:.5f}" for i in of_logits.tolist()])
+kept = power.bfloat16().float()
+print("kept in 16 bits:     ", [f"{i:.5f}" for i in kept.tolist()])
+
+# %%
+# PyTorch and the libraries that keep logits round them, and so do we when a
+# model without such a function computes its logits in 16 bits. Here it costs
+# nothing to do better.
+#
+# So this is a chunk: ``scores`` stores the powers of each tile, relative to
+# the tile's own maximum, ``finish`` computes ``lse`` of each token, and a
+# third kernel goes over the matrix once and makes gradients in place. It
+# multiplies each power by :math:`e^{m - lse}`, which is one number for each
+# token and tile, and subtracts what belongs to the target and to label
+# smoothing. Nobody has ever seen this matrix but us, so we may write over it.
+
+
+@triton.jit
+def _gradient(
+    power,  # a tile of powers
+    p,  # of each token: the factor of its powers
+    a,  # what is subtracted at the target
+    e,  # what is subtracted everywhere, times the weight of a class
+    target,
+    name,  # the classes of the columns
+    weight,  # the weights of the columns
+    SMOOTH: tl.constexpr,
+):
+    """The gradient of a tile of logits."""
+    grad = power * p[:, None]
+    if SMOOTH:
+        grad -= e[:, None] * weight[None, :]
+    return grad - tl.where(name[None, :] == target[:, None], a[:, None], 0)
+
+
+# %%
+# The kernel can also find out which *blocks* of 64 tokens and 64 classes have
+# only small gradients. That comes later; until then ``flags_ptr`` is None.
 
 
 @triton.jit
@@ -486,6 +1071,39 @@ def _in_place(
 
 
 # %%
+# Two products, and sums in two halves
+# ------------------------------------
+#
+# Which sums need float32, and where do they lie?
+#
+# ``dx`` of a chunk is a sum over classes, and a program has all of it: the
+# sums stay in registers, in float32, and only the result is rounded. ``dw`` is
+# a sum over tokens, and a chunk has only some of them. If each chunk added its
+# part to a ``dw`` of 16 bits, each addition would round. After many chunks a
+# small part is less than half a unit of what is there already, and is lost.
+#
+# So ``dw`` is summed in float32, which takes 4 bytes a number, and 2 bytes
+# more for the result. We can do with 4 in all. The upper 16 bits of a float32
+# number are a bfloat16 number, and the lower 16 bits are the rest:
+
+number = torch.tensor(3.14159274)
+bits = number.view(torch.int32).item()
+upper, lower = bits >> 16, bits & 0xFFFF
+print(f"bits of {number:.7f}: {bits:08x}, in halves: {upper:04x} {lower:04x}")
+as_bfloat16 = torch.tensor(upper, dtype=torch.int16).view(torch.bfloat16)
+print(f"the upper half as bfloat16: {as_bfloat16:.7f}")
+
+# %%
+# So the upper halves lie in the memory of ``dw``, where the result will be,
+# and the lower halves in a matrix of their own, which is let go at the end.
+# Halves are whole numbers to the kernel that stores them, so this works for
+# float16 just as well. The last chunk does not store sums. It rounds them to
+# the result, once.
+#
+# One kernel computes both products, and all that differs is the layout, as on
+# `A linear layer, both passes <01-linear.html>`_. No number is added
+# atomically: a tile of ``dw`` belongs to one program in each chunk, and chunks
+# come one after the other. So the bits are the same in each run.
 
 
 @triton.jit
@@ -538,7 +1156,7 @@ def _keep_product(
 
 
 @triton.jit
-def _times(
+def _multiply(
     grads_desc,  # gradients of logits, (tokens, classes)
     b_desc,  # (K, N) in tiles of TILE_K and TILE_N
     c_desc,  # (M, N) in halves of a tile: the result; None: only a sum so far
@@ -616,6 +1234,11 @@ def _times(
                 )
 
 
+# %%
+# A bias has a gradient, too, the sum of each column. This kernel adds up the
+# columns of a chunk. It only runs if the bias wants a gradient.
+
+
 @triton.jit
 def _sum_columns(
     grads_desc,  # gradients of logits, (tokens, classes), in ROWS and WIDTH
@@ -640,169 +1263,10 @@ def _sum_columns(
 
 # %%
 
-# %%
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    ignore: int = -100  # the target that does not count
-    reduction: str = "mean"
-    smooth: float = 0.0  # label smoothing
-    recompute: bool = False  # whether dw computes the logits again
-    skip_below: float = 0.0  # gradients that are left out, in whole blocks
-    chunk: int = 0  # tokens of a chunk; 0: as many as the rule says
+# Scaffold: these three kernels, launched.
 
 
 BLOCK = 64  # tokens and classes that are left out together
-TOKENS = 4096  # of a chunk, at least, where dw is summed up
-
-TILES = {
-    # precision: rows, columns, numbers of a step, warps
-    "16 bits": (128, 256, 64, 8),
-    "short sums": (128, 128, 64, 4),
-    "tf32": (128, 128, 32, 8),
-    "ieee": (64, 64, 16, 4),
-    "before H100": (64, 64, 32, 4),
-}
-
-
-def plan(dtype, length, room, blocks=False, short=False):
-    """Tiles of a product: ``room`` is how many bytes of shared memory each
-    number of half a tile needs behind the loop."""
-    precision = "16 bits"
-    if dtype == torch.float32:
-        precision = "ieee"
-        # PyTorch's switch: whether Tensor Cores may cut float32.
-        if torch.backends.cuda.matmul.fp32_precision == "tf32":
-            precision = "tf32"
-    tiles = precision
-    if precision == "16 bits" and short and length < 2048:
-        tiles = "short sums"
-    if precision != "ieee" and SHARED < 200_000:
-        tiles = "before H100"
-    tile_m, tile_n, tile_k, warps = TILES[tiles]
-    stage = (tile_m + tile_n) * tile_k * dtype.itemsize
-    left = SHARED - 1024 - tile_m * tile_n // 2 * room
-    stages = 4
-    if tiles == "short sums":
-        stages = 3  # two programs share an SM
-    return {
-        "TILE_M": tile_m,
-        "TILE_N": tile_n,
-        "TILE_K": tile_k,
-        "GROUP": 8,
-        "STAGES": max(1, min(stages, left // stage)),
-        "STAY": tiles != "short sums" and not blocks,
-        "PRECISION": "tf32" if precision == "tf32" else "ieee",
-        "num_warps": warps,
-    }
-
-
-def descriptor(t, rows, columns):
-    return TensorDescriptor.from_tensor(t, [rows, columns])
-
-
-def programs_of(M, N, tiles):
-    count = triton.cdiv(M, tiles["TILE_M"]) * triton.cdiv(N, tiles["TILE_N"])
-    if tiles["STAY"]:
-        count = min(count, NUM_SMS)
-    return (count,)
-
-
-def plan_scores(x, blocks=False):
-    return plan(x.dtype, x.shape[1], x.itemsize, blocks, short=True)
-
-
-def scores(x, w, bias, weight, options, powers, parts):
-    """The first visit: parts of logsumexp, and the powers, if there is a
-    matrix to keep them."""
-    tokens, features = x.shape
-    classes = w.shape[0]
-    tiles = plan_scores(x)
-    powers_desc = None
-    if powers is not None:
-        powers_desc = descriptor(
-            powers, tiles["TILE_M"], tiles["TILE_N"] // 2
-        )
-    _scores[programs_of(tokens, classes, tiles)](
-        x_desc=descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
-        w_desc=descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
-        out_desc=powers_desc,
-        parts_ptr=parts,
-        rows_ptr=None,
-        target_ptr=None,
-        bias_ptr=bias,
-        weight_ptr=weight,
-        flags_ptr=None,
-        tokens=tokens,
-        classes=classes,
-        features=features,
-        first_class=0,
-        batch=0,
-        flags_step=0,
-        SMOOTH=options.smooth > 0,
-        KNOWN=False,
-        BLOCK=BLOCK,
-        **tiles,
-    )
-
-
-def scores_again(x, w, bias, weight, options, grads, rows, target, first, flags):
-    """The second visit: gradients of the logits of some classes."""
-    tokens, features = x.shape
-    classes = w.shape[0]
-    tiles = plan_scores(x, flags is not None)
-    _scores[programs_of(tokens, classes, tiles)](
-        x_desc=descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
-        w_desc=descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
-        out_desc=descriptor(grads, tiles["TILE_M"], tiles["TILE_N"] // 2),
-        parts_ptr=None,
-        rows_ptr=rows,
-        target_ptr=target,
-        bias_ptr=bias,
-        weight_ptr=weight,
-        flags_ptr=flags,
-        tokens=tokens,
-        classes=classes,
-        features=features,
-        first_class=first,
-        batch=rows.stride(0),
-        flags_step=0 if flags is None else flags.stride(0),
-        SMOOTH=options.smooth > 0,
-        KNOWN=True,
-        BLOCK=BLOCK,
-        **tiles,
-    )
-
-
-def finish(parts, x, w, bias, weight, all_weights, target, rows, options):
-    """Put the parts together: six numbers of each token."""
-    tokens, features = x.shape
-    tile_n = plan_scores(x)["TILE_N"]
-    _finish[(triton.cdiv(tokens, 16),)](
-        parts_ptr=parts,
-        x_ptr=x,
-        w_ptr=w,
-        bias_ptr=bias,
-        weight_ptr=weight,
-        all_weights_ptr=all_weights,
-        target_ptr=target,
-        rows_ptr=rows,
-        tokens=tokens,
-        classes=w.shape[0],
-        features=features,
-        columns=triton.cdiv(w.shape[0], tile_n),
-        x_step=x.stride(0),
-        w_step=w.stride(0),
-        batch=rows.stride(0),
-        ignore=options.ignore,
-        smooth=options.smooth,
-        SMOOTH=options.smooth > 0,
-        ROWS=16,
-        PARTS=64,
-        FEATURES=256,
-        num_warps=4,
-    )
 
 
 def in_place(grads, parts, x, rows, target, weight, flags, options):
@@ -844,7 +1308,7 @@ def blocks_wanted(flags, tile, transposed):
     return order.int(), wanted.sum(dim=1, dtype=torch.int32)
 
 
-def times(
+def multiply(
     grads, b, out, transposed, sums=None, first=True, scale=None, flags=None
 ):
     """out = grads @ b, or grads.T @ b, and what was summed before if it is
@@ -863,7 +1327,7 @@ def times(
         # The number of a block is loaded two steps before its tiles are.
         tiles["STAGES"] += 2
     half = tile_m, tile_n // 2
-    _times[programs_of(M, N, tiles)](
+    _multiply[programs_of(M, N, tiles)](
         grads_desc=descriptor(grads, *grads_tile),
         b_desc=descriptor(b, tile_k, tile_n),
         c_desc=None if out is None else descriptor(out, *half),
@@ -899,6 +1363,25 @@ def sum_columns(grads, sums, first):
 
 
 # %%
+# How long is a chunk?
+# --------------------
+#
+# Long chunks need memory, and short ones have two faults.
+#
+# - **Sums are read and written for each chunk.** With ``dw`` of 4096 × 128256
+#   numbers these are 4.2 GB, which take 0.9 ms at 4.8 TB/s. The three products
+#   of 4096 tokens take 17 ms at 750 TFLOP/s, and those of 1024 tokens take 4.3
+#   ms.
+# - **Few tokens make few tiles.** ``dx`` of a chunk has a tile of 128 × 256
+#   for each 128 tokens and 256 features. With 4096 features and 1024 tokens
+#   there are 128 tiles for the 132 SMs of an H200. With 768 features it takes
+#   5632 tokens for as many.
+#
+# So a chunk has as many tokens as give work to all SMs, or a multiple of that,
+# so that there are 4096 at least where sums are read and written.
+
+
+LEAST = 4096  # tokens of a chunk if dw is summed up over chunks
 
 
 def one_round(features, dtype):
@@ -909,10 +1392,47 @@ def one_round(features, dtype):
     return tiles["TILE_M"] * max(1, NUM_SMS // columns)
 
 
-def strip_of(features, dtype):
-    """Classes of a strip."""
-    most = min(one_round(features, dtype), 2 * TOKENS)
-    return triton.cdiv(most, 2 * BLOCK) * 2 * BLOCK
+def chunk_of(tokens, features, dtype, summed):
+    """Tokens of a chunk. All chunks are about as long."""
+    most = one_round(features, dtype)
+    if summed:
+        most *= triton.cdiv(LEAST, most)
+    most = min(most, 2 * LEAST)
+    length = triton.cdiv(tokens, triton.cdiv(tokens, most))
+    step = 2 * BLOCK
+    return triton.cdiv(length, step) * step
+
+
+for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
+    chunk = chunk_of(tokens, features, torch.bfloat16, summed=True)
+    print(f"{tokens} tokens of {features} features: chunks of {chunk}")
+
+# %%
+# (Without a GPU there are four SMs, so the printed chunks are those of another
+# machine than an H200, which has chunks of 4096, 2560 and 5504 tokens.)
+#
+# What is kept for the backward pass?
+# -----------------------------------
+#
+# The gradients have to be computed where the powers are, and that is in the
+# forward pass. But the gradient ``g`` of the loss only arrives in the backward
+# pass. Does that matter?
+#
+# Every gradient is proportional to ``g``. So the forward pass computes all of
+# them for ``g`` = 1, and the backward pass multiplies. There are two
+# subtleties:
+#
+# - The mean over 32768 tokens divides everything by 32768. In float16 such
+#   small numbers lose their digits, and somebody who trains in float16 sends a
+#   large ``g`` to make up for that. So we do not divide before ``g`` is there.
+#   The sums of ``dw`` stay in float32 until then: the last chunk waits for the
+#   backward pass with its product, which multiplies by ``g`` and rounds once.
+# - With ``reduction="none"`` each token has a ``g`` of its own. Then ``dx`` of
+#   a token can still be multiplied later, but ``dw`` is a sum over tokens, and
+#   cannot. So for that we need the other design.
+#
+# ``forward`` below does all that the forward pass does for gradients.
+# ``wants`` says which of them somebody wants.
 
 
 def in_halves(dw, low):
@@ -920,17 +1440,6 @@ def in_halves(dw, low):
     if low is None:
         return dw, None
     return dw.view(torch.int16), low
-
-
-def chunk_of(tokens, features, dtype, summed):
-    """Tokens of a chunk. All chunks are about as long."""
-    most = one_round(features, dtype)
-    if summed:
-        most *= triton.cdiv(TOKENS, most)
-    most = min(most, 2 * TOKENS)
-    length = triton.cdiv(tokens, triton.cdiv(tokens, most))
-    step = 2 * BLOCK
-    return triton.cdiv(length, step) * step
 
 
 class Step:
@@ -1010,17 +1519,22 @@ def forward(x, w, bias, weight, target, options, wants):
             options,
         )  # fmt: skip
         if wants_dx:
-            times(grads_some, w, step.dx[some], False, flags=flags)
+            multiply(grads_some, w, step.dx[some], False, flags=flags)
         if summed_db:
             sum_columns(grads_some, step.db, first=start == 0)
         if summed and some.stop < tokens:
-            times(
+            multiply(
                 grads_some, x_some, None, True, sums, start == 0, flags=flags
             )
         step.first = start
     if summed:
         step.grads = grads[: tokens - step.first]
     return step
+
+
+# %%
+# And this is what the backward pass does for ``dw``, with ``scale`` for ``g``,
+# divided by the number of tokens if the reduction is a mean.
 
 
 def last_of_dw(step, x, w, scale):
@@ -1034,11 +1548,186 @@ def last_of_dw(step, x, w, scale):
     flags = step.flags
     if flags is not None:
         flags = flags[step.first // BLOCK :]
-    times(
+    multiply(
         step.grads, x[step.first :], dw, True, sums, sums is None, scale,
         flags,
     )  # fmt: skip
     return dw
+
+
+# %%
+# Or compute the logits again
+# ---------------------------
+#
+# What if 1 GB for the lower halves of sums, and 1 GB for a chunk, is too much?
+#
+# When the forward pass is over, ``lse`` of each token is known. From then on
+# the gradient of any logit can be computed from a row of ``x`` and a row of
+# ``w``, at any time and in any order. `A gate between two products
+# <02-swiglu.html>`_ computes again what is cheap, and this is not cheap, but
+# it needs no memory.
+#
+# So with ``recompute=True`` the forward pass computes ``lse`` and ``dx`` in
+# chunks of tokens. They can be short now, because there are no sums of ``dw``.
+# The backward pass takes *strips*, of 1024 classes and all tokens. It computes
+# the gradients of their logits, and multiplies. A strip of ``dw`` is done
+# then, in one product and with one rounding. With 32768 tokens a strip takes
+# 67 MB.
+#
+# The kernel is the one from above with another epilogue, which knows ``lse``
+# and stores gradients.
+
+
+@triton.jit
+def _keep_gradients(
+    sums,  # a tile of products
+    row,
+    column,
+    grads_desc,  # (tokens, classes) in halves of a tile
+    rows_ptr,  # (6, tokens), of _finish
+    target_ptr,  # (tokens,)
+    bias_ptr,
+    weight_ptr,
+    tokens,
+    classes,
+    first_class,  # the number of the first one
+    SMOOTH: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Store the gradients of a tile of logits, now that lse is known."""
+    token = row + tl.arange(0, TILE_M)
+    mask = token < tokens
+    rows_ptr += token
+    step = tl.cast(tokens, tl.int64)
+    lse = tl.load(rows_ptr + 2 * step, mask=mask, other=0)
+    p = tl.load(rows_ptr + 3 * step, mask=mask, other=0)
+    a = tl.load(rows_ptr + 4 * step, mask=mask, other=0)
+    e = tl.load(rows_ptr + 5 * step, mask=mask, other=0)
+    target = tl.load(target_ptr + token, mask=mask, other=-1) - first_class
+    pieces = _halves(sums)
+    width: tl.constexpr = TILE_N // 2
+    for i in tl.static_range(2):
+        name = column + i * width + tl.arange(0, width)
+        logit = _logits(pieces[i], bias_ptr, name, classes)
+        power = tl.exp2((logit - lse[:, None]) * LOG2E)
+        weight = _weights(weight_ptr, name, classes)
+        grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
+        grad = grad.to(grads_desc.dtype)
+        grads_desc.store([row, column + i * width], grad)
+
+
+@triton.jit
+def _scores_again(
+    x_desc,  # (tokens, features) in tiles of TILE_M and TILE_K
+    w_desc,  # (classes, features) in tiles of TILE_N and TILE_K
+    grads_desc,  # New: (tokens, classes) in halves of a tile
+    rows_ptr,  # New: (6, tokens), of _finish
+    target_ptr,  # New: (tokens,)
+    bias_ptr,
+    weight_ptr,
+    flags_ptr,  # New: (blocks of tokens, blocks of classes), or None: all
+    tokens,
+    classes,  # of the strip
+    features,
+    first_class,  # New: the number of our first class
+    flags_step,  # New: from a row of flags to the next
+    SMOOTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # New: tokens and classes of a flag
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    STAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tl.assume(features > 0)
+    rows = tl.cdiv(tokens, TILE_M)
+    columns = tl.cdiv(classes, TILE_N)
+    for work in tl.range(
+        tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
+    ):
+        row, column = _place(work, rows, columns, GROUP)
+        row *= TILE_M
+        column *= TILE_N
+        end = features
+        if flags_ptr is not None:
+            # New: if no block of this tile is wanted, it has no steps.
+            i = row // BLOCK + tl.arange(0, TILE_M // BLOCK)
+            j = column // BLOCK + tl.arange(0, TILE_N // BLOCK)
+            inside = i[:, None] < tl.cdiv(tokens, BLOCK)
+            inside &= j[None, :] < tl.cdiv(classes, BLOCK)
+            at = flags_ptr + i.to(tl.int64)[:, None] * flags_step + j[None, :]
+            wanted = tl.load(at, mask=inside, other=0).to(tl.int32)
+            any_wanted = tl.max(tl.max(wanted, axis=1), axis=0) > 0
+            end = tl.where(any_wanted, features, 0)
+
+        sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for k in tl.range(0, end, TILE_K, num_stages=STAGES):
+            x = x_desc.load([row, k])
+            w = w_desc.load([column, k])
+            sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
+
+        # Nobody reads a block that is not wanted, so it need not be stored.
+        if end > 0:
+            _keep_gradients(
+                sums=sums,
+                row=row,
+                column=column,
+                grads_desc=grads_desc,
+                rows_ptr=rows_ptr,
+                target_ptr=target_ptr,
+                bias_ptr=bias_ptr,
+                weight_ptr=weight_ptr,
+                tokens=tokens,
+                classes=classes,
+                first_class=first_class,
+                SMOOTH=SMOOTH,
+                TILE_M=TILE_M,
+                TILE_N=TILE_N,
+            )
+
+
+# %%
+
+# Scaffold: the second visit, launched, and strips.
+
+
+def scores_again(
+    x, w, bias, weight, options, grads, rows, target, first, flags
+):
+    """The second visit: gradients of the logits of some classes."""
+    tokens, features = x.shape
+    classes = w.shape[0]
+    tiles = plan_scores(x, flags is not None)
+    _scores_again[programs_of(tokens, classes, tiles)](
+        x_desc=descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
+        w_desc=descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
+        grads_desc=descriptor(grads, tiles["TILE_M"], tiles["TILE_N"] // 2),
+        rows_ptr=rows,
+        target_ptr=target,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        flags_ptr=flags,
+        tokens=tokens,
+        classes=classes,
+        features=features,
+        first_class=first,
+        flags_step=0 if flags is None else flags.stride(0),
+        SMOOTH=options.smooth > 0,
+        BLOCK=BLOCK,
+        **tiles,
+    )
+
+
+def strip_of(features, dtype):
+    """Classes of a strip."""
+    most = min(one_round(features, dtype), 2 * LEAST)
+    return triton.cdiv(most, 2 * BLOCK) * 2 * BLOCK
+
+
+# %%
 
 
 def in_strips(
@@ -1073,7 +1762,7 @@ def in_strips(
             flags_some,
         )
         if wants[1]:
-            times(
+            multiply(
                 grads_some, x, dw[some], True, scale=scale, flags=flags_some
             )
         if wants[2]:
@@ -1082,6 +1771,59 @@ def in_strips(
 
 
 # %%
+# What is too small to matter?
+# ----------------------------
+#
+# A trained model is sure about most tokens. Then nearly all of its gradients
+# of logits are tiny. May we leave them out?
+#
+# Cut Cross-Entropy does so by default: it leaves out each tile whose gradients
+# are all below :math:`2^{-12}` in bfloat16. What does a token lose? If all
+# 128256 probabilities were the same, each would be 0.0000078, far below
+# :math:`2^{-12} = 0.00024`. So nearly everything would be left out, and the
+# gradient would consist of the targets.
+#
+# We want a threshold with a promise. Let :math:`u` be half a unit of the
+# 16-bit type: :math:`2^{-8}` for bfloat16. Whoever rounds a gradient to 16
+# bits has an error of up to :math:`u` of it. The probabilities of a token add
+# up to 1, so all of these errors together are worth :math:`u`. If we leave out
+# classes whose gradients are below :math:`u / N`, with :math:`N` classes, then
+# a token loses at most :math:`N \cdot u / N = u`. So what is left out is no
+# more than what rounding costs anyway.
+#
+# And what does a class lose? At most :math:`u / N` of each token, which for
+# 32768 tokens and 128256 classes is :math:`u / 4` of one token. If a class is
+# the target of a token, that is nothing beside it. But a class that is
+# nobody's target has only small gradients. They may all be left out, and then
+# its gradient is 0 and not small. An optimizer like Adam divides by the size
+# of a gradient, so to it, small is as good as large, and 0 is not. So we leave
+# nothing out unless we are told to.
+
+
+def unnoticed(dtype, classes):
+    """Gradients of logits below this cost no more than rounding does."""
+    return torch.finfo(dtype).eps / 2 / classes
+
+
+print(f"for 128256 classes: {unnoticed(torch.bfloat16, 128256):.1e}")
+
+# %%
+# ``skip_below`` takes such a number. ``_in_place`` finds the blocks of 64
+# tokens and 64 classes in which nothing is as large, and ``blocks_wanted``
+# makes lists of all others, a list for each row of tiles of a product.
+# ``_multiply`` then takes one block of its list after the other. And
+# ``_scores_again`` does not compute a tile that no list has. All of this is in
+# the code above. What can never be left out is the first product, because
+# nobody knows what is small before it has been computed.
+#
+# Into autograd
+# -------------
+#
+# The rest is bookkeeping. Two things are worth a look. The first backward pass
+# takes what the forward pass has left, and writes ``dw`` over its sums. If
+# somebody asks for a second backward pass with ``retain_graph``, everything is
+# computed again. And where all tokens are ignored, the mean is 0 / 0: PyTorch
+# returns NaN for the loss, and gradients of 0, and so do we.
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -1157,6 +1899,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 db = db * scale
             db = db.to(bias.dtype)
         return dx, dw, db, None, None, None
+
+
+# %%
+# The function takes what PyTorch's ``F.linear_cross_entropy`` takes, which is
+# new in version 2.13, for targets that are classes. A matrix whose rows do not
+# begin at multiples of 16 bytes is copied first, and so is one that lies
+# transposed.
+
+# %%
+
+# Scaffold: layouts, and which arguments are taken.
 
 
 def for_descriptors(t):
@@ -1267,6 +2020,9 @@ def check_arguments(
             )
 
 
+# %%
+
+
 def linear_cross_entropy(
     input,
     linear_weight,
@@ -1316,3 +2072,724 @@ def linear_cross_entropy(
     if reduction == "none":
         loss = loss.reshape(target.shape)
     return loss
+
+
+# %%
+# Is it right? We compare each number with PyTorch in float64. What we allow is
+# a share of the largest number of each result, because powers and gradients
+# were rounded to 16 bits before they were multiplied.
+
+
+def check(tokens, features, classes, dtype=torch.float16, **options):
+    """The largest error of loss, dx, dw and db, compared with float64."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features, device=DEVICE).to(dtype)
+    w = torch.randn(classes, features, device=DEVICE) * features**-0.5
+    bias = torch.randn(classes, device=DEVICE).to(dtype)
+    target = torch.randint(classes, (tokens,), device=DEVICE)
+    target[::5] = -100
+    ours = [t.clone().requires_grad_() for t in (x, w.to(dtype), bias)]
+    exact = [t.detach().double().requires_grad_() for t in ours]
+
+    loss = linear_cross_entropy(
+        ours[0], ours[1], target, linear_bias=ours[2], **options
+    )
+    g = torch.randn(loss.shape, device=DEVICE).to(dtype)
+    loss.backward(g)
+    kept = ("reduction", "label_smoothing")
+    options = {name: options[name] for name in kept if name in options}
+    expected = F.cross_entropy(F.linear(*exact), target, **options)
+    expected.backward(g.double())
+
+    pairs = [(loss, expected)]
+    pairs += [(t.grad, e.grad) for t, e in zip(ours, exact, strict=True)]
+    errors = [((t - e).abs().max() / e.abs().max()).item() for t, e in pairs]
+    for name, error in zip(("loss", "dx", "dw", "db"), errors, strict=True):
+        assert error < 0.01, f"{name} is off by {error:.1%}"
+    print("errors below 1%:", " ".join(f"{error:.2%}" for error in errors))
+
+
+check(tokens=70, features=40, classes=300)
+check(tokens=150, features=77, classes=203, recompute=True)
+check(tokens=70, features=40, classes=99, reduction="none")
+check(70, 40, 99, torch.bfloat16, reduction="sum", label_smoothing=0.1)
+check(70, 40, 300, skip_below=unnoticed(torch.float16, 300))
+
+# %%
+# How fast is a step?
+# -------------------
+#
+# Now the loss and both gradients. We give everybody credit for three products,
+# whether they compute three or four. PyTorch writes all logits, Liger takes
+# chunks of tokens, with sums in bfloat16 by default and in float32 if it is
+# told to, and Cut Cross-Entropy leaves out what it thinks is too small.
+# ``torch.compile`` may choose three times, and the best counts. PyTorch's own
+# ``F.linear_cross_entropy`` is missing where the page was recorded: it came
+# with PyTorch 2.13, and that was PyTorch 2.11. The dashed line is cuBLAS with
+# the three products alone.
+
+# %%
+
+# Scaffold: both passes, speed and memory, four benchmarks.
+
+
+def step_of(function, x, w, target):
+    """Both passes, as a call."""
+    return lambda: torch.autograd.grad(function(x, w, target), (x, w))
+
+
+def recomputing(x, w, target):
+    return linear_cross_entropy(x, w, target, recompute=True)
+
+
+OURS = {"triton": linear_cross_entropy, "recompute": recomputing}
+STEPS = {
+    "triton": "Triton",
+    "recompute": "recompute=True",
+    "torch": "PyTorch",
+    "torch.compile": "torch.compile",
+    **NAMES,
+    "cublas": "cuBLAS, products alone",
+}
+FUNCTIONS = OURS | {"torch": pytorch} | OTHERS
+
+
+def memory_of(call):
+    """The most GB that tensors of a call take at a time, beyond its inputs."""
+    call()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+@functools.cache
+def of_steps(tokens, features, classes, dtype):
+    """Name -> TFLOP/s: median, low, high; and name -> GB."""
+    x, w, target = inputs(tokens, features, classes, dtype)
+    operations = 6 * tokens * features * classes
+    memory = {}
+    calls = {}
+    for name, function in FUNCTIONS.items():
+        calls[name] = step_of(function, x, w, target)
+        memory[name] = memory_of(calls[name])
+
+    def measure(function):
+        call = step_of(function, x, w, target)
+        memory["torch.compile"] = memory_of(call)
+        return tflops(operations, {"": call}, times=5)[""]
+
+    compiled = best_of_three_compilations(pytorch, measure)
+
+    def products():
+        with torch.no_grad():
+            z = x @ w.T
+            return z @ w, z.T @ x
+
+    calls["cublas"] = products
+    found = tflops(operations, calls, times=5)
+    return found | {"torch.compile": compiled}, memory
+
+
+BOTH = "forward and backward"
+SMALL = {"features": 768, "classes": 32000}
+WITH_MEMORY = {name: STEPS[name] for name in STEPS if name != "cublas"}
+
+
+@triton.testing.perf_report(
+    benchmark_of("lce-step", BOTH, [2048, 8192, 32768], STEPS, **LARGE)
+)
+def bench_step(N, features, classes, dtype, mode, provider):
+    """All lines in turns, 5 times, by events of the GPU around a step that
+    begins while it is busy; TFLOP/s of three products. torch.compile: the best
+    of three compilations, each on its own."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return of_steps(N, features, classes, dtype)[0][provider]
+
+
+@triton.testing.perf_report(
+    benchmark_of(
+        "lce-memory",
+        BOTH,
+        [2048, 8192, 32768],
+        WITH_MEMORY,
+        "GB of memory",
+        **LARGE,
+    )
+)
+def bench_memory(N, features, classes, dtype, mode, provider):
+    """The most that tensors of a step take at a time, beyond its inputs, by
+    torch.cuda.max_memory_allocated; both gradients are part of it."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return 3 * [of_steps(N, features, classes, dtype)[1][provider]]
+
+
+@triton.testing.perf_report(
+    benchmark_of("lce-step-small", BOTH, [4096, 16384], STEPS, **SMALL)
+)
+def bench_small(N, features, classes, dtype, mode, provider):
+    """All lines in turns, 5 times, by events of the GPU around a step that
+    begins while it is busy; TFLOP/s of three products. torch.compile: the best
+    of three compilations, each on its own."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return of_steps(N, features, classes, dtype)[0][provider]
+
+
+@triton.testing.perf_report(
+    benchmark_of(
+        "lce-memory-small",
+        BOTH,
+        [4096, 16384],
+        WITH_MEMORY,
+        "GB of memory",
+        **SMALL,
+    )
+)
+def bench_small_memory(N, features, classes, dtype, mode, provider):
+    """The most that tensors of a step take at a time, beyond its inputs, by
+    torch.cuda.max_memory_allocated; both gradients are part of it."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return 3 * [of_steps(N, features, classes, dtype)[1][provider]]
+
+
+# %%
+
+# Scaffold: torch.compile at its best.
+
+
+def best_of_three_compilations(function, measure):
+    """The best of what measure(compiled function) returns.
+
+    torch.compile tries several forms of a kernel and keeps the fastest. Which
+    one that is can depend on luck, so it chooses three times.
+    """
+    # A choice is not kept on disk, nor in memory.
+    torch._inductor.config.autotune_local_cache = False
+    # We run a backward pass many times, so torch.compile must not reuse the
+    # memory of what the forward pass saved for it.
+    torch._functorch.config.donated_buffer = False
+    results = []
+    for _ in range(3):
+        torch._dynamo.reset()
+        torch._inductor.utils.clear_caches()
+        results.append(measure(torch.compile(function, dynamic=False)))
+    return max(results)
+
+
+# %%
+
+in_percent(bench_step, "PyTorch")
+
+# %%
+
+bench_memory.run(show_plots=ON_GPU)
+
+# %%
+# **What both figures show.**
+# On the H200, with 32768 tokens, a step reaches NN TFLOP/s by default and NN
+# with ``recompute=True``, PyTorch reaches NN, torch.compile NN, Liger NN, and
+# Cut Cross-Entropy NN. That is NN and NN times the speed of PyTorch. With 2048
+# tokens it is NN and NN times.
+#
+# Beyond its inputs a step with 32768 tokens takes NN GB by default and NN GB
+# with ``recompute=True``. PyTorch takes NN GB, torch.compile NN GB, Liger NN
+# GB with sums in bfloat16 and NN GB with sums in float32, and Cut
+# Cross-Entropy NN GB. The gradients alone are 1.32 GB of that.
+#
+# **Why.**
+# By default we compute what PyTorch computes, and save most of its passes over
+# the logits. Four products cannot take less than four thirds of the time of
+# three, so recomputing is slower wherever products are what takes the time.
+#
+# Of the memory, 1.05 GB are the lower halves of sums, and up to 1.05 GB the
+# gradients of a chunk. With ``recompute=True`` there is a strip of 67 MB in
+# their place. Cut Cross-Entropy needs the gradients and hardly anything else:
+# it adds up in their memory, in 16 bits, under locks.
+#
+# **What follows.**
+# We had two aims: at most 1.1 times the time of PyTorch, and at most the
+# memory of the most frugal library. As we had seen by arithmetic, no design of
+# ours has both. The default meets the first one, with a tenth of PyTorch's
+# memory. ``recompute=True`` comes to within 5% of the second.
+#
+# A small model
+# -------------
+#
+# A small GPT has 768 features and a vocabulary of 32000. Its products are
+# short, so everything else counts for more.
+
+# %%
+
+in_percent(bench_small, "PyTorch")
+
+# %%
+
+bench_small_memory.run(show_plots=ON_GPU)
+
+# %%
+# **What both figures show.**
+# On the H200, with 16384 tokens, a step reaches NN TFLOP/s by default and NN
+# with ``recompute=True``. PyTorch reaches NN, torch.compile NN, Liger NN, and
+# Cut Cross-Entropy NN. By default we take NN GB, PyTorch NN GB, Liger NN GB
+# and Cut Cross-Entropy NN GB.
+#
+# **Why.**
+# A product of 16384 × 768 × 32000 takes 1.1 ms at 750 TFLOP/s, and a pass over
+# the logits, which have 1.05 GB, takes 0.2 ms. PyTorch has nine of them. We
+# write the powers, read them and write gradients, and read these twice, beside
+# the products.
+#
+# How fast are the products?
+# --------------------------
+#
+# Here is each kernel of a chunk of 4096 tokens, beside cuBLAS with the same
+# product. ``scores`` also computes powers and stores them, and ``dw`` adds to
+# sums in two halves.
+
+# %%
+
+# Scaffold: the products of a chunk, a benchmark.
+
+
+@functools.cache
+def product_speeds(tokens, features, classes, dtype):
+    x, w, target = (t.detach() for t in inputs(tokens, features, classes))
+    like = {"dtype": dtype, "device": DEVICE}
+    grads = padded(tokens, classes, **like)
+    rows = torch.empty(6, tokens, device=DEVICE)
+    parts = torch.empty(tokens * classes // 32, device=DEVICE)
+    dx = padded(tokens, features, **like)
+    dw = padded(classes, features, **like)
+    sums = in_halves(dw, padded(classes, features, torch.int16, DEVICE))
+    options = Options()
+    scores(x, w, None, None, options, grads, parts)
+    finish(parts, x, w, None, None, None, target, rows, options)
+    in_place(grads, parts, x, rows, target, None, None, options)
+    multiply(grads, x, None, True, sums, first=True)
+    powers = torch.empty_like(grads)
+    calls = {
+        "scores": lambda: scores(x, w, None, None, options, powers, parts),
+        "scores cublas": lambda: torch.mm(x, w.T),
+        "dx": lambda: multiply(grads, w, dx, False),
+        "dx cublas": lambda: torch.mm(grads, w),
+        "dw": lambda: multiply(grads, x, None, True, sums, first=False),
+        "dw cublas": lambda: torch.mm(grads.T, x),
+    }
+    return tflops(2 * tokens * features * classes, calls)
+
+
+PRODUCTS = {
+    "scores": "scores",
+    "scores cublas": "scores, cuBLAS",
+    "dx": "dx",
+    "dx cublas": "dx, cuBLAS",
+    "dw": "dw",
+    "dw cublas": "dw, cuBLAS",
+}
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[16384, 32000, 65536, 128256],
+        x_log=True,
+        xlabel="N (classes)",
+        line_arg="provider",
+        line_vals=list(PRODUCTS),
+        line_names=list(PRODUCTS.values()),
+        ylabel="TFLOP/s",
+        plot_name="lce-products",
+        args={
+            "M": 4096,
+            "features": 4096,
+            "dtype": torch.bfloat16,
+            "mode": BOTH,
+        },
+    )
+)
+def bench_products(N, M, features, dtype, mode, provider):
+    """All lines in turns, 7 times, by events of the GPU around a call that
+    begins while it is busy."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return product_speeds(M, features, N, dtype)[provider]
+
+
+# %%
+
+bench_products.run(show_plots=ON_GPU)
+
+# %%
+# **What the figure shows.**
+# On the H200, with 128256 classes, ``scores`` reaches NN% of cuBLAS, ``dx``
+# NN% and ``dw`` NN%. With 32000 classes it is NN%, NN% and NN%.
+#
+# **Why.**
+# Behind each tile of ``scores`` stand 32768 powers, which the Tensor Cores
+# wait for. Each tile of ``dw`` reads its old sums and writes new ones, 256 KB
+# in all, while its product reads 6 MB, which mostly come from L2. ``dx`` has
+# nothing to do beside its product.
+#
+# How long should a chunk be?
+# ---------------------------
+#
+# We try chunks of other lengths, with 32768 tokens.
+
+# %%
+
+# Scaffold: chunks of many lengths, a benchmark.
+
+
+def in_chunks(chunk, recompute):
+    options = Options(chunk=chunk, recompute=recompute)
+
+    def function(x, w, target):
+        return _LinearCrossEntropy.apply(x, w, None, target, None, options)
+
+    return function
+
+
+CHUNKS = [1024, 2048, 4096, 8192, 16384]
+
+
+@functools.cache
+def chunk_speeds(tokens, features, classes, dtype):
+    given = inputs(tokens, features, classes, dtype)
+    calls = {
+        (chunk, recompute): step_of(in_chunks(chunk, recompute), *given)
+        for chunk in CHUNKS
+        for recompute in (False, True)
+    }
+    memory = {name: memory_of(call) for name, call in calls.items()}
+    operations = 6 * tokens * features * classes
+    return tflops(operations, calls, times=3), memory
+
+
+CHUNK_LINES = {"triton": "Triton", "recompute": "recompute=True"}
+
+
+def benchmark_of_chunks(plot_name, unit):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=CHUNKS,
+        x_log=True,
+        xlabel="N (tokens of a chunk)",
+        line_arg="provider",
+        line_vals=list(CHUNK_LINES),
+        line_names=list(CHUNK_LINES.values()),
+        ylabel=unit,
+        plot_name=plot_name,
+        args={
+            "M": 32768,
+            "dtype": torch.bfloat16,
+            "mode": BOTH,
+            **LARGE,
+        },
+    )
+
+
+@triton.testing.perf_report(benchmark_of_chunks("lce-chunks", "TFLOP/s"))
+def bench_chunks(N, M, features, classes, dtype, mode, provider):
+    """All lengths in turns, 3 times, by events of the GPU around a step that
+    begins while it is busy; TFLOP/s of three products."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    found, _ = chunk_speeds(M, features, classes, dtype)
+    return found[N, provider == "recompute"]
+
+
+@triton.testing.perf_report(
+    benchmark_of_chunks("lce-chunks-memory", "GB of memory")
+)
+def bench_chunks_memory(N, M, features, classes, dtype, mode, provider):
+    """The most that tensors of a step take at a time, beyond its inputs, by
+    torch.cuda.max_memory_allocated; both gradients are part of it."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    _, memory = chunk_speeds(M, features, classes, dtype)
+    return 3 * [memory[N, provider == "recompute"]]
+
+
+# %%
+
+bench_chunks.run(show_plots=ON_GPU)
+
+# %%
+
+bench_chunks_memory.run(show_plots=ON_GPU)
+
+# %%
+# **What both figures show.**
+# On the H200, by default, chunks of 1024 tokens reach NN TFLOP/s, those of
+# 4096 reach NN, and those of 16384 reach NN. They take NN, NN and NN GB. With
+# ``recompute=True`` it is NN, NN and NN TFLOP/s, and NN, NN and NN GB.
+#
+# **Why.**
+# The sums of ``dw`` are read and written once for each chunk, and 32 chunks
+# read and write them 32 times. With ``recompute=True`` there are no such sums,
+# so short chunks cost little, and what the chunk of the forward pass takes is
+# gone before the backward pass makes ``dw``.
+#
+# Leaving out what is small
+# -------------------------
+#
+# Whether there is anything to leave out depends on how sharp the distribution
+# is. Words of a language are: by *Zipf's law*, the second most frequent word
+# comes about half as often as the first one, and the tenth a tenth as often.
+# So we add a bias of :math:`-s \log(r)` to the logit of the class with the
+# rank :math:`r`. With :math:`s` = 1 the probabilities follow Zipf's law, with
+# larger :math:`s` they are sharper, as those of a model that has learned.
+# Targets are drawn from the same distribution.
+
+# %%
+
+# Scaffold: what is left out, and what that costs, two benchmarks.
+
+KEPT = {
+    "triton": 0.0,
+    "unnoticed": unnoticed(torch.bfloat16, CLASSES),
+    "as cce": 2.0**-12,
+}
+KEPT_NAMES = {
+    "triton": "nothing left out",
+    "unnoticed": "below rounding",
+    "as cce": "below 2**-12",
+}
+STEEP = [1.0, 1.5, 2.0, 2.5, 3.0]
+
+
+@functools.cache
+def of_skipping(steep, tokens, features, classes, dtype):
+    """Name -> TFLOP/s; and name -> relative error of dw."""
+    x, w, _ = inputs(tokens, features, classes, dtype)
+    rank = torch.arange(1, classes + 1, device=DEVICE)
+    bias = (-steep * rank.log()).to(dtype)
+    target = torch.multinomial(
+        bias.float().softmax(dim=0), tokens, replacement=True
+    )
+    calls = {}
+    results = {}
+    for name, skip_below in KEPT.items():
+        function = functools.partial(
+            linear_cross_entropy, linear_bias=bias, skip_below=skip_below
+        )
+        calls[name] = step_of(function, x, w, target)
+        results[name] = calls[name]()
+    errors = {}
+    whole = results["triton"]
+    for name, grads in results.items():
+        errors[name] = max(
+            ((ours - exact).float().norm() / exact.float().norm()).item()
+            for ours, exact in zip(grads, whole, strict=True)
+        )
+    operations = 6 * tokens * features * classes
+    return tflops(operations, calls, times=5), errors
+
+
+def benchmark_of_skipping(plot_name, unit, lines):
+    return triton.testing.Benchmark(
+        x_names=["s"],
+        x_vals=STEEP,
+        xlabel="s (how sharp)",
+        line_arg="provider",
+        line_vals=lines,
+        line_names=[KEPT_NAMES[name] for name in lines],
+        ylabel=unit,
+        plot_name=plot_name,
+        args={
+            "M": 8192,
+            "dtype": torch.bfloat16,
+            "mode": BOTH,
+            **LARGE,
+        },
+    )
+
+
+@triton.testing.perf_report(
+    benchmark_of_skipping("lce-skipping", "TFLOP/s", list(KEPT))
+)
+def bench_skipping(s, M, features, classes, dtype, mode, provider):
+    """All lines in turns, 5 times, by events of the GPU around a step that
+    begins while it is busy; TFLOP/s of three products, whether they were
+    computed or left out."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return of_skipping(s, M, features, classes, dtype)[0][provider]
+
+
+@triton.testing.perf_report(
+    benchmark_of_skipping(
+        "lce-skipping-error", "relative error", list(KEPT)[1:]
+    )
+)
+def bench_skipping_error(s, M, features, classes, dtype, mode, provider):
+    """How far dx or dw, the worse of both, is from what it is when nothing is
+    left out, in norm."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return 3 * [of_skipping(s, M, features, classes, dtype)[1][provider]]
+
+
+# %%
+
+bench_skipping.run(show_plots=ON_GPU)
+
+# %%
+
+bench_skipping_error.run(show_plots=ON_GPU)
+
+# %%
+# **What both figures show.**
+# On the H200, with 8192 tokens, nothing is left out below the threshold of
+# rounding at :math:`s` = 1: a step reaches NN TFLOP/s, and NN without the
+# question. At :math:`s` = 2 it reaches NN, and at 3 it reaches NN. Below
+# :math:`2^{-12}` it is NN, NN and NN.
+# The gradients are off by NN, NN and NN with the threshold of rounding, and by
+# NN, NN and NN with :math:`2^{-12}`.
+#
+# **Why.**
+# At :math:`s` = 1 the sum of all :math:`1 / r` is 12.3, so the class with the
+# rank 334 has a probability of :math:`2^{-12}`. All 127922 classes behind it,
+# which have nearly half of the probability together, are below. At :math:`s` =
+# 2 the threshold of rounding is reached at a rank of about 4500, and 97% of
+# all classes are behind it.
+#
+# What cannot be left out is the first product, so three times the speed would
+# be the limit.
+#
+# **What follows.**
+# A threshold that keeps its promise finds something to leave out once a model
+# is quite sure. Where it does not, asking costs little. A threshold that is
+# always the same number leaves out more, and what it leaves out depends on the
+# model and on the vocabulary.
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# - **Cut Cross-Entropy needs the least memory.** On the H200 it takes NN GB
+#   with 32768 tokens, and ``recompute=True`` takes NN GB. It can also cap its
+#   logits.
+# - **Liger needs less memory than our default**, NN GB with sums in bfloat16.
+#   It has a z-loss and capped logits.
+# - **Few classes or few tokens**: where the matrix of logits is small, PyTorch
+#   has nothing to lose, and its gradient arrives in the backward pass, where
+#   it can be left out if nobody asks for it. Ours has been computed by then.
+# - **PyTorch takes more**: probabilities as targets, float64, autocast, second
+#   derivatives, and inputs on several GPUs. It stops at a wrong target; we
+#   return NaN on a GPU.
+# - **reduction="none" always takes four products.**
+#
+# Exercise
+# --------
+#
+# **Exercise 1: a vocabulary in two halves.** When a weight is too large for
+# one GPU, each of two GPUs can have half of the classes. Each computes ``lse``
+# of its own half, and the logit of the target if it has it. Write a function
+# that makes the loss of both. It also returns, for each half, the factor by
+# which the softmax of that half must be multiplied to become the softmax of
+# all classes.
+#
+# **Hint 1.** The sum of all powers is the sum of both halves'. ``lse`` is the
+# logarithm of such a sum.
+#
+# **Hint 2.** Do not take powers of ``lse`` itself, which may be large. Take
+# the larger one away first. ``torch.logaddexp`` does that.
+#
+# **Hint 3.** The softmax of a half is :math:`e^{z - lse_{half}}`, and that of
+# all classes is :math:`e^{z - lse}`. What is their quotient?
+
+
+def combine(lse_left, lse_right, target_logit):
+    """The losses, and the factors of both halves."""
+    ones = torch.ones_like(lse_left)
+    return lse_left - target_logit, ones, ones  # to do
+
+
+def exercise_1(combine):
+    """Print the largest error of a loss and of a softmax."""
+    torch.manual_seed(0)
+    x = (200 * torch.randn(5, 8, device=DEVICE)).requires_grad_()
+    w = torch.randn(12, 8, device=DEVICE)
+    target = torch.tensor([0, 3, 7, 11, 5], device=DEVICE)
+    z = (x @ w.T).detach()
+
+    def lse_of(half):
+        """By our kernels: the loss, and the logit of class 0 in addition."""
+        first = torch.zeros_like(target)
+        return losses(x.detach(), half, first) + x.detach() @ half[0]
+
+    lse_left, lse_right = lse_of(w[:6]), lse_of(w[6:])
+    loss, left, right = combine(
+        lse_left, lse_right, z.gather(1, target[:, None])[:, 0]
+    )
+    exact = F.cross_entropy(z.double(), target, reduction="none")
+    # A loss is a difference of numbers that may be in the thousands.
+    error = ((loss - exact).abs() / z.abs().max()).max().item()
+    softmax = torch.cat(
+        (
+            (z[:, :6] - lse_left[:, None]).exp() * left[:, None],
+            (z[:, 6:] - lse_right[:, None]).exp() * right[:, None],
+        ),
+        dim=1,
+    )
+    other = (softmax - z.double().softmax(dim=1)).abs().max().item()
+    print(f"errors of a vocabulary in halves: {error:.0e} and {other:.0e}")
+    return error < 1e-5 and other < 1e-2
+
+
+exercise_1(combine)
+
+# %%
+
+# Solution 1
+
+
+def combine_1(lse_left, lse_right, target_logit):
+    lse = torch.logaddexp(lse_left, lse_right)
+    left = (lse_left - lse).exp()
+    right = (lse_right - lse).exp()
+    return lse - target_logit, left, right
+
+
+assert exercise_1(combine_1)
+
+# %%
+# With the factors, each GPU makes gradients of its own half. ``dw`` of a half
+# stays where it is. ``dx`` has a part from each half, and the two parts are
+# added up.
+#
+# What we learned
+# ---------------
+#
+# These are the designs of this page, with their products, their speed on the
+# H200 with 32768 tokens, 4096 features and 128256 classes, and their memory
+# beyond the inputs:
+#
+# - **Whole logits, by PyTorch:** 3 products, NN TFLOP/s, NN GB.
+# - **torch.compile:** 3 products, NN TFLOP/s, NN GB.
+# - **Chunks of tokens, by Liger:** 3 products, NN TFLOP/s, NN GB.
+# - **Chunks of tokens, sums in two halves:** 3 products, NN TFLOP/s, NN GB.
+# - **Chunks of tokens, then of classes:** 4 products, NN TFLOP/s, NN GB.
+# - **No logits at all:** 5 products, and sums that do not fit on the chip. We
+#   did not build it. Cut Cross-Entropy comes close, and leaves out most of
+#   them: NN TFLOP/s, NN GB.
+#
+# And for kernels in general:
+#
+# - An epilogue can turn a matrix into a few numbers before it is written.
+# - Time and memory are traded product by product. Count both before you write
+#   the first line.
+# - Keep what rounds well. A power in 16 bits is worth more than its logarithm.
+# - A float32 number is two halves, and one of them can live where the result
+#   will be.
+# - A threshold is honest if you can say what it loses.
+#
+# **Next:** `Attention without its matrix <../attention/01-attention.html>`_
+# has the same problem with a head of 128 numbers, and there a tile can be
+# multiplied before anybody writes it.

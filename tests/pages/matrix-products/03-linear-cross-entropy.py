@@ -7,7 +7,10 @@ from conformance import LinearCrossEntropy, LinearCrossEntropyCase, Page
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
-def step(page, tokens, features, classes, dtype, bias=False, weight=False, **more):
+
+def step(
+    page, tokens, features, classes, dtype, bias=False, weight=False, **more
+):
     def empty(*shape):
         t = torch.empty(shape, dtype=dtype, device=page.DEVICE)
         return t.requires_grad_()
@@ -29,7 +32,7 @@ def run(page, M, N, dtype, features=4096, **more):
 # Tiles of 16 and 32, so that small cases have several, and short chunks.
 SMALL = (
     ("BLOCK = 64 ", "BLOCK = 16 "),
-    ("TOKENS = 4096 ", "TOKENS = 16 "),
+    ("LEAST = 4096 ", "LEAST = 16 "),
     ("(128, 256, 64, 8)", "(32, 32, 16, 8)"),
     ("(128, 128, 64, 4)", "(16, 32, 16, 4)"),
     ("(128, 128, 32, 8)", "(16, 32, 16, 8)"),
