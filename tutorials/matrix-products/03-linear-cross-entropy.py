@@ -42,7 +42,6 @@ You don't need a GPU.
 
 import os
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
@@ -268,10 +267,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # Scaffold: more imports.
 
-import dataclasses
-import functools
 
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 # %%
 
@@ -751,9 +747,7 @@ torch.manual_seed(0)
 x = torch.randn(70, 40, device=DEVICE).half()
 w = torch.randn(300, 40, device=DEVICE).half()
 target = torch.randint(300, (70,), device=DEVICE)
-expected = F.cross_entropy(
-    x.double() @ w.double().T, target, reduction="none"
-)
+expected = F.cross_entropy(x.double() @ w.double().T, target, reduction="none")
 error = (losses(x, w, target) - expected).abs().max()
 print(f"largest error of a loss: {error:.1e}")
 assert error < 1e-4
@@ -1511,9 +1505,7 @@ def forward(x, w, bias, weight, target, options, wants):
             continue
         flags = None
         if step.flags is not None:
-            flags = step.flags[
-                start // BLOCK : triton.cdiv(some.stop, BLOCK)
-            ]
+            flags = step.flags[start // BLOCK : triton.cdiv(some.stop, BLOCK)]
         in_place(
             grads_some, parts, x_some, rows, target_some, weight, flags,
             options,
@@ -1730,9 +1722,7 @@ def strip_of(features, dtype):
 # %%
 
 
-def in_strips(
-    x, w, bias, weight, target, rows, flags, options, scale, wants
-):
+def in_strips(x, w, bias, weight, target, rows, flags, options, scale, wants):
     """dw and db, some classes after the other: their logits are computed
     again, and nothing has to be summed up over chunks."""
     tokens, features = x.shape
@@ -1852,7 +1842,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants = ctx.needs_input_grad[:3]
         if len(x) == 0:
             given = zip((x, w, bias), wants, strict=True)
-            grads = [torch.zeros_like(t) if want else None for t, want in given]
+            grads = [
+                torch.zeros_like(t) if want else None for t, want in given
+            ]
             return *grads, None, None, None
         options = ctx.options
         step = ctx.step
@@ -2011,9 +2003,7 @@ def check_arguments(
             f"skip_below is {skip_below}: it must be 0 or more, and below 1"
         )
     if not ON_GPU:
-        wrong = (target != ignore_index) & (
-            (target < 0) | (target >= classes)
-        )
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         for at in wrong.nonzero()[:1].tolist():
             raise IndexError(
                 f"target{at} is {target[*at]}, not 0 to {classes - 1}"
