@@ -268,7 +268,6 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Scaffold: more imports.
 
 
-
 # %%
 
 # Scaffold: the order of tiles, and layouts, from page 01.
@@ -411,7 +410,7 @@ def _keep_parts(
     token = row + tl.arange(0, TILE_M)
     columns = tl.cdiv(classes, TILE_N)
     at = parts_ptr + (column // TILE_N).to(tl.int64) * tokens + token
-    step = columns.to(tl.int64) * tokens
+    step = tl.cast(columns, tl.int64) * tokens
     tl.store(at, maximum, mask=token < tokens)
     tl.store(at + step, total, mask=token < tokens)
     if SMOOTH:
@@ -559,7 +558,7 @@ def _finish(
 
     # The weight of the token. A target that is no class makes it NaN.
     w_t = tl.full((ROWS,), 1.0, tl.float32)
-    all_weights = classes.to(tl.float32)
+    all_weights = tl.cast(classes, tl.float32)
     if weight_ptr is not None:
         w_t = tl.load(weight_ptr + row, mask=exists, other=0).to(tl.float32)
         all_weights = tl.load(all_weights_ptr)
@@ -610,14 +609,13 @@ class Options:
 TILES = {
     # precision: rows, columns, numbers of a step, warps
     "16 bits": (128, 256, 64, 8),
-    "short sums": (128, 128, 64, 4),
     "tf32": (128, 128, 32, 8),
     "ieee": (64, 64, 16, 4),
     "before H100": (64, 64, 32, 4),
 }
 
 
-def plan(dtype, length, room, blocks=False, short=False):
+def plan(dtype, room, blocks=False):
     """Tiles of a product: ``room`` is how many bytes of shared memory each
     number of half a tile needs behind the loop."""
     precision = "16 bits"
@@ -627,23 +625,18 @@ def plan(dtype, length, room, blocks=False, short=False):
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             precision = "tf32"
     tiles = precision
-    if precision == "16 bits" and short and length < 2048:
-        tiles = "short sums"
     if precision != "ieee" and SHARED < 200_000:
         tiles = "before H100"
     tile_m, tile_n, tile_k, warps = TILES[tiles]
     stage = (tile_m + tile_n) * tile_k * dtype.itemsize
     left = SHARED - 1024 - tile_m * tile_n // 2 * room
-    stages = 4
-    if tiles == "short sums":
-        stages = 3  # two programs share an SM
     return {
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "GROUP": 8,
-        "STAGES": max(1, min(stages, left // stage)),
-        "STAY": tiles != "short sums" and not blocks,
+        "GROUP": 16,
+        "STAGES": max(1, min(4, left // stage)),
+        "STAY": not blocks,
         "PRECISION": "tf32" if precision == "tf32" else "ieee",
         "num_warps": warps,
     }
@@ -666,7 +659,7 @@ def programs_of(M, N, tiles):
 
 
 def plan_scores(x, blocks=False):
-    return plan(x.dtype, x.shape[1], x.itemsize, blocks, short=True)
+    return plan(x.dtype, x.itemsize, blocks)
 
 
 def scores(x, w, bias, weight, options, powers, parts):
@@ -787,8 +780,8 @@ def steps_in_turns(calls, times=7):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
-            for _ in range(3):
-                larger_than_l2.zero_()
+            for _ in range(16):
+                larger_than_l2.zero_()  # 2 ms, all in all
             start.record()
             call()
             end.record()
@@ -1289,12 +1282,12 @@ def in_place(grads, parts, x, rows, target, weight, flags, options):
     )
 
 
-def blocks_wanted(flags, tile, transposed):
+def blocks_wanted(flags, dtype, transposed):
     """For each row of tiles the numbers of the blocks that its product needs,
     those first, and how many they are."""
     if transposed:
         flags = flags.T
-    blocks = tile // BLOCK
+    blocks = plan(dtype, 4, blocks=True)["TILE_M"] // BLOCK
     rows = triton.cdiv(flags.shape[0], blocks)
     flags = F.pad(flags, (0, 0, 0, rows * blocks - flags.shape[0]))
     wanted = flags.view(rows, blocks, -1).amax(dim=1)
@@ -1303,21 +1296,20 @@ def blocks_wanted(flags, tile, transposed):
 
 
 def multiply(
-    grads, b, out, transposed, sums=None, first=True, scale=None, flags=None
+    grads, b, out, transposed, sums=None, first=True, scale=None, lists=None
 ):
     """out = grads @ b, or grads.T @ b, and what was summed before if it is
     not the first; out is None if it is not the last. ``sums`` are the upper
-    and the lower halves."""
+    and the lower halves, and ``lists`` say which blocks are wanted."""
     K, M = grads.shape if transposed else grads.shape[::-1]
     N = b.shape[1]
     high, low = sums or (None, None)
     room = grads.itemsize if sums is None else 4
-    tiles = plan(grads.dtype, K, room, blocks=flags is not None)
+    tiles = plan(grads.dtype, room, blocks=lists is not None)
     tile_m, tile_n, tile_k = tiles["TILE_M"], tiles["TILE_N"], tiles["TILE_K"]
     grads_tile = (tile_k, tile_m) if transposed else (tile_m, tile_k)
-    order, count = None, None
-    if flags is not None:
-        order, count = blocks_wanted(flags, tile_m, transposed)
+    order, count = lists or (None, None)
+    if lists is not None:
         # The number of a block is loaded two steps before its tiles are.
         tiles["STAGES"] += 2
     half = tile_m, tile_n // 2
@@ -1375,13 +1367,13 @@ def sum_columns(grads, sums, first):
 # so that there are 4096 at least where sums are read and written.
 
 
-LEAST = 4096  # tokens of a chunk if dw is summed up over chunks
+LEAST = 3072  # tokens of a chunk if dw is summed up over chunks
 
 
 def one_round(features, dtype):
     """So many rows, in whole tiles, give work to all SMs in a product with so
     many columns."""
-    tiles = plan(dtype, features, dtype.itemsize)
+    tiles = plan(dtype, dtype.itemsize)
     columns = triton.cdiv(features, tiles["TILE_N"])
     return tiles["TILE_M"] * max(1, NUM_SMS // columns)
 
@@ -1505,18 +1497,25 @@ def forward(x, w, bias, weight, target, options, wants):
             continue
         flags = None
         if step.flags is not None:
-            flags = step.flags[start // BLOCK : triton.cdiv(some.stop, BLOCK)]
+            last = triton.cdiv(some.stop, BLOCK)
+            flags = step.flags[start // BLOCK : last]
         in_place(
             grads_some, parts, x_some, rows, target_some, weight, flags,
             options,
         )  # fmt: skip
         if wants_dx:
-            multiply(grads_some, w, step.dx[some], False, flags=flags)
+            lists = None
+            if flags is not None:
+                lists = blocks_wanted(flags, x.dtype, transposed=False)
+            multiply(grads_some, w, step.dx[some], False, lists=lists)
         if summed_db:
             sum_columns(grads_some, step.db, first=start == 0)
         if summed and some.stop < tokens:
+            lists = None
+            if flags is not None:
+                lists = blocks_wanted(flags, x.dtype, transposed=True)
             multiply(
-                grads_some, x_some, None, True, sums, start == 0, flags=flags
+                grads_some, x_some, None, True, sums, start == 0, lists=lists
             )
         step.first = start
     if summed:
@@ -1537,12 +1536,13 @@ def last_of_dw(step, x, w, scale):
         dw = padded(*w.shape, dtype=x.dtype, device=x.device)
     else:
         sums = in_halves(dw, step.low)
-    flags = step.flags
-    if flags is not None:
-        flags = flags[step.first // BLOCK :]
+    lists = None
+    if step.flags is not None:
+        flags = step.flags[step.first // BLOCK :]
+        lists = blocks_wanted(flags, x.dtype, transposed=True)
     multiply(
         step.grads, x[step.first :], dw, True, sums, sums is None, scale,
-        flags,
+        lists,
     )  # fmt: skip
     return dw
 
@@ -1661,8 +1661,7 @@ def _scores_again(
             w = w_desc.load([column, k])
             sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
 
-        # Nobody reads a block that is not wanted, so it need not be stored.
-        if end > 0:
+        if flags_ptr is None:
             _keep_gradients(
                 sums=sums,
                 row=row,
@@ -1679,6 +1678,25 @@ def _scores_again(
                 TILE_M=TILE_M,
                 TILE_N=TILE_N,
             )
+        else:
+            # Nobody reads a block that is not wanted.
+            if end > 0:
+                _keep_gradients(
+                    sums=sums,
+                    row=row,
+                    column=column,
+                    grads_desc=grads_desc,
+                    rows_ptr=rows_ptr,
+                    target_ptr=target_ptr,
+                    bias_ptr=bias_ptr,
+                    weight_ptr=weight_ptr,
+                    tokens=tokens,
+                    classes=classes,
+                    first_class=first_class,
+                    SMOOTH=SMOOTH,
+                    TILE_M=TILE_M,
+                    TILE_N=TILE_N,
+                )
 
 
 # %%
@@ -1732,13 +1750,20 @@ def in_strips(x, w, bias, weight, target, rows, flags, options, scale, wants):
     db = torch.empty(classes, device=x.device) if wants[2] else None
     strip = min(strip_of(features, x.dtype), classes)
     grads = padded(tokens, strip, **like)
+    lists = None
+    if flags is not None:
+        lists = blocks_wanted(flags, x.dtype, transposed=True)
+        tile = plan(x.dtype, 4, blocks=True)["TILE_M"]
     for start in range(0, classes, strip):
         some = slice(start, min(start + strip, classes))
         grads_some = grads[:, : some.stop - start]
         flags_some = None
+        lists_some = None
         if flags is not None:
             last = triton.cdiv(some.stop, BLOCK)
             flags_some = flags[:, start // BLOCK : last]
+            last = triton.cdiv(some.stop, tile)
+            lists_some = [of[start // tile : last] for of in lists]
         scores_again(
             x,
             w[some],
@@ -1753,7 +1778,7 @@ def in_strips(x, w, bias, weight, target, rows, flags, options, scale, wants):
         )
         if wants[1]:
             multiply(
-                grads_some, x, dw[some], True, scale=scale, flags=flags_some
+                grads_some, x, dw[some], True, scale=scale, lists=lists_some
             )
         if wants[2]:
             sum_columns(grads_some, db[some], first=True)
