@@ -219,6 +219,10 @@ class LinearCrossEntropy(Operation):
         if len(x):
             least *= max(1.0, factor.abs().max().item())
         tokens = len(x)
+        # From chunk to chunk sums of dw may have 16 digits, if it has 16 bits.
+        chunk = 16 if x.device.type == "cpu" else 2048  # tokens, at least
+        chunks = 0.0 if case.dtype == SINGLE else tokens / chunk
+        of_sums = 1 + chunks * 2.0**-16 / unit
         want = {
             "loss": Expected(
                 loss.reshape(case.lead) if case.reduction == "none" else loss,
@@ -235,7 +239,10 @@ class LinearCrossEntropy(Operation):
                 least,
             ),
             "dlinear_weight": Expected(
-                d.T @ x, d_size.T @ x.abs(), case.dtype, tokens + case.ins
+                d.T @ x,
+                of_sums * (d_size.T @ x.abs()),
+                case.dtype,
+                tokens + case.ins,
             ),
             "dlinear_bias": Expected(
                 d.sum(0), d_size.sum(0), case.dtype, tokens + case.ins

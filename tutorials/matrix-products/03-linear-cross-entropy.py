@@ -1058,10 +1058,10 @@ def _in_place(
 
 
 # %%
-# Two products, and sums in two halves
-# ------------------------------------
+# Two products, and sums of three bytes
+# -------------------------------------
 #
-# Which sums need float32, and where do they lie?
+# How exact must a sum be, and where does it lie?
 #
 # ``dx`` of a chunk is a sum over classes, and a program has all of it: the
 # sums stay in registers, in float32, and only the result is rounded. ``dw`` is
@@ -1069,23 +1069,32 @@ def _in_place(
 # part to a ``dw`` of 16 bits, each addition would round. After many chunks a
 # small part is less than half a unit of what is there already, and is lost.
 #
-# So ``dw`` is summed in float32, which takes 4 bytes a number, and 2 bytes
-# more for the result. We can do with 4 in all. The upper 16 bits of a float32
-# number are a bfloat16 number, and the lower 16 bits are the rest:
+# Float32 would take 4 bytes a number, and 2 bytes more for the result. But
+# does it need all 24 binary digits of float32? With 16 of them, an addition is
+# off by at most :math:`2^{-16}` of the sum. Sixteen chunks are off by
+# :math:`2^{-12}` together, if all of them err to the same side, and the
+# rounding of the result to the 8 digits of bfloat16 is off by :math:`2^{-8}`.
+# So three bytes are enough: the sign and exponent take 9 bits of them, and 15
+# are left, with a digit in front that is always 1.
+#
+# The first two bytes of a float32 number are a bfloat16 number:
 
 number = torch.tensor(3.14159274)
 bits = number.view(torch.int32).item()
-upper, lower = bits >> 16, bits & 0xFFFF
-print(f"bits of {number:.7f}: {bits:08x}, in halves: {upper:04x} {lower:04x}")
-as_bfloat16 = torch.tensor(upper, dtype=torch.int16).view(torch.bfloat16)
-print(f"the upper half as bfloat16: {as_bfloat16:.7f}")
+print(f"{number:.7f} has the bytes {bits:08x}")
+bits += 0x80  # half of what the third byte counts
+first_two, third = bits >> 16, bits >> 8 & 0xFF
+print(f"rounded to three: {first_two:04x} and {third:02x}")
+as_bfloat16 = torch.tensor(first_two, dtype=torch.int16).view(torch.bfloat16)
+three = torch.tensor(bits & ~0xFF, dtype=torch.int32).view(torch.float32)
+print(f"two bytes are {as_bfloat16:.7f}, three are {three:.7f}")
 
 # %%
-# So the upper halves lie in the memory of ``dw``, where the result will be,
-# and the lower halves in a matrix of their own, which is let go at the end.
-# Halves are whole numbers to the kernel that stores them, so this works for
-# float16 just as well. The last chunk does not store sums. It rounds them to
-# the result, once.
+# So the first two bytes lie in the memory of ``dw``, where the result will be,
+# and the third one in a matrix of its own, which is let go at the end. They
+# are whole numbers to the kernel that stores them, so this works for float16
+# just as well. The last chunk does not store sums. It rounds them to the
+# result, once.
 #
 # One kernel computes both products, and all that differs is the layout, as on
 # `A linear layer, both passes <01-linear.html>`_. No number is added
@@ -1095,14 +1104,16 @@ print(f"the upper half as bfloat16: {as_bfloat16:.7f}")
 
 @triton.jit
 def _add_sums(sums, row, column, high_desc, low_desc):
-    """Add what was summed before. A float32 lies in two halves of 16 bits, or
-    in one piece if low_desc is None."""
+    """Add what was summed before: three bytes of a float32 number, the first
+    two in one matrix and the third in another; or all four, if low_desc is
+    None."""
     if low_desc is None:
         return sums + high_desc.load([row, column])
     else:
+        # A byte of a negative number would bring ones in front of it.
         high = high_desc.load([row, column]).to(tl.int32) << 16
-        low = low_desc.load([row, column]).to(tl.int32) & 0xFFFF
-        return sums + (high | low).to(tl.float32, bitcast=True)
+        low = low_desc.load([row, column]).to(tl.int32) & 0xFF
+        return sums + (high | (low << 8)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -1111,9 +1122,12 @@ def _keep_sums(sums, row, column, high_desc, low_desc):
     if low_desc is None:
         high_desc.store([row, column], sums)
     else:
-        bits = sums.to(tl.int32, bitcast=True)
+        # Half of the last place is added, and what is behind it is cut off.
+        # NaN must not become a number by that.
+        bits = sums.to(tl.int32, bitcast=True) + 0x80
+        bits = tl.where(sums == sums, bits, 0x7FC00000)
         high_desc.store([row, column], (bits >> 16).to(tl.int16))
-        low_desc.store([row, column], bits.to(tl.int16))
+        low_desc.store([row, column], (bits >> 8).to(tl.int8))
 
 
 @triton.jit
@@ -1147,8 +1161,8 @@ def _multiply(
     grads_desc,  # gradients of logits, (tokens, classes)
     b_desc,  # (K, N) in tiles of TILE_K and TILE_N
     c_desc,  # (M, N) in halves of a tile: the result; None: only a sum so far
-    high_desc,  # the same: sums, or their upper halves; None: there are none
-    low_desc,  # the same: their lower halves, or None
+    high_desc,  # the same: sums, or their first two bytes; or None
+    low_desc,  # the same: their third byte, or None
     scale_ptr,  # a number by which the result is multiplied; or None
     list_ptr,  # (rows of tiles, blocks of K): which blocks; or None: all
     count_ptr,  # (rows of tiles,): how many of them
@@ -1299,8 +1313,8 @@ def multiply(
     grads, b, out, transposed, sums=None, first=True, scale=None, lists=None
 ):
     """out = grads @ b, or grads.T @ b, and what was summed before if it is
-    not the first; out is None if it is not the last. ``sums`` are the upper
-    and the lower halves, and ``lists`` say which blocks are wanted."""
+    not the first; out is None if it is not the last. ``sums`` are the first
+    two bytes and the third one, and ``lists`` say which blocks are wanted."""
     K, M = grads.shape if transposed else grads.shape[::-1]
     N = b.shape[1]
     high, low = sums or (None, None)
@@ -1367,7 +1381,7 @@ def sum_columns(grads, sums, first):
 # so that there are 4096 at least where sums are read and written.
 
 
-LEAST = 3072  # tokens of a chunk if dw is summed up over chunks
+LEAST = 2048  # tokens of a chunk if dw is summed up over chunks
 
 
 def one_round(features, dtype):
@@ -1421,8 +1435,9 @@ for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
 # ``wants`` says which of them somebody wants.
 
 
-def in_halves(dw, low):
-    """Where float32 sums of dw are: all of them, or their two halves."""
+def in_bytes(dw, low):
+    """Where the sums of dw are: their first two bytes, and the third one; or
+    all of them."""
     if low is None:
         return dw, None
     return dw.view(torch.int16), low
@@ -1434,8 +1449,8 @@ class Step:
     rows = None  # (6, tokens): see _finish
     dx = None  # but for the factor that arrives, of each token
     db = None  # (classes,): sums of the gradients of logits, float32
-    dw = None  # sums so far: their upper halves, or all
-    low = None  # the lower halves
+    dw = None  # sums so far: their first two bytes, or all
+    low = None  # the third byte
     grads = None  # gradients of the last chunk's logits, for dw
     first = 0  # the first token of the last chunk
     flags = None  # which blocks are wanted
@@ -1480,8 +1495,8 @@ def forward(x, w, bias, weight, target, options, wants):
     if summed and chunk < tokens:
         step.dw = padded(classes, features, **like)
         if x.itemsize == 2:
-            step.low = padded(classes, features, torch.int16, x.device)
-        sums = in_halves(step.dw, step.low)
+            step.low = padded(classes, features, torch.int8, x.device)
+        sums = in_bytes(step.dw, step.low)
 
     for start in range(0, tokens, chunk):
         some = slice(start, min(start + chunk, tokens))
@@ -1535,7 +1550,7 @@ def last_of_dw(step, x, w, scale):
     if dw is None:
         dw = padded(*w.shape, dtype=x.dtype, device=x.device)
     else:
-        sums = in_halves(dw, step.low)
+        sums = in_bytes(dw, step.low)
     lists = None
     if step.flags is not None:
         flags = step.flags[step.first // BLOCK :]
@@ -2431,7 +2446,7 @@ def product_speeds(tokens, features, classes, dtype):
     parts = torch.empty(tokens * classes // 32, device=DEVICE)
     dx = padded(tokens, features, **like)
     dw = padded(classes, features, **like)
-    sums = in_halves(dw, padded(classes, features, torch.int16, DEVICE))
+    sums = in_bytes(dw, padded(classes, features, torch.int8, DEVICE))
     options = Options()
     scores(x, w, None, None, options, grads, parts)
     finish(parts, x, w, None, None, None, target, rows, options)

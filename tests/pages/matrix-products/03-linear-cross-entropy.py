@@ -192,7 +192,7 @@ KERNELS = Kernels(
 # Tiles of 16 and 32, so that small cases have several, and short chunks.
 SMALL = (
     ("BLOCK = 64 ", "BLOCK = 16 "),
-    ("LEAST = 3072 ", "LEAST = 16 "),
+    ("LEAST = 2048 ", "LEAST = 16 "),
     ("8192 // tokens", "8 // tokens"),
     ("(128, 256, 64, 8)", "(32, 32, 16, 8)"),
     ("(128, 128, 32, 8)", "(16, 32, 16, 8)"),
