@@ -23,10 +23,10 @@ in both passes, so that this matrix never exists.
 - What the logits cost, in bytes and in time.
 - How to get the loss in the epilogue of a product, so that no logit is
   written.
-- How three products and float32 sums compare with four products and no sums,
-  and why you cannot have the best of both.
-- How to sum a gradient in float32 in the memory of its 16-bit result and as
-  much again, with the same bits each time.
+- How three products with sums compare with four products without, and why you
+  cannot have the best of both.
+- How many bytes a sum needs that goes on from chunk to chunk, and how its
+  result has the same bits each time.
 - What may be left out because it is too small to matter, how small that is,
   and who would notice.
 
@@ -585,11 +585,9 @@ def _finish(
 
 
 # %%
-# On the host we need tiles. Sums over 4096 features are long, and a tile of
-# 128 × 256 is the best for them. With 768 features a sum has twelve steps, and
-# the epilogue with its powers takes a good part of the time. Smaller tiles let
-# two programs share an SM. While one computes powers, the other one
-# multiplies.
+# On the host we need tiles. They are those of a linear layer, 128 × 256 sums
+# in 16 bits. Groups of 16 rows of tiles were a little faster than groups of 8
+# here.
 
 # %%
 
@@ -940,8 +938,8 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # and NN TFLOP/s, and Cut Cross-Entropy NN, NN and NN.
 #
 # **Why.**
-# An epilogue computes 32768 powers for a tile whose product takes 4096 steps
-# for each of them. Nothing but two numbers for each 256 logits is written.
+# Behind each tile stand 32768 powers, while its product has 4096
+# multiplications for each of them. Of 256 logits, two numbers are written.
 #
 # **What follows.**
 # Who only wants the loss, as for validation, needs none of the logits. Now to
@@ -1369,16 +1367,16 @@ def sum_columns(grads, sums, first):
 # Long chunks need memory, and short ones have two faults.
 #
 # - **Sums are read and written for each chunk.** With ``dw`` of 4096 × 128256
-#   numbers these are 4.2 GB, which take 0.9 ms at 4.8 TB/s. The three products
-#   of 4096 tokens take 17 ms at 750 TFLOP/s, and those of 1024 tokens take 4.3
-#   ms.
+#   numbers of three bytes these are 3.2 GB, which take 0.7 ms at 4.8 TB/s. The
+#   three products of 2048 tokens take 8.6 ms at 750 TFLOP/s, and those of 512
+#   tokens take 2.2 ms.
 # - **Few tokens make few tiles.** ``dx`` of a chunk has a tile of 128 × 256
 #   for each 128 tokens and 256 features. With 4096 features and 1024 tokens
 #   there are 128 tiles for the 132 SMs of an H200. With 768 features it takes
 #   5632 tokens for as many.
 #
 # So a chunk has as many tokens as give work to all SMs, or a multiple of that,
-# so that there are 4096 at least where sums are read and written.
+# so that there are 2048 at least where sums are read and written.
 
 
 LEAST = 2048  # tokens of a chunk if dw is summed up over chunks
@@ -1408,8 +1406,8 @@ for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
     print(f"{tokens} tokens of {features} features: chunks of {chunk}")
 
 # %%
-# (Without a GPU there are four SMs, so the printed chunks are those of another
-# machine than an H200, which has chunks of 4096, 2560 and 5504 tokens.)
+# (Without a GPU there are four SMs, so these are not the chunks of an H200. It
+# has chunks of 2048, 1664 and 5504 tokens.)
 #
 # What is kept for the backward pass?
 # -----------------------------------
@@ -1566,7 +1564,8 @@ def last_of_dw(step, x, w, scale):
 # Or compute the logits again
 # ---------------------------
 #
-# What if 1 GB for the lower halves of sums, and 1 GB for a chunk, is too much?
+# What if half a gigabyte for the third bytes of sums, and as much again for a
+# chunk, is too much?
 #
 # When the forward pass is over, ``lse`` of each token is known. From then on
 # the gradient of any logit can be computed from a row of ``x`` and a row of
@@ -1576,10 +1575,10 @@ def last_of_dw(step, x, w, scale):
 #
 # So with ``recompute=True`` the forward pass computes ``lse`` and ``dx`` in
 # chunks of tokens. They can be short now, because there are no sums of ``dw``.
-# The backward pass takes *strips*, of 1024 classes and all tokens. It computes
-# the gradients of their logits, and multiplies. A strip of ``dw`` is done
-# then, in one product and with one rounding. With 32768 tokens a strip takes
-# 67 MB.
+# The backward pass takes *strips*, of 1024 classes and all tokens, or of more
+# classes if there are few tokens. It computes the gradients of their logits,
+# and multiplies. A strip of ``dw`` is done then, in one product and with one
+# rounding. With 32768 tokens a strip takes 67 MB.
 #
 # The kernel is the one from above with another epilogue, which knows ``lse``
 # and stores gradients.
@@ -2373,30 +2372,41 @@ bench_error.run(show_plots=ON_GPU)
 # %%
 # **What the three figures show.**
 # On the H200, with 32768 tokens, a step reaches NN TFLOP/s by default and NN
-# with ``recompute=True``, PyTorch reaches NN, torch.compile NN, Liger NN, and
-# Cut Cross-Entropy NN. That is NN and NN times the speed of PyTorch. With 2048
-# tokens it is NN and NN times.
+# with ``recompute=True``. PyTorch reaches NN, Liger NN with sums in bfloat16
+# and NN with sums in float32, and Cut Cross-Entropy NN. So we take NN and NN
+# times the time of PyTorch. With 8192 tokens it is NN and NN times, and
+# torch.compile takes NN times as long as PyTorch. With 2048 tokens it is NN
+# and NN times.
 #
 # Beyond its inputs a step with 32768 tokens takes NN GB by default and NN GB
-# with ``recompute=True``. PyTorch takes NN GB, torch.compile NN GB, Liger NN
-# GB with sums in bfloat16 and NN GB with sums in float32, and Cut
-# Cross-Entropy NN GB. The gradients alone are 1.32 GB of that.
+# with ``recompute=True``. PyTorch takes NN GB, Liger NN GB with sums in
+# bfloat16 and NN GB with sums in float32, and Cut Cross-Entropy NN GB. The
+# gradients alone are 1.32 GB of that. With 2048 tokens we take NN GB and NN
+# GB, and Cut Cross-Entropy NN GB.
+#
+# With 8192 tokens our gradients are off by NN%, the worse of both in norm, and
+# PyTorch's by NN%. Liger's are off by NN% with sums in bfloat16 and by NN%
+# with sums in float32, and those of Cut Cross-Entropy by NN%.
 #
 # **Why.**
 # By default we compute what PyTorch computes, and save most of its passes over
-# the logits. Four products cannot take less than four thirds of the time of
-# three, so recomputing is slower wherever products are what takes the time.
+# the logits, but we read and write sums. Four products take at least four
+# thirds of the time of three, so recomputing is slower wherever products are
+# what takes the time. Liger has short chunks, and the fewer tokens there are,
+# the shorter they get: its products are too small for the GPU then.
 #
-# Of the memory, 1.05 GB are the lower halves of sums, and up to 1.05 GB the
-# gradients of a chunk. With ``recompute=True`` there is a strip of 67 MB in
-# their place. Cut Cross-Entropy needs the gradients and hardly anything else:
-# it adds up in their memory, in 16 bits, under locks.
+# Of our memory, 0.53 GB are the third bytes of sums, and up to 0.53 GB the
+# gradients of a chunk. With ``recompute=True`` there is a strip of 67 MB at
+# most in their place. Cut Cross-Entropy needs the gradients and hardly
+# anything else: it adds up in their memory, in 16 bits, under locks. That is
+# where its error comes from, and what it leaves out: see below.
 #
 # **What follows.**
 # We had two aims: at most 1.1 times the time of PyTorch, and at most the
-# memory of the most frugal library. As we had seen by arithmetic, no design of
-# ours has both. The default meets the first one, with a tenth of PyTorch's
-# memory. ``recompute=True`` comes to within 5% of the second.
+# memory of the most frugal library. As we had seen by arithmetic, no exact
+# design of ours has both. The default meets the first one, with a tenth of
+# PyTorch's memory at 32768 tokens. ``recompute=True`` comes to within 5% of
+# the second.
 #
 # A small model
 # -------------
@@ -2416,8 +2426,9 @@ bench_small_memory.run(show_plots=ON_GPU)
 # **What both figures show.**
 # On the H200, with 16384 tokens, a step reaches NN TFLOP/s by default and NN
 # with ``recompute=True``. PyTorch reaches NN, torch.compile NN, Liger NN, and
-# Cut Cross-Entropy NN. By default we take NN GB, PyTorch NN GB, Liger NN GB
-# and Cut Cross-Entropy NN GB.
+# Cut Cross-Entropy NN. By default we take NN GB, PyTorch NN GB, torch.compile
+# NN GB, Liger NN GB and Cut Cross-Entropy NN GB. With 4096 tokens we reach NN
+# TFLOP/s, and PyTorch NN.
 #
 # **Why.**
 # A product of 16384 × 768 × 32000 takes 1.1 ms at 750 TFLOP/s, and a pass over
@@ -2425,12 +2436,17 @@ bench_small_memory.run(show_plots=ON_GPU)
 # write the powers, read them and write gradients, and read these twice, beside
 # the products.
 #
+# **What follows.**
+# A chunk has 5504 tokens here, for otherwise ``dx`` would have too few tiles.
+# That is a third of the logits. Libraries that take less memory have shorter
+# chunks, and wait for their products.
+#
 # How fast are the products?
 # --------------------------
 #
 # Here is each kernel of a chunk of 4096 tokens, beside cuBLAS with the same
 # product. ``scores`` also computes powers and stores them, and ``dw`` adds to
-# sums in two halves.
+# sums of three bytes.
 
 # %%
 
@@ -2512,9 +2528,9 @@ bench_products.run(show_plots=ON_GPU)
 #
 # **Why.**
 # Behind each tile of ``scores`` stand 32768 powers, which the Tensor Cores
-# wait for. Each tile of ``dw`` reads its old sums and writes new ones, 256 KB
-# in all, while its product reads 6 MB, which mostly come from L2. ``dx`` has
-# nothing to do beside its product.
+# wait for. A tile of ``dw`` reads its old sums and writes new ones, 0.2 MB in
+# all. Its product reads 3 MB, but most of these come from L2 and while Tensor
+# Cores multiply. ``dx`` has nothing to do beside its product.
 #
 # How long should a chunk be?
 # ---------------------------
@@ -2607,14 +2623,15 @@ bench_chunks_memory.run(show_plots=ON_GPU)
 # %%
 # **What both figures show.**
 # On the H200, by default, chunks of 1024 tokens reach NN TFLOP/s, those of
-# 4096 reach NN, and those of 16384 reach NN. They take NN, NN and NN GB. With
-# ``recompute=True`` it is NN, NN and NN TFLOP/s, and NN, NN and NN GB.
+# 2048 reach NN, those of 4096 reach NN and those of 8192 reach NN. They take
+# NN, NN, NN and NN GB. With ``recompute=True`` it is NN, NN, NN and NN
+# TFLOP/s, and NN GB with chunks of 1024.
 #
 # **Why.**
-# The sums of ``dw`` are read and written once for each chunk, and 32 chunks
-# read and write them 32 times. With ``recompute=True`` there are no such sums,
-# so short chunks cost little, and what the chunk of the forward pass takes is
-# gone before the backward pass makes ``dw``.
+# The sums of ``dw`` are read and written once for each chunk. With
+# ``recompute=True`` there are no such sums, so short chunks cost little, and
+# what the chunk of the forward pass takes is gone before the backward pass
+# makes ``dw``.
 #
 # Leaving out what is small
 # -------------------------
@@ -2738,12 +2755,16 @@ bench_skipping_error.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 8192 tokens, nothing is left out below the threshold of
-# rounding at :math:`s` = 1: a step reaches NN TFLOP/s, and NN without the
-# question. At :math:`s` = 2 it reaches NN, and at 3 it reaches NN. Below
-# :math:`2^{-12}` it is NN, NN and NN.
-# The gradients are off by NN, NN and NN with the threshold of rounding, and by
-# NN, NN and NN with :math:`2^{-12}`.
+# On the H200, with 8192 tokens, a step reaches NN TFLOP/s when nothing is left
+# out. With the threshold of rounding it reaches NN at :math:`s` = 1, where
+# there is nothing to leave out, NN at 2 and NN at 3. Below :math:`2^{-12}` it
+# is NN, NN and NN.
+#
+# With the threshold of rounding, the gradients are off by NN% at most, the
+# worse of both in norm. With :math:`2^{-12}` they are off by NN% at :math:`s`
+# = 1. But there the gradients of classes that are no target are off by NN%,
+# and at :math:`s` = 3 it is NN%. With the threshold of rounding it is NN% and
+# NN%.
 #
 # **Why.**
 # At :math:`s` = 1 the sum of all :math:`1 / r` is 12.3, so the class with the
@@ -2752,23 +2773,26 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # 2 the threshold of rounding is reached at a rank of about 4500, and 97% of
 # all classes are behind it.
 #
+# In norm even that does not show: the gradients of targets are so much larger,
+# and weights that have been drawn at random cancel each other. The weights of
+# a model that has learned need not.
+#
 # What cannot be left out is the first product, so three times the speed would
 # be the limit.
 #
 # **What follows.**
 # A threshold that keeps its promise finds something to leave out once a model
-# is quite sure. Where it does not, asking costs little. A threshold that is
-# always the same number leaves out more, and what it leaves out depends on the
-# model and on the vocabulary.
+# is quite sure. Where it finds nothing, we have paid for looking. A threshold
+# that is the same number for each vocabulary leaves out more, and nobody says
+# what.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **Cut Cross-Entropy needs the least memory.** On the H200 it takes NN GB
-#   with 32768 tokens, and ``recompute=True`` takes NN GB. It can also cap its
-#   logits.
-# - **Liger needs less memory than our default**, NN GB with sums in bfloat16.
-#   It has a z-loss and capped logits.
+# - **Cut Cross-Entropy needs the least memory**, a little less than
+#   ``recompute=True``. It can also cap its logits.
+# - **Liger needs less memory than our default**, if sums in bfloat16 are good
+#   enough. It has a z-loss and capped logits.
 # - **Few classes or few tokens**: where the matrix of logits is small, PyTorch
 #   has nothing to lose, and its gradient arrives in the backward pass, where
 #   it can be left out if nobody asks for it. Ours has been computed by then.
@@ -2864,9 +2888,9 @@ assert exercise_1(combine_1)
 # beyond the inputs:
 #
 # - **Whole logits, by PyTorch:** 3 products, NN TFLOP/s, NN GB.
-# - **torch.compile:** 3 products, NN TFLOP/s, NN GB.
-# - **Chunks of tokens, by Liger:** 3 products, NN TFLOP/s, NN GB.
-# - **Chunks of tokens, sums in two halves:** 3 products, NN TFLOP/s, NN GB.
+# - **Chunks of tokens, by Liger, sums of two bytes:** 3 products, NN TFLOP/s,
+#   NN GB.
+# - **Chunks of tokens, sums of three bytes:** 3 products, NN TFLOP/s, NN GB.
 # - **Chunks of tokens, then of classes:** 4 products, NN TFLOP/s, NN GB.
 # - **No logits at all:** 5 products, and sums that do not fit on the chip. We
 #   did not build it. Cut Cross-Entropy comes close, and leaves out most of
@@ -2878,8 +2902,8 @@ assert exercise_1(combine_1)
 # - Time and memory are traded product by product. Count both before you write
 #   the first line.
 # - Keep what rounds well. A power in 16 bits is worth more than its logarithm.
-# - A float32 number is two halves, and one of them can live where the result
-#   will be.
+# - Count the bytes that a sum needs before you give it four. Some of them can
+#   lie where the result will be.
 # - A threshold is honest if you can say what it loses.
 #
 # **Next:** `Attention without its matrix <../attention/01-attention.html>`_

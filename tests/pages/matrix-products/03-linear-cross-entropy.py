@@ -189,6 +189,239 @@ KERNELS = Kernels(
     },
 )
 
+CARD = "H200"
+COMPILED = "torch.compile"
+CCE = "cce"
+LIGER, LIGER_SINGLE = "liger", "liger float32"
+TOKENS = 2048, 8192, 32768
+
+
+def percent(number, rounding=".2f"):
+    """A share, in %."""
+    number = 100 * number
+    number.rounding = rounding
+    return number
+
+
+def times(number, rounding=".2f"):
+    number.rounding = rounding
+    return number
+
+
+def medians(of, provider, *sizes):
+    return [of.median(provider, size) for size in sizes]
+
+
+def forward(figure):
+    of = figure("lce-forward", CARD)
+    few, more, many = medians(of, "triton", *TOKENS)
+    shares = [of.share("triton", N, "cublas") for N in TOKENS]
+    torch_ = medians(of, "torch", *TOKENS)
+    cce = medians(of, CCE, *TOKENS)
+    assert of.ratios("triton", "torch").least > 1
+    yield (
+        f"our loss reaches {few} TFLOP/s at 2048 tokens, {more} at 8192 and "
+        f"{many} at 32768. That is {shares[0]}%, {shares[1]}% and "
+        f"{shares[2]}% of the product alone. PyTorch reaches {torch_[0]}, "
+        f"{torch_[1]} and {torch_[2]} TFLOP/s, and Cut Cross-Entropy "
+        f"{cce[0]}, {cce[1]} and {cce[2]}."
+    )
+
+
+def step_speed(figure):
+    of = figure("lce-step", CARD)
+    ours, again, torch_, liger, single, cce = (
+        of.median(name, 32768)
+        for name in ("triton", "recompute", "torch", LIGER, LIGER_SINGLE, CCE)
+    )
+
+    def both(N):
+        """How many times the time of PyTorch, in both designs."""
+        found = [
+            times(of.ratio("torch", name, N))
+            for name in ("triton", "recompute")
+        ]
+        # The bar.
+        assert found[0] <= 1.1
+        return f"{found[0]} and {found[1]}"
+
+    yield (
+        f"with 32768 tokens, a step reaches {ours} TFLOP/s by default and "
+        f"{again} with ``recompute=True``. PyTorch reaches {torch_}, Liger "
+        f"{liger} with sums in bfloat16 and {single} with sums in float32, "
+        f"and Cut Cross-Entropy {cce}. So we take {both(32768)} times the "
+        f"time of PyTorch. With 8192 tokens it is {both(8192)} times, and "
+        "torch.compile takes "
+        f"{times(of.ratio('torch', COMPILED, 8192))} times as long as "
+        f"PyTorch. With 2048 tokens it is {both(2048)} times."
+    )
+
+
+def step_memory(figure):
+    of = figure("lce-memory", CARD)
+    ours, again, torch_, liger, single, cce = (
+        of.median(name, 32768)
+        for name in ("triton", "recompute", "torch", LIGER, LIGER_SINGLE, CCE)
+    )
+    # What prose says of both aims.
+    assert ours < torch_ / 9 and ours < single
+    assert cce < again < 1.055 * cce
+    few = [of.median(name, 2048) for name in ("triton", "recompute", CCE)]
+    yield (
+        f"Beyond its inputs a step with 32768 tokens takes {ours} GB by "
+        f"default and {again} GB with ``recompute=True``. PyTorch takes "
+        f"{torch_} GB, Liger {liger} GB with sums in bfloat16 and {single} GB "
+        f"with sums in float32, and Cut Cross-Entropy {cce} GB."
+    )
+    yield (
+        f"With 2048 tokens we take {few[0]} GB and {few[1]} GB, and Cut "
+        f"Cross-Entropy {few[2]} GB."
+    )
+
+
+def step_errors(figure):
+    of = figure("lce-error", CARD)
+    ours, torch_, liger, single, cce = (
+        percent(of.median(name, 8192))
+        for name in ("triton", "torch", LIGER, LIGER_SINGLE, CCE)
+    )
+    assert ours < liger < cce
+    yield (
+        f"With 8192 tokens our gradients are off by {ours}%, the worse of "
+        f"both in norm, and PyTorch's by {torch_}%. Liger's are off by "
+        f"{liger}% with sums in bfloat16 and by {single}% with sums in "
+        f"float32, and those of Cut Cross-Entropy by {cce}%."
+    )
+
+
+def small(figure):
+    of = figure("lce-step-small", CARD)
+    ours, again, torch_, compiled, liger, cce = (
+        of.median(name, 16384)
+        for name in ("triton", "recompute", "torch", COMPILED, LIGER, CCE)
+    )
+    yield (
+        f"with 16384 tokens, a step reaches {ours} TFLOP/s by default and "
+        f"{again} with ``recompute=True``. PyTorch reaches {torch_}, "
+        f"torch.compile {compiled}, Liger {liger}, and Cut Cross-Entropy "
+        f"{cce}."
+    )
+    few, torch_few = (of.median(name, 4096) for name in ("triton", "torch"))
+    of = figure("lce-memory-small", CARD)
+    ours, torch_, compiled, liger, cce = (
+        of.median(name, 16384)
+        for name in ("triton", "torch", COMPILED, LIGER, CCE)
+    )
+    yield (
+        f"By default we take {ours} GB, PyTorch {torch_} GB, torch.compile "
+        f"{compiled} GB, Liger {liger} GB and Cut Cross-Entropy {cce} GB. "
+        f"With 4096 tokens we reach {few} TFLOP/s, and PyTorch {torch_few}."
+    )
+
+
+def products(figure):
+    of = figure("lce-products", CARD)
+
+    def three(N):
+        return [
+            of.share(name, N, f"{name} cublas")
+            for name in ("scores", "dx", "dw")
+        ]
+
+    many, some = three(128256), three(32000)
+    yield (
+        f"with 128256 classes, ``scores`` reaches {many[0]}% of cuBLAS, "
+        f"``dx`` {many[1]}% and ``dw`` {many[2]}%. With 32000 classes it is "
+        f"{some[0]}%, {some[1]}% and {some[2]}%."
+    )
+
+
+def chunks(figure):
+    of = figure("lce-chunks", CARD)
+    sizes = 1024, 2048, 4096, 8192
+    ours = medians(of, "triton", *sizes)
+    again = medians(of, "recompute", *sizes)
+    of = figure("lce-chunks-memory", CARD)
+    memory = medians(of, "triton", *sizes)
+    short = of.median("recompute", 1024)
+    yield (
+        f"by default, chunks of 1024 tokens reach {ours[0]} TFLOP/s, those of "
+        f"2048 reach {ours[1]}, those of 4096 reach {ours[2]} and those of "
+        f"8192 reach {ours[3]}. They take {memory[0]}, {memory[1]}, "
+        f"{memory[2]} and {memory[3]} GB. With ``recompute=True`` it is "
+        f"{again[0]}, {again[1]}, {again[2]} and {again[3]} TFLOP/s, and "
+        f"{short} GB with chunks of 1024."
+    )
+
+
+def skipping(figure):
+    of = figure("lce-skipping", CARD)
+    whole = of.median("triton", 1.0)
+    rounding = medians(of, "unnoticed", 1.0, 2.0, 3.0)
+    fixed = medians(of, "as cce", 1.0, 2.0, 3.0)
+    assert rounding[0] < whole < rounding[1] < fixed[1]
+    yield (
+        f"a step reaches {whole} TFLOP/s when nothing is left out. With the "
+        f"threshold of rounding it reaches {rounding[0]} at :math:`s` = 1, "
+        f"where there is nothing to leave out, {rounding[1]} at 2 and "
+        f"{rounding[2]} at 3. Below :math:`2^{{-12}}` it is {fixed[0]}, "
+        f"{fixed[1]} and {fixed[2]}."
+    )
+    of = figure("lce-skipping-error", CARD)
+    worst = percent(
+        max(of.median("unnoticed", s) for s in (1.0, 1.5, 2.0, 3.0)), ".3f"
+    )
+    off = percent(of.median("as cce", 1.0))
+    rare, rare_steep = (
+        percent(of.median("as cce rare", s), ".0f") for s in (1.0, 3.0)
+    )
+    ours, ours_steep = (
+        percent(of.median("unnoticed rare", s)) for s in (1.0, 3.0)
+    )
+    yield (
+        f"With the threshold of rounding, the gradients are off by {worst}% "
+        "at most, the worse of both in norm. With :math:`2^{-12}` they are "
+        f"off by {off}% at :math:`s` = 1. But there the gradients of classes "
+        f"that are no target are off by {rare}%, and at :math:`s` = 3 it is "
+        f"{rare_steep}%. With the threshold of rounding it is {ours}% and "
+        f"{ours_steep}%."
+    )
+
+
+def ladder(figure):
+    speed, memory = figure("lce-step", CARD), figure("lce-memory", CARD)
+
+    def of(name):
+        return (
+            f"{speed.median(name, 32768)} TFLOP/s, "
+            f"{memory.median(name, 32768)} GB."
+        )
+
+    yield (
+        f"- **Whole logits, by PyTorch:** 3 products, {of('torch')} - "
+        "**Chunks of tokens, by Liger, sums of two bytes:** 3 products, "
+        f"{of(LIGER)} - **Chunks of tokens, sums of three bytes:** 3 "
+        f"products, {of('triton')} - **Chunks of tokens, then of classes:** 4 "
+        f"products, {of('recompute')} - **No logits at all:** 5 products, and "
+        "sums that do not fit on the chip. We did not build it. Cut "
+        f"Cross-Entropy comes close, and leaves out most of them: {of(CCE)}"
+    )
+
+
+def CLAIMS(figure):
+    yield from forward(figure)
+    yield from step_speed(figure)
+    yield from step_memory(figure)
+    yield from step_errors(figure)
+    yield from small(figure)
+    yield from products(figure)
+    yield from chunks(figure)
+    yield from skipping(figure)
+    yield from ladder(figure)
+
+
+FACTS = {}
+
 # Tiles of 16 and 32, so that small cases have several, and short chunks.
 SMALL = (
     ("BLOCK = 64 ", "BLOCK = 16 "),
