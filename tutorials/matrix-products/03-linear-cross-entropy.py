@@ -42,6 +42,7 @@ You don't need a GPU.
 
 import os
 
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
@@ -189,6 +190,40 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # 128 numbers in a head. A token has 4096 features: the sums of 128 tokens take
 # 2 MB, eight times the registers of an SM. They would have to be fetched and
 # stored for each tile of classes.
+
+# Drawing: the matrix of logits, in chunks of tokens and in strips of classes.
+
+figure = plt.figure(
+    "The matrix of logits twice. A chunk of tokens is a few whole rows: it has "
+    "all of dx of these tokens, and a part of dw. A strip of classes is a few "
+    "whole columns: it has all of dw of these classes, and a part of dx",
+    figsize=(7.5, 2.6),
+)
+for axes, (title, chunk, row_label, column_label) in zip(
+    figure.subplots(1, 2),
+    (
+        ("chunks of tokens", (0, 1, 8, 1), "all of dx", "a part of dw"),
+        ("strips of classes", (2, 0, 1, 4), "a part of dx", "all of dw"),
+    ),
+    strict=True,
+):
+    axes.add_patch(
+        plt.Rectangle((0, 0), 8, 4, facecolor="none", edgecolor="gray")
+    )
+    x0, y0, width, height = chunk
+    axes.add_patch(
+        plt.Rectangle((x0, y0), width, height, facecolor="C0", alpha=0.6)
+    )
+    axes.set_title(title)
+    axes.text(8.2, y0 + height / 2, row_label, ha="left", va="center")
+    axes.text(x0 + width / 2, -0.25, column_label, ha="center", va="top")
+    axes.text(-0.2, 2, "tokens", ha="right", va="center", rotation=90)
+    axes.axis((-1, 11.6, -1.1, 4.3))
+    axes.axis("off")
+plt.show()
+
+# %%
+# Let's count the operations and the bytes of all these designs.
 
 tiles = (TOKENS / 128) * (CLASSES / 128)
 sums = 128 * FEATURES * 4 * 2  # bytes: read and written, for dx or dw
@@ -383,14 +418,18 @@ def _keep_parts(
 ):
     """What is kept of a tile: of each token the largest logit and the sum of
     all powers; and, if somebody wants them, the powers."""
+    # Half a tile at a time, so that half the room is needed to store it.
     pieces = _halves(sums)
     width: tl.constexpr = TILE_N // 2
+
+    # The largest logit of each token.
     maximum = tl.full((TILE_M,), LOWEST, tl.float32)
     for i in tl.static_range(2):
         name = column + i * width + tl.arange(0, width)
         logit = _logits(pieces[i], bias_ptr, name, classes)
         maximum = tl.maximum(maximum, tl.max(logit, axis=1))
 
+    # The sum of all powers, none of which is above 1.
     total = tl.zeros((TILE_M,), tl.float32)
     weighted = tl.zeros((TILE_M,), tl.float32)
     for i in tl.static_range(2):
@@ -407,6 +446,7 @@ def _keep_parts(
             logit = tl.where(name[None, :] < classes, logit, 0)
             weighted += tl.sum(logit * weight[None, :], axis=1)
 
+    # Tokens lie side by side, so that neighboring threads store neighbors.
     token = row + tl.arange(0, TILE_M)
     columns = tl.cdiv(classes, TILE_N)
     at = parts_ptr + (column // TILE_N).to(tl.int64) * tokens + token
@@ -1019,6 +1059,7 @@ def _in_place(
     ROWS: tl.constexpr,  # tokens of a program, those of a block
     WIDTH: tl.constexpr,  # classes of a program
 ):
+    # Which tokens and which classes are ours, and what is known of them?
     across = tl.cdiv(classes, WIDTH)
     row = tl.program_id(0) // across * ROWS
     column = tl.program_id(0) % across * WIDTH
@@ -1032,7 +1073,8 @@ def _in_place(
     e = tl.load(rows_ptr + 5 * step, mask=mask, other=0)
     target = tl.load(target_ptr + token, mask=mask, other=-1)
 
-    # The powers are about the largest logit of their tile.
+    # The powers are relative to the largest logit of their tile. With lse in
+    # its place they become the softmax.
     part = (column // TILE_N).to(tl.int64) * tokens
     m = tl.load(parts_ptr + part + token, mask=mask, other=0)
     power = grads_desc.load([row, column]).to(tl.float32)
@@ -1044,9 +1086,10 @@ def _in_place(
     grads_desc.store([row, column], grad.to(grads_desc.dtype))
 
     if flags_ptr is not None:
-        # Not below, and not "above": NaN has to be seen.
-        large = tl.abs(grad) < (skip_below * p)[:, None]
-        large = tl.where(large | (p == 0)[:, None], 0, 1)
+        # What is not below is wanted, and so is NaN, which is not below
+        # anything. The factor of a token that is ignored is 0.
+        small = tl.abs(grad) < (skip_below * p)[:, None]
+        large = tl.where(small | (p == 0)[:, None], 0, 1)
         blocks: tl.constexpr = WIDTH // BLOCK
         large = tl.max(large, axis=0).reshape(blocks, BLOCK)
         number = column // BLOCK + tl.arange(0, blocks)
@@ -1073,7 +1116,8 @@ def _in_place(
 # :math:`2^{-12}` together, if all of them err to the same side, and the
 # rounding of the result to the 8 digits of bfloat16 is off by :math:`2^{-8}`.
 # So three bytes are enough: the sign and exponent take 9 bits of them, and 15
-# are left, with a digit in front that is always 1.
+# are left, with a digit in front that is always 1. (That holds as long as a
+# sum does not grow far beyond its result and shrinks again.)
 #
 # The first two bytes of a float32 number are a bfloat16 number:
 
@@ -1182,6 +1226,7 @@ def _multiply(
     tl.assume(K > 0)
     rows = tl.cdiv(M, TILE_M)
     columns = tl.cdiv(N, TILE_N)
+    # One tile after the other, in one loop with their steps.
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
@@ -1191,6 +1236,7 @@ def _multiply(
         end = K
         ours = list_ptr
         if list_ptr is not None:
+            # Only the blocks of our list.
             end = tl.load(count_ptr + tile) * BLOCK
             ours += tl.cast(tile, tl.int64) * list_step
 
@@ -1290,7 +1336,7 @@ def in_place(grads, parts, x, rows, target, weight, flags, options):
         BLOCK=BLOCK,
         ROWS=BLOCK,
         WIDTH=width,
-        num_warps=4,
+        num_warps=8,
     )
 
 
@@ -1423,8 +1469,8 @@ for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
 # - The mean over 32768 tokens divides everything by 32768. In float16 such
 #   small numbers lose their digits, and somebody who trains in float16 sends a
 #   large ``g`` to make up for that. So we do not divide before ``g`` is there.
-#   The sums of ``dw`` stay in float32 until then: the last chunk waits for the
-#   backward pass with its product, which multiplies by ``g`` and rounds once.
+#   The last chunk waits for the backward pass with its product for ``dw``: it
+#   adds the sums so far, multiplies by ``g``, and rounds once.
 # - With ``reduction="none"`` each token has a ``g`` of its own. Then ``dx`` of
 #   a token can still be multiplied later, but ``dw`` is a sum over tokens, and
 #   cannot. So for that we need the other design.
@@ -1611,6 +1657,8 @@ def _keep_gradients(
     a = tl.load(rows_ptr + 4 * step, mask=mask, other=0)
     e = tl.load(rows_ptr + 5 * step, mask=mask, other=0)
     target = tl.load(target_ptr + token, mask=mask, other=-1) - first_class
+
+    # A power is the softmax itself now, for lse is about all classes.
     pieces = _halves(sums)
     width: tl.constexpr = TILE_N // 2
     for i in tl.static_range(2):
