@@ -194,9 +194,9 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # Drawing: the matrix of logits, in chunks of tokens and in strips of classes.
 
 figure = plt.figure(
-    "The matrix of logits twice. A chunk of tokens is a few whole rows: it has "
-    "all of dx of these tokens, and a part of dw. A strip of classes is a few "
-    "whole columns: it has all of dw of these classes, and a part of dx",
+    "The matrix of logits twice. A chunk of tokens is a few whole rows, with "
+    "all of dx of these tokens and a part of dw. A strip of classes is a few "
+    "whole columns, with all of dw of these classes and a part of dx",
     figsize=(7.5, 2.6),
 )
 for axes, (title, chunk, row_label, column_label) in zip(
@@ -1426,6 +1426,7 @@ def sum_columns(grads, sums, first):
 
 
 LEAST = 2048  # tokens of a chunk if dw is summed up over chunks
+MOST = 8192  # tokens of any chunk, and classes of a strip
 
 
 def one_round(features, dtype):
@@ -1441,7 +1442,7 @@ def chunk_of(tokens, features, dtype, summed):
     most = one_round(features, dtype)
     if summed:
         most *= triton.cdiv(LEAST, most)
-    most = min(most, 2 * LEAST)
+    most = min(most, MOST)
     length = triton.cdiv(tokens, triton.cdiv(tokens, most))
     step = 2 * BLOCK
     return triton.cdiv(length, step) * step
@@ -1453,7 +1454,7 @@ for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
 
 # %%
 # (Without a GPU there are four SMs, so these are not the chunks of an H200. It
-# has chunks of 2048, 1664 and 5504 tokens.)
+# has chunks of 2048, 1792 and 5504 tokens.)
 #
 # What is kept for the backward pass?
 # -----------------------------------
@@ -1796,7 +1797,7 @@ def scores_again(
 def strip_of(tokens, features, dtype):
     """Classes of a strip: more of them, if there are few tokens."""
     most = one_round(features, dtype) * max(1, 8192 // tokens)
-    most = min(most, 2 * LEAST)
+    most = min(most, MOST)
     return triton.cdiv(most, 2 * BLOCK) * 2 * BLOCK
 
 

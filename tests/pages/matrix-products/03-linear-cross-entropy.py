@@ -458,6 +458,8 @@ FACTS = {
 SMALL = (
     ("BLOCK = 64 ", "BLOCK = 16 "),
     ("LEAST = 2048 ", "LEAST = 16 "),
+    ("MOST = 8192 ", "MOST = 32 "),
+    ("PARTS=64", "PARTS=2"),
     ("8192 // tokens", "8 // tokens"),
     ("(128, 256, 64, 8)", "(32, 32, 16, 8)"),
     ("(128, 128, 32, 8)", "(16, 32, 16, 8)"),
@@ -467,6 +469,74 @@ SMALL = (
 
 def at(lead=(40,), ins=40, classes=99, dtype=HALF, **more):
     return LinearCrossEntropyCase(lead, ins, classes, dtype, **more)
+
+
+def exact_gradients(page, x, w, target):
+    """Of the sum of all losses, in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
+    loss = torch.nn.functional.cross_entropy(
+        leaves[0] @ leaves[1].T, target, reduction="sum"
+    )
+    return torch.autograd.grad(loss, leaves)
+
+
+def skipped(page, skip_below, recompute, spread=9.0):
+    """Gradients of a sum of losses over a sharp distribution, ours and exact
+    ones, and the inputs."""
+    tokens, classes = 9 * page.BLOCK + 6, 20 * page.BLOCK - 3
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 24, generator=generator)
+    w = torch.randn(classes, 24, generator=generator)
+    # Logits fall with the number of the class, for the later half of tokens.
+    x[:, 0] = torch.arange(tokens) >= tokens // 2
+    w[:, 0] = -spread * torch.arange(1, classes + 1).log()
+    target = torch.randint(8, (tokens,), generator=generator)
+    x, w = (t.to(page.DEVICE).half().requires_grad_() for t in (x, w))
+    target = target.to(page.DEVICE)
+    loss = page.linear_cross_entropy(
+        x, w, target, reduction="sum", skip_below=skip_below,
+        recompute=recompute,
+    )  # fmt: skip
+    found = torch.autograd.grad(loss, (x, w))
+    return found, exact_gradients(page, x, w, target), x, w
+
+
+def left_out_is_small(page, recompute):
+    """A token loses at most skip_below for each class, and a class as much
+    for each token; and there is something to leave out."""
+    unit = torch.finfo(HALF).eps / 2
+    classes = 20 * page.BLOCK - 3
+    skip_below = unit / classes
+    (dx, dw), (exact_dx, exact_dw), x, w = skipped(page, skip_below, recompute)
+    kept = skipped(page, 0.0, recompute)[0]
+    assert not all(map(torch.equal, (dx, dw), kept)), "nothing was left out"
+    # What rounds in any case: powers, gradients and results.
+    rounding = 4 * unit
+    lost_dx = classes * skip_below * w.abs().max(0).values.double()
+    most = lost_dx + rounding * (2 * w.abs().max(0).values.double())
+    assert ((dx - exact_dx).abs() <= most).all()
+    lost_dw = skip_below * x.abs().sum(0).double()
+    most = lost_dw + rounding * x.abs().sum(0).double()
+    assert ((dw - exact_dw).abs() <= most).all()
+
+
+def left_out_as_promised(load):
+    for recompute in (False, True):
+        left_out_is_small(load("small"), recompute)
+
+
+def cut_as_pytorch_says(load):
+    """float32 is cut to TF32 only where PyTorch's switch says so."""
+    page = load("as it is")
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    try:
+        for said in ("tf32", "ieee"):
+            switch.fp32_precision = said
+            assert page.plan(SINGLE, 4)["PRECISION"] == said
+            assert page.plan(HALF, 2)["PRECISION"] == "ieee"
+    finally:
+        switch.fp32_precision = before
 
 
 PAGE = Page(
@@ -505,6 +575,180 @@ PAGE = Page(
     ),
     huge=(4096,),
     elsewhere="not the current GPU",
+    prints={
+        "errors below 1%": 5,
+        "Timing needs a GPU": 3,
+        "errors of a vocabulary in halves": 2,
+    },
+    mutants={
+        "classes that do not exist": (
+            'return tl.where(name[None, :] < classes, sums, float("-inf"))',
+            "return sums",
+        ),
+        "no bias": (
+            "sums += bias.to(tl.float32)[None, :]",
+            "sums += 0 * bias.to(tl.float32)[None, :]",
+        ),
+        "all weights are 1": (
+            "return weight.to(tl.float32)",
+            "return 0 * weight.to(tl.float32) + 1",
+        ),
+        "older parts are not made smaller": (
+            "s = s * tl.exp2((m - new) * LOG2E) + ",
+            "s = s + ",
+        ),
+        "logits of the last parts alone": (
+            "weighted += tl.sum(tl.load(at",
+            "weighted = tl.sum(tl.load(at",
+        ),
+        "the target's share without smoothing": (
+            "a = (1 - smooth) * w_t",
+            "a = w_t",
+        ),
+        "smoothing of an ignored token": (
+            "e = tl.where(live, smooth / classes, 0)",
+            "e = tl.where(live, smooth / classes, smooth / classes)",
+        ),
+        "smoothing without weights": (
+            "p = a + e * all_weights",
+            "p = a + e * classes",
+        ),
+        "no bias of the target": (
+            "dot += tl.load(bias_ptr + row",
+            "dot += 0 * tl.load(bias_ptr + row",
+        ),
+        "targets count from the strip": (
+            "mask=mask, other=-1) - first_class",
+            "mask=mask, other=-1)",
+        ),
+        "the wrong share at the target": (
+            "target[:, None], a[:, None], 0)",
+            "target[:, None], p[:, None], 0)",
+        ),
+        "parts of the first tile": (
+            "part = (column // TILE_N).to(tl.int64) * tokens",
+            "part = 0",
+        ),
+        "both halves of powers in one place": (
+            "powers_desc.store([row, column + i * width], power)",
+            "powers_desc.store([row, column], power)",
+        ),
+        "both halves of gradients in one place": (
+            "grads_desc.store([row, column + i * width], grad)",
+            "grads_desc.store([row, column], grad)",
+        ),
+        "both halves of a result in one place": (
+            "at = column + i * piece.shape[1]",
+            "at = column",
+        ),
+        "sums of the last chunk": (
+            "return sums + (high |",
+            "return sums + 0 * (high |",
+        ),
+        "float32 sums of the last chunk": (
+            "return sums + high_desc.load([row, column])",
+            "return sums",
+        ),
+        "a third byte with a sign": (
+            "low_desc.load([row, column]).to(tl.int32) & 0xFF",
+            "low_desc.load([row, column]).to(tl.int32)",
+        ),
+        "sums of two bytes": (
+            "(bits >> 8).to(tl.int8)",
+            "(bits * 0).to(tl.int8)",
+        ),
+        "each chunk is the first": (
+            "grads_some, x_some, None, True, sums, start == 0,",
+            "grads_some, x_some, None, True, sums, True,",
+        ),
+        "the last chunk forgets the others": (
+            "scale_ptr=scale,\n        list_ptr",
+            "scale_ptr=None,\n        list_ptr",
+        ),
+        "dx without its factor": (
+            "dx = step.dx.mul_(factor[:, None])",
+            "dx = step.dx",
+        ),
+        "a second backward pass multiplies again": (
+            "        ctx.step = None\n",
+            "",
+        ),
+        "a mean of all tokens": (
+            "loss = loss / weights.sum()",
+            "loss = loss / len(weights)",
+        ),
+        "gradients of a mean of all tokens": (
+            "scale = scale / rows[1].sum()",
+            "scale = scale / rows.shape[1]",
+        ),
+        "0 / 0 in dw": (
+            "scale = torch.where(live.any(), scale, 0)",
+            "scale = scale * 1",
+        ),
+        "0 / 0 in dx": (
+            "factor = torch.where(live, scale, 0)",
+            "factor = scale.expand(live.shape)",
+        ),
+        "tokens without a factor of their own": (
+            "rows[3:] *= factor",
+            "rows[3:] *= 1",
+        ),
+        "sums without the factors of tokens": (
+            "options = dataclasses.replace(options, recompute=True)",
+            "pass",
+        ),
+        "columns of the first rows": (
+            "for row in range(0, tokens, ROWS):",
+            "for row in range(0, ROWS, ROWS):",
+        ),
+        "columns of the last chunk": (
+            "sum_columns(grads_some, step.db, first=start == 0)",
+            "sum_columns(grads_some, step.db, first=True)",
+        ),
+        "rows of any length": (
+            "width = triton.cdiv(columns, step) * step",
+            "width = columns",
+        ),
+        "memory that begins anywhere": (
+            "aligned = t.data_ptr() % 16 == 0 and step % 16 == 0",
+            "aligned = step % 16 == 0",
+        ),
+        "float32 is cut": (
+            'precision = "ieee"\n',
+            'precision = "tf32"\n',
+        ),
+        "a block less": (
+            "wanted.sum(dim=1, dtype=torch.int32)",
+            "wanted.sum(dim=1, dtype=torch.int32) - 1",
+        ),
+        "the blocks that are not wanted": (
+            "descending=True, stable=True",
+            "descending=False, stable=True",
+        ),
+        "flags of other tokens": (
+            "flags = step.flags[step.first // BLOCK :]",
+            "flags = step.flags[: len(step.grads)]",
+        ),
+        "a threshold above everything": (
+            "< (skip_below * p)[:, None]",
+            "< (skip_below * 1000000 * p)[:, None]",
+        ),
+    },
+    kills=(
+        at((150,), 40, 99),
+        at((150,), 40, 5, ignores="none"),
+        at((70,), 40, 99, weight=True, smooth=0.1),
+        at((150,), 40, 101, recompute=True),
+        at((150,), 24, 99, reduction="none", smooth=0.1, weight=True),
+        at((70,), 40, 99, smooth=1.0),
+        at((40,), 16, 50, SINGLE, twice=True, ignores="none"),
+        at((70,), 16, 50, SINGLE, linear_bias=None),
+        at((40,), ignores="every"),
+        at((33,), 24, 40, input="unaligned"),
+        at((33,), 37, 41),
+        left_out_as_promised,
+        cut_as_pytorch_says,
+    ),
     sanitizers=("memcheck",),
     sanitized=(
         at((300,), 264, 1000, BRAIN),
@@ -519,55 +763,9 @@ def page_small():
     return PAGE.load("small")
 
 
-def exact_gradients(page, x, w, target):
-    """Of the sum of all losses, in float64."""
-    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
-    loss = torch.nn.functional.cross_entropy(
-        leaves[0] @ leaves[1].T, target, reduction="sum"
-    )
-    return torch.autograd.grad(loss, leaves)
-
-
-def skipped(page, skip_below, recompute, spread=9.0):
-    """Gradients of a sum of losses over a sharp distribution, ours and exact
-    ones, and the inputs."""
-    tokens, classes = 9 * page.BLOCK + 6, 20 * page.BLOCK - 3
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, 24, generator=generator)
-    w = torch.randn(classes, 24, generator=generator)
-    # Logits fall with the number of the class.
-    x[:, 0] = 1
-    w[:, 0] = -spread * torch.arange(1, classes + 1).log()
-    target = torch.randint(8, (tokens,), generator=generator)
-    x, w = (t.to(page.DEVICE).half().requires_grad_() for t in (x, w))
-    target = target.to(page.DEVICE)
-    loss = page.linear_cross_entropy(
-        x, w, target, reduction="sum", skip_below=skip_below,
-        recompute=recompute,
-    )  # fmt: skip
-    found = torch.autograd.grad(loss, (x, w))
-    return found, exact_gradients(page, x, w, target), x, w
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_left_out_is_as_small_as_promised(page_small, recompute):
-    """A token loses at most skip_below for each class, and a class as much
-    for each token; and there is something to leave out."""
-    page = page_small
-    unit = torch.finfo(HALF).eps / 2
-    classes = 20 * page.BLOCK - 3
-    skip_below = unit / classes
-    (dx, dw), (exact_dx, exact_dw), x, w = skipped(page, skip_below, recompute)
-    kept = skipped(page, 0.0, recompute)[0]
-    assert not all(map(torch.equal, (dx, dw), kept)), "nothing was left out"
-    # What rounds in any case: powers, gradients and results.
-    rounding = 4 * unit
-    lost_dx = classes * skip_below * w.abs().max(0).values.double()
-    most = lost_dx + rounding * (2 * w.abs().max(0).values.double())
-    assert ((dx - exact_dx).abs() <= most).all()
-    lost_dw = skip_below * x.abs().sum(0).double()
-    most = lost_dw + rounding * x.abs().sum(0).double()
-    assert ((dw - exact_dw).abs() <= most).all()
+    left_out_is_small(page_small, recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -575,3 +773,44 @@ def test_all_may_be_left_out(page_small, recompute):
     """If every block is, gradients are 0, and not what was in memory."""
     (dx, dw), _, _, _ = skipped(page_small, 0.9999, recompute, spread=0.0)
     assert not dx[:128].isnan().any() and not dw.isnan().any()
+
+
+def test_the_chunks_of_the_sizes_that_are_measured(monkeypatch):
+    """With 132 SMs, as prose says."""
+    page = PAGE.load("as it is")
+    monkeypatch.setattr(page, "NUM_SMS", 132)
+    for features, tokens, summed, chunk in (
+        (4096, 32768, True, 2048),
+        (4096, 5000, True, 1792),
+        (768, 16384, True, 5504),
+        (4096, 32768, False, 1024),
+    ):
+        found = page.chunk_of(tokens, features, BRAIN, summed)
+        assert (features, tokens, found) == (features, tokens, chunk)
+
+
+def test_what_stays_until_the_backward_pass(page_small):
+    """With one chunk there are no sums, and recompute keeps no gradients."""
+    page = page_small
+    x = torch.randn(40, 24, device=page.DEVICE).half().requires_grad_()
+    w = torch.randn(50, 24, device=page.DEVICE).half().requires_grad_()
+    target = torch.zeros(40, dtype=torch.int64, device=page.DEVICE)
+    for options, sums, grads in (
+        (page.Options(chunk=16), True, True),
+        (page.Options(chunk=64), False, True),
+        (page.Options(chunk=16, recompute=True), False, False),
+    ):
+        step = page.forward(
+            x.detach(), w.detach(), None, None, target, options, 3 * (True,)
+        )
+        assert (step.low is not None) == sums
+        assert (step.grads is not None) == grads
+
+
+def test_exercise(output):
+    stub, solution = (
+        float(line.split()[-1])
+        for line in output.splitlines()
+        if "errors of a vocabulary in halves" in line
+    )
+    assert stub > 0.1 > 1e-2 > solution
