@@ -487,8 +487,8 @@ def skipped(page, skip_below, recompute, spread=9.0):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, 24, generator=generator)
     w = torch.randn(classes, 24, generator=generator)
-    # Logits fall with the number of the class, for the later half of tokens.
-    x[:, 0] = torch.arange(tokens) >= tokens // 2
+    # Logits fall with the number of the class, for the first half of tokens.
+    x[:, 0] = torch.arange(tokens) < tokens // 2
     w[:, 0] = -spread * torch.arange(1, classes + 1).log()
     target = torch.randint(8, (tokens,), generator=generator)
     x, w = (t.to(page.DEVICE).half().requires_grad_() for t in (x, w))
