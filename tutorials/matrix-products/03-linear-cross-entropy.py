@@ -191,6 +191,8 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # 2 MB, eight times the registers of an SM. They would have to be fetched and
 # stored for each tile of classes.
 
+# %%
+
 # Drawing: the matrix of logits, in chunks of tokens and in strips of classes.
 
 figure = plt.figure(
@@ -2853,12 +2855,12 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # Exercise
 # --------
 #
-# **Exercise 1: a vocabulary in two halves.** When a weight is too large for
-# one GPU, each of two GPUs can have half of the classes. Each computes ``lse``
-# of its own half, and the logit of the target if it has it. Write a function
-# that makes the loss of both. It also returns, for each half, the factor by
-# which the softmax of that half must be multiplied to become the softmax of
-# all classes.
+# **Exercise 1: a vocabulary in two halves.**
+# When a weight is too large for one GPU, each of two GPUs can have half of the
+# classes. Each computes ``lse`` of its own half, and the logit of the target
+# if it has it. Write a function that makes the loss of both. It also returns,
+# for each half, the factor by which the softmax of that half must be
+# multiplied to become the softmax of all classes.
 #
 # **Hint 1.** The sum of all powers is the sum of both halves'. ``lse`` is the
 # logarithm of such a sum.
