@@ -287,40 +287,6 @@ def _place(tile, rows, columns, GROUP: tl.constexpr):
     return first + place % height, place // height
 
 
-GPU = torch.cuda.is_available()
-if ON_GPU:
-    # A stream of its own: CUDA graphs cannot record the default one.
-    torch.cuda.set_stream(torch.cuda.Stream())
-else:
-    # The same kernels on the CPU, one program after the other, slowly.
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import triton
-import triton.language as tl
-
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-
-# %%
-
-# Scaffold: more imports.
-
-
-# %%
-
-# Scaffold: the order of tiles, and layouts, from page 01.
-
-
-@triton.jit
-def _place(tile, rows, columns, GROUP: tl.constexpr):
-    """Row and column of a tile, by its number: groups of so many rows of
-    tiles, and in a group column by column."""
-    first = tile // (GROUP * columns) * GROUP
-    # The last group may have fewer rows.
-    height = tl.minimum(rows - first, GROUP)
-    place = tile % (GROUP * columns)
-    return first + place % height, place // height
-
-
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 
@@ -372,6 +338,11 @@ def _logits(
         bias = tl.load(bias_ptr + name, mask=name < classes, other=0)
         sums += bias.to(tl.float32)[None, :]
     return tl.where(name[None, :] < classes, sums, float("-inf"))
+
+
+# %%
+
+# Scaffold: weights of classes, and halves of a tile.
 
 
 @triton.jit
@@ -1282,8 +1253,12 @@ def _multiply(
 
 
 # %%
-# A bias has a gradient, too, the sum of each column. This kernel adds up the
-# columns of a chunk. It only runs if the bias wants a gradient.
+# A bias has a gradient, too, the sum of each column. A small kernel adds up
+# the columns of a chunk, if the bias wants a gradient.
+
+# %%
+
+# Scaffold: the sums of columns.
 
 
 @triton.jit
@@ -1478,8 +1453,13 @@ for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
 #   a token can still be multiplied later, but ``dw`` is a sum over tokens, and
 #   cannot. So for that we need the other design.
 #
-# ``forward`` below does all that the forward pass does for gradients.
-# ``wants`` says which of them somebody wants.
+# ``forward`` goes through the chunks: ``scores``, ``finish``, ``in_place``,
+# ``multiply`` for ``dx``, and ``multiply`` for ``dw`` in all chunks but the
+# last.
+
+# %%
+
+# Scaffold: the forward pass with gradients.
 
 
 def in_bytes(dw, low):
@@ -1589,6 +1569,10 @@ def forward(x, w, bias, weight, target, options, wants):
 # And this is what the backward pass does for ``dw``, with ``scale`` for ``g``,
 # divided by the number of tokens if the reduction is a mean.
 
+# %%
+
+# Scaffold: the last product of dw.
+
 
 def last_of_dw(step, x, w, scale):
     """dw: the sums so far, and those of the last chunk."""
@@ -1629,8 +1613,8 @@ def last_of_dw(step, x, w, scale):
 # and multiplies. A strip of ``dw`` is done then, in one product and with one
 # rounding. With 32768 tokens a strip takes 67 MB.
 #
-# The kernel is the one from above with another epilogue, which knows ``lse``
-# and stores gradients.
+# The kernel, ``_scores_again``, has the loop of ``_scores`` and another
+# epilogue, which knows ``lse`` and stores gradients.
 
 
 @triton.jit
@@ -1672,6 +1656,11 @@ def _keep_gradients(
         grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
         grad = grad.to(grads_desc.dtype)
         grads_desc.store([row, column + i * width], grad)
+
+
+# %%
+
+# Scaffold: the second visit.
 
 
 @triton.jit
@@ -1804,6 +1793,12 @@ def strip_of(tokens, features, dtype):
 
 
 # %%
+# ``in_strips`` goes through the classes with it, and computes ``dw`` and the
+# gradient of the bias.
+
+# %%
+
+# Scaffold: dw in strips.
 
 
 def in_strips(x, w, bias, weight, target, rows, flags, options, scale, wants):
@@ -1905,6 +1900,10 @@ print(f"for 128256 classes: {unnoticed(torch.bfloat16, 128256):.1e}")
 # somebody asks for a second backward pass with ``retain_graph``, everything is
 # computed again. And where all tokens are ignored, the mean is 0 / 0: PyTorch
 # returns NaN for the loss, and gradients of 0, and so do we.
+
+# %%
+
+# Scaffold: the loss as a function of autograd.
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -2160,6 +2159,10 @@ def linear_cross_entropy(
 # a share of the largest number of each result, because powers and gradients
 # were rounded to 16 bits before they were multiplied.
 
+# %%
+
+# Scaffold: a check against float64.
+
 
 def check(tokens, features, classes, dtype=torch.float16, **options):
     """The largest error of loss, dx, dw and db, compared with float64."""
@@ -2189,6 +2192,8 @@ def check(tokens, features, classes, dtype=torch.float16, **options):
         assert error < 0.01, f"{name} is off by {error:.1%}"
     print("errors below 1%:", " ".join(f"{error:.2%}" for error in errors))
 
+
+# %%
 
 check(tokens=70, features=40, classes=300)
 check(tokens=150, features=77, classes=203, recompute=True)
