@@ -99,7 +99,8 @@ def of_a_sum(page, one):
 def sums(page):
     """Functions of x and a residual, which give their sum, too."""
     named = getattr(page.operation, "named", ())
-    return page.functions if "residual" in named else ()
+    alone = getattr(page.operation, "alone", False)
+    return page.functions if "residual" in named and not alone else ()
 
 
 SUMS = each(sums)

@@ -97,13 +97,16 @@ def test_one_element_of_a_softmax_shows(name, fault, log):
 
 @pytest.mark.parametrize("fault", [zero, swap, nan])
 @pytest.mark.parametrize(
-    "operation", [AddNorm(), RmsNorm(), CrossEntropy(), Rotary()]
+    "operation",
+    [AddNorm(), RmsNorm(), RmsNorm(alone=True), CrossEntropy(), Rotary()],
+    ids=["AddNorm", "RmsNorm", "RmsNorm alone", "CrossEntropy", "Rotary"],
 )
 def test_one_element_of_any_result_shows(operation, fault):
-    case = operation.Case(dtype=HALF)
+    case = operation.usual(dtype=HALF)
     tensors = operation.tensors(case, CPU)
     full = tensors["x" if "x" in tensors else "input"]
-    found = {"s": tensors["residual"] + full} if "residual" in tensors else {}
+    residual = tensors.get("residual")
+    found = {} if residual is None else {"s": residual + full}
     expected = operation.exact(case, tensors, found)
     found = {n: e.value.to(e.dtype) for n, e in expected.items()}
     operation.judge(case, tensors, found)

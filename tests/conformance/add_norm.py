@@ -264,9 +264,17 @@ def huge(operation, function, case, device, slack):
     few = operation.tensors(case, device)
     parameters = {name: few[name] for name in operation.named[2:]}
     leaf = x.detach().requires_grad_()
-    y, s = function(leaf, x, case.shape, *parameters.values(), eps=case.eps)
-    (dx,) = torch.autograd.grad((y, s), leaf, (x, x))
+    alone = getattr(operation, "alone", False)
+    residual = None if alone else x
+    results = function(
+        leaf, residual, case.shape, *parameters.values(), eps=case.eps
+    )
+    named = zip(("y", "s"), results, strict=True)
+    outputs = {name: t for name, t in named if t is not None}
+    arriving = [x for _ in outputs]
+    (dx,) = torch.autograd.grad(list(outputs.values()), leaf, arriving)
     for rows in slice(0, 64), slice(M - 64, M):
         given = dict.fromkeys(("x", "residual", "dy", "ds"), x[rows])
-        found = {"y": y.detach()[rows], "s": s.detach()[rows], "dx": dx[rows]}
+        found = {name: t.detach()[rows] for name, t in outputs.items()}
+        found["dx"] = dx[rows]
         operation.judge(case, {**given, **parameters}, found)

@@ -56,6 +56,7 @@ class RmsNorm(Operation):
     sizes: tuple = layer_norm.SIZES
     large: tuple = layer_norm.LARGE  # on a GPU
     more: tuple = ()  # further axes of the page's own: (field, values)
+    alone: bool = False  # the page has no norm of a sum
     Case = RmsNormCase
     named = "x", "residual", "weight"
 
@@ -64,15 +65,25 @@ class RmsNorm(Operation):
         """A case of a matrix."""
         return RmsNormCase(lead=(M,), shape=(N,), dtype=dtype, **more)
 
+    def usual(self, **fields):
+        return self.Case(fused=not self.alone, **fields)
+
+    def case(self, row):
+        case = super().case(row)
+        return dataclasses.replace(case, fused=False) if self.alone else case
+
     def axes(self, on_gpu):
         return {
             ("lead", "shape"): self.sizes + self.large * on_gpu,
             ("dtype", "stream", "weight_dtype"): self.types,
-            "fused": (True, False),
+            **self.of_a_sum(
+                fused=(True, False),
+                residual=OWN_LAYOUTS,
+                ds=tuple(LAYOUTS),
+                used=("ys", "y", "s"),
+            ),
             "x": OWN_LAYOUTS,
-            "residual": OWN_LAYOUTS,
             "dy": tuple(LAYOUTS),
-            "ds": tuple(LAYOUTS),
             "parameters": OWN_LAYOUTS,
             "weight": (True, False),
             "wanted": (
@@ -83,10 +94,13 @@ class RmsNorm(Operation):
                 (False, True, True),
                 (True, False, True),
             ),
-            "used": ("ys", "y", "s"),
             "eps": (1e-6, 0.1, 1e-12),
             **dict(self.more),
         }
+
+    def of_a_sum(self, **axes):
+        """What only a page with a norm of a sum has."""
+        return {} if self.alone else axes
 
     def random_axes(self):
         return layer_norm.LayerNorm().random_axes()
@@ -218,12 +232,16 @@ class RmsNorm(Operation):
         def with_residual(change):
             return lambda ones: (ones(2, 8), change(ones(2, 8)), 8)
 
+        alone = [
+            Mistake(e, words, arguments(f, False)) for e, words, f in calls
+        ]
+        if self.alone:
+            return tuple(alone)
+        fused = [
+            Mistake(e, words, arguments(f, True)) for e, words, f in calls
+        ]
         return (
-            *(
-                Mistake(e, words, arguments(f, fused))
-                for e, words, f in calls
-                for fused in (False, True)
-            ),
+            *(one for pair in zip(alone, fused, strict=True) for one in pair),
             *(Mistake(e, "residual", with_residual(f)) for e, f in residuals),
         )
 
@@ -232,11 +250,21 @@ class RmsNorm(Operation):
         return function(x, None, (8,), None)[0], x
 
     def huge(self, function, device, N, slack=5):
-        case = self.at(5, N, HALF, wanted=(True, False, False))
+        case = self.at(
+            5, N, HALF, wanted=(True, False, False), fused=not self.alone
+        )
         add_norm.huge(self, function, case, device, slack)
 
     def model(self, function):
         """A layer of a model that computes so, and PyTorch's."""
+        if self.alone:
+
+            class Alone(torch.nn.RMSNorm):
+                def forward(self, x):
+                    shape, eps = self.normalized_shape, self.eps
+                    return function(x, None, shape, self.weight, eps=eps)[0]
+
+            return Alone, torch.nn.RMSNorm
 
         class Norm(torch.nn.RMSNorm):
             def forward(self, x):

@@ -50,6 +50,7 @@ UNITS = {
     "load requests per row": (0, math.inf),
     # Of the compiled kernel.
     "bytes spilled per thread": (0, math.inf),
+    "kernels": POSITIVE,  # that run on the device in a call
 }
 PAGE = {"code": str, "environment": dict, "benchmarks": dict, "digest": str}
 BENCHMARK = {
