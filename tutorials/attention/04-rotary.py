@@ -680,6 +680,7 @@ def _rotate_heads(
     HALF: tl.constexpr,  # pairs of a row; PAIRS is the next power of two
     HEADS: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,  # turn back
 ):
     x_ptr, y_ptr, heads = x[0], x[1], x[2]
     x_batch, x_head, x_row, x_column = x[3], x[4], x[5], x[6]
@@ -715,11 +716,19 @@ def _rotate_heads(
         seconds += (b,)
         x_at += x_head
 
-    # Turn them in the type of the angles, float32 or float64, and round.
+    # Only now touch an angle: whoever computes with a number waits for it. We
+    # turn in float32, or in float64 if x has that, and round.
+    wide: tl.constexpr = x_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if wide else tl.float32
+    cos = cos.to(acc)
+    sin = sin.to(acc)
     for i in tl.static_range(HEADS):
-        a = firsts[i].to(cos.dtype)
-        b = seconds[i].to(cos.dtype)
-        a, b = _turn(a, b, cos, sin)
+        a = firsts[i].to(acc)
+        b = seconds[i].to(acc)
+        if BACK:  # the same turn with a and b swapped goes back
+            b, a = _turn(b, a, cos, sin)
+        else:
+            a, b = _turn(a, b, cos, sin)
         a = a.to(y_ptr.dtype.element_ty)
         b = b.to(y_ptr.dtype.element_ty)
         if INTERLEAVED:
@@ -757,27 +766,23 @@ def _rotary(
     group = tl.program_id(0) % groups
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
 
-    # The angles, once for all our heads; in float64 if q has that.
-    wide: tl.constexpr = q[0].dtype.element_ty == tl.float64
-    acc: tl.constexpr = tl.float64 if wide else tl.float32
+    # Request the angles, once for all our heads.
     pair = tl.arange(0, PAIRS)[None, :]
     mask = (row < length) & (pair < HALF)
     at = row * HALF + pair
-    cos = tl.load(cos_ptr + at, mask=mask, other=0).to(acc)
-    sin = tl.load(sin_ptr + at, mask=mask, other=0).to(acc)
-    if BACK:
-        sin = -sin
+    cos = tl.load(cos_ptr + at, mask=mask, other=0)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0)
 
     # Are our heads those of q or of k? Without k, only the first call is
     # compiled.
     if k is None or group < q_groups:
         _rotate_heads(
-            q, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED
+            q, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED, BACK
         )
     else:
         group -= q_groups
         _rotate_heads(
-            k, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED
+            k, group, row, length, cos, sin, HALF, HEADS, INTERLEAVED, BACK
         )
 
 
