@@ -571,8 +571,8 @@ report(bench_first)
 
 # %%
 # **What the figure shows.**
-# On the H200 the first kernel reaches 77% of a copy with halves at 256
-# positions, and 88% at 16384. With interleaved pairs it reaches 9% and 6%.
+# On the H200 the first kernel reaches 79% of a copy with halves at 256
+# positions, and 89% at 16384. With interleaved pairs it reaches 9% and 6%.
 #
 # **What do interleaved pairs cost?**
 # A thread of the first kernel has 16 pairs, eight of each of two rows. With
@@ -954,17 +954,17 @@ report(bench_ways)
 
 # %%
 # **What the figure shows.**
-# On the H200 one launch reaches 83% of a copy at 256 positions, 92% at 1024
-# and 97% at 16384. Two launches reach 50%, 71% and 93%, interleaved pairs 78%,
-# 92% and 98%, and in place it is 83%, 94% and 96%.
+# On the H200 one launch reaches 85% of a copy at 256 positions, 91% at 1024
+# and 97% at 16384. Two launches reach 52%, 70% and 93%, interleaved pairs 81%,
+# 91% and 98%, and in place it is 88%, 93% and 96%.
 #
 # **Why.**
 # A launch is not free, even on the GPU: by our clock, a kernel that does
 # nothing took 0.98 µs on an H100. And the second launch begins when the first
 # one has ended. Until its data arrive, memory has little to do, and it has
 # little to do again when only the last programs are left. At 256 positions one
-# launch takes 3.4 µs, and two take 5.5 µs. At 16384 positions they take 84.8
-# µs and 88.5 µs, which is 4% less speed, and no longer 39%.
+# launch takes 3.4 µs, and two take 5.5 µs. At 16384 positions they take 84.7
+# µs and 88.6 µs, which is 4% less speed, and no longer 39%.
 #
 # Interleaved pairs cost a few instructions more, and no bytes. From 1024
 # positions on they cost nothing, because a kernel that waits for memory has
@@ -1016,10 +1016,15 @@ for interleaved in (False, True):
     )
 
 # %%
-# The kernel does that with ``BACK``. And what is the derivative of the
-# backward pass? It is a rotation as well, forward this time. So our autograd
-# function calls itself in its backward pass, and PyTorch can differentiate it
-# as often as it likes.
+# Compare the two formulas once more: the lower one for :math:`dx` is the upper
+# one for :math:`y` with :math:`dy_b` in place of :math:`x_a` and :math:`dy_a`
+# in place of :math:`x_b`. So who swaps the two numbers of a pair, turns them
+# forward, and swaps the results again, has turned them back. The kernel does
+# that with ``BACK``, and needs no instruction more than in the forward pass.
+#
+# And what is the derivative of the backward pass? It is a rotation as well,
+# forward this time. So our autograd function calls itself in its backward
+# pass, and PyTorch can differentiate it as often as it likes.
 
 
 class _Rotary(torch.autograd.Function):
@@ -1333,22 +1338,23 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our forward pass reaches 83% of a copy at 256 positions, 92% at
+# On the H200 our forward pass reaches 85% of a copy at 256 positions, 90% at
 # 1024 and 97% at 16384. PyTorch reaches 5% to 6% over all sizes,
-# torch.compile 53% to 81%, and Liger 84% to 97%.
+# torch.compile 59% to 81%, and Liger 86% to 98%.
 #
 # **What is missing where sequences are short?**
 # Our aim was 90% of a copy from a million numbers on, which is where the
-# figure begins: 256 positions of 40 heads have 1.3 million. We reach it from
-# 1024 positions on, and miss it with 83% at 256 positions and 88% at 512.
+# figure begins: 256 positions of 40 heads have 1.3 million. We reach it at
+# 4096 positions, are level with it at 1024, and miss it with 85% at 256
+# positions and 88% at 512.
 #
-# At 256 positions a copy of so many bytes would take 2.8 µs, and ours takes
+# At 256 positions a copy of so many bytes would take 2.9 µs, and ours takes
 # 3.4 µs. Its 320 programs do not divide by 132 SMs: 56 of them have three
 # programs, and 76 have two. Also, a program of ours computes between its loads
 # and its stores, and with so few programs nobody else fills that time. We have
-# not measured how much of the 0.6 µs each of the two explains. Of all tiles
+# not measured how much of the 0.5 µs each of the two explains. Of all tiles
 # that we tried on the H100, the fastest reached 88% there. Liger, whose
-# programs are quite different, reaches 84% on the H200.
+# programs are quite different, reaches 86% on the H200.
 #
 # **Why is PyTorch that slow?**
 # Each operation of the formula is a kernel that reads and writes. Let's count
@@ -1370,7 +1376,7 @@ report(bench_forward)
 # **What do the others do?**
 # A program of Liger has all heads of one position, of queries and of keys, and
 # it writes in place. Forward it is level with ours, or a little ahead: it has
-# 99% to 103% of our speed. torch.compile makes kernels of its own from the
+# 100% to 102% of our speed. torch.compile makes kernels of its own from the
 # formula. We have not looked into these, nor measured what each decision of
 # Liger costs.
 #
@@ -1413,31 +1419,33 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches 75% of a copy at 256 positions, 86% at
-# 1024 and 96% at 16384. PyTorch reaches 5% to 6%, torch.compile 24% to 27%,
-# and Liger 85% to 98%.
+# On the H200 our backward pass reaches 86% of a copy at 256 positions, 88% at
+# 1024 and 97% at 16384. PyTorch reaches 5% to 6%, torch.compile 25% to 27%,
+# and Liger 86% to 99%.
 #
-# So there is something new: our backward pass is slower than our forward pass,
-# and slower than Liger's, which is 12% ahead at 256 positions and 2% ahead at
-# 16384. Forward we reach 90% from 1024 positions on, and backward we do not
-# reach it there, but only from 4096 on.
+# So both passes are equally fast: the backward pass takes 3.3 µs at 256
+# positions, where the forward pass takes 3.4 µs, and 84.5 µs at 16384, where
+# that takes 84.7 µs. It misses 90% of a copy below 4096 positions, for the
+# reasons of the forward pass. Liger is ahead by at most 5%, at 1024 positions.
 #
-# **What does the same kernel do that takes longer?**
-# With ``BACK`` it changes the sign of each sine. That is one instruction for
-# each, but it stands before the question whether the heads are those of ``q``
-# or of ``k``. And the compiler has left it there: in the code for an H200 the
-# sines are loaded, their signs are changed, and only then comes the branch
-# behind which the heads are loaded. An instruction cannot begin before its
-# numbers have arrived, and in the same warp no later one can begin before it.
-# So in the backward pass a program waits for its sines before it requests a
-# single gradient. In the forward pass it requests queries or keys meanwhile.
+# **What can one minus cost?**
+# At first the kernel of this page turned back in another way: it changed the
+# sign of each sine, and did so right after the sines were loaded. That is one
+# instruction for each, but it stood before the question whether the heads are
+# those of ``q`` or of ``k``. And the compiler left it there: in the code for
+# an H200 the sines were loaded, their signs were changed, and only then came
+# the branch behind which the heads were loaded. An instruction cannot begin
+# before its numbers have arrived, and in the same warp no later one can begin
+# before it. So in the backward pass a program waited for its sines before it
+# requested a single gradient, and was slower than the forward pass at every
+# length.
 #
-# In time it is not much: the backward pass takes 3.7 µs at 256 positions,
-# where the forward pass takes 3.4 µs, and 85.6 µs at 16384, where that takes
-# 84.8 µs. In `Loads in flight <../layer-norm/04-loads-in-flight.html>`_ we
-# found that one load from DRAM takes 362 ns on an H100, so a wait more is of
-# that size. We have not measured a kernel that changes the sign later, and do
-# not know whether the wait is all of it.
+# Now nothing is done with an angle before all heads are requested, and no sign
+# is changed at all. In the code for an H200 at least 16 of the 20 loads of a
+# thread stand before its first sum or product, in both passes. The place of
+# the minus alone would not have been enough: of ``-x`` Triton makes 0 minus x,
+# which is an instruction for each sine wherever it stands, and the compiler
+# moved some of these up between the loads.
 #
 # **What follows.**
 # An operation that is its own backward pass needs one kernel, and one search
@@ -2049,20 +2057,20 @@ bench_attention.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 attention without a rotation reaches 400 TFLOP/s at 512 keys,
-# 547 at 4096 and 561 at 16384. With the rotation apart it reaches 286, 511
-# and 550. With the queries in the loads it reaches 283, 457 and 482, and with
-# both in the loads 239, 309 and 309.
+# On the H200 attention without a rotation reaches 396 TFLOP/s at 512 keys,
+# 549 at 4096 and 568 at 16384. With the rotation apart it reaches 284, 513
+# and 558. With the queries in the loads it reaches 283, 461 and 485, and with
+# both in the loads 238, 311 and 308.
 #
 # **What does a rotation apart cost?**
 # It reads and writes all queries and keys, 268 MB, at any length. At 512 keys
-# it adds 40% to the time of attention, at 4096 keys 7%, and at 16384 keys
+# it adds 39% to the time of attention, at 4096 keys 7%, and at 16384 keys
 # 2%, because attention itself grows with the length.
 #
 # **Why is it slow to rotate keys in the loads?**
 # Is it what a program loads? A tile of 64 keys and a tile of 64 values have 16
 # KB each, and the angles of 64 positions have 32 KB. So for each step of its
-# loop a program now loads 64 KB, and not 32. At 4096 keys and 547 TFLOP/s, the
+# loop a program now loads 64 KB, and not 32. At 4096 keys and 549 TFLOP/s, the
 # programs without a rotation load 4.3 TB/s together, and the L2 cache of an
 # H100 delivered 7.3 TB/s when we measured it. With 128 queries for a program,
 # twice as many bytes would be more than that: at 7.3 TB/s they allow 467
@@ -2079,8 +2087,8 @@ bench_attention.run(show_plots=ON_GPU)
 # have not measured what each of these steps takes.
 #
 # **And queries, which are turned only once?**
-# At 512 keys attention with the queries in its loads reaches 99% of the speed
-# that it has with the rotation apart, at 4096 keys 90%, and at 16384 keys 88%.
+# At 512 keys attention with the queries in its loads reaches 100% of the speed
+# that it has with the rotation apart, at 4096 keys 90%, and at 16384 keys 87%.
 # So fusing even these gains nothing at 512 keys, and loses where there are
 # more. What it saves is the same at any length: the queries are not
 # read and written once more. What it costs is paid in each step of the loop,
@@ -2114,12 +2122,11 @@ bench_attention.run(show_plots=ON_GPU)
 #
 # - **torch.compile needs no kernel.** It makes its own from the formula, and
 #   can fuse them with what stands around, such as a norm of the queries. On
-#   the H200 it reaches 83% of our speed forward at 16384 positions, and 28%
+#   the H200 it reaches 84% of our speed forward at 16384 positions, and 28%
 #   backward.
-# - **Liger's backward pass is faster**, at each length: by 12% at 256
-#   positions, and by 2% at 16384. It writes over the gradients, which saves
-#   memory as well, and is right only where nobody else needs them. Its forward
-#   pass is level with ours.
+# - **Liger's backward pass is faster**, by at most 5%, at 1024 positions. It
+#   writes over the gradients, which saves memory as well, and is right only
+#   where nobody else needs them. Its forward pass is level with ours.
 # - **A part of each row.** Some models rotate only the first numbers of each
 #   row. In place, ``rotary_embedding_(x[..., :64], cos, sin)`` does that.
 #   Otherwise the rest has to be copied, and ours has no argument for it. Liger
@@ -2226,15 +2233,15 @@ assert exercise_1(_without_tables_1)
 #   5%. torch.compile reaches 81%.
 # - **Liger** reaches 97%.
 # - **A program with one head** loads twice as many bytes of angles as of
-#   ``x``. It reaches 88%, and 6% with interleaved pairs that it loads one by
+#   ``x``. It reaches 89%, and 6% with interleaved pairs that it loads one by
 #   one.
 # - **A program with eight heads** loads a quarter as many bytes of angles as
 #   of ``x``. It reaches 97%, and 98% with interleaved pairs that it takes
 #   apart in registers.
 # - **In place** it moves the same bytes and reaches 96%.
 # - **In the loads of attention** queries are rotated once, and keys once for
-#   each tile of queries. At 4096 keys attention reaches 457 TFLOP/s with the
-#   queries in its loads, 309 with both, and 511 with neither. In the last case
+#   each tile of queries. At 4096 keys attention reaches 461 TFLOP/s with the
+#   queries in its loads, 311 with both, and 513 with neither. In the last case
 #   a kernel of its own has rotated both.
 #
 # And for kernels in general:
