@@ -423,7 +423,6 @@ FACTS = {
     "more than 11% of a copy": "2 of 19",
     "Our aim was 90% of a copy": "what we set out for, no measurement",
     "It misses 90% of a copy below 4096 positions": "that aim",
-    "one load from DRAM takes 362 ns on an H100": "said by that page",
     "the fastest reached 88% there": "one warp with four heads, on an H100",
     "all queries and keys, 268 MB": "4 * 16384 * 16 * 128 numbers of 2 bytes",
     "cache of an H100 delivered 7.3 TB/s": "measured for the glossary",
