@@ -462,19 +462,20 @@ plt.show()
 # **What the figure shows.**
 # On the H200 PyTorch's RMS norm takes 10.8 µs, and our bare launch takes 22.8
 # µs. As a custom operator the same launch takes 40.7 µs, and as a
-# ``triton_op`` it takes 45.6 µs.
+# ``triton_op`` it takes 45.6 µs. So a name costs 17.8 µs and 22.8 µs a call.
 #
 # **Why.**
-# A bare launch is two tensors and a launch, as on the page about host time. An
-# operator goes through the dispatcher and comes back into Python to run our
-# function: the arguments are packed and unpacked on the way, and PyTorch makes
-# sure that what we return is no argument of ours.
+# PyTorch's norm is C++ from the call to the launch. Our bare launch allocates
+# two tensors and calls Triton's launcher, both from Python. An operator goes
+# through the dispatcher as well, and from there back into Python to run our
+# function: the arguments are packed and unpacked on the way, and PyTorch
+# makes sure that what we return is no argument of ours.
 #
 # **What follows.**
-# A name is paid for at each call, whatever the call has to do. With rows as
-# small as these, that is what you wait for. It is hidden only where the device
-# needs longer than the host, and the figure of both passes below shows where
-# that is so.
+# A name is paid for at each call, whatever the call has to do. With a matrix
+# as small as this one, that is what you wait for. It is hidden only where the
+# device needs longer than the host, and the figure of both passes below shows
+# how much work that takes.
 #
 # How fast is the kernel?
 # -----------------------
@@ -690,13 +691,25 @@ report(bench_forward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches 82% to 94% of the copy. PyTorch reaches 62% to
-# 76%, and torch.compile 86% to 99%.
+# On the H200, at 1024, 4096 and 8192 columns, our kernel reaches 82%, 94% and
+# 94% of the copy. PyTorch reaches 67%, 76% and 62%. ``torch.compile``, which
+# writes a Triton kernel of its own from PyTorch's norm, reaches 86%, 87% and
+# 99%.
 #
 # **Why.**
 # Each byte of ``x`` is read once and each byte of ``y`` is written once, which
-# is all that has to move. So there is little left to gain on the device, and
-# the rest of this page is about the host and about promises.
+# is all that has to move, so a kernel can come close to the copy. Ours falls
+# back at 1024 columns. A row has 2 KB there, and each of the 128 threads of a
+# program loads 16 bytes, once. Then the program waits, stores and ends, and
+# another one has to be started for the next row. At 4096 columns a thread
+# loads four times as much before it waits. What the compiler does better at
+# 1024 and at 8192 columns we have not looked into.
+#
+# **What follows.**
+# For RMS norm alone, forward, a kernel of your own does not pay on the H200:
+# torch.compile is ahead at 1024 and at 8192 columns, and only at 4096 columns
+# are we. Keep that in mind for the rest of this page. It asks what a kernel
+# needs, so that PyTorch can use it, and not whether a norm needs a kernel.
 #
 # Backward: the formulas
 # ----------------------
@@ -1076,21 +1089,30 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches 40% to 66% of the copy. PyTorch reaches
-# 33% to 40%, and torch.compile 42% to 49%.
+# On the H200, at 1024, 4096 and 8192 columns, our backward pass reaches 40%,
+# 62% and 66% of the copy. PyTorch reaches 33%, 40% and 36%, and torch.compile
+# 42%, 49% and 49%. So torch.compile is ahead at 1024 columns, and from 4096
+# columns on we are 1.28 and 1.36 times as fast.
 #
 # **Why.**
 # A program requests a row, waits for it, computes, and only then requests the
-# next one, and a second kernel adds up the sums. `Loads in flight
-# <../layer-norm/04-loads-in-flight.html>`_ and the pages after it mend that.
-# It does not matter here: a faster kernel would be handed over in the same
-# four ways.
+# next one. `Loads in flight <../layer-norm/04-loads-in-flight.html>`_ and the
+# pages after it mend that. On top of it come the sums for ``dw``. Our kernel
+# writes 4.3 MB of them at each of the three widths, and another kernel reads
+# them. Beside the 25 MB of ``x``, ``dy`` and ``dx`` at 1024 columns that is a
+# third more, and beside the 201 MB at 8192 columns it is next to nothing.
+#
+# **What follows.**
+# The backward pass of wide rows is where this kernel is worth having. It could
+# be faster still, but here that does not matter: a faster kernel would be
+# handed over in the same four ways.
 #
 # What does a gradient cost on the host?
 # --------------------------------------
 #
 # Now both passes, called from Python, for 4096 rows. The dotted line is the
-# same work as a CUDA graph: that is the time of the device alone.
+# same work as a CUDA graph: a graph is launched as a whole and without Python,
+# so that is the time of the kernels alone.
 
 # %%
 
@@ -1186,8 +1208,9 @@ report_host_times(bench_gradients)
 # **What the figure shows.**
 # On the H200, at 1024 columns, PyTorch takes 101 µs for both passes. The
 # autograd function takes 218 µs, the custom operator 302 µs, and ``triton_op``
-# 309 µs. The kernels alone, in the graph, take 23.4 µs. At 8192 columns the
-# four calls take 200 to 312 µs, and the graph takes 112 µs.
+# 309 µs. The kernels alone, in the graph, take 23.4 µs. At 8192 columns
+# PyTorch takes 200 µs, our three ways take 238, 307 and 312 µs, and the graph
+# takes 112 µs.
 #
 # **Why.**
 # In each pass an operator goes through the dispatcher and through functions
@@ -1195,11 +1218,21 @@ report_host_times(bench_gradients)
 # needs, and one that calls it. All of that is Python. An autograd function has
 # the same two steps, and less around them.
 #
+# At 8192 columns PyTorch waits for the device: by the two figures of speed
+# above, its kernels take 189 of the 200 µs. Ours are done after little more
+# than half of that time. But the calls are not: we still wait for the host.
+#
 # **What follows.**
-# Called from Python, line by line, an autograd function is the cheapest of the
-# three. Who pays for the operators gets something for it, and the rest of this
-# page is about what that is. And where the device needs longer than the host,
-# all of this is hidden.
+# Called from Python our norm is slower than PyTorch's at all three widths,
+# although its kernels are faster. A fast kernel shows only where the device
+# needs longer than the host: with an autograd function and 8192 columns that
+# begins at about 8000 rows, where the kernels would take twice the 112 µs of
+# 4096 rows. With less work to do, record a CUDA graph, or let a compiler call
+# the kernel.
+#
+# An autograd function is the cheapest of the three ways. Who pays more for an
+# operator gets something for it, and the rest of this page is about what that
+# is.
 #
 # What does torch.compile see?
 # ----------------------------
@@ -1482,10 +1515,18 @@ report_kernels(bench_kernels)
 # with the custom operator 8 and 7, and with ``triton_op`` 8 and 6.
 #
 # **Why.**
-# PyTorch's norm dissolves into what stands around it. Ours stays what it is.
-# Around our kernels the compiler finds little to put together: the addition
-# and SiLU are a kernel each in any case. What is left is the sum over the
-# buffers and its rounding, and of a custom operator it cannot even see those.
+# PyTorch's norm dissolves into what stands around it: one kernel is left in
+# the forward pass and two in the backward pass. Ours stays what it is. With
+# the autograd function the seven kernels are the addition, our norm and SiLU
+# forward, and backward those of SiLU, of our norm, of the sum over the buffers
+# and of the rounding of that sum. The compiler puts the last two into one.
+#
+# As it is, an operator runs an eighth. It has two results, so two gradients
+# have to arrive, and for that of ``rstd``, which nobody uses, autograd fills a
+# tensor with zeros. (``ctx.set_materialize_grads(False)`` in ``keep`` would
+# send ``None`` in its place.) The compiler sees that nobody reads the zeros,
+# and leaves them out. The sum and its rounding stay two kernels in a custom
+# operator, because the compiler cannot see them.
 #
 # **What follows.**
 # A kernel of your own ends the fusion at its two sides. It has to be worth
@@ -1575,12 +1616,27 @@ plt.show()
 # it is compiled. Compiled with our bare launch it takes 78.0 µs, with the
 # custom operator 137 µs, and with ``triton_op`` 75.7 µs.
 #
+# What would the block take with our ways as it is? We have not measured that,
+# but we can exchange the norm: with the times of the first figure of this page
+# in place of PyTorch's it would take 48.5 µs with the bare launch, 66.4 µs
+# with the custom operator, and 71.3 µs with ``triton_op``.
+#
 # **Why.**
+# A compiled function is still called from Python. At each call it first tests
+# whether it still fits, which is called its *guards*: types, shapes and
+# strides of the arguments, and which functions it was compiled from. Then
+# Python code that the compiler has written allocates tensors and launches
+# kernels. For a block as small as this one, that takes longer than three calls
+# of PyTorch. With our kernels there are three launches in place of one, and
+# each has a tensor to allocate.
+#
 # A custom operator is called from the compiled code as it is called from
 # Python: through the dispatcher and back. Of the other two the compiler has
-# seen the launch, and its own code launches the kernel. The bare launch has no
-# gradient here, either: what comes out of a compiled block does not ask for
-# one, and there is no error.
+# seen the launch, and its own code launches the kernel, which is why
+# ``triton_op`` is now as cheap as the bare launch.
+#
+# The bare launch has no gradient here, either: what comes out of a compiled
+# block does not ask for one, and there is no error.
 #
 # Now both passes, with the three ways that can train:
 
@@ -1672,15 +1728,32 @@ plt.show()
 # custom operator 774 µs, and with ``triton_op`` 366 µs.
 #
 # **Why.**
-# It is the same in the backward pass. The autograd function and ``triton_op``
-# are compiled to the same launches, and the custom operator is called by its
-# name once more.
+# It is the same in the backward pass, and there is more around it: autograd
+# calls the compiled backward pass, and hands it what the forward pass has
+# saved. The autograd function and ``triton_op`` are compiled to the same
+# launches, and the custom operator is called by its name once more.
+#
+# That does not explain all of the 774 µs. They are 409 µs more than with
+# ``triton_op``, for two calls of an operator. Called from Python, in the
+# figure of both passes above, the same two calls cost 83.9 µs more than the
+# autograd function. We have not found out what the rest is. The names of
+# PyTorch's versions are at the end of this page: measure your own.
 #
 # **What follows.**
-# In compiled code the order of the ways turns around. The name of an operator
-# is paid for at each call, unless the compiler may open it.
+# On the host torch.compile saves nothing here. Compiled or not, a small block
+# waits for Python, and with each of our ways it waits longer. What the
+# compiler saves is on the device, and comes below.
 #
-# Now the device, with 4096 rows of 4096 columns:
+# If you compile, the order of the ways changes. A custom operator, which costs
+# as much as ``triton_op`` when Python calls it, takes more than twice as long
+# in compiled code. So let the compiler open your operator if it can.
+#
+# Where shapes stay the same, nobody has to wait for Python at all:
+# ``mode="reduce-overhead"`` makes torch.compile record CUDA graphs. We have
+# not measured that mode. What it would leave is the time of the device.
+#
+# So now the device, with 4096 rows of 4096 columns, as a CUDA graph of our
+# own:
 
 # %%
 
@@ -1698,13 +1771,29 @@ plt.show()
 # operator 127 µs, and with ``triton_op`` 122 µs.
 #
 # **Why.**
-# On the device our three ways run the same two kernels, and what is around
-# them differs little. What PyTorch's compiled block saves in matrices, ours
-# has to win back by the speed of its kernels.
+# At this width both of our kernels are faster than those that torch.compile
+# writes for a norm alone. Still its block is faster than ours. Count the
+# matrices of 4096 × 4096 numbers that move. With our norm the addition reads
+# two and writes one, the norm reads one and writes one, and so does SiLU: 7
+# forward. Backward SiLU reads two and writes one, and so does the norm: 13 in
+# all, 436 MB. The compiled block of PyTorch needs no more than 3 forward and 4
+# backward: it reads ``x`` and the residual and writes ``y``, and later reads
+# both again with the gradient and writes another one.
+#
+# So ours move nearly twice as much, and almost at the speed of a copy: 436 MB
+# in 122 µs are 3561 GB/s. PyTorch's kernels are slower, and have less to do.
+# Our three ways run the same two kernels, so they hardly differ.
 #
 # **What follows.**
-# Measure the block, and not the kernel alone. A kernel that wins by itself may
-# lose beside neighbors that it keeps apart.
+# Measure the block, and not the kernel alone. A kernel that wins by itself can
+# lose beside neighbors that it keeps apart, and here it does: with this norm
+# the compiled block takes 1.08 times as long at best. It is faster only than
+# PyTorch's block as it is.
+#
+# So inside torch.compile a kernel of your own pays if it contains its
+# neighbors, as the one that adds the residual, or if it does something that
+# no compiler finds, as `attention <../attention/01-attention.html>`_ without
+# its matrix.
 #
 # Gradients with any strides
 # --------------------------
@@ -2371,9 +2460,13 @@ for way, norm in WAYS.items():
 #
 # - **PyTorch's own norm is C++**, and takes less time on the host than any of
 #   ours: 101 µs for both passes on the H200 at 1024 columns, against 218 µs.
-# - **torch.compile needs no kernel** for a norm, and fuses it with both of its
-#   neighbors. A kernel has to be faster than that, or do what a compiler does
-#   not find.
+# - **torch.compile needs no kernel** for a norm, and the one that it writes is
+#   ahead of ours at 1024 columns, with 86% against 82% of the copy forward and
+#   42% against 40% backward, and forward at 8192 columns, with 99% against
+#   94%.
+# - **torch.compile fuses** its norm with both neighbors. Compiled, PyTorch's
+#   block takes 113 µs on the device with 4096 columns, and ours 122 µs. On the
+#   host, with 16 rows, it takes 269 µs, and ours 331 µs.
 # - **An operator in C++** does not come back into Python at each call, and it
 #   runs where there is no Python. But somebody has to build it.
 # - **Everything that we refused.** PyTorch's norm has second derivatives, it
@@ -2441,23 +2534,66 @@ assert exercise_1(fake_1)
 # What we learned
 # ---------------
 #
-# Which way for whom? The times are those of the H200 for both passes of 4096
-# rows of 1024 columns, called from Python:
+# Which way for whom? A filled field means that a way can do it as this page
+# writes it. Whoever adds a rule for ``vmap`` to the two others fills these
+# fields, too.
+
+# %%
+
+# Drawing: which way can do what.
+
+ABLE = {
+    "bare launch": ("compile",),
+    "autograd.Function": ("train", "compile"),
+    "custom_op": ("train", "compile", "export", "choose", "fake", "vmap"),
+    "triton_op": ("train", "compile", "export", "choose", "fake"),
+}
+ASKED = {
+    "train": "train",
+    "compile": "compiled,\none graph",
+    "export": "export",
+    "choose": "chosen by\ncheckpoint",
+    "fake": "asked for\nshapes",
+    "vmap": "vmap in\none launch",
+}
+plt.figure(
+    "Which way can do what. A bare launch can be compiled. An autograd "
+    "function can train and be compiled. A triton_op can also be exported, "
+    "be chosen by a checkpoint and be asked for its shapes. A custom operator "
+    "can do all that, and here vmap in one launch",
+    figsize=(7.5, 2.8),
+)
+for row, way in enumerate(ABLE):
+    for column, task in enumerate(ASKED):
+        color = "C0" if task in ABLE[way] else "none"
+        plt.barh(-row, 0.9, 0.7, column, color=color, ec="k", alpha=0.6)
+plt.yticks([0, -1, -2, -3], list(ABLE))
+plt.xticks([0.45 + column for column in range(6)], list(ASKED.values()))
+plt.grid(visible=False)
+plt.show()
+
+# %%
+# The times below are those of the H200. The first one is for both passes of
+# 4096 rows of 1024 columns, called from Python, and the second one for both
+# passes of the compiled block of 16 rows, on the host:
 #
+# - **PyTorch's own norm**, 101 µs and 269 µs, is for everybody whose kernel
+#   computes no more than a norm. Compile it.
 # - **A bare launch** is for inference, and for a function that is only ever
 #   called by others of yours. Nobody can train with it, and it does not even
 #   say so.
-# - **An autograd function**, 218 µs, is for training from Python, and for a
-#   kernel that is published as a few lines. torch.compile reads it, launches
-#   its kernels and breaks no graph. It cannot be exported, chosen by a
-#   checkpoint, or asked for its shapes.
-# - **A custom operator**, 302 µs, is for code that no compiler can or should
-#   read: plans that are remembered, checks of addresses, libraries. It can do
-#   all that this page has tried, and you pay for its name at each call, in
-#   compiled code, too.
-# - **A triton_op**, 309 µs, is for kernels in models that are compiled. It has
-#   a name for whoever asks, and the compiler opens it. Called from Python you
-#   pay for this name, too, and all that it does must be readable.
+# - **An autograd function**, 218 µs and 331 µs, is for training from Python,
+#   and for a kernel that is published as a few lines. torch.compile reads it,
+#   launches its kernels and breaks no graph. It cannot be exported, chosen by
+#   a checkpoint, or asked for its shapes.
+# - **A custom operator**, 302 µs and 774 µs, is for code that no compiler can
+#   or should read: plans that are remembered, checks of addresses, libraries.
+#   It can do all that this page has tried, and you pay for its name at each
+#   call, and most of all in compiled code.
+# - **A triton_op**, 309 µs and 366 µs, is for kernels in models that are
+#   compiled. It has a name for whoever asks, and the compiler opens it. Called
+#   from Python you pay for this name, too, and all that it does must be
+#   readable.
 #
 # And for each of them:
 #
@@ -2466,7 +2602,10 @@ assert exercise_1(fake_1)
 # - A gradient arrives with any strides. Test with ``torch.cat``, ``.T`` and
 #   ``sum()``, because ``gradcheck`` does not.
 # - A kernel of your own ends the fusion at its two sides. Count the kernels
-#   before and after.
+#   before and after, and measure the block: ours has the faster norm, and
+#   still loses to the block that torch.compile fuses.
+# - On small inputs you wait for the host. There a faster kernel changes
+#   nothing, and a CUDA graph changes much.
 # - Refuse what you do not have, in words that name it.
 #
 # **Next:** on this page each process had the whole layer, and half of the
