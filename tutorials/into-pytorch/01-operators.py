@@ -11,15 +11,16 @@ The other pages of this site end with a function that one can call. On this
 page that is where we begin. We take one small operation, RMS norm, with a
 kernel for each pass, and hand it to PyTorch in four ways. Then we do to each
 of them what models do: train, compile, checkpoint, export, spread over
-processes. Whatever fails here fails with its words on the page.
+processes. Where that fails, the page prints what PyTorch says.
 
 **What you will learn**
 
 - Four ways to hand a kernel to PyTorch: a bare launch, an autograd function,
   a custom operator, and an operator that ``torch.compile`` can look into.
-- What each of them costs on the host, and what it costs under
-  ``torch.compile``.
-- What the compiler can fuse with a kernel, and what it has to leave.
+- What each of them costs on the host, which is the CPU that calls and launches
+  kernels, and what it costs under ``torch.compile``.
+- What the compiler can fuse with a kernel, what it has to leave, and when a
+  kernel of your own does not pay.
 - Why a gradient may arrive with any strides, and why no gradient check finds
   the bug.
 - How to ask whether an operator keeps its promises: under autocast,
@@ -98,7 +99,7 @@ print("y has a gradient:", y.requires_grad)
 #   keeps some results and computes others again, or a file that a model is
 #   exported to, can only speak of what has a name.
 # - **The shapes** that come out, without running anything. A compiler follows
-#   a model with *fake tensors*, which have shapes, types and strides, and no
+#   a model with *fake tensors*. These have shapes, types and strides, and no
 #   numbers.
 # - **The code.** If the compiler sees the launch, it can plan the memory
 #   around it and call the kernel without Python.
@@ -180,10 +181,13 @@ def _rms_norm_fwd(
 # The function allocates what the kernel writes and launches it. Three lines of
 # it matter for PyTorch, and we come back to each of them:
 #
-# - ``x.contiguous()``: the kernel knows no strides.
+# - ``x.contiguous()``: the *strides* of a tensor say how far apart in memory
+#   two neighbors of a column are, and two of a row. The kernel does not ask
+#   for them. It takes one row to begin where the one before it ends, as in a
+#   tensor that is *contiguous*, and this line makes a copy of any other.
 # - ``torch.empty_like(x)`` comes *after* that line. It copies the strides of
-#   its argument, and of an ``x`` that was transposed it would make a ``y``
-#   that is transposed, too.
+#   its argument. For an ``x`` that was transposed it would make a ``y`` that
+#   is transposed, too, and our kernel does not write such a one.
 # - Both results are new. An operator must not return one of its arguments.
 #
 # The kernel is an argument, because one of the four ways will hand over
@@ -202,7 +206,7 @@ def forward(x, w, eps, kernel=_rms_norm_fwd):
     acc_dtype = torch.promote_types(x.dtype, torch.float32)
     rstd = torch.empty(M, dtype=acc_dtype, device=x.device)
 
-    # 4096 bytes of a row for each warp, but from 4 to 16 warps.
+    # A warp for each 4096 bytes of a row, but at least 4 and at most 16.
     num_warps = 4
     if N * x.element_size() > 16384:
         num_warps = 8
@@ -310,9 +314,10 @@ print("equal to the bare launch:", torch.equal(y, bare(x, w, 1e-6)))
 # What does a name cost?
 # ----------------------
 #
-# All three launch the same kernel. What differs is what happens before it. We
-# measure calls of 16 rows of 1024 columns: that is so little that the device
-# is always done first, and the clock shows the host alone.
+# All three launch the same kernel. What differs is what happens before it, on
+# the host. We measure calls of 16 rows of 1024 columns: that is so little work
+# that the device, the GPU, has always finished before the next call comes, and
+# the clock shows the host alone.
 #
 # The clock is that of `What the user waits for
 # <../layer-norm/10-host-time.html>`_: all calls take turns with batches of 20,
@@ -780,10 +785,11 @@ def _rms_norm_bwd(
 
 
 # %%
-# How many programs share an SM, and how many warps has each of them? A program
-# keeps its row of ``x`` and ``dy``, the weights and its sums in registers, and
-# it waits: for the row from memory, and in the one sum, where its warps wait
-# for each other. Other programs of the same SM work in the meantime.
+# How many programs share a streaming multiprocessor (SM), and how many warps
+# has each of them? A program keeps its row of ``x`` and ``dy``, the weights
+# and its sums in registers, and it waits: for the row from memory, and in the
+# one sum, where its warps wait for each other. Other programs of the same SM
+# work in the meantime.
 #
 # So narrow rows get many small programs: an SM has eight rows of 1024 columns
 # at a time, or six of 2048. Of wide rows fewer fit, two of 4096 columns or one
@@ -791,9 +797,10 @@ def _rms_norm_bwd(
 # and its registers suffice.
 #
 # The numbers come from an H100, where we tried 14 to 20 pairs at each width in
-# turns. These were the fastest ones that spill nothing. At 4096 columns, three
-# programs of 2 warps were a little faster still, but they need more registers
-# than a thread can have.
+# turns. These were the fastest ones that spill nothing: all that a thread
+# needs is in its registers. At 4096 columns, three programs of 2 warps were a
+# little faster still, but they need more registers than a thread can have. We
+# have not tried them again on an H200.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
@@ -843,9 +850,10 @@ def backward(dy, x, w, rstd, kernel=_rms_norm_bwd):
 #
 # ``torch.autograd.Function`` is the oldest way, and the one that most kernels
 # are published with. It says which function the backward pass calls, and
-# nothing else. ``once_differentiable`` says that our ``backward`` must not be
-# differentiated again: autograd cannot see into a kernel, and would take the
-# gradient for a constant.
+# nothing else. What the backward pass needs is kept by ``save_for_backward``.
+# ``once_differentiable`` says that our ``backward`` must not be differentiated
+# again: autograd cannot see into a kernel, and would take the gradient for a
+# constant.
 
 
 class RmsNorm(torch.autograd.Function):
@@ -871,9 +879,10 @@ def by_function(x, w, eps):
 # Gradients of operators
 # ----------------------
 #
-# An operator gets its gradient by ``register_autograd``. Under
-# ``torch.compile`` that function is traced, so what it calls must be known to
-# the compiler as well: the backward pass becomes an operator, too.
+# An operator gets its gradient by ``register_autograd``, which is given the
+# function that computes it. ``torch.compile`` follows that function with fake
+# tensors, as it follows a model, so what it calls must be known to the
+# compiler as well: the backward pass becomes an operator, too.
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rms_norm_bwd", mutates_args=())
@@ -925,6 +934,9 @@ def told_once(*arguments):
     raise RuntimeError("rms_norm has no second derivative")
 
 
+# Each line registers a gradient; what it returns is of no use. They are in a
+# constant, because the processes that we start below import definitions and
+# constants of this page, and no other lines.
 FORMULAS = (
     rms_norm_op.register_autograd(gradients_of_op, setup_context=keep),
     rms_norm_open.register_autograd(gradients_of_open, setup_context=keep),
@@ -1252,8 +1264,9 @@ def block(norm, x, residual, w):
 
 
 # %%
-# A *backend* of torch.compile is a function that gets the graph. Ours notes
-# which operations are in it, and lets them run as they are.
+# What is in the graph of this block? A *backend* of torch.compile is a
+# function that is given the graph, and usually writes faster code for it. Ours
+# notes which operations are in the graph, and lets them run as they are.
 
 # %%
 
@@ -1325,22 +1338,22 @@ for way, norm in SEEN.items():
 # function and for ``triton_op``.
 #
 # Does it fuse then? Not with what is inside a kernel. A kernel is called as it
-# is written, so the addition before it and SiLU after it stay kernels of
-# their own. (2.13 can put what comes after into the kernel's store, but only
+# is written, so the addition before it and SiLU after it stay kernels of their
+# own. (PyTorch 2.13 can put what comes after into the kernel's store, but only
 # if it is asked to: ``epilogue_fusion_user_defined_triton_kernel`` is off.)
-# What it can do is what happens *around* a launch: allocate its results
-# together with others, call the compiled kernel without Triton's launcher in
-# Python, and fuse what PyTorch does between our kernels, such as the sum over
-# the buffers.
+# What it can change is what happens *around* a launch: it allocates the
+# results together with others, calls the kernel by a launcher of its own in
+# place of Triton's, and fuses what PyTorch does between our kernels, such as
+# the sum over the buffers and its rounding.
 #
 # Where does the graph break?
 # ---------------------------
 #
 # ``fullgraph=True`` above turns each graph break into an error, and there was
-# none. What would break it? An ``if`` that looks at numbers, such as a test
-# for infinity, for a fake tensor has no numbers. And what becomes of a look at
-# an address, as in the lean function of `What the user waits for
-# <../layer-norm/10-host-time.html>`_?
+# none. What would break the graph? An ``if`` that looks at numbers, such as a
+# test for infinity: a fake tensor has no numbers. And what becomes of a look
+# at an address? `What the user waits for <../layer-norm/10-host-time.html>`_
+# has a function that saves time by looking at addresses.
 
 
 def look_at_numbers(x, w, eps):
@@ -1395,20 +1408,25 @@ for way, norm in (SEEN | looking).items():
     print(f"{way}: graph breaks: {breaks}, whole: {is_one_graph(norm)}")
 
 # %%
-# All of our ways are one graph without a break, and so they are on a GPU. The
-# look at numbers breaks it: the addition before the norm is in one graph, and
-# SiLU after it is in another one.
+# Each of our ways is one graph without a break. On the H200 there are a line
+# for the bare launch and one for each of the two other ways, too, and they say
+# the same. The look at numbers breaks the graph: the addition before the norm
+# is in one graph, and SiLU after it is in another one. That is one place. The
+# count is two, because two functions around it are cut there: ``block``, and
+# the function that calls it.
 #
-# What the look at an address costs depends on the version of PyTorch. In 2.11
-# it breaks the graph. 2.13 gives up the whole function that looks, runs it
-# line by line, and counts no break. So do not trust the count alone: write
-# ``fullgraph=True``, and both versions will tell you.
+# What the look at an address costs depends on the version of PyTorch. On the
+# H200, with 2.11, it breaks the graph in the same way. 2.13 gives up the whole
+# function that looks, runs it line by line, and counts no break. So do not
+# trust the count alone: write ``fullgraph=True``, and both versions will tell
+# you.
 #
 # How many kernels are left?
 # --------------------------
 #
-# We count the kernels that run on the device in both passes of the block, as
-# it is and compiled.
+# PyTorch's profiler lists what runs on the device. So we count the kernels in
+# both passes of the block, as it is, which means called from Python line by
+# line, and compiled.
 
 # %%
 
@@ -1798,10 +1816,12 @@ plt.show()
 # Gradients with any strides
 # --------------------------
 #
-# The strides of a gradient are those of the operation that made it. We saw one
-# line for that in ``backward``: ``dy = dy.contiguous()``. What happens without
-# it? Here is the same autograd function with a kernel that gets ``dy`` as it
-# is:
+# Which strides has the gradient that arrives at our backward pass? Those that
+# the operation behind ours has made, whatever they are. One line of
+# ``backward`` is there for that: ``dy = dy.contiguous()``. What happens
+# without it? Here is the same autograd function with a kernel that gets ``dy``
+# as it is. (For a moment ``contiguous`` is replaced by a function that does
+# nothing.)
 
 
 def backward_of_contiguous(dy, x, w, rstd):
@@ -1862,7 +1882,7 @@ print("its second row:", dy[1].tolist())
 print("three numbers later:", dy.as_strided((3,), (1,), 3).tolist())
 
 # %%
-# This is not made up: it is an `issue of PyTorch
+# This is not made up: it was reported to PyTorch, as an `issue about torch.cat
 # <https://github.com/pytorch/pytorch/issues/194719>`_. Why does ``gradcheck``
 # not see it? Because it makes the gradients that it sends in, and makes them
 # contiguous. The operations of a model do not:
@@ -1934,8 +1954,9 @@ print("float16:", faults_of(liar, x.half(), w, 1e-6))
 # worst: what comes after the operator is written for a result that does not
 # come.
 #
-# So ``opcheck`` knows only the inputs that you give it. It has no reference,
-# and takes any gradient for right. And what it compares depends on the version
+# But ``opcheck`` knows only the inputs that you give it: of this operator it
+# finds nothing in float32. It has no reference, and takes any gradient for
+# right. And what it compares depends on the version
 # of PyTorch: a lie about strides is found by 2.13, and not by 2.11.
 #
 # Fake tensors
@@ -2451,9 +2472,9 @@ for way, norm in WAYS.items():
     print(f"{way}:", tried_on_a_gpu(norm))
 
 # %%
-# On a GPU all three pass. Triton asks for the current stream at each launch,
-# and our functions keep nothing between calls: no buffer that two streams
-# could share, and no address that a replay could miss.
+# On the H200 all three pass both tests. Triton asks for the current stream at
+# each launch, and our functions keep nothing between calls: no buffer that two
+# streams could share, and no address that a replay could miss.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
