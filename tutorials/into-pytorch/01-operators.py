@@ -1112,7 +1112,7 @@ report(bench_backward)
 # pages after it mend that. On top of it come the sums for ``dw``. Our kernel
 # writes 4.3 MB of them at each of the three widths, and another kernel reads
 # them. Beside the 25 MB of ``x``, ``dy`` and ``dx`` at 1024 columns that is a
-# third more, and beside the 201 MB at 8192 columns it is next to nothing.
+# third more, and beside the 201 MB at 8192 columns less than a twentieth.
 #
 # **What follows.**
 # The backward pass of wide rows is where this kernel is worth having. It could
@@ -1962,8 +1962,9 @@ print("float16:", faults_of(liar, x.half(), w, 1e-6))
 # Fake tensors
 # ------------
 #
-# Whoever knows its shapes can be asked without memory. Here a norm is applied
-# to 64 GB that nobody has allocated:
+# Which shape has the norm of a matrix that does not exist? An operator that
+# knows its shapes can be asked without any memory. Here it is applied to 64 GB
+# that nobody has allocated:
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -2165,14 +2166,15 @@ for way, norm in WAYS.items():
 # ---------------------------
 #
 # Models that train on several GPUs are wrapped. ``DistributedDataParallel``,
-# or DDP, adds up gradients while the backward pass is still running, so it
-# must be told when a gradient is there. ``fully_shard``, or FSDP, keeps only a
-# part of each parameter on each GPU. It gathers the whole parameter before a
-# layer runs, and frees it after that.
+# or DDP, adds up the gradients of all processes while the backward pass is
+# still running, so it must learn when each of them is there. ``fully_shard``,
+# or FSDP, keeps only a part of each parameter on each GPU. It gathers the
+# whole parameter before a layer runs, and frees it after that.
 #
-# Does that go well with our ways? We start two processes, *ranks*, on the CPU,
-# which talk to each other by *gloo*, and let each have one half of a batch.
-# The gradients must be those of the whole batch in a single process.
+# Does that go well with our ways? We start two processes, *ranks*, on the CPU.
+# They talk to each other by *gloo*, a library that needs no GPU, and each gets
+# one half of a batch. The gradients must be
+# those of the whole batch in a single process.
 #
 # On the CPU our kernels run in Triton's interpreter, whatever GPU there is.
 # That of Triton 3.6 and earlier cannot run the loop of our backward pass with
@@ -2422,9 +2424,11 @@ if not ON_GPU and COMPILER:
 # Streams and CUDA graphs
 # -----------------------
 #
-# Two more things need a GPU. A kernel must run on the stream that is current
-# where it is called, and not where it was first compiled. And what is recorded
-# in a CUDA graph must be right when it is replayed with other numbers.
+# Two more things need a GPU. A *stream* is a queue of the GPU: kernels of one
+# stream run one after the other, and those of two streams do not wait for each
+# other. So a kernel must go to the stream that is current where it is called,
+# and not to the one for which it was compiled. And what is recorded in a CUDA
+# graph must be right when it is replayed with other numbers.
 
 
 def right_on_another_stream(norm):
@@ -2599,7 +2603,8 @@ plt.show()
 # passes of the compiled block of 16 rows, on the host:
 #
 # - **PyTorch's own norm**, 101 µs and 269 µs, is for everybody whose kernel
-#   computes no more than a norm. Compile it.
+#   would compute no more than a norm. On large inputs compile it, together
+#   with what stands around it.
 # - **A bare launch** is for inference, and for a function that is only ever
 #   called by others of yours. Nobody can train with it, and it does not even
 #   say so.
