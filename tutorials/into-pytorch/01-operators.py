@@ -704,11 +704,11 @@ report(bench_forward)
 # **Why.**
 # Each byte of ``x`` is read once and each byte of ``y`` is written once, which
 # is all that has to move, so a kernel can come close to the copy. Ours falls
-# back at 1024 columns. A row has 2 KB there, and each of the 128 threads of a
-# program loads 16 bytes, once. Then the program waits, stores and ends, and
-# another one has to be started for the next row. At 4096 columns a thread
-# loads four times as much before it waits. What the compiler does better at
-# 1024 and at 8192 columns we have not looked into.
+# back at 1024 columns. A row has 2048 bytes there, and each of the 128 threads
+# of a program loads 16 of them, once. Then the program waits, stores and ends,
+# and another one has to be started for the next row. At 4096 columns a thread
+# loads 64 bytes before it waits. What the compiler does better at 1024 and at
+# 8192 columns we have not looked into.
 #
 # **What follows.**
 # For RMS norm alone, forward, a kernel of your own does not pay on the H200:
@@ -1754,8 +1754,9 @@ plt.show()
 # That does not explain all of the 774 µs. They are 409 µs more than with
 # ``triton_op``, for two calls of an operator. Called from Python, in the
 # figure of both passes above, the same two calls cost 83.9 µs more than the
-# autograd function. We have not found out what the rest is. The names of
-# PyTorch's versions are at the end of this page: measure your own.
+# autograd function. We have not found out where the rest is spent. Other
+# versions of PyTorch may do better; the one that was measured is named at the
+# end of this page.
 #
 # **What follows.**
 # On the host torch.compile saves nothing here. Compiled or not, a small block
@@ -2173,8 +2174,8 @@ for way, norm in WAYS.items():
 #
 # Does that go well with our ways? We start two processes, *ranks*, on the CPU.
 # They talk to each other by *gloo*, a library that needs no GPU, and each gets
-# one half of a batch. The gradients must be
-# those of the whole batch in a single process.
+# one half of a batch. The gradients must be those of the whole batch in a
+# single process.
 #
 # On the CPU our kernels run in Triton's interpreter, whatever GPU there is.
 # That of Triton 3.6 and earlier cannot run the loop of our backward pass with
