@@ -1635,9 +1635,9 @@ plt.show()
 # custom operator 137 µs, and with ``triton_op`` 75.7 µs.
 #
 # What would the block take with our ways as it is? We have not measured that,
-# but we can exchange the norm: with the times of the first figure of this page
-# in place of PyTorch's it would take 48.5 µs with the bare launch, 66.4 µs
-# with the custom operator, and 71.3 µs with ``triton_op``.
+# but we can estimate it: with the times of the first figure of this page in
+# place of that of PyTorch's norm it would take 48.5 µs with the bare launch,
+# 66.4 µs with the custom operator, and 71.3 µs with ``triton_op``.
 #
 # **Why.**
 # A compiled function is still called from Python. At each call it first tests
@@ -1748,24 +1748,27 @@ plt.show()
 # **Why.**
 # It is the same in the backward pass, and there is more around it: autograd
 # calls the compiled backward pass, and hands it what the forward pass has
-# saved. The autograd function and ``triton_op`` are compiled to the same
-# launches, and the custom operator is called by its name once more.
+# saved. Even PyTorch's block takes 117 µs more than as it is. The autograd
+# function and ``triton_op`` are compiled to the same launches, and the custom
+# operator is called by its name once more.
 #
 # That does not explain all of the 774 µs. They are 409 µs more than with
 # ``triton_op``, for two calls of an operator. Called from Python, in the
 # figure of both passes above, the same two calls cost 83.9 µs more than the
-# autograd function. We have not found out where the rest is spent. Other
-# versions of PyTorch may do better; the one that was measured is named at the
-# end of this page.
+# autograd function. Python's profiler shows no place where the rest is spent.
+# In a second run, apart from this recording, the custom operator was the
+# slowest again, but an operator also cost more in a block that was not
+# compiled. So what an operator costs is not the same in each process, and we
+# have no cause to offer.
 #
 # **What follows.**
-# On the host torch.compile saves nothing here. Compiled or not, a small block
-# waits for Python, and with each of our ways it waits longer. What the
-# compiler saves is on the device, and comes below.
+# Do not compile to save time on the host: PyTorch's block and the one with the
+# custom operator get slower. What the compiler saves is on the device, and
+# comes below.
 #
 # If you compile, the order of the ways changes. A custom operator, which costs
-# as much as ``triton_op`` when Python calls it, takes more than twice as long
-# in compiled code. So let the compiler open your operator if it can.
+# as much as ``triton_op`` when Python calls it, takes about twice as long in
+# compiled code. So let the compiler open your operator if it can.
 #
 # Where shapes stay the same, nobody has to wait for Python at all:
 # ``mode="reduce-overhead"`` makes torch.compile record CUDA graphs. We have

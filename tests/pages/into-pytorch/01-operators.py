@@ -251,9 +251,8 @@ def blocks(figure):
         as_it_is - us(alone, "torch", 1024) + us(alone, each, 1024)
         for each in ("bare", "custom_op", "triton_op")
     ]
-    # "With each of our ways it waits longer", compiled.
-    assert exchanged[0] < bare and exchanged[1] < custom
-    assert exchanged[2] < opened
+    # "The one with the custom operator gets slower."
+    assert 1.5 * exchanged[1] < custom
     yield (
         f"it would take {exchanged[0]} µs with the bare launch, "
         f"{exchanged[1]} µs with the custom operator, and {exchanged[2]} µs "
@@ -275,9 +274,14 @@ def blocks(figure):
             f"{with_ours}"
         )
         if place == "host":
-            # "On the host torch.compile saves nothing", and "more than twice
-            # as long".
-            assert as_it_is < compiled < function < opened < custom / 2
+            # "Do not compile to save time on the host", and "about twice as
+            # long".
+            assert as_it_is < compiled < function < opened
+            assert 1.8 < custom / opened < 2.2
+            yield (
+                f"Even PyTorch's block takes {compiled - as_it_is:.0f} µs "
+                "more than as it is."
+            )
             both = figure("operators-host", CARD)
             by_name = us(both, "custom_op", 1024)
             by_function = us(both, "function", 1024)
