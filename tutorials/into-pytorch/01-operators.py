@@ -3,9 +3,9 @@ A kernel that PyTorch knows
 ===========================
 
 What must PyTorch be told about a kernel, so that a model can use it?
-A gradient, a name, and which shapes come out: there are four ways to say some
-of that, and what is left unsaid comes back as an error, as a slow call or as a
-wrong number.
+Its gradient, a name, the shapes that come out, and its code: there are four
+ways to tell some of that, and what is left untold comes back as an error, as a
+slow call or as a wrong number.
 
 The other pages of this site end with a function that one can call. On this
 page that is where we begin. We take one small operation, RMS norm, with a
@@ -21,8 +21,8 @@ processes. Where that fails, the page prints what PyTorch says.
   kernels, and what it costs under ``torch.compile``.
 - What the compiler can fuse with a kernel, what it has to leave, and when a
   kernel of your own does not pay.
-- Why a gradient may arrive with any strides, and why no gradient check finds
-  the bug.
+- Why a gradient may arrive with any strides, and why PyTorch's ``gradcheck``
+  does not find a kernel that forgets it.
 - How to ask whether an operator keeps its promises: under autocast,
   checkpoints, vmap, second derivatives, two processes, export, streams and
   CUDA graphs.
@@ -71,8 +71,9 @@ from unittest import mock
 # What does PyTorch know of a kernel?
 # -----------------------------------
 #
-# Nothing. A launch hands over addresses and returns nothing, and PyTorch is
-# not asked. Here is a kernel that doubles a row of four numbers:
+# Nothing. A launch hands addresses to the GPU, the kernel reads and writes
+# there, and PyTorch is not asked. Here is a kernel that doubles a row of four
+# numbers:
 
 
 @triton.jit
@@ -88,21 +89,22 @@ print("y:", y.tolist())
 print("y has a gradient:", y.requires_grad)
 
 # %%
-# The numbers are right, and the gradient is gone. There is no error. If
-# another path leads from ``x`` to the loss, a model even trains, with a part
-# of its gradient missing.
+# The numbers are right, and the gradient is gone. There is no error. Autograd
+# complains only if no path at all leads from the loss back to a parameter. As
+# long as there is another one, a model trains, with a part of its gradient
+# missing.
 #
 # What is there to tell? Four things, and four ways to tell some of them:
 #
 # - **The gradient**: what to call in the backward pass. Autograd asks for it.
-# - **A name.** Who looks at a model from outside, such as a checkpoint that
-#   keeps some results and computes others again, or a file that a model is
-#   exported to, can only speak of what has a name.
+# - **A name.** Some parts of PyTorch look at a model from outside: a
+#   checkpoint that keeps some results and computes others again, or an export,
+#   which writes the model to a file. They can only speak of what has a name.
 # - **The shapes** that come out, without running anything. A compiler follows
 #   a model with *fake tensors*. These have shapes, types and strides, and no
 #   numbers.
 # - **The code.** If the compiler sees the launch, it can plan the memory
-#   around it and call the kernel without Python.
+#   around it, and launch the kernel from code of its own.
 
 # %%
 
@@ -131,8 +133,10 @@ plt.grid(visible=False)
 plt.show()
 
 # %%
-# The first two ways do not *say* their shapes: the compiler reads the code
-# and finds out. A custom operator hides its code, and has to say them.
+# A custom operator hides its code, so it has to *say* its shapes. The other
+# three do not say them: ``torch.compile`` reads their code and finds out. But
+# only an operator can also be asked for its shapes outside of torch.compile,
+# as we shall see.
 #
 # Forward: the kernel
 # -------------------
@@ -178,17 +182,19 @@ def _rms_norm_fwd(
 # Bare: a function that launches
 # ------------------------------
 #
-# The function allocates what the kernel writes and launches it. Three lines of
-# it matter for PyTorch, and we come back to each of them:
+# The function allocates what the kernel writes, and launches it. Three things
+# about it matter for PyTorch, and we come back to each of them:
 #
 # - ``x.contiguous()``: the *strides* of a tensor say how far apart in memory
 #   two neighbors of a column are, and two of a row. The kernel does not ask
-#   for them. It takes one row to begin where the one before it ends, as in a
-#   tensor that is *contiguous*, and this line makes a copy of any other.
+#   for them. It expects the numbers of a row side by side, and each row where
+#   the one before it ends. Such a tensor is *contiguous*, and this line makes
+#   a copy of any other.
 # - ``torch.empty_like(x)`` comes *after* that line. It copies the strides of
 #   its argument. For an ``x`` that was transposed it would make a ``y`` that
-#   is transposed, too, and our kernel does not write such a one.
-# - Both results are new. An operator must not return one of its arguments.
+#   is transposed, too, and our kernel writes its rows one after the other.
+# - Both results are new tensors. An operator must not return one of its
+#   arguments.
 #
 # The kernel is an argument, because one of the four ways will hand over
 # another form of it.
@@ -239,16 +245,17 @@ torch.testing.assert_close(bare(x, w, 1e-6), F.rms_norm(x, (4,), w, 1e-6))
 # A custom operator: a name, and the shapes
 # -----------------------------------------
 #
-# ``torch.library.custom_op`` makes an operator of a function. PyTorch reads
-# the types in its first line as the *schema*, and ``mutates_args=()``
-# promises that no argument is written. From then on, the operator is called
-# as PyTorch's own are: by the *dispatcher*, which asks one after the other
-# whether autocast, autograd or a compiler have something to do before the
-# code runs.
+# ``torch.library.custom_op`` makes an operator of a function. From the types
+# that its arguments and its results are annotated with, PyTorch makes a
+# *schema*, which is what it knows of a call. ``mutates_args=()`` promises that
+# no argument is written. From then on, the operator is called as PyTorch's own
+# are: by the *dispatcher*, which asks one after the other whether autocast,
+# autograd or a compiler have something to do before the code runs.
 #
-# An operator's name is known in the whole process, so it begins with a
-# namespace that is yours: two packages with the same name would overwrite each
-# other's operators.
+# An operator's name is known in the whole process. Ours can be called from
+# anywhere as ``torch.ops.both_passes.rms_norm``. So a name begins with a
+# namespace that is yours: if two packages give an operator the same name, the
+# second one replaces that of the first, without an error.
 
 NAMESPACE = "both_passes"
 
@@ -285,12 +292,13 @@ print("equal to the bare launch:", torch.equal(y, bare(x, w, 1e-6)))
 # ``torch.library.triton_op`` makes the same kind of operator, and its code may
 # be read. It needs no second function for the shapes, because a compiler that
 # sees ``empty_like`` and a launch knows what comes out. In return there are
-# two rules: apart from launches the function has only operations of PyTorch,
-# and each kernel is wrapped by ``torch.library.wrap_triton``, which turns the
-# launch into something that a compiler can write into its graph.
+# two rules. Tensors meet nothing but launches and operations of PyTorch in
+# this function. And each kernel is wrapped by ``torch.library.wrap_triton``,
+# which turns the launch into something that a compiler can write into its
+# graph.
 #
-# In the interpreter there is no kernel that could be written anywhere. So
-# without a GPU ``triton_op`` runs, and cannot be opened.
+# In the interpreter a kernel is a Python function, and no graph can hold that.
+# So without a GPU a ``triton_op`` runs, and cannot be opened.
 
 
 def wrap_triton(kernel):
@@ -314,15 +322,16 @@ print("equal to the bare launch:", torch.equal(y, bare(x, w, 1e-6)))
 # What does a name cost?
 # ----------------------
 #
-# All three launch the same kernel. What differs is what happens before it, on
-# the host. We measure calls of 16 rows of 1024 columns: that is so little work
-# that the device, the GPU, has always finished before the next call comes, and
-# the clock shows the host alone.
+# The three ways so far launch the same kernel. What differs is what happens
+# before it, on the host. We measure calls of 16 rows of 1024 columns. That is
+# so little work that the device, the GPU, has always finished before the next
+# call comes, and the clock shows the host alone.
 #
 # The clock is that of `What the user waits for
 # <../layer-norm/10-host-time.html>`_: all calls take turns with batches of 20,
 # the fastest of 16 batches counts, and in each of 9 rounds the time is divided
-# by that of PyTorch's RMS norm in the same round.
+# by that of PyTorch's RMS norm in the same round. A bar is the median of these
+# ratios, times the median of PyTorch's own times.
 
 # %%
 
@@ -474,7 +483,10 @@ plt.show()
 # two tensors and calls Triton's launcher, both from Python. An operator goes
 # through the dispatcher as well, and from there back into Python to run our
 # function: the arguments are packed and unpacked on the way, and PyTorch
-# makes sure that what we return is no argument of ours.
+# makes sure that what we return is no argument of ours. A ``triton_op`` does a
+# little more in Python at each call: it notes that no compiler is looking, and
+# ``wrap_triton`` asks for that note. We have not measured these steps one by
+# one.
 #
 # **What follows.**
 # A name is paid for at each call, whatever the call has to do. With a matrix
@@ -723,8 +735,8 @@ report(bench_forward)
 #    c = \frac{1}{N} \sum_j \hat{x}_j \, w_j \, dy_j, \qquad
 #    dw_j = \sum_\text{rows} \hat{x}_j \, dy_j
 #
-# The page about `RMS norm <../norms-and-losses/01-rms-norm.html>`_ derives
-# them. Autograd agrees, at toy size:
+# The page about `RMS norm <../norms-and-losses/01-rms-norm.html>`_ says where
+# the part with :math:`c` comes from. Autograd agrees, at toy size:
 
 x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 w = torch.rand(4, dtype=torch.float64, requires_grad=True)
@@ -745,8 +757,8 @@ assert torch.allclose(dw, (x_hat * dy).sum(0))
 # A program takes row after row and keeps its sum for ``dw`` in registers. At
 # the end it stores the sum in a row of a buffer of its own. A second kernel
 # could add up the buffers, as on other pages. Here ``torch.sum`` does, and
-# that is on purpose: it is an operation of PyTorch between kernels of ours, as
-# most functions have some.
+# that is on purpose: most functions have some operations of PyTorch beside
+# their kernels, and we want to see what becomes of those.
 
 
 @triton.jit
@@ -799,8 +811,8 @@ def _rms_norm_bwd(
 # The numbers come from an H100, where we tried 14 to 20 pairs at each width in
 # turns. These were the fastest ones that spill nothing: all that a thread
 # needs is in its registers. At 4096 columns, three programs of 2 warps were a
-# little faster still, but they need more registers than a thread can have. We
-# have not tried them again on an H200.
+# little faster still, but a thread of theirs needs more registers than it can
+# have, so they spill. We have not tried the pairs again on an H200.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 132
@@ -853,7 +865,8 @@ def backward(dy, x, w, rstd, kernel=_rms_norm_bwd):
 # nothing else. What the backward pass needs is kept by ``save_for_backward``.
 # ``once_differentiable`` says that our ``backward`` must not be differentiated
 # again: autograd cannot see into a kernel, and would take the gradient for a
-# constant.
+# constant. (Inside the class, ``forward`` and ``backward`` call our functions
+# of these names, from above.)
 
 
 class RmsNorm(torch.autograd.Function):
@@ -908,8 +921,10 @@ def rms_norm_bwd_open(
 
 # %%
 # ``keep`` is called after the forward pass and saves what the backward pass
-# needs. Our operators have two results, so two gradients arrive. Nobody uses
-# ``rstd``, and ``mark_non_differentiable`` says that it has none.
+# needs. Our operators have two results, so two gradients arrive. Nobody
+# differentiates ``rstd``: ``mark_non_differentiable`` says so, and we ignore
+# the second gradient. The last function, ``told_once``, is the gradient of the
+# backward pass, which we do not have: it raises an error.
 
 
 def keep(ctx, inputs, output):
@@ -934,9 +949,10 @@ def told_once(*arguments):
     raise RuntimeError("rms_norm has no second derivative")
 
 
-# Each line registers a gradient; what it returns is of no use. They are in a
-# constant, because the processes that we start below import definitions and
-# constants of this page, and no other lines.
+# Each line registers a gradient; what it returns is of no use. In a file of
+# your own these are four plain lines. Here they are in a constant, because the
+# processes that we start below import definitions and constants of this page,
+# and no other lines.
 FORMULAS = (
     rms_norm_op.register_autograd(gradients_of_op, setup_context=keep),
     rms_norm_open.register_autograd(gradients_of_open, setup_context=keep),
@@ -944,7 +960,8 @@ FORMULAS = (
     rms_norm_bwd_open.register_autograd(told_once),
 )
 
-# The ways that can train. Each is a function of x, w and eps.
+# The ways that can train. Each is a function of x, w and eps, and returns y
+# alone.
 WAYS = {
     "function": by_function,
     "custom_op": by_custom_op,
@@ -955,8 +972,9 @@ WAYS = {
 # Is it right?
 # ------------
 #
-# The function that users call has the arguments of PyTorch's, and checks them
-# before any kernel sees them. ``way`` is ours.
+# The function that users call takes the arguments of PyTorch's function, and
+# checks them before any kernel sees them. The last argument, ``way``, is our
+# own addition.
 
 # %%
 
@@ -1111,8 +1129,9 @@ report(bench_backward)
 # next one. `Loads in flight <../layer-norm/04-loads-in-flight.html>`_ and the
 # pages after it mend that. On top of it come the sums for ``dw``. Our kernel
 # writes 4.3 MB of them at each of the three widths, and another kernel reads
-# them. Beside the 25 MB of ``x``, ``dy`` and ``dx`` at 1024 columns that is a
-# third more, and beside the 201 MB at 8192 columns less than a twentieth.
+# them. Beside the 25 MB of ``x``, ``dy`` and ``dx`` at 1024 columns, writing
+# and reading them is a third more, and beside the 201 MB at 8192 columns less
+# than a twentieth.
 #
 # **What follows.**
 # The backward pass of wide rows is where this kernel is worth having. It could
@@ -1225,10 +1244,10 @@ report_host_times(bench_gradients)
 # takes 112 µs.
 #
 # **Why.**
-# In each pass an operator goes through the dispatcher and through functions
-# that PyTorch has written around ours: one that saves what the backward pass
-# needs, and one that calls it. All of that is Python. An autograd function has
-# the same two steps, and less around them.
+# In each pass an operator goes through the dispatcher, and through Python
+# functions that PyTorch has written around ours: one of them saves what the
+# backward pass needs, and another one calls it. An autograd function has the
+# same two steps, and less around them.
 #
 # At 8192 columns PyTorch waits for the device: by the two figures of speed
 # above, its kernels take 189 of the 200 µs. Ours are done after little more
@@ -1236,15 +1255,18 @@ report_host_times(bench_gradients)
 #
 # **What follows.**
 # Called from Python our norm is slower than PyTorch's at all three widths,
-# although its kernels are faster. A fast kernel shows only where the device
-# needs longer than the host: with an autograd function and 8192 columns that
-# begins at about 8000 rows, where the kernels would take twice the 112 µs of
-# 4096 rows. With less work to do, record a CUDA graph, or let a compiler call
-# the kernel.
+# although its kernels are faster. A faster kernel makes a call shorter only
+# where the device needs longer than the host. With an autograd function and
+# 8192 columns that begins between 8000 and 9000 rows, where the kernels would
+# take about twice the 112 µs of 4096 rows. PyTorch's kernels are slower, and
+# its calls wait for them with 4096 rows already. So if both times grow with
+# the rows, its call takes longer than the 238 µs of ours from about 5000 rows
+# on. With less work to do, record a CUDA graph, which takes Python out of the
+# call.
 #
-# An autograd function is the cheapest of the three ways. Who pays more for an
-# operator gets something for it, and the rest of this page is about what that
-# is.
+# An autograd function is the cheapest of the three ways. Whoever pays more for
+# an operator gets something in return, and the rest of this page is about what
+# that is.
 #
 # What does torch.compile see?
 # ----------------------------
@@ -1254,8 +1276,8 @@ report_host_times(bench_gradients)
 # there is a *graph break*: the graph ends, Python runs what could not be read,
 # and a second graph begins behind it. Nothing is fused across a break.
 #
-# Here is what stands around a norm in a model, an addition before it and an
-# activation after it:
+# What can be fused with a norm? Let us put an addition before it and an
+# activation after it, as they may stand in a model:
 
 
 def block(norm, x, residual, w):
@@ -1330,11 +1352,11 @@ for way, norm in SEEN.items():
 # operator has to be written to memory before it starts, and what comes after
 # has to be read again.
 #
-# On a GPU there are three more lines. In all three the place of our operation
-# is taken by ``empty_like``, ``empty`` and
+# On a GPU there are three more lines. In all three, what stands in the place
+# of our operation is ``empty_like``, ``empty`` and
 # ``triton_kernel_wrapper_functional``. That last one is our launch: PyTorch
-# has read Triton's code of the kernel, to find out which of its arguments it
-# writes. So the compiler sees the same for a bare launch, for an autograd
+# has read what Triton makes of the kernel, to find out which of its arguments
+# it writes. So the compiler sees the same for a bare launch, for an autograd
 # function and for ``triton_op``.
 #
 # Does it fuse then? Not with what is inside a kernel. A kernel is called as it
@@ -1408,12 +1430,13 @@ for way, norm in (SEEN | looking).items():
     print(f"{way}: graph breaks: {breaks}, whole: {is_one_graph(norm)}")
 
 # %%
-# Each of our ways is one graph without a break. On the H200 there are a line
-# for the bare launch and one for each of the two other ways, too, and they say
-# the same. The look at numbers breaks the graph: the addition before the norm
-# is in one graph, and SiLU after it is in another one. That is one place. The
-# count is two, because two functions around it are cut there: ``block``, and
-# the function that calls it.
+# Each of our ways is one graph without a break. On a GPU the bare launch and
+# the two other ways have lines of their own, and on the H200 these say the
+# same. The look at numbers breaks the graph: the addition before the norm is
+# in one graph, and SiLU after it is in another one. That is a single place in
+# the code, and the count is two, because two functions are cut in their
+# middle: ``block``, and the function that calls it. (``look_at_numbers`` is
+# cut as well, at its ``if``, and that does not count.)
 #
 # What the look at an address costs depends on the version of PyTorch. On the
 # H200, with 2.11, it breaks the graph in the same way. 2.13 gives up the whole
@@ -1425,8 +1448,8 @@ for way, norm in (SEEN | looking).items():
 # --------------------------
 #
 # PyTorch's profiler lists what runs on the device. So we count the kernels in
-# both passes of the block, as it is, which means called from Python line by
-# line, and compiled.
+# both passes of the block, once compiled, and once *as it is*: called from
+# Python, line by line.
 
 # %%
 
@@ -1540,11 +1563,12 @@ report_kernels(bench_kernels)
 # and of the rounding of that sum. The compiler puts the last two into one.
 #
 # As it is, an operator runs an eighth. It has two results, so two gradients
-# have to arrive, and for that of ``rstd``, which nobody uses, autograd fills a
-# tensor with zeros. (``ctx.set_materialize_grads(False)`` in ``keep`` would
-# send ``None`` in its place.) The compiler sees that nobody reads the zeros,
-# and leaves them out. The sum and its rounding stay two kernels in a custom
-# operator, because the compiler cannot see them.
+# have to arrive, and for that of ``rstd``, which nobody uses, autograd makes a
+# tensor of zeros, by a kernel that counts like any other.
+# (``ctx.set_materialize_grads(False)`` in ``keep`` would send ``None`` in its
+# place.) The compiler sees that nobody reads the zeros, and leaves them out.
+# The sum and its rounding stay two kernels in a custom operator, because the
+# compiler cannot see them.
 #
 # **What follows.**
 # A kernel of your own ends the fusion at its two sides. It has to be worth
@@ -1635,9 +1659,10 @@ plt.show()
 # custom operator 137 µs, and with ``triton_op`` 75.7 µs.
 #
 # What would the block take with our ways as it is? We have not measured that,
-# but we can estimate it: with the times of the first figure of this page in
-# place of that of PyTorch's norm it would take 48.5 µs with the bare launch,
-# 66.4 µs with the custom operator, and 71.3 µs with ``triton_op``.
+# but we can estimate it. We take the time of PyTorch's block, and put the time
+# of a norm of ours, from the first figure of this page, in the place of that
+# of PyTorch's. Then it would take 48.5 µs with the bare launch, 66.4 µs with
+# the custom operator, and 71.3 µs with ``triton_op``.
 #
 # **Why.**
 # A compiled function is still called from Python. At each call it first tests
@@ -1646,15 +1671,24 @@ plt.show()
 # Python code that the compiler has written allocates tensors and launches
 # kernels. For a block as small as this one, that takes longer than three calls
 # of PyTorch. With our kernels there are three launches in place of one, and
-# each has a tensor to allocate.
+# results to allocate for each of them.
 #
 # A custom operator is called from the compiled code as it is called from
 # Python: through the dispatcher and back. Of the other two the compiler has
 # seen the launch, and its own code launches the kernel, which is why
-# ``triton_op`` is now as cheap as the bare launch.
+# ``triton_op`` is now as cheap as the bare launch. But that does not explain
+# all of it: the custom operator takes 59 µs more than the bare launch here,
+# and called from Python its name cost 17.8 µs. We come back to that with the
+# next figure.
 #
-# The bare launch has no gradient here, either: what comes out of a compiled
-# block does not ask for one, and there is no error.
+# **What follows.**
+# If the estimates hold, each of the blocks takes longer on the host when it is
+# compiled, PyTorch's too. The one with ``triton_op`` loses least, because the
+# compiler saves it the way through the dispatcher. The one with the custom
+# operator keeps that way, and takes about twice as long as before.
+#
+# And mind the bare launch: it has no gradient here, either. What comes out of
+# its compiled block does not require one, and there is no error.
 #
 # Now both passes, with the three ways that can train:
 
@@ -1746,20 +1780,20 @@ plt.show()
 # custom operator 774 µs, and with ``triton_op`` 366 µs.
 #
 # **Why.**
-# It is the same in the backward pass, and there is more around it: autograd
-# calls the compiled backward pass, and hands it what the forward pass has
-# saved. Even PyTorch's block takes 117 µs more than as it is. The autograd
-# function and ``triton_op`` are compiled to the same launches, and the custom
-# operator is called by its name once more.
+# The backward pass has the same costs as the forward pass, and one more:
+# autograd calls the compiled backward pass, and hands it what the forward pass
+# has saved. Even PyTorch's block takes 117 µs more than as it is. The autograd
+# function and ``triton_op`` are compiled to the same launches. With the custom
+# operator, the backward pass calls one more operator by its name.
 #
 # That does not explain all of the 774 µs. They are 409 µs more than with
 # ``triton_op``, for two calls of an operator. Called from Python, in the
 # figure of both passes above, the same two calls cost 83.9 µs more than the
 # autograd function. Python's profiler shows no place where the rest is spent.
 # In a second run, apart from this recording, the custom operator was the
-# slowest again, but an operator also cost more in a block that was not
-# compiled. So what an operator costs is not the same in each process, and we
-# have no cause to offer.
+# slowest again. But there it also cost more in a block that was not compiled.
+# So what an operator costs is not the same in each process, and we have no
+# cause to offer.
 #
 # **What follows.**
 # Do not compile to save time on the host: PyTorch's block and the one with the
@@ -1770,12 +1804,15 @@ plt.show()
 # as much as ``triton_op`` when Python calls it, takes about twice as long in
 # compiled code. So let the compiler open your operator if it can.
 #
-# Where shapes stay the same, nobody has to wait for Python at all:
-# ``mode="reduce-overhead"`` makes torch.compile record CUDA graphs. We have
-# not measured that mode. What it would leave is the time of the device.
+# Where shapes and addresses stay the same, a CUDA graph of a whole step leaves
+# nothing but the time of the device. ``mode="reduce-overhead"`` makes
+# torch.compile record graphs by itself. We have not measured it here. On `What
+# the user waits for <../layer-norm/10-host-time.html>`_ it saved nothing for a
+# single layer norm, because at each call Python looks for the right graph, and
+# copies inputs to where it was recorded.
 #
-# So now the device, with 4096 rows of 4096 columns, as a CUDA graph of our
-# own:
+# So now the device alone, with 4096 rows of 4096 columns, by a CUDA graph that
+# we record ourselves:
 
 # %%
 
@@ -1814,9 +1851,10 @@ plt.show()
 # PyTorch's block as it is.
 #
 # So inside torch.compile a kernel of your own pays if it contains its
-# neighbors, as the one that adds the residual, or if it does something that
-# no compiler finds, as `attention <../attention/01-attention.html>`_ without
-# its matrix.
+# neighbors, as that of `RMS normalization and the residual stream
+# <../norms-and-losses/01-rms-norm.html>`_ contains the addition. Or it pays if
+# it does what torch.compile does not find in a formula, such as `attention
+# <../attention/01-attention.html>`_ that never writes its matrix of scores.
 #
 # Gradients with any strides
 # --------------------------
@@ -1825,8 +1863,8 @@ plt.show()
 # the operation behind ours has made, whatever they are. One line of
 # ``backward`` is there for that: ``dy = dy.contiguous()``. What happens
 # without it? Here is the same autograd function with a kernel that gets ``dy``
-# as it is. (For a moment ``contiguous`` is replaced by a function that does
-# nothing.)
+# as it is. (While its backward pass runs, ``contiguous`` is replaced by a
+# function that returns the tensor that it is given.)
 
 
 def backward_of_contiguous(dy, x, w, rstd):
@@ -1878,8 +1916,8 @@ for name, norm in (("right", by_function), ("forgetful", forgetful)):
 
 # %%
 # ``cat`` hands back a piece of its own gradient: three columns of a matrix
-# with six. The row of ``dy`` begins every six numbers, and the kernel looks
-# for it every three:
+# with six. So a row of ``dy`` begins every six numbers, and the kernel looks
+# for one every three:
 
 dy = torch.arange(12.0).view(2, 6)[:, :3]
 print("dy has the strides", dy.stride())
@@ -1888,9 +1926,10 @@ print("three numbers later:", dy.as_strided((3,), (1,), 3).tolist())
 
 # %%
 # This is not made up: it was reported to PyTorch, as an `issue about torch.cat
-# <https://github.com/pytorch/pytorch/issues/194719>`_. Why does ``gradcheck``
-# not see it? Because it makes the gradients that it sends in, and makes them
-# contiguous. The operations of a model do not:
+# <https://github.com/pytorch/pytorch/issues/194719>`_. The answer was that the
+# kernel was wrong, for autograd may pass on gradients with any strides. Why
+# does ``gradcheck`` not see it? Because it makes the gradients that it sends
+# in, and makes them contiguous. The operations of a model do not:
 #
 # - after ``torch.cat`` a gradient is a piece of a larger one,
 # - after a transposition it is transposed,
@@ -1906,10 +1945,9 @@ print("three numbers later:", dy.as_strided((3,), (1,), 3).tolist())
 #
 # ``torch.library.opcheck`` runs an operator on inputs that we choose, and
 # tests what it has promised: that no argument is written, that the gradient is
-# registered where autograd looks for it, that the fake results have the
-# shapes, types and strides of the real ones, and that all of it also works
-# when it is compiled. We give it an ``x`` that is contiguous and one that is
-# transposed.
+# registered where autograd looks for it, that the fake results are like the
+# real ones, and that all of it also works when it is compiled. We give it an
+# ``x`` that is contiguous and one that is transposed.
 
 
 def faults_of(op, *arguments):
@@ -1932,8 +1970,9 @@ for way, op in OPERATORS.items():
     print(f"{way}, transposed: faults:", faults_of(op, columns, w, 1e-6))
 
 # %%
-# Here is an operator that breaks a promise. It says that ``rstd`` has the type
-# of ``x``, which is true of float32, and of 16 bits it is not:
+# An empty list is good news. Here is an operator that breaks a promise. It
+# says that ``rstd`` has the type of ``x``, which is true for float32, and
+# wrong for 16 bits:
 
 
 @torch.library.custom_op(f"{NAMESPACE}::liar", mutates_args=())
@@ -1959,23 +1998,23 @@ print("float16:", faults_of(liar, x.half(), w, 1e-6))
 # worst: what comes after the operator is written for a result that does not
 # come.
 #
-# But ``opcheck`` knows only the inputs that you give it: of this operator it
-# finds nothing in float32. It has no reference, and takes any gradient for
-# right. And what it compares depends on the version
-# of PyTorch: a lie about strides is found by 2.13, and not by 2.11.
+# But ``opcheck`` knows only the inputs that you give it: with float32 alone it
+# finds no fault in this operator. It has no reference, and takes any gradient
+# for right. And what it compares depends on the version of PyTorch: a lie
+# about strides is found by 2.13, and not by 2.11.
 #
 # Fake tensors
 # ------------
 #
 # Which shape has the norm of a matrix that does not exist? An operator that
-# knows its shapes can be asked without any memory. Here it is applied to 64 GB
+# knows its shapes can be asked without any memory. Here it is applied to 69 GB
 # that nobody has allocated:
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def words_of(call):
-    """What the error says that a call ends in, or how that begins."""
+    """The error that a call ends in: its type, and how its words begin."""
     try:
         call()
     except Exception as error:
@@ -1996,9 +2035,10 @@ for way in OPERATORS:
 
 # %%
 # An autograd function cannot be asked: it launches its kernel, whatever the
-# tensor is. The device "meta" is the older kind of fake tensor. In the
-# interpreter the launch ends in an error. On a GPU it would be worse: a tensor
-# of this kind has the address 0, and the kernel would read there.
+# tensor is. We try that with a tensor on the device "meta", the older kind of
+# fake tensor. In the interpreter the launch ends in an error. On a GPU it
+# would be worse: a tensor on "meta" has the address 0, and the kernel would
+# read there.
 
 
 def words_of_a_launch(x):
@@ -2139,17 +2179,21 @@ vmapped = torch.vmap(lambda w: by_custom_op(xs, w, 1e-6))
 print("custom_op, batched w:", words_of(lambda: vmapped(batched)))
 
 # %%
-# With the rule there is a single launch. ``triton_op`` has none here, so
+# With the rule there is a single launch. Our ``triton_op`` has no rule, so
 # PyTorch calls it once for each of the 5 matrices, and warns. It could have
-# the same rule. An autograd function refuses; with ``setup_context`` and a
-# static method ``vmap`` it could have one, too.
+# the same one. An autograd function refuses; with ``setup_context`` and a
+# static method ``vmap`` it could have a rule, too.
+#
+# Gradients go through ``vmap``, too: with both operators, ``backward`` can be
+# called on what it returns. But a gradient for each sample takes
+# ``torch.func.grad`` inside ``vmap``, and that refuses all three of our ways.
 #
 # Second derivatives
 # ------------------
 #
 # Our backward pass is a kernel, and nobody has told PyTorch how to
-# differentiate it. Then it must be refused, and in words that name the
-# operation. A penalty on the gradient asks for one:
+# differentiate it. So a second derivative must be refused, and in words that
+# name the operation. A penalty on the size of a gradient asks for one:
 
 
 def second_derivative(norm):
@@ -2181,10 +2225,10 @@ for way, norm in WAYS.items():
 # one half of a batch. The gradients must be those of the whole batch in a
 # single process.
 #
-# On the CPU our kernels run in Triton's interpreter, whatever GPU there is.
-# That of Triton 3.6 and earlier cannot run the loop of our backward pass with
-# NumPy 2.4 or later. Where the two meet we start no ranks, and the line below
-# says so.
+# On the CPU our kernels run in Triton's interpreter, whatever GPU there is. In
+# Triton 3.6 and earlier, the interpreter cannot run the loop of our backward
+# pass with NumPy 2.4 or later. Where the two meet we start no ranks, and the
+# line below says so.
 
 # %%
 
@@ -2359,17 +2403,21 @@ print(said_by_ranks().strip())
 # All three are right with both. For DDP and FSDP a norm is a layer with a
 # parameter, and they never look inside.
 #
-# It is another matter if *tensors* are spread, as in tensor parallelism, where
-# a ``DTensor`` asks each operation how its result is spread. It knows no rule
-# for ours. `Layer norm over several GPUs
-# <../several-gpus/01-layer-norm.html>`_ spreads columns and rows by hand.
+# It is another matter if *tensors* are spread over GPUs, as in tensor
+# parallelism. There a ``DTensor``, which stands for a tensor of which each GPU
+# has a part, asks each operation how its result is spread. For ours it knows
+# no rule, and says so in an error. ``register_sharding``, in
+# ``torch.distributed.tensor.experimental``, can give an operator one. `Layer
+# norm over several GPUs <../several-gpus/01-layer-norm.html>`_ spreads columns
+# and rows by hand.
 #
 # Export, and a model without Python
 # ----------------------------------
 #
-# ``torch.export`` writes a model down as one graph. What has a name stands in
-# it by its name. A launch without a name would have to run while the model is
-# followed with fake tensors, and cannot.
+# ``torch.export`` writes a model down as one graph. It follows the model with
+# fake tensors, as torch.compile does, but it sees only operations that go
+# through the dispatcher. So an operator stands in the graph by its name, and a
+# launch without a name would have to run on fake tensors, and cannot:
 
 
 def exported(norm):
@@ -2390,11 +2438,17 @@ print("equal:", torch.equal(program.module()(x), model(x)))
 print("function:", words_of(lambda: exported(by_function)))
 
 # %%
-# *AOTInductor* goes one step further, and makes a library of compiled code of
-# what was exported. Where it meets a custom operator, the library calls the
-# operator by its name, so whoever loads it must have registered the operator:
-# with ours that means Python. It needs a C++ compiler. Where there is one, and
-# no GPU, we try it:
+# With ``strict=True``, export reads the code of the model as torch.compile
+# does, and takes a launch without a name, too. But in its graph the kernel is
+# only a number, its place in a table of this process. So a file of the graph
+# is of no use to another process, and if the number of rows is left open, as
+# here, PyTorch 2.13 does not even write one.
+#
+# *AOTInductor* goes one step further: from what was exported it makes a
+# library of compiled code. Where that meets a custom operator, it calls the
+# operator by its name, so whoever loads the library must have registered the
+# operator: with ours that means Python. To make a library takes a C++
+# compiler. Where there is one, and no GPU, we try it:
 
 # %%
 
@@ -2432,8 +2486,8 @@ if not ON_GPU and COMPILER:
 # Two more things need a GPU. A *stream* is a queue of the GPU: kernels of one
 # stream run one after the other, and those of two streams do not wait for each
 # other. So a kernel must go to the stream that is current where it is called,
-# and not to the one for which it was compiled. And what is recorded in a CUDA
-# graph must be right when it is replayed with other numbers.
+# and not to the one that it was first launched on. And what is recorded in a
+# CUDA graph must be right when it is replayed with other numbers.
 
 
 def right_on_another_stream(norm):
@@ -2499,15 +2553,16 @@ for way, norm in WAYS.items():
 #   host, with 16 rows, it takes 269 µs, and ours 331 µs.
 # - **An operator in C++** does not come back into Python at each call, and it
 #   runs where there is no Python. But somebody has to build it.
-# - **Everything that we refused.** PyTorch's norm has second derivatives, it
+# - **PyTorch does what we have refused.** Its norm has second derivatives, it
 #   takes any width, and ``vmap`` takes it with a batch of weights.
 #
 # Exercise 1: say the truth
 # -------------------------
 #
 # This fake function is wrong for three of the five inputs that the checker
-# tries. Write one that has the shapes, types and strides of ``forward`` for
-# all of them.
+# tries. Which lie does it tell for which of the three? Answer that first, and
+# without a look back at ``fake_forward``. Then write a function whose results
+# have the shapes, types and strides of those of ``forward``, for all five.
 #
 # **Hint 1.** What does ``torch.empty_like`` copy from its argument, beside the
 # shape?
@@ -2553,7 +2608,8 @@ print("right:", exercise_1(fake))
 
 def fake_1(x, w, eps):
     acc_dtype = torch.promote_types(x.dtype, torch.float32)
-    # The kernel writes y row after row, whatever the strides of x are.
+    # The kernel writes y row after row, whatever the strides of x are. On the
+    # page, fake_forward gets such a y by memory_format.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, x.new_empty(x.numel() // w.numel(), dtype=acc_dtype)
 
@@ -2565,8 +2621,8 @@ assert exercise_1(fake_1)
 # ---------------
 #
 # Which way for whom? A filled field means that a way can do it as this page
-# writes it. Whoever adds a rule for ``vmap`` to the two others fills these
-# fields, too.
+# writes it. With a rule for ``vmap``, an autograd function and a ``triton_op``
+# would have that field filled, too.
 
 # %%
 
@@ -2603,8 +2659,8 @@ plt.grid(visible=False)
 plt.show()
 
 # %%
-# The times below are those of the H200. The first one is for both passes of
-# 4096 rows of 1024 columns, called from Python, and the second one for both
+# Of the two times below, both on the H200, the first one is for both passes of
+# 4096 rows of 1024 columns, called from Python. The second one is for both
 # passes of the compiled block of 16 rows, on the host:
 #
 # - **PyTorch's own norm**, 101 µs and 269 µs, is for everybody whose kernel
@@ -2615,21 +2671,22 @@ plt.show()
 #   say so.
 # - **An autograd function**, 218 µs and 331 µs, is for training from Python,
 #   and for a kernel that is published as a few lines. torch.compile reads it,
-#   launches its kernels and breaks no graph. It cannot be exported, chosen by
-#   a checkpoint, or asked for its shapes.
+#   launches its kernels and breaks no graph. It cannot be exported for another
+#   process, chosen by a checkpoint, or asked for its shapes.
 # - **A custom operator**, 302 µs and 774 µs, is for code that no compiler can
-#   or should read: plans that are remembered, checks of addresses, libraries.
-#   It can do all that this page has tried, and you pay for its name at each
+#   or should read: code that remembers plans or looks at addresses, as on
+#   `What the user waits for <../layer-norm/10-host-time.html>`_, or that calls
+#   a library. Its row of the picture is full. You pay for its name at each
 #   call, and most of all in compiled code.
 # - **A triton_op**, 309 µs and 366 µs, is for kernels in models that are
-#   compiled. It has a name for whoever asks, and the compiler opens it. Called
-#   from Python you pay for this name, too, and all that it does must be
-#   readable.
+#   compiled. It has a name for whoever asks, and the compiler opens it. If you
+#   call it from Python, you pay for this name, too, and all that it does must
+#   be readable for the compiler.
 #
 # And for each of them:
 #
-# - What PyTorch is not told, it does not ask for. A missing gradient and a
-#   wrong stride are no errors.
+# - What PyTorch is not told, it does not ask for. Where a gradient is missing
+#   or a stride is wrong, there is often no error.
 # - A gradient arrives with any strides. Test with ``torch.cat``, ``.T`` and
 #   ``sum()``, because ``gradcheck`` does not.
 # - A kernel of your own ends the fusion at its two sides. Count the kernels
@@ -2637,7 +2694,8 @@ plt.show()
 #   still loses to the block that torch.compile fuses.
 # - On small inputs you wait for the host. There a faster kernel changes
 #   nothing, and a CUDA graph changes much.
-# - Refuse what you do not have, in words that name it.
+# - What your operation cannot do, such as a second derivative, it should
+#   refuse, in words that name it.
 #
 # **Next:** on this page each process had the whole layer, and half of the
 # batch. `Layer norm over several GPUs <../several-gpus/01-layer-norm.html>`_

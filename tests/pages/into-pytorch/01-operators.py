@@ -190,11 +190,15 @@ def gradients(figure):
     # "Slower than PyTorch's at all three widths."
     for N in (1024, 4096, 8192):
         assert us(of, "torch", N) < min(us(of, each, N) for each in WAYS)
-    # "Begins at about 8000 rows", with "twice the 112 µs".
-    assert 7500 < 4096 * wide[0] / wide_graph < 9000
+    # "Begins between 8000 and 9000 rows", with "about twice the 112 µs".
+    assert 8000 < 4096 * wide[0] / wide_graph < 9000
     yield (
-        f"where the kernels would take twice the {wide_graph} µs of 4096 rows."
+        f"where the kernels would take about twice the {wide_graph} µs of "
+        "4096 rows."
     )
+    # "From about 5000 rows on".
+    assert 4700 < 4096 * wide[0] / pytorch_wide < 5300
+    yield f"its call takes longer than the {wide[0]} µs of ours from about"
     yield (
         f"of ours: {pytorch} µs for both passes on the H200 at 1024 columns, "
         f"against {function} µs."
@@ -251,8 +255,23 @@ def blocks(figure):
         as_it_is - us(alone, "torch", 1024) + us(alone, each, 1024)
         for each in ("bare", "custom_op", "triton_op")
     ]
-    # "The one with the custom operator gets slower."
-    assert 1.5 * exchanged[1] < custom
+    # "The one with the custom operator gets slower", "about twice as long".
+    assert 1.8 < custom / exchanged[1] < 2.3
+    # "Each takes longer when compiled", and "triton_op loses least".
+    losses = [
+        now - before
+        for now, before in zip(
+            (compiled, bare, custom, opened),
+            (as_it_is, *exchanged),
+            strict=True,
+        )
+    ]
+    assert 0 < losses[3] == min(losses)
+    cost = us(alone, "custom_op", 1024) - us(alone, "bare", 1024)
+    yield (
+        f"the custom operator takes {custom - bare:.0f} µs more than the bare "
+        f"launch here, and called from Python its name cost {cost} µs."
+    )
     yield (
         f"it would take {exchanged[0]} µs with the bare launch, "
         f"{exchanged[1]} µs with the custom operator, and {exchanged[2]} µs "
@@ -323,7 +342,9 @@ def CLAIMS(figure):
 
 # Numbers with a unit that nothing has measured, and why they are right.
 FACTS = {
-    "applied to 64 GB that": "2**22 rows of 8192 numbers of 2 bytes",
+    f"applied to {2**22 * 8192 * 2 / 1e9:.0f} GB that": (
+        "2**22 rows of 8192 numbers of 2 bytes"
+    ),
     f"writes {132 * 8192 * 4 / 1e6:.1f} MB of them": (
         "8, 2 and 1 programs on each of 132 SMs, with a row of 1024, 4096 and "
         "8192 sums of 4 bytes"
@@ -643,6 +664,45 @@ def test_check_finds_what_is_wrong(page, scale):
         page.check(wrong, 5, 40, SINGLE)
 
 
+def test_the_second_operator_of_a_name_replaces_the_first(page):
+    """Without an error; and a name can be called from anywhere."""
+    x, w, _ = page.inputs(2, 8, SINGLE)
+    by_name = getattr(torch.ops, page.NAMESPACE).rms_norm
+    assert torch.equal(by_name(x, w, 1e-6)[0], page.bare(x, w, 1e-6))
+
+    def operator(number):
+        @torch.library.custom_op("two_packages::add", mutates_args=())
+        def add(x: torch.Tensor) -> torch.Tensor:
+            return x + number
+
+        return add
+
+    operator(1), operator(2)
+    assert torch.ops.two_packages.add(torch.zeros(())).item() == 2
+
+
+def test_gradients_through_vmap(page):
+    """backward after vmap is right, and torch.func.grad is refused."""
+    xs = torch.randn(5, 3, 16, device=page.DEVICE)
+    w = torch.rand(16, device=page.DEVICE)
+
+    def total(norm, x):
+        return norm(x, w, 1e-6).square().sum()
+
+    for way, norm in page.WAYS.items():
+        a_sample = functools.partial(total, norm)
+        words = page.words_of(
+            lambda a=a_sample: torch.vmap(torch.func.grad(a))(xs)
+        )
+        assert words.startswith("RuntimeError"), words
+        if way == "function":
+            continue
+        exact, found = (xs.clone().requires_grad_() for _ in "12")
+        total(page.pytorch, exact).backward()
+        torch.vmap(a_sample)(found).sum().backward()
+        torch.testing.assert_close(found.grad, exact.grad)
+
+
 def test_what_a_forgetful_backward_does(page):
     """It is right for gradients that are contiguous, and for those alone."""
     x = torch.randn(4, 6, dtype=DOUBLE, device=page.DEVICE)
@@ -789,7 +849,7 @@ def test_a_library_of_compiled_code(page):
 
 # What torch.compile sees, on a GPU and as if there were one -----------------
 
-SEEN = """
+AS_ON_A_GPU = """
 import sys
 import torch
 import tutorial
@@ -807,8 +867,8 @@ for module in list(sys.modules.values()):
 page = tutorial.load("into-pytorch/01-operators", interpret=False)
 page.DEVICE = torch.device("cpu")
 torch.cuda.is_available = lambda: False  # no state of it is to be kept
-
-
+"""
+SEEN = """
 class Done(Exception):
     pass
 
@@ -856,20 +916,64 @@ for name, norm in {"bare": page.bare, **page.WAYS}.items():
     print(name, breaks, *names)
 """
 LAUNCH = "add empty_like empty triton_kernel_wrapper_functional silu"
+STRICT = """
+import io
+
+for name, norm in {"bare": page.bare, **page.WAYS}.items():
+    for shapes in (None, ({0: torch.export.Dim("rows", min=2)},)):
+        program = torch.export.export(
+            page.Norm(norm, 16),
+            (torch.randn(4, 16),),
+            dynamic_shapes=shapes,
+            strict=True,
+        )
+        file = io.BytesIO()
+        try:
+            torch.export.save(program, file)
+        except Exception as error:
+            print(name, type(error).__name__)
+            continue
+        saved = file.getvalue()
+        print(name, b"kernel_idx" in saved, b"_rms_norm_fwd" in saved)
+"""
+
+
+def printed_as_on_a_gpu(script):
+    """The lines that a script prints which takes the page for one on a GPU."""
+    paths = tutorial.ROOT / "docs/_ext", tutorial.ROOT / "tests"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ON_A_GPU + script],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.cpu
+def test_a_strict_export_has_no_kernel():
+    """A file has a number in its place, or there is no file, as the page says
+    of one version."""
+    if not torch.__version__.startswith("2.13"):
+        pytest.skip("the page says it of PyTorch 2.13")
+    assert printed_as_on_a_gpu(STRICT) == [
+        "bare True False",
+        "bare SerializeError",
+        "function True False",
+        "function SerializeError",
+        *2 * ["custom_op False False"],
+        *2 * ["triton_op False False"],
+    ]
 
 
 @pytest.mark.cpu
 def test_what_torch_compile_sees():
     """Of three ways the launch, of the custom operator its name; and there is
     no graph break."""
-    paths = tutorial.ROOT / "docs/_ext", tutorial.ROOT / "tests"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    done = subprocess.run(
-        [sys.executable, "-c", SEEN], capture_output=True, text=True, env=env
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [
+    assert printed_as_on_a_gpu(SEEN) == [
         f"bare 0 {LAUNCH}",
         f"function 0 {LAUNCH}",
         "custom_op 0 add rms_norm silu",
