@@ -63,6 +63,10 @@ def begin(gallery_conf, script_vars):
         warnings.filterwarnings(
             "ignore", module=r"triton\.runtime\.interpreter"
         )
+        # PyTorch's export warns of PyTorch, from Python's own copyreg.
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning, module="copyreg"
+        )
         # plt.show() says that it shows nothing: figures are scraped.
         warnings.filterwarnings("ignore", message=".* is non-interactive")
         changes.callback(finish, name, script_vars, time.monotonic())

@@ -79,9 +79,15 @@
     let found, all;
     for (const [turn, form] of forms(said).entries()) {
       const { results } = await api.search(form);
-      const first = results.slice(0, turn ? 5 * MOST : MOST);
-      const read = await Promise.all(first.map((result) => result.data()));
-      found = read.filter(has(asked));
+      // Pagefind may put words that begin alike first: if few of the first
+      // sections have what was asked, more are read.
+      let read;
+      for (const most of turn ? [5 * MOST] : [MOST, 5 * MOST]) {
+        const first = results.slice(0, most);
+        read = await Promise.all(first.map((result) => result.data()));
+        found = read.filter(has(asked));
+        if (found.length >= FEW) break;
+      }
       // Of what was not read, nobody knows.
       all = found.length < read.length ? found.length : results.length;
       // The beginning of a word says little: titles that have all of it first.

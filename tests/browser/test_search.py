@@ -22,7 +22,7 @@ QUESTIONS = {
         "atomic": r"02-summing-rows.html#atomic-additions",
         "spill": r"05-chunks.html#backward-registers|#term-spill",
         "welford": r"07-two-sweeps.html#first-change-welford",
-        "2**31": r"(10-host-time|02-summing-rows).html#",
+        "2**31": r"(10-host-time|02-summing-rows|01-operators).html#",
         "occupancy": r"04-loads-in-flight.html#",
         "rmsnorm": r"0[12]-rms-norm",
         "bf16": r"02-rms-norm-16-bits.html",
@@ -31,7 +31,8 @@ QUESTIONS = {
         "dropout": r"fused/02-dropout.html",
         "interpreter": r"how-figures-are-made.html#recorded-or-live",
         "layer normalization": r"01-layer-norm.html$",
-        "cuda graph": r"10-host-time.html#pytorch-s-own-cures",
+        "cuda graph": r"10-host-time.html#pytorch-s-own-cures|"
+        r"01-operators.html#streams-and-cuda",
         # spelled otherwise than on the page, or with more than letters
         "2^31": r"(10-host-time|02-summing-rows).html#",
         "layernorm": r"01-layer-norm.html$",
@@ -106,7 +107,7 @@ QUESTIONS = {
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
-        r"07-two-sweeps)",
+        r"07-two-sweeps|01-operators)",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -132,7 +133,7 @@ QUESTIONS = {
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
-        r"07-two-sweeps)",
+        r"07-two-sweeps|01-operators)",
     },
 }
 

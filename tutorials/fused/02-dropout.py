@@ -248,13 +248,13 @@ print("p = 0.25:", *(f"{y:.3f}" for y in drop(ones, 0.25, seed=7)[0].tolist()))
 # What do random numbers cost?
 # ----------------------------
 #
-# A call is ten rounds of two wide multiplications, which give 64 bits each.
-# Does one see them beside the loads and stores?
-# We compare dropout with a copy, once with a call for four columns and once
-# with a call for each. PyTorch's dropout is the third, and also writes its
-# mask.
-# The clock and the ceiling are those of `Layer normalization, both passes
-# <../layer-norm/01-layer-norm.html>`_, which explains them.
+# A call is ten rounds of two wide multiplications, which give 64 bits each. On
+# a GPU each half of such a product takes a multiplication of its own. Does one
+# see them beside the loads and stores? We compare dropout with a copy, once
+# with a call for four columns and once with a call for each. PyTorch's dropout
+# is the third, and also writes its mask. The clock and the ceiling are those
+# of `Layer normalization, both passes <../layer-norm/01-layer-norm.html>`_,
+# which explains them.
 
 # %%
 

@@ -1796,9 +1796,9 @@ assert exercise_1(rms_norm_dx_1)
 #
 # - **A row in registers** moves two matrices. On the H200 it reaches 76% to
 #   94% of a copy, because each byte moves once.
-# - **Three sweeps** ask for four matrices, and two of them come from DRAM or
-#   go there. On the H200 they reach 86% to 93% of a copy from 4608 columns on,
-#   because L2 still has the row.
+# - **Three sweeps** ask for four matrices. One of them comes from DRAM, and
+#   one goes there. On the H200 they reach 86% to 93% of a copy from 4608
+#   columns on, because L2 still has the row.
 # - **PyTorch** reads each row twice, so it asks for three matrices. On the
 #   H200 it reaches 44% to 58% of a copy.
 # - **torch.compile** reaches 39% to 90% of a copy on the H200. We have not

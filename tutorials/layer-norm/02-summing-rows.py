@@ -593,7 +593,7 @@ report(bench_sums)
 # %%
 # Let's count what the programs request at a time.
 # In 16 bits, a tile of 2048 elements of ``x`` and as many of ``dy`` takes 8
-# KB, and a tile of 1024 elements takes 4 KB. The 132 SMs of an H100 or an H200
+# KB, and tiles of 1024 elements take 4 KB. The 132 SMs of an H100 or an H200
 # hold all the programs at once.
 
 print("           columns               split columns")
@@ -626,9 +626,9 @@ for N in WIDTHS:
 # faster the sums are. Let's go through it with the speeds of the H100. Columns
 # request 4, 8, 16, 23, 31 and 47 KB on an SM, and reach 28%, 38%, 60%, 61%,
 # 73% and 77% of a copy.
-# At 1024 columns only 64 programs run, and half of the SMs request nothing.
-# With the split, 512 programs request 16 KB on each SM, and the sums are 1.9
-# times as fast.
+# At 1024 columns only 64 programs run, and more than half of the SMs request
+# nothing. With the split, 512 programs request 16 KB on each SM, and the sums
+# are 1.9 times as fast.
 #
 # The H200 has just as many SMs, so our programs request the same bytes on each
 # of them. At 1024 columns, our sums by columns run at 690 GB/s on the H200 and
@@ -642,7 +642,7 @@ for N in WIDTHS:
 # have to start and to finish. At 2048 columns everything takes 21.5 µs, and at
 # 8192 columns 59.7 µs. The matrices have quadrupled, and the time has not even
 # tripled.
-# That leaves one step unexplained. Between 4096 and 6144 columns the shares
+# Another step remains unexplained. Between 4096 and 6144 columns the shares
 # hardly change: columns go from 60% to 61%, split columns from 66% to 65%, and
 # PyTorch's sums from 63% to 64%. We do not know why.
 # On the H200, columns go from 51% to 50% there, and split columns fall from
@@ -1166,7 +1166,7 @@ for N in WIDTHS:
 #   ns.
 # - **Atomics** could reach 85% to 96%. At 1024 columns they reach 52%. 528
 #   programs queue up there, and if an addition takes 13 ns, the queue takes
-#   7.1 µs. That is a lot next to the 9.9 µs of the whole copy. At 12288
+#   7 µs. That is a lot next to the 9.9 µs of the whole copy. At 12288
 #   columns 132 programs queue up, and the copy takes 101.1 µs. There the queue
 #   hardly matters, and atomics reach 87%. At 8192 columns they only reach 77%,
 #   because a single program runs on an SM, as with buffers.

@@ -1440,8 +1440,8 @@ report(bench_backward)
 #   buffers to load, which may be the reason. We have not timed the stages
 #   apart.
 #   On the H200, two at a lock take up to 0.5 µs less than own locks at some
-#   widths, and up to 0.4 µs more at others, which is at most 0.5% of the pass.
-#   None of this looks like waiting.
+#   widths, and up to 0.4 µs more at others. The latter is at most 0.5% of the
+#   pass. None of this looks like waiting.
 #
 # At 15872 columns, though, two at a lock reach 71% of the copy, and own
 # buffers reach 62%. Is this the merit of the lock? It is not: own locks, which
@@ -1474,8 +1474,8 @@ report(bench_backward)
 # Why do wide rows not wait? Their programs need more registers, so fewer of
 # them fit into an SM at a time: nine at 1024 columns, three at 4096 columns,
 # and two at 8192 columns. So at 1024 columns 1188 programs run at a time, more
-# than four for each of the 256 locks. At 4096 columns 396 run at a time, and
-# at 8192 columns 264, which is hardly more than one for each lock.
+# than four for each of the 256 locks. At 4096 columns 396 run at a time, one
+# or two for each lock, and at 8192 columns 264, which is hardly more than one.
 #
 # Do they really move the same bytes?
 # -----------------------------------

@@ -816,10 +816,9 @@ bench_warps.run(show_plots=ON_GPU)
 # On the H100 the whole pass takes 90 µs (the last figure of this page shows
 # its speed), so each row takes 2.8 µs. A row of ``x`` and one of ``dy`` are 32
 # KB, and an SM needs 1.6 µs for them if it reads as fast as our reading kernel
-# at its best.
-# On the H200, each row takes 2.5 µs, and an SM needs 1.2 µs to read its part.
-# In the rest of the time the program computes, stores, and has nothing in
-# flight.
+# at its knee. On the H200, each row takes 2.5 µs, and an SM needs 1.2 µs to
+# read its part. In the rest of the time the program computes, stores, and has
+# nothing in flight.
 #
 # So the program should request the next rows before it works on this one. This
 # is called *pipelining*, and the compiler does it for us.

@@ -957,14 +957,13 @@ report(bench_lanes_backward)
 #   so that two programs fit on an SM and not one.
 #   An SM has 65536 registers, and a thread gets a multiple of 8. At 8704
 #   columns the compiler takes 64 for each thread, so four programs of 256
-#   threads fit. At 15872 columns it takes 127, and two fit. Their rows are 62
-#   KB, so a third one would gain little.
-#   From 16392 columns on, a program has 16 warps. Up to 20480 columns the
-#   compiler takes 64, and two programs fit. At 24576 columns it would take 88,
-#   and a single one would fit, so nothing would be in flight while that adds
-#   up its row. With ``maxnreg=64`` we allow 64: two fit, and a thread spills 8
-#   bytes. In wider rows a thread would spill 80 bytes or more, so we set no
-#   limit.
+#   threads fit. At 15872 columns it takes 127, which makes 128, and two fit.
+#   Their rows are 62 KB, so a third one would gain little. From 16392 columns
+#   on, a program has 16 warps. Up to 20480 columns the compiler takes 64, and
+#   two programs fit. At 24576 columns it would take 88, and a single one would
+#   fit, so nothing would be in flight while that adds up its row. With
+#   ``maxnreg=64`` we allow 64: two fit, and a thread spills 8 bytes. In wider
+#   rows a thread would spill 80 bytes or more, so we set no limit.
 #
 # The lanes follow from the hardware, and to count registers we only have to
 # compile. But the limits of 2, 3 and 6 KB had to be measured: there one plan
@@ -1468,7 +1467,8 @@ report(bench_backward)
 # 10240 columns 9.2 µs. All six widths lie within half a microsecond of a
 # straight line: 2.7 µs, and 0.66 µs more for each 1024 columns.
 # On the H200 we take 3.8, 6.4 and 8.9 µs longer than the copy at these three
-# widths, and the widths between lie above a straight line, by up to 0.8 µs.
+# widths, and the widths between lie above the straight line from the first to
+# the last, by up to 0.8 µs.
 #
 # - The part that grows is about what the buffers take. For each 1024 columns,
 #   132 programs write two sums of 4 bytes for each column, and the second
@@ -1478,13 +1478,13 @@ report(bench_backward)
 #   ends, and at the end of the first one some SMs are done while others still
 #   have a row. We have not measured how long each of these takes.
 #
-# So we are further behind the copy where rows are narrow. At 1024 columns we
+# So our share of the copy is smaller where rows are narrow. At 1024 columns we
 # reach 75%, because the whole pass takes only 13.3 µs there.
 #
 # **What follows.**
 # To come closer to the copy, a kernel would have to write fewer sums, or lose
 # less time at the start and at the end of both kernels. The early start was
-# made for the second.
+# made for the second of these.
 #
 # What is the early start worth?
 # ------------------------------

@@ -202,11 +202,11 @@ for N in (4040, 4041, 4042, 4044):
 # %%
 # A row of 4040 columns has 8080 bytes, which lie in 253 sectors. It takes 16
 # requests for 260 sectors: every other row begins in the middle of a sector,
-# and there a few sectors are asked for twice.
-# At 4041 columns it takes 127 requests, eight times as many. They ask for 372
-# sectors, because nearly every request begins in the middle of a sector and
-# touches three where two would do. The second time a sector comes from L1, so
-# DRAM moves no more than before.
+# and there nearly every request shares a sector with the next. At 4041 columns
+# it takes 127 requests, eight times as many. They ask for 372 sectors, because
+# nearly every request begins in the middle of a sector and touches three where
+# two would do. The second time a sector comes from L1, so DRAM moves no more
+# than before.
 #
 # The last two columns of the table show the way out: we begin each row at the
 # start of a group, a few elements early, and end it at the end of a group.
@@ -780,8 +780,9 @@ def forward(x, w, b, eps, step, plan=None):
 # "From column 0" is the same kernel with ``STEP`` = 1. We measure it with the
 # plan above and with twice the warps, and if the number of columns is even, we
 # also measure both with rows requested ahead. The fastest of these counts.
-# (At an odd width no row can be requested ahead: asynchronous copies move at
-# least 4 bytes, and a row may begin 2 bytes after a multiple of 4.)
+# (At an odd width no row can be requested ahead from column 0: asynchronous
+# copies move at least 4 bytes, and a row may begin 2 bytes after a multiple of
+# 4.)
 #
 # The other lines are PyTorch's layer norm, the same function through
 # ``torch.compile``, and the copy.
@@ -1357,7 +1358,7 @@ def contiguous_or_none(tensor):
 
 def with_contiguous_rows(x):
     """x, copied only if a row has gaps, or the next is far away."""
-    # An offset within a tile, of fewer than 2**11 rows, must fit into 32 bits.
+    # An offset within a tile of fewer than 2**11 rows must fit into 32 bits.
     if x.stride(1) == 1 and x.stride(0) < 2**20:
         return x
     return x.contiguous()

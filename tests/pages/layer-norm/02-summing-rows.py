@@ -481,7 +481,7 @@ def CLAIMS(figure):
     )
     yield (
         f"if an addition takes {1000 * each:.0f} ns, the queue takes "
-        f"{528 * each:.1f} µs. That is a lot next to the "
+        f"{528 * each:.0f} µs. That is a lot next to the "
         f"{designs.us('copy', 1024, 3)} µs of the whole copy."
     )
     yield (

@@ -377,8 +377,8 @@ def of_the_plans(figure):
     yield (
         f"So at 1024 columns {met[1024]} programs run at a time, more than "
         f"four for each of the 256 locks. At 4096 columns {met[4096]} run at "
-        f"a time, and at 8192 columns {met[8192]}, which is hardly more than "
-        "one for each lock."
+        f"a time, one or two for each lock, and at 8192 columns {met[8192]}, "
+        "which is hardly more than one."
     )
 
 
@@ -584,8 +584,8 @@ def on_the_other_card(figure):
     yield (
         "On the H200, two at a lock take up to "
         f"{max(less)} µs less than own locks at some widths, and up to "
-        f"{-min(less)} µs more at others, which is at most {more}% of the "
-        "pass."
+        f"{-min(less)} µs more at others. The latter is at most {more}% of "
+        "the pass."
     )
     two, buffers, locks = (
         backward.share(name, 15872)

@@ -296,7 +296,7 @@ def CLAIMS(figure):
     )
     yield (
         f"are 32 KB, and an SM needs {step} µs for them if it reads as fast "
-        "as our reading kernel at its best."
+        "as our reading kernel at its knee."
     )
     assert step < 0.75 * alone / 32
 

@@ -480,7 +480,8 @@ def on_the_other_card(figure):
     yield (
         f"On the H200 we take {lost[1024]}, {lost[4608]} and {lost[10240]} µs "
         "longer than the copy at these three widths, and the widths between "
-        f"lie above a straight line, by up to {off:.1f} µs."
+        f"lie above the straight line from the first to the last, by up to "
+        f"{off:.1f} µs."
     )
     times = {
         name: [early.us(name, N, 3) for N in (1024, 4608, 10240)]
