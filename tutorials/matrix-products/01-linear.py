@@ -4,8 +4,10 @@ A linear layer, both passes
 
 How does a linear layer of your own keep up with NVIDIA's library, forward and
 backward?
-One kernel computes all three of its products tile by tile, with the bias and
-the activation behind its sums, and one pass more makes their gradients.
+One kernel computes all three of its products tile by tile: one in the forward
+pass, two in the backward pass. It adds the bias and applies the activation
+before it stores a tile, and a small kernel takes the gradient back through
+both.
 
 .. math:: y = f(z), \qquad z_{tn} = b_n + \sum_k x_{tk} w_{nk}
 
@@ -22,7 +24,7 @@ a layer of it that you can train with.
 - Why a product of matrices needs tiles, and what decides how large they are.
 - What brings a kernel from a fraction of cuBLAS to nearly all of it: Tensor
   Cores, the order of the tiles, loads that run ahead, tensor descriptors, and
-  programs that stay.
+  persistent programs.
 - How the backward pass uses the same kernel for both of its products.
 - How to fuse a bias and an activation with a product, what to save for the
   backward pass, and when a pass of its own is faster than a fused one.
@@ -116,6 +118,8 @@ print(y)
 M, N, K = 8192, 4096, 4096
 products = M * N * K
 print(f"arithmetic: {2 * products / 989e12 * 1e3:.2f} ms at least")
+# A number has 2 bytes, and a tile loads it once for a whole row or column of
+# its sums.
 for name, bytes_moved in (
     ("a sum at a time", products * 4),
     ("tiles of 16 x 16", products * (2 / 16 + 2 / 16)),
@@ -130,13 +134,14 @@ for name, bytes_moved in (
 
 # %%
 # A sum at a time would take more than 400 times as long to read as to compute.
-# With tiles of 128 × 256 it is not even three times as long, and the rest must
-# come from caches: many programs read the same rows of ``x`` and ``w``, so
-# most of their reads can be served by L2, which is faster than memory.
+# With tiles of 128 × 256 it is less than three times as long. That is still
+# too long, so most reads must not go to memory at all. Many programs read the
+# same rows of ``x`` and ``w``, so the L2 cache can serve them.
 #
 # So we want large tiles. What stops us is room: the sums of a tile stay in
 # registers until it is done. A tile of 128 × 256 sums in float32 takes 128 KB
-# of the 256 KB of registers that an SM has.
+# of the 256 KB of registers that an SM has. A tile twice as large would take
+# all of them, and nothing would be left to compute with.
 #
 # One tile a program
 # ------------------
@@ -206,8 +211,8 @@ plt.show()
 # or the ordinary units of the SM can multiply them as they are (``"ieee"``).
 #
 # Tiles are computed in an order. ``_place`` says which tile is the first, the
-# second, and so on. With ``GROUP`` = 1 that is row by row, and we come to
-# larger groups soon.
+# second, and so on. With ``GROUP`` = 1 they go row by row. What larger groups
+# are for comes after the first figure.
 
 
 @triton.jit
@@ -260,7 +265,7 @@ def _one_tile(
 
     y_at = y_ptr + token.to(tl.int64)[:, None] * N + feature[None, :]
     y_mask = (token[:, None] < M) & (feature[None, :] < N)
-    tl.store(y_at, sums, mask=y_mask)
+    tl.store(y_at, sums, mask=y_mask)  # rounds to the type of y
 
 
 def one_tile_a_program(x, w, group=1, stages=1, precision="ieee"):
@@ -297,6 +302,7 @@ x = torch.randn(150, 100, device=DEVICE).half()
 w = torch.randn(170, 100, device=DEVICE).half()
 error = (one_tile_a_program(x, w, group=2) - x.double() @ w.double().T).abs()
 print(f"largest error of a tile a program: {error.max():.1e}")
+# float16 has steps of 1/32 between 32 and 64, where the largest results are.
 assert error.max() < 0.05
 
 # %%
@@ -313,7 +319,7 @@ assert error.max() < 0.05
 
 # %%
 
-# Scaffold: the clock in turns, from page 01 of attention.
+# Scaffold: the clock, in turns.
 
 
 def in_turns(calls):
@@ -454,31 +460,33 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # %%
 # **What the figure shows.**
 # On the H200, at 4096 new features, the kernel reaches NN TFLOP/s in float32,
-# NN with TF32, and NN in 16 bits. Each time it is the same kernel; only the
-# type of its numbers and the unit that multiplies them have changed. cuBLAS
-# reaches NN TFLOP/s in 16 bits, so we are at NN% of it.
+# NN with TF32, and NN in 16 bits. It is the same kernel each time; the longer
+# its numbers are, the smaller are its tiles. cuBLAS reaches NN TFLOP/s in 16
+# bits, so we are at NN% of it.
 #
 # **Why.**
 # By the data sheet, the units for float32 do 67 TFLOP/s, and the Tensor Cores
-# do 495 in TF32 and 989 in 16 bits. Numbers that are half as long also need
-# half the bytes, on each way that they take.
+# do 495 in TF32 and 989 in 16 bits. Numbers that are half as long also take
+# half the bytes, in memory, in the caches and on the way.
 #
 # **What follows.**
 # We stay with 16 bits. With the Tensor Cores the arithmetic is so fast that
-# the kernel now waits for its tiles. Everything that follows, up to the
-# backward pass, brings tiles to the Tensor Cores in time.
+# the kernel now waits for its tiles. The next sections are about bringing them
+# in time.
 #
 # Which tile comes next?
 # ----------------------
 #
 # The order in which the tiles of ``y`` are computed makes a difference,
-# because programs that run at the same time share what they read. An H200 has
-# 132 SMs. Let a program run on each of them, with tiles of 128 × 128, and let
-# there be 14336 new features, which are 112 columns of tiles. Row by row, the
-# 132 programs have the tiles of one row and the beginning of the next. They
-# read 2 rows of tiles of ``x`` and all 112 of ``w``. In *groups* of 8 rows
-# they take the first column of 8 tiles, then the second one, and so on. They
-# read 8 rows of tiles of ``x``, and 17 of ``w``.
+# because programs that run at the same time share what they read. Let a
+# program run on each of the 132 SMs of an H200, with tiles of 128 × 128. With
+# 14336 new features there are 112 columns of tiles. Row by row, the 132
+# programs have the tiles of one row and the beginning of the next. They read 2
+# rows of tiles of ``x`` and all 112 of ``w``. In *groups* of 8 rows they take
+# the first column of 8 tiles, then the second one, and so on. They read 8 rows
+# of tiles of ``x``, and 17 of ``w``.
+# (Two programs of our first kernel fit on an SM, so twice as many run. Row by
+# row they read 3 and 112 rows of tiles, and in groups 8 and 33.)
 
 # %%
 
@@ -528,9 +536,13 @@ for axes, (title, group) in zip(
 plt.show()
 
 # %%
-# How much is that in bytes? We count the strips of 128 rows that a first round
-# of 132 programs reads. A strip of 4096 features takes 1 MB in 16 bits. L2 of
-# an H200 holds 60 MB.
+# How much is that in bytes? A row of tiles of ``x`` or ``w`` is a *strip* of
+# 128 rows. A strip of 4096 features takes 1 MB in 16 bits. We count the strips
+# that a first round of 132 programs reads. L2 of an H200 holds 60 MB.
+
+# %%
+
+# Scaffold: the strips of a round, counted.
 
 
 def strips_of_a_round(N, group, programs=132, tile=128):
@@ -613,18 +625,23 @@ bench_hits.run(show_plots=ON_GPU)
 # its own, and by the time another row wants that again, it has been evicted.
 #
 # **What follows.**
-# We take groups of 8 rows from here on. The order of the tiles is a line of
-# arithmetic, and the numbers are the same.
+# We take groups of 8 rows from here on. They cost a few instructions for each
+# tile, and the results are the same. What they do for the speed stands in the
+# next figure.
 #
 # Faster loads
 # ------------
 #
-# What else keeps the Tensor Cores waiting?
+# What else keeps the Tensor Cores waiting? There are five things, and each of
+# them will be a line of the next figure.
 #
 # - **Loads do not run ahead.** Our loop loads two tiles, waits for them, and
 #   multiplies. With ``STAGES`` = 3 there is room for the tiles of two more
 #   steps: their loads are on the way while this step multiplies. That is
-#   *pipelining*, and nothing but the number changes.
+#   *pipelining*, and nothing but the number changes. (In `Loads in flight
+#   <../layer-norm/04-loads-in-flight.html>`_ three stages had two slots,
+#   because the row in work was in registers. Tensor Cores multiply tiles where
+#   they lie in shared memory, so here these need a slot, too.)
 # - **Addresses cost instructions.** Each thread computes addresses and masks
 #   for its part of each tile. With a *tensor descriptor*, which the host makes
 #   of a tensor and the shape of a tile, a program only says at which index its
@@ -644,10 +661,11 @@ bench_hits.run(show_plots=ON_GPU)
 #   one after the other, both can use the same 32 KB, and there is room for a
 #   fourth stage: a stage takes 48 KB, and an SM has 227 KB for programs.
 #
-# What stands behind the sums
-# ---------------------------
+# What comes after the sums
+# -------------------------
 #
-# Where do the bias and the activation go?
+# Where do the bias and the activation go? They belong in the kernel that we
+# write next, so they come first.
 #
 # When a program has finished its sums, they are in registers. To add a bias
 # and apply a function there costs instructions, but no bytes: nothing of the
@@ -664,11 +682,9 @@ bench_hits.run(show_plots=ON_GPU)
 
 # %%
 
+# Scaffold: a sigmoid of four instructions, from page 03 of fused; and SiLU.
+
 PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
-
-# %%
-
-# Scaffold: a sigmoid of four instructions, from page 03 of fused.
 
 
 @triton.jit
@@ -723,10 +739,10 @@ def _gelu(z):
 
 
 # %%
-# The epilogue below takes a tile of sums. Results usually go out by a
-# descriptor. Where ``N`` is odd, for instance, the rows of ``y`` begin at
-# addresses that a descriptor does not take. Then it gets ``c_ptr`` in its
-# place, and stores with addresses and masks.
+# The epilogue below takes a tile of sums and stores the results, usually by a
+# descriptor. But where ``N`` is odd, for instance, the rows of ``y`` begin at
+# addresses that a descriptor does not take. Then the epilogue gets a pointer,
+# ``c_ptr``, and stores with addresses and masks.
 
 
 @triton.jit
@@ -763,10 +779,10 @@ def _epilogue(
 # And this is the kernel that we keep. It multiplies any two matrices, ``a`` of
 # (M, K) and ``b`` of (K, N), because the backward pass will need other
 # products than ``x @ w.T``. Each of them may lie in memory transposed, as
-# ``w`` does: then the descriptor is that of the other matrix, whose rows are
-# our columns, and ``.T`` turns a tile. That costs nothing in 16 bits. The tile
-# stays where it is in shared memory, and Tensor Cores of an H200 can read it
-# either way.
+# ``w.T`` does, whose columns are the rows of ``w``. Then the descriptor is
+# that of the matrix as it lies, and ``.T`` turns a tile after it was loaded.
+# That costs nothing in 16 bits. The tile stays where it is in shared memory,
+# and Tensor Cores of an H200 can read it either way.
 
 
 @triton.jit
@@ -811,8 +827,9 @@ def _product(
     tiles = rows * columns
 
     # One tile after the other: ours have numbers that lie as far apart as
-    # there are programs. ``flatten`` makes one loop of both loops, so that
-    # loads of the next tile begin before this one is done.
+    # there are programs. (With a program for each tile, it is one turn.)
+    # ``flatten`` makes one loop of both loops, so that loads of the next tile
+    # begin before this one is stored.
     for work in tl.range(
         tl.program_id(0), tiles * PARTS, tl.num_programs(0), flatten=STAY
     ):
@@ -839,6 +856,7 @@ def _product(
         # The whole tile, or its left and its right half.
         pieces = (sums,)
         if HALVES:
+            # split() needs a last dimension of 2, and gives both parts.
             halves = sums.reshape(TILE_M, 2, TILE_N // 2)
             pieces = halves.permute(0, 2, 1).split()
         for i in tl.static_range(len(pieces)):
@@ -859,8 +877,14 @@ def _product(
 # %%
 # ``PARTS`` is for few tokens, and is 1 until then.
 #
-# On the host, ``product(a, b, c)`` fills ``c`` with ``a @ b``. It finds out by
-# the strides whether a matrix lies transposed: those of ``w.T`` say so.
+# On the host, ``launch(a, b, c, plan)`` fills ``c`` with ``a @ b``. A *plan*
+# has the constants of the kernel, such as its tiles and stages. ``launch``
+# makes the descriptors, and sees by the strides whether a matrix lies
+# transposed.
+
+# %%
+
+# Scaffold: what the GPU has, and which matrices a descriptor takes.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
 NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
@@ -876,13 +900,6 @@ def shared_memory():
 SHARED = shared_memory()
 
 
-def descriptor(t, rows, columns):
-    """A descriptor in tiles of such a shape, and whether it is transposed."""
-    if t.stride(1) == 1:
-        return TensorDescriptor.from_tensor(t, [rows, columns]), False
-    return TensorDescriptor.from_tensor(t.T, [columns, rows]), True
-
-
 def lies_in_rows(t):
     """Whether a descriptor takes it: numbers of a row side by side, and each
     row at a multiple of 16 bytes."""
@@ -891,8 +908,25 @@ def lies_in_rows(t):
     return aligned and t.stride(1) == 1 and step > 0
 
 
+def padded(rows, columns, dtype, device):
+    """A new matrix whose rows lie as a descriptor wants."""
+    step = 16 // dtype.itemsize
+    width = triton.cdiv(columns, step) * step
+    return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
+
+
+# %%
+
+
+def descriptor(t, rows, columns):
+    """A descriptor in tiles of such a shape, and whether it is transposed."""
+    if t.stride(1) == 1:
+        return TensorDescriptor.from_tensor(t, [rows, columns]), False
+    return TensorDescriptor.from_tensor(t.T, [columns, rows]), True
+
+
 def launch(a, b, c, plan, bias=None, act=None, slope=None):
-    """Launch the kernel: c = a @ b, with what stands behind the sums."""
+    """Launch the kernel: c = act(a @ b + bias), and the slope of act."""
     plan = dict(plan)
     programs_per_sm = plan.pop("PROGRAMS_PER_SM")
     M, K = a.shape
@@ -990,9 +1024,12 @@ for name in RUNGS:
 # The ladder
 # ----------
 #
-# What is each step worth? We start with the 16-bit kernel from above and
-# change one thing at a time. One line goes back: it is the last kernel, but
-# with its tiles row by row.
+# What is each step worth? We start with the 16-bit kernel from above and add
+# one idea at a time. The number of stages changes as well: there are 4 with
+# descriptors, 3 with tiles of 128 × 256, and 4 again with results in halves.
+# Two programs of each of the first three kernels share an SM; from descriptors
+# on, a program has it to itself.
+# One line goes back: it is the last kernel, but with its tiles row by row.
 
 # %%
 
@@ -1065,15 +1102,20 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # would be at NN% and NN%.
 #
 # **Why.**
-# The first kernel waits for each load, wherever it comes from, so groups bring
-# it little. Where loads run ahead, what counts is how many bytes arrive in a
-# second, and L2 delivers more of them than DRAM. At 14336 features the strips
-# of a round do not fit into L2 row by row, and groups pay. Stages take the
-# wait out of each step. Descriptors leave the warps with hardly anything to do
-# but to start products: one instruction, ``wgmma``, multiplies 64 rows by 256
-# columns and 16 features. Tiles of 128 × 256 ask a quarter less of L2 than
-# those of 128 × 128. The last two steps are about the time between two tiles,
-# and that is the shorter part of a long sum.
+# The first kernel asks for its next tiles only when it is done with the last
+# ones. It is so slow that DRAM can deliver what is not in L2, and groups bring
+# little. Stages take the wait out of each step.
+# Descriptors leave the warps with hardly anything to do but to start products:
+# one instruction, ``wgmma``, multiplies 64 rows by up to 256 columns and 16
+# features. Tiles of 128 × 256 ask a quarter less of L2 than those of 128 ×
+# 128.
+# Persistent programs shorten the pause between two tiles. A sum of 4096
+# features has 64 steps, so the pause was a small part of the time. With the
+# fourth stage, loads run ahead by one step more.
+# The faster a kernel is, the more bytes it needs in a second. At 14336
+# features, row by row, each round of the last kernel reads 115 strips, more
+# than L2 holds, and DRAM has to deliver nearly all of them. In groups a round
+# reads 42, and groups pay.
 #
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
@@ -1109,21 +1151,13 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 
 ACTIVATIONS = {None: None, "relu": _relu, "gelu": _gelu, "silu": _silu}
 
-
-def padded(rows, columns, dtype, device):
-    """A new matrix whose rows lie as a descriptor wants."""
-    step = 16 // dtype.itemsize
-    width = triton.cdiv(columns, step) * step
-    return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
-
-
 # %%
 # Which tile?
 # -----------
 #
 # A tile of 128 × 256 is the fastest where there are enough of them for all
 # SMs. Smaller products take smaller tiles. And a sum over ``K`` can be divided
-# into parts, of which the next section tells. So we need a rule.
+# into parts, as the next section shows. So we need a rule.
 #
 # Ours estimates how long each choice would take, and takes the shortest. It
 # counts *rounds*: with 150 tiles on 132 SMs there are two, and the second one
@@ -1223,8 +1257,8 @@ def tile_and_parts(M, N, K, precision, aligned, most_parts):
 
 
 # %%
-# An activation is one thing more that takes time. Where sums are short, it is
-# a good part of it. Then we take tiles of 128 × 128, and let *two* programs
+# An activation takes time as well, and where sums are short, that is a good
+# part of the whole. Then we take tiles of 128 × 128, and let *two* programs
 # share an SM: while one of them computes powers, the other one multiplies.
 
 # %%
@@ -1282,8 +1316,8 @@ def plan_product(M, N, K, dtype, aligned=True, act=None, most_parts=32):
 # quarter of the old features, another one the second, and so on. This is
 # called *split-K*. Each part writes its sums in float32 to a matrix of its
 # own, and a second kernel adds the matrices up, always in the same order. It
-# also does what stands behind the sums, because before that they are not
-# complete.
+# also adds the bias and applies the activation, because only there the sums
+# are complete.
 
 
 @triton.jit
@@ -1327,7 +1361,7 @@ def _add_parts(
 
 
 def add_parts(parts, c, bias=None, act=None, slope=None):
-    """Fill c with the sum of its parts, and what stands behind it."""
+    """c = act(the sum of its parts + bias), and the slope of act."""
     slope_stride = 0
     if slope is not None:
         slope_stride = slope.stride(0)
@@ -1382,6 +1416,8 @@ def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
 # %%
 # What does it bring? We count the bytes that have to move, which are those of
 # the weight and of the tokens, and compare with one part, and with PyTorch.
+# A call is so short here that the clock makes sixteen of them in a row, each
+# with inputs of its own.
 
 # %%
 
@@ -1491,8 +1527,8 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reads NN GB/s with one token, NN with 64, and NN with
-# 512. In one part it reads NN, NN and NN. PyTorch reads NN, NN and NN.
+# On the H200 our kernel reads NN GB/s with one token, NN with 64, and NN
+# with 512. In one part it reads NN, NN and NN. PyTorch reads NN, NN and NN.
 #
 # **Why.**
 # Up to 64 tokens, one part has 64 programs, and each of them has a few tiles
@@ -1501,8 +1537,9 @@ bench_few.run(show_plots=ON_GPU)
 # are few tokens.
 #
 # **What follows.**
-# The more tokens there are, the more tiles, and the fewer parts. The rule
-# above stops dividing by itself.
+# The more tokens there are, the more tiles, and the fewer parts. From 128
+# tokens on, our rule takes a single part. There both lines are the same
+# kernel, and what is between them is noise.
 
 # %%
 # Does the activation cost anything?
@@ -1648,7 +1685,7 @@ in_percent(bench_gelu, "cuBLAS, the product alone")
 
 # %%
 # This was with 4096 old features. With 1024 of them, and 4096 tokens, a sum is
-# a quarter as long, and what stands behind it is as much as before:
+# a quarter as long, and each still has its bias and its activation:
 
 # %%
 
@@ -1667,19 +1704,21 @@ in_percent(bench_gelu_narrow, "cuBLAS, the product alone")
 # **Why.**
 # In a kernel of its own the activation of 8192 × 4096 numbers reads 67 MB and
 # writes 67 MB, which takes 28 µs at 4.8 TB/s. The product alone needs 278 µs
-# at 989 TFLOP/s. In our epilogue it takes no reads. But its instructions take
-# time: while a program computes powers, it starts no products. And the slope
-# takes a few instructions more than ``z``, which is there already.
+# at 989 TFLOP/s. In our epilogue nothing has to be read for it. But its
+# instructions take time: while a program computes powers, it starts no
+# products. And the slope takes a few instructions more than ``z``, which is
+# there already.
 #
 # **What follows.**
-# The shorter the sums, the more there is to gain, and the more an epilogue
-# costs.
+# The shorter the sums are, the larger is the share of the activation in the
+# time of a layer. So there is more to gain by fusing it, and a fused one costs
+# more, too.
 #
 # What the backward pass needs
 # ----------------------------
 #
 # We follow one feature of one token. The result :math:`z_{tn} = b_n + \sum_k
-# x_{tk} w_{nk}` got a gradient :math:`dz_{tn} = dy_{tn} f'(z_{tn})`.
+# x_{tk} w_{nk}` gets a gradient :math:`dz_{tn} = dy_{tn} f'(z_{tn})`.
 #
 # - Each old feature went into all new ones, so its gradient is a sum over
 #   them: :math:`dx_{tk} = \sum_n dz_{tn} w_{nk}`. That is the product ``dz @
@@ -1715,8 +1754,8 @@ with torch.no_grad():
 #
 # Do we need new kernels for ``dx`` and ``dw``?
 #
-# We don't. The three products differ in which matrix lies transposed, and in
-# what is long:
+# We don't. The three products differ in what they add up over, and in which
+# matrix lies transposed:
 #
 # - **y = x @ w.T** adds up over old features. The right matrix is transposed.
 # - **dx = dz @ w** adds up over new features. No matrix is transposed.
@@ -1801,10 +1840,11 @@ in_percent(
 #
 # **Why.**
 # It is the same kernel with the same tiles, and only the layouts differ. At
-# all of these sizes there are enough tiles for all SMs. cuBLAS may also use
-# *clusters*: programs on neighboring SMs that need the same tile let the TMA
-# fetch it once for all of them, so L2 has less to deliver. With tiles of 128 ×
-# 256, L2 can do without that.
+# these three sizes there are enough tiles for all SMs. (With 1024 old and 1024
+# new features there are not: ``dw`` has 32 of them, and the next section is
+# about that.) cuBLAS may also use *clusters*: programs on neighboring SMs that
+# need the same tile let the TMA fetch it once for all of them, so L2 has less
+# to deliver. With tiles of 128 × 256 we come close without them.
 #
 # **What follows.**
 # A layer spends most of its time in these products, and there we lose little.
@@ -1878,8 +1918,8 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 # fewer tokens that is a larger share of the time.
 #
 # **What follows.**
-# A small model spends a good part of its backward pass here, so it is worth a
-# rule that knows more than the size of a result.
+# A small model spends a good part of its backward pass here. So the rule has
+# to look at the length of the sums, not only at the size of the result.
 #
 # Who computes dz?
 # ----------------
@@ -1893,8 +1933,9 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 # two and writes one, and then each of the products reads ``dz``. That makes
 # five.
 #
-# A program has two tiles, one below the other. The loads of the second one are
-# on the way while it multiplies the first one, and both go into the same sums.
+# A program has two tiles of 64 × 64, one below the other, which go into the
+# same sums. Several of these programs share an SM, so while one of them
+# computes, others wait for their tiles.
 #
 # How ``dz`` follows from ``dy`` and what was saved is again a function that
 # the kernel is given. For ReLU the forward pass has saved ``y``, and for the
@@ -2006,6 +2047,8 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
         TILE_M=tile[0],
         TILE_N=tile[1],
         STEPS=steps,
+        # Two stages have one slot: the second tile is requested when the
+        # first one has left it, while its dz is on the way out.
         STAGES=2,
         num_warps=4,
     )
@@ -2052,8 +2095,8 @@ def backward(dy, x, w, saved, chain, wants):
 # - **Each tile of dz is needed many times.** All programs that have the same
 #   tokens, one for each column of tiles of ``dx``, load the same tiles of
 #   ``dy``. If only the first columns of ``dx`` are computed this way, the
-#   others can read ``dz``, and so can the product for ``dw``. One program has
-#   to store it.
+#   others can read ``dz``, and so can the product for ``dw``. For that, one
+#   of the programs has to store it.
 # - **Each column of dz must be added up once.** The program that stores a tile
 #   of ``dz`` also adds up its columns, and writes the sums to a row for its
 #   row of tiles.
@@ -2355,7 +2398,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(input, weight, bias=None, activation=None):
-    """What F.linear(input, weight, bias) gives, and an activation behind it.
+    """What F.linear(input, weight, bias) gives, and then an activation.
 
     input is (..., K), weight is (N, K), bias is (N,) or None. All have
     float16, all bfloat16, or all float32. activation is None, "relu", "gelu"
@@ -2396,12 +2439,15 @@ def check(M, N, K, activation, dtype=torch.float16):
     y.backward(dy)
     expected = TORCH[activation](F.linear(*exact))
     expected.backward(dy.double())
-    pairs = [(y, expected)]
-    pairs += [(t.grad, e.grad) for t, e in zip(ours, exact, strict=True)]
-    errors = [((t - e).abs().max() / e.abs().max()).item() for t, e in pairs]
-    for name, error in zip(("y", "dx", "dw", "db"), errors, strict=True):
+    pairs = {"y": (y, expected)}
+    for name, t, e in zip(("dx", "dw", "db"), ours, exact, strict=True):
+        pairs[name] = t.grad, e.grad
+    errors = []
+    for name, (found, true) in pairs.items():
+        error = ((found - true).abs().max() / true.abs().max()).item()
         assert error < 0.01, f"{name} is off by {error:.1%}"
-    print("errors below 1%:", " ".join(f"{error:.2%}" for error in errors))
+        errors.append(f"{error:.2%}")
+    print("errors below 1%:", " ".join(errors))
 
 
 check(M=70, N=150, K=104, activation="gelu")
@@ -2428,8 +2474,9 @@ check(M=5, N=64, K=600, activation=None, dtype=torch.bfloat16)
 # ------------------------------
 #
 # The backward pass has two products, so we count twice the operations of the
-# forward pass. ``dz`` and ``db`` get no credit: who computes them beside the
-# products is as fast as cuBLAS without them, the dashed line.
+# forward pass. What ``dz`` and ``db`` take is not counted. So the dashed line,
+# cuBLAS with the two products alone, is the speed of a backward pass to which
+# they cost no time at all.
 
 # %%
 
@@ -2533,14 +2580,14 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. That is
 # all that the products in the reads of ``dx`` can save, and they pay more for
 # it. Their left operand comes from registers, so each step has to wait until
-# its tiles have arrived there and are multiplied. A step fetches 64 KB in
-# place of 48, so there is room for three stages, not four.
+# ``dy`` and the slope have arrived there and are multiplied. A step fetches 64
+# KB in place of 48, so there is room for three stages, not four.
 #
 # **What follows.**
 # Fewer bytes are not always faster. Tensor Cores are the most expensive thing
 # to keep waiting, so we keep the pass of its own. It can vanish in another
 # way: if the kernel that makes ``dy`` multiplies it by the slope in its own
-# epilogue. That kernel is the ``dx`` of the layer behind this one, so the two
+# epilogue. That kernel computes the ``dx`` of the next layer, so the two
 # layers would have to be one function.
 #
 # How many bytes come from DRAM?
@@ -2551,7 +2598,8 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # five matrices of ``M`` × ``N`` numbers. If all columns of ``dx`` make ``dz``,
 # it takes four: ``dy`` and the slope are read, ``dz`` is written, and ``dw``
 # reads it. In both cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are
-# written.
+# written. ``ncu`` empties the caches before each kernel, so none of them finds
+# in L2 what the one before has written.
 
 # %%
 
@@ -2628,6 +2676,10 @@ bench_traffic.run(show_plots=ON_GPU)
 # twice is still in L2. They may also write less: what a kernel writes last is
 # still in L2 when it ends.
 #
+# **What follows.**
+# The fused design moves fewer bytes, as it was meant to, and it is slower all
+# the same. DRAM is not what a backward pass waits for at these sizes.
+#
 # Where PyTorch or a library is better
 # ------------------------------------
 #
@@ -2654,12 +2706,13 @@ bench_traffic.run(show_plots=ON_GPU)
 # **Exercise 1: a snake.**
 # In a group of rows, our order goes down one column of tiles, and then begins
 # at the top of the next. So a tile and the one after it usually share a column
-# of ``w``, and at the end of a column they share nothing. Change the order
-# like this: a column down, the next one up, and so on, and every other group
-# from the last column to the first. Then any two neighbors in the order are
-# neighbors in the matrix.
-# The checker prints whether each tile comes once, and how many times two
-# tiles in a row share nothing.
+# of ``w``, and at the end of a column they share nothing. Write a function
+# like ``_place`` with this order: a column down, the next one up, and so on,
+# and every other group from the last column to the first. Then a tile and the
+# one after it always share a row or a column.
+# Give your function to the checker, ``exercise_1``. It prints whether each
+# tile comes once, and how many times two tiles that follow each other share
+# nothing. Here it says so of our order, for 10 rows and 7 columns of tiles.
 #
 # **Hint 1.** The column of a tile says whether the group is going down or up.
 #
@@ -2686,20 +2739,22 @@ def _visit(
 
 
 def exercise_1(place):
-    """Whether an order has each tile once, and all neighbors share."""
-    rows, columns = 10, 7
-    order = torch.zeros(
-        rows * columns, 2, dtype=torch.int32, device=DEVICE
-    )  # fmt: skip
-    _visit[(rows * columns,)](
+    """Whether an order has each tile once, and each tile shares a row or a
+    column with the next one."""
+    rows = 10
+    columns = 7
+    tiles = rows * columns
+    order = torch.zeros(tiles, 2, dtype=torch.int32, device=DEVICE)
+    _visit[(tiles,)](
         order_ptr=order, rows=rows, columns=columns, GROUP=4, PLACE=place
     )
-    found = [tuple(pair) for pair in order.tolist()]
-    every = {(r, c) for r in range(rows) for c in range(columns)}
-    once = set(found) == every
-    apart = sum(
-        a != c and b != d for (a, b), (c, d) in itertools.pairwise(found)
-    )
+    visited = [tuple(pair) for pair in order.tolist()]
+    every = set(itertools.product(range(rows), range(columns)))
+    once = set(visited) == every
+    apart = 0
+    for (row, column), (next_row, next_column) in itertools.pairwise(visited):
+        if row != next_row and column != next_column:
+            apart += 1
     print(
         f"each tile once: {once}; tiles in a row that share nothing: {apart}"
     )

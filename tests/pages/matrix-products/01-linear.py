@@ -473,8 +473,10 @@ def CLAIMS(figure):
 
 
 DATA_SHEET = "the data sheet of the H200"
+ESTIMATE = "a number of the rule, chosen"
 FACTS = {
     "more than 400 times as long to read": "115 ms and 0.28 ms, printed above",
+    "it is less than three times as long": "0.67 and 0.28 ms, printed above",
     "the units for float32 do 67 TFLOP/s": DATA_SHEET,
     "A strip of 4096 features takes 1 MB": "128 * 4096 * 2 bytes",
     "L2 of an H200 holds 60 MB": "what PyTorch says of the card",
@@ -486,6 +488,10 @@ FACTS = {
     "it moves 201 MB, which takes 42 µs at 4.8 TB/s": "3 * 67 MB",
     "so 126 of the 132 SMs have work": "7 parts of 18 tiles, a test says so",
     "Their sums are 17 MB in float32": "7 * 768 * 768 * 4 bytes",
+    "its loads from L2 at 90 GB/s": ESTIMATE,
+    "It gives 4200 GB/s to all SMs": ESTIMATE,
+    "36 GB/s to one of them": ESTIMATE,
+    "three times as many new features": "K <= N // 3, in the rule",
     "errors below 1%:": "what the check asserts",
 }
 
