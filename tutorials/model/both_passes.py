@@ -1578,8 +1578,9 @@ def _product(
     tiles = rows * columns
 
     # One tile after the other: ours have numbers that lie as far apart as
-    # there are programs. ``flatten`` makes one loop of both loops, so that
-    # loads of the next tile begin before this one is done.
+    # there are programs. (With a program for each tile, it is one turn.)
+    # ``flatten`` makes one loop of both loops, so that loads of the next tile
+    # begin before this one is stored.
     for work in tl.range(
         tl.program_id(0), tiles * PARTS, tl.num_programs(0), flatten=STAY
     ):
@@ -1606,6 +1607,7 @@ def _product(
         # The whole tile, or its left and its right half.
         pieces = (sums,)
         if HALVES:
+            # split() needs a last dimension of 2, and gives both parts.
             halves = sums.reshape(TILE_M, 2, TILE_N // 2)
             pieces = halves.permute(0, 2, 1).split()
         for i in tl.static_range(len(pieces)):
@@ -1634,13 +1636,6 @@ def shared_memory():
 LINEAR_SHARED = shared_memory()
 
 
-def descriptor(t, rows, columns):
-    """A descriptor in tiles of such a shape, and whether it is transposed."""
-    if t.stride(1) == 1:
-        return TensorDescriptor.from_tensor(t, [rows, columns]), False
-    return TensorDescriptor.from_tensor(t.T, [columns, rows]), True
-
-
 def lies_in_rows(t):
     """Whether a descriptor takes it: numbers of a row side by side, and each
     row at a multiple of 16 bytes."""
@@ -1649,8 +1644,22 @@ def lies_in_rows(t):
     return aligned and t.stride(1) == 1 and step > 0
 
 
+def padded(rows, columns, dtype, device):
+    """A new matrix whose rows lie as a descriptor wants."""
+    step = 16 // dtype.itemsize
+    width = triton.cdiv(columns, step) * step
+    return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
+
+
+def descriptor(t, rows, columns):
+    """A descriptor in tiles of such a shape, and whether it is transposed."""
+    if t.stride(1) == 1:
+        return TensorDescriptor.from_tensor(t, [rows, columns]), False
+    return TensorDescriptor.from_tensor(t.T, [columns, rows]), True
+
+
 def launch(a, b, c, plan, bias=None, act=None, slope=None):
-    """Launch the kernel: c = a @ b, with what stands behind the sums."""
+    """Launch the kernel: c = act(a @ b + bias), and the slope of act."""
     plan = dict(plan)
     programs_per_sm = plan.pop("PROGRAMS_PER_SM")
     M, K = a.shape
@@ -1689,13 +1698,6 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
 
 
 ACTIVATIONS = {None: None, "relu": _relu, "gelu": _linear_gelu, "silu": _silu}
-
-
-def padded(rows, columns, dtype, device):
-    """A new matrix whose rows lie as a descriptor wants."""
-    step = 16 // dtype.itemsize
-    width = triton.cdiv(columns, step) * step
-    return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
 
 
 LINEAR_TILES = {
@@ -1845,7 +1847,7 @@ def _add_parts(
 
 
 def add_parts(parts, c, bias=None, act=None, slope=None):
-    """Fill c with the sum of its parts, and what stands behind it."""
+    """c = act(the sum of its parts + bias), and the slope of act."""
     slope_stride = 0
     if slope is not None:
         slope_stride = slope.stride(0)
@@ -1983,6 +1985,8 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
         TILE_M=tile[0],
         TILE_N=tile[1],
         STEPS=steps,
+        # Two stages have one slot: the second tile is requested when the
+        # first one has left it, while its dz is on the way out.
         STAGES=2,
         num_warps=4,
     )
@@ -2112,7 +2116,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(input, weight, bias=None, activation=None):
-    """What F.linear(input, weight, bias) gives, and an activation behind it.
+    """What F.linear(input, weight, bias) gives, and then an activation.
 
     input is (..., K), weight is (N, K), bias is (N,) or None. All have
     float16, all bfloat16, or all float32. activation is None, "relu", "gelu"
