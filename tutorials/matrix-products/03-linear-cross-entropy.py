@@ -342,7 +342,7 @@ def _logits(
 
 # %%
 
-# Scaffold: weights of classes, and halves of a tile.
+# Scaffold: weights of classes, and parts of a tile.
 
 
 @triton.jit
@@ -367,67 +367,20 @@ def _halves(sums):
     return both.permute(0, 2, 1).split()
 
 
+@triton.jit
+def _quarters(sums):
+    """The four quarters of a tile, from left to right."""
+    left, right = _halves(sums)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    return first, second, third, fourth
+
+
 # %%
 # Label smoothing, which PyTorch's loss can have, needs the sum of all logits
 # of a token, each times the weight of its class. It is a third part. And if
 # somebody wants the powers themselves, they are stored as well. We need that
 # for gradients, and ``None`` in place of a descriptor leaves it out.
-
-
-@triton.jit
-def _keep_parts(
-    sums,  # a tile of products
-    row,  # where it begins
-    column,
-    powers_desc,  # (tokens, classes) in halves of a tile; or None
-    parts_ptr,  # (2 or 3, columns of tiles, tokens)
-    bias_ptr,
-    weight_ptr,
-    tokens,
-    classes,
-    SMOOTH: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """What is kept of a tile: of each token the largest logit and the sum of
-    all powers; and, if somebody wants them, the powers."""
-    # Half a tile at a time, so that half the room is needed to store it.
-    pieces = _halves(sums)
-    width: tl.constexpr = TILE_N // 2
-
-    # The largest logit of each token.
-    maximum = tl.full((TILE_M,), LOWEST, tl.float32)
-    for i in tl.static_range(2):
-        name = column + i * width + tl.arange(0, width)
-        logit = _logits(pieces[i], bias_ptr, name, classes)
-        maximum = tl.maximum(maximum, tl.max(logit, axis=1))
-
-    # The sum of all powers, none of which is above 1.
-    total = tl.zeros((TILE_M,), tl.float32)
-    weighted = tl.zeros((TILE_M,), tl.float32)
-    for i in tl.static_range(2):
-        name = column + i * width + tl.arange(0, width)
-        logit = _logits(pieces[i], bias_ptr, name, classes)
-        power = tl.exp2((logit - maximum[:, None]) * LOG2E)
-        total += tl.sum(power, axis=1)
-        if powers_desc is not None:
-            power = power.to(powers_desc.dtype)
-            powers_desc.store([row, column + i * width], power)
-        if SMOOTH:
-            # Minus infinity times a weight of 0 is not a number.
-            weight = _weights(weight_ptr, name, classes)
-            logit = tl.where(name[None, :] < classes, logit, 0)
-            weighted += tl.sum(logit * weight[None, :], axis=1)
-
-    # Tokens lie side by side, so that neighboring threads store neighbors.
-    token = row + tl.arange(0, TILE_M)
-    columns = tl.cdiv(classes, TILE_N)
-    at = parts_ptr + (column // TILE_N).to(tl.int64) * tokens + token
-    step = tl.cast(columns, tl.int64) * tokens
-    tl.store(at, maximum, mask=token < tokens)
-    tl.store(at + step, total, mask=token < tokens)
-    if SMOOTH:
-        tl.store(at + 2 * step, weighted, mask=token < tokens)
 
 
 @triton.jit
@@ -454,12 +407,13 @@ def _scores(
     tl.assume(features > 0)
     rows = tl.cdiv(tokens, TILE_M)
     columns = tl.cdiv(classes, TILE_N)
+    width: tl.constexpr = TILE_N // 2
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
-        row, column = _place(work, rows, columns, GROUP)
+        row, tile = _place(work, rows, columns, GROUP)
         row *= TILE_M
-        column *= TILE_N
+        column = tile * TILE_N
 
         # The product, as for a linear layer. The weight has a row for each
         # class, so its tile is turned.
@@ -469,20 +423,43 @@ def _scores(
             w = w_desc.load([column, k])
             sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
 
-        _keep_parts(
-            sums=sums,
-            row=row,
-            column=column,
-            powers_desc=powers_desc,
-            parts_ptr=parts_ptr,
-            bias_ptr=bias_ptr,
-            weight_ptr=weight_ptr,
-            tokens=tokens,
-            classes=classes,
-            SMOOTH=SMOOTH,
-            TILE_M=TILE_M,
-            TILE_N=TILE_N,
-        )
+        # New: what is kept of the tile. We take half of it at a time, so that
+        # half the shared memory is enough to store powers.
+        halves = _halves(sums)
+
+        # The largest logit of each token.
+        maximum = tl.full((TILE_M,), LOWEST, tl.float32)
+        for i in tl.static_range(2):
+            name = column + i * width + tl.arange(0, width)
+            logit = _logits(halves[i], bias_ptr, name, classes)
+            maximum = tl.maximum(maximum, tl.max(logit, axis=1))
+
+        # The sum of all powers, none of which is above 1.
+        total = tl.zeros((TILE_M,), tl.float32)
+        weighted = tl.zeros((TILE_M,), tl.float32)
+        for i in tl.static_range(2):
+            name = column + i * width + tl.arange(0, width)
+            logit = _logits(halves[i], bias_ptr, name, classes)
+            power = tl.exp2((logit - maximum[:, None]) * LOG2E)
+            total += tl.sum(power, axis=1)
+            if powers_desc is not None:
+                power = power.to(powers_desc.dtype)
+                powers_desc.store([row, column + i * width], power)
+            if SMOOTH:
+                # Minus infinity times a weight of 0 would not be a number.
+                weight = _weights(weight_ptr, name, classes)
+                logit = tl.where(name[None, :] < classes, logit, 0)
+                weighted += tl.sum(logit * weight[None, :], axis=1)
+
+        # Tokens lie side by side, so that neighboring threads store neighbors.
+        token = row + tl.arange(0, TILE_M)
+        mask = token < tokens
+        at = parts_ptr + tile.to(tl.int64) * tokens + token
+        step = tl.cast(columns, tl.int64) * tokens
+        tl.store(at, maximum, mask=mask)
+        tl.store(at + step, total, mask=mask)
+        if SMOOTH:
+            tl.store(at + 2 * step, weighted, mask=mask)
 
 
 # %%
@@ -669,8 +646,8 @@ def programs_of(M, N, tiles):
 # Scaffold: both kernels, launched.
 
 
-def plan_scores(x, blocks=False):
-    return plan(x.dtype, x.itemsize, blocks)
+def plan_scores(x):
+    return plan(x.dtype, x.itemsize)
 
 
 def scores(x, w, bias, weight, options, powers, parts):
@@ -1072,112 +1049,44 @@ def _in_place(
 
 
 # %%
-# Two products, and sums of three bytes
-# -------------------------------------
+# Two products, and sums in float32
+# ---------------------------------
 #
-# How exact must a sum be, and where does it lie?
+# How exact must a sum be that goes on from chunk to chunk?
 #
 # ``dx`` of a chunk is a sum over classes, and a program has all of it: the
 # sums stay in registers, in float32, and only the result is rounded. ``dw`` is
-# a sum over tokens, and a chunk has only some of them. If each chunk added its
-# part to a ``dw`` of 16 bits, each addition would round. After many chunks a
-# small part is less than half a unit of what is there already, and is lost.
-#
-# Float32 would take 4 bytes a number, and 2 bytes more for the result. But
-# does it need all 24 binary digits of float32? With 16 of them, an addition is
-# off by at most :math:`2^{-16}` of the sum. Sixteen chunks are off by
-# :math:`2^{-12}` together, if all of them err to the same side, and the
-# rounding of the result to the 8 digits of bfloat16 is off by :math:`2^{-8}`.
-# So three bytes are enough: the sign and exponent take 9 bits of them, and 15
-# are left, with a digit in front that is always 1. (That holds as long as a
-# sum does not grow far beyond its result and shrinks again.)
-#
-# The first two bytes of a float32 number are a bfloat16 number:
+# a sum over tokens, and a chunk has only some of them. So each chunk has to
+# add its part to what is in memory. Let's do that 100 times with a part of
+# 0.003, in both types:
 
-number = torch.tensor(3.14159274)
-bits = number.view(torch.int32).item()
-print(f"{number:.7f} has the bytes {bits:08x}")
-bits += 0x80  # half of what the third byte counts
-first_two, third = bits >> 16, bits >> 8 & 0xFF
-print(f"rounded to three: {first_two:04x} and {third:02x}")
-as_bfloat16 = torch.tensor(first_two, dtype=torch.int16).view(torch.bfloat16)
-three = torch.tensor(bits & ~0xFF, dtype=torch.int32).view(torch.float32)
-print(f"two bytes are {as_bfloat16:.7f}, three are {three:.7f}")
+for dtype in (torch.bfloat16, torch.float32):
+    total = torch.ones((), dtype=dtype)
+    for _ in range(100):
+        total += 0.003
+    print(f"1 + 100 * 0.003 in {dtype}: {total:.4f}")
 
 # %%
-# So the first two bytes lie in the memory of ``dw``, where the result will be,
-# and the third one in a matrix of its own, which is let go at the end. They
-# are whole numbers to the kernel that stores them, so this works for float16
-# just as well. The last chunk does not store sums. It rounds them to the
-# result, once.
+# Next to 1, numbers in bfloat16 are 0.0078 apart. A part of 0.003 is less than
+# half of that, so each addition rounds back to 1, and all parts are lost. That
+# is why all sums on this site are float32, and these are no exception.
 #
-# One kernel computes both products, and all that differs is the layout, as on
-# `A linear layer, both passes <01-linear.html>`_. No number is added
-# atomically: a tile of ``dw`` belongs to one program in each chunk, and chunks
-# come one after the other. So the bits are the same in each run.
-
-
-@triton.jit
-def _add_sums(sums, row, column, high_desc, low_desc):
-    """Add what was summed before: three bytes of a float32 number, the first
-    two in one matrix and the third in another; or all four, if low_desc is
-    None."""
-    if low_desc is None:
-        return sums + high_desc.load([row, column])
-    else:
-        # A byte of a negative number would bring ones in front of it.
-        high = high_desc.load([row, column]).to(tl.int32) << 16
-        low = low_desc.load([row, column]).to(tl.int32) & 0xFF
-        return sums + (high | (low << 8)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _keep_sums(sums, row, column, high_desc, low_desc):
-    """Store sums for the next chunk."""
-    if low_desc is None:
-        high_desc.store([row, column], sums)
-    else:
-        # Half of the last place is added, and what is behind it is cut off.
-        # NaN must not become a number by that.
-        bits = sums.to(tl.int32, bitcast=True) + 0x80
-        bits = tl.where(sums == sums, bits, 0x7FC00000)
-        high_desc.store([row, column], (bits >> 16).to(tl.int16))
-        low_desc.store([row, column], (bits >> 8).to(tl.int8))
-
-
-@triton.jit
-def _keep_product(
-    sums,  # a tile of products
-    row,  # where it begins
-    column,
-    c_desc,
-    high_desc,
-    low_desc,
-    scale_ptr,
-    FIRST: tl.constexpr,
-):
-    """Add what was summed before, and store the sum or the result."""
-    pieces = _halves(sums)
-    for i in tl.static_range(2):
-        piece = pieces[i]
-        at = column + i * piece.shape[1]
-        if not FIRST:
-            piece = _add_sums(piece, row, at, high_desc, low_desc)
-        if c_desc is None:
-            _keep_sums(piece, row, at, high_desc, low_desc)
-        else:
-            if scale_ptr is not None:
-                piece *= tl.load(scale_ptr)
-            c_desc.store([row, at], piece.to(c_desc.dtype))
+# They cost memory: 2.1 GB for ``dw`` of 128256 × 4096 numbers, where Liger by
+# default adds up in the 1.05 GB of the result itself, and so does Cut
+# Cross-Entropy. We will measure what both have, memory and error.
+#
+# One kernel computes both products, and only the layout differs, as on
+# `A linear layer, both passes <01-linear.html>`_. ``ADD`` adds the product to
+# what is there. No number is added atomically: in each chunk a tile of ``dw``
+# belongs to one program, and chunks come one after the other. So the bits are
+# the same in each run.
 
 
 @triton.jit
 def _multiply(
     grads_desc,  # gradients of logits, (tokens, classes)
     b_desc,  # (K, N) in tiles of TILE_K and TILE_N
-    c_desc,  # (M, N) in halves of a tile: the result; None: only a sum so far
-    high_desc,  # the same: sums, or their first two bytes; or None
-    low_desc,  # the same: their third byte, or None
+    out_desc,  # (M, N) in quarters of a tile: the result, or float32 sums
     scale_ptr,  # a number by which the result is multiplied; or None
     list_ptr,  # (rows of tiles, blocks of K): which blocks; or None: all
     count_ptr,  # (rows of tiles,): how many of them
@@ -1186,7 +1095,7 @@ def _multiply(
     K,
     list_step,  # from a row of the list to the next
     TRANSPOSED: tl.constexpr,  # M are classes and K tokens; not the other way
-    FIRST: tl.constexpr,  # whether nothing has been summed before
+    ADD: tl.constexpr,  # whether the product is added to what is there
     BLOCK: tl.constexpr,  # of the list; a multiple of TILE_K
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -1199,7 +1108,7 @@ def _multiply(
     tl.assume(K > 0)
     rows = tl.cdiv(M, TILE_M)
     columns = tl.cdiv(N, TILE_N)
-    # One tile after the other, in one loop with their steps.
+    width: tl.constexpr = TILE_N // 4
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
@@ -1226,30 +1135,17 @@ def _multiply(
             b = b_desc.load([k, column])
             sums = tl.dot(a, b, sums, input_precision=PRECISION)
 
-        if list_ptr is None or FIRST or c_desc is not None:
-            _keep_product(
-                sums,
-                row,
-                column,
-                c_desc,
-                high_desc,
-                low_desc,
-                scale_ptr,
-                FIRST,
-            )
-        else:
-            # If there is nothing to add, the sums stay as they are.
-            if end > 0:
-                _keep_product(
-                    sums,
-                    row,
-                    column,
-                    c_desc,
-                    high_desc,
-                    low_desc,
-                    scale_ptr,
-                    FIRST,
-                )
+        # Add what earlier chunks have left. Old and new sums both pass through
+        # shared memory, so there is only room for a quarter of the tile.
+        quarters = _quarters(sums)
+        for i in tl.static_range(4):
+            quarter = quarters[i]
+            if ADD:
+                quarter += out_desc.load([row, column + i * width])
+            if scale_ptr is not None:
+                quarter *= tl.load(scale_ptr)
+            quarter = quarter.to(out_desc.dtype)
+            out_desc.store([row, column + i * width], quarter)
 
 
 # %%
@@ -1320,6 +1216,8 @@ def in_place(grads, parts, x, rows, target, weight, flags, options):
 def blocks_wanted(flags, dtype, transposed):
     """For each row of tiles the numbers of the blocks that its product needs,
     those first, and how many they are."""
+    if flags is None:
+        return None
     if transposed:
         flags = flags.T
     blocks = plan(dtype, 4, blocks=True)["TILE_M"] // BLOCK
@@ -1330,30 +1228,22 @@ def blocks_wanted(flags, dtype, transposed):
     return order.int(), wanted.sum(dim=1, dtype=torch.int32)
 
 
-def multiply(
-    grads, b, out, transposed, sums=None, first=True, scale=None, lists=None
-):
-    """out = grads @ b, or grads.T @ b, and what was summed before if it is
-    not the first; out is None if it is not the last. ``sums`` are the first
-    two bytes and the third one, and ``lists`` say which blocks are wanted."""
+def multiply(grads, b, out, transposed, add=False, scale=None, lists=None):
+    """out = grads @ b, or grads.T @ b; or that and what is in out, if ``add``
+    says so. ``lists`` say which blocks are wanted."""
     K, M = grads.shape if transposed else grads.shape[::-1]
     N = b.shape[1]
-    high, low = sums or (None, None)
-    room = grads.itemsize if sums is None else 4
-    tiles = plan(grads.dtype, room, blocks=lists is not None)
+    tiles = plan(grads.dtype, out.itemsize, blocks=lists is not None)
     tile_m, tile_n, tile_k = tiles["TILE_M"], tiles["TILE_N"], tiles["TILE_K"]
     grads_tile = (tile_k, tile_m) if transposed else (tile_m, tile_k)
     order, count = lists or (None, None)
     if lists is not None:
         # The number of a block is loaded two steps before its tiles are.
         tiles["STAGES"] += 2
-    half = tile_m, tile_n // 2
     _multiply[programs_of(M, N, tiles)](
         grads_desc=descriptor(grads, *grads_tile),
         b_desc=descriptor(b, tile_k, tile_n),
-        c_desc=None if out is None else descriptor(out, *half),
-        high_desc=None if high is None else descriptor(high, *half),
-        low_desc=None if low is None else descriptor(low, *half),
+        out_desc=descriptor(out, tile_m, tile_n // 4),
         scale_ptr=scale,
         list_ptr=order,
         count_ptr=count,
@@ -1362,7 +1252,7 @@ def multiply(
         K=K,
         list_step=0 if order is None else order.stride(0),
         TRANSPOSED=transposed,
-        FIRST=first,
+        ADD=add,
         BLOCK=BLOCK,
         **tiles,
     )
@@ -1387,23 +1277,27 @@ def sum_columns(grads, sums, first):
 # How long is a chunk?
 # --------------------
 #
-# Long chunks need memory, and short ones have two faults.
+# A long chunk needs memory, and a short one needs time, for two reasons.
 #
-# - **Sums are read and written for each chunk.** With ``dw`` of 4096 × 128256
-#   numbers of three bytes these are 3.2 GB, which take 0.7 ms at 4.8 TB/s. The
-#   three products of 2048 tokens take 8.6 ms at 750 TFLOP/s, and those of 512
-#   tokens take 2.2 ms.
+# - **Sums are read and written for each chunk.** With ``dw`` of 128256 × 4096
+#   numbers these are 4.2 GB, which take 0.9 ms at 4.8 TB/s. The three products
+#   of 4096 tokens take 17 ms at 750 TFLOP/s, and those of 512 tokens take 2.2
+#   ms.
 # - **Few tokens make few tiles.** ``dx`` of a chunk has a tile of 128 × 256
 #   for each 128 tokens and 256 features. With 4096 features and 1024 tokens
 #   there are 128 tiles for the 132 SMs of an H200. With 768 features it takes
 #   5632 tokens for as many.
 #
-# So a chunk has as many tokens as give work to all SMs, or a multiple of that,
-# so that there are 2048 at least where sums are read and written.
-
-
-LEAST = 2048  # tokens of a chunk if dw is summed up over chunks
-MOST = 8192  # tokens of any chunk, and classes of a strip
+# And how much memory is cheap? A chunk of 4096 tokens and 128256 classes takes
+# 1.05 GB. When the last chunk is done, its memory is free, and ``dw`` in 16
+# bits comes, which takes as much. So up to this size a chunk costs nothing.
+#
+# Therefore a chunk has at most :math:`2^{29}` logits, which is 1.07 GB. With
+# 32000 classes these are 16384 tokens. That costs far more than ``dw`` of a
+# small model, but few GPUs will notice, and there is nothing to sum up if all
+# tokens fit in one chunk. With ``recompute=True``, which we come to, somebody
+# wants to save memory. Then a chunk has :math:`2^{25}` logits, or more if it
+# takes more to give work to all SMs.
 
 
 def one_round(features, dtype):
@@ -1414,25 +1308,28 @@ def one_round(features, dtype):
     return tiles["TILE_M"] * max(1, NUM_SMS // columns)
 
 
-def chunk_of(tokens, features, dtype, summed):
-    """Tokens of a chunk. All chunks are about as long."""
-    most = one_round(features, dtype)
-    if summed:
-        most *= triton.cdiv(LEAST, most)
-    most = min(most, MOST)
-    length = triton.cdiv(tokens, triton.cdiv(tokens, most))
+LOGITS = 2**29  # at most so many in a chunk: 1.07 GB in 16 bits
+FEW_LOGITS = 2**25  # the same with recompute=True: 67 MB
+
+
+def length_of(count, across, features, dtype, logits):
+    """How many of ``count`` tokens are computed at a time, if each has
+    ``across`` logits. All chunks are about as long."""
+    most = max(logits // across, one_round(features, dtype))
+    length = triton.cdiv(count, triton.cdiv(count, most))
     step = 2 * BLOCK
     return triton.cdiv(length, step) * step
 
 
-for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
-    chunk = chunk_of(tokens, features, torch.bfloat16, summed=True)
-    print(f"{tokens} tokens of {features} features: chunks of {chunk}")
+for tokens, features, classes in (
+    (32768, 4096, 128256),
+    (5000, 4096, 128256),
+    (16384, 768, 32000),
+):
+    chunk = length_of(tokens, classes, features, torch.bfloat16, LOGITS)
+    print(f"{tokens} tokens, {classes} classes: chunks of {chunk}")
 
 # %%
-# (Without a GPU there are four SMs, so these are not the chunks of an H200. It
-# has chunks of 2048, 1792 and 5504 tokens.)
-#
 # What is kept for the backward pass?
 # -----------------------------------
 #
@@ -1441,55 +1338,48 @@ for features, tokens in ((4096, 32768), (4096, 5000), (768, 16384)):
 # pass. Does that matter?
 #
 # Every gradient is proportional to ``g``. So the forward pass computes all of
-# them for ``g`` = 1, and the backward pass multiplies. There are two
+# them for ``g`` = 1, and the backward pass multiplies. There are three
 # subtleties:
 #
 # - The mean over 32768 tokens divides everything by 32768. In float16 such
 #   small numbers lose their digits, and somebody who trains in float16 sends a
-#   large ``g`` to make up for that. So we do not divide before ``g`` is there.
-#   The last chunk waits for the backward pass with its product for ``dw``: it
-#   adds the sums so far, multiplies by ``g``, and rounds once.
+#   large ``g`` to make up for that. So we do not divide before ``g`` is there:
+#   ``dw`` waits as sums in float32, is multiplied, and is rounded once.
+# - If there is only one chunk, there is nothing to sum up. Then the gradients
+#   of its logits wait, and the product for ``dw`` is left to the backward
+#   pass, which multiplies by ``g`` and stores the result. No sums are needed.
 # - With ``reduction="none"`` each token has a ``g`` of its own. Then ``dx`` of
 #   a token can still be multiplied later, but ``dw`` is a sum over tokens, and
 #   cannot. So for that we need the other design.
 #
 # ``forward`` goes through the chunks: ``scores``, ``finish``, ``in_place``,
-# ``multiply`` for ``dx``, and ``multiply`` for ``dw`` in all chunks but the
-# last.
+# ``multiply`` for ``dx``, and ``multiply`` for ``dw`` if there are several.
 
 # %%
 
 # Scaffold: the forward pass with gradients.
 
 
-def in_bytes(dw, low):
-    """Where the sums of dw are: their first two bytes, and the third one; or
-    all of them."""
-    if low is None:
-        return dw, None
-    return dw.view(torch.int16), low
-
-
 class Step:
     """What a forward pass has computed for the backward pass."""
 
     rows = None  # (6, tokens): see _finish
-    dx = None  # but for the factor that arrives, of each token
-    db = None  # (classes,): sums of the gradients of logits, float32
-    dw = None  # sums so far: their first two bytes, or all
-    low = None  # the third byte
-    grads = None  # gradients of the last chunk's logits, for dw
-    first = 0  # the first token of the last chunk
-    flags = None  # which blocks are wanted
+    dx = None  # (tokens, features), for g = 1
+    db = None  # (classes,), float32, for g = 1
+    sums = None  # (classes, features), float32: dw for g = 1
+    grads = None  # if there is one chunk: the gradients of its logits
+    lists = None  # which blocks of them dw needs; None: all
 
 
 def forward(x, w, bias, weight, target, options, wants):
     """The numbers of each token, and what ``wants`` says of dx, dw, db."""
     wants_dx, wants_dw, wants_db = wants
+    if options.recompute:
+        # Both are left to the backward pass.
+        wants_dw = False
+        wants_db = False
     tokens, features = x.shape
     classes = w.shape[0]
-    like = {"dtype": x.dtype, "device": x.device}
-    summed = wants_dw and not options.recompute
     step = Step()
     step.rows = torch.empty(6, tokens, device=x.device)
     if tokens == 0:
@@ -1497,71 +1387,66 @@ def forward(x, w, bias, weight, target, options, wants):
     all_weights = None
     if weight is not None:
         all_weights = weight.sum(dtype=torch.float32)
-    chunk = min(
-        options.chunk or chunk_of(tokens, features, x.dtype, summed), tokens
-    )
+
+    chunk = options.chunk
+    if chunk == 0:
+        logits = FEW_LOGITS if options.recompute else LOGITS
+        chunk = length_of(tokens, classes, features, x.dtype, logits)
+    chunk = min(chunk, tokens)
+    one_chunk = chunk == tokens
+
+    # What is computed, and what each chunk uses again.
     columns = triton.cdiv(classes, plan_scores(x)["TILE_N"])
     kinds = 3 if options.smooth > 0 else 2
     parts = torch.empty(kinds * columns * chunk, device=x.device)
     grads = None
-    summed_db = wants_db and not options.recompute
-    if wants_dx or summed or summed_db:
-        grads = padded(chunk, classes, **like)
+    flags = None
+    if wants_dx or wants_dw or wants_db:
+        grads = padded(chunk, classes, x.dtype, x.device)
+        if options.skip_below > 0:
+            shape = triton.cdiv(chunk, BLOCK), triton.cdiv(classes, BLOCK)
+            flags = torch.empty(shape, dtype=torch.int8, device=x.device)
     if wants_dx:
-        step.dx = padded(tokens, features, **like)
-    if summed_db:
+        step.dx = padded(tokens, features, x.dtype, x.device)
+    if wants_dw and not one_chunk:
+        step.sums = padded(classes, features, torch.float32, x.device)
+    if wants_db:
         step.db = torch.empty(classes, device=x.device)
-    if options.skip_below > 0 and grads is not None:
-        step.flags = torch.empty(
-            triton.cdiv(tokens, BLOCK),
-            triton.cdiv(classes, BLOCK),
-            dtype=torch.int8,
-            device=x.device,
-        )
-    sums = None
-    if summed and chunk < tokens:
-        step.dw = padded(classes, features, **like)
-        if x.itemsize == 2:
-            step.low = padded(classes, features, torch.int8, x.device)
-        sums = in_bytes(step.dw, step.low)
 
     for start in range(0, tokens, chunk):
         some = slice(start, min(start + chunk, tokens))
-        x_some, target_some = x[some], target[some]
-        rows = step.rows[:, some]
-        grads_some = None if grads is None else grads[: len(x_some)]
-        scores(x_some, w, bias, weight, options, grads_some, parts)
+        x_some = x[some]
+        target_some = target[some]
+        rows_some = step.rows[:, some]
+        if grads is not None:
+            grads = grads[: len(x_some)]  # the last chunk may be shorter
+        if flags is not None:
+            flags = flags[: triton.cdiv(len(x_some), BLOCK)]
+        scores(x_some, w, bias, weight, options, grads, parts)
         finish(
-            parts, x_some, w, bias, weight, all_weights, target_some, rows,
-            options,
+            parts, x_some, w, bias, weight, all_weights, target_some,
+            rows_some, options,
         )  # fmt: skip
         if grads is None:
             continue
-        flags = None
-        if step.flags is not None:
-            last = triton.cdiv(some.stop, BLOCK)
-            flags = step.flags[start // BLOCK : last]
         in_place(
-            grads_some, parts, x_some, rows, target_some, weight, flags,
+            grads, parts, x_some, rows_some, target_some, weight, flags,
             options,
         )  # fmt: skip
         if wants_dx:
-            lists = None
-            if flags is not None:
-                lists = blocks_wanted(flags, x.dtype, transposed=False)
-            multiply(grads_some, w, step.dx[some], False, lists=lists)
-        if summed_db:
-            sum_columns(grads_some, step.db, first=start == 0)
-        if summed and some.stop < tokens:
-            lists = None
-            if flags is not None:
-                lists = blocks_wanted(flags, x.dtype, transposed=True)
-            multiply(
-                grads_some, x_some, None, True, sums, start == 0, lists=lists
-            )
-        step.first = start
-    if summed:
-        step.grads = grads[: tokens - step.first]
+            lists = blocks_wanted(flags, x.dtype, transposed=False)
+            multiply(grads, w, step.dx[some], False, lists=lists)
+        if wants_dw:
+            lists = blocks_wanted(flags, x.dtype, transposed=True)
+            if one_chunk:
+                step.grads = grads
+                step.lists = lists
+            else:
+                multiply(
+                    grads, x_some, step.sums, True, add=start > 0, lists=lists
+                )
+        if wants_db:
+            sum_columns(grads, step.db, first=start == 0)
     return step
 
 
@@ -1569,27 +1454,14 @@ def forward(x, w, bias, weight, target, options, wants):
 # And this is what the backward pass does for ``dw``, with ``scale`` for ``g``,
 # divided by the number of tokens if the reduction is a mean.
 
-# %%
 
-# Scaffold: the last product of dw.
-
-
-def last_of_dw(step, x, w, scale):
-    """dw: the sums so far, and those of the last chunk."""
-    dw = step.dw
-    sums = None
-    if dw is None:
-        dw = padded(*w.shape, dtype=x.dtype, device=x.device)
+def finish_dw(step, x, w, scale):
+    """dw in the type of x, from what the forward pass has left."""
+    dw = padded(*w.shape, dtype=x.dtype, device=x.device)
+    if step.sums is None:
+        multiply(step.grads, x, dw, True, scale=scale, lists=step.lists)
     else:
-        sums = in_bytes(dw, step.low)
-    lists = None
-    if step.flags is not None:
-        flags = step.flags[step.first // BLOCK :]
-        lists = blocks_wanted(flags, x.dtype, transposed=True)
-    multiply(
-        step.grads, x[step.first :], dw, True, sums, sums is None, scale,
-        lists,
-    )  # fmt: skip
+        torch.mul(step.sums, scale, out=dw)
     return dw
 
 
@@ -1597,8 +1469,7 @@ def last_of_dw(step, x, w, scale):
 # Or compute the logits again
 # ---------------------------
 #
-# What if half a gigabyte for the third bytes of sums, and as much again for a
-# chunk, is too much?
+# What if two gigabytes for sums, and another one for a chunk, are too much?
 #
 # When the forward pass is over, ``lse`` of each token is known. From then on
 # the gradient of any logit can be computed from a row of ``x`` and a row of
@@ -1608,54 +1479,13 @@ def last_of_dw(step, x, w, scale):
 #
 # So with ``recompute=True`` the forward pass computes ``lse`` and ``dx`` in
 # chunks of tokens. They can be short now, because there are no sums of ``dw``.
-# The backward pass takes *strips*, of 1024 classes and all tokens, or of more
-# classes if there are few tokens. It computes the gradients of their logits,
-# and multiplies. A strip of ``dw`` is done then, in one product and with one
-# rounding. With 32768 tokens a strip takes 67 MB.
+# The backward pass takes *strips*: all tokens, and some of the classes. It
+# computes the gradients of their logits once more, and multiplies. A strip of
+# ``dw`` is done then, in one product and with one rounding. With 32768 tokens
+# a strip has 1024 classes and takes 67 MB.
 #
 # The kernel, ``_scores_again``, has the loop of ``_scores`` and another
 # epilogue, which knows ``lse`` and stores gradients.
-
-
-@triton.jit
-def _keep_gradients(
-    sums,  # a tile of products
-    row,
-    column,
-    grads_desc,  # (tokens, classes) in halves of a tile
-    rows_ptr,  # (6, tokens), of _finish
-    target_ptr,  # (tokens,)
-    bias_ptr,
-    weight_ptr,
-    tokens,
-    classes,
-    first_class,  # the number of the first one
-    SMOOTH: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Store the gradients of a tile of logits, now that lse is known."""
-    token = row + tl.arange(0, TILE_M)
-    mask = token < tokens
-    rows_ptr += token
-    step = tl.cast(tokens, tl.int64)
-    lse = tl.load(rows_ptr + 2 * step, mask=mask, other=0)
-    p = tl.load(rows_ptr + 3 * step, mask=mask, other=0)
-    a = tl.load(rows_ptr + 4 * step, mask=mask, other=0)
-    e = tl.load(rows_ptr + 5 * step, mask=mask, other=0)
-    target = tl.load(target_ptr + token, mask=mask, other=-1) - first_class
-
-    # A power is the softmax itself now, for lse is about all classes.
-    pieces = _halves(sums)
-    width: tl.constexpr = TILE_N // 2
-    for i in tl.static_range(2):
-        name = column + i * width + tl.arange(0, width)
-        logit = _logits(pieces[i], bias_ptr, name, classes)
-        power = tl.exp2((logit - lse[:, None]) * LOG2E)
-        weight = _weights(weight_ptr, name, classes)
-        grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
-        grad = grad.to(grads_desc.dtype)
-        grads_desc.store([row, column + i * width], grad)
 
 
 # %%
@@ -1672,14 +1502,11 @@ def _scores_again(
     target_ptr,  # New: (tokens,)
     bias_ptr,
     weight_ptr,
-    flags_ptr,  # New: (blocks of tokens, blocks of classes), or None: all
     tokens,
     classes,  # of the strip
     features,
     first_class,  # New: the number of our first class
-    flags_step,  # New: from a row of flags to the next
     SMOOTH: tl.constexpr,
-    BLOCK: tl.constexpr,  # New: tokens and classes of a flag
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -1691,80 +1518,53 @@ def _scores_again(
     tl.assume(features > 0)
     rows = tl.cdiv(tokens, TILE_M)
     columns = tl.cdiv(classes, TILE_N)
+    width: tl.constexpr = TILE_N // 2
+    step = tl.cast(tokens, tl.int64)
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
         row, column = _place(work, rows, columns, GROUP)
         row *= TILE_M
         column *= TILE_N
-        end = features
-        if flags_ptr is not None:
-            # New: if no block of this tile is wanted, it has no steps.
-            i = row // BLOCK + tl.arange(0, TILE_M // BLOCK)
-            j = column // BLOCK + tl.arange(0, TILE_N // BLOCK)
-            inside = i[:, None] < tl.cdiv(tokens, BLOCK)
-            inside &= j[None, :] < tl.cdiv(classes, BLOCK)
-            at = flags_ptr + i.to(tl.int64)[:, None] * flags_step + j[None, :]
-            wanted = tl.load(at, mask=inside, other=0).to(tl.int32)
-            any_wanted = tl.max(tl.max(wanted, axis=1), axis=0) > 0
-            end = tl.where(any_wanted, features, 0)
 
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for k in tl.range(0, end, TILE_K, num_stages=STAGES):
+        for k in tl.range(0, features, TILE_K, num_stages=STAGES):
             x = x_desc.load([row, k])
             w = w_desc.load([column, k])
             sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
 
-        if flags_ptr is None:
-            _keep_gradients(
-                sums=sums,
-                row=row,
-                column=column,
-                grads_desc=grads_desc,
-                rows_ptr=rows_ptr,
-                target_ptr=target_ptr,
-                bias_ptr=bias_ptr,
-                weight_ptr=weight_ptr,
-                tokens=tokens,
-                classes=classes,
-                first_class=first_class,
-                SMOOTH=SMOOTH,
-                TILE_M=TILE_M,
-                TILE_N=TILE_N,
-            )
-        else:
-            # Nobody reads a block that is not wanted.
-            if end > 0:
-                _keep_gradients(
-                    sums=sums,
-                    row=row,
-                    column=column,
-                    grads_desc=grads_desc,
-                    rows_ptr=rows_ptr,
-                    target_ptr=target_ptr,
-                    bias_ptr=bias_ptr,
-                    weight_ptr=weight_ptr,
-                    tokens=tokens,
-                    classes=classes,
-                    first_class=first_class,
-                    SMOOTH=SMOOTH,
-                    TILE_M=TILE_M,
-                    TILE_N=TILE_N,
-                )
+        # New: what is known of each token by now.
+        token = row + tl.arange(0, TILE_M)
+        mask = token < tokens
+        at = rows_ptr + token
+        lse = tl.load(at + 2 * step, mask=mask, other=0)
+        p = tl.load(at + 3 * step, mask=mask, other=0)
+        a = tl.load(at + 4 * step, mask=mask, other=0)
+        e = tl.load(at + 5 * step, mask=mask, other=0)
+        target = tl.load(target_ptr + token, mask=mask, other=-1) - first_class
+
+        # New: a power is the softmax itself, for lse is about all classes.
+        halves = _halves(sums)
+        for i in tl.static_range(2):
+            name = column + i * width + tl.arange(0, width)
+            logit = _logits(halves[i], bias_ptr, name, classes)
+            power = tl.exp2((logit - lse[:, None]) * LOG2E)
+            weight = _weights(weight_ptr, name, classes)
+            grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
+            grad = grad.to(grads_desc.dtype)
+            grads_desc.store([row, column + i * width], grad)
 
 
 # %%
 
-# Scaffold: the second visit, launched, and strips.
+# Scaffold: the second visit, launched.
 
 
-def scores_again(
-    x, w, bias, weight, options, grads, rows, target, first, flags
-):
+def scores_again(x, w, bias, weight, options, grads, rows, target, first):
     """The second visit: gradients of the logits of some classes."""
     tokens, features = x.shape
     classes = w.shape[0]
-    tiles = plan_scores(x, flags is not None)
+    tiles = plan_scores(x)
     _scores_again[programs_of(tokens, classes, tiles)](
         x_desc=descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
         w_desc=descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
@@ -1773,76 +1573,53 @@ def scores_again(
         target_ptr=target,
         bias_ptr=bias,
         weight_ptr=weight,
-        flags_ptr=flags,
         tokens=tokens,
         classes=classes,
         features=features,
         first_class=first,
-        flags_step=0 if flags is None else flags.stride(0),
         SMOOTH=options.smooth > 0,
-        BLOCK=BLOCK,
         **tiles,
     )
 
 
-def strip_of(tokens, features, dtype):
-    """Classes of a strip: more of them, if there are few tokens."""
-    most = one_round(features, dtype) * max(1, 8192 // tokens)
-    most = min(most, MOST)
-    return triton.cdiv(most, 2 * BLOCK) * 2 * BLOCK
-
-
 # %%
 # ``in_strips`` goes through the classes with it, and computes ``dw`` and the
-# gradient of the bias.
-
-# %%
-
-# Scaffold: dw in strips.
+# gradient of the bias. How wide a strip is follows from the same rule, with
+# tokens and classes in each other's place.
 
 
-def in_strips(x, w, bias, weight, target, rows, flags, options, scale, wants):
+def in_strips(x, w, bias, weight, target, rows, options, scale, wants):
     """dw and db, some classes after the other: their logits are computed
     again, and nothing has to be summed up over chunks."""
     tokens, features = x.shape
     classes = w.shape[0]
-    like = {"dtype": x.dtype, "device": x.device}
-    dw = padded(classes, features, **like) if wants[1] else None
-    db = torch.empty(classes, device=x.device) if wants[2] else None
-    strip = min(strip_of(tokens, features, x.dtype), classes)
-    grads = padded(tokens, strip, **like)
-    lists = None
-    if flags is not None:
-        lists = blocks_wanted(flags, x.dtype, transposed=True)
-        tile = plan(x.dtype, 4, blocks=True)["TILE_M"]
+    dw = None
+    db = None
+    if wants[1]:
+        dw = padded(classes, features, x.dtype, x.device)
+    if wants[2]:
+        db = torch.empty(classes, device=x.device)
+    strip = length_of(classes, tokens, features, x.dtype, FEW_LOGITS)
+    grads = padded(tokens, min(strip, classes), x.dtype, x.device)
+
     for start in range(0, classes, strip):
         some = slice(start, min(start + strip, classes))
-        grads_some = grads[:, : some.stop - start]
-        flags_some = None
-        lists_some = None
-        if flags is not None:
-            last = triton.cdiv(some.stop, BLOCK)
-            flags_some = flags[:, start // BLOCK : last]
-            last = triton.cdiv(some.stop, tile)
-            lists_some = [of[start // tile : last] for of in lists]
+        grads = grads[:, : some.stop - start]  # the last may be narrower
         scores_again(
             x,
             w[some],
             None if bias is None else bias[some],
             None if weight is None else weight[some],
             options,
-            grads_some,
+            grads,
             rows,
             target,
             start,
-            flags_some,
         )
         if wants[1]:
-            multiply(
-                grads_some, x, dw[some], True, scale=scale, lists=lists_some
-            )
+            multiply(grads, x, dw[some], True, scale=scale)
         if wants[2]:
-            sum_columns(grads_some, db[some], first=True)
+            sum_columns(grads, db[some], first=True)
     return dw, db
 
 
@@ -1967,12 +1744,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if options.recompute:
             if wants[1] or wants[2]:
                 dw, db = in_strips(
-                    x, w, bias, weight, target, rows, step.flags, options,
-                    scale, wants,
-                )  # fmt: skip
+                    x, w, bias, weight, target, rows, options, scale, wants
+                )
         else:
             if wants[1]:
-                dw = last_of_dw(step, x, w, scale)
+                dw = finish_dw(step, x, w, scale)
             db = step.db
         if wants[1]:
             dw = dw.contiguous()
@@ -2010,6 +1786,7 @@ def check_arguments(
     reduction,
     ignore_index,
     label_smoothing,
+    recompute,
     skip_below,
 ):
     """Raise an error that names the wrong argument, and says why."""
@@ -2092,6 +1869,11 @@ def check_arguments(
         raise ValueError(
             f"skip_below is {skip_below}: it must be 0 or more, and below 1"
         )
+    if skip_below > 0 and (recompute or reduction == "none"):
+        raise ValueError(
+            f"skip_below is {skip_below}: it is not taken with recompute=True "
+            "or reduction='none'"
+        )
     if not ON_GPU:
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         for at in wrong.nonzero()[:1].tolist():
@@ -2126,7 +1908,7 @@ def linear_cross_entropy(
     """
     check_arguments(
         input, linear_weight, target, linear_bias, weight, reduction,
-        ignore_index, label_smoothing, skip_below,
+        ignore_index, label_smoothing, recompute, skip_below,
     )  # fmt: skip
     dtype = input.dtype
     x, w, bias = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
@@ -2517,20 +2299,19 @@ def product_speeds(tokens, features, classes, dtype):
     rows = torch.empty(6, tokens, device=DEVICE)
     parts = torch.empty(tokens * classes // 32, device=DEVICE)
     dx = padded(tokens, features, **like)
-    dw = padded(classes, features, **like)
-    sums = in_bytes(dw, padded(classes, features, torch.int8, DEVICE))
+    sums = padded(classes, features, torch.float32, DEVICE)
     options = Options()
     scores(x, w, None, None, options, grads, parts)
     finish(parts, x, w, None, None, None, target, rows, options)
     in_place(grads, parts, x, rows, target, None, None, options)
-    multiply(grads, x, None, True, sums, first=True)
+    multiply(grads, x, sums, True)
     powers = torch.empty_like(grads)
     calls = {
         "scores": lambda: scores(x, w, None, None, options, powers, parts),
         "scores cublas": lambda: torch.mm(x, w.T),
         "dx": lambda: multiply(grads, w, dx, False),
         "dx cublas": lambda: torch.mm(grads, w),
-        "dw": lambda: multiply(grads, x, None, True, sums, first=False),
+        "dw": lambda: multiply(grads, x, sums, True, add=True),
         "dw cublas": lambda: torch.mm(grads.T, x),
     }
     return tflops(2 * tokens * features * classes, calls)
