@@ -4,8 +4,8 @@ A loss without its logits
 
 How does a model get its loss and its gradients when the matrix of its logits
 is larger than everything else?
-It computes a few logits at a time, and keeps of each token one number, and the
-gradients.
+It computes a few logits at a time, and keeps one number of each token beside
+the gradients.
 
 .. math:: z_{tj} = b_j + \sum_k x_{tk} w_{jk}, \qquad
    \text{loss}_t = \log \sum_j e^{z_{tj}} - z_{t,\text{target}}
@@ -25,8 +25,8 @@ in both passes, so that this matrix never exists.
   written.
 - How three products with sums compare with four products without, and why you
   cannot have the best of both.
-- How many bytes a sum needs that goes on from chunk to chunk, and how its
-  result has the same bits each time.
+- Why a sum that goes on from chunk to chunk is kept in float32, what that
+  costs, and how its result has the same bits each time.
 - What may be left out because it is too small to matter, how small that is,
   and who would notice.
 
@@ -172,24 +172,25 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # <../norms-and-losses/04-cross-entropy.html>`_, and what `Liger
 # <https://github.com/linkedin/Liger-Kernel>`_ does. ``dx`` of a chunk is done
 # then. But ``dw`` is a sum over all tokens, so each chunk adds to it, and sums
-# belong in float32: 2.1 GB that are read and written for each chunk. (Liger
-# sums in the type of ``w`` unless it is told otherwise.)
+# belong in float32: 2.1 GB that are read and written for each chunk. (Unless
+# it is told otherwise, Liger adds up in the type of ``w``, in 1.05 GB.)
 #
 # **Chunks of classes.** Take 1024 classes at a time, for all tokens. Now
 # ``dw`` of a chunk is a single product, with nothing to add to. But no token
 # knows its ``lse`` before the last class has come. So there must be a round
 # before, in which all logits are computed once already: four products in place
 # of three. This round can take chunks of tokens, and make ``dx``. Then nothing
-# has to be summed up over chunks.
+# has to be summed up over chunks. As it takes chunks of tokens first and of
+# classes later, we call this design *chunks of both*.
 #
 # **No logits at all.** As in `Attention without its matrix
 # <../attention/01-attention.html>`_, a tile of logits could stay in registers
-# and be multiplied at once. A kernel whose programs have tokens adds up
-# ``dx``, and another one whose programs have classes adds up ``dw``. Both
-# compute the logits again, so there are five products. Attention does it, with
-# 128 numbers in a head. A token has 4096 features: the sums of 128 tokens take
-# 2 MB, eight times the registers of an SM. They would have to be fetched and
-# stored for each tile of classes.
+# and be multiplied at once. In one kernel each program has some tokens and
+# adds up their ``dx``; in another one it has some classes and adds up their
+# ``dw``. Both compute the logits again, so with those of the loss there are
+# five products. Attention does it, with 128 numbers in a head. A token has
+# 4096 features: the sums of 128 tokens take 2 MB, eight times the registers of
+# an SM. They would have to be fetched and stored for each tile of classes.
 
 # %%
 
@@ -227,14 +228,20 @@ plt.show()
 # %%
 # Let's count the operations and the bytes of all these designs.
 
+# Without any logits: each tile of 128 by 128 of them fetches and stores the
+# sums of 128 tokens, and those of 128 classes in the other kernel.
 tiles = (TOKENS / 128) * (CLASSES / 128)
-sums = 128 * FEATURES * 4 * 2  # bytes: read and written, for dx or dw
+sums = 2 * 128 * FEATURES * 4  # bytes, of one kernel
+no_logits = 2 * tiles * sums / 1e9  # GB
+
+# In chunks, powers or gradients are written or read five times, and six times
+# if there are chunks of both. The sums of dw are 2.1 GB, read and written.
 for name, products, gigabytes in (
     ("whole logits", 3, 9 * matrix),
     ("chunks of 1024 tokens", 3, 5 * matrix + 32 * 4.2),
     ("chunks of 4096 tokens", 3, 5 * matrix + 8 * 4.2),
     ("chunks of both", 4, 6 * matrix),
-    ("no logits at all", 5, 2 * tiles * sums / 1e9),
+    ("no logits at all", 5, no_logits),
 ):
     print(
         f"{name:22}: {products} products, {products * product / 0.75:3.0f} "
@@ -932,8 +939,8 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # multiplications for each of them. Of 256 logits, two numbers are written.
 #
 # **What follows.**
-# Who only wants the loss, as for validation, needs none of the logits. Now to
-# the gradients.
+# Whoever only wants the loss, for validation say, needs no memory for logits,
+# and waits for hardly more than the product. Now to the gradients.
 #
 # Keep powers, not logits
 # -----------------------
@@ -955,9 +962,8 @@ kept = power.bfloat16().float()
 print("kept in 16 bits:     ", [f"{i:.5f}" for i in kept.tolist()])
 
 # %%
-# PyTorch and the libraries that keep logits round them, and so do we when a
-# model without such a function computes its logits in 16 bits. Here it costs
-# nothing to do better.
+# PyTorch rounds its logits to 16 bits, and so do libraries that keep them.
+# Here it costs nothing to do better.
 #
 # So this is a chunk: ``scores`` stores the powers of each tile, relative to
 # the tile's own maximum, ``finish`` computes ``lse`` of each token, and a
@@ -1293,11 +1299,14 @@ def sum_columns(grads, sums, first):
 # bits comes, which takes as much. So up to this size a chunk costs nothing.
 #
 # Therefore a chunk has at most :math:`2^{29}` logits, which is 1.07 GB. With
-# 32000 classes these are 16384 tokens. That costs far more than ``dw`` of a
-# small model, but few GPUs will notice, and there is nothing to sum up if all
-# tokens fit in one chunk. With ``recompute=True``, which we come to, somebody
-# wants to save memory. Then a chunk has :math:`2^{25}` logits, or more if it
-# takes more to give work to all SMs.
+# 32000 classes and 768 features these are 16384 tokens. Such a chunk takes far
+# more than the sums of ``dw``, which have 0.1 GB there, but it is still a
+# third of what PyTorch takes. And where all tokens fit in one chunk there is
+# nothing to sum up.
+#
+# Whoever chooses ``recompute=True``, which we come to, wants to save memory.
+# Then a chunk has :math:`2^{25}` logits, or more if it takes more to give work
+# to all SMs.
 
 
 def one_round(features, dtype):
@@ -1313,8 +1322,8 @@ FEW_LOGITS = 2**25  # the same with recompute=True: 67 MB
 
 
 def length_of(count, across, features, dtype, logits):
-    """How many of ``count`` tokens are computed at a time, if each has
-    ``across`` logits. All chunks are about as long."""
+    """How many of ``count`` tokens are a chunk, if each has ``across`` logits;
+    or how many classes are a strip. All are about as long."""
     most = max(logits // across, one_round(features, dtype))
     length = triton.cdiv(count, triton.cdiv(count, most))
     step = 2 * BLOCK
@@ -1664,19 +1673,20 @@ print(f"for 128256 classes: {unnoticed(torch.bfloat16, 128256):.1e}")
 # ``skip_below`` takes such a number. ``_in_place`` finds the blocks of 64
 # tokens and 64 classes in which nothing is as large, and ``blocks_wanted``
 # makes lists of all others, a list for each row of tiles of a product.
-# ``_multiply`` then takes one block of its list after the other. And
-# ``_scores_again`` does not compute a tile that no list has. All of this is in
-# the code above. What can never be left out is the first product, because
-# nobody knows what is small before it has been computed.
+# ``_multiply`` then takes one block of its list after the other. All of this
+# is in the code above. What can never be left out is the first product,
+# because nobody knows what is small before it has been computed. That is one
+# more reason against computing it twice, so ``skip_below`` does not go with
+# ``recompute=True``.
 #
 # Into autograd
 # -------------
 #
 # The rest is bookkeeping. Two things are worth a look. The first backward pass
-# takes what the forward pass has left, and writes ``dw`` over its sums. If
-# somebody asks for a second backward pass with ``retain_graph``, everything is
-# computed again. And where all tokens are ignored, the mean is 0 / 0: PyTorch
-# returns NaN for the loss, and gradients of 0, and so do we.
+# takes what the forward pass has left, so that its memory is free afterwards.
+# If somebody asks for a second backward pass with ``retain_graph``, everything
+# is computed again. And where all tokens are ignored, the mean is 0 / 0:
+# PyTorch returns NaN for the loss, and gradients of 0, and so do we.
 
 # %%
 
@@ -1902,9 +1912,10 @@ def linear_cross_entropy(
 
     input is (..., features), linear_weight is (classes, features), and target
     is (...). recompute=True computes the logits a second time for the gradient
-    of linear_weight, which takes longer and needs less memory. Blocks of
-    logits whose gradients are all below skip_below, as a share of the weight
-    of their token, add nothing to the gradients.
+    of linear_weight, which takes longer and needs less memory, and so does
+    reduction="none". Otherwise, blocks of logits whose gradients are all below
+    skip_below, as a share of the weight of their token, add nothing to the
+    gradients.
     """
     check_arguments(
         input, linear_weight, target, linear_bias, weight, reduction,
@@ -2071,22 +2082,29 @@ def of_steps(tokens, features, classes, dtype):
 
 @functools.cache
 def of_errors(tokens, features, classes, dtype):
-    """Name -> how far dx or dw, the worse of both, is from exact ones."""
+    """Name -> how far dw is from the exact one, in norm; and what rounding the
+    exact one costs."""
     x, w, target = inputs(tokens, features, classes, dtype)
+    exact = torch.zeros(classes, features, dtype=torch.float64, device=DEVICE)
     with torch.no_grad():
-        exact_x, exact_w = x.double(), w.double()
-        dz = (exact_x @ exact_w.T).softmax(dim=1)
-        dz[torch.arange(tokens, device=DEVICE), target] -= 1
-        dz /= tokens
-        exact = dz @ exact_w, dz.T @ exact_x
-        del dz, exact_x, exact_w
-    errors = {}
+        exact_w = w.double()
+        for x_some, target_some in zip(
+            x.split(4096), target.split(4096), strict=True
+        ):
+            exact_x = x_some.double()
+            dz = (exact_x @ exact_w.T).softmax(dim=1)
+            dz[torch.arange(len(dz), device=DEVICE), target_some] -= 1
+            exact += dz.T @ exact_x
+        exact /= tokens
+        del dz, exact_w
+
+    def off(dw):
+        return ((dw - exact).norm() / exact.norm()).item()
+
+    errors = {"rounded": off(exact.to(dtype))}
     for name, function in FUNCTIONS.items():
-        grads = step_of(function, x, w, target)()
-        errors[name] = max(
-            ((ours - right).norm() / right.norm()).item()
-            for ours, right in zip(grads, exact, strict=True)
-        )
+        _, dw = step_of(function, x, w, target)()
+        errors[name] = off(dw)
     return errors
 
 
@@ -2156,16 +2174,22 @@ def bench_small_memory(N, features, classes, dtype, mode, provider):
 
 
 WITH_ERRORS = {name: STEPS[name] for name in FUNCTIONS}
+WITH_ERRORS["rounded"] = "exact, rounded"
 
 
 @triton.testing.perf_report(
     benchmark_of(
-        "lce-error", BOTH, [2048, 8192], WITH_ERRORS, "relative error", **LARGE
+        "lce-error",
+        BOTH,
+        [2048, 8192, 32768],
+        WITH_ERRORS,
+        "relative error of dw",
+        **LARGE,
     )
 )
 def bench_error(N, features, classes, dtype, mode, provider):
-    """How far dx or dw, the worse of both, is from the same in float64, in
-    norm."""
+    """How far dw is from the same in float64, in norm; and how far that is
+    from itself if it is rounded to bfloat16."""
     if not ON_GPU:
         return 3 * [float("nan")]
     return 3 * [of_errors(N, features, classes, dtype)[provider]]
@@ -2220,11 +2244,13 @@ bench_error.run(show_plots=ON_GPU)
 # with ``recompute=True``. PyTorch takes NN GB, Liger NN GB with sums in
 # bfloat16 and NN GB with sums in float32, and Cut Cross-Entropy NN GB. The
 # gradients alone are 1.32 GB of that. With 2048 tokens we take NN GB and NN
-# GB, and Cut Cross-Entropy NN GB.
+# GB, PyTorch NN GB, and Cut Cross-Entropy NN GB.
 #
-# With 8192 tokens our gradients are off by NN%, the worse of both in norm, and
-# PyTorch's by NN%. Liger's are off by NN% with sums in bfloat16 and by NN%
-# with sums in float32, and those of Cut Cross-Entropy by NN%.
+# With 32768 tokens our ``dw`` is off by NN% in norm by default and by NN% with
+# ``recompute=True``, and PyTorch's is off by NN%. Nobody can be below NN%,
+# which is what it costs to round the exact ``dw`` to bfloat16. Liger's is off
+# by NN% with sums in bfloat16 and by NN% with sums in float32, and that of Cut
+# Cross-Entropy by NN%.
 #
 # **Why.**
 # By default we compute what PyTorch computes, and save most of its passes over
@@ -2233,18 +2259,21 @@ bench_error.run(show_plots=ON_GPU)
 # what takes the time. Liger has short chunks, and the fewer tokens there are,
 # the shorter they get: its products are too small for the GPU then.
 #
-# Of our memory, 0.53 GB are the third bytes of sums, and up to 0.53 GB the
-# gradients of a chunk. With ``recompute=True`` there is a strip of 67 MB at
-# most in their place. Cut Cross-Entropy needs the gradients and hardly
-# anything else: it adds up in their memory, in 16 bits, under locks. That is
-# where its error comes from, and what it leaves out: see below.
+# With 8192 tokens or more our default needs 2.1 GB for sums. Beside them there
+# is 1.05 GB, first for a chunk and then for ``dw``. Liger needs as much if its
+# sums are float32, too. By default it adds up in bfloat16, in the memory of
+# ``dw``: it saves the 2.1 GB, and pays with its error. Cut Cross-Entropy does
+# the same for each tile, under locks, and that is where its error comes from,
+# and what it leaves out: see below. It needs the gradients and hardly anything
+# else. With ``recompute=True`` we have a strip of 67 MB at most beside them,
+# and no sums in memory at all, so its ``dw`` is rounded only once.
 #
 # **What follows.**
 # We had two aims: at most 1.1 times the time of PyTorch, and at most the
 # memory of the most frugal library. As we had seen by arithmetic, no exact
-# design of ours has both. The default meets the first one, with a tenth of
-# PyTorch's memory at 32768 tokens. ``recompute=True`` comes to within 5% of
-# the second.
+# design of ours has both. The default meets the first one, with a seventh of
+# PyTorch's memory at 32768 tokens. Whoever needs memory more than time takes
+# ``recompute=True``, which comes to within 5% of the second aim.
 #
 # A small model
 # -------------
@@ -2275,16 +2304,17 @@ bench_small_memory.run(show_plots=ON_GPU)
 # the products.
 #
 # **What follows.**
-# A chunk has 5504 tokens here, for otherwise ``dx`` would have too few tiles.
-# That is a third of the logits. Libraries that take less memory have shorter
-# chunks, and wait for their products.
+# All 16384 tokens are one chunk here, so there are no sums. We take about as
+# much memory as torch.compile, which keeps one matrix of logits, and a third
+# of what PyTorch takes. Libraries that take less memory have shorter chunks,
+# and wait for their products. With ``recompute=True`` there are three chunks.
 #
 # How fast are the products?
 # --------------------------
 #
 # Here is each kernel of a chunk of 4096 tokens, beside cuBLAS with the same
 # product. ``scores`` also computes powers and stores them, and ``dw`` adds to
-# sums of three bytes.
+# sums in float32.
 
 # %%
 
@@ -2365,8 +2395,8 @@ bench_products.run(show_plots=ON_GPU)
 #
 # **Why.**
 # Behind each tile of ``scores`` stand 32768 powers, which the Tensor Cores
-# wait for. A tile of ``dw`` reads its old sums and writes new ones, 0.2 MB in
-# all. Its product reads 3 MB, but most of these come from L2 and while Tensor
+# wait for. A tile of ``dw`` reads its old sums and writes new ones, 0.26 MB in
+# all. Its product reads 3 MB, but most of these come from L2, and while Tensor
 # Cores multiply. ``dx`` has nothing to do beside its product.
 #
 # How long should a chunk be?
@@ -2465,10 +2495,11 @@ bench_chunks_memory.run(show_plots=ON_GPU)
 # TFLOP/s, and NN GB with chunks of 1024.
 #
 # **Why.**
-# The sums of ``dw`` are read and written once for each chunk. With
-# ``recompute=True`` there are no such sums, so short chunks cost little, and
-# what the chunk of the forward pass takes is gone before the backward pass
-# makes ``dw``.
+# The sums of ``dw`` are read and written once for each chunk. Up to 4096
+# tokens a chunk is no larger than ``dw``, which comes when the chunk is gone,
+# so the memory stays the same. With ``recompute=True`` there are no such sums,
+# so short chunks cost little, and what the chunk of the forward pass takes is
+# gone before the backward pass makes ``dw``.
 #
 # Leaving out what is small
 # -------------------------
@@ -2725,9 +2756,9 @@ assert exercise_1(combine_1)
 # beyond the inputs:
 #
 # - **Whole logits, by PyTorch:** 3 products, NN TFLOP/s, NN GB.
-# - **Chunks of tokens, by Liger, sums of two bytes:** 3 products, NN TFLOP/s,
+# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, NN TFLOP/s,
 #   NN GB.
-# - **Chunks of tokens, sums of three bytes:** 3 products, NN TFLOP/s, NN GB.
+# - **Chunks of tokens, sums in float32:** 3 products, NN TFLOP/s, NN GB.
 # - **Chunks of tokens, then of classes:** 4 products, NN TFLOP/s, NN GB.
 # - **No logits at all:** 5 products, and sums that do not fit on the chip. We
 #   did not build it. Cut Cross-Entropy comes close, and leaves out most of
@@ -2739,8 +2770,8 @@ assert exercise_1(combine_1)
 # - Time and memory are traded product by product. Count both before you write
 #   the first line.
 # - Keep what rounds well. A power in 16 bits is worth more than its logarithm.
-# - Count the bytes that a sum needs before you give it four. Some of them can
-#   lie where the result will be.
+# - A sum that goes on over chunks belongs in float32, even if it is the
+#   largest thing that you keep.
 # - A threshold is honest if you can say what it loses.
 #
 # **Next:** `Attention without its matrix <../attention/01-attention.html>`_
