@@ -707,10 +707,6 @@ PAGE = Page(
             "rows[3:] *= factor",
             "rows[3:] *= 1",
         ),
-        "sums without the factors of tokens": (
-            "options = dataclasses.replace(options, recompute=True)",
-            "pass",
-        ),
         "columns of the first rows": (
             "for row in range(0, tokens, ROWS):",
             "for row in range(0, ROWS, ROWS):",
