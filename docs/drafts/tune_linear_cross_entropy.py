@@ -579,10 +579,7 @@ def part(name, *args):
 def main():
     parts = os.environ.get("PARTS", "steps,kernels,small,skip").split(",")
     if "kernels" in parts:
-        jobs = [
-            (kind, None)
-            for kind in (*KINDS, "finish", "in place")
-        ]
+        jobs = [(kind, None) for kind in (*KINDS, "finish", "in place")]
         jobs += [(k, p) for k in ("scores", "dx", "dw add") for p in PLANS]
         begin = time.time()
         failed = {j: e for j, e in pooled(jobs, 60).items() if e}

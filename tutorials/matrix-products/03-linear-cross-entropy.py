@@ -324,8 +324,9 @@ def padded(rows, columns, dtype, device):
 
 
 # %%
-# Powers are powers of 2, because a GPU has an instruction for them. The
-# maximum of nothing is the lowest finite number, because minus infinity minus
+# A GPU has an instruction for powers of 2, and none for powers of :math:`e`.
+# So we multiply each exponent by ``LOG2E`` and take a power of 2. And a
+# maximum begins with the lowest finite number, because minus infinity minus
 # itself is not a number.
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e, to the base 2
@@ -495,7 +496,7 @@ def _finish(
     weight_ptr,  # (classes,), or None: all weights are 1
     all_weights_ptr,  # their sum, if there are weights
     target_ptr,  # (tokens,)
-    rows_ptr,  # (6, batch) from our first token on: what is computed here
+    rows_ptr,  # (6, batch): loss, weight, lse, p, a, e of our tokens
     tokens,
     classes,
     features,
@@ -512,7 +513,7 @@ def _finish(
 ):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
-    wide = tl.cast(tokens, tl.int64)
+    wide = tl.cast(tokens, tl.int64)  # parts may be more than 2**31
 
     # Put the parts together: logsumexp of each token.
     m = tl.full((ROWS,), LOWEST, tl.float32)
@@ -527,6 +528,7 @@ def _finish(
         part_s = tl.load(at, mask=mask, other=0)
         new = tl.maximum(m, tl.max(part_m, axis=0))
         power = tl.exp2((part_m - new[None, :]) * LOG2E)
+        # What was summed so far is relative to an older maximum.
         s = s * tl.exp2((m - new) * LOG2E) + tl.sum(part_s * power, axis=0)
         m = new
         if SMOOTH:
@@ -538,6 +540,7 @@ def _finish(
 
     # The logit of the target: one row of x times one row of w.
     target = tl.load(target_ptr + token, mask=inside, other=ignore)
+    # Does the token count at all, and is its target a class?
     live = target != ignore
     exists = live & (target >= 0) & (target < classes)
     row = tl.where(exists, target, 0)
@@ -561,6 +564,7 @@ def _finish(
         all_weights = tl.load(all_weights_ptr)
     w_t = tl.where(live, tl.where(exists, w_t, float("nan")), 0)
 
+    # The three factors, and the loss.
     a = (1 - smooth) * w_t
     e = tl.where(live, smooth / classes, 0)
     p = a + e * all_weights
@@ -658,8 +662,7 @@ def plan_scores(x):
 
 
 def scores(x, w, bias, weight, options, powers, parts):
-    """The first visit: parts of logsumexp, and the powers, if there is a
-    matrix to keep them."""
+    """Parts of logsumexp, and the powers, if there is a matrix for them."""
     tokens, features = x.shape
     classes = w.shape[0]
     tiles = plan_scores(x)
@@ -967,10 +970,11 @@ print("kept in 16 bits:     ", [f"{i:.5f}" for i in kept.tolist()])
 #
 # So this is a chunk: ``scores`` stores the powers of each tile, relative to
 # the tile's own maximum, ``finish`` computes ``lse`` of each token, and a
-# third kernel goes over the matrix once and makes gradients in place. It
+# third kernel goes over the matrix once and makes gradients of the powers. It
 # multiplies each power by :math:`e^{m - lse}`, which is one number for each
 # token and tile, and subtracts what belongs to the target and to label
-# smoothing. Nobody has ever seen this matrix but us, so we may write over it.
+# smoothing. Nobody else needs the powers, so it writes the gradients over
+# them.
 
 
 @triton.jit
@@ -993,7 +997,9 @@ def _gradient(
 
 # %%
 # The kernel can also find out which *blocks* of 64 tokens and 64 classes have
-# only small gradients. That comes later; until then ``flags_ptr`` is None.
+# only small gradients, and store a flag for each block. Why we want that comes
+# later; until then ``flags_ptr`` is None, and so are the lists of blocks in
+# the products.
 
 
 @triton.jit
@@ -1287,8 +1293,7 @@ def sum_columns(grads, sums, first):
 #
 # - **Sums are read and written for each chunk.** With ``dw`` of 128256 × 4096
 #   numbers these are 4.2 GB, which take 0.9 ms at 4.8 TB/s. The three products
-#   of 4096 tokens take 17 ms at 750 TFLOP/s, and those of 512 tokens take 2.2
-#   ms.
+#   of 4096 tokens take 17 ms at 750 TFLOP/s, those of 512 tokens only 2.2 ms.
 # - **Few tokens make few tiles.** ``dx`` of a chunk has a tile of 128 × 256
 #   for each 128 tokens and 256 features. With 4096 features and 1024 tokens
 #   there are 128 tiles for the 132 SMs of an H200. With 768 features it takes
@@ -1305,7 +1310,7 @@ def sum_columns(grads, sums, first):
 # nothing to sum up.
 #
 # Whoever chooses ``recompute=True``, which we come to, wants to save memory.
-# Then a chunk has :math:`2^{25}` logits, or more if it takes more to give work
+# Then a chunk has :math:`2^{24}` logits, or more if it takes more to give work
 # to all SMs.
 
 
@@ -1318,7 +1323,7 @@ def one_round(features, dtype):
 
 
 LOGITS = 2**29  # at most so many in a chunk: 1.07 GB in 16 bits
-FEW_LOGITS = 2**25  # the same with recompute=True: 67 MB
+FEW_LOGITS = 2**24  # the same with recompute=True: 34 MB
 
 
 def length_of(count, across, features, dtype, logits):
@@ -1362,7 +1367,8 @@ for tokens, features, classes in (
 #   cannot. So for that we need the other design.
 #
 # ``forward`` goes through the chunks: ``scores``, ``finish``, ``in_place``,
-# ``multiply`` for ``dx``, and ``multiply`` for ``dw`` if there are several.
+# ``multiply`` for ``dx``, and if there are several also ``multiply`` for
+# ``dw``.
 
 # %%
 
@@ -1499,7 +1505,7 @@ def finish_dw(step, x, w, scale):
 
 # %%
 
-# Scaffold: the second visit.
+# Scaffold: the logits again.
 
 
 @triton.jit
@@ -1566,11 +1572,11 @@ def _scores_again(
 
 # %%
 
-# Scaffold: the second visit, launched.
+# Scaffold: the logits again, launched.
 
 
 def scores_again(x, w, bias, weight, options, grads, rows, target, first):
-    """The second visit: gradients of the logits of some classes."""
+    """The gradients of the logits of some classes, now that lse is known."""
     tokens, features = x.shape
     classes = w.shape[0]
     tiles = plan_scores(x)
@@ -1675,9 +1681,8 @@ print(f"for 128256 classes: {unnoticed(torch.bfloat16, 128256):.1e}")
 # makes lists of all others, a list for each row of tiles of a product.
 # ``_multiply`` then takes one block of its list after the other. All of this
 # is in the code above. What can never be left out is the first product,
-# because nobody knows what is small before it has been computed. That is one
-# more reason against computing it twice, so ``skip_below`` does not go with
-# ``recompute=True``.
+# because nobody knows what is small before it has been computed. To keep the
+# other design plain, ``skip_below`` does not go with ``recompute=True``.
 #
 # Into autograd
 # -------------
@@ -2645,14 +2650,14 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # and weights that have been drawn at random cancel each other. The weights of
 # a model that has learned need not.
 #
-# What cannot be left out is the first product, so three times the speed would
-# be the limit.
+# What cannot be left out is the first of three products, so a step could
+# become three times as fast at most.
 #
 # **What follows.**
 # A threshold that keeps its promise finds something to leave out once a model
-# is quite sure. Where it finds nothing, we have paid for looking. A threshold
-# that is the same number for each vocabulary leaves out more, and nobody says
-# what.
+# is quite sure. Where it finds nothing, we have paid for looking. A fixed
+# threshold like :math:`2^{-12}` leaves out more, but what it loses depends on
+# the vocabulary and on the model, and nobody is told.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2775,5 +2780,5 @@ assert exercise_1(combine_1)
 # - A threshold is honest if you can say what it loses.
 #
 # **Next:** `Attention without its matrix <../attention/01-attention.html>`_
-# has the same problem with a head of 128 numbers, and there a tile can be
-# multiplied before anybody writes it.
+# has the same problem. But a head has only 128 numbers, so there a tile is
+# multiplied as soon as it has been computed, and never written.
