@@ -350,7 +350,7 @@ def _logits(
 
 # %%
 
-# Scaffold: weights of classes, and parts of a tile.
+# Scaffold: weights of classes, and halves of a tile.
 
 
 @triton.jit
@@ -373,15 +373,6 @@ def _halves(sums):
     """The left and the right half of a tile."""
     both = sums.reshape(sums.shape[0], 2, sums.shape[1] // 2)
     return both.permute(0, 2, 1).split()
-
-
-@triton.jit
-def _quarters(sums):
-    """The four quarters of a tile, from left to right."""
-    left, right = _halves(sums)
-    first, second = _halves(left)
-    third, fourth = _halves(right)
-    return first, second, third, fourth
 
 
 # %%
@@ -1092,6 +1083,15 @@ for dtype in (torch.bfloat16, torch.float32):
 # what is there. No number is added atomically: in each chunk a tile of ``dw``
 # belongs to one program, and chunks come one after the other. So the bits are
 # the same in each run.
+
+
+@triton.jit
+def _quarters(sums):
+    """The four quarters of a tile, from left to right."""
+    left, right = _halves(sums)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    return first, second, third, fourth
 
 
 @triton.jit
