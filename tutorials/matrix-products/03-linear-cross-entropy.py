@@ -121,7 +121,8 @@ dz = (z - lse[:, None]).exp() - F.one_hot(target, 4)
 dx = dz @ w.detach()
 dw = dz.T @ x.detach()
 F.cross_entropy(x @ w.T, target, reduction="sum").backward()
-print("gradient of the logits of the first token:", dz[0].tolist())
+rounded = [round(i, 3) for i in dz[0].tolist()]
+print("gradient of the logits of the first token:", rounded)
 assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 
 # %%
@@ -410,9 +411,9 @@ def _scores(
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
-        row, tile = _place(work, rows, columns, GROUP)
+        row, column = _place(work, rows, columns, GROUP)
         row *= TILE_M
-        column = tile * TILE_N
+        column *= TILE_N
 
         # The product, as for a linear layer. The weight has a row for each
         # class, so its tile is turned.
@@ -453,7 +454,7 @@ def _scores(
         # Tokens lie side by side, so that neighboring threads store neighbors.
         token = row + tl.arange(0, TILE_M)
         mask = token < tokens
-        at = parts_ptr + tile.to(tl.int64) * tokens + token
+        at = parts_ptr + (column // TILE_N).to(tl.int64) * tokens + token
         step = tl.cast(columns, tl.int64) * tokens
         tl.store(at, maximum, mask=mask)
         tl.store(at + step, total, mask=mask)
