@@ -31,16 +31,6 @@ EDITS = (
     ),
     ("BLOCK = 64  #", "IN_PLACE = [2, 8]\nBLOCK = 64  #"),
 )
-# Sums of four bytes in place of three.
-FOUR_BYTES = (
-    (
-        "low_desc.load([row, column]).to(tl.int32) & 0xFF\n",
-        "low_desc.load([row, column]).to(tl.int32) & 0xFFFF\n",
-    ),
-    ("(high | (low << 8))", "(high | low)"),
-    ("tl.int32, bitcast=True) + 0x80", "tl.int32, bitcast=True)"),
-    ("(bits >> 8).to(tl.int8)", "bits.to(tl.int16)"),
-)
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"
 _PAGE = None
@@ -62,13 +52,6 @@ def page():
         if not hasattr(_PAGE, "IN_PLACE"):
             _PAGE.IN_PLACE = [2, 8]
     return _PAGE
-
-
-@functools.cache
-def four_bytes():
-    import tutorial
-
-    return tutorial.load(NAME, EDITS + FOUR_BYTES)
 
 
 def say(*words):
@@ -130,7 +113,7 @@ if DRY:
     BIG, SMALL, TINY = (256, 64, 512), (256, 48, 300), (128, 64, 256)
     TOKENS, SMALL_TOKENS = (256,), (256,)
     PLANS = PLANS[:1] + PLANS[13:14]
-KINDS = ("scores", "loss", "again", "dx", "dw first", "dw add", "dw last")
+KINDS = ("scores", "loss", "again", "dx", "dw first", "dw add", "dw alone")
 
 
 def sync():
@@ -160,8 +143,7 @@ class Work:
         )
         self.dx = m.padded(tokens, features, **like)
         self.dw = m.padded(classes, features, **like)
-        self.low = m.padded(classes, features, torch.int8, m.DEVICE)
-        self.low2 = m.padded(classes, features, torch.int16, m.DEVICE)
+        self.sums = m.padded(classes, features, torch.float32, m.DEVICE)
         self.options = m.Options()
         self.scale = torch.ones((), device=m.DEVICE)
         self.operations = 2 * tokens * features * classes
@@ -182,7 +164,6 @@ class Work:
     def call(self, kind, p=None):
         m, x, w, g = self.m, self.x, self.w, self.grads
         times = m.multiply
-        halves = self.dw.view(m.torch.int16), self.low
         with self.planned(p):
             if kind in ("scores", "loss"):
                 powers = g if kind == "scores" else None
@@ -221,22 +202,17 @@ class Work:
                     self.rows,
                     self.target,
                     0,
-                    None,
                 )
             elif kind == "dx":
                 times(g, w, self.dx, False)
             elif kind == "dw first":
-                times(g, x, None, True, halves, True)
-            elif kind == "dw add 4 bytes":
-                four_bytes().multiply(
-                    g, x, None, True, (halves[0], self.low2), False
-                )
+                times(g, x, self.sums, True)
             elif kind == "dw add":
-                times(g, x, None, True, halves, False)
-            elif kind == "dw last":
-                times(g, x, self.dw, True, halves, False, self.scale)
+                times(g, x, self.sums, True, add=True)
             elif kind == "dw alone":
-                times(g, x, self.dw, True, None, True, self.scale)
+                times(g, x, self.dw, True, scale=self.scale)
+            elif kind == "round dw":
+                m.torch.mul(self.sums, self.scale, out=self.dw)
 
     def sound(self):
         """Numbers that are gradients, so that power is as in a step."""
@@ -325,7 +301,7 @@ def kernels(shape):
         "cublas dx": lambda: torch.mm(g, w),
         "cublas dw": lambda: torch.mm(g.T, x),
     }
-    for kind in (*KINDS, "dw add 4 bytes", "dw alone", "finish", "in place"):
+    for kind in (*KINDS, "round dw", "finish", "in place"):
         calls[kind] = functools.partial(work.call, kind)
     # Powers and gradients stand in one matrix: the numbers of what is timed
     # are what the call before has left.
@@ -558,21 +534,16 @@ def skip(features, classes, T):
             ("unit/V", unit / classes),
             ("2**-12", 2.0**-12),
         ):
-            for again in (False, True):
-                way = functools.partial(
-                    m.linear_cross_entropy,
-                    linear_bias=bias,
-                    skip_below=kept,
-                    recompute=again,
-                )
-                title = f"{name}{' again' if again else ''}"
-                try:
-                    results[title] = step(way, x, w, t)
-                    calls[title] = functools.partial(step, way, x, w, t)
-                except Exception as e:
-                    say("  FAILED", title, str(e)[-120:])
+            way = functools.partial(
+                m.linear_cross_entropy, linear_bias=bias, skip_below=kept
+            )
+            try:
+                results[name] = step(way, x, w, t)
+                calls[name] = functools.partial(step, way, x, w, t)
+            except Exception as e:
+                say("  FAILED", name, str(e)[-120:])
         ms = turns(calls, 5)
-        ref = results["all again"]
+        ref = results["all"]
         errors = {
             n: [
                 ((a.float() - b.float()).norm() / b.float().norm()).item()
@@ -608,16 +579,7 @@ def part(name, *args):
 def main():
     parts = os.environ.get("PARTS", "steps,kernels,small,skip").split(",")
     if "kernels" in parts:
-        jobs = [
-            (kind, None)
-            for kind in (
-                *KINDS,
-                "finish",
-                "in place",
-                "dw alone",
-                "dw add 4 bytes",
-            )
-        ]
+        jobs = [(kind, None) for kind in (*KINDS, "finish", "in place")]
         jobs += [(k, p) for k in ("scores", "dx", "dw add") for p in PLANS]
         begin = time.time()
         failed = {j: e for j, e in pooled(jobs, 60).items() if e}
@@ -633,7 +595,7 @@ def main():
             SMALL[1],
             SMALL[2],
             SMALL_TOKENS,
-            (2048, 4096, 16384),
+            (2048, 4096, 8192),
             (16384,),
         )
     if "kernels" in parts and left() > 20:
