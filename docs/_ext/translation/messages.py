@@ -16,7 +16,8 @@ WIDTH = 79
 # For tools, not for people.
 SILENT = re.compile(r"#\s*(fmt:|noqa|type:|sphinx_gallery_|!)")
 UNDERLINE = re.compile(r"([=\-~^])\1\1+")
-ITEM = re.compile(r"(?:[*-]|\d+\.) +")
+# A number of three digits ends a sentence; it begins no item.
+ITEM = re.compile(r"(?:[*-]|\d{1,2}\.) +")
 
 
 def messages(script):
