@@ -9,8 +9,13 @@ from conformance import (
     Attention,
     AttentionCase,
     CrossEntropy,
+    Gate,
     LayerNorm,
     LayerNormCase,
+    Linear,
+    LinearCase,
+    LinearCrossEntropy,
+    LinearCrossEntropyCase,
     RmsNorm,
     Rotary,
     RotaryCase,
@@ -98,15 +103,24 @@ def test_one_element_of_a_softmax_shows(name, fault, log):
 @pytest.mark.parametrize("fault", [zero, swap, nan])
 @pytest.mark.parametrize(
     "operation",
-    [AddNorm(), RmsNorm(), RmsNorm(alone=True), CrossEntropy(), Rotary()],
-    ids=["AddNorm", "RmsNorm", "RmsNorm alone", "CrossEntropy", "Rotary"],
+    [
+        AddNorm(),
+        RmsNorm(),
+        RmsNorm(alone=True),
+        CrossEntropy(),
+        Rotary(),
+        Gate(),
+    ],
+    ids=lambda operation: type(operation).__name__,
 )
 def test_one_element_of_any_result_shows(operation, fault):
     case = operation.usual(dtype=HALF)
     tensors = operation.tensors(case, CPU)
-    full = tensors["x" if "x" in tensors else "input"]
     residual = tensors.get("residual")
-    found = {} if residual is None else {"s": residual + full}
+    found = {}
+    if residual is not None:
+        full = tensors["x" if "x" in tensors else "input"]
+        found = {"s": residual + full}
     expected = operation.exact(case, tensors, found)
     found = {n: e.value.to(e.dtype) for n, e in expected.items()}
     operation.judge(case, tensors, found)
@@ -235,6 +249,52 @@ def test_other_masks_and_groups_show(function, keys):
     }
     with pytest.raises(AssertionError, match=r"(y|dkey): error"):
         operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, SINGLE])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_one_element_of_a_linear_layer_shows(activation, dtype, fault):
+    case = LinearCase(lead=(60,), outs=50, dtype=dtype, activation=activation)
+    operation, found = Linear(), {}
+    tensors = operation.tensors(case, CPU)
+    for _ in "twice":  # the slope of ReLU belongs to y
+        empty = {"y": torch.zeros_like(tensors["dy"])}
+        expected = operation.exact(case, tensors, found or empty)
+        found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        wrong = found | {name: whole.clone()}
+        flat = wrong[name].view(-1)
+        some = flat.nonzero()[-30:, 0]  # ReLU has many zeros
+        part = flat[some]
+        fault(part)
+        flat[some] = part
+        with pytest.raises(AssertionError, match=r": (error|inf)"):
+            operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("smooth", [0.0, 0.1])
+def test_one_element_of_a_linear_loss_shows(reduction, smooth, fault):
+    """In float32: in 16 bits, powers and gradients are rounded before they
+    are summed, and a small element may be worth no more than that."""
+    case = LinearCrossEntropyCase(
+        dtype=SINGLE, reduction=reduction, smooth=smooth, ignores="none"
+    )
+    operation = LinearCrossEntropy()
+    tensors = operation.tensors(case, CPU)
+    expected = operation.exact(case, tensors, {})
+    found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        if whole.numel() == 1 and fault is swap:
+            continue  # with what?
+        wrong = found | {name: whole.clone()}
+        fault(wrong[name].view(-1))
+        with pytest.raises(AssertionError, match=r": (error|inf)"):
+            operation.judge(case, tensors, wrong)
 
 
 def test_many_small_errors_show_in_norm():

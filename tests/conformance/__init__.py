@@ -10,7 +10,13 @@ loaded, and no triton.
 from conformance.add_norm import AddNorm, AddNormCase
 from conformance.attention import AnyAttention, Attention, AttentionCase
 from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
+from conformance.gate import Gate, GateCase
 from conformance.layer_norm import LayerNorm, LayerNormCase
+from conformance.linear import Linear, LinearCase
+from conformance.linear_cross_entropy import (
+    LinearCrossEntropy,
+    LinearCrossEntropyCase,
+)
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
@@ -34,8 +40,14 @@ __all__ = [
     "AttentionCase",
     "CrossEntropy",
     "CrossEntropyCase",
+    "Gate",
+    "GateCase",
     "LayerNorm",
     "LayerNormCase",
+    "Linear",
+    "LinearCase",
+    "LinearCrossEntropy",
+    "LinearCrossEntropyCase",
     "Mistake",
     "Page",
     "RmsNorm",

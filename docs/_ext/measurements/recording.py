@@ -37,6 +37,7 @@ UNITS = {
     "% of copy": POSITIVE,
     "µs": POSITIVE,
     "relative error": (0, math.inf),
+    "nats per token": (0, math.inf),
     "wrong runs of 100": (0, 100),
     "different results of 100": (0, 100),
     # What ncu counts. It may find both parts of a percentage in different
@@ -47,6 +48,8 @@ UNITS = {
     "bytes of L2 per byte counted": (0, math.inf),
     "% of L2 requests hit": (0, 101),
     "% of warps": (0, 101),
+    "% of peak": (0, 101),
+    "stalled warps per instruction": (0, math.inf),
     "load requests per row": (0, math.inf),
     # Of the compiled kernel.
     "bytes spilled per thread": (0, math.inf),
