@@ -500,6 +500,7 @@ FACTS = {
     "the roof would be 67%": "2 matrices of 3",
     "60% of a copy at most": "3 matrices of 5",
     "The roof is 60%": "3 matrices of 5",
+    "its roof is 43%": "3 matrices of 7",
     "134 MB together": "2 matrices of 4096 * 8192 numbers of 2 bytes",
     "17 MB at 65536 columns": "132 rows of 65536 numbers of 2 bytes",
     "35 MB at 131072": "132 rows of 131072 numbers of 2 bytes",
