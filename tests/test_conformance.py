@@ -98,8 +98,8 @@ def of_a_sum(page, one):
 
 def sums(page):
     """Functions of x and a residual, which give their sum, too."""
-    named = getattr(page.operation, "named", ())
-    alone = getattr(page.operation, "alone", False)
+    named = page.operation.named
+    alone = page.operation.alone
     return page.functions if "residual" in named and not alone else ()
 
 

@@ -264,8 +264,7 @@ def huge(operation, function, case, device, slack):
     few = operation.tensors(case, device)
     parameters = {name: few[name] for name in operation.named[2:]}
     leaf = x.detach().requires_grad_()
-    alone = getattr(operation, "alone", False)
-    residual = None if alone else x
+    residual = None if operation.alone else x
     results = function(
         leaf, residual, case.shape, *parameters.values(), eps=case.eps
     )

@@ -48,6 +48,8 @@ def describe(case):
 
 class Operation:
     Case = AnyCase
+    named = ()  # what the function is given first, in order
+    alone = False  # whether the page leaves out the norm of a sum
 
     def usual(self, **fields):
         """The case of a check that any case would do for."""
