@@ -2577,11 +2577,11 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
-# do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. That is
-# all that the products in the reads of ``dx`` can save, and they pay more for
-# it. Their left operand comes from registers, so each step has to wait until
-# ``dy`` and the slope have arrived there and are multiplied. A step fetches 64
-# KB in place of 48, so there is room for three stages, not four.
+# do: at 8192 × 4096 it moves 201 MB, which takes 42 µs at 4.8 TB/s. The fused
+# design cannot save more than that, and it pays more for it. The left operand
+# of its products comes from registers, so each step has to wait until ``dy``
+# and the slope have arrived there and are multiplied. A step fetches 64 KB in
+# place of 48, so there is room for three stages, not four.
 #
 # **What follows.**
 # Fewer bytes are not always faster. Tensor Cores are the most expensive thing
@@ -2705,8 +2705,8 @@ bench_traffic.run(show_plots=ON_GPU)
 #
 # **Exercise 1: a snake.**
 # In a group of rows, our order goes down one column of tiles, and then begins
-# at the top of the next. So a tile and the one after it usually share a column
-# of ``w``, and at the end of a column they share nothing. Write a function
+# at the top of the next. So a tile and the one after it usually need the same
+# rows of ``w``, and at the end of a column they share nothing. Write a function
 # like ``_place`` with this order: a column down, the next one up, and so on,
 # and every other group from the last column to the first. Then a tile and the
 # one after it always share a row or a column.
