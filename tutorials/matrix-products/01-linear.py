@@ -2706,10 +2706,10 @@ bench_traffic.run(show_plots=ON_GPU)
 # **Exercise 1: a snake.**
 # In a group of rows, our order goes down one column of tiles, and then begins
 # at the top of the next. So a tile and the one after it usually need the same
-# rows of ``w``, and at the end of a column they share nothing. Write a function
-# like ``_place`` with this order: a column down, the next one up, and so on,
-# and every other group from the last column to the first. Then a tile and the
-# one after it always share a row or a column.
+# rows of ``w``, and at the end of a column they share nothing. Write a
+# function like ``_place`` with this order: a column down, the next one up, and
+# so on, and every other group from the last column to the first. Then a tile
+# and the one after it always share a row or a column.
 # Give your function to the checker, ``exercise_1``. It prints whether each
 # tile comes once, and how many times two tiles that follow each other share
 # nothing. Here it says so of our order, for 10 rows and 7 columns of tiles.
