@@ -88,9 +88,10 @@ print("y:", [round(each, 3) for each in y.tolist()])
 # What must move?
 # ---------------
 #
-# A gate computes about ten operations for each element of ``y``. For each it
-# reads two numbers and writes one, which are six bytes if a number has 16
-# bits. So it waits for memory, and we count what must move.
+# A gate computes about ten operations for each element of ``y``. It reads two
+# numbers for that element and writes one, which are six bytes if a number has
+# 16 bits. In the time that six bytes take, an H200 could compute several times
+# as much. So a gate waits for memory, and we count what must move.
 #
 # Our example is the MLP of Llama 3 8B, whose gate has ``N`` = 14336 features,
 # with ``M`` = 8192 tokens. A matrix of this size takes 235 MB.
@@ -130,7 +131,8 @@ for what, matrices in (
 # returns both, and hands it to a kernel as a constant. Where nobody uses the
 # slope, the compiler drops its instructions. We take SiLU and the exact GELU
 # from that page, with its sigmoid of four instructions. That is written in
-# PTX, the assembly language of NVIDIA's GPUs, so it needs one of these.
+# PTX, the assembly language of NVIDIA's GPUs. Anywhere else ``tl.sigmoid``
+# takes its place.
 
 PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
 
@@ -177,24 +179,27 @@ def _gelu(x):
 
 
 # %%
-# This GELU is :math:`x \, \Phi(x)`, where :math:`\Phi(x)` is the part of a
-# normal distribution that lies below ``x``. ``tl.erf`` computes it, for which
-# a GPU has no instruction, so it takes many. A gate has little time for them,
-# so we write a shorter GELU, and measure both below. `A formula
+# The exact GELU is :math:`x \, \Phi(x)`, where :math:`\Phi(x)` is the part of
+# a normal distribution that lies below ``x``. ``tl.erf`` computes it. A GPU
+# has no instruction for this function, so it takes many. A gate has little
+# time for them, so we write a shorter GELU, and measure both below. `A formula
 # <https://personal.math.ubc.ca/~cbm/aands/page_932.htm>`_ of 1955 gives the
-# part that lies beyond ``x``. It is off by less than 10⁻⁷. It needs the
+# part that lies beyond ``x``, and is off by less than 10⁻⁷. It needs the
 # density :math:`\varphi(x)`, which the slope needs anyway, one division, and
-# five products:
+# five products. The numbers :math:`b_1` to :math:`b_5` stand in the code
+# below.
 #
 # .. math:: 1 - \Phi(x) \approx \varphi(x) \, (b_1 t + \ldots + b_5 t^5),
 #    \qquad t = \frac{1}{1 + 0.2316419 \, x}, \quad x \ge 0
 #
 # For negative ``x`` we take the part beyond :math:`|x|`: the distribution is
-# symmetric. In float64, which nobody trains with, we stay with ``tl.erf``.
+# symmetric. Far below 0 the formula is even closer than ``tl.erf``, whose
+# result is near -1 there: 1 is added to it, and few digits are left. In
+# float64, which nobody trains with, we stay with ``tl.erf``.
 #
 # As in the sigmoid, the division and the power are single instructions of PTX.
-# They are shorter than what Triton makes of ``1 / x`` and ``tl.exp``, and do
-# without the smallest numbers of float32, which we do not need.
+# They are shorter than what Triton makes of ``1 / x`` and ``tl.exp``. Numbers
+# below 10⁻³⁸, where float32 ends, count as 0. We do not miss them.
 
 
 @triton.jit
@@ -272,9 +277,9 @@ def _gelu_tanh(x):
 #
 # What does a program have to do?
 #
-# It has a tile of rows and columns. It requests its part of the gate and its
-# part of the up projection, and only then does it compute. So both are on
-# their way at the same time.
+# It has a tile: some rows, and some columns of them. It requests this tile of
+# the gate and the same tile of the up projection, and only then does it
+# compute. So both are on their way at the same time.
 #
 # Neither has to be a tensor of its own. Often one product makes both, and they
 # are the two halves of one tensor of 2 ``N`` columns: ``x[..., :N]`` and
@@ -346,15 +351,16 @@ def _gate_fwd(
 #
 # Why not more? A million elements are 2 MB of a matrix. That makes only 512
 # tiles of 4 KB, which are fewer than four for each SM, and some SMs have one
-# more to do than others. Of 1 KB there are 2048, and they spread more evenly.
+# more to do than others. With tiles of 1 KB there are 2048, and they spread
+# more evenly.
 #
 # In which shape? If every matrix is *contiguous*, which means that its rows
 # follow each other without a gap, all of them together are one long row. Then
 # a tile is a piece of this row, however many columns the matrix has, and no
-# element of it is idle but at the very end. Nor does a program have to divide
-# its number, to find out in which row it is: that takes some twenty
-# instructions, before anything can be loaded. Otherwise a tile is a part of
-# one row, or several whole rows where they are narrow.
+# thread is idle but at the very end. Nor does a program have to divide its
+# number, to find out in which row it is: that takes some twenty instructions,
+# before anything can be loaded. Otherwise a tile is a part of one row, or
+# several whole rows where they are narrow.
 
 TILE_BYTES = 1024  # of each matrix
 WARPS = 2
@@ -854,7 +860,7 @@ def backward(dy, gate, up, dgate, dup, function, y=None):
 # is copied forward. But autograd then has two gradients of two halves, and it
 # must make one of them, that of ``x``. It allocates a tensor of 2 ``N``
 # columns and copies both into it. That reads two matrices and writes two,
-# nearly as much as our kernel moves at all.
+# nearly as much as our whole kernel moves.
 #
 # So our function also takes both halves as one tensor. Without ``up``, the
 # first argument holds the gate and then the up projection. The backward pass
@@ -931,6 +937,7 @@ class _Gated(torch.autograd.Function):
         if up is None:
             gate, up = halves(gate)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        # The function forward above, which launches the kernel.
         forward(gate, up, y, function)
         return y
 
@@ -1241,7 +1248,7 @@ bench_traffic.run(show_plots=ON_GPU)
 #
 # **Why.**
 # A kernel may move a little less than counted: what it writes last is still in
-# L2 when it ends, and an L2 of 50 MB can keep a good part of a small matrix.
+# L2 when it ends, and an L2 of 60 MB can keep a good part of a small matrix.
 # Of PyTorch's three kernels, the last one may find in L2 what the one before
 # has just written.
 #
@@ -1407,11 +1414,11 @@ report(bench_gates_backward)
 # **Why.**
 # A kernel that waits for memory has time for instructions, up to a point. In
 # each clock an SM can begin four of them, each for the 32 threads of a warp.
-# The highest clock of an H200 is 1.98 GHz, so its 132 SMs begin at most 33 ·
+# The highest clock of an H200 is 1.98 GHz, so its 132 SMs begin at most 33.4 ·
 # 10¹² instructions of single threads in a second. In the forward pass an
-# element has six bytes, and 4.3 TB/s bring 0.72 · 10¹² elements in a second.
-# So there is time for at most 47 instructions for each element. In the
-# backward pass it has ten bytes, and there is time for 78.
+# element has six bytes, and 4.3 TB/s, the speed of a copy, bring 0.717 · 10¹²
+# elements in a second. So there is time for at most 47 instructions for each
+# element. In the backward pass it has ten bytes, and there is time for 78.
 #
 # Compiled for this GPU, the forward kernel has about 40 instructions for each
 # element with ``tl.erf``, which leaves little time to wait for anything. With
@@ -1445,7 +1452,8 @@ report(bench_gates_backward)
 # again while it is at it. That is one matrix more to write in the backward
 # pass, and one less to keep between the passes. We could go on and keep ``x``
 # alone. Then ``h`` would have to be computed again as well, and that is a
-# product: two ninths of the arithmetic of a whole step once more.
+# product: two ninths of the arithmetic of a whole step once more, as we shall
+# count.
 
 # %%
 
@@ -1584,7 +1592,8 @@ check_mlp(mlp_that_keeps_y, 20, 24, 40, torch.float16)
 # %%
 # How much memory does a forward pass leave behind? That is what counts in a
 # model of many layers, for all of them leave it there until the backward pass
-# comes. We count the output of the MLP, too.
+# comes. We count the output of the MLP, too. ``x`` and the weights were there
+# before, so nobody pays for them here.
 
 # %%
 
@@ -1694,12 +1703,13 @@ bench_memory.run(show_plots=ON_GPU)
 # - **Fused, to train with:** the backward pass needs ``g`` and ``u``, so they
 #   are written as well. That is three.
 #
-# How much time is in that? The product takes 4 ``M`` ``N`` ``K`` operations.
-# With 8192 tokens, 14336 features and ``K`` = 4096 these are 1.92 · 10¹². At
-# 700 TFLOP/s, which cuBLAS may reach on an H200, they take 2.7 ms. To write
-# and read a matrix of 235 MB takes 0.05 ms each time. So training can gain 0.1
-# ms, or 4% of the product, and inference 0.2 ms. A kernel that is slower than
-# cuBLAS by more than that loses.
+# How much time is in that? The product has 2 ``N`` columns, so it takes 4
+# ``M`` ``N`` ``K`` operations. With 8192 tokens, 14336 features and ``K`` =
+# 4096 these are 1.92 · 10¹². At 700 TFLOP/s, which cuBLAS may reach on an
+# H200, they take 2.7 ms. To write a matrix of 235 MB takes 0.05 ms, and so
+# does it to read one. So training can gain 0.1 ms, or 4% of the product, and
+# inference 0.2 ms. A kernel that is slower than cuBLAS by more than that
+# loses.
 #
 # The rest is as in the linear layer. Its programs are *persistent*: there are
 # as many as SMs, each takes one tile after the other, and the loads of the
@@ -1807,9 +1817,9 @@ def _gated_product(
 # weight, 64 columns each. These are 48 KB, and four stages fit beside a tile
 # of results.
 #
-# With few tokens most rows of such a tile would be empty, so then it has 64.
-# And where there are so few tiles that half of the SMs would have none, tiles
-# of 64 features make twice as many.
+# With few tokens most rows of such a tile would be empty, so then it has 64
+# rows. And where there are so few tiles that half of the SMs would have none,
+# tiles of 64 features make twice as many.
 
 
 def plan_product(M, N, dtype):
@@ -2115,7 +2125,8 @@ in_percent(bench_fused_narrow, "cuBLAS, product alone")
 
 # %%
 # And with few tokens, as in a model that answers a single user, there are few
-# tiles. This figure has 14336 features, and tokens from left to right:
+# tiles. This figure has 14336 features, and tokens from left to right. It does
+# without torch.compile, which would compile anew for each number of tokens:
 
 # %%
 
@@ -2363,5 +2374,7 @@ assert exercise_1(_limited_1)
 # - An epilogue saves bytes, and costs time on the Tensor Cores. Whether that
 #   is a gain depends on how long the sums are, so measure it.
 #
-# **Next:** `Attention without its matrix <../attention/01-attention.html>`_ is
-# the other half of a Transformer's layer.
+# **Next:** `A loss without its logits <03-linear-cross-entropy.html>`_ puts a
+# whole loss into the epilogue of a product. After that, `Attention without its
+# matrix <../attention/01-attention.html>`_ is the other half of a
+# Transformer's layer.

@@ -395,10 +395,10 @@ FACTS = {
     "cannot reach more than 60% of a copy": "3 matrices of 5",
     "that leaves it 56% of a copy at most": "5 matrices of 9",
     "which leaves 56% of a copy": "5 matrices of 9",
-    "an L2 of 50 MB": DATA_SHEET,
+    "an L2 of 60 MB": "what torch says of the L2 of the H200",
     "which leaves 38%": "5 matrices of 13",
     "of an H200 is 1.98 GHz": "as nvidia-smi has it",
-    "and 4.3 TB/s bring 0.72": "what the copy reaches",
+    "and 4.3 TB/s, the speed of a copy": "what it reaches",
     "so 15% of the time": "80 of 528 places",
     "and only 3% is lost": "28 of 924 places",
     "there is four times as much to gain": "a quarter of the operations",
@@ -408,7 +408,7 @@ FACTS = {
     "At 700 TFLOP/s, which cuBLAS may reach on an H200, they take 2.7 ms": (
         "4 * 8192 * 14336 * 4096 operations, at a round number"
     ),
-    "a matrix of 235 MB takes 0.05 ms each time": "at 4.8 TB/s",
+    "a matrix of 235 MB takes 0.05 ms": "at 4.8 TB/s",
     "gain 0.1 ms, or 4% of the product, and inference 0.2 ms": (
         "two reads; four of five matrices"
     ),
@@ -438,7 +438,7 @@ def test_what_is_counted():
     assert f"{100 * 5 / 13:.0f}" == "38"
     # Instructions of a second, elements of a second, and what is for each.
     issued = 4 * 32 * 132 * 1.98e9
-    assert f"{issued / 1e12:.0f} {4.3 / 6:.2f}" == "33 0.72"
+    assert f"{issued / 1e12:.1f} {4.3 / 6:.3f}" == "33.4 0.717"
     assert f"{issued * 6 / 4.3e12:.0f} {issued * 10 / 4.3e12:.0f}" == "47 78"
 
 
