@@ -1414,7 +1414,7 @@ report(bench_gates_backward)
 # **Why.**
 # A kernel that waits for memory has time for instructions, up to a point. In
 # each clock an SM can begin four of them, each for the 32 threads of a warp.
-# The highest clock of an H200 is 1.98 GHz, so its 132 SMs begin at most 33.4 ·
+# The highest clock of an H200 is 1.98 GHz, so its 132 SMs begin at most 33.5 ·
 # 10¹² instructions of single threads in a second. In the forward pass an
 # element has six bytes, and 4.3 TB/s, the speed of a copy, bring 0.717 · 10¹²
 # elements in a second. So there is time for at most 47 instructions for each

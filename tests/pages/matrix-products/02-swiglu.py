@@ -438,7 +438,7 @@ def test_what_is_counted():
     assert f"{100 * 5 / 13:.0f}" == "38"
     # Instructions of a second, elements of a second, and what is for each.
     issued = 4 * 32 * 132 * 1.98e9
-    assert f"{issued / 1e12:.1f} {4.3 / 6:.3f}" == "33.4 0.717"
+    assert f"{issued / 1e12:.1f} {4.3 / 6:.3f}" == "33.5 0.717"
     assert f"{issued * 6 / 4.3e12:.0f} {issued * 10 / 4.3e12:.0f}" == "47 78"
 
 
