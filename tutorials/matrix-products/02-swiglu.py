@@ -726,9 +726,9 @@ report(bench_forward)
 # %%
 # **What the figure shows.**
 # With 8192 rows, 128 columns are a million elements, and 14336 columns are 117
-# million. On the H200 our forward pass reaches NN% of a copy at a million
-# elements, and NN% to NN% over all sizes. PyTorch reaches NN% to NN%,
-# torch.compile NN% to NN%, and Liger NN% to NN%.
+# million. On the H200 our forward pass reaches 98% of a copy at a million
+# elements, and 96% to 100% over all sizes. PyTorch reaches 53% to 64%,
+# torch.compile 96% to 100%, and Liger 55% to 100%.
 #
 # **Why.**
 # PyTorch moves five matrices in place of three. Where its SiLU does not stay
@@ -1176,9 +1176,9 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches NN% of a copy at a million elements,
-# and NN% to NN% over all sizes. PyTorch reaches NN% to NN%, torch.compile NN%
-# to NN%, and Liger NN% to NN%.
+# On the H200 our backward pass reaches 95% of a copy at a million elements,
+# and 95% to 100% over all sizes. PyTorch reaches 47% to 56%, torch.compile 93%
+# to 100%, and Liger 69% to 102%.
 #
 # **Why.**
 # PyTorch moves nine matrices in place of five. From DRAM, that leaves it 56%
@@ -1243,8 +1243,8 @@ bench_traffic.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, at 14336 columns, our backward pass moves NN MB, and we have
-# counted NN. PyTorch moves NN MB, and by hand it is NN.
+# On the H200, at 14336 columns, our backward pass moves 1151 MB, and we have
+# counted 1174. PyTorch moves 2059 MB, and by hand it is 2114.
 #
 # **Why.**
 # A kernel may move a little less than counted: what it writes last is still in
@@ -1318,9 +1318,9 @@ report(bench_halves)
 
 # %%
 # **What the figure shows.**
-# On the H200, with both halves as one tensor, our backward pass reaches NN% of
-# a copy at 128 columns and NN% at 14336. With ``chunk`` it reaches NN% and
-# NN%, and PyTorch, which needs ``chunk``, reaches NN% and NN%.
+# On the H200, with both halves as one tensor, our backward pass reaches 93% of
+# a copy at 128 columns and 102% at 14336. With ``chunk`` it reaches 58% and
+# 54%, and PyTorch, which needs ``chunk``, reaches 27% and 26%.
 #
 # **Why.**
 # With ``chunk`` nine matrices move and not five, which leaves 56% of a copy.
@@ -1407,9 +1407,9 @@ report(bench_gates_backward)
 
 # %%
 # **What both figures show.**
-# On the H200, at 14336 columns, SwiGLU reaches NN% of a copy forward and NN%
-# backward, GEGLU NN% and NN%, and its form with tanh NN% and NN%. With
-# ``tl.erf`` GEGLU reaches NN% and NN%.
+# On the H200, at 14336 columns, SwiGLU reaches 100% of a copy forward and 101%
+# backward, GEGLU 100% and 101%, and its form with tanh 100% and 101%. With
+# ``tl.erf`` GEGLU reaches 87% and 98%.
 #
 # **Why.**
 # A kernel that waits for memory has time for instructions, up to a point. In
@@ -1655,9 +1655,9 @@ bench_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, at 14336 columns, our MLP that computes ``y`` again keeps NN GB,
-# and the one that keeps ``y`` NN GB. PyTorch keeps NN GB, torch.compile NN GB,
-# and Liger NN GB.
+# On the H200, at 14336 columns, our MLP that computes ``y`` again keeps 0.54
+# GB, and the one that keeps ``y`` 0.77 GB. PyTorch keeps 1.01 GB,
+# torch.compile 0.77 GB, and Liger 0.77 GB.
 #
 # **Why.**
 # Each matrix of ``M`` × ``N`` numbers has 0.23 GB here. PyTorch keeps four of
@@ -2134,16 +2134,16 @@ in_percent(bench_few_tokens, "cuBLAS, product alone")
 
 # %%
 # **What the figures show.**
-# On the H200, with 8192 tokens and ``K`` = 4096, the fused product reaches NN
-# TFLOP/s at 2048 columns, NN at 8192 and NN at 14336. For inference, where
-# only ``y`` is written, it reaches NN, NN and NN. A product of cuBLAS and then
-# our gate reach NN, NN and NN. The product of cuBLAS alone reaches NN, NN and
-# NN.
+# On the H200, with 8192 tokens and ``K`` = 4096, the fused product reaches 765
+# TFLOP/s at 2048 columns, 714 at 8192 and 683 at 14336. For inference, where
+# only ``y`` is written, it reaches 793, 732 and 711. A product of cuBLAS and
+# then our gate reach 750, 682 and 677. The product of cuBLAS alone reaches
+# 796, 722 and 716.
 #
-# With ``K`` = 1024 and 4096 columns the fused product reaches NN TFLOP/s, NN
-# for inference, and product and gate NN. With 16 tokens of 4096 columns it
-# reaches NN, and product and gate NN. With 512 tokens it loses: it reaches NN,
-# and product and gate NN.
+# With ``K`` = 1024 and 4096 columns the fused product reaches 629 TFLOP/s, 717
+# for inference, and product and gate 569. With 16 tokens of 4096 columns it
+# reaches 55, and product and gate 56. With 512 tokens it loses: it reaches
+# 660, and product and gate 714.
 #
 # **Why.**
 # The fused product saves the read of two matrices, and for inference the write
@@ -2245,8 +2245,9 @@ in_percent(bench_step, "PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200, at 14336 columns, a step of our MLP reaches NN TFLOP/s, NN fused
-# and NN if it keeps ``y``. PyTorch reaches NN, torch.compile NN, and Liger NN.
+# On the H200, at 14336 columns, a step of our MLP reaches 670 TFLOP/s, 672
+# fused and 675 if it keeps ``y``. PyTorch reaches 604, torch.compile 657, and
+# Liger 663.
 #
 # **Why.**
 # The six products of a step, two forward and four backward, are the same for
@@ -2343,23 +2344,23 @@ assert exercise_1(_limited_1)
 #
 # Forward:
 #
-# - **PyTorch** moves five matrices, and reaches NN% of a copy.
-# - **torch.compile** moves three, and reaches NN%.
-# - **One kernel** moves three, and reaches NN%.
+# - **PyTorch** moves five matrices, and reaches 53% of a copy.
+# - **torch.compile** moves three, and reaches 100%.
+# - **One kernel** moves three, and reaches 100%.
 #
 # Backward:
 #
-# - **PyTorch** moves nine, and reaches NN% of a copy.
-# - **torch.compile** reaches NN%.
-# - **One kernel** moves five, and reaches NN%.
-# - **Two halves with chunk** move nine, and reach NN%.
-# - **Two halves as one tensor** move five, and reach NN%.
+# - **PyTorch** moves nine, and reaches 56% of a copy.
+# - **torch.compile** reaches 93%.
+# - **One kernel** moves five, and reaches 100%.
+# - **Two halves with chunk** move nine, and reach 54%.
+# - **Two halves as one tensor** move five, and reach 102%.
 #
 # The product before it and the gate, with ``K`` = 4096:
 #
-# - **Product, then gate** move five, and reach NN TFLOP/s.
-# - **Fused, to train with** moves three, and reaches NN.
-# - **Fused, for inference** moves one, and reaches NN.
+# - **Product, then gate** move five, and reach 677 TFLOP/s.
+# - **Fused, to train with** moves three, and reaches 683.
+# - **Fused, for inference** moves one, and reaches 711.
 #
 # And for kernels in general:
 #
