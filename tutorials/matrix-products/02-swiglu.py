@@ -918,6 +918,7 @@ plt.show()
 
 # %%
 # The autograd function saves what it was given, and nothing that it computed.
+# Its two methods are called like our two functions above, and call them.
 
 
 def halves(t):
@@ -942,7 +943,6 @@ class _Gated(torch.autograd.Function):
         if up is None:
             gate, up = halves(gate)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        # The function forward above, which launches the kernel.
         forward(gate, up, y, function)
         return y
 
@@ -2162,7 +2162,7 @@ in_percent(bench_few_tokens, "cuBLAS, product alone")
 #
 # With 16 tokens of 4096 columns it reaches 55, and product and gate 56. With
 # 512 tokens it loses: it reaches 660, and product and gate 714, so it is 8%
-# slower. With 1024 tokens it wins again, with 765 and 732.
+# slower. With 1024 tokens it wins again, with 765 against 732.
 #
 # **Why.**
 # The fused product saves the read of two matrices, and for inference the write
@@ -2390,7 +2390,8 @@ assert exercise_1(_limited_1)
 # The product before it and the gate, with ``K`` = 4096:
 #
 # - **Product, then gate** move five, and reach 677 TFLOP/s.
-# - **Fused, to train with** moves three, and reaches 683.
+# - **Fused, to train with** moves three, and reaches 683, which is within the
+#   noise.
 # - **Fused, for inference** moves one, and reaches 711.
 #
 # And for kernels in general:
