@@ -818,6 +818,40 @@ def test_the_chunks_of_the_sizes_that_are_measured(
     assert strip == page.length_of(classes, tokens, features, BRAIN, few)
 
 
+def test_a_loss_that_is_only_looked_at(page_small, monkeypatch):
+    """Without gradients nothing is multiplied but x and the weight."""
+    page = page_small
+    x = torch.randn(40, 24, device=page.DEVICE).half()
+    w = torch.randn(50, 24, device=page.DEVICE).half().requires_grad_()
+    target = torch.zeros(40, dtype=torch.int64, device=page.DEVICE)
+    expected = page.linear_cross_entropy(x, w, target)
+
+    def multiply(*_, **__):
+        raise AssertionError("gradients are computed")
+
+    monkeypatch.setattr(page, "multiply", multiply)
+    with torch.no_grad():
+        assert page.linear_cross_entropy(x, w, target) == expected
+    with pytest.raises(AssertionError, match="gradients are computed"):
+        page.linear_cross_entropy(x, w, target)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_losses_may_be_changed(page_small, dtype):
+    """As those of PyTorch: losses of tokens are memory of their own."""
+    page = page_small
+    x = torch.randn(40, 24, device=page.DEVICE).to(dtype).requires_grad_()
+    w = torch.randn(50, 24, device=page.DEVICE).to(dtype)
+    target = torch.zeros(40, dtype=torch.int64, device=page.DEVICE)
+    losses = page.linear_cross_entropy(x, w, target, reduction="none")
+    losses.mul_(2).sum().backward()
+    twice = x.grad
+    x.grad = None
+    losses = page.linear_cross_entropy(x, w, target, reduction="none")
+    losses.sum().backward()
+    assert torch.allclose(twice, 2 * x.grad, rtol=2e-3, atol=2e-3)
+
+
 def test_what_stays_until_the_backward_pass(page_small):
     """With one chunk there are no sums, and recompute keeps no gradients."""
     page = page_small
