@@ -466,9 +466,10 @@ def _scores(
 
 
 # %%
-# A second kernel puts the parts together. There are 501 parts for each token,
-# so this is little work. It also computes the one logit that the loss needs,
-# that of the target: a row of ``x`` times a row of ``w``.
+# A second kernel puts the parts together. With 128256 classes there are 501
+# parts for each token, so this is little work. The kernel also computes the
+# one logit that the loss needs, that of the target: a row of ``x`` times a row
+# of ``w``.
 #
 # The gradient of a logit is :math:`p \, y_j - e \, w_j`, and :math:`a` less at
 # the target, with the softmax :math:`y`. The three factors follow from label
@@ -581,9 +582,9 @@ def _finish(
 
 
 # %%
-# On the host we need tiles. They are those of a linear layer, 128 × 256 sums
-# in 16 bits. Groups of 16 rows of tiles were a little faster than groups of 8
-# here.
+# On the host we need tiles. They are those of a linear layer: 128 × 256 sums
+# for inputs in 16 bits. Groups of 16 rows of tiles were a little faster than
+# groups of 8 here.
 
 # %%
 
@@ -2346,7 +2347,7 @@ bench_error.run(show_plots=ON_GPU)
 # memory of the most frugal library. As we had seen by arithmetic, no exact
 # design of ours has both. The default meets the first one, with a seventh of
 # PyTorch's memory at 32768 tokens. Whoever needs memory more than time takes
-# ``recompute=True``, which comes to within 5% of the second aim.
+# ``recompute=True``, which misses the second aim by 5%.
 #
 # A small model
 # -------------

@@ -278,7 +278,7 @@ def step_memory(figure):
     # What prose says of both aims, and of Liger.
     assert torch_ / 7.5 < ours < torch_ / 7
     assert 0.98 * single < ours < 1.02 * single and liger < ours
-    assert cce < again < 1.055 * cce
+    assert 1.045 * cce < again < 1.055 * cce
     few = [
         of.median(name, 2048) for name in ("triton", "recompute", "torch", CCE)
     ]
@@ -485,7 +485,7 @@ FACTS = {
     "we have a strip of 67 MB at most": "32768 * 1024 * 2 bytes",
     "a third of what PyTorch takes": "asserted in small",
     "at most 1.1 times the time of PyTorch": "an aim",
-    "comes to within 5% of the second": "asserted in step_memory",
+    "misses the second aim by 5%": "asserted in step_memory",
     "32000 takes 1.1 ms at 750 TFLOP/s": "0.81 TFLOP",
     "the logits, which have 1.05 GB, takes 0.2 ms": "16384 * 32000 * 2 bytes",
     "reads its old sums and writes new ones, 0.26 MB in all": "8 * 128 * 256",
