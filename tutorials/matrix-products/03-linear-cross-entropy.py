@@ -145,6 +145,8 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 #   is one number a row and zeros.
 # - It reads both, and writes the gradient of the logits.
 # - The product for ``dx`` reads this gradient, and that for ``dw`` does, too.
+#
+# That makes nine in all.
 
 TOKENS, FEATURES, CLASSES = 32768, 4096, 128256
 matrix = TOKENS * CLASSES * 2 / 1e9  # GB
@@ -157,9 +159,9 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # %%
 # An H200 moves 4.8 TB in a second, and cuBLAS does about 750 TFLOP/s on it.
 # So the products take most of the time, and the passes a tenth of it. The
-# memory is another matter: three of these matrices exist at a time, the
-# logits, the logarithm of the softmax, and the gradient of one of them. That
-# is 25 GB, beside 1.3 GB for the gradients that we want.
+# memory is another matter: three of these matrices exist at a time in the
+# backward pass, the logarithm of the softmax, its gradient, and the gradient
+# of the logits. That is 25 GB, where the gradients that we want have 1.3 GB.
 #
 # How few may exist?
 # ------------------
@@ -176,13 +178,13 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # belong in float32: 2.1 GB that are read and written for each chunk. (Unless
 # it is told otherwise, Liger adds up in the type of ``w``, in 1.05 GB.)
 #
-# **Chunks of classes.** Take 1024 classes at a time, for all tokens. Now
-# ``dw`` of a chunk is a single product, with nothing to add to. But no token
-# knows its ``lse`` before the last class has come. So there must be a round
-# before, in which all logits are computed once already: four products in place
-# of three. This round can take chunks of tokens, and make ``dx``. Then nothing
-# has to be summed up over chunks. As it takes chunks of tokens first and of
-# classes later, we call this design *chunks of both*.
+# **Chunks of classes.** Take 1024 classes at a time, for all tokens: a *strip*
+# of the matrix. Now ``dw`` of a strip is a single product, with nothing to add
+# to. But no token knows its ``lse`` before the last class has come. So there
+# must be a round before, in which all logits are computed once already: four
+# products in place of three. This round can take chunks of tokens, and make
+# ``dx``. Then nothing has to be summed up over chunks. As it takes chunks of
+# tokens first and of classes later, we call this design *chunks of both*.
 #
 # **No logits at all.** As in `Attention without its matrix
 # <../attention/01-attention.html>`_, a tile of logits could stay in registers
@@ -235,8 +237,9 @@ tiles = (TOKENS / 128) * (CLASSES / 128)
 sums = 2 * 128 * FEATURES * 4  # bytes, of one kernel
 no_logits = 2 * tiles * sums / 1e9  # GB
 
-# In chunks, powers or gradients are written or read five times, and six times
-# if there are chunks of both. The sums of dw are 2.1 GB, read and written.
+# In chunks, logits or gradients are written or read five times (written, read
+# and written again, read by two products), and six times if there are chunks
+# of both. The sums of dw are 2.1 GB, read and written.
 for name, products, gigabytes in (
     ("whole logits", 3, 9 * matrix),
     ("chunks of 1024 tokens", 3, 5 * matrix + 32 * 4.2),
@@ -463,9 +466,10 @@ def _scores(
 
 
 # %%
-# A second kernel puts the parts together. There are 501 parts for each token,
-# so this is little work. It also computes the one logit that the loss needs,
-# that of the target: a row of ``x`` times a row of ``w``.
+# A second kernel puts the parts together. With 128256 classes there are 501
+# parts for each token, so this is little work. The kernel also computes the
+# one logit that the loss needs, that of the target: a row of ``x`` times a row
+# of ``w``.
 #
 # The gradient of a logit is :math:`p \, y_j - e \, w_j`, and :math:`a` less at
 # the target, with the softmax :math:`y`. The three factors follow from label
@@ -578,9 +582,9 @@ def _finish(
 
 
 # %%
-# On the host we need tiles. They are those of a linear layer, 128 × 256 sums
-# in 16 bits. Groups of 16 rows of tiles were a little faster than groups of 8
-# here.
+# On the host we need tiles. They are those of a linear layer: 128 × 256 sums
+# for inputs in 16 bits. Groups of 16 rows of tiles were a little faster than
+# groups of 8 here.
 
 # %%
 
@@ -718,11 +722,26 @@ def losses(x, w, target, chunk=4096):
     parts = torch.empty(2 * columns * min(chunk, tokens), device=x.device)
     for start in range(0, tokens, chunk):
         some = slice(start, start + chunk)
-        scores(x[some], w, None, None, Options(), None, parts)
+        scores(
+            x[some],
+            w,
+            bias=None,
+            weight=None,
+            options=Options(),
+            powers=None,
+            parts=parts,
+        )
         finish(
-            parts, x[some], w, None, None, None, target[some],
-            rows[:, some], Options(),
-        )  # fmt: skip
+            parts,
+            x[some],
+            w,
+            bias=None,
+            weight=None,
+            all_weights=None,
+            target=target[some],
+            rows=rows[:, some],
+            options=Options(),
+        )
     return rows[0]
 
 
@@ -1451,7 +1470,7 @@ def forward(x, w, bias, weight, target, options, wants):
         )  # fmt: skip
         if wants_dx:
             lists = blocks_wanted(flags, x.dtype, transposed=False)
-            multiply(grads, w, step.dx[some], False, lists=lists)
+            multiply(grads, w, step.dx[some], transposed=False, lists=lists)
         if wants_dw:
             lists = blocks_wanted(flags, x.dtype, transposed=True)
             if one_chunk:
@@ -1459,7 +1478,12 @@ def forward(x, w, bias, weight, target, options, wants):
                 step.lists = lists
             else:
                 multiply(
-                    grads, x_some, step.sums, True, add=start > 0, lists=lists
+                    grads,
+                    x_some,
+                    step.sums,
+                    transposed=True,
+                    add=start > 0,
+                    lists=lists,
                 )
         if wants_db:
             sum_columns(grads, step.db, first=start == 0)
@@ -1468,16 +1492,45 @@ def forward(x, w, bias, weight, target, options, wants):
 
 # %%
 # And this is what the backward pass does for ``dw``, with ``scale`` for ``g``,
-# divided by the number of tokens if the reduction is a mean.
+# divided by the number of tokens if the reduction is a mean. Where there are
+# sums, a small kernel multiplies them by ``scale`` and rounds them.
+
+
+@triton.jit
+def _round(
+    sums_desc,  # (classes, features), float32, in tiles of ROWS and WIDTH
+    dw_desc,  # the result, in the same tiles
+    scale_ptr,  # a number by which all sums are multiplied
+    features,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    across = tl.cdiv(features, WIDTH)
+    row = tl.program_id(0) // across * ROWS
+    column = tl.program_id(0) % across * WIDTH
+    sums = sums_desc.load([row, column])
+    sums *= tl.load(scale_ptr)
+    dw_desc.store([row, column], sums.to(dw_desc.dtype))
 
 
 def finish_dw(step, x, w, scale):
     """dw in the type of x, from what the forward pass has left."""
-    dw = padded(*w.shape, dtype=x.dtype, device=x.device)
+    classes, features = w.shape
+    dw = padded(classes, features, x.dtype, x.device)
     if step.sums is None:
-        multiply(step.grads, x, dw, True, scale=scale, lists=step.lists)
-    else:
-        torch.mul(step.sums, scale, out=dw)
+        multiply(
+            step.grads, x, dw, transposed=True, scale=scale, lists=step.lists
+        )
+        return dw
+    _round[(triton.cdiv(classes, 64) * triton.cdiv(features, 64),)](
+        sums_desc=descriptor(step.sums, 64, 64),
+        dw_desc=descriptor(dw, 64, 64),
+        scale_ptr=scale,
+        features=features,
+        ROWS=64,
+        WIDTH=64,
+        num_warps=4,
+    )
     return dw
 
 
@@ -1495,7 +1548,7 @@ def finish_dw(step, x, w, scale):
 #
 # So with ``recompute=True`` the forward pass computes ``lse`` and ``dx`` in
 # chunks of tokens. They can be short now, because there are no sums of ``dw``.
-# The backward pass takes *strips*: all tokens, and some of the classes. It
+# The backward pass takes strips: all tokens, and some of the classes. It
 # computes the gradients of their logits once more, and multiplies. A strip of
 # ``dw`` is done then, in one product and with one rounding. With 32768 tokens
 # a strip has 1024 classes and takes 67 MB.
@@ -1633,7 +1686,7 @@ def in_strips(x, w, bias, weight, target, rows, options, scale, wants):
             start,
         )
         if wants[1]:
-            multiply(grads, x, dw[some], True, scale=scale)
+            multiply(grads, x, dw[some], transposed=True, scale=scale)
         if wants[2]:
             sum_columns(grads, db[some], first=True)
     return dw, db
@@ -1688,11 +1741,16 @@ print(f"for 128256 classes: {unnoticed(torch.bfloat16, 128256):.1e}")
 # Into autograd
 # -------------
 #
-# The rest is bookkeeping. Two things are worth a look. The first backward pass
-# takes what the forward pass has left, so that its memory is free afterwards.
-# If somebody asks for a second backward pass with ``retain_graph``, everything
-# is computed again. And where all tokens are ignored, the mean is 0 / 0:
-# PyTorch returns NaN for the loss, and gradients of 0, and so do we.
+# The rest is bookkeeping. Three things are worth a look:
+#
+# - The first backward pass takes what the forward pass has left, so that its
+#   memory is free afterwards. If somebody asks for a second backward pass with
+#   ``retain_graph``, everything is computed again.
+# - Where all tokens are ignored, the mean is 0 / 0: PyTorch returns NaN for
+#   the loss, and gradients of 0, and so do we.
+# - Under ``torch.no_grad()`` nobody wants gradients, but ``needs_input_grad``
+#   still says that the weight does. So our function detaches its inputs there,
+#   and computes the loss alone.
 
 # %%
 
@@ -1710,10 +1768,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.step = step
         ctx.options = options
         ctx.save_for_backward(x, w, bias, target, weight, step.rows)
-        losses, weights = step.rows[0], step.rows[1]
+        loss = step.rows[0]  # of each token
+        weights = step.rows[1]
         if options.reduction == "none":
-            return losses.to(x.dtype)
-        loss = losses.sum()
+            # A copy, so that whoever changes it does not change our numbers.
+            return loss.to(x.dtype, copy=True)
+        loss = loss.sum()
         if options.reduction == "mean":
             loss = loss / weights.sum()
         return loss.to(x.dtype)
@@ -1756,7 +1816,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale = None
         else:
             scale = torch.where(live.any(), scale, 0)
-        dw, db = None, None
+        dw = None
+        db = None
         if options.recompute:
             if wants[1] or wants[2]:
                 dw, db = in_strips(
@@ -1928,7 +1989,14 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, recompute, skip_below,
     )  # fmt: skip
     dtype = input.dtype
-    x, w, bias = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
+    x = input.reshape(-1, input.shape[-1])
+    w = linear_weight
+    bias = linear_bias
+    if not torch.is_grad_enabled():
+        # needs_input_grad does not say that we run under torch.no_grad().
+        x = x.detach()
+        w = w.detach()
+        bias = None if bias is None else bias.detach()
     if not ON_GPU and dtype == torch.bfloat16:
         # The interpreter multiplies the bits of bfloat16 as whole numbers.
         x, w = x.float(), w.float()
@@ -2279,7 +2347,7 @@ bench_error.run(show_plots=ON_GPU)
 # memory of the most frugal library. As we had seen by arithmetic, no exact
 # design of ours has both. The default meets the first one, with a seventh of
 # PyTorch's memory at 32768 tokens. Whoever needs memory more than time takes
-# ``recompute=True``, which comes to within 5% of the second aim.
+# ``recompute=True``, which misses the second aim by 5%.
 #
 # A small model
 # -------------
@@ -2340,14 +2408,14 @@ def product_speeds(tokens, features, classes, dtype):
     scores(x, w, None, None, options, grads, parts)
     finish(parts, x, w, None, None, None, target, rows, options)
     in_place(grads, parts, x, rows, target, None, None, options)
-    multiply(grads, x, sums, True)
+    multiply(grads, x, sums, transposed=True)
     powers = torch.empty_like(grads)
     calls = {
         "scores": lambda: scores(x, w, None, None, options, powers, parts),
         "scores cublas": lambda: torch.mm(x, w.T),
-        "dx": lambda: multiply(grads, w, dx, False),
+        "dx": lambda: multiply(grads, w, dx, transposed=False),
         "dx cublas": lambda: torch.mm(grads, w),
-        "dw": lambda: multiply(grads, x, sums, True, add=True),
+        "dw": lambda: multiply(grads, x, sums, transposed=True, add=True),
         "dw cublas": lambda: torch.mm(grads.T, x),
     }
     return tflops(2 * tokens * features * classes, calls)
@@ -2642,10 +2710,10 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #
 # **Why.**
 # At :math:`s` = 1 the sum of all :math:`1 / r` is 12.3, so the class with the
-# rank 334 has a probability of :math:`2^{-12}`. All 127922 classes behind it,
-# which have nearly half of the probability together, are below. At :math:`s` =
-# 2 the threshold of rounding is reached at a rank of about 4500, and 97% of
-# all classes are behind it.
+# rank 331 has a probability of about :math:`2^{-12}`. All 127925 classes
+# behind it, which have nearly half of the probability together, are below. At
+# :math:`s` = 2 the threshold of rounding is reached at a rank of about 4500,
+# and 97% of all classes are behind it.
 #
 # In norm even that does not show: the gradients of targets are so much larger,
 # and weights that have been drawn at random cancel each other. The weights of
@@ -2668,8 +2736,10 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # - **Liger needs less memory than our default**, if sums in bfloat16 are good
 #   enough. It has a z-loss and capped logits.
 # - **Few classes or few tokens**: where the matrix of logits is small, PyTorch
-#   has nothing to lose, and its gradient arrives in the backward pass, where
-#   it can be left out if nobody asks for it. Ours has been computed by then.
+#   has nothing to lose.
+# - **A loss without a backward pass**: PyTorch computes gradients in the
+#   backward pass, so they cost nothing if nobody calls it. We compute ours in
+#   the forward pass, unless it runs under ``torch.no_grad()``.
 # - **PyTorch takes more**: probabilities as targets, float64, autocast, second
 #   derivatives, and inputs on several GPUs. It stops at a wrong target; we
 #   return NaN on a GPU.
@@ -2714,7 +2784,8 @@ def exercise_1(combine):
         first = torch.zeros_like(target)
         return losses(x.detach(), half, first) + x.detach() @ half[0]
 
-    lse_left, lse_right = lse_of(w[:6]), lse_of(w[6:])
+    lse_left = lse_of(w[:6])
+    lse_right = lse_of(w[6:])
     loss, left, right = combine(
         lse_left, lse_right, z.gather(1, target[:, None])[:, 0]
     )

@@ -161,6 +161,18 @@ KERNELS = Kernels(
             narrow_loads=8,
             narrow_stores=4,
         ),
+        "_round": Kernel(
+            look="""
+            Where there are several chunks: a tile of sums comes by
+            ``cp.async.bulk.tensor``, is multiplied by one number, and goes
+            back in 16 bits.
+            """,
+            true=lambda code: [not code.multiplies, code.spills == 0],
+            shared=32 * 1024,
+            copies="any",
+            narrow_loads=4,
+            narrow_stores=8,
+        ),
         "_scores_again": Kernel(
             look="""
             The loop is that of ``_scores``. The epilogue knows ``lse``, so
@@ -266,7 +278,7 @@ def step_memory(figure):
     # What prose says of both aims, and of Liger.
     assert torch_ / 7.5 < ours < torch_ / 7
     assert 0.98 * single < ours < 1.02 * single and liger < ours
-    assert cce < again < 1.055 * cce
+    assert 1.045 * cce < again < 1.055 * cce
     few = [
         of.median(name, 2048) for name in ("triton", "recompute", "torch", CCE)
     ]
@@ -473,7 +485,7 @@ FACTS = {
     "we have a strip of 67 MB at most": "32768 * 1024 * 2 bytes",
     "a third of what PyTorch takes": "asserted in small",
     "at most 1.1 times the time of PyTorch": "an aim",
-    "comes to within 5% of the second": "asserted in step_memory",
+    "misses the second aim by 5%": "asserted in step_memory",
     "32000 takes 1.1 ms at 750 TFLOP/s": "0.81 TFLOP",
     "the logits, which have 1.05 GB, takes 0.2 ms": "16384 * 32000 * 2 bytes",
     "reads its old sums and writes new ones, 0.26 MB in all": "8 * 128 * 256",
@@ -534,9 +546,23 @@ def left_out_is_small(page):
     unit = torch.finfo(HALF).eps / 2
     classes = 20 * page.BLOCK - 3
     skip_below = unit / classes
-    (dx, dw), (exact_dx, exact_dw), x, w = skipped(page, skip_below)
-    kept = skipped(page, 0.0)[0]
-    assert not all(map(torch.equal, (dx, dw), kept)), "nothing was left out"
+    blocks_wanted = page.blocks_wanted
+    left_out = []
+
+    def noted(flags, dtype, transposed):
+        lists = blocks_wanted(flags, dtype, transposed)
+        blocks = flags.shape[0 if transposed else 1]
+        left_out.append(int((blocks - lists[1]).sum()))
+        return lists
+
+    page.blocks_wanted = noted
+    try:
+        (dx, dw), (exact_dx, exact_dw), x, w = skipped(page, skip_below)
+    finally:
+        page.blocks_wanted = blocks_wanted
+    # Bits need not show it: what is left out may vanish in what rounds.
+    assert sum(left_out[::2]) > 0, "nothing was left out of dx"
+    assert sum(left_out[1::2]) > 0, "nothing was left out of dw"
     # What rounds in any case: powers, gradients and results.
     rounding = 4 * unit
     lost_dx = classes * skip_below * w.abs().max(0).values.double()
@@ -676,8 +702,8 @@ PAGE = Page(
             "add=False",
         ),
         "dw without its factor": (
-            "torch.mul(step.sums, scale, out=dw)",
-            "dw.copy_(step.sums)",
+            "sums *= tl.load(scale_ptr)",
+            "sums *= 1",
         ),
         "dw of one chunk without its factor": (
             "scale_ptr=scale,\n        list_ptr",
@@ -816,6 +842,41 @@ def test_the_chunks_of_the_sizes_that_are_measured(
     assert chunk == page.length_of(tokens, classes, features, BRAIN, many)
     assert short_chunk == page.length_of(tokens, classes, features, BRAIN, few)
     assert strip == page.length_of(classes, tokens, features, BRAIN, few)
+
+
+def test_a_loss_that_is_only_looked_at(page_small, monkeypatch):
+    """Without gradients no powers are kept, nor made gradients of."""
+    page = page_small
+    x = torch.randn(40, 24, device=page.DEVICE).half()
+    w = torch.randn(50, 24, device=page.DEVICE).half().requires_grad_()
+    target = torch.zeros(40, dtype=torch.int64, device=page.DEVICE)
+    expected = page.linear_cross_entropy(x, w, target)
+
+    def in_place(*_, **__):
+        raise AssertionError("gradients are computed")
+
+    monkeypatch.setattr(page, "in_place", in_place)
+    with torch.no_grad():
+        loss = page.linear_cross_entropy(x, w, target)
+    torch.testing.assert_close(loss, expected.detach())
+    with pytest.raises(AssertionError, match="gradients are computed"):
+        page.linear_cross_entropy(x, w, target)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_losses_may_be_changed(page_small, dtype):
+    """As those of PyTorch: losses of tokens are memory of their own."""
+    page = page_small
+    x = torch.randn(40, 24, device=page.DEVICE).to(dtype).requires_grad_()
+    w = torch.randn(50, 24, device=page.DEVICE).to(dtype)
+    target = torch.zeros(40, dtype=torch.int64, device=page.DEVICE)
+    losses = page.linear_cross_entropy(x, w, target, reduction="none")
+    losses.mul_(2).sum().backward()
+    twice = x.grad
+    x.grad = None
+    losses = page.linear_cross_entropy(x, w, target, reduction="none")
+    losses.sum().backward()
+    assert torch.allclose(twice, 2 * x.grad, rtol=2e-3, atol=2e-3)
 
 
 def test_what_stays_until_the_backward_pass(page_small):
