@@ -753,9 +753,10 @@ print("the shapes of both fit")
 #   :math:`u f`, where :math:`u` is the rounding of the type, and the
 #   difference is divided by :math:`2 h`. So a larger step is better.
 #
-# The sum of both is smallest near :math:`h = u^{1/3}`, and there the error is
-# about :math:`u^{2/3}`. Two thirds of the digits are left. Here it is for one
-# element of ``x``, in float64 and in float32:
+# Let :math:`f` and :math:`f'''` both be near 1. Then the sum of both errors is
+# smallest near :math:`h = u^{1/3}`, and there it is about :math:`u^{2/3}`. Two
+# thirds of the digits are left. Here it is for one element of ``x``, in
+# float64 and in float32:
 
 
 def error_of_differences(dtype, step):
@@ -796,7 +797,7 @@ for dtype, found in errors.items():
 plt.figure(
     "The relative error of a finite difference against its step. In float64 "
     "it falls with the square of the step and rises again below a step of "
-    "about 2**-16; in float32 it rises again below 2**-7",
+    "about 2**-18; in float32 it rises again below about 2**-8",
     figsize=(6.6, 3.4),
 )
 steps = [2.0**e for e in EXPONENTS]
@@ -841,8 +842,9 @@ print("float32, right:", gradcheck(ours, torch.float32))
 print("float32, right, loose:", gradcheck(ours, torch.float32, **LOOSE))
 
 # %%
-# In float64 it is right about both. In float32, with the defaults, it rejects
-# a right gradient, and people then choose larger tolerances until it passes.
+# In float64 it is right about both. In float32, with the defaults, it warns
+# that it needs float64, and then rejects a right gradient. People choose
+# larger tolerances until it passes, as we do in the last line.
 #
 # Finite differences have three more limits, and no tolerance removes them:
 #
@@ -1095,11 +1097,14 @@ for name, f, e, s in zip(("y", "dx", "dw"), found, exact, spread, strict=True):
 # - If they have both signs, the partial sum of k terms is about
 #   :math:`\sqrt{k}` terms large, and the addition is off by about a fifth of a
 #   unit of it. The squares of :math:`\sqrt{k} / 5` add up to
-#   :math:`n^2 / 50`, so the sum is off by about n / 7 units of a term. The
-#   shaking of both factors moves it by :math:`0.8 \sqrt{n}` such units, so
-#   three standard deviations of the error are about :math:`\sqrt{n} / 2`
-#   times the spread. For 256 terms that is 8 times. We allow twice as much, 16
-#   times, because eight shakes give the spread itself only roughly.
+#   :math:`n^2 / 50`, so the sum is off by about n / 7 units of a term, and
+#   three standard deviations are 3 n / 7. The spread is what shaking does to
+#   the sum. A random number between -1 and 1 has a mean square of a third, so
+#   the two factors together move a term by :math:`\sqrt{2 / 3}`, or 0.8
+#   units, and the sum by :math:`0.8 \sqrt{n}` units. Divided by that, three
+#   standard deviations of the error are about :math:`\sqrt{n} / 2` times the
+#   spread. For 256 terms that is 8 times. We allow twice as much, 16 times,
+#   because eight shakes give the spread itself only roughly.
 # - If all terms have one sign, three standard deviations are
 #   three times :math:`\sqrt{n} / 3` half units, as derived above, which is
 #   :math:`\sqrt{n} / 2` units of the value. For 256 terms that is 8 units, and
@@ -1202,9 +1207,9 @@ plt.show()
 # -------------------------
 #
 # All of this together is one function, ``trust``. It knows nothing of norms:
-# it takes a function, a reference, inputs and a gradient. For each result it
-# also knows an example of the type that it must have: ``y`` has that of
-# ``dy``, and a gradient that of its input.
+# it takes a function, a reference, inputs and a gradient. Each result must
+# have the type of another tensor: ``y`` that of ``dy``, and a gradient that of
+# its input.
 
 GUARD = 4096  # bytes before and behind each tensor
 
@@ -1275,8 +1280,11 @@ def trust(function, reference, arguments, dy):
 
 # %%
 # Take these functions together with ``both_passes`` and ``shaken``, which they
-# call. Only what ``torch.empty`` and ``torch.empty_like`` allocate gets bands.
-# If your function allocates in another way, add that way to ``bands``.
+# call. All arguments must have gradients. What has none, such as the labels of
+# a loss, goes into the function and into the reference beforehand, with
+# ``functools.partial``. And only what ``torch.empty`` and ``torch.empty_like``
+# allocate gets bands. If your function allocates in another way, add that way
+# to ``bands``.
 
 
 def lines_of(*functions):
@@ -1586,10 +1594,10 @@ print("(a + c) + b =", ((a + c) + b).item())
 # the same bits each time, then any difference is a fault, and the test for it
 # is short: run the kernel a hundred times, and compare with ``torch.equal``.
 #
-# We compare our kernel, in whose buffer each program has a row of its own,
-# with two mutants. One adds to a single row with atomic additions. The other
-# is "sums in one place" from above. Up to 64 rows there is a program for each
-# row; at 4096 rows there are fewer programs than rows.
+# We do that with our kernel, in whose buffer each program has a row of its
+# own, and with two mutants. One adds to a single row with atomic additions.
+# The other is "sums in one place" from above. Up to 64 rows there is a program
+# for each row; at 4096 rows there are fewer programs than rows.
 
 WITH_ATOMICS = [
     ("torch.empty(programs, N", "torch.zeros(1, N"),
@@ -1722,11 +1730,12 @@ if wrong_runs.notna().all(axis=None):  # they were counted
 #    compute-sanitizer --tool memcheck python test.py
 #
 # We have run it on the H200, with both passes of our kernel and of three
-# mutants, at 301 x 129. All three tools report nothing of ours. ``memcheck``
-# reports writes outside of memory in "y without a mask", and ``initcheck``
-# reads of unwritten memory in "a row nobody writes". ``racecheck`` reports no
-# hazard in "sums in one place", although the sums were wrong in the very run
-# that it watched.
+# mutants. At 301 x 129 all three tools report nothing of ours. At this size
+# ``memcheck`` reports writes outside of memory in "y without a mask", and
+# ``initcheck`` reads of unwritten memory in "a row nobody writes".
+# ``racecheck`` is slow, so we let it watch "sums in one place" at 40 x 33. It
+# reports no hazard, although the sums were wrong in the very run that it
+# watched.
 #
 # triton-viz we have run on our forward kernel, in version 3.0. It has nothing
 # to say of ours. Of "y without a mask" it names the line, the tensor, the
@@ -1735,8 +1744,8 @@ if wrong_runs.notna().all(axis=None):  # they were counted
 # has no tool for races. This page does not run it, because it is a package of
 # its own, and the page needs none but PyTorch and Triton.
 #
-# So for races between programs there is no tool, and what is left is to read
-# the code. For each store, ask which programs may write this address. For each
+# So we know of no tool for races between programs. What is left is to read the
+# code. For each store, ask which programs may write this address. For each
 # load, ask who has written what it loads, and why that has happened by now. In
 # our kernel the answers are short. A row of ``dx`` and a row of the buffer
 # belong to one program, and ``torch.sum`` begins when the kernel is over. That
@@ -1920,13 +1929,13 @@ costs_of_differences = bench_gradcheck.run(show_plots=ON_GPU, return_df=True)
 # lines NN ms.
 #
 # **Why.**
-# gradcheck makes two forward passes for each element of each input, and a
-# backward pass for each element of the result. At these small sizes a pass
-# takes as long as its launches do, so the time of gradcheck grows with the
-# number of elements. At larger sizes each single pass takes longer, too, and
-# at 4096 x 8192 gradcheck would need 67 million forward passes. The fast mode
-# takes one random direction in place of all of them. A reference needs one
-# pass, whatever the size.
+# gradcheck makes two forward passes for each element of each input. For each
+# element of the result it makes two backward passes, to see whether both give
+# the same. At these small sizes a pass takes as long as its launches do, so
+# the time of gradcheck grows with the number of elements. At larger sizes each
+# single pass takes longer, too, and at 4096 x 8192 gradcheck would need 67
+# million forward passes. The fast mode takes one random direction in place of
+# all of them. A reference needs one pass, whatever the size.
 #
 # **What follows.**
 # At full size, only a reference is affordable. Use gradcheck while you derive
@@ -2018,5 +2027,6 @@ assert exercise_1(SHAPE_1)
 #   same bits each time.
 # - **Tools** find some of what is left, and reading the code the rest.
 #
-# **Next:** the same care for a kernel that several GPUs run together, in
-# `Several GPUs <../several-gpus/01-layer-norm.html>`_.
+# **Next:** with such a test you can change a kernel without fear. `From a slow
+# kernel to a fast one <03-tuning.html>`_ does so step by step, with a slow RMS
+# norm.
