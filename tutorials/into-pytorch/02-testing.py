@@ -808,9 +808,10 @@ for dtype, style in ((torch.float64, "C0:"), (torch.float32, "C1:")):
     plt.plot(steps, [rounding / h for h in steps], style, label="u / h")
 plt.xscale("log", base=2)
 plt.yscale("log")
+plt.ylim(1e-17, 1e5)
 plt.xlabel("step h")
 plt.ylabel("relative error")
-plt.legend()
+plt.legend(loc="upper center", ncols=4)
 plt.show()
 
 # %%
@@ -973,7 +974,7 @@ plt.figure(
 for order, found in errors_of_sums.items():
     plt.plot(COUNTS, found, marker="o", label=f"a {order}")
     print(f"{order}: {found[-1]:.2f} half units at {COUNTS[-1]} terms")
-plt.plot(COUNTS, [n**0.5 / 3 for n in COUNTS], "k:", label="√N / 3")
+plt.plot(COUNTS, [n**0.5 / 3 for n in COUNTS], "C2:", label="√N / 3")
 plt.xscale("log", base=2)
 plt.yscale("log")
 plt.xlabel("terms N")
