@@ -1819,8 +1819,10 @@ def whole_call(call):
     """µs of a call, from Python until the device is done: median, 20% and 80%
     quantiles of five rounds.
 
-    A round makes batches of calls for 150 ms, and the fastest batch counts.
-    What else runs on the machine disturbs some batches, and hardly all.
+    Batches of calls are made for 1500 ms or longer, and dealt out to five
+    rounds in turns, at least two to each. Of a round the fastest batch counts.
+    What else runs on the machine disturbs some batches, and hardly all. If it
+    disturbs many in a row, each round has some of them.
     """
 
     def batch(repeats):
@@ -1832,16 +1834,14 @@ def whole_call(call):
         return 1e6 * (time.perf_counter() - start) / repeats
 
     batch(1)  # compiles
-    repeats = math.ceil(5000 / batch(1))  # a batch takes 5 ms or more
-    times = []
-    for _ in range(5):
-        end = time.perf_counter() + 0.15
-        fastest = batch(repeats)
-        while time.perf_counter() < end:
-            fastest = min(fastest, batch(repeats))
-        times.append(fastest)
-    times.sort()
-    return times[2], times[1], times[3]
+    repeats = math.ceil(2000 / batch(1))  # a batch takes 2 ms or more
+    rounds = [[] for _ in range(5)]
+    end = time.perf_counter() + 1.5
+    while time.perf_counter() < end or len(rounds[0]) < 2:
+        for times in rounds:
+            times.append(batch(repeats))
+    fastest = sorted(min(times) for times in rounds)
+    return fastest[2], fastest[1], fastest[3]
 
 
 def reference_of(arguments, dy):
@@ -1867,9 +1867,9 @@ def reference_of(arguments, dy):
     )
 )
 def bench_costs(M, N, dtype, mode, provider):
-    """Whole calls, from Python until the device is done, in batches of 5 ms or
-    more: the fastest batch of 150 ms; median, 20% and 80% quantiles of five
-    such."""
+    """Whole calls, from Python until the device is done, in batches of 2 ms or
+    more, for 1500 ms or longer, dealt out to five rounds in turns: the fastest
+    batch of a round; median, 20% and 80% quantiles of the rounds."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, w, dy = inputs(M, N, dtype)
@@ -1900,9 +1900,10 @@ def bench_costs(M, N, dtype, mode, provider):
     )
 )
 def bench_gradcheck(M, N, dtype, mode, provider):
-    """Whole calls, from Python until the device is done, in batches of 5 ms or
-    more: the fastest batch of 150 ms; median, 20% and 80% quantiles of five
-    such. Fast: fast_mode=True."""
+    """Whole calls, from Python until the device is done, in batches of 2 ms or
+    more, for 1500 ms or longer, dealt out to five rounds in turns: the fastest
+    batch of a round; median, 20% and 80% quantiles of the rounds. Fast:
+    fast_mode=True."""
     if not ON_GPU:
         return 3 * [float("nan")]
     x, w, dy = inputs(M, N, dtype)

@@ -155,9 +155,9 @@ def CLAIMS(figure):
 FACTS = {
     piece: "what the clock of whole calls is told"
     for piece in (
-        "batches of calls for 150 ms",
-        "a batch takes 5 ms or more",
-        "in batches of 5 ms or more: the fastest batch of 150 ms",
+        "made for 1500 ms or longer",
+        "a batch takes 2 ms or more",
+        "in batches of 2 ms or more, for 1500 ms or longer",
     )
 }
 
@@ -224,7 +224,8 @@ PAGE = Page(
     trains=("rms_norm",),
     huge=(8192,),
     sanitizers=("memcheck", "racecheck"),
-    sanitized=tuple(at(301, N, HALF) for N in (1000, 8192)),
+    # More rows than programs in the second: 132 on an H200. racecheck is slow.
+    sanitized=(at(20, 1000, HALF), at(140, 8192, HALF)),
     prints={
         "Timing needs a GPU": 2,
         "the shapes of both fit\n": 1,
