@@ -2697,6 +2697,6 @@ plt.show()
 # - What your operation cannot do, such as a second derivative, it should
 #   refuse, in words that name it.
 #
-# **Next:** on this page each process had the whole layer, and half of the
-# batch. `Layer norm over several GPUs <../several-gpus/01-layer-norm.html>`_
-# spreads a single operation, and counts what the GPUs must tell each other.
+# **Next:** whichever way you take, PyTorch believes what your backward pass
+# tells it. `How to trust a gradient <02-testing.html>`_ shows how to find out
+# whether it is right.
