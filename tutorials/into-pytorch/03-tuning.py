@@ -495,7 +495,7 @@ plt.legend(loc="upper left")
 plt.show()
 
 # %%
-# The picture is the *roofline*. Left of the ridge the roof rises: whoever has
+# The picture is the *roofline*. Left of the ridge the roof rises: a kernel with
 # twice the operations per byte can compute twice as fast. Right of it the
 # arithmetic is the limit. Both passes of a norm stand far to the left.
 #
@@ -860,7 +860,7 @@ bench_forwards.run(show_plots=ON_GPU)
 #   schedulers of an SM issues an instruction a cycle at most. Near 80%, there
 #   are too many instructions, and memory has to wait for them.
 #
-# A counter means little alone, as a time does. So we count the copy as well.
+# A counter alone says as little as a time alone. So we count the copy as well.
 #
 # ``ncu`` is a command that stands before another one. This is how it counts
 # all five:
@@ -994,12 +994,14 @@ FORWARD_BUSY.run(show_plots=ON_GPU)
 
 # %%
 # On the H200 memory is busy for NN% of the time with nothing saved, for NN%
-# with a wide chunk, for NN% with one read, and for NN% in the copy. So the
-# last two are at the roof, and the others wait for something else.
+# with a wide chunk, for NN% with one read, and for NN% in the copy. So the wide
+# chunk and the one read are at the roof, and the others wait for something
+# else. (The roof is not at 100%: the bytes that are still in L2 at the end are
+# not counted, but the time in which the kernel starts and ends is.)
 #
-# The first kernel shows NN%, more than nothing saved. A counter of a busy
-# memory is no praise: it is busy with bytes that nobody needs. That is why the
-# first counter comes first.
+# The first kernel shows NN%, more than nothing saved. That is no praise: its
+# memory is busy with bytes that nobody needs. This is why the bytes are the
+# first counter to look at.
 #
 # **Warps active:** are there enough threads?
 

@@ -433,6 +433,7 @@ FACTS = {
     "The bytes take 14.0 µs": "67.1 MB / 4.8 TB/s",
     "the arithmetic takes 1.3 µs": "5 * 4096**2 / 67 TFLOP/s",
     "so 100% of the copy is what we can hope for": "the copy itself",
+    "The roof is not at 100%": "of the peak that ncu knows",
     "would be 1.5 times as fast": "a guess, of bytes: 6 / 4",
     "Near 80%, there are too many instructions": THUMB,
     "near 80%, compute less": THUMB,
