@@ -172,7 +172,10 @@ def forward_in_chunks(
         CHUNK=chunk,
         num_warps=num_warps,
     )
-    return y.to(dtype), (x_hat if save else x, rstd)
+    saved = x
+    if save:
+        saved = x_hat
+    return y.to(dtype), (saved, rstd)
 
 
 # %%
@@ -388,6 +391,15 @@ def speed_of(prepare, M, N, dtype, mode):
     return speed(matrices_of(mode) * M * N * dtype.itemsize, prepared)
 
 
+def forward_of(function):
+    """What speed_of wants of a forward pass."""
+
+    def prepare(x, w, dy):
+        return lambda: function(x, w)
+
+    return prepare
+
+
 # %%
 
 # Scaffold: the first kernel, a benchmark.
@@ -413,13 +425,10 @@ def bench_first(M, N, dtype, mode, provider):
         return 3 * [float("nan")]  # the interpreter cannot be timed
     if provider == "copy":
         return copy_of(M, N, dtype, mode)
+    function = first_forward
     if provider == "torch":
-        return speed_of(
-            lambda x, w, dy: lambda: pytorch(x, w), M, N, dtype, mode
-        )
-    return speed_of(
-        lambda x, w, dy: lambda: first_forward(x, w), M, N, dtype, mode
-    )
+        function = pytorch
+    return speed_of(forward_of(function), M, N, dtype, mode)
 
 
 # %%
@@ -430,7 +439,8 @@ report(bench_first)
 # **What the figure shows.**
 # On the H200 our first kernel reaches NN% to NN% of the copy, and PyTorch
 # reaches NN% to NN%. At 4096 columns a call takes NN µs, and the copy takes
-# NN µs.
+# NN µs. (The line of PyTorch is ``F.rms_norm``, which has a kernel of its own,
+# and not the lines of a model.)
 #
 # **What follows.**
 # There is something to find. From here on we look at 4096 rows of 4096
@@ -468,7 +478,7 @@ plt.figure(
     "passes of RMS norm stand far to the left of that",
     figsize=(6.6, 3.6),
 )
-intensities = [2.0**i for i in range(-3, 8)]
+intensities = [1 / 8, 67 / 4.8, 128]  # the roof bends at the second one
 plt.loglog(intensities, [min(4.8 * i, 67) for i in intensities], "k-")
 for name, intensity, color in (
     ("forward", 5 / 4, "C0"),
@@ -485,7 +495,7 @@ plt.legend(loc="upper left")
 plt.show()
 
 # %%
-# The picture is the *roofline*. Left of the ridge the roof rises: whoever has
+# The picture is the *roofline*. Left of the ridge the roof rises: a kernel with
 # twice the operations per byte can compute twice as fast. Right of it the
 # arithmetic is the limit. Both passes of a norm stand far to the left.
 #
@@ -505,9 +515,10 @@ plt.show()
 # ``proton-viewer -m time/us tuning.hatchet`` to read it (for the second you
 # need the package ``llnl-hatchet``).
 #
-# In a script it is ``start`` and ``finalize``, and the file is JSON. The
-# kernels that Triton has compiled are named as the functions are, so ours
-# begin with an underscore. What PyTorch launches has other names.
+# In a script it is ``start`` and ``finalize``, and the file is JSON. A kernel
+# that Triton has compiled has the name of its function, such as
+# ``_forward_in_chunks``. What PyTorch launches has long names of C++, which
+# begin with ``_ZN2at6native``.
 
 # %%
 
@@ -567,7 +578,9 @@ def two_heaps(design, M, N, dtype, mode):
         print(f"Proton does not run here: {error}")
         return heaps
     for name, us in kernels.items():
-        heap = "our kernels" if name.startswith("_") else "others"
+        heap = "others"
+        if name in globals():  # a function of this page
+            heap = "our kernels"
         heaps[heap] += us
     return heaps
 
@@ -804,10 +817,7 @@ def bench_forwards(design, M, N, dtype, mode, provider):
     and 80% quantiles. Copy: the best of six tiles."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    function = FORWARDS[design]
-    return percent_of_copy(
-        lambda x, w, dy: lambda: function(x, w), M, N, dtype, mode
-    )
+    return percent_of_copy(forward_of(FORWARDS[design]), M, N, dtype, mode)
 
 
 # %%
@@ -850,7 +860,7 @@ bench_forwards.run(show_plots=ON_GPU)
 #   schedulers of an SM issues an instruction a cycle at most. Near 80%, there
 #   are too many instructions, and memory has to wait for them.
 #
-# A counter means little alone, as a time does. So we count the copy as well.
+# A counter alone says as little as a time alone. So we count the copy as well.
 #
 # ``ncu`` is a command that stands before another one. This is how it counts
 # all five:
@@ -984,12 +994,14 @@ FORWARD_BUSY.run(show_plots=ON_GPU)
 
 # %%
 # On the H200 memory is busy for NN% of the time with nothing saved, for NN%
-# with a wide chunk, for NN% with one read, and for NN% in the copy. So the
-# last two are at the roof, and the others wait for something else.
+# with a wide chunk, for NN% with one read, and for NN% in the copy. So the wide
+# chunk and the one read are at the roof, and the others wait for something
+# else. (The roof is not at 100%: the bytes that are still in L2 at the end are
+# not counted, but the time in which the kernel starts and ends is.)
 #
-# The first kernel shows NN%, more than nothing saved. A counter of a busy
-# memory is no praise: it is busy with bytes that nobody needs. That is why the
-# first counter comes first.
+# The first kernel shows NN%, more than nothing saved. That is no praise: its
+# memory is busy with bytes that nobody needs. This is why the bytes are the
+# first counter to look at.
 #
 # **Warps active:** are there enough threads?
 
@@ -1043,12 +1055,12 @@ FORWARD_ISSUED.run(show_plots=ON_GPU)
 # loads narrower. And the sum of each chunk has a barrier, for the warps have
 # to exchange their parts.
 #
-# The barrier is the worse of the two. No warp can request the next chunk
-# before all warps have received this one. So a thread never has more than 4
-# bytes on their way. The 2048 threads that an SM can have make that 8 KB, and
-# `Loads in flight <../layer-norm/04-loads-in-flight.html>`_ has measured that
-# an SM needs 32 KB. *The warps are there, and each of them asks for too
-# little.*
+# So a warp requests a chunk, waits for it, and then waits for the other warps.
+# Only after that it requests the next chunk. In the sweep that reads from
+# memory, a thread never has more than 4 bytes of ``x`` on their way. The 2048
+# threads that an SM can have make that 8 KB, and `Loads in flight
+# <../layer-norm/04-loads-in-flight.html>`_ has measured that an SM needs
+# 32 KB. *The warps are there, and each of them asks for too little.*
 #
 # If this is the cause, then the speed depends on the columns of a chunk that
 # *one thread* has, and not on the warps of a program. That is easy to try.
@@ -1087,15 +1099,11 @@ def bench_chunks(columns, M, N, dtype, mode, provider):
     chunk = 32 * warps * columns
     if chunk > triton.next_power_of_2(N):
         return None  # a row has not so many
-    return percent_of_copy(
-        lambda x, w, dy: (
-            lambda: forward_in_chunks(x, w, chunk=chunk, num_warps=warps)
-        ),
-        M,
-        N,
-        dtype,
-        mode,
-    )
+
+    def in_chunks(x, w):
+        return forward_in_chunks(x, w, chunk=chunk, num_warps=warps)
+
+    return percent_of_copy(forward_of(in_chunks), M, N, dtype, mode)
 
 
 # %%
@@ -1218,9 +1226,9 @@ def first_backward(dy, w, saved):
 
 
 # %%
-# The two changes of the forward pass help here as well: nothing is converted,
-# and ``x_hat`` is computed again. We make both at once, and only then look at
-# what is left.
+# The two changes of the forward pass can be made here as well: nothing is
+# converted, and ``x_hat`` is computed again. We write both, one after the
+# other, and only then look at what is left.
 
 
 def backward_no_conversions(dy, w, saved):
@@ -1336,14 +1344,16 @@ def backward_one_read(dy, w, saved):
 #   by the whole GPU;
 # - ``ERRBAR`` and ``CGAERRBAR``, which belong to it;
 # - ``ATOMG.E.ADD``: add;
-# - ``CCTL.IVALL``: throw away what L1 holds, because it may be old.
+# - ``CCTL.IVALL``: throw away what L1, the cache of the SM, holds, because it
+#   may be old.
 #
 # All of them but the addition are *fences*. They promise an order: who sees
 # the addition also sees what was written before it. The argument ``sem`` of
 # ``tl.atomic_add`` asks for it, and if we say nothing, it is "acq_rel",
-# acquire and release. A lock needs such an order. A sum does not: nobody looks
-# at ``dw`` before the kernel is over. With ``sem="relaxed"`` there is one
-# instruction left, ``REDG.E.ADD``, which sends the number to L2 and goes on.
+# acquire and release. `A lock <../layer-norm/03-lock.html>`_ needs such an
+# order. A sum does not: nobody looks at ``dw`` before the kernel is over. With
+# ``sem="relaxed"`` there is one instruction left, ``REDG.E.ADD``, which sends
+# the number to L2 and goes on.
 
 
 def backward_relaxed(dy, w, saved):
@@ -1589,12 +1599,14 @@ bench_backwards.run(show_plots=ON_GPU)
 # NN%.
 #
 # **What follows.**
-# The fourth guess helps, but far less than it did forward. One word is worth
-# more, and nothing on this page gains so much for so little work.
+# The fourth guess helps, but less than it did forward: one read is NN times as
+# fast as nothing saved, and forward it was NN times as fast. One word makes it
+# NN times as fast once more.
 #
-# The fifth guess was not all wrong. From relaxed additions to registers the
-# time falls once more. But as long as there were fences, that could not be
-# seen.
+# The fifth guess was not all wrong, but most of it was. Without the word, sums
+# in registers would have brought us from NN µs to NN µs at once, and we would
+# have said that programs had been in each other's way. Now we know that the
+# fences alone took NN µs of that.
 #
 # Two counters say the same. The first is the one that comes first, bytes. The
 # second belongs to a family that tells what warps wait for,
@@ -1627,9 +1639,14 @@ BACKWARD_FENCES.run(show_plots=ON_GPU)
 # relaxed additions on.
 #
 # **Why.**
-# Here the second sweep does cost bytes. A row of ``x`` and one of ``dy`` are
-# 16 KB, and the fences empty L1 all the time, so that it is left to L2 to hold
-# the rows of all programs.
+# By hand we count 4 times the bytes for the first kernel, with its
+# conversions, 1.3 times without them, and 1 for the others. So here, unlike
+# forward, the second sweep costs bytes. The fences empty L1 all the time, and
+# the second sweep has to find its rows in L2. With nothing saved, a row of
+# ``x`` and one of ``dy`` are 16 KB. Sixteen programs share an SM, so the rows
+# of all of them are 35 MB, and L2 has 50 MB for them and for what is written.
+# It does not keep them all. With an ``x_hat`` in float32 they are 52 MB, and
+# more of them are read twice.
 #
 # Who else takes time?
 # --------------------
@@ -1858,8 +1875,8 @@ print("restore_value: dw is", growth_of(restore_value=["sums_ptr"]))
 # A search is made for each new value of the arguments that ``key`` names.
 # Triton adds the types of all tensors by itself, and nothing else. What is
 # missing in the key is decided by whoever calls first, and what is in it
-# without need is searched again and again. Here are the batches of an epoch,
-# whose last one is smaller, and the widths of two layers:
+# without need is searched again and again. Here are five calls: batches of 8,
+# 7 and 3 rows, in layers of 40 and of 24 columns.
 
 
 def searches_of(key):
@@ -1981,8 +1998,9 @@ bench_keys.run(show_plots=ON_GPU)
 #   ``TRITON_CACHE_AUTOTUNING=1`` does it for all searches, and
 #   ``TRITON_PRINT_AUTOTUNING=1`` prints what was chosen.
 #
-# Here are the first calls of a new process, with an empty cache but for the
-# last of them; and then what every later call costs on the host.
+# Here are first calls, with an empty cache but for the last of them; and then
+# what every later call costs on the host. (The process is not new, but the
+# kernel and the cache are.)
 
 # %%
 
@@ -2175,7 +2193,7 @@ def first_rule(N, itemsize):
 def plan_backward(N, itemsize):
     """Programs on an SM, warps of each, and stages."""
     if not ON_GPU:
-        return 1, 4, 1
+        return 1, 4, 1  # the interpreter runs one program after the other
     if N * itemsize % 4:  # no asynchronous copies
         return 2, 4, 1
     per_sm = 1
@@ -2197,6 +2215,19 @@ def backward(dy, w, saved):
 
 
 OURS = norm_of(forward, backward)
+
+# %%
+# It is checked as all designs are, at widths that take different branches:
+
+M = 9  # small, because the interpreter is slow
+widths = [33, 200]
+if ON_GPU:
+    M = 1151
+    widths = [2500, 7001, 8192]
+for dtype in (torch.float32, torch.float16):
+    for N in widths:
+        check(OURS, M, N, dtype)
+print(f"the rule, {M} rows of {widths} columns: each element is right")
 
 # %%
 # We made the second rule from what we saw at 2500, 5120 and 7001 columns. So
@@ -2586,6 +2617,6 @@ assert exercise_1(advice_1)
 # 12. **Write a rule** and say why. Measure it at sizes that it was not made
 #     for.
 #
-# **Next:** `Layer norm over several GPUs
-# <../several-gpus/01-layer-norm.html>`_ takes a fast kernel to more than one
-# GPU, where the time between kernels counts as well.
+# **Next:** a fast kernel is there to be used. `A GPT whose every kernel is a
+# page of this site <../model/01-gpt.html>`_ trains with the kernels of all
+# sections.
