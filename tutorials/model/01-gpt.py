@@ -62,6 +62,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Scaffold: more imports, and which GPU this process has.
 
 import functools
+import gc
 import re
 import subprocess
 import sys
@@ -1074,9 +1075,11 @@ def liger_heads(x, cos, sin):
 
 
 def liger_gate(x):
-    from liger_kernel.transformers import functional
+    from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
-    return functional.liger_swiglu(*x.chunk(2, dim=-1))
+    # Its form for both halves in one tensor, which takes rows.
+    y = LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2))
+    return y.view(*x.shape[:-1], -1)
 
 
 def liger_loss(x, weight, target):
@@ -1111,6 +1114,7 @@ DESIGNS = {
 if find_spec("liger_kernel"):
     DESIGNS["liger"] = "Liger"
 GRAPHS = "triton", "torch graph", "compile graph", "max-autotune"
+TURNS = 6  # of each design in a round
 
 
 @functools.cache
@@ -1127,10 +1131,10 @@ def training_of(provider):
     if provider in ("torch.compile", "compile graph"):
         training = Training(*compiled())
     elif provider == "max-autotune":
-        # We record the graph ourselves, as for all others.
-        mode = "max-autotune-no-cudagraphs"
+        # Of this mode what concerns the products: the rest takes minutes.
+        options = {"max_autotune_gemm": True}
         model = model_of(PYTORCH)
-        call = torch.compile(model, dynamic=False, mode=mode)
+        call = torch.compile(model, dynamic=False, options=options)
         training = Training(model, call)
     elif provider == "triton compiled":
         model = model_of(OURS)
@@ -1144,43 +1148,45 @@ def training_of(provider):
 
 
 @functools.cache
-def trainings():
-    """Of each design a training that has done some steps, and the most GB that
-    its tensors took meanwhile."""
-    found = {}
-    memory = {}
-    for provider in DESIGNS:
-        torch.cuda.empty_cache()
+def started(provider):
+    """A training in the way of a design, which has done some steps, and the
+    most GB that its tensors took meanwhile; None if it does not run here."""
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    try:
+        training = training_of(provider)
+        for i in range(6):
+            if i == 2:  # what compiling needs does not count
+                torch.cuda.reset_peak_memory_stats()
+            training.step(*batch(i, seed=0))
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        try:
-            training = training_of(provider)
-            for i in range(6):
-                if i == 2:  # what compiling needs does not count
-                    torch.cuda.reset_peak_memory_stats()
-                training.step(*batch(i, seed=0))
-            torch.cuda.synchronize()
-        except Exception as error:  # it leaves a gap in the figures
-            print(f"{DESIGNS[provider]} does not run here: {error}")
-            continue
-        found[provider] = training
-        most = torch.cuda.max_memory_allocated() - before
-        if provider == "compile graph":  # its model was there before
-            most += sum(each.nbytes for each in compiled()[0].parameters())
-        memory[provider] = most / 1e9
-    return found, memory
+    except Exception as error:  # it leaves a gap in the figures
+        print(f"{DESIGNS[provider]} does not run here: {error}")
+        return None
+    most = torch.cuda.max_memory_allocated() - before
+    if provider == "compile graph":  # its model was there before
+        most += sum(each.nbytes for each in compiled()[0].parameters())
+    return training, most / 1e9
 
 
 @functools.cache
 def step_times():
     """µs of a step of each design: median, least and most of three rounds."""
-    found, _ = trainings()
+    trainings = {}
+    for provider in DESIGNS:
+        if started(provider):
+            trainings[provider], _ = started(provider)
     batches = [batch(i, seed=0) for i in range(3)]
-    rounds = {provider: [] for provider in found}
+    rounds = {provider: [] for provider in trainings}
+    # From time to time Python looks for garbage among all objects, and a step
+    # may have to wait for that. Not among these:
+    gc.collect()
+    gc.freeze()
     for _ in range(3):
-        fastest = dict.fromkeys(found, float("inf"))
-        for _ in range(4):
-            for provider, training in found.items():
+        fastest = dict.fromkeys(trainings, float("inf"))
+        for _ in range(TURNS):
+            for provider, training in trainings.items():
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for each in batches:
@@ -1190,6 +1196,7 @@ def step_times():
                 fastest[provider] = min(fastest[provider], us)
         for provider, us in fastest.items():
             rounds[provider].append(us)
+    gc.unfreeze()
     found = {}
     for provider, times in rounds.items():
         least, median, most = sorted(times)
@@ -1232,9 +1239,9 @@ def kind_of(kernel):
 @functools.cache
 def kernel_times(provider):
     """µs of a step in each kernel, by name."""
-    training = trainings()[0].get(provider)
-    if training is None:
+    if not started(provider):
         return {}
+    training, _ = started(provider)
     batches = [batch(i, seed=0) for i in range(3)]
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -1277,7 +1284,7 @@ def kernel_times(provider):
 def bench_step(N, layers, dtype, mode, provider):
     """Three steps that follow each other, with the optimizer, until the GPU is
     done with the last, on the host's clock. All designs take turns, and of
-    four turns the fastest counts, for what else runs on a host only makes it
+    six turns the fastest counts, for what else runs on a host only makes it
     slower. Median, least and most of three such rounds."""
     if not ON_GPU:
         return 3 * [float("nan")]
@@ -1421,7 +1428,10 @@ def bench_memory(N, layers, dtype, mode, provider):
     step on, by torch.cuda.max_memory_allocated."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    return trainings()[1].get(provider, float("nan"))
+    if not started(provider):
+        return float("nan")
+    _, most = started(provider)
+    return most
 
 
 # %%
@@ -1473,17 +1483,22 @@ def times_of_ranks():
     script = Path(run_as_a_rank.__code__.co_filename)
     if not ON_GPU or not script.exists():
         return {}  # a notebook has no file to start
-    for measured in (trained, compiled, trainings, step_times, kernel_times):
-        measured.cache_clear()  # and its memory is free for the ranks
+    for kept in (trained, compiled, started, step_times, kernel_times):
+        kept.cache_clear()  # and its memory is free for the ranks
     torch.cuda.empty_cache()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = min(torch.cuda.device_count(), 2)
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", script],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    try:
+        done = subprocess.run(
+            [*command, f"--nproc-per-node={ranks}", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=150,  # seconds
+        )
+    except subprocess.SubprocessError as error:  # it leaves a gap, too
+        print(f"Several ranks do not run here: {error}")
+        return {}
     found = re.findall(r"(\w+), ranks: (\d), (\d+) µs", done.stdout)
     return {(name, int(ranks)): float(us) for name, ranks, us in found}
 
