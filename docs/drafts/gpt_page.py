@@ -236,6 +236,19 @@ def functions():
         print(f"   {name}:", "; ".join(row))
 
 
+def memory_of_losses():
+    """The most GB of both passes of a loss, beside what it is given."""
+    for provider, names in (("triton", "OURS"), ("torch", "PYTORCH")):
+        call = page["both_passes_of"](page[names]["loss"], "loss")
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        most = torch.cuda.max_memory_allocated() - before
+        print(f"   {provider}: {most / 1e9:.2f} GB")
+
+
 def graphs():
     counters = torch._dynamo.utils.counters
     print("   dynamo:", dict(counters["stats"]))
@@ -295,6 +308,7 @@ attempt("gradients", gradients)
 attempt("same bits", bits)
 if ON_GPU:
     attempt("functions", functions, limit=70)
+    attempt("memory of losses", memory_of_losses)
 attempt("exercise", exercise)
 if ON_GPU:
     attempt("ranks", ranks, limit=110)

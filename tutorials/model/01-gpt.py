@@ -275,11 +275,13 @@ class _LossInParts(torch.autograd.Function):
             x.split(rows), target.split(rows), dx.split(rows), strict=True
         ):
             logits, _ = both_passes.linear_forward(x_part, weight)
-            # The gradient is written over the logits.
+            # The losses of these rows are first among what it returns. It
+            # writes the gradient over the logits, which nobody needs again.
             kept, _ = both_passes.ahead(
                 logits, target_part, None, one, dx=logits
             )
             loss += kept[0].sum() * one
+            # dx = gradient @ weight, and dw = gradient.T @ x, part by part.
             both_passes.product(logits, weight, dx_part)
             both_passes.product(logits.T, x_part, part_of_dw)
             dw += part_of_dw
@@ -516,10 +518,9 @@ def given_to(name):
 
     x = normal(SEQUENCES, LENGTH, WIDTH)
     # Heads, as they come out of a product.
-    q, k, v = (
-        normal(SEQUENCES, LENGTH, heads, DIM).transpose(1, 2)
-        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
-    )
+    q = normal(SEQUENCES, LENGTH, HEADS, DIM).transpose(1, 2)
+    k = normal(SEQUENCES, LENGTH, KEY_HEADS, DIM).transpose(1, 2)
+    v = normal(SEQUENCES, LENGTH, KEY_HEADS, DIM).transpose(1, 2)
     targets = torch.randint(WORDS, (SEQUENCES, LENGTH), device=DEVICE)
     return {
         "add_and_norm": lambda: (x, normal(*x.shape), normal(WIDTH)),
@@ -540,15 +541,17 @@ def both_passes_of(function, name):
     wanted = [t for t in given if t.dtype == DTYPE]
     for tensor in wanted:
         tensor.requires_grad_()
-    results = function(*given)
+
+    def forward():
+        results = function(*given)
+        return results if isinstance(results, tuple) else (results,)
+
+    dys = [torch.randn_like(y) for y in forward()]
     if name == "loss":
-        return lambda: torch.autograd.grad(function(*given), wanted)
-    several = isinstance(results, tuple)
-    dys = [torch.randn_like(y) for y in (results if several else [results])]
+        dys = None  # it is one number, and autograd begins with 1
 
     def call():
-        results = function(*given)
-        return torch.autograd.grad(results, wanted, dys if several else dys[0])
+        return torch.autograd.grad(forward(), wanted, dys)
 
     return call
 
@@ -888,8 +891,8 @@ bench_gradients.run(show_plots=ON_GPU)
 # A step as a CUDA graph
 # ----------------------
 #
-# A step launches hundreds of kernels, and each takes the host some ten
-# microseconds. `What the user waits for <../layer-norm/10-host-time.html>`_
+# A step launches hundreds of kernels, and each takes the host ten microseconds
+# or more. `What the user waits for <../layer-norm/10-host-time.html>`_
 # explains what helps. A *CUDA graph* records what a step launches, and
 # launches all of it again with a single call. It wants three things of a step:
 #
@@ -1318,7 +1321,10 @@ plt.show()
 # -----------------------------
 #
 # PyTorch's profiler tells how long each kernel takes on the GPU. We add up
-# kernels of one kind.
+# kernels of one kind, by their names. PyTorch has kernels for any operation on
+# each number, such as a product or a sum, and their names don't tell what they
+# are for. What it takes for gate, rotary embedding and the stream is therefore
+# found under *copies and other*.
 
 # %%
 
@@ -1455,9 +1461,11 @@ plt.show()
 # torch.compile NN GB.
 #
 # **Why.**
-# The largest tensors are those of the loss. PyTorch has the logits in 16 bits
-# and in 32, and their softmax in 32: together these take 5.2 GB. Ours has a
-# quarter of the logits in 16 bits, 0.3 GB. The rest is what each function
+# The largest tensors are those of the loss. When PyTorch begins its backward
+# pass, three of them have the size of the logits, in 32 bits: the logarithms
+# that it has kept, the gradient that arrives there, and the gradient of the
+# logits. Together these take 6.3 GB. Ours has a quarter of the logits in 16
+# bits, which takes 0.3 GB. The rest is what each function
 # keeps for its backward pass. Our norm keeps the sum that it has normalized,
 # our rotary embedding keeps nothing but its angles, and our gate keeps what it
 # was given. PyTorch keeps results between the steps of each of them.

@@ -236,10 +236,10 @@ def CLAIMS(figure):
 
 FACTS = {
     f"take {16384 * 32000 * 2 / 1e9:.0f} GB in 16 bits.": "the logits",
-    f"together these take {16384 * 32000 * 10 / 1e9:.1f} GB.": (
-        "2, 4 and 4 bytes a logit"
+    f"Together these take {16384 * 32000 * 12 / 1e9:.1f} GB.": (
+        "4 bytes a logit, three times"
     ),
-    f"the logits in 16 bits, {16384 * 32000 * 2 / 4e9:.1f} GB.": "a quarter",
+    f"which takes {16384 * 32000 * 2 / 4e9:.1f} GB.": "a quarter, in 16 bits",
 }
 
 # The module ------------------------------------------------------------------
