@@ -682,9 +682,9 @@ print(f"{parameters / 1e6:.1f} million parameters")
 # -------------------------------------
 #
 # Why not simply train the weights? They have 16 bits, and a step of the
-# optimizer changes a weight by less than its last place, as `RMS norm in 16
-# bits <../norms-and-losses/02-rms-norm-16-bits.html>`_ shows. Such a step is
-# lost.
+# optimizer often changes a weight by less than its last place, as `RMS norm in
+# 16 bits <../norms-and-losses/02-rms-norm-16-bits.html>`_ shows. Such a step
+# is lost.
 #
 # So each weight has a *master* in float32. The optimizer changes the masters,
 # and after each step the weights are set to them, rounded. The optimizer is
@@ -1046,8 +1046,8 @@ assert same and losses == losses_of("triton", 0)
 # - **Ours**, launched from Python and as a CUDA graph.
 # - **PyTorch**, in the same two ways.
 # - **torch.compile** of PyTorch's model, which fuses what stands between the
-#   products, in the same two ways. With ``max-autotune`` it also tries kernels
-#   of its own for the products.
+#   products, in the same two ways. With its option ``max_autotune_gemm`` it
+#   also tries kernels of its own for the products.
 # - **torch.compile of ours.** Our attention is an operator that it knows, and
 #   our other functions are not.
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
@@ -1111,7 +1111,7 @@ DESIGNS = {
     "torch graph": "PyTorch, CUDA graph",
     "torch.compile": "torch.compile",
     "compile graph": "torch.compile, CUDA graph",
-    "max-autotune": "max-autotune, CUDA graph",
+    "max-autotune": "max_autotune_gemm, CUDA graph",
     "triton compiled": "Triton, torch.compile",
 }
 if find_spec("liger_kernel"):
@@ -1134,7 +1134,7 @@ def training_of(provider):
     if provider in ("torch.compile", "compile graph"):
         training = Training(*compiled())
     elif provider == "max-autotune":
-        # Of this mode what concerns the products: the rest takes minutes.
+        # Of the mode "max-autotune" only this, for all of it takes minutes.
         options = {"max_autotune_gemm": True}
         model = model_of(PYTORCH)
         call = torch.compile(model, dynamic=False, options=options)
@@ -1313,8 +1313,8 @@ plt.show()
 # **What the figure shows.**
 # On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
 # from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
-# NN ms, NN ms as a graph, and NN ms with ``max-autotune`` as a graph. Liger
-# takes NN ms. Ours under torch.compile takes NN ms. So our graph is NN times
+# NN ms, NN ms as a graph, and NN ms with ``max_autotune_gemm`` as a graph.
+# Liger takes NN ms. Ours under torch.compile takes NN ms. So our graph is NN times
 # as fast as PyTorch, and NN times as fast as the best of torch.compile.
 #
 # Where do the microseconds go?

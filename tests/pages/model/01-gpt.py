@@ -138,7 +138,7 @@ def of_steps(figure):
         f"{plain} ms launched from Python. PyTorch takes {torch_} ms, and "
         f"{torch_graph} ms as a graph. torch.compile takes {compiled} ms, "
         f"{compiled_graph} ms as a graph, and {autotune} ms with "
-        f"``max-autotune`` as a graph. Liger takes {liger} ms. Ours under "
+        f"``max_autotune_gemm`` as a graph. Liger takes {liger} ms. Ours under "
         f"torch.compile takes {ours_compiled} ms."
     )
     best = "torch.compile", "compile graph", "max-autotune"
