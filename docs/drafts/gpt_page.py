@@ -315,9 +315,5 @@ if ON_GPU:
     torch._dynamo.utils.counters.clear()
     attempt("start triton compiled", start, "triton compiled", limit=80)
     graphs()
-    attempt("start max-autotune", start, "max-autotune", limit=170)
-    attempt("kernels of max-autotune", kernels, "max-autotune", 12)
-    both = ["triton", "torch.compile", "max-autotune", "triton compiled"]
-    attempt("times of these", steps, both)
     attempt("seeds", seeds)
 print(f"done after {spent():.0f} s")
