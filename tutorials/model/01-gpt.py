@@ -62,6 +62,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Scaffold: more imports, and which GPU this process has.
 
 import functools
+import gc
 import re
 import subprocess
 import sys
@@ -274,11 +275,13 @@ class _LossInParts(torch.autograd.Function):
             x.split(rows), target.split(rows), dx.split(rows), strict=True
         ):
             logits, _ = both_passes.linear_forward(x_part, weight)
-            # The gradient is written over the logits.
+            # The losses of these rows are first among what it returns. It
+            # writes the gradient over the logits, which nobody needs again.
             kept, _ = both_passes.ahead(
                 logits, target_part, None, one, dx=logits
             )
             loss += kept[0].sum() * one
+            # dx = gradient @ weight, and dw = gradient.T @ x, part by part.
             both_passes.product(logits, weight, dx_part)
             both_passes.product(logits.T, x_part, part_of_dw)
             dw += part_of_dw
@@ -515,10 +518,9 @@ def given_to(name):
 
     x = normal(SEQUENCES, LENGTH, WIDTH)
     # Heads, as they come out of a product.
-    q, k, v = (
-        normal(SEQUENCES, LENGTH, heads, DIM).transpose(1, 2)
-        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
-    )
+    q = normal(SEQUENCES, LENGTH, HEADS, DIM).transpose(1, 2)
+    k = normal(SEQUENCES, LENGTH, KEY_HEADS, DIM).transpose(1, 2)
+    v = normal(SEQUENCES, LENGTH, KEY_HEADS, DIM).transpose(1, 2)
     targets = torch.randint(WORDS, (SEQUENCES, LENGTH), device=DEVICE)
     return {
         "add_and_norm": lambda: (x, normal(*x.shape), normal(WIDTH)),
@@ -539,15 +541,17 @@ def both_passes_of(function, name):
     wanted = [t for t in given if t.dtype == DTYPE]
     for tensor in wanted:
         tensor.requires_grad_()
-    results = function(*given)
+
+    def forward():
+        results = function(*given)
+        return results if isinstance(results, tuple) else (results,)
+
+    dys = [torch.randn_like(y) for y in forward()]
     if name == "loss":
-        return lambda: torch.autograd.grad(function(*given), wanted)
-    several = isinstance(results, tuple)
-    dys = [torch.randn_like(y) for y in (results if several else [results])]
+        dys = None  # it is one number, and autograd begins with 1
 
     def call():
-        results = function(*given)
-        return torch.autograd.grad(results, wanted, dys if several else dys[0])
+        return torch.autograd.grad(forward(), wanted, dys)
 
     return call
 
@@ -678,9 +682,9 @@ print(f"{parameters / 1e6:.1f} million parameters")
 # -------------------------------------
 #
 # Why not simply train the weights? They have 16 bits, and a step of the
-# optimizer changes a weight by less than its last place, as `RMS norm in 16
-# bits <../norms-and-losses/02-rms-norm-16-bits.html>`_ shows. Such a step is
-# lost.
+# optimizer often changes a weight by less than its last place, as `RMS norm in
+# 16 bits <../norms-and-losses/02-rms-norm-16-bits.html>`_ shows. Such a step
+# is lost.
 #
 # So each weight has a *master* in float32. The optimizer changes the masters,
 # and after each step the weights are set to them, rounded. The optimizer is
@@ -727,6 +731,57 @@ class Training:
 
 
 # %%
+# A step as a CUDA graph
+# ----------------------
+#
+# A step launches hundreds of kernels, and each takes the host ten microseconds
+# or more. `What the user waits for <../layer-norm/10-host-time.html>`_
+# explains what helps. A *CUDA graph* records what a step launches, and
+# launches all of it again with a single call. It wants three things of a step:
+#
+# - **The same addresses each time.** A new batch is copied to where the
+#   recorded one was.
+# - **The same kernels each time.** No size changes, and no decision depends on
+#   a number that is on the GPU.
+# - **Nobody waits for the GPU.** The loss stays there until somebody prints
+#   it. That is also why the optimizer has to keep its count of steps there.
+#
+# The first three steps run as usual, because kernels are compiled then and
+# the optimizer allocates its tensors.
+
+
+class Recorded:
+    """A training whose steps are replayed, from the fourth one on."""
+
+    def __init__(self, training, usual=3):
+        self.training = training
+        self.usual = usual
+        self.graph = None
+
+    def step(self, tokens, target):
+        if not ON_GPU or self.usual > 0:
+            self.usual -= 1
+            return self.training.step(tokens, target)
+        if self.graph is None:
+            self.record()
+        self.tokens.copy_(tokens)
+        self.target.copy_(target)
+        self.graph.replay()
+        return self.loss.clone()
+
+    def record(self):
+        self.tokens, self.target = batch(0, seed=0)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            self.graph,
+            stream=torch.cuda.current_stream(),
+            # A thread of NCCL, if there is one, may go on meanwhile.
+            capture_error_mode="thread_local",
+        ):
+            self.loss = self.training.step(self.tokens, self.target)
+
+
+# %%
 # One script, several GPUs
 # ------------------------
 #
@@ -738,16 +793,17 @@ class Training:
 # the backward pass still runs, and our functions need not know of it.
 #
 # ``torchrun --nproc-per-node 2 01-gpt.py`` runs this page twice, as two ranks.
-# They train some steps on one of them and on both, say how long a step takes,
-# and end here. Further down we start them from this page.
+# They train some steps on one of them and on both, launched from Python and as
+# graphs, say how long a step takes, and end here. Further down we start them
+# from this page.
 
 # %%
 
 # Scaffold: what a rank does.
 
 
-def time_of_ranks(functions, ranks):
-    """Seconds of a step on this many ranks; None on a rank that waits."""
+def time_of_ranks(functions, ranks, as_a_graph):
+    """µs of a step on this many ranks; None on a rank that waits."""
     group = dist.new_group(list(range(ranks)))
     if dist.get_rank() >= ranks:
         return None
@@ -758,28 +814,39 @@ def time_of_ranks(functions, ranks):
             model, process_group=group, gradient_as_bucket_view=True
         )
     training = Training(model, call)
-    first = 5 if ON_GPU else 0  # steps that are not timed
-    steps = 20 if ON_GPU else 1
-    for i in range(first + steps):
-        if i == first:
-            dist.barrier(group)
-            start = time.perf_counter()
-        # Each rank has batches of its own.
-        loss = training.step(*batch(i, seed=dist.get_rank()))
-    loss.item()  # waits for the GPU
-    return (time.perf_counter() - start) / steps
+    if as_a_graph:
+        # DDP wants eleven usual steps before it can be recorded.
+        training = Recorded(training, usual=11)
+    # Each rank has batches of its own.
+    batches = [batch(i, seed=dist.get_rank()) for i in range(3)]
+    for _ in range(5 if ON_GPU else 0):  # not timed
+        for each in batches:
+            training.step(*each)
+    fastest = float("inf")
+    for _ in range(8 if ON_GPU else 1):
+        dist.barrier(group)
+        start = time.perf_counter()
+        for each in batches:
+            loss = training.step(*each)
+        loss.item()  # waits for the GPU
+        seconds = (time.perf_counter() - start) / len(batches)
+        fastest = min(fastest, 1e6 * seconds)
+    return fastest
 
 
 def run_as_a_rank():
     dist.init_process_group("nccl" if ON_GPU else "gloo")
     world = dist.get_world_size()
-    for name, functions in (("Triton", OURS), ("PyTorch", PYTORCH)):
+    for name in ("eager", "torch", "triton", "torch graph"):
+        functions = PYTORCH if name.startswith("torch") else OURS
+        as_a_graph = name in ("triton", "torch graph")
         for ranks in sorted({1, world}):
             times = [None] * world
-            dist.all_gather_object(times, time_of_ranks(functions, ranks))
+            us = time_of_ranks(functions, ranks, as_a_graph)
+            dist.all_gather_object(times, us)
             if dist.get_rank() == 0:
-                us = 1e6 * max(each for each in times if each)
-                print(f"{name}, ranks: {ranks}, {us:.0f} µs a step")
+                us = max(each for each in times if each)
+                print(f"{name}, ranks: {ranks}, {us:.0f} µs", flush=True)
     dist.destroy_process_group()
 
 
@@ -834,7 +901,7 @@ for name, errors in errors_of_gradients().items():
 ours, theirs = errors_of_gradients().values()
 for name, error in ours.items():
     # In float32 there is hardly any; in 16 bits, about as much as PyTorch has.
-    allowed = 2 * theirs[name] + (0.005 if ON_GPU else 1e-5)
+    allowed = 1.5 * theirs[name] + (0.0005 if ON_GPU else 1e-5)
     assert error < allowed, f"{name}: {error:.1e}"
 
 # %%
@@ -883,52 +950,6 @@ bench_gradients.run(show_plots=ON_GPU)
 # There are two differences. Where we have one kernel for several operations,
 # nothing is rounded between them. And the angles of our rotary embedding have
 # 32 bits, where PyTorch's have 16.
-#
-# A step as a CUDA graph
-# ----------------------
-#
-# A step launches hundreds of kernels, and each takes the host some ten
-# microseconds. `What the user waits for <../layer-norm/10-host-time.html>`_
-# explains what helps. A *CUDA graph* records what a step launches, and
-# launches all of it again with a single call. It wants three things of a step:
-#
-# - **The same addresses each time.** A new batch is copied to where the
-#   recorded one was.
-# - **The same kernels each time.** No size changes, and no decision depends on
-#   a number that is on the GPU.
-# - **Nobody waits for the GPU.** The loss stays there until somebody prints
-#   it. That is also why the optimizer has to keep its count of steps there.
-#
-# The first three steps run as usual, because kernels are compiled then and
-# the optimizer allocates its tensors.
-
-
-class Recorded:
-    """A training whose steps are replayed, from the fourth one on."""
-
-    def __init__(self, training, usual=3):
-        self.training = training
-        self.usual = usual
-        self.graph = None
-
-    def step(self, tokens, target):
-        if not ON_GPU or self.usual > 0:
-            self.usual -= 1
-            return self.training.step(tokens, target)
-        if self.graph is None:
-            self.record()
-        self.tokens.copy_(tokens)
-        self.target.copy_(target)
-        self.graph.replay()
-        return self.loss.clone()
-
-    def record(self):
-        self.tokens, self.target = batch(0, seed=0)
-        self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.loss = self.training.step(self.tokens, self.target)
-
 
 # %%
 # The same training?
@@ -1042,8 +1063,9 @@ assert same and losses == losses_of("triton", 0)
 # - **Ours**, launched from Python and as a CUDA graph.
 # - **PyTorch**, in the same two ways.
 # - **torch.compile** of PyTorch's model, which fuses what stands between the
-#   products, in the same two ways. With ``max-autotune`` it also tries kernels
-#   of its own for the products.
+#   products, in the same two ways. Its option ``max_autotune_gemm`` also tries
+#   kernels of its own for the products. It was not done with that after three
+#   minutes, so it is not among our figures.
 # - **torch.compile of ours.** Our attention is an operator that it knows, and
 #   our other functions are not.
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
@@ -1074,9 +1096,11 @@ def liger_heads(x, cos, sin):
 
 
 def liger_gate(x):
-    from liger_kernel.transformers import functional
+    from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
-    return functional.liger_swiglu(*x.chunk(2, dim=-1))
+    # Its form for both halves in one tensor, which takes rows.
+    y = LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2))
+    return y.view(*x.shape[:-1], -1)
 
 
 def liger_loss(x, weight, target):
@@ -1105,12 +1129,12 @@ DESIGNS = {
     "torch graph": "PyTorch, CUDA graph",
     "torch.compile": "torch.compile",
     "compile graph": "torch.compile, CUDA graph",
-    "max-autotune": "max-autotune, CUDA graph",
     "triton compiled": "Triton, torch.compile",
 }
 if find_spec("liger_kernel"):
     DESIGNS["liger"] = "Liger"
-GRAPHS = "triton", "torch graph", "compile graph", "max-autotune"
+GRAPHS = "triton", "torch graph", "compile graph"
+TURNS = 20  # of each design, three steps each
 
 
 @functools.cache
@@ -1126,12 +1150,6 @@ def training_of(provider):
     """A training that does its steps in the way of a design."""
     if provider in ("torch.compile", "compile graph"):
         training = Training(*compiled())
-    elif provider == "max-autotune":
-        # We record the graph ourselves, as for all others.
-        mode = "max-autotune-no-cudagraphs"
-        model = model_of(PYTORCH)
-        call = torch.compile(model, dynamic=False, mode=mode)
-        training = Training(model, call)
     elif provider == "triton compiled":
         model = model_of(OURS)
         training = Training(model, torch.compile(model, dynamic=False))
@@ -1144,56 +1162,55 @@ def training_of(provider):
 
 
 @functools.cache
-def trainings():
-    """Of each design a training that has done some steps, and the most GB that
-    its tensors took meanwhile."""
-    found = {}
-    memory = {}
-    for provider in DESIGNS:
-        torch.cuda.empty_cache()
+def started(provider):
+    """A training in the way of a design, which has done some steps, and the
+    most GB that its tensors took meanwhile; None if it does not run here."""
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    try:
+        training = training_of(provider)
+        for i in range(6):
+            if i == 2:  # what compiling needs does not count
+                torch.cuda.reset_peak_memory_stats()
+            training.step(*batch(i, seed=0))
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        try:
-            training = training_of(provider)
-            for i in range(6):
-                if i == 2:  # what compiling needs does not count
-                    torch.cuda.reset_peak_memory_stats()
-                training.step(*batch(i, seed=0))
-            torch.cuda.synchronize()
-        except Exception as error:  # it leaves a gap in the figures
-            print(f"{DESIGNS[provider]} does not run here: {error}")
-            continue
-        found[provider] = training
-        most = torch.cuda.max_memory_allocated() - before
-        if provider == "compile graph":  # its model was there before
-            most += sum(each.nbytes for each in compiled()[0].parameters())
-        memory[provider] = most / 1e9
-    return found, memory
+    except Exception as error:  # it leaves a gap in the figures
+        print(f"{DESIGNS[provider]} does not run here: {error}")
+        return None
+    most = torch.cuda.max_memory_allocated() - before
+    if provider == "compile graph":  # its model was there before
+        most += sum(each.nbytes for each in compiled()[0].parameters())
+    return training, most / 1e9
 
 
 @functools.cache
 def step_times():
-    """µs of a step of each design: median, least and most of three rounds."""
-    found, _ = trainings()
+    """µs of a step of each design: the second, first and third fastest."""
+    trainings = {}
+    for provider in DESIGNS:
+        if started(provider):
+            trainings[provider], _ = started(provider)
     batches = [batch(i, seed=0) for i in range(3)]
-    rounds = {provider: [] for provider in found}
-    for _ in range(3):
-        fastest = dict.fromkeys(found, float("inf"))
-        for _ in range(4):
-            for provider, training in found.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for each in batches:
-                    training.step(*each)
-                torch.cuda.synchronize()
-                us = 1e6 * (time.perf_counter() - start) / len(batches)
-                fastest[provider] = min(fastest[provider], us)
-        for provider, us in fastest.items():
-            rounds[provider].append(us)
+    times = {provider: [] for provider in trainings}
+    # From time to time Python looks for garbage among all objects, and a step
+    # may have to wait for that. Not among these:
+    gc.collect()
+    gc.freeze()
+    for _ in range(TURNS):
+        for provider, training in trainings.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for each in batches:
+                training.step(*each)
+            torch.cuda.synchronize()
+            seconds = (time.perf_counter() - start) / len(batches)
+            times[provider].append(1e6 * seconds)
+    gc.unfreeze()
     found = {}
-    for provider, times in rounds.items():
-        least, median, most = sorted(times)
-        found[provider] = median, least, most
+    for provider, its in times.items():
+        first, second, third = sorted(its)[:3]
+        found[provider] = second, first, third
     return found
 
 
@@ -1220,6 +1237,9 @@ KINDS = {
     "triton_tem": "products",
     "adam": "optimizer",
     "embedding": "embedding",
+    "radix_sort": "embedding",  # and what follows, for its gradient
+    "sum_and_scatter": "embedding",
+    "compute_grad_weight": "embedding",
 }
 PARTS = [*dict.fromkeys(KINDS.values()), "copies and other"]
 
@@ -1232,9 +1252,9 @@ def kind_of(kernel):
 @functools.cache
 def kernel_times(provider):
     """µs of a step in each kernel, by name."""
-    training = trainings()[0].get(provider)
-    if training is None:
+    if not started(provider):
         return {}
+    training, _ = started(provider)
     batches = [batch(i, seed=0) for i in range(3)]
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -1276,9 +1296,9 @@ def kernel_times(provider):
 )
 def bench_step(N, layers, dtype, mode, provider):
     """Three steps that follow each other, with the optimizer, until the GPU is
-    done with the last, on the host's clock. All designs take turns, and of
-    four turns the fastest counts, for what else runs on a host only makes it
-    slower. Median, least and most of three such rounds."""
+    done with the last, on the host's clock. All designs take 20 turns, and of
+    each the three fastest count, for what else runs on a host only makes it
+    slower: median, least and most of these three."""
     if not ON_GPU:
         return 3 * [float("nan")]
     return step_times().get(provider, 3 * [float("nan")])
@@ -1303,15 +1323,18 @@ plt.show()
 # **What the figure shows.**
 # On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
 # from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
-# NN ms, NN ms as a graph, and NN ms with ``max-autotune`` as a graph. Liger
-# takes NN ms. Ours under torch.compile takes NN ms. So our graph is NN times
-# as fast as PyTorch, and NN times as fast as the best of torch.compile.
+# NN ms, and NN ms as a graph. Liger takes NN ms. Ours under torch.compile
+# takes NN ms. So our graph is NN times as fast as PyTorch, and NN times as
+# fast as torch.compile as a graph.
 #
 # Where do the microseconds go?
 # -----------------------------
 #
 # PyTorch's profiler tells how long each kernel takes on the GPU. We add up
-# kernels of one kind.
+# kernels of one kind, by their names. PyTorch has kernels for any operation on
+# each number, such as a product or a sum, and their names don't tell what they
+# are for. What it takes for gate, rotary embedding and the stream is therefore
+# found under *copies and other*.
 
 # %%
 
@@ -1421,7 +1444,10 @@ def bench_memory(N, layers, dtype, mode, provider):
     step on, by torch.cuda.max_memory_allocated."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    return trainings()[1].get(provider, float("nan"))
+    if not started(provider):
+        return float("nan")
+    _, most = started(provider)
+    return most
 
 
 # %%
@@ -1445,9 +1471,11 @@ plt.show()
 # torch.compile NN GB.
 #
 # **Why.**
-# The largest tensors are those of the loss. PyTorch has the logits in 16 bits
-# and in 32, and their softmax in 32: together these take 5.2 GB. Ours has a
-# quarter of the logits in 16 bits, 0.3 GB. The rest is what each function
+# The largest tensors are those of the loss. When PyTorch begins its backward
+# pass, three of them have the size of the logits, in 32 bits: the logarithms
+# that it has kept, the gradient that arrives there, and the gradient of the
+# logits. Together these take 6.3 GB. Ours has a quarter of the logits in 16
+# bits, which takes 0.3 GB. The rest is what each function
 # keeps for its backward pass. Our norm keeps the sum that it has normalized,
 # our rotary embedding keeps nothing but its angles, and our gate keeps what it
 # was given. PyTorch keeps results between the steps of each of them.
@@ -1473,18 +1501,23 @@ def times_of_ranks():
     script = Path(run_as_a_rank.__code__.co_filename)
     if not ON_GPU or not script.exists():
         return {}  # a notebook has no file to start
-    for measured in (trained, compiled, trainings, step_times, kernel_times):
-        measured.cache_clear()  # and its memory is free for the ranks
+    for kept in (trained, compiled, started, step_times, kernel_times):
+        kept.cache_clear()  # and its memory is free for the ranks
     torch.cuda.empty_cache()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = min(torch.cuda.device_count(), 2)
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", script],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found = re.findall(r"(\w+), ranks: (\d), (\d+) µs", done.stdout)
+    try:
+        done = subprocess.run(
+            [*command, f"--nproc-per-node={ranks}", script],
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=120,  # seconds
+        )
+        said = done.stdout
+    except subprocess.SubprocessError as error:  # what is missing is a gap
+        print(f"Not all runs on several ranks: {error}")
+        said = error.output or b""
+    found = re.findall(r"([a-z ]+), ranks: (\d), (\d+) µs", said.decode())
     return {(name, int(ranks)): float(us) for name, ranks, us in found}
 
 
@@ -1494,8 +1527,13 @@ def times_of_ranks():
         x_vals=[1, 2],
         xlabel="GPUs",
         line_arg="provider",
-        line_vals=["triton", "torch"],
-        line_names=["Triton", "PyTorch"],
+        line_vals=["triton", "eager", "torch", "torch graph"],
+        line_names=[
+            "Triton, CUDA graph",
+            "Triton",
+            "PyTorch",
+            "PyTorch, CUDA graph",
+        ],
         ylabel="µs",
         plot_name="gpt-ranks",
         args={
@@ -1507,10 +1545,9 @@ def times_of_ranks():
 )
 def bench_ranks(ranks, M, dtype, mode, provider):
     """A step of each of so many ranks, with 16384 tokens each and the
-    optimizer, launched from Python: mean of 20 steps that follow each other,
-    on the slower rank."""
-    name = {"triton": "Triton", "torch": "PyTorch"}[provider]
-    return times_of_ranks().get((name, ranks), float("nan"))
+    optimizer: of eight turns of three steps that follow each other, on the
+    host's clock, the fastest, on the slower rank."""
+    return times_of_ranks().get((provider, ranks), float("nan"))
 
 
 # %%
@@ -1524,9 +1561,10 @@ for line in times.columns[1:]:
 
 # %%
 # **What the figure shows.**
-# On two H200s a step takes NN ms where one takes NN. So two GPUs train with NN
-# thousand tokens a second, and one with NN thousand: NN times as many. PyTorch
-# has NN thousand on two and NN thousand on one.
+# On two H200s a step of ours takes NN ms as a graph, where one takes NN. So
+# two GPUs train with NN thousand tokens a second, and one with NN thousand: NN
+# times as many. Launched from Python, ours has NN thousand on two. PyTorch has
+# NN thousand on two, and NN thousand as a graph.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
@@ -1586,7 +1624,7 @@ def exercise_1(activation):
     errors = relative_errors(OURS | {"gate": gate}, exact)
     worst = max(errors, key=errors.get)
     print(f"largest relative error: {errors[worst]:.1e}, of {worst}")
-    right = errors[worst] < (0.1 if ON_GPU else 1e-4)
+    right = errors[worst] < (0.02 if ON_GPU else 1e-4)
     if right:
         losses, _ = train(OURS | {"gate": gate}, seed=0)
         print(f"the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}")
