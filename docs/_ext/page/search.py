@@ -6,6 +6,11 @@ surrounds the tutorials' own words is left out. Where a section spells a word
 in one way, readers may ask for the others that ``conf.py`` names, as it does
 the pages that are written for authors, which search.js shows last. A formula
 is indexed in words, and so is each term of the glossary by itself.
+
+Chinese and Japanese have no spaces, and programs that look for their words
+differ: what cuts a page and what cuts a question found different ones. So
+every character is a word here, and a run of katakana is, which is read as one.
+search.js cuts a question in the same way, and puts together what it shows.
 """
 
 import html
@@ -18,8 +23,6 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
-
-from languages import CURRENT
 
 # What stands on a page and is no answer.
 LEFT_OUT = [
@@ -43,6 +46,8 @@ PROSE = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 # A word of prose counts as one; in a title Pagefind counts it more often.
 CODE = '<pre data-pagefind-weight="0.3">'
 MATH = re.compile(r"<math.*?</math>", re.DOTALL)
+# A word of Chinese or Japanese, or a sign: search.js has the same.
+WIDE = re.compile("[\u30a1-\u30fa\u30fc]+|[\u3000-\u9fff\uff01-\uff65]")
 # How the parts of a formula are told in a line.
 IN_A_LINE = {
     "mfrac": "{} / {}",
@@ -134,15 +139,20 @@ def document(title, page, content, spellings, aside):
     }
     head = "".join(
         f'<meta data-pagefind-meta="{key}[content]" '
-        f'content="{html.escape(value)}">'
+        f'content="{html.escape(apart(value))}">'
         for key, value in meta.items()
         if value
     )
+    # Of a document in English, Pagefind takes what spaces part.
     return (
-        f'<html lang="{CURRENT.tag}"><head>{head}</head>'
-        f"<body><h1>{html.escape(title)}</h1>"
-        f"{content.replace('<pre>', CODE)}</body></html>"
+        f'<html lang="en"><head>{head}</head>'
+        f"<body><h1>{html.escape(apart(title))}</h1>"
+        f"{apart(content).replace('<pre>', CODE)}</body></html>"
     )
+
+
+def apart(text):
+    return WIDE.sub(r" \g<0> ", text)
 
 
 def plain(text):
