@@ -11,6 +11,7 @@ Chinese and Japanese have no spaces, and programs that look for their words
 differ: what cuts a page and what cuts a question found different ones. So
 every character is a word here, and a run of katakana is, which is read as one.
 search.js cuts a question in the same way, and puts together what it shows.
+Their sections are also found by the English titles.
 """
 
 import html
@@ -23,6 +24,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
+
+from languages import CURRENT, ENGLISH
 
 # What stands on a page and is no answer.
 LEFT_OUT = [
@@ -104,12 +107,17 @@ def sections(page, spellings, aside=False):
     for anchor, content in zip(parts[::2], parts[1::2], strict=True):
         heading = TITLE.match(content)
         title, content = plain(heading[1]), content[heading.end() :]
+        # An anchor has the words of the English title, in all languages.
+        english = anchor.removeprefix("term-").replace("-", " ")
+        english = english * (CURRENT is not ENGLISH)
         if top is None:
             top, anchor = title, "index"
         elif re.search('class="bp-(cards|path)', content):
             continue  # which lead to others
         page = "" if title is top else top
-        yield anchor, document(title, page, content, spellings, aside)
+        yield anchor, document(
+            title, english, page, content, spellings, aside
+        )
 
 
 def in_words(formula):
@@ -128,11 +136,13 @@ def words_of(element):
     return f"√({text})" if element.tag == "msqrt" else text
 
 
-def document(title, page, content, spellings, aside):
-    text = plain(" ".join([title, *PROSE.findall(content)]))
+def document(title, english, page, content, spellings, aside):
+    text = plain(" ".join([title, english, *PROSE.findall(content)]))
+    titles = [english] * bool(english)
+    titles += [other for other, _ in others(f"{title} {english}", spellings)]
     meta = {
         "title": title,
-        "titled": "; ".join(other for other, _ in others(title, spellings)),
+        "titled": "; ".join(titles),
         "also": "; ".join(map(" = ".join, others(text, spellings))),
         "page": page,
         "aside": "yes" if aside else "",
