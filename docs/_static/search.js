@@ -17,7 +17,7 @@
 
   // What a question has and every page, or none.
   const TELLS_NOTHING =
-    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$/i;
+    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with|[的了是在和与用把吗呢不为我有]|如何|怎样|怎么|什么|为什么|哪里|哪个|\p{sc=Hiragana}+)$/iu;
 
   // Letters and signs that stand without spaces: see search.py.
   const WIDE = "\u3000-\u9fff\uff01-\uff65";
@@ -73,19 +73,35 @@
   }
 
   /** The sections that have what was asked, and how many there are. Where they
-      are few, those follow that have a part of it. */
+      are few, those follow that have its words anywhere, then a part of them. */
   async function answers(api, asked) {
-    const whole = await having(api, asked);
-    const words = telling(asked);
+    let whole = { ...(await having(api, asked)), words: telling(asked) };
+    if (whole.all >= FEW) return whole;
+    const words = telling(cut(asked));
+    if (`${words}` !== `${whole.words}`)
+      whole = { ...joined(whole, await having(api, words.join(" "))), words };
     if (whole.all >= FEW || words.length < 2) return whole;
     const each = words.map((word) => having(api, word));
     const lists = (await Promise.all(each)).map(({ found }) => found);
     // Of each word the best, then the second best: nobody knows which counts.
     const turns = lists.flatMap((list) => list.map((one, turn) => [turn, one]));
     turns.sort(([one], [two]) => one - two);
-    const parts = turns.map(([, one]) => one);
-    const found = new Map([...whole.found, ...parts].map((one) => [one.url, one]));
-    return { found: [...found.values()], all: found.size, part: !whole.all };
+    const found = turns.map(([, one]) => one);
+    return { ...joined(whole, { found, all: 0 }), words, part: !whole.all };
+  }
+
+  function joined(one, two) {
+    const found = new Map([...one.found, ...two.found].map((each) => [each.url, each]));
+    return { found: [...found.values()], all: Math.max(found.size, two.all) };
+  }
+
+  /** A question in words, if Chinese or Japanese has none of its spaces. */
+  function cut(asked) {
+    const { lang } = document.documentElement;
+    const segmenter = new Intl.Segmenter(lang, { granularity: "word" });
+    return asked.replace(RegExp(`[${WIDE}]+`, "g"), (run) =>
+      Array.from(segmenter.segment(run), ({ segment }) => segment).join(" "),
+    );
   }
 
   const isTerm = ({ url }) => url.includes("/term-");
@@ -111,8 +127,10 @@
     // sections that use it; what is written for authors comes last, or first
     // if its title is what was asked.
     const term = found.find(isTerm);
-    const titled = ({ meta }) =>
-      words.length > 1 && words.every((word) => meta.title.search(pattern(word)) >= 0);
+    const titled = ({ meta: { title } }) =>
+      words.length > 1 &&
+      letters(words.join("")).length >= letters(title).length / 2 &&
+      words.every((word) => title.search(pattern(word)) >= 0);
     const place = (one) => {
       if ("aside" in one.meta) return titled(one) ? -1 : 2;
       return isTerm(one) && one !== term ? 1 : 0;
@@ -133,10 +151,10 @@
       const api = await pagefind();
       await new Promise((done) => setTimeout(done, PAUSE));
       if (askedOn()) return;
-      const { found, all, part } = await answers(api, asked);
+      const { found, all, part, words } = await answers(api, asked);
       if (askedOn()) return;
       const first = found.slice(0, MOST);
-      list.replaceChildren(...first.map((result) => shown(result, asked)));
+      list.replaceChildren(...first.map((result) => shown(result, asked, words)));
       elsewhere.hidden = !asked || (all > 0 && !part);
       if (!asked) say("");
       else if (!all) say("none", asked);
@@ -188,8 +206,8 @@
   }
 
   /** A section that was found, as an item of the list. */
-  function shown({ url, content, meta, excerpt }, asked) {
-    const words = telling(asked);
+  function shown({ url, content, meta, excerpt }, asked, telling) {
+    const words = [...telling];
     // The section may spell a word in another way: bf16 = bfloat16.
     for (const pair of meta.also?.split("; ") ?? []) {
       const [other, written] = pair.split(" = ");

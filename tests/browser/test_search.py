@@ -107,6 +107,23 @@ QUESTIONS = {
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
         r"07-two-sweeps|01-operators)",
+        # without spaces, as a question is asked
+        "CUDA图": r"10-host-time.html#pytorch-s-own-cures|"
+        r"01-operators.html#streams-and-cuda",
+        "如何避免死锁": r"08-shared-rows.html#what-if-a-word|#term-coop",
+        "什么是占用率": r"#isn-t-that-just-occupancy|#term-occupancy",
+        "反向传播公式推导": r"01-layer-norm.html#backward-the-formulas",
+        # in other words than the pages
+        "原子操作": r"02-summing-rows.html#atomic-additions|#term-atomic",
+        "内存带宽": r"#how-many-bytes-must-be-in|#a-gpu-in-num|#term-band",
+        "合并访存": r"#term-coalesced|01-layer-norm.html#forward-a-row",
+        "混合精度": r"02-rms-norm-16-bits.html|#autocast",
+        "可重复性": r"02-summing-rows.html#the-same-bits|#term-same-bits",
+        "数值稳定": r"07-two-sweeps|03-softmax|04-cross-entropy",
+        "分布式训练": r"several-gpus/01-layer-norm.html$",
+        # in English, whose words the sections do not have
+        "layer norm": r"01-layer-norm.html$",
+        "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -134,6 +151,24 @@ QUESTIONS = {
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
         r"07-two-sweeps|01-operators)",
+        # without spaces, as a question is asked
+        "CUDAグラフ": r"10-host-time.html#pytorch-s-own-cures|"
+        r"01-operators.html#streams-and-cuda",
+        "デッドロックを避けるには": r"08-shared-rows.html#what-if-a-word|"
+        r"#term-cooperative",
+        "占有率とは": r"#isn-t-that-just-occupancy|#term-occupancy",
+        "重みの勾配": r"02-summing-rows.html",
+        # in other words than the pages
+        "アトミック操作": r"02-summing-rows.html#atomic-addit|#term-atomic",
+        "メモリ帯域幅": r"#how-many-bytes-must-be-in|#a-gpu-in-num|#term-band",
+        "コアレスアクセス": r"#term-coalesced|01-layer-norm.html#forward-a",
+        "混合精度": r"02-rms-norm-16-bits.html|#autocast",
+        "再現性": r"02-summing-rows.html#the-same-bits|#term-same-bits",
+        "数値安定性": r"07-two-sweeps|03-softmax|04-cross-entropy",
+        "分散学習": r"several-gpus/01-layer-norm.html$",
+        # in English, whose words the sections do not have
+        "layer norm": r"01-layer-norm.html$",
+        "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
     },
 }
 
@@ -253,6 +288,20 @@ def test_a_formula_leaves_words(opened):
     excerpts = opened.locator("#bp-found .bp-words").all_inner_texts()
     assert found
     assert not re.search(r"\bof ,|where is rstd", " ".join(excerpts))
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"), [("zh-cn", "CUDA图"), ("ja", "CUDAグラフ")]
+)
+def test_chinese_and_japanese_are_shown_as_written(page, folder, words):
+    """The index has a space beside each of their characters."""
+    page.goto(f"../{folder}/index.html")
+    page.keyboard.press("Control+k")
+    ask(page, words)
+    shown = page.locator("#bp-found").inner_text()
+    assert not re.search("[\u3000-\u9fff] [\u3000-\u9fff]", shown)
+    marked = page.locator("#bp-found mark").all_inner_texts()
+    assert {words[:4], words[4:]} == set(marked)
 
 
 @pytest.mark.parametrize("words", ["qzxqzx", "collateral", "catastrophic"])

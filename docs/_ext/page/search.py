@@ -115,9 +115,7 @@ def sections(page, spellings, aside=False):
         elif re.search('class="bp-(cards|path)', content):
             continue  # which lead to others
         page = "" if title is top else top
-        yield anchor, document(
-            title, english, page, content, spellings, aside
-        )
+        yield anchor, document(title, english, page, content, spellings, aside)
 
 
 def in_words(formula):
@@ -173,7 +171,8 @@ def others(text, spellings):
     """Other spellings of what a text says, each with the one it has."""
     for group in spellings:
         for spelling in group:
-            if re.search(rf"\b{re.escape(spelling)}", text, re.IGNORECASE):
+            begins = rf"(?<![A-Za-z0-9_]){re.escape(spelling)}"
+            if re.search(begins, text, re.IGNORECASE):
                 for other in group:
                     if other != spelling:
                         yield other, spelling
