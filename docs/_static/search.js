@@ -17,7 +17,7 @@
 
   // What a question has and every page, or none.
   const TELLS_NOTHING =
-    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with|[的了是在和与用把吗呢不为我有]|如何|怎样|怎么|什么|为什么|哪里|哪个|\p{sc=Hiragana}+)$/iu;
+    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$|^([的了是在和与用把吗呢不为我有]|如何|怎样|怎么|什么|为什么|哪里|哪个|\p{sc=Hiragana}+)$/iu;
 
   // Letters and signs that stand without spaces: see search.py.
   const WIDE = "\u3000-\u9fff\uff01-\uff65";
@@ -225,7 +225,8 @@
       const line = document.createElement("span");
       line.className = `bp-${kind}`;
       if (kind !== "words") line.textContent = meta[kind] ?? "";
-      else if (RegExp(`[${WIDE}]`).test(content)) line.append(...around(words, content, meta));
+      else if (RegExp(`[${WIDE}]`).test(content))
+        line.append(...around(words, content, meta));
       else line.innerHTML = excerpt; // Pagefind escaped it
       link.append(line);
     }
@@ -237,10 +238,12 @@
   /** What a section says around words, which are marked. Pagefind would mark
       their characters, wherever they stand. */
   function around(words, content, { title }) {
-    const any = words.map((word) => pattern(word, most(word)).source).join("|");
+    const all = words.flatMap((word) => [pattern(word), pattern(word, most(word))]);
+    const any = all.map(({ source }) => source).join("|");
     const said = content.slice(title.length).replace(/^[.\s]+/, "");
-    const some = "(?:\\w+(?!\\w)|\\W)"; // a word of Latin letters, or a character
-    const near = RegExp(`(?<!\\w)${some}{0,20}(?:${any})${some}{0,60}`, "iu");
+    const letter = `\\w${KATAKANA}`;
+    const some = `(?:[${letter}]+(?![${letter}])|[^${letter}])`; // a word or a character
+    const near = RegExp(`(?<![${letter}])${some}{0,20}(?:${any})${some}{0,60}`, "iu");
     const [piece] = said.match(near) ?? said.match(`${some}{0,80}`);
     return piece.split(RegExp(`(${any})`, "iu")).map((text, turn) => {
       if (turn % 2 === 0) return text;
