@@ -27,17 +27,17 @@ QUESTIONS = {
         "lock": r"03-lock.html#the-lock",
         "variance": r"07-two-sweeps.html#both-sums-in-one-sweep",
         "dropout": r"fused/02-dropout.html",
-        "interpreter": r"how-figures-are-made.html#recorded-or-live",
+        "interpreter": r"how-figures-are-made.html#recorded-or-live|"
+        r"02-testing.html",
         "layer normalization": r"01-layer-norm.html$",
-        "cuda graph": r"10-host-time.html#pytorch-s-own-cures|"
-        r"01-operators.html#streams-and-cuda",
+        "cuda graph": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         # spelled otherwise than on the page, or with more than letters
         "2^31": r"(10-host-time|02-summing-rows).html#",
         "layernorm": r"01-layer-norm.html$",
         "rms norm": r"0[12]-rms-norm",
         "bfloat16": r"02-rms-norm-16-bits.html",
-        "deterministic": r"(02-summing-rows|02-backward).html#the-same-bits",
-        "same bits": r"02-summing-rows.html#the-same-bits",
+        "deterministic": r"#the-same-bits$|#term-same-bits",
+        "same bits": r"#the-same-bits$",
         "races": r"03-lock.html#the-race",
         "tl.atomic_add": r"02-summing-rows.html",
         "atomic_xchg": r"03-lock.html#the-lock",
@@ -54,15 +54,17 @@ QUESTIONS = {
         # asked in a second review, of which nine of twenty were answered
         "num_warps": r"04-loads-in-flight.html#second-knob-warps",
         "coalesced": r"01-layer-norm.html#forward-a-row|06-unaligned-rows",
-        "autotune": r"11-every-width.html#the-rule|05-chunks.html#a-formula",
+        "autotune": r"11-every-width.html#the-rule|05-chunks.html#a-formula|"
+        r"03-tuning.html",
         "mixed precision": r"02-rms-norm-16-bits.html",
-        "amp": r"02-rms-norm-16-bits.html|11-every-width.html#any-layout",
+        "amp": r"02-rms-norm-16-bits.html|01-operators.html#autocast",
         "H100": r"#two-gpus|#a-gpu-in-one-minute|#a-gpu-in-numbers",
         "A100": r"how-figures-are-made.html#two-gpus",
         "HBM": r"01-layer-norm.html#a-gpu-in-one-minute|#term-",
         "drop-in": r"11-every-width.html$",
         "prerequisites": r"^index.html#(where-to-start|paths)",
-        "nan": r"(03|05)-\w*-?softmax.html|04-cross-entropy.html",
+        "nan": r"(03|05)-\w*-?softmax.html|04-cross-entropy.html|"
+        r"02-testing.html#rows-that-are-special",
         "how to benchmark": r"#device-time|#how-fast-is-it",
         "gradcheck": r"01-layer-norm.html#is-it-right",
         "gradient wrong": r"09-two-passes.html#find-the-error|#is-it-right",
@@ -96,20 +98,19 @@ QUESTIONS = {
         "交叉熵": r"04-cross-entropy.html$",
         "词表": r"04-cross-entropy.html$",
         "张量并行": r"several-gpus/01-layer-norm",
-        "CUDA 图": r"10-host-time.html#pytorch-s-own-cures|"
-        r"01-operators.html#streams-and-cuda",
+        "CUDA 图": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         "主机时间": r"10-host-time.html",
         "dropout": r"fused/02-dropout.html",
         "softmax": r"03-softmax.html$",
-        "解释器": r"how-figures-are-made.html#recorded-or-live",
+        "解释器": r"how-figures-are-made.html#recorded-or-live|"
+        r"02-testing.html",
         "填充": r"05-chunks.html$",
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
         r"07-two-sweeps|01-operators)",
         # without spaces, as a question is asked
-        "CUDA图": r"10-host-time.html#pytorch-s-own-cures|"
-        r"01-operators.html#streams-and-cuda",
+        "CUDA图": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         "如何避免死锁": r"08-shared-rows.html#what-if-a-word|#term-coop",
         "什么是占用率": r"#isn-t-that-just-occupancy|#term-occupancy",
         "反向传播公式推导": r"01-layer-norm.html#backward-the-formulas",
@@ -141,19 +142,18 @@ QUESTIONS = {
         "交差エントロピー": r"04-cross-entropy.html$",
         "語彙": r"04-cross-entropy.html$",
         "テンソル並列": r"several-gpus/01-layer-norm",
-        "CUDA グラフ": r"10-host-time.html#pytorch-s-own-cures|"
-        r"01-operators.html#streams-and-cuda",
+        "CUDA グラフ": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         "ホスト時間": r"10-host-time.html",
         "ドロップアウト": r"fused/02-dropout.html",
         "softmax": r"03-softmax.html$",
-        "インタプリタ": r"how-figures-are-made.html#recorded-or-live",
+        "インタプリタ": r"how-figures-are-made.html#recorded-or-live|"
+        r"02-testing.html",
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
         r"07-two-sweeps|01-operators)",
         # without spaces, as a question is asked
-        "CUDAグラフ": r"10-host-time.html#pytorch-s-own-cures|"
-        r"01-operators.html#streams-and-cuda",
+        "CUDAグラフ": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         "デッドロックを避けるには": r"08-shared-rows.html#what-if-a-word|"
         r"#term-cooperative",
         "占有率とは": r"#isn-t-that-just-occupancy|#term-occupancy",
@@ -188,13 +188,13 @@ FROM_ELSEWHERE = {
     "fused softmax": r"03-softmax.html",
     "low-memory dropout": r"02-dropout.html",
     "persistent kernel": r"layer-norm/01-layer-norm.html#backward-a-buffer|"
-    r"04-loads-in-flight.html#first-knob-programs",
+    r"04-loads-in-flight.html#first-knob-programs|01-linear.html#the-ladder",
     "how to implement backward": r"layer-norm/01-layer-norm.html",
     "slower than pytorch": r"#where-pytorch-or-a-library-is-better|"
     r"10-host-time.html",
     "cpu overhead": r"10-host-time.html",
     "large vocabulary": r"04-cross-entropy.html",
-    "nondeterministic": r"02-summing-rows.html#(the-same-bits|atomic-addi)",
+    "nondeterministic": r"#the-same-bits$|02-summing-rows.html#atomic-addi",
     "deadlock": r"03-lock.html|08-shared-rows.html",
     "torch.autograd.Function": r"01-layer-norm.html#a-function-to-train-with",
     "nsight compute": r"01-layer-norm.html#what-comes-from-dram|"
