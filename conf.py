@@ -183,32 +183,35 @@ html_context = {
 }
 
 # What is found after all other pages, for few readers ask for it, and what
-# they may type for what a section says: see docs/_ext/page/search.py.
+# they may type for what a section says: see docs/_ext/page/search.py. Chinese
+# and Japanese stand here where the translations say it in other words.
 search_aside = ["add-a-tutorial", "how-it-is-built", "translating"]
 search_spellings = [
     ["A GPU in numbers", "H100", "H200"],
     ["16 bits", "bf16", "bfloat16", "half precision", "mixed precision"],
-    ["16 bits", "amp", "autocast"],
+    ["16 bits", "amp", "autocast", "半精度", "混合精度"],
     ["16 bytes", "coalesced", "coalescing", "vectorized"],
+    ["coalesced", "合并访存", "コアレスアクセス"],
     ["adds up", "reduction"],
     ["adds up the rows", "parallel reduction"],
     ["atomic_xchg", "atomic_cas"],
     ["backward", "bwd"],
     ["begin anywhere", "unaligned", "misaligned", "not a multiple of"],
     ["ceiling", "roofline", "speed of light"],
+    ["both passes", "implement backward"],
     ["columns", "hidden size", "hidden dimension"],
     ["data parallel", "DDP"],
     ["db", "dbeta", "bias gradient"],
     ["device time", "how fast", "benchmark"],
-    ["DRAM", "HBM", "global memory"],
+    ["DRAM", "HBM", "global memory", "全局内存", "グローバルメモリ"],
     ["dw", "dgamma", "weight gradient"],
     ["for a model", "into a model", "drop-in"],
-    ["formulas", "derivation", "derive"],
+    ["formulas", "derivation", "derive", "推导", "導出"],
     ["forward", "fwd"],
     ["fp16", "float16"],
     ["fp32", "float32"],
     ["fp64", "float64"],
-    ["host time", "overhead"],
+    ["host time", "cpu overhead"],
     ["in flight", "latency hiding"],
     ["is it right", "find the error", "gradcheck", "wrong gradient"],
     ["layer norm", "layernorm", "fused layer norm"],
@@ -219,19 +222,25 @@ search_spellings = [
     ["profiler", "ncu", "Nsight Compute"],
     ["registers", "register pressure"],
     ["RMS norm", "rmsnorm"],
-    ["rule", "autotune", "tuning"],
+    ["rotary embedding", "位置埋め込み"],
+    ["rule", "autotune", "tuning", "自动调优", "自動チューニング"],
     ["same bits", "deterministic", "nondeterministic", "reproducible"],
+    ["same bits", "确定性", "可复现", "可重复性", "決定性", "再現性"],
     ["softmax", "fused softmax"],
+    ["several gpus", "分布式训练", "分散学習"],
     ["stays right", "overflow", "numerical stability"],
+    ["stays right", "数值稳定性", "数値安定性"],
     [
         "wait forever",
         "waits forever",
         "programs that wait for each other",
         "deadlock",
         "hang",
+        "死锁",
+        "デッドロック",
     ],
     ["warps", "num_warps"],
-    ["where to start", "paths", "prerequisites"],
+    ["where to start", "paths", "prerequisites", "入门", "入門"],
 ]
 
 # What a shared link shows, beside what docs/_ext/page/head.py says.

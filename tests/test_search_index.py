@@ -5,6 +5,7 @@ import re
 import pytest
 from bs4 import BeautifulSoup
 
+from languages import TRANSLATED
 from page import search
 from page.formulas import mathml
 
@@ -51,3 +52,17 @@ def test_each_term_of_the_glossary_is_found_by_itself():
 def test_a_formula_is_indexed_in_words(tex, words):
     formula = search.MATH.match(mathml(tex))
     assert re.sub(" +", " ", search.in_words(formula)) == words
+
+
+def test_chinese_and_japanese_are_cut_into_words():
+    cut = search.apart("不存矩阵的CUDA 图。ループのまわり").split()
+    assert cut == [*"不存矩阵的", "CUDA", *"图。", "ループ", *"のまわり"]
+
+
+def test_a_translated_section_is_found_by_its_english_title(monkeypatch):
+    monkeypatch.setattr(search, "CURRENT", TRANSLATED[0])
+    found = dict(search.sections(PAGE, [["warp", "32 threads"]]))
+    assert (
+        'meta="titled[content]" content="warp; 32 threads"'
+        in (found["term-warp"])
+    )

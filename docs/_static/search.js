@@ -17,7 +17,12 @@
 
   // What a question has and every page, or none.
   const TELLS_NOTHING =
-    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$/i;
+    /^(an?|and|are|can|do|does|for|from|how|in|is|my|not|of|on|or|the|to|triton|use|using|what|when|where|which|why|with)$|^([的了是在和与用把吗呢不为我有]|如何|怎样|怎么|什么|为什么|哪里|哪个|\p{sc=Hiragana}+)$/iu;
+
+  // Letters and signs that stand without spaces: see search.py.
+  const WIDE = "\u3000-\u9fff\uff01-\uff65";
+  const KATAKANA = "\u30a1-\u30fa\u30fc"; // a run is a word
+  const SIGN = "\u3000-\u3004\u3008-\u3020\u30fb\uff01-\uff65";
 
   const dialog = document.getElementById("pst-search-dialog");
   const field = dialog.querySelector("input");
@@ -37,35 +42,66 @@
   async function load() {
     const api = await import(at("../pagefind/pagefind.js"));
     await api.options({ excerptLength: 24, ranking });
-    await api.init();
+    // It asks for the language now, and would cut a question by a dictionary
+    // of the browser. The index is cut otherwise: see search.py.
+    const page = document.documentElement;
+    const { lang } = page;
+    page.lang = "en";
+    const ready = api.init();
+    page.lang = lang;
+    await ready;
     return api;
   }
 
-  /** What Pagefind is asked for, until it finds something: the words, or how
-      they begin where no spaces are, for it may have cut them otherwise. */
-  function forms(words) {
-    const wide = /[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}ー]+/gu;
-    const begun = [4, 3, 2, 1].map((most) =>
-      words.replace(wide, (run) => [...run].slice(0, most).join("")),
-    );
-    const parts = words.replaceAll("_", " "); // of a name, cut like a sentence
-    return [...new Set([words, parts, ...begun])];
+  /** Chinese and Japanese in words that spaces part, as search.py does it. */
+  function apart(text) {
+    const words = RegExp(`[${KATAKANA}]+|[${WIDE}]`, "g");
+    return text.replace(words, " $& ").replace(/\s+/g, " ").trim();
+  }
+
+  /** The text as it was, but for a space beside a word of Latin letters. */
+  function together(text) {
+    const none = `(?<=[${WIDE}]) (?=[${WIDE}“”‘’…—])|(?<=[${SIGN}“‘]) | (?=[${SIGN}])`;
+    return text.replace(RegExp(none, "g"), "");
+  }
+
+  /** A section that Pagefind found, as its page has it. */
+  async function read(result) {
+    const { url, content, excerpt, meta } = await result.data();
+    const pairs = Object.entries(meta).map(([key, text]) => [key, together(text)]);
+    return { url, content: together(content), excerpt, meta: Object.fromEntries(pairs) };
   }
 
   /** The sections that have what was asked, and how many there are. Where they
-      are few, those follow that have a part of it. */
+      are few, those follow that have its words anywhere, then a part of them. */
   async function answers(api, asked) {
-    const whole = await having(api, asked);
-    const words = telling(asked);
+    let whole = { ...(await having(api, asked)), words: telling(asked) };
+    if (whole.all >= FEW) return whole;
+    const words = telling(cut(asked));
+    if (`${words}` !== `${whole.words}`)
+      whole = { ...joined(whole, await having(api, words.join(" "))), words };
     if (whole.all >= FEW || words.length < 2) return whole;
     const each = words.map((word) => having(api, word));
     const lists = (await Promise.all(each)).map(({ found }) => found);
     // Of each word the best, then the second best: nobody knows which counts.
     const turns = lists.flatMap((list) => list.map((one, turn) => [turn, one]));
     turns.sort(([one], [two]) => one - two);
-    const parts = turns.map(([, one]) => one);
-    const found = new Map([...whole.found, ...parts].map((one) => [one.url, one]));
-    return { found: [...found.values()], all: found.size, part: !whole.all };
+    const found = turns.map(([, one]) => one);
+    return { ...joined(whole, { found, all: 0 }), words, part: !whole.all };
+  }
+
+  function joined(one, two) {
+    const found = new Map([...one.found, ...two.found].map((each) => [each.url, each]));
+    return { found: [...found.values()], all: Math.max(found.size, two.all) };
+  }
+
+  /** A question in words, if Chinese or Japanese has none of its spaces. */
+  function cut(asked) {
+    const { lang } = document.documentElement;
+    const segmenter = new Intl.Segmenter(lang, { granularity: "word" });
+    return asked.replace(RegExp(`[${WIDE}]+`, "g"), (run) =>
+      Array.from(segmenter.segment(run), ({ segment }) => segment).join(" "),
+    );
   }
 
   const isTerm = ({ url }) => url.includes("/term-");
@@ -76,31 +112,25 @@
     // what Unicode calls punctuation: * but not ^.
     const words = telling(asked);
     const said = words.join(" ").replace(/\p{S}/gu, "*");
-    let found, all;
-    for (const [turn, form] of forms(said).entries()) {
-      const { results } = await api.search(form);
-      // Pagefind may put words that begin alike first: if few of the first
-      // sections have what was asked, more are read.
-      let read;
-      for (const most of turn ? [5 * MOST] : [MOST, 5 * MOST]) {
-        const first = results.slice(0, most);
-        read = await Promise.all(first.map((result) => result.data()));
-        found = read.filter(has(asked));
-        if (found.length >= FEW) break;
-      }
-      // Of what was not read, nobody knows.
-      all = found.length < read.length ? found.length : results.length;
-      // The beginning of a word says little: titles that have all of it first.
-      const other = ({ meta }) => meta.title.search(pattern(asked)) < 0;
-      if (turn) found.sort((one, two) => other(one) - other(two));
-      if (found.length) break;
+    const { results } = await api.search(apart(said));
+    // Pagefind may put words that begin alike first: if few of the first
+    // sections have what was asked, more are read.
+    let first, found;
+    for (const most of [MOST, 5 * MOST]) {
+      first = await Promise.all(results.slice(0, most).map(read));
+      found = first.filter(has(asked));
+      if (found.length >= FEW) break;
     }
+    // Of what was not read, nobody knows.
+    const all = found.length < first.length ? found.length : results.length;
     // One term of the glossary says what a word means, others come behind the
     // sections that use it; what is written for authors comes last, or first
     // if its title is what was asked.
     const term = found.find(isTerm);
-    const titled = ({ meta }) =>
-      words.length > 1 && words.every((word) => meta.title.search(pattern(word)) >= 0);
+    const titled = ({ meta: { title } }) =>
+      words.length > 1 &&
+      letters(words.join("")).length >= letters(title).length / 2 &&
+      words.every((word) => title.search(pattern(word)) >= 0);
     const place = (one) => {
       if ("aside" in one.meta) return titled(one) ? -1 : 2;
       return isTerm(one) && one !== term ? 1 : 0;
@@ -115,16 +145,16 @@
 
   async function search() {
     style(); // a window in the background gets no focus
-    const asked = field.value.trim();
-    const askedOn = () => asked !== field.value.trim();
+    const asked = together(apart(field.value));
+    const askedOn = () => asked !== together(apart(field.value));
     try {
       const api = await pagefind();
       await new Promise((done) => setTimeout(done, PAUSE));
       if (askedOn()) return;
-      const { found, all, part } = await answers(api, asked);
+      const { found, all, part, words } = await answers(api, asked);
       if (askedOn()) return;
       const first = found.slice(0, MOST);
-      list.replaceChildren(...first.map((result) => shown(result, asked)));
+      list.replaceChildren(...first.map((result) => shown(result, asked, words)));
       elsewhere.hidden = !asked || (all > 0 && !part);
       if (!asked) say("");
       else if (!all) say("none", asked);
@@ -139,9 +169,12 @@
   /** Pagefind takes the beginning of a word, however short, for one that no
       page has. Most of its letters say that it may be meant; a name of code
       has all of them. */
+  function most(word) {
+    const share = word.includes("_") ? 1 : 0.6;
+    return Math.max(4, Math.ceil(letters(word).length * share));
+  }
+
   function has(asked) {
-    const most = (word) =>
-      Math.max(4, Math.ceil(letters(word).length * (word.includes("_") ? 1 : 0.6)));
     const all = telling(asked).map((word) => pattern(word, most(word)));
     return ({ content, meta }) => {
       const text = [content, ...Object.values(meta)].join(" ");
@@ -168,12 +201,13 @@
   function pattern(word, most) {
     const between = "[^\\p{L}\\p{N}\\s]*";
     const wanted = letters(word).slice(0, most).join(between);
-    return RegExp(`(?<![\\p{Script=Latin}\\p{N}])${wanted}`, "giu");
+    const run = RegExp(`^[${KATAKANA}]`).test(word) ? KATAKANA : "";
+    return RegExp(`(?<![\\p{Script=Latin}\\p{N}${run}])${wanted}`, "giu");
   }
 
   /** A section that was found, as an item of the list. */
-  function shown({ url, meta, excerpt }, asked) {
-    const words = telling(asked);
+  function shown({ url, content, meta, excerpt }, asked, telling) {
+    const words = [...telling];
     // The section may spell a word in another way: bf16 = bfloat16.
     for (const pair of meta.also?.split("; ") ?? []) {
       const [other, written] = pair.split(" = ");
@@ -190,13 +224,33 @@
     for (const kind of ["title", "page", "words"]) {
       const line = document.createElement("span");
       line.className = `bp-${kind}`;
-      if (kind === "words") line.innerHTML = excerpt; // Pagefind escaped it
-      else line.textContent = meta[kind] ?? "";
+      if (kind !== "words") line.textContent = meta[kind] ?? "";
+      else if (RegExp(`[${WIDE}]`).test(content))
+        line.append(...around(words, content, meta));
+      else line.innerHTML = excerpt; // Pagefind escaped it
       link.append(line);
     }
     const item = document.createElement("li");
     item.append(link);
     return item;
+  }
+
+  /** What a section says around words, which are marked. Pagefind would mark
+      their characters, wherever they stand. */
+  function around(words, content, { title }) {
+    const all = words.flatMap((word) => [pattern(word), pattern(word, most(word))]);
+    const any = all.map(({ source }) => source).join("|");
+    const said = content.slice(title.length).replace(/^[.\s]+/, "");
+    const letter = `\\w${KATAKANA}`;
+    const some = `(?:[${letter}]+(?![${letter}])|[^${letter}])`; // a word or a character
+    const near = RegExp(`(?<![${letter}])${some}{0,20}(?:${any})${some}{0,60}`, "iu");
+    const [piece] = said.match(near) ?? said.match(`${some}{0,80}`);
+    return piece.split(RegExp(`(${any})`, "iu")).map((text, turn) => {
+      if (turn % 2 === 0) return text;
+      const mark = document.createElement("mark");
+      mark.textContent = text;
+      return mark;
+    });
   }
 
   /** Mark words in the section that the address leads to, and show one. */

@@ -9,8 +9,6 @@ from browser import built
 from browser.test_pages import VIEWS
 from playwright.sync_api import expect
 
-from page import search
-
 # What a reader types, and a pattern of the addresses that answer, which are
 # the same in all languages.
 QUESTIONS = {
@@ -29,17 +27,17 @@ QUESTIONS = {
         "lock": r"03-lock.html#the-lock",
         "variance": r"07-two-sweeps.html#both-sums-in-one-sweep",
         "dropout": r"fused/02-dropout.html",
-        "interpreter": r"how-figures-are-made.html#recorded-or-live",
+        "interpreter": r"how-figures-are-made.html#recorded-or-live|"
+        r"02-testing.html",
         "layer normalization": r"01-layer-norm.html$",
-        "cuda graph": r"10-host-time.html#pytorch-s-own-cures|"
-        r"01-operators.html#streams-and-cuda",
+        "cuda graph": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         # spelled otherwise than on the page, or with more than letters
         "2^31": r"(10-host-time|02-summing-rows).html#",
         "layernorm": r"01-layer-norm.html$",
         "rms norm": r"0[12]-rms-norm",
         "bfloat16": r"02-rms-norm-16-bits.html",
-        "deterministic": r"(02-summing-rows|02-backward).html#the-same-bits",
-        "same bits": r"02-summing-rows.html#the-same-bits",
+        "deterministic": r"#the-same-bits$|#term-same-bits",
+        "same bits": r"#the-same-bits$",
         "races": r"03-lock.html#the-race",
         "tl.atomic_add": r"02-summing-rows.html",
         "atomic_xchg": r"03-lock.html#the-lock",
@@ -56,15 +54,17 @@ QUESTIONS = {
         # asked in a second review, of which nine of twenty were answered
         "num_warps": r"04-loads-in-flight.html#second-knob-warps",
         "coalesced": r"01-layer-norm.html#forward-a-row|06-unaligned-rows",
-        "autotune": r"11-every-width.html#the-rule|05-chunks.html#a-formula",
+        "autotune": r"11-every-width.html#the-rule|05-chunks.html#a-formula|"
+        r"03-tuning.html",
         "mixed precision": r"02-rms-norm-16-bits.html",
-        "amp": r"02-rms-norm-16-bits.html|11-every-width.html#any-layout",
+        "amp": r"02-rms-norm-16-bits.html|01-operators.html#autocast",
         "H100": r"#two-gpus|#a-gpu-in-one-minute|#a-gpu-in-numbers",
         "A100": r"how-figures-are-made.html#two-gpus",
         "HBM": r"01-layer-norm.html#a-gpu-in-one-minute|#term-",
         "drop-in": r"11-every-width.html$",
         "prerequisites": r"^index.html#(where-to-start|paths)",
-        "nan": r"(03|05)-\w*-?softmax.html|04-cross-entropy.html",
+        "nan": r"(03|05)-\w*-?softmax.html|04-cross-entropy.html|"
+        r"02-testing.html#rows-that-are-special",
         "how to benchmark": r"#device-time|#how-fast-is-it",
         "gradcheck": r"01-layer-norm.html#is-it-right",
         "gradient wrong": r"09-two-passes.html#find-the-error|#is-it-right",
@@ -98,16 +98,33 @@ QUESTIONS = {
         "交叉熵": r"04-cross-entropy.html$",
         "词表": r"04-cross-entropy.html$",
         "张量并行": r"several-gpus/01-layer-norm",
-        "CUDA 图": r"10-host-time.html#three-clocks-one-call",
+        "CUDA 图": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         "主机时间": r"10-host-time.html",
         "dropout": r"fused/02-dropout.html",
         "softmax": r"03-softmax.html$",
-        "解释器": r"how-figures-are-made.html#recorded-or-live",
+        "解释器": r"how-figures-are-made.html#recorded-or-live|"
+        r"02-testing.html",
         "填充": r"05-chunks.html$",
         "起点不对齐": r"06-unaligned-rows.html",
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
         r"07-two-sweeps|01-operators)",
+        # without spaces, as a question is asked
+        "CUDA图": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
+        "如何避免死锁": r"08-shared-rows.html#what-if-a-word|#term-coop",
+        "什么是占用率": r"#isn-t-that-just-occupancy|#term-occupancy",
+        "反向传播公式推导": r"01-layer-norm.html#backward-the-formulas",
+        # in other words than the pages
+        "原子操作": r"02-summing-rows.html#atomic-additions|#term-atomic",
+        "内存带宽": r"#how-many-bytes-must-be-in|#a-gpu-in-num|#term-band",
+        "合并访存": r"#term-coalesced|01-layer-norm.html#forward-a-row",
+        "混合精度": r"02-rms-norm-16-bits.html|#autocast",
+        "可重复性": r"02-summing-rows.html#the-same-bits|#term-same-bits",
+        "数值稳定": r"07-two-sweeps|03-softmax|04-cross-entropy",
+        "分布式训练": r"several-gpus/01-layer-norm.html$",
+        # in English, whose words the sections do not have
+        "layer norm": r"01-layer-norm.html$",
+        "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
     },
     "ja": {
         "層正規化": r"01-layer-norm.html$",
@@ -115,7 +132,7 @@ QUESTIONS = {
         "ロック": r"03-lock.html",
         "バリア": r"03-lock.html",
         "逆伝播": r"01-layer-norm.html|-backward-pass$",
-        "勾配": r"02-summing-rows.html|01-layer-norm.html",
+        "勾配": r"02-summing-rows.html|01-layer-norm.html|#term-gradient",
         "アトミック加算": r"02-summing-rows.html#atomic-additions",
         "スピル": r"05-chunks.html#backward-registers|#term-spill",
         "分散": r"07-two-sweeps.html",
@@ -125,15 +142,33 @@ QUESTIONS = {
         "交差エントロピー": r"04-cross-entropy.html$",
         "語彙": r"04-cross-entropy.html$",
         "テンソル並列": r"several-gpus/01-layer-norm",
-        "CUDA グラフ": r"10-host-time.html#three-clocks-one-call",
+        "CUDA グラフ": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
         "ホスト時間": r"10-host-time.html",
         "ドロップアウト": r"fused/02-dropout.html",
         "softmax": r"03-softmax.html$",
-        "インタプリタ": r"how-figures-are-made.html#recorded-or-live",
+        "インタプリタ": r"how-figures-are-made.html#recorded-or-live|"
+        r"02-testing.html",
         "パディング": r"05-chunks.html$",
         "num_stages": r"04-loads-in-flight.html",
         "2**31": r"(10-host-time|02-summing-rows|02-dropout|08-shared-rows|"
         r"07-two-sweeps|01-operators)",
+        # without spaces, as a question is asked
+        "CUDAグラフ": r"10-host-time.html#pytorch-s-own-cures|cuda-graph",
+        "デッドロックを避けるには": r"08-shared-rows.html#what-if-a-word|"
+        r"#term-cooperative",
+        "占有率とは": r"#isn-t-that-just-occupancy|#term-occupancy",
+        "重みの勾配": r"02-summing-rows.html",
+        # in other words than the pages
+        "アトミック操作": r"02-summing-rows.html#atomic-addit|#term-atomic",
+        "メモリ帯域幅": r"#how-many-bytes-must-be-in|#a-gpu-in-num|#term-band",
+        "コアレスアクセス": r"#term-coalesced|01-layer-norm.html#forward-a",
+        "混合精度": r"02-rms-norm-16-bits.html|#autocast",
+        "再現性": r"02-summing-rows.html#the-same-bits|#term-same-bits",
+        "数値安定性": r"07-two-sweeps|03-softmax|04-cross-entropy",
+        "分散学習": r"several-gpus/01-layer-norm.html$",
+        # in English, whose words the sections do not have
+        "layer norm": r"01-layer-norm.html$",
+        "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
     },
 }
 
@@ -153,13 +188,13 @@ FROM_ELSEWHERE = {
     "fused softmax": r"03-softmax.html",
     "low-memory dropout": r"02-dropout.html",
     "persistent kernel": r"layer-norm/01-layer-norm.html#backward-a-buffer|"
-    r"04-loads-in-flight.html#first-knob-programs",
+    r"04-loads-in-flight.html#first-knob-programs|01-linear.html#the-ladder",
     "how to implement backward": r"layer-norm/01-layer-norm.html",
     "slower than pytorch": r"#where-pytorch-or-a-library-is-better|"
     r"10-host-time.html",
     "cpu overhead": r"10-host-time.html",
     "large vocabulary": r"04-cross-entropy.html",
-    "nondeterministic": r"02-summing-rows.html#(the-same-bits|atomic-addi)",
+    "nondeterministic": r"#the-same-bits$|02-summing-rows.html#atomic-addi",
     "deadlock": r"03-lock.html|08-shared-rows.html",
     "torch.autograd.Function": r"01-layer-norm.html#a-function-to-train-with",
     "nsight compute": r"01-layer-norm.html#what-comes-from-dram|"
@@ -194,47 +229,21 @@ def opened(page, view):
     return page
 
 
-def title(name):
+def title(name, folder):
     """The title of a page; its soup would take a second to make."""
-    text = (built.SITE / name).read_text(encoding="utf-8")
+    text = (built.WHOLE / folder / name).read_text(encoding="utf-8")
     return html.unescape(re.search(r"<h1>(.*?)<a", text)[1])
-
-
-def sections_of(folder):
-    """What the sections of a language say: their addresses and texts."""
-    site = built.WHOLE / folder
-    found = {}
-    for name in set(built.PAGES) - {"404.html"}:
-        text = (site / name).read_text("utf-8")
-        for anchor, content in search.sections(text, ()):
-            address = name if anchor == "index" else f"{name}#{anchor}"
-            found[address] = search.plain(content).lower()
-    return found
 
 
 @pytest.mark.parametrize("folder", QUESTIONS)
 def test_questions_are_answered(page, folder):
-    """The right section is among the first three.
-
-    What a section says in English, for it is not translated yet, is asked in
-    English only.
-    """
+    """The right section is among the first three."""
     page.goto(f"../{folder}/index.html")
     page.keyboard.press("Control+k")
     expect(page.locator("#pst-search-dialog input")).to_be_focused()
-    questions = dict(QUESTIONS[folder])
-    if folder == "en":
-        questions |= {title(n): f"{re.escape(n)}$" for n in built.TUTORIALS}
-    else:
-        said = sections_of(folder)
-        questions = {
-            words: wanted
-            for words, wanted in questions.items()
-            if any(
-                re.search(wanted, address) and words.lower() in text
-                for address, text in said.items()
-            )
-        }
+    questions = QUESTIONS[folder] | {
+        title(name, folder): f"{re.escape(name)}$" for name in built.TUTORIALS
+    }
     found = {words: ask(page, words)[:3] for words in questions}
     wrong = {
         words: found[words]
@@ -279,6 +288,20 @@ def test_a_formula_leaves_words(opened):
     excerpts = opened.locator("#bp-found .bp-words").all_inner_texts()
     assert found
     assert not re.search(r"\bof ,|where is rstd", " ".join(excerpts))
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"), [("zh-cn", "CUDA图"), ("ja", "CUDAグラフ")]
+)
+def test_chinese_and_japanese_are_shown_as_written(page, folder, words):
+    """The index has a space beside each of their characters."""
+    page.goto(f"../{folder}/index.html")
+    page.keyboard.press("Control+k")
+    ask(page, words)
+    shown = page.locator("#bp-found").inner_text()
+    assert not re.search("[\u3000-\u9fff] [\u3000-\u9fff]", shown)
+    marked = page.locator("#bp-found mark").all_inner_texts()
+    assert {words[:4], words[4:]} == set(marked)
 
 
 @pytest.mark.parametrize("words", ["qzxqzx", "collateral", "catastrophic"])

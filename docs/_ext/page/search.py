@@ -6,6 +6,12 @@ surrounds the tutorials' own words is left out. Where a section spells a word
 in one way, readers may ask for the others that ``conf.py`` names, as it does
 the pages that are written for authors, which search.js shows last. A formula
 is indexed in words, and so is each term of the glossary by itself.
+
+Chinese and Japanese have no spaces, and programs that look for their words
+differ: what cuts a page and what cuts a question found different ones. So
+every character is a word here, and a run of katakana is, which is read as one.
+search.js cuts a question in the same way, and puts together what it shows.
+Their sections are also found by the English titles.
 """
 
 import html
@@ -19,7 +25,7 @@ from pathlib import Path
 
 from sphinx.errors import ExtensionError
 
-from languages import CURRENT
+from languages import CURRENT, ENGLISH
 
 # What stands on a page and is no answer.
 LEFT_OUT = [
@@ -43,6 +49,8 @@ PROSE = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 # A word of prose counts as one; in a title Pagefind counts it more often.
 CODE = '<pre data-pagefind-weight="0.3">'
 MATH = re.compile(r"<math.*?</math>", re.DOTALL)
+# A word of Chinese or Japanese, or a sign: search.js has the same.
+WIDE = re.compile("[\u30a1-\u30fa\u30fc]+|[\u3000-\u9fff\uff01-\uff65]")
 # How the parts of a formula are told in a line.
 IN_A_LINE = {
     "mfrac": "{} / {}",
@@ -99,12 +107,15 @@ def sections(page, spellings, aside=False):
     for anchor, content in zip(parts[::2], parts[1::2], strict=True):
         heading = TITLE.match(content)
         title, content = plain(heading[1]), content[heading.end() :]
+        # An anchor has the words of the English title, in all languages.
+        english = anchor.removeprefix("term-").replace("-", " ")
+        english = english * (CURRENT is not ENGLISH)
         if top is None:
             top, anchor = title, "index"
         elif re.search('class="bp-(cards|path)', content):
             continue  # which lead to others
         page = "" if title is top else top
-        yield anchor, document(title, page, content, spellings, aside)
+        yield anchor, document(title, english, page, content, spellings, aside)
 
 
 def in_words(formula):
@@ -123,26 +134,33 @@ def words_of(element):
     return f"√({text})" if element.tag == "msqrt" else text
 
 
-def document(title, page, content, spellings, aside):
-    text = plain(" ".join([title, *PROSE.findall(content)]))
+def document(title, english, page, content, spellings, aside):
+    text = plain(" ".join([title, english, *PROSE.findall(content)]))
+    titles = [english] * bool(english)
+    titles += [other for other, _ in others(f"{title} {english}", spellings)]
     meta = {
         "title": title,
-        "titled": "; ".join(other for other, _ in others(title, spellings)),
+        "titled": "; ".join(titles),
         "also": "; ".join(map(" = ".join, others(text, spellings))),
         "page": page,
         "aside": "yes" if aside else "",
     }
     head = "".join(
         f'<meta data-pagefind-meta="{key}[content]" '
-        f'content="{html.escape(value)}">'
+        f'content="{html.escape(apart(value))}">'
         for key, value in meta.items()
         if value
     )
+    # Of a document in English, Pagefind takes what spaces part.
     return (
-        f'<html lang="{CURRENT.tag}"><head>{head}</head>'
-        f"<body><h1>{html.escape(title)}</h1>"
-        f"{content.replace('<pre>', CODE)}</body></html>"
+        f'<html lang="en"><head>{head}</head>'
+        f"<body><h1>{html.escape(apart(title))}</h1>"
+        f"{apart(content).replace('<pre>', CODE)}</body></html>"
     )
+
+
+def apart(text):
+    return WIDE.sub(r" \g<0> ", text)
 
 
 def plain(text):
@@ -153,7 +171,8 @@ def others(text, spellings):
     """Other spellings of what a text says, each with the one it has."""
     for group in spellings:
         for spelling in group:
-            if re.search(rf"\b{re.escape(spelling)}", text, re.IGNORECASE):
+            begins = rf"(?<![A-Za-z0-9_]){re.escape(spelling)}"
+            if re.search(begins, text, re.IGNORECASE):
                 for other in group:
                     if other != spelling:
                         yield other, spelling
