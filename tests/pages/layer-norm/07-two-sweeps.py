@@ -310,8 +310,8 @@ def ladder(figure):
         return "{}% and {}%".format(*of.at(65536, 131072).shares(provider))
 
     yield (
-        "From the beginning to the end both times, they reach "
-        f"{shares('plain', 'forward')} of a copy."
+        "From the beginning to the end both times, and without hints, they "
+        f"reach {shares('plain', 'forward')} of a copy."
     )
     yield f"help for the caches** reach {shares('triton', 'forward')}, because"
     yield f"move five matrices, and reach {shares('triton', 'backward')} of"
