@@ -240,9 +240,10 @@ def _attend(
 #   0, 0, 1, 1 and 1 of keys: the head divided by 3, without the remainder.
 #   That is all that the forward pass has to know.
 # - **The longest program first.** In causal attention the last tile of queries
-#   has most to do. A GPU starts programs in the order of their numbers, so we
-#   count tiles from the end. Then the last programs to start are short ones,
-#   and no SM is left with a long one while the others have nothing to do.
+#   has most to do. A GPU usually starts programs in the order of their
+#   numbers, though nothing promises that, so we count tiles from the end. Then
+#   the last programs to start are short ones, and no SM is left with a long
+#   one while the others have nothing to do.
 # - **Lengths are not specialized.** Triton usually compiles a kernel anew when
 #   a whole number becomes a multiple of 16, or stops being one.
 #   ``do_not_specialize`` turns that off, so a sequence of a new length runs

@@ -2257,6 +2257,6 @@ assert exercise_1(_without_tables_1)
 # - Before you fuse, count how often the fused work is repeated, and ask what
 #   the loop waits for that you put it into.
 #
-# **Next:** a program of this page has many short rows. `Softmax of any width
-# <../norms-and-losses/05-wide-softmax.html>`_ has rows for which one program
-# is not enough.
+# **Next:** a program of this page has many short rows.
+# `Softmax over a million columns <../norms-and-losses/05-wide-softmax.html>`_
+# has rows for which one program is not enough.

@@ -903,7 +903,7 @@ PTX = tl.constexpr(CUDA)
 @triton.jit
 def _forget(
     x,  # what will be converted once more
-    zero,  # a number that is 0, which the compiler does not know
+    zero,  # a number that is 0, but the compiler cannot assume that
 ):
     """x, but the compiler does not know that it is x."""
     if PTX and x.dtype.primitive_bitwidth == 16:
@@ -1136,9 +1136,9 @@ def backward(dy, ds, s, w, mean, rstd, dx, grads):
 # ---------------------------------------
 #
 # ``ncu``, NVIDIA's profiler, can count what passes between the SMs and L2, the
-# cache before DRAM: reads and writes, of both passes. In the figure 1 is the
-# four matrices that one kernel must move. Sums for ``dw`` and ``db`` are not
-# asked for.
+# cache before DRAM: reads and writes, of both passes. The figure divides these
+# bytes by those of the four matrices that one kernel must move, so these are
+# at 1. Sums for ``dw`` and ``db`` are not asked for.
 
 # %%
 

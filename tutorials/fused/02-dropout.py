@@ -86,7 +86,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 # %%
 
-# Drawing: the calls of a matrix, and the words of one of them.
+# Drawing: the calls of a matrix, and the columns of each of them.
 
 plt.figure("A call for four neighbors: its counter is row and group", (7.5, 2))
 for row in range(2):

@@ -1223,7 +1223,7 @@ class ActivationLayerNorm(torch.autograd.Function):
 
 # %%
 
-# Scaffold: which arguments an activation takes.
+# Scaffold: which arguments are taken.
 
 
 def check_arguments(x, shape, weight, bias, activation, eps):

@@ -1786,7 +1786,7 @@ plt.show()
 # function and ``triton_op`` are compiled to the same launches. With the custom
 # operator, the backward pass calls one more operator by its name.
 #
-# That does not explain all of the 774 µs. They are 409 µs more than with
+# That does not explain all of the 774 µs. They are 0.41 ms more than with
 # ``triton_op``, for two calls of an operator. Called from Python, in the
 # figure of both passes above, the same two calls cost 83.9 µs more than the
 # autograd function. Python's profiler shows no place where the rest is spent.
@@ -1840,7 +1840,7 @@ plt.show()
 # both again with the gradient and writes another one.
 #
 # So ours move nearly twice as much, and almost at the speed of a copy: 436 MB
-# in 122 µs are 3561 GB/s. The kernels of the compiled block are further from
+# in 122.5 µs are 3.56 TB/s. The kernels of the compiled block are further from
 # that speed, but have less to move. Our three ways run the same two kernels,
 # so they hardly differ.
 #

@@ -1660,6 +1660,8 @@ report(bench_backward)
 # `PyTorch's kernels <https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu>`_
 # for ``dw`` and ``db`` read ``x`` and ``dy`` again, after the kernel for
 # ``dx`` has read them.
+# (That kernel reads each row twice, too, but in rows of these widths a cache
+# can help the second time.)
 # Unless L2 still holds them, five matrices have to move instead of three. Then
 # PyTorch can reach at most three fifths of the copy, even with kernels that
 # move bytes as fast as the copy does.

@@ -1178,11 +1178,11 @@ if times.notna().all(axis=None):  # it was measured
 # Here and below, the speeds and times in the text are those of the H100
 # wherever we do not speak of the H200.
 #
-# The last points have fewer programs at a lock than their names say, because
-# the number of buffers is rounded up. At 4096 columns 396 programs share 7
-# buffers at the point 64, and 4 at the point 128: at most 57 and 99 programs
-# meet at a lock. At 1024 columns 792 programs share 13 and 7 buffers, and at
-# most 61 and 114 meet.
+# The last points have fewer programs at a lock than the axis says, because the
+# number of buffers is rounded up. At 4096 columns 396 programs share 7 buffers
+# at the point 64, and 4 at the point 128: at most 57 and 99 programs meet at a
+# lock. At 1024 columns 792 programs share 13 and 7 buffers, and at most 61 and
+# 114 meet.
 #
 # **How precise is this?**
 # With one program at a lock nobody waits, so both lines of a width should
@@ -1536,10 +1536,10 @@ traffic.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100, the addition of two matrices, which is our copy here, is at 1.53
-# and not at 1: L2 moves about half as much again as a kernel asks for. At 4096
-# columns two at a lock are at 1.97, own locks at 1.97, and own buffers at
-# 1.94. A lock for each row is at 5.67, and at 5.68 without waiting. At 1024
+# On the H100, at 4096 columns, the addition of two matrices, which is our copy
+# here, is at 1.53 and not at 1: L2 moves about half as much again as a kernel
+# asks for. Two at a lock are at 1.97 there, own locks at 1.97, and own buffers
+# at 1.94. A lock for each row is at 5.67, and at 5.68 without waiting. At 1024
 # columns the five numbers are 2.60, 2.57 and 2.42, and 6.43 and 5.79. At 15872
 # columns two at a lock and own locks are at 2.42 and 2.43, and own buffers at
 # 2.67.
@@ -1568,9 +1568,9 @@ traffic.run(show_plots=ON_GPU)
 # At 15872 columns our count is 1.67 for the first three. What they have above
 # that are spilled values: each is written once for each row, and 512 threads
 # with 128 bytes each make 64 KB beside the 93 KB that a row of the three
-# matrices has. With 80 bytes it is 40 KB. Multiplied by the number of the
-# copy, that makes 1.06 and 0.66, so our count becomes 2.72 for own buffers,
-# and 2.33 for the two plans with locks.
+# matrices has. With 80 bytes it is 40 KB. Once we add them and multiply by the
+# number of the copy, our count becomes 2.72 for own buffers, and 2.33 for the
+# two plans with locks.
 #
 # **What follows.**
 # The lock saves no traffic, as we have counted, and it even adds a little.

@@ -832,7 +832,7 @@ bench_warps.run(show_plots=ON_GPU)
 #
 # 1. waits for the oldest row that it has requested,
 # 2. moves it from shared memory to registers and works on it,
-# 3. requests another row, into the slot of the row that it has worked on.
+# 3. requests one more row, into the slot of the row that it has worked on.
 #
 # (The slot is free as soon as its row is in registers, but this is where the
 # compiler puts the request.)

@@ -971,7 +971,7 @@ report(bench_lanes_backward)
 
 
 def tile_of(N, itemsize, warps, loads=1):
-    """Rows and lanes of a chunk, for which each thread makes so many loads."""
+    """Rows and lanes of a chunk; loads: how often each thread loads."""
     # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
     # The warps that a narrow row leaves idle load other rows.
@@ -1175,10 +1175,10 @@ def plan_backward(N, itemsize, times=1):
     warps = int(times * warps)
     plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
-    # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
-    # 8 rows.
+    # At most four tiles of 16 bytes a thread, unless one row alone has more,
+    # and at most 8 rows.
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
-    # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
+    # As many tiles ahead as fit into 96 KB of shared memory, but at most 3.
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
     plan["STAGES"] = 1 + min(98304 // tile, 3)
     return plan
@@ -1484,7 +1484,7 @@ report(bench_backward)
 # **What follows.**
 # To come closer to the copy, a kernel would have to write fewer sums, or lose
 # less time at the start and at the end of both kernels. The early start was
-# made for the second of these.
+# made for the second of these two aims.
 #
 # What is the early start worth?
 # ------------------------------
@@ -1679,14 +1679,14 @@ report(bench_warps_backward)
 #
 # **And forward?**
 # There, a thread keeps only ``x``, so with half the warps nothing is spilled.
-# At 9984 columns a thread has 127 registers then, and 64 with the formula. But
-# in both cases four programs fit on an SM, and their rows are 80 KB. So half
-# the warps are no disaster here: on the H100, they reach 93% there, and the
-# formula 97%.
+# At 9984 columns a thread has 127 registers with half the warps, and 64 with
+# the formula. But in both cases four programs fit on an SM, and their rows are
+# 80 KB. So half the warps are no disaster: at this width they reach 93% on the
+# H100, and the formula 97%.
 # With twice the warps, two programs of 16 warps fit on an SM. Their rows are
 # only 40 KB, and more warps wait for each other in each sum. They are 5%
-# slower there. We do not know why they are faster at 3328 and 5888 columns,
-# nor why half the warps are slower at every width.
+# slower at this width. We do not know why twice the warps are faster at 3328
+# and 5888 columns, nor why half the warps are slower at every width.
 #
 # **What follows.**
 # Count registers before you choose warps: the count shows where a plan becomes

@@ -145,7 +145,7 @@ plt.show()
 
 # %%
 # Eight requests take the place of one, and each asks once more for the last
-# sector of the request before it.
+# sector of the request before it, unless it begins with a sector of its own.
 # How many requests and sectors does a whole row need? Let's count them for
 # rows of about 4040 columns. They depend on the shift, so we take the mean of
 # 16 rows, which have all shifts that a width can have.
@@ -258,7 +258,8 @@ print("sums of rows of 13 ones:", sums.tolist())
 # %%
 # Now NVIDIA's profiler ``ncu`` counts the requests of this kernel: with
 # ``STEP`` = 8, in groups, and with ``STEP`` = 1, from column 0. The third line
-# is what we expect for groups.
+# is what we expect for groups, counted by hand. The vertical axis has the
+# requests of loads for each row.
 
 # %%
 
@@ -1358,7 +1359,8 @@ def contiguous_or_none(tensor):
 
 def with_contiguous_rows(x):
     """x, copied only if a row has gaps, or the next is far away."""
-    # An offset within a tile of fewer than 2**11 rows must fit into 32 bits.
+    # A tile has fewer than 2**11 rows; offsets within it must fit into 32
+    # bits.
     if x.stride(1) == 1 and x.stride(0) < 2**20:
         return x
     return x.contiguous()

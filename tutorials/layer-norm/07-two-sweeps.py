@@ -290,8 +290,8 @@ plt.show()
 #   reads it soon.
 #
 # All three are hints. They change no result, and a cache may ignore them.
-# ``CACHES`` switches the direction and the hints off, so that we can measure
-# what they are worth.
+# ``CACHES`` switches all three off, and the direction as well, so that we can
+# measure what they are worth.
 
 
 @triton.jit
@@ -355,9 +355,9 @@ def _layer_norm_fwd_sweeps(
 # - Rows of up to 64 KB: 32 warps, so that two programs run, again with at most
 #   128 KB.
 # - Wider rows: 32 warps, and only one program. That is why each thread loads
-#   32 bytes of a tile here. They take more than 32 registers for a thread, an
-#   SM has 65536 registers, and so a second program of 1024 threads does not
-#   fit. Beyond 128 KB, even a single row takes more than half of L1.
+#   32 bytes of a tile here. With them a thread needs more than 32 registers,
+#   and an SM has 65536, so a second program of 1024 threads does not fit.
+#   Beyond 128 KB, even a single row takes more than half of L1.
 #
 # In the first two cases a thread loads 16 bytes of a tile, which makes the
 # tile 8 KB with 16 warps, and 16 KB with 32. In the third it has 32 KB. So in
@@ -813,8 +813,9 @@ plt.show()
 # %%
 # **What the figure shows.**
 # The error of squares grows with the square of the ratio, as we expected: ten
-# times the mean costs two decimal digits. Above the dotted line nothing of the
-# variance is left, and it can even become negative.
+# times the mean costs two decimal digits. Above the dotted line the error is
+# larger than the variance itself, so nothing of that is left, and the result
+# can even be negative.
 # With Welford's method, more than six digits are right at a ratio of 100, and
 # more than four at 10000.
 #
@@ -942,10 +943,10 @@ l2_reads.run(show_plots=ON_GPU)
 # From L2 it reads 1.03 times the bytes of ``x`` at 8192 columns, 1.40 at
 # 32768, 2.34 at 65536 and 3.22 at 131072. Without help it reads 1.40,
 # 2.23, 3.39 and 3.75 times the bytes.
-# On the H200 our kernel reads 1.00 and 1.36 times the bytes of ``x`` from
-# DRAM, and without help 1.04 and 1.74 times. From L2 it reads 1.04, 1.31, 2.24
-# and 2.82 times the bytes there, and 1.45, 2.34, 3.35 and 3.67 times without
-# help.
+# On the H200 our kernel reads 1.00 and 1.36 times the bytes of ``x`` from DRAM
+# at 65536 and 131072 columns, and without help 1.04 and 1.74 times. From L2 it
+# reads 1.04, 1.31, 2.24 and 2.82 times the bytes at these four widths, and
+# 1.45, 2.34, 3.35 and 3.67 times without help.
 #
 # **Why.**
 # Up to 32768 columns, the rows in progress on an SM take 128 KB at most, and
@@ -958,8 +959,8 @@ l2_reads.run(show_plots=ON_GPU)
 # some of the rows leave before the second sweep comes. At 16384 and 32768
 # columns the rows in progress are as large as at 65536, since there are four
 # or two of them on an SM. There, too, DRAM delivers more than ``x`` once if
-# the kernel gets no help. At 8192 columns they are half as large, and it does
-# not.
+# the kernel gets no help. At 8192 columns they are half as large, and DRAM
+# delivers no more than that.
 #
 # Do the bytes from DRAM explain the speed? At 131072 columns our kernel moves
 # 2.36 matrices: those that it reads, and ``y``. A copy moves 2, so we expect
@@ -1093,8 +1094,8 @@ def _layer_norm_bwd_means(
 # bytes of it. Together with ``dy`` and ``w``, that is 12 registers for each
 # tile whose loads are moved to the front. With 8 warps it is twice as many.
 # The table has the registers of a thread, with 8 warps and with 16, as they
-# are compiled for an H100. (Threads get them by eights.) An SM has room for 64
-# warps and 65536 registers.
+# are compiled for an H100. (A thread gets a multiple of eight.) An SM has room
+# for 64 warps and 65536 registers.
 
 REGISTERS = {
     # columns: 8 warps, 16 warps
@@ -1664,9 +1665,9 @@ dram_reads_backward.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H100 a backward pass reads 2.03, 2.01 and 2.00 times the bytes of
-# ``x`` and ``dy`` from DRAM. So the second sweep comes from DRAM, and so does
-# the first.
+# On the H100, at 8192, 32768 and 131072 columns, a backward pass reads 2.03,
+# 2.01 and 2.00 times the bytes of ``x`` and ``dy`` from DRAM. So the second
+# sweep comes from DRAM, and so does the first.
 # The H200 reads as much.
 #
 # **What follows.**
@@ -1785,7 +1786,7 @@ assert exercise_1(_rstd_shifted)
 # Forward, at 65536 and 131072 columns. Two matrices must move:
 #
 # - **Two sweeps** move three of them where no cache helps. From the beginning
-#   to the end both times, they reach 91% and 69% of a copy.
+#   to the end both times, and without hints, they reach 91% and 69% of a copy.
 # - **Two sweeps with help for the caches** reach 99% and 83%, because the
 #   second sweep begins with what is still in a cache.
 # - **PyTorch's forward pass** reaches 60% and 59%, and that of
@@ -1803,8 +1804,8 @@ assert exercise_1(_rstd_shifted)
 # - Never subtract two large numbers to get a small one. Keep the small one up
 #   to date instead.
 # - Test sums with numbers whose mean is far from 0.
-# - If you read something twice, read it backward the second time: its end is
-#   what a cache still has.
+# - If you read something twice, begin at its end the second time, because that
+#   is what a cache still has.
 # - Sums for which a program has no room in registers can be divided among
 #   programs by columns, at the price of another sweep.
 # - A loop whose length the compiler knows may be unrolled. Look at the

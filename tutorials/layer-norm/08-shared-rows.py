@@ -161,11 +161,11 @@ plt.show()
 # So we put both numbers into one integer of 64 bits, a *word*.
 #
 # A float32 number whose eight exponent bits are all 1 is not a number (NaN),
-# unless the rest is 0. There are many NaNs, and they are of two kinds. If an
-# operation gives NaN, it is a *quiet* one, with the highest bit of the rest
-# set. The others are called *signaling*, and no arithmetic gives them. Our
-# empty word is two of these. So even a row that holds NaN or infinity gives
-# words that differ from ``EMPTY``.
+# unless all bits of its fraction are 0. There are many NaNs, and they are of
+# two kinds. If an operation gives NaN, it is a *quiet* one, with the highest
+# bit of the fraction set. The others are called *signaling*, and no arithmetic
+# gives them. Our empty word is two of these. So even a row that holds NaN or
+# infinity gives words that differ from ``EMPTY``.
 
 EMPTY = 0x7F800001_7F800001
 
@@ -219,8 +219,8 @@ def _publish(
     words_ptr,  # (rows, SLICES)
     first,  # the first row of a tile
     s,  # our slice
-    a,  # (rows of the tile,) float32: the lower halves of the words
-    b,  # (rows of the tile,) float32: the upper halves
+    a,  # (ROWS,) float32: the lower halves of the words of a tile
+    b,  # (ROWS,) float32: their upper halves
     SLICES: tl.constexpr,  # slices of a row
     PTX: tl.constexpr,  # False: in the interpreter
 ):
@@ -467,7 +467,8 @@ def _shared_sums(
 
 
 def shared_sums(x, turns=1, later=0, warps=4):
-    """The sum of all of x and that of its squares, as each row finds it."""
+    """The sum of all of x and that of its squares, as each program finds
+    them."""
     slices, lanes = x.shape
     out = x.new_empty(slices, 2)
     launched = together(
@@ -618,7 +619,7 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 # A program that waits at once waits for the slowest of all, whose word has to
 # go to L2, and from there to each SM. The words of the turn before have been
 # in L2 for a while. A turn then takes about as long as it takes to load them.
-# Up to 32 programs, more words take longer in both lines.
+# Up to 32 programs, more words take longer in each of the three lines.
 #
 # Why do 32 programs need more time than 64? The compiled code gives a part of
 # the answer. Up to 32 words fit into a single warp, one word for each lane.
@@ -636,11 +637,10 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 #
 # **What follows.**
 # Waiting at once is too slow: in 1.65 µs an H100 could move 38 KB for each of
-# its SMs. A word that was published a turn ago has arrived by now, so a
-# program that collects it only loads and does not wait. Our kernel will do
-# this, too: it publishes the numbers of one tile, and finishes the tile
-# *before* it.
-# In 1.64 µs an H200 could even move 53 KB for each of its SMs.
+# its SMs, and in 1.64 µs an H200 could even move 53 KB. A word that was
+# published a turn ago has arrived by now, so a program that collects it only
+# loads and does not wait. Our kernel will do this, too: it publishes the
+# numbers of one tile, and finishes the tile *before* it.
 #
 # Rows in slices
 # --------------
@@ -798,9 +798,9 @@ def _statistics(
 # The loop needs no special cases for them, because masks leave out what does
 # not exist:
 #
-# - In the first turn ``end``, the number of rows that may be stored, is 0. So
-#   nothing is stored. The program collects the words of the tile that it has
-#   just published. It waits for them once, and does not use them.
+# - Only rows with a number below ``end`` are stored. In the first turn that is
+#   0, so nothing is stored. The program collects the words of the tile that it
+#   has just published. It waits for them once, and does not use them.
 # - In the last turn all lanes of ``x`` are masked. The program publishes zeros
 #   for rows beyond the last one of the matrix, and nobody collects them. There
 #   must be words for these rows, too.
@@ -817,7 +817,7 @@ def _layer_norm_fwd_shared(
     y_ptr,  # (M, N)
     mean_ptr,  # (M,) float32: saved for the backward pass
     rstd_ptr,  # (M,) float32: 1 / standard deviation, saved as well
-    words_ptr,  # (M and some more, SLICES), empty
+    words_ptr,  # (more than M, SLICES), empty
     M,  # rows
     eps: tl.constexpr,  # added to the variance
     N: tl.constexpr,  # columns
@@ -848,8 +848,8 @@ def _layer_norm_fwd_shared(
         m2 = tl.sum(d * d, axis=1)
         _publish(words_ptr, first, s, mean, m2, SLICES, PTX)
 
-        # The tile before: its first row, and how many rows may be stored. In
-        # the first turn that is no row at all.
+        # The tile before: its first row, and the row where storing ends. In
+        # the first turn nothing is stored.
         done = tl.maximum(first - step, start)
         end = tl.where(first > start, M, 0)
 
@@ -1697,7 +1697,8 @@ if not table.iloc[:, 1:].isna().all(axis=None):  # the interpreter: no times
 # and ours takes 4054 µs: it has waited until the other kernel ended. Two
 # sweeps take 192 µs alone, and 216 µs beside 16 of them, because their
 # programs run on the SMs that are free. They take 209 µs even beside two: both
-# kernels lose some µs as soon as another one runs, and we don't know why.
+# kernels take some µs longer as soon as another one runs, and we don't know
+# why.
 #
 # On the H200 shared rows take 160 µs alone, 160 µs beside four busy SMs, and
 # 4066 µs beside five. Two sweeps take 155 µs alone, and 163 µs beside 16.
@@ -1785,7 +1786,7 @@ def _layer_norm_bwd_shared(
     mean_ptr,  # (M,), from the forward pass
     rstd_ptr,  # (M,), from the forward pass
     dx_ptr,  # (M, N)
-    words_ptr,  # (M and some more, SLICES), empty
+    words_ptr,  # (more than M, SLICES), empty
     sums_ptr,  # (groups, 2, N): dw and db of each group
     M,  # rows
     N: tl.constexpr,  # columns
@@ -2160,9 +2161,9 @@ report(bench_backward)
 # So a row has more words than forward: 64 and not 8 at 65536 columns, 128 and
 # not 64 at 524288, and 256 and not 128 at 1048576, where all programs share
 # one row. And only at 65536 columns an SM has three programs, so that two can
-# work while one waits. Both fit what we see, but we have not measured how much
-# each of them costs. All the same, we are about as near to the copy as
-# forward, or nearer.
+# work while one waits. More words and fewer programs both fit what we see, but
+# we have not measured how much each of them costs. All the same, we are about
+# as near to the copy as forward, or nearer.
 #
 # **What follows.**
 # One launch does all: no row is read twice, and ``dw`` and ``db`` need only a
@@ -2222,7 +2223,7 @@ def _shared_exponentials(
     largest = tl.max(x, axis=1)
     total = tl.sum(tl.exp(x - largest[:, None]), axis=1)
     _publish(words_ptr, 0, s, largest, total, SLICES, PTX)
-    # Two tiles of one row, with a lane for each slice.
+    # largest and total become tiles of one row, with a lane for each slice.
     largest, total = _collect(words_ptr, 0, 1, SLICES, SLICES, PTX)
     tl.store(out_ptr + s, tl.sum(total))  # to do
 

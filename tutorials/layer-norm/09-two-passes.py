@@ -682,12 +682,12 @@ for N in (1024, 2048, 4096, 8192, 16384):
 # times as fast as one from the start.
 #
 # From 4096 columns on, a second sweep from the start finds nothing, as in our
-# example of two tiles, and one from the end finds the part that still fits.
-# This part has the same size however wide the rows are (we will count its
-# bytes further down), so it saves about the same time: 6.0 µs at 4096 columns,
-# 6.0 µs at 8192, and 6.5 µs at 16384. But the whole kernel takes longer the
-# wider the rows are, 62, 124 and 247 µs from the end, and the gain falls from
-# 1.10 times as fast to 1.03 times.
+# example of a cache for two tiles, and one from the end finds the part that
+# still fits. This part has the same size however wide the rows are (we will
+# count its bytes further down), so it saves about the same time: 6.0 µs at
+# 4096 columns, 6.0 µs at 8192, and 6.5 µs at 16384. But the whole kernel takes
+# longer the wider the rows are, 62, 124 and 247 µs from the end, and the gain
+# falls from 1.10 times as fast to 1.03 times.
 # On the H200 it saves 4.2, 4.2 and 4.4 µs at these three widths.
 #
 # A second sweep from the start does not even reach the 60% of five matrices.
@@ -1643,8 +1643,8 @@ report(bench_backward)
 # - **Splitting the rows** makes the tiling 3.3 times as fast at 1024 columns,
 #   2.2 at 2048, 1.5 at 4096, and 1.1 at 8192. From 12288 columns on the two
 #   are equally fast. By our count the tiling still has only 11.6 KB in flight
-#   there, so one tile for each program is too simple a count. We have not
-#   found out what else is in flight.
+#   at 12288 columns, so one tile for each program is too simple a count. We
+#   have not found out what else is in flight.
 #   On the H200, rows split are even slower than the tiling there, by 10% at
 #   12288 and 10% at 15872 columns.
 # - **Larger tiles** are 1.1 to 1.6 times as fast as rows split. The kernel for

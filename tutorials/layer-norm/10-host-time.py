@@ -964,7 +964,7 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 the bars are 232 µs long together: 93 µs forward and 138 µs
+# On the H200 the bars are 231.5 µs long together: 93.3 µs forward and 138.2 µs
 # backward. The plan takes 40 µs, the six tensors of both passes take 19 µs,
 # and the three launches take 71 µs. Autograd takes 19 µs forward and 83 µs
 # backward.

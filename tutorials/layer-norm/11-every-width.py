@@ -500,7 +500,7 @@ def _add_up_chunks(
 
 
 def tile_of(N, itemsize, warps, loads=1):
-    """Rows and lanes of a chunk, for which each thread makes so many loads."""
+    """Rows and lanes of a chunk; loads: how often each thread loads."""
     # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
     chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
     # The warps that a narrow row leaves idle load other rows.
@@ -539,10 +539,10 @@ def plan_bwd_chunks(N, itemsize, times=1):
     warps = int(times * warps)
     plan = tile_of(N, itemsize, warps)
     chunks = triton.cdiv(N, plan["CHUNK"])
-    # Up to four chunks in all, or 32 columns of 16 bits a thread, and at most
-    # 8 rows.
+    # At most four tiles of 16 bytes a thread, unless one row alone has more,
+    # and at most 8 rows.
     plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
-    # As many tiles ahead as fit into 96 KiB of shared memory, but at most 3.
+    # As many tiles ahead as fit into 96 KB of shared memory, but at most 3.
     tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
     plan["STAGES"] = 1 + min(98304 // tile, 3)
     return plan
@@ -1112,8 +1112,8 @@ def _publish(
     words_ptr,  # (rows, SLICES)
     first,  # the first row of a tile
     s,  # our slice
-    a,  # (rows of the tile,) float32: the lower halves of the words
-    b,  # (rows of the tile,) float32: the upper halves
+    a,  # (ROWS,) float32: the lower halves of the words of a tile
+    b,  # (ROWS,) float32: their upper halves
     SLICES: tl.constexpr,  # slices of a row
     PTX: tl.constexpr,  # False: in the interpreter
 ):
@@ -1265,7 +1265,7 @@ def _layer_norm_fwd_shared(
     y_ptr,  # (M, N)
     mean_ptr,  # (M,) float32: saved for the backward pass
     rstd_ptr,  # (M,) float32: 1 / standard deviation, saved as well
-    words_ptr,  # (M and some more, SLICES), empty
+    words_ptr,  # (more than M, SLICES), empty
     M,  # rows
     eps: tl.constexpr,  # added to the variance
     N: tl.constexpr,  # columns
@@ -1296,8 +1296,8 @@ def _layer_norm_fwd_shared(
         m2 = tl.sum(d * d, axis=1)
         _publish(words_ptr, first, s, mean, m2, SLICES, PTX)
 
-        # The tile before: its first row, and how many rows may be stored. In
-        # the first turn that is no row at all.
+        # The tile before: its first row, and the row where storing ends. In
+        # the first turn nothing is stored.
         done = tl.maximum(first - step, start)
         end = tl.where(first > start, M, 0)
 
@@ -1402,7 +1402,7 @@ def _layer_norm_bwd_shared(
     mean_ptr,  # (M,), from the forward pass
     rstd_ptr,  # (M,), from the forward pass
     dx_ptr,  # (M, N)
-    words_ptr,  # (M and some more, SLICES), empty
+    words_ptr,  # (more than M, SLICES), empty
     sums_ptr,  # (groups, 2, N): dw and db of each group
     M,  # rows
     N: tl.constexpr,  # columns

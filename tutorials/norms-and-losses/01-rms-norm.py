@@ -19,7 +19,7 @@ stands before each block of Llama, Qwen, Mistral and Gemma:
 - How to write both as one kernel, forward and backward, and where it rounds to
   16 bits.
 - How to keep the backward pass of 16384 columns in registers, and what to do
-  when the compiler wants twice as many.
+  when the compiler wants twice as many registers.
 
 **What you need:** `Chunks instead of padding
 <../layer-norm/05-chunks.html>`_.
@@ -457,7 +457,7 @@ def _rms_norm_bwd(
     rstd_ptr,  # (M,), from the forward pass
     dx_ptr,  # (M, N)
     sums_ptr,  # (programs, N): what each program adds to dw
-    zero,  # 0, which the compiler does not know
+    zero,  # 0, but the compiler cannot assume that
     M,  # rows
     N: tl.constexpr,  # columns
     CHUNK: tl.constexpr,  # lanes of a chunk
@@ -554,9 +554,9 @@ def _add_up(
 # - An SM has 8 warps, as two programs of 4 if a row has up to 8 KB. A row of
 #   more than 32 KB gets 16 warps.
 # - Up to 3 rows are in flight, as many as fit into shared memory.
-# - There are as few programs as take the same number of rounds. With 132 SMs
-#   of one program each, 4096 rows take 32 rounds, and 128 programs do them in
-#   as many. That makes fewer sums to add up.
+# - We start as few programs as we can without adding a round. With 132 SMs of
+#   one program each, 4096 rows take 32 rounds, and 128 programs do them in as
+#   many. That makes fewer sums to add up.
 # - The second use is hidden in rows of more than 24 KB.
 
 GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None

@@ -475,11 +475,11 @@ print(table.to_string(index=False, float_format="{:.1e}".format))
 # times as large. Our kernel and PyTorch's steps have the same errors.
 #
 # **Why.**
-# Two roundings make 1.41 times the error of one, as expected. ``none`` has a
-# third one, of the root. By the same rule it would make 1.73 times. But that
-# rounding is one for a whole row, and all of our rows have a root near 1. So
-# it is a matter of luck which numbers it falls between, and the factor is not
-# the same in both types.
+# Two roundings make 1.41 times the error of one, as expected. ``none`` rounds
+# a third time, when it has taken the root. By the same rule it would make 1.73
+# times. But that rounding is one for a whole row, and all of our rows have a
+# root near 1. So it is a matter of luck which numbers it falls between, and
+# the factor is not the same in both types.
 #
 # **What follows.**
 # Choose between ``gemma`` and ``llama`` to be the same as the model, not to be
@@ -1549,7 +1549,7 @@ if times.notna().all(axis=None):  # it was measured
 # So how much of a block is its norms? In the figure before, our norm with its
 # addition took 28.4 µs for both passes of 1024 columns, and 79.4 µs of 4096.
 # Two of them are 4.0% of the block with our module at 1024 columns, and 1.4%
-# at 4096. With the steps, the block takes 219 and 921 µs longer.
+# at 4096. With the steps, the block takes 0.22 and 0.92 ms longer.
 #
 # **Why.**
 # The work in the products of matrices grows with the square of the columns,

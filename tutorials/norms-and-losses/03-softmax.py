@@ -877,8 +877,8 @@ for N in (100, 256, 1000, 4096, 4097, 16384):
 # sweep needs more, because it holds the row: at 16384 columns a thread has 86
 # registers, and an SM has room for two programs of 8 warps, which are 512
 # threads. So narrow rows should go in one sweep, and wide ones in two.
-# Rows that begin anywhere are another case: our second kernel loads them
-# element by element, 2 bytes at a time.
+# Rows that begin anywhere are another case: the kernel of two sweeps loads
+# them element by element, 2 bytes at a time.
 #
 # ``plan_forward`` is the rule that came out of our measurements, and
 # ``forward`` follows this rule, or a plan that it is given.
@@ -1223,7 +1223,7 @@ def _softmax_bwd(
     y_ptr,  # (M, N), contiguous: the result of the forward pass
     dy_ptr,  # (M, N), contiguous
     dx_ptr,  # (M, N)
-    zero,  # 0, which the compiler does not know
+    zero,  # 0, but the compiler cannot assume that
     M,  # rows
     N: tl.constexpr,  # columns
     ROWS: tl.constexpr,  # rows of a program: a power of two
@@ -1556,7 +1556,7 @@ report(bench_backward)
 # torch.compile 62% to 101%, and quack 86% to 101%.
 #
 # **Why.**
-# Up to 24576 columns our kernel reads each number once, as the copy does, and
+# Up to 32768 columns our kernel reads each number once, as the copy does, and
 # writes each result once. A line near 100% has little left to gain. We have
 # not looked at PyTorch's kernels.
 #
@@ -1855,4 +1855,4 @@ assert exercise_2(gradient_2)
 # - Measure both kernels before you write the rule, on each card that matters.
 #
 # **Next:** `Cross-entropy <04-cross-entropy.html>`_ takes the logarithm of a
-# softmax, and keeps one number for each row.
+# softmax, and keeps two numbers for each row.

@@ -216,10 +216,10 @@ plt.show()
 # Threads take the groups in turns, so that neighboring threads load
 # neighboring groups. A *block* is what all threads of a program load at a
 # time: a few groups for each thread, so that enough bytes are on their way.
-# We count columns from the first group. So column 0 begins with 16 bytes, and
-# the edge before it has negative numbers. These functions compute where the
-# groups of a row are, which columns a block has, and which columns both edges
-# have together:
+# We count columns from the first group. So column 0 begins at a multiple of 16
+# bytes, and the edge before it has negative numbers. These functions compute
+# where the groups of a row are, which columns a block has, and which columns
+# both edges have together:
 
 # %%
 
@@ -997,7 +997,8 @@ print_percent(table)
 # torch.compile 29% to 35%, and quack 72% to 83%. At 65536 columns quack is 1%
 # faster than we are. On the H100 our loss reaches 91%, 77%, 94%, 95% and 96%
 # of reading at these vocabularies, PyTorch 24% to 37%, torch.compile 42% to
-# 53%, and quack 93% to 97%. There it falls behind at 50257 columns alone.
+# 53%, and quack 93% to 97%. There our loss is far behind reading only at 50257
+# columns.
 #
 # **Why.**
 # PyTorch reads the logits more than once and writes a matrix of the same size.
@@ -1005,12 +1006,12 @@ print_percent(table)
 # could reach 50%. torch.compile writes no such matrix, as its memory will
 # show. We have not looked for what slows it down.
 #
-# On the H200 our loss falls behind at 50257 and at 65536 columns, and we do
-# not know why. Below we measure a whole step, the loss and its gradient, and
-# there most of this time is not lost. At 50257 columns a step takes 597 µs,
-# where the two passes, measured one by one, take 229 µs and 400 µs. At 65536
-# columns it takes 760 µs, and the passes 290 µs and 510 µs. At the other
-# vocabularies a step takes as long as both passes, to 2%.
+# On the H200 our loss is furthest behind reading at 50257 and at 65536
+# columns, and we do not know why. Below we measure a whole step, the loss and
+# its gradient, and there most of this time is not lost. At 50257 columns a
+# step takes 597 µs, where the two passes, measured one by one, take 229 µs and
+# 400 µs. At 65536 columns it takes 760 µs, and the passes 290 µs and 510 µs.
+# At the other vocabularies a step takes as long as both passes, to 2%.
 #
 # **What follows.**
 # Where our loss reaches 96% of reading, there is little left to gain. So from
@@ -1305,7 +1306,7 @@ for N in (32000, 50257, 65536, 128256, 262144):
 # %%
 # Up to 65536 columns that may do. Beyond, several programs have to share a
 # row. If each of them has at most 48 KB of it, and if five of them are on an
-# SM, then at most 32 MB are under way, however wide a row is.
+# SM, then about 32 MB are under way at most, however wide a row is.
 #
 # So a wide row is cut into *slices*, one for each program. Each program finds
 # the pair of its slice in the first sweep, tells it to the others, and waits
@@ -2066,12 +2067,12 @@ report(bench_options)
 
 # %%
 # **What the figure shows.**
-# On the H200, smoothing and the z-loss bring ahead from 82% to 77% of the copy
-# at 32000 columns, from 76% to 74% at 50257, and from 76% to 75% at 128256.
-# With weights it is 68%, 37% and 63%. On the H100 they bring it from 81% to
-# 92% at 32000 columns, which is faster, and leave it at 89% at 50257 and at
-# 85% at 128256. We cannot explain the first. With weights it is 80%, 53% and
-# 74% there.
+# On the H200, smoothing and the z-loss slow the line Ahead down from 82% to
+# 77% of the copy at 32000 columns, from 76% to 74% at 50257, and from 76% to
+# 75% at 128256. With weights it is 68%, 37% and 63%. On the H100 they raise it
+# from 81% to 92% at 32000 columns, and leave it at 89% at 50257 and at 85%
+# at 128256. We cannot explain why it becomes faster there. With weights it is
+# 80%, 53% and 74% there.
 #
 # **Why.**
 # Smoothing needs one more sum in the first sweep. And where rows have slices,

@@ -303,7 +303,7 @@ def _softmax_bwd(
     y_ptr,  # (M, N), contiguous: the result of the forward pass
     dy_ptr,  # (M, N), contiguous
     dx_ptr,  # (M, N)
-    zero,  # 0, which the compiler does not know
+    zero,  # 0, but the compiler cannot assume that
     M,  # rows
     N: tl.constexpr,  # columns
     ROWS: tl.constexpr,  # rows of a program: a power of two
@@ -805,7 +805,7 @@ def _lanes(
 
 @triton.constexpr_function
 def _full(c, chunk, lanes, step):
-    """Whether chunk c needs no mask, if a slice has at least so many lanes."""
+    """Whether chunk c needs no mask; lanes: how many a slice has at least."""
     return (c + 1) * chunk <= lanes and (step == 1 or c > 0)
 
 
@@ -916,8 +916,8 @@ def _softmax_fwd_shifted(
 ):
     DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    # Chunks HEAD to LAST have no masks. Before them is the first one, if rows
-    # begin anywhere, and behind them are one or two at the end.
+    # Chunks HEAD to LAST - 1 have no masks. Before them is the first one, if
+    # rows begin anywhere, and behind them are one or two at the end.
     HEAD: tl.constexpr = 1 if STEP > 1 else 0
     FULL: tl.constexpr = N // (PAIRS * EACH)
     LAST: tl.constexpr = FULL if FULL > HEAD else HEAD
@@ -1986,7 +1986,7 @@ def worst_error(found, exact, sizes, dtype):
     that were added up, whose sizes are given.
     """
     limits = torch.finfo(dtype)
-    # Numbers below the smallest normal one have as few digits as it leaves.
+    # Numbers below the smallest normal one lie as far apart as those above it.
     size = exact.abs().clamp(min=limits.smallest_normal)
     rounding = size * limits.eps / 2
     sums = 64 * torch.finfo(torch.float32).eps * sizes
@@ -2131,8 +2131,9 @@ report(bench_forward)
 # and torch.compile reaches 45% to 47%. quack reaches 98%, 98%, 98% and 93% at
 # these four widths, where ours reaches 101%, 87%, 89% and 84%. At 49152
 # columns it is the kernel of page 03, which reached 97% in the figure of the
-# three forms. It seems to have two speeds there: the quantiles of shifted
-# sweeps lie far apart in that figure. We do not know the reason.
+# three forms. So it seems to have two speeds there. In that figure the
+# quantiles of shifted sweeps lie far apart at this width, too. We do not know
+# the reason.
 #
 # **Why.**
 # PyTorch and torch.compile read wide rows more than once. That does not

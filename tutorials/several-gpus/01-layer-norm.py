@@ -330,7 +330,8 @@ def _forward(
         # Merge rank after rank. All ranks do it in the same order, so all have
         # the same bits. COUNTS is known when we compile: these are constants.
         for rank in tl.static_range(len(COUNTS)):
-            # The share of this rank in the columns so far. None may have any.
+            # The share of this rank in the columns so far, of which there may
+            # be none.
             share = COUNTS[rank] / max(n + COUNTS[rank], 1)
             part_ptr = parts_ptr + 2 * rank * M + row
             d = tl.load(part_ptr) - mean
@@ -1443,7 +1444,7 @@ report_columns(bench_columns_forward)
 # %%
 # **What the figure shows.**
 # N is the number of columns on both GPUs together; each has half of them. On
-# two H200s two numbers a row take 17 µs at 2048 columns and 117 µs at 32768.
+# two H200s two numbers a row take 17 µs at 2048 columns and 116.5 µs at 32768.
 # At 32768 columns gathered rows take 7.9 times as long with PyTorch's kernels
 # and 7.4 times as long with ours. An all-to-all takes 6.9 times as long.
 # DTensor's line nearly hides behind that of gathered rows: over all widths
@@ -1480,9 +1481,9 @@ report_columns(bench_columns_forward)
 # Let each rank add up what it has, and send only the sums. Even the best of
 # the other ways takes several times as long at every width.
 #
-# On the H200 the line of one rank is at 86% of the copy at 32768 columns. So
-# our kernels are not slow by themselves, and the distance to that line is what
-# the other ranks cost.
+# On the H200 *No other rank* is at 86% of the copy at 32768 columns. So our
+# kernels are not slow by themselves, and the distance to that line is what the
+# other ranks cost.
 #
 # Columns, the backward pass
 # --------------------------
@@ -1499,10 +1500,10 @@ report_columns(bench_columns_backward)
 
 # %%
 # **What the figure shows.**
-# On two H200s two numbers a row take 31 µs at 2048 columns and 180 µs at
-# 32768. At 32768 columns gathered rows take 6.7 times as long with PyTorch's
-# kernels, 5.6 times as long with ours, and 5.0 times as long in an all-to-all.
-# DTensor takes 10.5 times as long.
+# On two H200s two numbers a row take 31 µs at 2048 columns and 180.4 µs
+# at 32768. At 32768 columns gathered rows take 6.7 times as long with
+# PyTorch's kernels, 5.6 times as long with ours, and 5.0 times as long in an
+# all-to-all. DTensor takes 10.5 times as long.
 #
 # On two H100s they take 33 µs at 2048 columns and 248 µs at 32768, where
 # gathered rows take 5.8 times as long with PyTorch's kernels and 4.8 times as
@@ -2206,7 +2207,7 @@ assert exercise_2(divisor_2)
 #
 # Columns spread, forward and backward at 32768 columns:
 #
-# - **Two numbers a row** takes 117 µs and 180 µs. It sends 8 bytes a row.
+# - **Two numbers a row** takes 116.5 µs and 180.4 µs. It sends 8 bytes a row.
 # - **All-to-all, our kernels** takes 805 µs and 897 µs. It sends 67 MB there
 #   and 67 MB back.
 # - **Rows gathered, our kernels** takes 857 µs and 1010 µs. It sends 134 MB,

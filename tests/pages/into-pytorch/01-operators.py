@@ -306,11 +306,11 @@ def blocks(figure):
             by_function = us(both, "function", 1024)
             yield (
                 f"That does not explain all of the {custom} µs. They are "
-                f"{custom - opened} µs more than with ``triton_op``, for two "
-                "calls of an operator. Called from Python, in the figure of "
-                "both passes above, the same two calls cost "
-                f"{by_name - by_function:.1f} µs more than the autograd "
-                "function."
+                f"{(custom - opened) / 1e3:.2f} ms more than with "
+                "``triton_op``, for two calls of an operator. Called from "
+                "Python, in the figure of both passes above, the same two "
+                f"calls cost {by_name - by_function:.1f} µs more than the "
+                "autograd function."
             )
             host = compiled, function
             continue
@@ -320,7 +320,7 @@ def blocks(figure):
         speed = 13 * 2 * 4096**2 / opened / 1e3
         copy = figure("rms-norm-forward", CARD).median("copy", 4096)
         assert 0.9 < speed / copy < 1  # "almost at the speed of a copy"
-        yield f"436 MB in {opened} µs are {speed:.0f} GB/s."
+        yield f"436 MB in {opened:.1f} µs are {speed / 1e3:.2f} TB/s."
         yield (
             f"the compiled block takes {opened / compiled:.2f} times as long "
             "at best."

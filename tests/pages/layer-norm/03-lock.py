@@ -423,11 +423,11 @@ def of_traffic(figure):
     assert 1.4 <= copy <= 1.6, "about half as much again"
     assert abs(rows / alone - 1) <= 0.01, "waiting is no traffic at 4096"
     yield (
-        "On the H100, the addition of two matrices, which is our copy here, "
-        f"is at {copy} and not at 1: L2 moves about half as much again as a "
-        "kernel asks for. At 4096 columns two at a lock are at "
-        f"{a}, own locks at {b}, and own buffers at {c}. A lock for each row "
-        f"is at {rows}, and at {alone} without waiting."
+        "On the H100, at 4096 columns, the addition of two matrices, which is "
+        f"our copy here, is at {copy} and not at 1: L2 moves about half as "
+        "much again as a kernel asks for. Two at a lock are at "
+        f"{a} there, own locks at {b}, and own buffers at {c}. A lock for "
+        f"each row is at {rows}, and at {alone} without waiting."
     )
     a, b, c = (l2.median(name, 1024) for name in names)
     rows, alone = (l2.median(name, 1024) for name in each_row)
@@ -475,9 +475,9 @@ def of_traffic(figure):
     yield f"At 15872 columns our count is {by_hand} for the first three."
     few, many = spilled("triton"), spilled("own buffers")
     yield (
-        "Multiplied by the number of the copy, that makes "
-        f"{many} and {few}, so our count becomes {by_hand + many} for own "
-        f"buffers, and {by_hand + few} for the two plans with locks."
+        "Once we add them and multiply by the number of the copy, our count "
+        f"becomes {by_hand + many} for own buffers, and {by_hand + few} for "
+        "the two plans with locks."
     )
 
 

@@ -366,12 +366,12 @@ def other_warps(figure):
     )
 
     yield (
-        f"they reach {forward.share(half, 9984)}% there, and the formula "
-        f"{forward.share('triton', 9984)}%."
+        f"at this width they reach {forward.share(half, 9984)}% on the H100, "
+        f"and the formula {forward.share('triton', 9984)}%."
     )
     lost = 100 * (1 - forward.ratio(twice, "triton", 9984))
     assert lost >= 2
-    yield f"They are {lost:.0f}% slower there."
+    yield f"They are {lost:.0f}% slower at this width."
 
 
 def on_the_other_card(figure):

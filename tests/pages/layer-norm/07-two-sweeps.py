@@ -232,8 +232,8 @@ def counted(figure):
     found = [of.median("triton", N) for N in (8192, 32768, 131072)]
     assert all(1.9 < count < 2.2 for count in found)
     yield (
-        "On the H100 a backward pass reads {}, {} and {} times the bytes of "
-        "``x`` and ``dy`` from DRAM."
+        "On the H100, at 8192, 32768 and 131072 columns, a backward pass "
+        "reads {}, {} and {} times the bytes of ``x`` and ``dy`` from DRAM."
     ).format(*found)
 
 
@@ -310,8 +310,8 @@ def ladder(figure):
         return "{}% and {}%".format(*of.at(65536, 131072).shares(provider))
 
     yield (
-        "From the beginning to the end both times, they reach "
-        f"{shares('plain', 'forward')} of a copy."
+        "From the beginning to the end both times, and without hints, they "
+        f"reach {shares('plain', 'forward')} of a copy."
     )
     yield f"help for the caches** reach {shares('triton', 'forward')}, because"
     yield f"move five matrices, and reach {shares('triton', 'backward')} of"
@@ -389,16 +389,16 @@ def on_the_other_card(figure):
     )
     yield (
         f"On the H200 our kernel reads {ours[0]} and {ours[1]} times the "
-        f"bytes of ``x`` from DRAM, and without help {without[0]} and "
-        f"{without[1]} times."
+        "bytes of ``x`` from DRAM at 65536 and 131072 columns, and without "
+        f"help {without[0]} and {without[1]} times."
     )
     ours_l2, without_l2 = (
         [l2.median(provider, N) for N in (8192, 32768, 65536, 131072)]
         for provider in ("triton", "plain")
     )
     yield (
-        f"From L2 it reads {series(ours_l2)} times the bytes there, and "
-        f"{series(without_l2)} times without help."
+        f"From L2 it reads {series(ours_l2)} times the bytes at these four "
+        f"widths, and {series(without_l2)} times without help."
     )
     share = 200 / (1 + ours[1])
     share.rounding = ".0f"

@@ -242,7 +242,7 @@ def of_the_exchange(figure):
     moved = us("triton", 128) * copy / 132
     yield (
         f"in {us('triton', 128)} µs an H100 could move {moved:.0f} KB for "
-        "each of its SMs."
+        "each of its SMs"
     )
     yield (
         f"takes {us('triton', 128)} µs if they wait for the words "
@@ -387,10 +387,7 @@ def on_the_other_card(figure):
     )
     copy = forward.all_medians("copy").most
     each = rounded(exchange.median("triton", 128), ".2f")
-    yield (
-        f"In {each} µs an H200 could even move {each * copy / 132:.0f} KB for "
-        "each of its SMs."
-    )
+    yield (f"in {each} µs an H200 could even move {each * copy / 132:.0f} KB.")
 
     ours, sweeps = forward.shares("triton"), forward.shares("sweeps")
     over_torch = forward.ratios("triton", "torch")

@@ -128,10 +128,10 @@ def parts_of_a_plain_call(figure):
     autograd = [summed(of, f"{p} autograd") for p in ("forward", "backward")]
     assert autograd[1] > autograd[0]
     yield (
-        f"On the H200 the bars are {forward + backward:.0f} µs long together: "
-        f"{forward} µs forward and {backward} µs backward. The plan takes "
-        f"{plan} µs, the six tensors of both passes take {tensors} µs, and "
-        f"the three launches take {launches} µs. Autograd takes "
+        f"On the H200 the bars are {forward + backward:.1f} µs long together: "
+        f"{forward:.1f} µs forward and {backward:.1f} µs backward. The plan "
+        f"takes {plan} µs, the six tensors of both passes take {tensors} µs, "
+        f"and the three launches take {launches} µs. Autograd takes "
         f"{autograd[0]} µs forward and {autograd[1]} µs backward."
     )
     assert min(autograd[0] + autograd[1], launches) > max(plan, tensors)

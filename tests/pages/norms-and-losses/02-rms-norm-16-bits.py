@@ -332,8 +332,8 @@ def block(figure):
         f"took {norms[0]:.1f} µs for both passes of 1024 columns, and "
         f"{norms[1]:.1f} µs of 4096. Two of them are {shares[0]:.1f}% of the "
         f"block with our module at 1024 columns, and {shares[1]:.1f}% at "
-        f"4096. With the steps, the block takes {longer[0]:.0f} and "
-        f"{longer[1]:.0f} µs longer."
+        f"4096. With the steps, the block takes {longer[0] / 1e3:.2f} and "
+        f"{longer[1] / 1e3:.2f} ms longer."
     )
     gains = [of.ratio("triton", "steps", N) for N in (1024, 4096)]
     # "So the share of the norms falls", and a compiled block is ahead.

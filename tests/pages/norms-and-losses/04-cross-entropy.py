@@ -347,7 +347,7 @@ def options(figure):
         assert list(each) == sorted(each, reverse=True)
     assert weights[1] == weights.least  # where groups of weights are split
     yield (
-        "On the H200, smoothing and the z-loss bring ahead from "
+        "On the H200, smoothing and the z-loss slow the line Ahead down from "
         f"{plain[0]}% to {smooth[0]}% of the copy at 32000 columns, from "
         f"{plain[1]}% to {smooth[1]}% at 50257, and from {plain[2]}% to "
         f"{smooth[2]}% at 128256. With weights it is {weights[0]}%, "
@@ -427,8 +427,8 @@ def on_the_other_card(figure):
     assert min(b - a for a, b in zip(plain, smooth, strict=True)) > -2
     assert weights[1] == weights.least < 0.6 * plain[1]
     yield (
-        f"On the H100 they bring it from {plain[0]}% to {smooth[0]}% at 32000 "
-        f"columns, which is faster, and leave it at {plain[1]}% at 50257 and "
+        f"On the H100 they raise it from {plain[0]}% to {smooth[0]}% at 32000 "
+        f"columns, and leave it at {plain[1]}% at 50257 and "
         f"at {plain[2]}% at 128256."
     )
     yield f"With weights it is {series(weights, '%')} there."
@@ -458,7 +458,7 @@ def CLAIMS(figure):
 FACTS = {
     "could reach 50%": "1 matrix of 2",
     "60 MB of L2": "what torch says of the L2 of the H200",
-    "at most 32 MB are under way": "132 SMs, 5 slices of 48 KB on each",
+    "about 32 MB are under way at most": "132 SMs, 5 slices of 48 KB each",
     "a step takes as long as both passes, to 2%": "asserted in CLAIMS",
     "Where our loss reaches 96% of reading": "asserted in CLAIMS",
     "it cannot pass 50%": "2 matrices of 4",

@@ -355,9 +355,9 @@ def on_the_other_card(figure):
     assert varied(forms, "shifted", 49152) > 0.08
     yield (
         f"At 49152 columns it is the kernel of page 03, which reached "
-        f"{page_03(49152)}% in the figure of the three forms. It seems to "
-        "have two speeds there: the quantiles of shifted sweeps lie far apart "
-        "in that figure. We do not know the reason."
+        f"{page_03(49152)}% in the figure of the three forms. So it seems "
+        "to have two speeds there. In that figure the quantiles of shifted "
+        "sweeps lie far apart at this width, too. We do not know the reason."
     )
 
     backward = figure("wide-softmax-backward", "H200")

@@ -167,7 +167,7 @@ def of_columns_forward(figure):
     assert widest["rows"] > widest["gathered"] > widest["exchanged"] > 1
     yield (
         f"On two H200s two numbers a row take {of.us('triton', 2048):.0f} µs "
-        f"at 2048 columns and {of.us('triton', 32768):.0f} µs at 32768. At "
+        f"at 2048 columns and {of.us('triton', 32768):.1f} µs at 32768. At "
         f"32768 columns gathered rows take {widest['rows']} times as long "
         f"with PyTorch's kernels and {widest['gathered']} times as long with "
         f"ours. An all-to-all takes {widest['exchanged']} times as long."
@@ -196,7 +196,7 @@ def of_columns_forward(figure):
     )
     assert of.share("alone", 32768) >= 85, "it is not slow by itself"
     yield (
-        "On the H200 the line of one rank is at "
+        "On the H200 *No other rank* is at "
         f"{of.share('alone', 32768)}% of the copy at 32768 columns."
     )
     for N in (2048, 4096, 8192, 16384, 32768):
@@ -209,7 +209,7 @@ def of_columns_backward(figure):
     widest = times_as_long(of, 32768)
     yield (
         f"On two H200s two numbers a row take {of.us('triton', 2048):.0f} µs "
-        f"at 2048 columns and {of.us('triton', 32768):.0f} µs at 32768. At "
+        f"at 2048 columns and {of.us('triton', 32768):.1f} µs at 32768. At "
         f"32768 columns gathered rows take {widest['rows']} times as long "
         f"with PyTorch's kernels, {widest['gathered']} times as long with "
         f"ours, and {widest['exchanged']} times as long in an all-to-all. "
@@ -302,7 +302,12 @@ def of_the_ladder(figure):
             figure(f"layer-norm-columns-{mode}", "H200").us(way, 32768)
             for mode in ("forward", "backward")
         )
-        yield f"**{name}** takes {forward:.0f} µs and {backward:.0f} µs."
+        # A ratio to the first one, in the text, comes from more digits.
+        digits = ".1f" if way == "triton" else ".0f"
+        yield (
+            f"**{name}** takes {forward:{digits}} µs and {backward:{digits}} "
+            "µs."
+        )
 
 
 def on_the_other_card(figure):
