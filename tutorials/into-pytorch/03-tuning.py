@@ -437,10 +437,10 @@ report(bench_first)
 
 # %%
 # **What the figure shows.**
-# On the H200 our first kernel reaches NN% to NN% of the copy, and PyTorch
-# reaches NN% to NN%. At 4096 columns a call takes NN µs, and the copy takes
-# NN µs. (The line of PyTorch is ``F.rms_norm``, which has a kernel of its own,
-# and not the lines of a model.)
+# On the H200 our first kernel reaches 11% to 15% of the copy, and PyTorch
+# reaches 63% to 76%. At 4096 columns a call takes 152.0 µs, and the copy
+# takes 18.1 µs. (The line of PyTorch is ``F.rms_norm``, which has a kernel of
+# its own, and not the lines of a model.)
 #
 # **What follows.**
 # There is something to find. From here on we look at 4096 rows of 4096
@@ -494,13 +494,12 @@ plt.ylim(0.5, 150)
 plt.legend(loc="upper left")
 plt.show()
 
-# %%
-# The picture is the *roofline*. Left of the ridge the roof rises: a kernel with
-# twice the operations per byte can compute twice as fast. Right of it the
+# %% The picture is the *roofline*. Left of the ridge the roof rises: a kernel
+# with twice the operations per byte can compute twice as fast. Right of it the
 # arithmetic is the limit. Both passes of a norm stand far to the left.
 #
 # The data sheet is never reached. The copy of the first figure is the honest
-# roof: it takes NN µs on the H200, so 100% of the copy is what we can hope
+# roof: it takes 18.1 µs on the H200, so 100% of the copy is what we can hope
 # for.
 #
 # Which kernels run?
@@ -637,11 +636,11 @@ bench_kernels_forward.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel takes NN µs, and the kernels of PyTorch take NN µs.
-# By the clock the call takes NN µs.
+# On the H200 our kernel takes 74.3 µs, and the kernels of PyTorch take 79.6
+# µs. By the clock the call takes 151.9 µs.
 #
 # **What follows.**
-# The guess was half right. Our kernel takes NN times as long as the copy. But
+# The guess was half right. Our kernel takes 4.1 times as long as the copy. But
 # as much time again passes elsewhere: the function converts ``x`` and ``w`` to
 # float32, runs our kernel, and converts ``y`` back. In the kernel we would not
 # have seen that.
@@ -826,9 +825,9 @@ bench_forwards.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 the first kernel reaches NN% of the copy, NN% without
-# conversions, and NN% with nothing saved. More warps reach NN%, which is less.
-# A wide chunk reaches NN%, and one read reaches NN%.
+# On the H200 the first kernel reaches 12% of the copy, 34% without
+# conversions, and 50% with nothing saved. More warps reach 31%, which is less.
+# A wide chunk reaches 94%, and one read reaches 95%.
 #
 # **What follows.** The two changes that we had counted were worth it. The
 # second guess was wrong. The third guess gave a fast kernel, but not for the
@@ -976,30 +975,30 @@ FORWARD_ISSUED = counted("issued", "forward")
 
 FORWARD_BYTES.run(show_plots=ON_GPU)
 
-# %%
-# On the H200 the first kernel and its conversions move NN times the bytes that
-# they must. Without conversions it is NN times, with nothing saved NN, and in
-# the copy NN. We had counted 6, 2, 1 and 1. All four are a little less than
-# that, because ncu stops counting when the kernel ends. What was written last
-# is still in L2 then, and it goes to DRAM later.
+# %% On the H200 the first kernel and its conversions move 5.7 times the bytes
+# that they must. Without conversions it is 1.7 times, with nothing saved 0.6,
+# and in the copy 0.6. We had counted 6, 2, 1 and 1. All four are a little less
+# than that, because ncu stops counting when the kernel ends. What was written
+# last is still in L2 then, and it goes to DRAM later.
 #
-# With nothing saved ``x`` is read twice, and with one read it is read once.
-# That is half of the bytes, and the counter would see it: it shows NN and NN.
-# So the second sweep finds the row in a cache. *This is why the third guess
-# was wrong.* We would have known before we wrote the kernel.
+# With nothing saved ``x`` is read twice, and with one read it is read
+# once. That is half of the bytes, and the counter would see it: it
+# shows 0.6 and 0.6. So the second sweep finds the row in a cache. *This
+# is why the third guess was wrong.* We would have known before we wrote
+# the kernel.
 #
 # **DRAM busy:** is memory the limit?
 
 FORWARD_BUSY.run(show_plots=ON_GPU)
 
-# %%
-# On the H200 memory is busy for NN% of the time with nothing saved, for NN%
-# with a wide chunk, for NN% with one read, and for NN% in the copy. So the wide
-# chunk and the one read are at the roof, and the others wait for something
-# else. (The roof is not at 100%: the bytes that are still in L2 at the end are
-# not counted, but the time in which the kernel starts and ends is.)
+# %% On the H200 memory is busy for 28% of the time with nothing saved, for 54%
+# with a wide chunk, for 53% with one read, and for 51% in the copy. So the
+# wide chunk and the one read are at the roof, and the others wait for
+# something else. (The roof is not at 100%: the bytes that are still in L2 at
+# the end are not counted, but the time in which the kernel starts and ends
+# is.)
 #
-# The first kernel shows NN%, more than nothing saved. That is no praise: its
+# The first kernel shows 54%, more than nothing saved. That is no praise: its
 # memory is busy with bytes that nobody needs. This is why the bytes are the
 # first counter to look at.
 #
@@ -1008,7 +1007,7 @@ FORWARD_BUSY.run(show_plots=ON_GPU)
 FORWARD_WARPS.run(show_plots=ON_GPU)
 
 # %%
-# On the H200 NN% of the warps are active with nothing saved, and NN% with one
+# On the H200 88% of the warps are active with nothing saved, and 86% with one
 # read. There is hardly room for more. *So the second guess was hopeless:* a
 # program with twice the warps leaves room for half as many programs.
 #
@@ -1018,15 +1017,15 @@ FORWARD_REQUESTS.run(show_plots=ON_GPU)
 
 # %%
 # A row of ``x`` and the weights are 16 KB together, which is 32 requests of
-# 512 bytes. On the H200 one read makes NN requests. With nothing saved there
-# are NN, and with more warps NN. This is the first counter that is far off.
+# 512 bytes. On the H200 one read makes 32 requests. With nothing saved there
+# are 192, and with more warps 384. This is the first counter that is far off.
 #
 # **Issue slots busy:** are there too many instructions?
 
 FORWARD_ISSUED.run(show_plots=ON_GPU)
 
 # %%
-# On the H200 it is NN% with nothing saved, and NN% with one read. The
+# On the H200 it is 39% with nothing saved, and 37% with one read. The
 # schedulers have time.
 #
 # So memory has time and the schedulers have time, although all the warps are
@@ -1112,9 +1111,9 @@ bench_chunks.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 programs of 4 warps reach NN%, NN%, NN%, NN% and NN% of the copy
-# with 1, 2, 4, 8 and 16 columns a thread. With 8 warps it is NN%, NN%, NN%,
-# NN% and NN%.
+# On the H200 programs of 4 warps reach 30%, 50%, 74%, 90% and 94% of the copy
+# with 1, 2, 4, 8 and 16 columns a thread. With 8 warps it is 31%, 52%, 75%,
+# 90% and 94%.
 #
 # **Why.**
 # With 1 to 16 columns of 2 bytes, the 2048 threads of an SM have 4, 8, 16, 32
@@ -1593,20 +1592,20 @@ bench_backwards.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 the first kernel reaches NN% of the copy, NN% without
-# conversions, and NN% with nothing saved. One read reaches NN%, and relaxed
-# additions NN%. With sums in registers it is NN%, and with a sum of our own
-# NN%.
+# On the H200 the first kernel reaches 9% of the copy, 15% without
+# conversions, and 17% with nothing saved. One read reaches 26%, and relaxed
+# additions 36%. With sums in registers it is 47%, and with a sum of our own
+# 50%.
 #
 # **What follows.**
-# The fourth guess helps, but less than it did forward: one read is NN times as
-# fast as nothing saved, and forward it was NN times as fast. One word makes it
-# NN times as fast once more.
+# The fourth guess helps, but less than it did forward: one read is 1.5 times
+# as fast as nothing saved, and forward it was 1.9 times as fast. One word
+# makes it 1.4 times as fast once more.
 #
 # The fifth guess was not all wrong, but most of it was. Without the word, sums
-# in registers would have brought us from NN µs to NN µs at once, and we would
+# in registers would have brought us from 101 µs to 56 µs at once, and we would
 # have said that programs had been in each other's way. Now we know that the
-# fences alone took NN µs of that.
+# fences alone took 29 µs of that.
 #
 # Two counters say the same. The first is the one that comes first, bytes. The
 # second belongs to a family that tells what warps wait for,
@@ -1632,11 +1631,11 @@ BACKWARD_FENCES.run(show_plots=ON_GPU)
 
 # %%
 # **What the figures show.**
-# On the H200 the first kernel and its conversions move NN times the bytes that
-# they must, and NN times without conversions. With nothing saved it is NN, one
-# read moves NN, and the copy NN. NN warps wait at a fence in the first kernel
-# for each instruction, NN with nothing saved, NN with one read, and none from
-# relaxed additions on.
+# On the H200 the first kernel and its conversions move 4.6 times the bytes
+# that they must, and 1.9 times without conversions. With nothing saved it
+# is 1.0, one read moves 0.9, and the copy 0.8. 80 warps wait at a fence in
+# the first kernel for each instruction, 58 with nothing saved, 24 with one
+# read, and none from relaxed additions on.
 #
 # **Why.**
 # By hand we count 4 times the bytes for the first kernel, with its
@@ -1677,14 +1676,14 @@ bench_kernels_backward.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 the kernels of PyTorch take NN µs of the first call. With relaxed
-# additions they take NN µs, to fill ``dw`` with zeros and to round it. With
-# sums in registers it is NN µs, for ``torch.sum`` and to round. A sum of our
-# own needs none of them. Our kernels take NN µs, NN µs, NN µs and NN µs in the
-# four designs.
+# On the H200 the kernels of PyTorch take 78.5 µs of the first call. With
+# relaxed additions they take 1.8 µs, to fill ``dw`` with zeros and to round
+# it. With sums in registers it is 5.6 µs, for ``torch.sum`` and to round. A
+# sum of our own needs none of them. Our kernels take 206.7 µs, 70.7 µs, 50.8
+# µs and 52.8 µs in the four designs.
 #
 # **What follows.**
-# A sum over 132 rows is small, and still it took NN% of the time that our own
+# A sum over 132 rows is small, and still it took 11% of the time that our own
 # kernel took. We would not have looked for it there.
 #
 # A search: triton.autotune
@@ -1969,8 +1968,8 @@ bench_keys.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, at 1024, 4096 and 8192 columns, what was chosen for 4096 rows
-# reaches NN%, NN% and NN% of the copy, and what was chosen for 64 rows reaches
-# NN%, NN% and NN%.
+# reaches 54%, 83% and 88% of the copy, and what was chosen for 64 rows reaches
+# 66%, 83% and 69%.
 #
 # **Why.**
 # With 64 rows there is one row for each program at most, on half of the SMs.
@@ -2122,12 +2121,11 @@ def bench_costs(call, M, N, dtype, mode, provider):
 
 bench_costs.run(show_plots=ON_GPU)
 
-# %%
-# **What the figure shows.** On the H200 and its host the first call of one
-# plan takes NN ms. With a search it takes NN s, and NN s if the candidates are
-# compiled in parallel. With a choice that was kept it takes NN ms. Each later
-# call costs NN µs on the host with one plan, and NN µs with a search behind
-# it.
+# %% **What the figure shows.** On the H200 and its host the first call of one
+# plan takes 444 ms. With a search it takes 2.4 s, and 1.3 s if the candidates
+# are compiled in parallel. With a choice that was kept it takes 5 ms. Each
+# later call costs 18 µs on the host with one plan, and 27 µs with a search
+# behind it.
 #
 # **Why.**
 # A search compiles each candidate that fits, and then runs it for some 60 ms.
@@ -2281,17 +2279,17 @@ bench_rule.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, at 2500, 5120 and 7001 columns, from which the second rule was
-# made, the search reaches NN%, NN% and NN% of the copy, the first rule NN%,
-# NN% and NN%, and the second NN%, NN% and NN%. At the other three, 1400, 3001
-# and 7680 columns, the search reaches NN%, NN% and NN%, the first rule NN%,
-# NN% and NN%, the second NN%, NN% and NN%, and what was found at the next
-# power of two NN%, NN% and NN%.
+# made, the search reaches 70%, 85% and 58% of the copy, the first rule 64%,
+# 74% and 46%, and the second 64%, 84% and 58%. At the other three, 1400, 3001
+# and 7680 columns, the search reaches 65%, 57% and 87%, the first rule 67%,
+# 52% and 87%, the second 67%, 52% and 86%, and what was found at the next
+# power of two 62%, 52% and 87%.
 #
 # **Why.**
 # At 7001 columns the first rule has one program on an SM and nothing on its
 # way while it works. At 5120 columns it has too little on its way. Both are
 # mended, at 2500 columns nothing has changed, and at the new widths the second
-# rule loses NN points to the search at most.
+# rule loses 5 points to the search at most.
 #
 # **What follows.**
 # A rule from powers of two has holes, where the reason for it does not hold.
@@ -2469,15 +2467,15 @@ report(bench_backward)
 
 # %%
 # **What the figures show.**
-# On the H200 our forward pass reaches NN% to NN% of the copy, the first kernel
-# NN% to NN%, PyTorch NN% to NN%, and torch.compile NN% to NN%. Our backward
-# pass reaches NN% to NN%, the first kernel NN% to NN%, PyTorch NN% to NN%, and
-# torch.compile NN% to NN%. At 4096 columns our forward pass is NN times as
-# fast as the first one, and our backward pass NN times.
+# On the H200 our forward pass reaches 82% to 96% of the copy, the first kernel
+# 11% to 15%, PyTorch 63% to 76%, and torch.compile 87% to 100%. Our backward
+# pass reaches 66% to 85%, the first kernel 7% to 10%, PyTorch 33% to 41%, and
+# torch.compile 42% to 49%. At 4096 columns our forward pass is 8.0 times as
+# fast as the first one, and our backward pass 9.1 times.
 #
 # **Why.**
 # Forward, nothing is left but to move the bytes. Backward, 1024 columns are
-# the weakest. Matrices of 25 MB pass in NN µs there by the copy, and next to
+# the weakest. Matrices of 25 MB pass in 7.9 µs there by the copy, and next to
 # that the buffers of 264 programs and the start of a second kernel are not
 # small.
 #
@@ -2572,16 +2570,16 @@ assert exercise_1(advice_1)
 # These are the designs of this page at 4096 columns, forward and backward, in
 # % of the copy on the H200, and why:
 #
-# - **First:** NN% and NN%. It converts, saves a matrix, and waits.
-# - **No conversions:** NN% and NN%. Three kernels and two matrices less.
-# - **Nothing saved:** NN% and NN%. One matrix less.
-# - **More warps:** NN%. Each thread asks for less, so it is slower.
-# - **A wide chunk:** NN%. Each thread asks for 32 bytes, with one barrier.
-# - **One read:** NN% and NN%. Forward a cache had the row anyway.
-# - **Relaxed:** NN% backward. No fences.
-# - **Registers:** NN% backward. One addition for many rows.
-# - **Own sum:** NN% backward. Two small kernels less.
-# - **A plan, by a rule:** NN% backward. More rows on their way.
+# - **First:** 12% and 9%. It converts, saves a matrix, and waits.
+# - **No conversions:** 34% and 15%. Three kernels and two matrices less.
+# - **Nothing saved:** 50% and 17%. One matrix less.
+# - **More warps:** 31%. Each thread asks for less, so it is slower.
+# - **A wide chunk:** 94%. Each thread asks for 32 bytes, with one barrier.
+# - **One read:** 95% and 26%. Forward a cache had the row anyway.
+# - **Relaxed:** 36% backward. No fences.
+# - **Registers:** 47% backward. One addition for many rows.
+# - **Own sum:** 50% backward. Two small kernels less.
+# - **A plan, by a rule:** 83% backward. More rows on their way.
 #
 # And for kernels in general:
 #
