@@ -1058,11 +1058,11 @@ FORWARD_ISSUED.run(show_plots=ON_GPU)
 # to exchange their parts.
 #
 # So a warp requests a chunk, waits for it, and then waits for the other warps.
-# Only after that it requests the next chunk. In the sweep that reads from
+# Only after that does it request the next chunk. In the sweep that reads from
 # memory, a thread never has more than 4 bytes of ``x`` on their way. The 2048
 # threads that an SM can have make that 8 KB, and `Loads in flight
-# <../layer-norm/04-loads-in-flight.html>`_ has measured that an SM needs
-# 32 KB. *The warps are there, and each of them asks for too little.*
+# <../layer-norm/04-loads-in-flight.html>`_ has measured that an SM needs 32
+# KB. *The warps are there, and each of them asks for too little.*
 #
 # If this is the cause, then the speed depends on the columns of a chunk that
 # *one thread* has, and not on the warps of a program. That is easy to try.
@@ -1614,7 +1614,10 @@ bench_backwards.run(show_plots=ON_GPU)
 # second belongs to a family that tells what warps wait for,
 # ``smsp__average_warps_issue_stalled_X_per_issue_active.ratio``, with names
 # such as ``long_scoreboard`` (loads), ``barrier`` and ``membar`` (fences) for
-# ``X``. It is how many warps wait so, for each instruction that is issued.
+# ``X``. It counts in each cycle how many warps wait so, adds that up, and
+# divides it by the instructions that were issued. So it can be larger than the
+# number of warps that there are, if many cycles pass from one instruction to
+# the next.
 
 # %%
 
@@ -1636,10 +1639,9 @@ BACKWARD_FENCES.run(show_plots=ON_GPU)
 # **What the figures show.**
 # On the H200 the first kernel and its conversions move 4.6 times the bytes
 # that they must, and 1.9 times without conversions. With nothing saved it is
-# 1.0, one read moves 0.9, and the copy 0.8. For each instruction that is
-# issued, 80 warps wait at a fence in the first call, where conversions are
-# counted as well. There are 58 with nothing saved, 24 with one read, and none
-# from relaxed additions on.
+# 1.0, one read moves 0.9, and the copy 0.8. The second counter is 80 in the
+# first call, where conversions are counted as well. It is 58 with nothing
+# saved, 24 with one read, and 0 from relaxed additions on.
 #
 # **Why.**
 # By hand we count 4 times the bytes for the first kernel, with its
@@ -2317,9 +2319,9 @@ bench_rule.run(show_plots=ON_GPU)
 # 3001 columns it loses 5 points. That is another odd number, for which there
 # are no asynchronous copies. Two programs have two rows of ``x`` and two of
 # ``dy`` on their way. That is 56 KB at 7001 columns, where we made this part
-# of the rule, but only 24 KB at 3001, and an SM needs 32 KB. We had the right
-# reason, and did not ask how far it goes. Three or four programs are what we
-# would try there.
+# of the rule, but only 24 KB at 3001, and an SM needs 32 KB. If this is the
+# cause, then our reason was right, and we did not ask how far it goes. Three
+# or four programs are what we would try there.
 #
 # **What follows.**
 # A rule has holes where the reason for it does not hold. A key that rounds the
@@ -2506,10 +2508,12 @@ report(bench_backward)
 # fast as the first one, and our backward pass 9.1 times.
 #
 # **Why.**
-# Forward, hardly anything is left but to move the bytes. Backward, 1024
-# columns are the weakest. Matrices of 25 MB pass in 7.9 µs there by the copy,
-# and in 12.0 µs by our kernels. Beside so short a time, the buffers of 264
-# programs and the start of a second kernel are not small.
+# Forward, hardly anything is left at 4096 and 8192 columns but to move the
+# bytes. At 1024 columns a call takes 6.4 µs and the copy takes 5.3 µs, and
+# even one microsecond shows. Backward, 1024 columns are the weakest, too.
+# Matrices of 25 MB pass in 7.9 µs there by the copy, and in 12.0 µs by our
+# kernels. Beside so short a time, the buffers of 264 programs and the start of
+# a second kernel are not small.
 #
 # **What follows.**
 # No single cause made the first kernels slow, and none of the causes stood in
