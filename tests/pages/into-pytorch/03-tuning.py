@@ -446,7 +446,9 @@ def both(figure):
     assert of.share("triton", 1024) == of.shares("triton").least  # "too"
     call = of.us("triton", 1024, matrices=2)
     copy = of.us("copy", 1024, matrices=2)
-    yield f"At 1024 columns a call takes {call} µs and the copy takes {copy} µs"
+    yield (
+        f"At 1024 columns a call takes {call} µs and the copy takes {copy} µs"
+    )
     ours, compiled = (
         [of.share(provider, N) for N in (1024, 4096, 8192)]
         for provider in ("triton", "torch.compile")
