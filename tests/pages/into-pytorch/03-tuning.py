@@ -162,7 +162,9 @@ def kernels(figure):
         "With relaxed additions they take {} µs, to fill ``dw`` with zeros "
         "and to round it. With sums in registers it is {} µs"
     ).format(*others)
-    yield "Our kernels take {} µs, {} µs, {} µs and {} µs".format(*ours)
+    yield (
+        "In the four designs our kernels take {} µs, {} µs, {} µs and {} µs."
+    ).format(*ours)
     yield f"it took {share}% of the time that our own kernel took"
 
 
@@ -252,15 +254,26 @@ def counters(figure):
         "{no conversions} times, with nothing saved {nothing saved}, and in "
         "the copy {copy}."
     ).format_map(bytes_)
-    yield "it shows {nothing saved} and {one read}.".format_map(bytes_)
-    assert abs(bytes_["nothing saved"] - bytes_["one read"]) < 0.1
-    for design, by_hand in (
-        ("first", 6),
-        ("no conversions", 2),
-        ("nothing saved", 1),
-        ("copy", 1),
-    ):
-        assert 0 < by_hand - bytes_[design] < 0.5
+    by_hand = {
+        "first": 6,
+        "no conversions": 2,
+        "nothing saved": 1,
+        "copy": 1,
+    }
+    missing = []  # MB
+    for design, times in by_hand.items():
+        missing.append((times - bytes_[design]) * 2 * 4096 * 4096 * 2 / 1e6)
+        missing[-1].rounding = ".0f"
+    assert min(missing) > 0
+    yield (
+        f"What is missing is {min(missing)} to {max(missing)} MB in each of "
+        "the four"
+    )
+    twice = of("bytes", rounding=".2f")
+    yield (
+        "It shows {nothing saved} and {one read}, so the second sweep"
+    ).format_map(twice)
+    assert abs(twice["nothing saved"] - twice["one read"]) < 0.05
     busy = of("busy")
     yield (
         "On the H200 memory is busy for {nothing saved}% of the time with "
@@ -269,8 +282,10 @@ def counters(figure):
     ).format_map(busy)
     assert busy["wide chunk"] > 0.85 * busy["copy"]
     assert busy["nothing saved"] < 0.6 * busy["copy"]
-    assert busy["first"] > busy["nothing saved"]
-    yield "The first kernel shows {first}%".format_map(busy)
+    assert abs(busy["first"] - busy["one read"]) < 2  # "as much as one read"
+    yield (
+        "The first kernel and its conversions show {first}%, as much as"
+    ).format_map(busy)
     yield (
         "On the H200 {nothing saved}% of the warps are active with nothing "
         "saved, and {one read}% with one read."
@@ -299,9 +314,9 @@ def counters(figure):
         "moves {one read}, and the copy {copy}."
     ).format_map(bytes_)
     yield (
-        "{first} warps wait at a fence in the first kernel for each "
-        "instruction, {nothing saved} with nothing saved, {one read} with one "
-        "read, and none from relaxed additions on."
+        "The second counter is {first} in the first call, where conversions "
+        "are counted as well. It is {nothing saved} with nothing saved, "
+        "{one read} with one read, and 0 from relaxed additions on."
     ).format_map(fences)
 
 
@@ -329,6 +344,12 @@ def keys(figure):
         f"4096 rows reaches {many} of the copy, and what was chosen for 64 "
         f"rows reaches {few}."
     )
+    # "slower than what was chosen for 64", and what was among the candidates
+    rule = figure("tuning-backward", CARD).share("triton", 1024)
+    assert of.median("64 rows", 1024) > 1.1 * of.median("4096 rows", 1024)
+    assert of.median("64 rows", 8192) < 0.9 * of.median("4096 rows", 8192)
+    assert rule > 1.1 * of.median("4096 rows", 1024)
+    yield f"and below they reach {rule}% at this width."
 
 
 def costs(figure):
@@ -363,27 +384,35 @@ NEW = 1400, 3001, 7680
 def rule(figure):
     of = figure("tuning-rule", CARD)
 
-    def said(widths, provider):
-        return series([of.median(provider, N) for N in widths], "%")
-
-    yield (
-        "On the H200, at 2500, 5120 and 7001 columns, from which the second "
-        f"rule was made, the search reaches {said(MADE_FROM, 'search')} of "
-        f"the copy, the first rule {said(MADE_FROM, 'first rule')}, and the "
-        f"second {said(MADE_FROM, 'triton')}. At the other three, 1400, 3001 "
-        f"and 7680 columns, the search reaches {said(NEW, 'search')}, the "
-        f"first rule {said(NEW, 'first rule')}, the second "
-        f"{said(NEW, 'triton')}, and what was found at the next power of two "
-        f"{said(NEW, 'neighbor')}."
-    )
-    lost = max(of.median("search", N) - of.median("triton", N) for N in NEW)
-    yield f"at the new widths the second rule loses {lost} points"
+    said = {}
+    for widths in (MADE_FROM, NEW):
+        for provider in ("search", "first rule", "triton", "neighbor"):
+            numbers = [of.median(provider, N) for N in widths]
+            said[widths, provider] = series(numbers, "%")
+    for widths, before in (
+        (MADE_FROM, "from which the second rule was made:"),
+        (NEW, "And at 1400, 3001 and 7680 columns:"),
+    ):
+        yield (
+            f"{before} "
+            f"- the search reaches {said[widths, 'search']}; "
+            f"- the first rule reaches {said[widths, 'first rule']}; "
+            f"- the second rule reaches {said[widths, 'triton']}; "
+            "- what was found at the next power of two reaches "
+            f"{said[widths, 'neighbor']}."
+        )
     # "Both are mended", "nothing has changed"
     for N in (5120, 7001):
         assert of.median("triton", N) > 1.04 * of.median("first rule", N)
     same = of.median("triton", 2500) / of.median("first rule", 2500)
     assert 0.97 < same < 1.03
-    assert 0 < lost < 5
+    lost = {N: of.median("search", N) - of.median("triton", N) for N in NEW}
+    assert abs(lost[1400]) < 2 and abs(lost[7680]) < 2  # "within 2 points"
+    yield f"At 3001 columns it loses {lost[3001]} points."
+    # "the same holes as the first rule"
+    for N in (5120, 7001, 3001):
+        ratio = of.median("neighbor", N) / of.median("first rule", N)
+        assert 0.97 < ratio < 1.03
 
 
 def both(figure):
@@ -408,7 +437,30 @@ def both(figure):
     of = figure("tuning-backward", CARD)
     assert of.share("triton", 1024) == of.shares("triton").least
     copy = of.us("copy", 1024, matrices=3)
-    yield f"Matrices of 25 MB pass in {copy} µs there by the copy"
+    ours = of.us("triton", 1024, matrices=3)
+    yield (
+        f"Matrices of 25 MB pass in {copy} µs there by the copy, and in "
+        f"{ours} µs by our kernels."
+    )
+    of = figure("tuning-forward", CARD)
+    assert of.share("triton", 1024) == of.shares("triton").least  # "too"
+    call = of.us("triton", 1024, matrices=2)
+    copy = of.us("copy", 1024, matrices=2)
+    yield (
+        f"At 1024 columns a call takes {call} µs and the copy takes {copy} µs"
+    )
+    ours, compiled = (
+        [of.share(provider, N) for N in (1024, 4096, 8192)]
+        for provider in ("triton", "torch.compile")
+    )
+    assert compiled[0] > ours[0] and compiled[2] > ours[2]
+    assert compiled[1] < ours[1]
+    yield (
+        f"On the H200 it reaches {compiled[0]}% of the copy at 1024 columns "
+        f"and {compiled[2]}% at 8192 columns, where we reach {ours[0]}% and "
+        f"{ours[2]}%. At 4096 columns it reaches {compiled[1]}%, and we reach "
+        f"{ours[1]}%."
+    )
 
 
 def CLAIMS(figure):
@@ -434,6 +486,10 @@ FACTS = {
     "the arithmetic takes 1.3 µs": "5 * 4096**2 / 67 TFLOP/s",
     "so 100% of the copy is what we can hope for": "the copy itself",
     "The roof is not at 100%": "of the peak that ncu knows",
+    "is within 2 points of the search": "asserted in rule()",
+    "That is 56 KB at 7001 columns": "2 * 2 * 7001 * 2 bytes",
+    "only 24 KB at 3001": "2 * 2 * 3001 * 2 bytes",
+    "and an SM needs 32 KB": "measured by Loads in flight",
     "would be 1.5 times as fast": "a guess, of bytes: 6 / 4",
     "Near 80%, there are too many instructions": THUMB,
     "near 80%, compute less": THUMB,
