@@ -175,7 +175,11 @@ def runs(figure):
 def costs(figure):
     def ms(name, provider, N):
         value = figure(name, CARD).median(provider, N) / 1e3
-        value.rounding = ".1f" if value < 10 else ".0f"
+        value.rounding = ".0f"
+        if value < 10:
+            value.rounding = ".1f"
+        if value < 1:
+            value.rounding = ".2f"
         return value
 
     both, reference, trust = (
@@ -188,7 +192,7 @@ def costs(figure):
         for each in ("gradcheck", "fast", "trust")
     )
     assert slow > 10 * small
-    # "Nearly all the time", and "the fastest of the three".
+    # "Most of the time", and "the fastest of the three".
     assert both + reference < trust / 10
     of = figure("testing-gradcheck", CARD)
     for N in (16, 64, 256):
@@ -232,6 +236,12 @@ FACTS = {
         "a batch takes 2 ms or more",
         "in batches of 2 ms or more, for 1500 ms or longer",
     )
+} | {
+    "whole matrices, of 268 MB at 8192 columns": "8 * 4096 * 8192 bytes",
+    "there are four times as many elements": "64 columns of 16",
+    "one element of ``dw`` 1.5 times as large as it should be": (
+        "test_fast_gradcheck_misses_one_element does that"
+    ),
 }
 
 # What the functions compute --------------------------------------------------
@@ -562,16 +572,20 @@ def test_trust_takes_other_functions(page):
 
 @pytest.mark.cpu
 def test_the_bytes_of_the_sums():
-    """On an H200: 1056 and 132 programs, a third and hardly any."""
+    """On an H200: 1056 and 132 programs, a third and hardly any; and an SM
+    requests 32 KB at a time at each width."""
     page = PAGE.load()
     before = page.ON_GPU
     page.ON_GPU = True
     try:
         for N, programs, least, most in (
             (1024, 1056, 0.3, 0.36),
+            (4096, 264, 0, 0.1),
             (8192, 132, 0, 0.05),
         ):
             assert 132 * page.plan_backward(N)[0] == programs
+            requested = page.plan_backward(N)[0] * 2 * N * BRAIN.itemsize
+            assert requested == 32 * 1024
             moved = 2 * programs * SINGLE.itemsize  # written and read
             assert least < moved / (3 * 4096 * BRAIN.itemsize) < most
     finally:
