@@ -4,9 +4,9 @@ A GPT whose every kernel is a page of this site
 
 Can a language model train with the kernels of this site alone, as well as with
 PyTorch's, and faster?
-Its losses are those of PyTorch. As a CUDA graph, a step takes little more than
-half the time, and it needs half the memory, because what stands between its
-products of matrices moves fewer bytes. torch.compile comes close.
+Its losses are those of PyTorch, and as a CUDA graph a step takes little more
+than half the time and half the memory, because what stands between its
+products of matrices moves fewer bytes.
 
 On the other pages we write one operation at a time, and measure it by itself.
 Here they come together: embedding, blocks with attention and a gated MLP, and
