@@ -373,13 +373,19 @@ def test_tutorials_in_sections(store):
 
 
 COMMITTED = sorted(recording.STORE.rglob("*.json"))
+# Few tokens read a weight and write next to nothing: a copy is no ceiling.
+WITHOUT_COPY = {"linear-few-tokens"}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
 def test_committed_recordings_are_whole_and_fresh(path):
     gpu, *parts = path.relative_to(recording.STORE).with_suffix("").parts
     loaded = recording.load(gpu, "/".join(parts))
-    speeds = [b for b in loaded["benchmarks"].values() if b["unit"] == "GB/s"]
+    speeds = [
+        benchmark
+        for name, benchmark in loaded["benchmarks"].items()
+        if benchmark["unit"] == "GB/s" and name not in WITHOUT_COPY
+    ]
     providers = [{row["provider"] for row in b["rows"]} for b in speeds]
     # A peer is drawn beside the ceiling, and somewhere our own.
     assert all("copy" in names for names in providers if "torch" in names)
