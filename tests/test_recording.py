@@ -3,14 +3,16 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from project import ENVIRONMENT, ROOT, rows
 
 import tutorial
-from measurements import recording
+from measurements import recording, replay
 from measurements.measure import RefusedError
 from measurements.stale import pick
 
@@ -332,6 +334,69 @@ def test_several_gpus_are_named(store, its):
         wrong = data(**its, environment=LINKED | {key: value})
         recording.save(wrong, GPU, NAME)
         assert f"environment, {key}: found " in refused("is damaged")
+
+
+# Benchmarks of all pages -----------------------------------------------------
+
+
+def benchmarks_of(name, peers):
+    """The benchmarks of a page by their names, each with its function, where
+    all is there that it may compare with, or nothing is."""
+    asks = re.findall(
+        r"^if (?:find_spec|hasattr)\(.*\):$", tutorial.source(name), re.M
+    )
+    # What is asked before a peer is taken; what stands below is left out when
+    # a page is loaded, unless it asks for a GPU.
+    ask = "if ON_GPU:" if torch.cuda.is_available() else "if not ON_GPU:"
+    page = tutorial.load(name, [(each, ask) for each in asks if peers])
+    found = {}
+    for mark in vars(page).values():
+        several = getattr(mark, "benchmarks", [])
+        several = several if isinstance(several, list) else [several]
+        found |= {bench.plot_name: (mark, bench) for bench in several}
+    return found
+
+
+def as_recorded(mark, bench):
+    """What a recording has of a benchmark, with invented numbers."""
+    more = {}
+    if "counter" in bench.args:
+        more["ncu"] = "1.2"
+    rows = [
+        {
+            **dict(zip(bench.x_names, x, strict=True)),
+            "provider": provider,
+            **dict.fromkeys(recording.VALUES, 1.0),
+        }
+        for x in replay.x_values(bench)
+        for provider in bench.line_vals
+    ]
+    made = replay.described(mark, bench) | {"rows": rows}
+    if ranks := recording.ranks(made):
+        more |= LINKED | {"gpus": ranks * LINKED["gpus"][:1]}
+    return made | {"environment": more}
+
+
+@pytest.mark.parametrize("name", map(tutorial.name_of, tutorial.scripts()))
+def test_what_a_page_measures_can_be_recorded_and_shown(name):
+    """Its units are known, say. And who was measured where all libraries are
+    installed can be shown where none is, and the other way."""
+    there, alone = (benchmarks_of(name, peers) for peers in (True, False))
+    environment = ENVIRONMENT | {"gpu": "NVIDIA H200"}
+    for recorded, shown in (there, alone), (alone, there):
+        assert recorded.keys() == shown.keys()
+        for plot, benchmark in recorded.items():
+            made = {plot: as_recorded(*benchmark)}
+            whole = recording.sealed(
+                {
+                    "code": recording.code_of(name),
+                    "environment": environment,
+                    "benchmarks": made,
+                }
+            )
+            assert recording.problem(whole, GPU) is None
+            misfit = replay.misfit(made[plot], *shown[plot])
+            assert misfit is None, plot
 
 
 # Files -----------------------------------------------------------------------

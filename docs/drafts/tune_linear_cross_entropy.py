@@ -212,7 +212,9 @@ class Work:
             elif kind == "dw alone":
                 times(g, x, self.dw, True, scale=self.scale)
             elif kind == "round dw":
-                m.torch.mul(self.sums, self.scale, out=self.dw)
+                step = m.Step()
+                step.sums = self.sums
+                m.finish_dw(step, x, w, self.scale)
 
     def sound(self):
         """Numbers that are gradients, so that power is as in a step."""

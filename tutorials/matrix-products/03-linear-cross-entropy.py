@@ -2257,7 +2257,7 @@ WITH_ERRORS["rounded"] = "exact, rounded"
         BOTH,
         [2048, 8192, 32768],
         WITH_ERRORS,
-        "relative error of dw",
+        "relative error",
         **LARGE,
     )
 )
