@@ -4,9 +4,10 @@ A linear layer, both passes
 
 How does a linear layer of your own keep up with NVIDIA's library, forward and
 backward?
-One kernel computes all three of its products tile by tile and applies bias and
-activation before it stores a tile, and a small kernel takes the gradient back
-through both.
+One kernel computes all three of its products tile by tile: one in the forward
+pass, two in the backward pass. It adds the bias and applies the activation
+before it stores a tile, and a small kernel takes the gradient back through
+both.
 
 .. math:: y = f(z), \qquad z_{tn} = b_n + \sum_k x_{tk} w_{nk}
 
@@ -1080,11 +1081,11 @@ def ladder_speeds(M, N, K, dtype):
             "M": 8192,
             "K": 4096,
             "dtype": torch.bfloat16,
-            "pass": "the product of the forward pass",
+            "mode": "forward",
         },
     )
 )
-def bench_ladder(M, N, K, dtype, provider, **_):
+def bench_ladder(M, N, K, dtype, mode, provider):
     """All lines in turns, 15 times, each a CUDA graph that overwrites L2
     first; the time of a graph that only overwrites L2 is subtracted."""
     if not ON_GPU:
@@ -1118,7 +1119,7 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # fourth stage, loads run ahead by one step more.
 # The faster a kernel is, the more bytes it needs in a second. Row by row, a
 # round of the last kernel reads at most 41 strips up to 4096 new features, 69
-# at 8192 and 115 at 14336; in groups it is never more than 44. And row by row
+# at 8192 and 115 at 14336; in groups it is never more than 42. And row by row
 # the kernel is as fast as in groups up to 4096 features, within 2%, but it is
 # 7% slower at 8192 and 14% at 14336. What L2 cannot hold has to come from DRAM
 # in every round: at 14336 that is 2.3 TB in a second, and in groups 1.0. DRAM
@@ -1424,9 +1425,10 @@ def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
 
 
 # %%
-# What does it bring? We measure the time of a call, and compare with one part,
-# and with PyTorch. A call is so short here that the clock makes sixteen of
-# them in a row, each with inputs of its own.
+# What does it bring? We count the bytes that have to move, which are those of
+# the weight and of the tokens, and compare with one part, and with PyTorch.
+# A call is so short here that the clock makes sixteen of them in a row, each
+# with inputs of its own.
 
 # %%
 
@@ -1504,7 +1506,7 @@ def speed(bytes_moved, prepare):
         line_arg="provider",
         line_vals=["triton", "one part", "torch"],
         line_names=["Triton", "one part", "PyTorch"],
-        ylabel="µs",
+        ylabel="GB/s",
         plot_name="linear-few-tokens",
         args={
             "features": 4096,
@@ -1527,7 +1529,7 @@ def bench_few(N, features, dtype, provider, **_):
         most = 1 if provider == "one part" else 32
         return lambda: forward(x, w, most_parts=most)
 
-    return device_time(prepare)
+    return speed(2 * features * (features + 2 * N), prepare)
 
 
 # %%
@@ -1536,18 +1538,18 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel takes NN µs with one token, NN with 64 and NN
-# with 512. In one part it takes NN, NN and NN. PyTorch takes NN, NN and NN.
+# On the H200 our kernel reads 2178 GB/s with one token, 2200 with 64, and 1638
+# with 512. In one part it reads 1690, 2301 and 1640. PyTorch reads 2171, 2409
+# and 1672.
 #
 # **Why.**
-# The weight alone has 34 MB, which takes 7 µs at 4.8 TB/s, so up to 64 tokens
-# the time hardly depends on how many there are. One part has 64 programs then,
-# and each of them has a few tiles on the way. With parts there are 128. The
-# price is a second kernel, and 8 bytes for each number of ``y`` and each part.
-# That is little as long as there are few tokens. With 64 tokens it is 4.2 MB
-# more, and there our rule is wrong: one part takes NN% less time. (One part is
-# also faster with 64 tokens than with a single one, although it has as many
-# programs. We have not found out why.)
+# Up to 64 tokens, one part has 64 programs, and each of them has a few tiles
+# on the way. With parts there are 128. The price is a second kernel, and 8
+# bytes for each number of ``y`` and each part. That is little as long as there
+# are few tokens. With 64 tokens it is 4.2 MB more, beside the 34.6 MB that
+# have to move anyway, and there our rule is wrong: one part is faster by 5%.
+# (One part reads faster with 64 tokens than with a single one, although it has
+# as many programs. We have not found out why.)
 #
 # **What follows.**
 # The more tokens there are, the more tiles, and the fewer parts. From 128
@@ -1874,8 +1876,7 @@ in_percent(
 # Then ``dw`` is small as well, and its sums are long: they have a term for
 # each token. With 768 old and 768 new features there are 18 tiles of 128 ×
 # 256, and no more than 18 SMs would have work. The answer is the same as with
-# few tokens: the rule divides the sums into parts. We compare its choice with
-# what it takes if it may take no more than three parts, or a single one.
+# few tokens: the rule divides the sums into parts.
 
 # %%
 
@@ -1888,7 +1889,6 @@ def small_weight_speeds(N, features, dtype):
     dz = normal(N, features, dtype=dtype)
     calls = {
         "triton": functools.partial(by_kernel, dz.T, x),
-        "three parts": functools.partial(by_kernel, dz.T, x, most_parts=3),
         "one part": functools.partial(by_kernel, dz.T, x, most_parts=1),
         "torch": functools.partial(torch.mm, dz.T, x),
     }
@@ -1902,13 +1902,8 @@ def small_weight_speeds(N, features, dtype):
         x_log=True,
         xlabel="N (tokens)",
         line_arg="provider",
-        line_vals=["triton", "three parts", "one part", "torch"],
-        line_names=[
-            "Triton",
-            "at most three parts",
-            "one part",
-            "cuBLAS, by PyTorch",
-        ],
+        line_vals=["triton", "one part", "torch"],
+        line_names=["Triton", "one part", "cuBLAS, by PyTorch"],
         ylabel="TFLOP/s",
         plot_name="linear-small-weight",
         args={
@@ -1932,23 +1927,22 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches NN TFLOP/s with 8192 tokens, NN with 16384
-# and NN with 32768. With at most three parts it reaches NN, NN and NN, and in
-# one part NN, NN and NN. cuBLAS reaches NN, NN and NN. With 4096 tokens our
-# rule is wrong: it takes three parts and reaches NN, where one part reaches
-# NN.
+# On the H200 our kernel reaches 402 TFLOP/s with 8192 tokens, 418 with 16384
+# and 549 with 32768. In one part it reaches 355, 390 and 427, and cuBLAS
+# reaches 397, 539 and 660. With 4096 tokens our rule is wrong: it takes three
+# parts and reaches 265, where one part reaches 328.
 #
 # **Why.**
 # With 16384 tokens the rule takes 7 parts, so 126 of the 132 SMs have work.
 # Their sums are 17 MB in float32, which are written and read once more. With
 # fewer tokens that is a larger share of the time.
 # One part is not as slow as we thought. It has 72 tiles of 64 × 128, so 60 SMs
-# have nothing to do. But from 16384 to 32768 tokens it takes NN µs more, for
-# 128 steps more. That is NN µs a step, in which an SM loads 49 KB, or NN
+# have nothing to do. But from 16384 to 32768 tokens it takes 41 µs more, for
+# 128 steps more. That is 0.32 µs a step, in which an SM loads 49 KB, or 153
 # GB/s. Our rule counts on 90 GB/s for each SM. That was chosen where nearly
 # all SMs load at the same time, and here only 72 of them share L2. So with
 # 4096 tokens the rule expects 19 µs of one part and 17 µs of three, and
-# measured are NN and NN.
+# measured are 15 and 18.
 #
 # **What follows.**
 # A small model spends a good part of its backward pass here. So the rule has
@@ -2736,7 +2730,7 @@ bench_traffic.run(show_plots=ON_GPU)
 # - **With long sums there is little to gain.** With 4096 old features both
 #   passes of the layer with GELU are 1% to 5% faster than torch.compile, which
 #   needs no kernel of ours.
-# - **Few tokens, few tiles.** With 64 tokens cuBLAS is NN times as fast as
+# - **Few tokens, few tiles.** With 64 tokens cuBLAS is 1.09 times as fast as
 #   we are. For the gradient of a weight of 768 × 768, with 16384 tokens, it is
 #   1.29 times as fast. Our rule knows four tiles, and sometimes takes the
 #   wrong one. cuBLAS has many more, and some of its kernels divide the work

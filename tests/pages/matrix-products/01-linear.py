@@ -217,9 +217,9 @@ SIZES = 4096, 14336
 # Strips that a round of the last kernel reads, row by row and in groups, by
 # the new features: a test counts them.
 STRIPS = {
-    1024: (41, 44),
-    2048: (33, 36),
-    4096: (41, 44),
+    1024: (41, 41),
+    2048: (33, 33),
+    4096: (41, 42),
     8192: (69, 42),
     14336: (115, 42),
 }
@@ -319,23 +319,20 @@ def few_tokens(figure):
         return f"{first}, {second} and {third}"
 
     assert of.ratio("triton", "one part", 1) > 1
-    less = 100 * (1 - of.median("one part", 64) / of.median("triton", 64))
-    less.rounding = ".0f"
+    faster = 100 * (of.ratio("one part", "triton", 64) - 1)
+    faster.rounding = ".0f"
     # "There our rule is wrong."
-    assert less > 0
-    yield f"there our rule is wrong: one part takes {less}% less time."
-    # "One part is also faster with 64 tokens than with a single one."
-    assert of.median("one part", 64) < of.median("one part", 1)
-    # "Up to 64 tokens the time hardly depends on how many there are."
-    ours = [of.median("triton", tokens) for tokens in (1, 16, 64)]
-    assert max(ours) < 1.1 * min(ours)
+    assert faster > 0
+    yield f"there our rule is wrong: one part is faster by {faster}%."
+    # "One part reads faster with 64 tokens than with a single one."
+    assert of.median("one part", 64) > of.median("one part", 1)
     cublas = of.ratio("torch", "triton", 64)
     cublas.rounding = ".2f"
     yield f"With 64 tokens cuBLAS is {cublas} times as fast as we are."
     yield (
-        f"our kernel takes {of.median('triton', 1)} µs with one token, "
-        f"{of.median('triton', 64)} with 64 and {of.median('triton', 512)} "
-        f"with 512. In one part it takes {three('one part')}. PyTorch takes "
+        f"our kernel reads {of.median('triton', 1)} GB/s with one token, "
+        f"{of.median('triton', 64)} with 64, and {of.median('triton', 512)} "
+        f"with 512. In one part it reads {three('one part')}. PyTorch reads "
         f"{three('torch')}."
     )
 
@@ -433,9 +430,8 @@ def small_weight(figure):
     )
     yield (
         f"our kernel reaches {first} TFLOP/s with 8192 tokens, {second} with "
-        f"16384 and {third} with 32768. With at most three parts it reaches "
-        f"{each('three parts')}, and in one part {each('one part')}. cuBLAS "
-        f"reaches {each('torch')}."
+        f"16384 and {third} with 32768. In one part it reaches "
+        f"{each('one part')}, and cuBLAS reaches {each('torch')}."
     )
     # "With 4096 tokens our rule is wrong."
     assert of.ratio("one part", "triton", 4096) > 1
@@ -600,8 +596,7 @@ FACTS = {
     "so 2% would have to miss": "101 MB of 4.3 GB",
     "up to 4096 features, within 2%": "an order above",
     "With 64 tokens it is 4.2 MB more": "8 * 2 * 64 * 4096 bytes",
-    "The weight alone has 34 MB": "2 * 4096**2 bytes",
-    "which takes 7 µs at 4.8 TB/s": "34 MB, at what the data sheet says",
+    "beside the 34.6 MB that": "2 * 4096 * (4096 + 2 * 64) bytes",
     "in which an SM loads 49 KB": "2 * (64 + 128) * 128 bytes",
     "the rule expects 19 µs of one part and 17 µs": "a test says so",
     "Our rule counts on 90 GB/s for each SM": ESTIMATE,
@@ -959,9 +954,6 @@ def test_what_the_rule_expects_of_a_small_weight():
             (4096, 1, (64, 128, 128), 1, 19),
             (4096, 32, (128, 128, 64), 3, 17),
             (8192, 32, (128, 128, 64), 3, 26),
-            (16384, 32, (128, 256, 64), 7, 42),
-            (16384, 3, (128, 128, 64), 3, 44),
-            (32768, 3, (128, 128, 64), 3, 78),
             (32768, 1, (64, 128, 128), 1, 152),
         ):
             found, found_parts = page.tile_and_parts(
