@@ -1121,12 +1121,12 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # round of the last kernel reads at most 41 strips up to 4096 new features, 69
 # at 8192 and 115 at 14336; in groups it is never more than 42. And row by row
 # the kernel is as fast as in groups up to 4096 features, within 2%, but it is
-# 7% slower at 8192 and 14% at 14336. What L2 cannot hold has to come from DRAM
-# in every round: at 14336 that is 2.3 TB in a second, and in groups 1.0. DRAM
-# moves twice as much, so its speed alone does not explain the loss. But what
-# comes from there arrives later than what L2 has, and takes more power, of
-# which a card under this load has none to spare. How much each of these costs,
-# our figures don't say.
+# 7% slower at 8192 and 14% at 14336. A round that finds nothing of the one
+# before in L2 reads all its strips from DRAM: at 14336 that is 2.3 TB in a
+# second, and in groups 1.0. DRAM moves twice as much, so its speed alone does
+# not explain the loss. But what comes from there arrives later than what L2
+# has, and takes more power, of which a card under this load has none to spare.
+# How much each of these costs, our figures don't say.
 #
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
