@@ -123,6 +123,8 @@ def test_lines_of_wide_characters():
     assert lines.counted("取 16 列\nN = 8\n的 x 1 y 5 %") == (
         "取 16\xa0列\nN = 8\xa0的 x 1 y 5\xa0%"
     )
+    assert lines.counted("共 4 MB，2 Bytes") == "共 4\xa0MB，2 Bytes"
+    assert lines.close("最快的对手 的 2 倍 x 的") == "最快的对手的 2 倍 x 的"
 
 
 def test_no_line_begins_with_a_space():

@@ -17,7 +17,7 @@ import tutorial
 import words_later as words
 from measurements import recording
 from page import captions, figures, headlines
-from translation import catalogs, sentences
+from translation import catalogs, lines, sentences
 
 
 class OfTutorials(SphinxDirective):
@@ -178,7 +178,7 @@ def faster(speed):
             "speed": f"{times:.2f}",
             "rival": _(name),
         }
-        said.append(unbroken(text))
+        said.append(unbroken(lines.close(text)))
     return words.in_a_row(said, _)
 
 

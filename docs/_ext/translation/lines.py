@@ -10,6 +10,7 @@ import unicodedata
 # After these a line may end, though no space follows.
 ENDS = "。，、；：？！」』）…"
 WIDE = r"[\u2e80-\u303f\u3041-\u9fff\uac00-\ud7ff\uf900-\ufaff\uff01-\uff60]"
+UNITS = r"[KMGT]?B(?:/s)?|TFLOP/s|[mµ]?s"
 END = re.compile(rf"(?<=[{ENDS}])\n[ \t]*")
 
 
@@ -70,5 +71,12 @@ def tight(text):
 
 def counted(text):
     """A text in which no line ends between a number and what it counts: a
-    wide character, or percent."""
-    return re.sub(rf"(?<=\d)\s(?={WIDE}|%)", "\N{NO-BREAK SPACE}", text)
+    wide character, percent, or a unit."""
+    counts = rf"{WIDE}|%|(?:{UNITS})(?![A-Za-z])"
+    return re.sub(rf"(?<=\d)\s(?={counts})", "\N{NO-BREAK SPACE}", text)
+
+
+def close(text):
+    """A text without the spaces between wide characters, which a message had
+    around a name that is one."""
+    return re.sub(rf"(?<={WIDE})\s(?={WIDE})", "", text)
