@@ -17,7 +17,8 @@ import tutorial
 import words_later as words
 from measurements import recording
 from page import captions, figures, headlines
-from translation import catalogs, lines, sentences
+from translation import catalogs, sentences
+from translation.lines import close
 
 
 class OfTutorials(SphinxDirective):
@@ -178,7 +179,7 @@ def faster(speed):
             "speed": f"{times:.2f}",
             "rival": _(name),
         }
-        said.append(unbroken(lines.close(text)))
+        said.append(unbroken(close(text)))
     return words.in_a_row(said, _)
 
 
