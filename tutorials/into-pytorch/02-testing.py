@@ -989,7 +989,7 @@ plt.show()
 # %%
 # The chain follows the line that we derived, and stays somewhat below it,
 # because numbers of a type are a whole unit apart only at powers of two, and
-# less than their unit in between. The tree stays below one half unit. Our sums
+# less than their unit in between. The tree stays below half a unit. Our sums
 # over a row are trees. Those of ``dw`` are a chain in each program, and then
 # what ``torch.sum`` does with the programs' sums.
 #
@@ -1571,8 +1571,8 @@ plt.show()
 # - "y without a mask" is found by edges and special rows as well. Programs run
 #   at the same time, so what one of them writes into the next row may come
 #   last and stay.
-# - "dw of the last row" is found by edges alone. At 8 x 64 the GPU has a
-#   program for each row, and the fault needs a program with two.
+# - "dw of the last row" is found by edges, and by no other single test. At 8 x
+#   64 the GPU has a program for each row, and the fault needs one with two.
 # - "no eps" is found by edges and bands as well. Three or four units are near
 #   what we allow. On the GPU the shapes of "edges" have thousands of rows, and
 #   in some of their elements the spread is small enough. At 8 x 33, the shape

@@ -1001,9 +1001,9 @@ FORWARD_BUSY.run(show_plots=ON_GPU)
 # the end are not counted, but the time in which the kernel starts and ends
 # is.)
 #
-# The first kernel and its conversions show 54%, as much as one read. That is
-# no praise: their memory is busy with bytes that nobody needs. This is why the
-# bytes are the first counter to look at.
+# The first kernel and its conversions show 54%, about as much as one read.
+# That is no praise: their memory is busy with bytes that nobody needs. This is
+# why the bytes are the first counter to look at.
 #
 # **Warps active:** are there enough threads?
 
@@ -1689,8 +1689,9 @@ bench_kernels_backward.run(show_plots=ON_GPU)
 # 206.7 µs, 70.7 µs, 50.8 µs and 52.8 µs.
 #
 # **What follows.**
-# A sum over 132 rows is small, and still it took 11% of the time that our own
-# kernel took. We would not have looked for it there.
+# To add up 132 rows and to round the sums is little work, and still it took
+# 11% of the time that our own kernel took. We would not have looked for it
+# there.
 #
 # A search: triton.autotune
 # -------------------------
