@@ -13,6 +13,9 @@ kernel for each pass, and hand it to PyTorch in four ways. Then we do to each
 of them what models do: train, compile, checkpoint, export, spread over
 processes. Where that fails, the page prints what PyTorch says.
 
+You can read the page in two sittings. The second one begins at *Gradients with
+any strides*.
+
 **What you will learn**
 
 - Four ways to hand a kernel to PyTorch: a bare launch, an autograd function,
@@ -326,6 +329,10 @@ print("equal to the bare launch:", torch.equal(y, bare(x, w, 1e-6)))
 # before it, on the host. We measure calls of 16 rows of 1024 columns. That is
 # so little work that the device, the GPU, has always finished before the next
 # call comes, and the clock shows the host alone.
+#
+# The fourth way, an autograd function, is missing here. It is there for the
+# gradient, so we write it further below, and what it costs stands in the
+# figure of both passes.
 #
 # The clock is that of `What the user waits for
 # <../layer-norm/10-host-time.html>`_: all calls take turns with batches of 20,
@@ -1392,6 +1399,11 @@ def look_at_an_address(x, w, eps):
     return by_custom_op(x, w, eps)
 
 
+# %%
+
+# Scaffold: the graph breaks of a block.
+
+
 def run_compiled(norm, fullgraph):
     """Both passes of a compiled block."""
 
@@ -1423,6 +1435,8 @@ def is_one_graph(norm):
         return False
     return True
 
+
+# %%
 
 looking = {"numbers": look_at_numbers, "an address": look_at_an_address}
 for way, norm in (SEEN | looking).items():
@@ -1970,9 +1984,10 @@ for way, op in OPERATORS.items():
     print(f"{way}, transposed: faults:", faults_of(op, columns, w, 1e-6))
 
 # %%
-# An empty list is good news. Here is an operator that breaks a promise. It
-# says that ``rstd`` has the type of ``x``, which is true for float32, and
-# wrong for 16 bits:
+# An empty list is good news. On a GPU there are two more lists, those of
+# ``triton_op``, and on the H200 they are empty, too. Here is an operator that
+# breaks a promise. It says that ``rstd`` has the type of ``x``, which is true
+# for float32, and wrong for 16 bits:
 
 
 @torch.library.custom_op(f"{NAMESPACE}::liar", mutates_args=())
@@ -2012,6 +2027,10 @@ print("float16:", faults_of(liar, x.half(), w, 1e-6))
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+# %%
+
+# Scaffold: the words of an error.
+
 
 def words_of(call):
     """The error that a call ends in: its type, and how its words begin."""
@@ -2021,6 +2040,9 @@ def words_of(call):
         words = textwrap.shorten(str(error), width=120, placeholder=" ...")
         return f"{type(error).__name__}: {words}"
     return "no error"
+
+
+# %%
 
 
 def shape_of_a_fake(norm):
@@ -2034,11 +2056,15 @@ for way in OPERATORS:
     print(f"{way}:", shape_of_a_fake(WAYS[way]))
 
 # %%
-# An autograd function cannot be asked: it launches its kernel, whatever the
-# tensor is. We try that with a tensor on the device "meta", the older kind of
-# fake tensor. In the interpreter the launch ends in an error. On a GPU it
-# would be worse: a tensor on "meta" has the address 0, and the kernel would
-# read there.
+# On a GPU a ``triton_op`` can be asked as well. An autograd function cannot:
+# it launches its kernel, whatever the tensor is. We try that with a tensor on
+# the device "meta", the older kind of fake tensor. In the interpreter the
+# launch ends in an error. On a GPU it would be worse: a tensor on "meta" has
+# the address 0, and the kernel would read there.
+
+# %%
+
+# Scaffold: a launch on a tensor without memory.
 
 
 def words_of_a_launch(x):
@@ -2047,6 +2073,8 @@ def words_of_a_launch(x):
         return "not tried: an error of the GPU ends the process"
     return words_of(lambda: by_function(x, x[0], 1e-6))
 
+
+# %%
 
 x = torch.empty(2, 8, device="meta")
 print("custom_op:", tuple(by_custom_op(x, x[0], 1e-6).shape))
@@ -2107,6 +2135,11 @@ def keep_norms(ctx, op, *arguments, **options):
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# %%
+
+# Scaffold: how often the forward kernel is launched.
+
+
 @contextlib.contextmanager
 def counted_launches():
     """A list that grows with each forward pass of our kernel."""
@@ -2129,6 +2162,8 @@ def launches_in_a_checkpoint(norm, **options):
         torch.autograd.grad(y, (x, w), dy)
     return len(launches)
 
+
+# %%
 
 KEEP_NORMS = functools.partial(
     create_selective_checkpoint_contexts, keep_norms
@@ -2161,6 +2196,11 @@ def with_more_rows(info, in_dims, x, w, eps):
     return (y, rstd.view(info.batch_size, -1)), (0, 0)
 
 
+# %%
+
+# Scaffold: how many launches a batch of matrices takes.
+
+
 def launches_in_a_vmap(norm, xs, w):
     """Launches for a batch of matrices; and check the results."""
     with counted_launches() as launches:
@@ -2168,6 +2208,8 @@ def launches_in_a_vmap(norm, xs, w):
     torch.testing.assert_close(y, pytorch(xs.movedim(1, 0), w, 1e-6))
     return len(launches)
 
+
+# %%
 
 xs = torch.randn(3, 5, 16, device=DEVICE)
 w = torch.rand(16, device=DEVICE)
@@ -2192,8 +2234,8 @@ print("custom_op, batched w:", words_of(lambda: vmapped(batched)))
 # ------------------
 #
 # Our backward pass is a kernel, and nobody has told PyTorch how to
-# differentiate it. So a second derivative must be refused, and in words that
-# name the operation. A penalty on the size of a gradient asks for one:
+# differentiate it. So a second derivative must be refused, and the words
+# should name the operation. A penalty on the size of a gradient asks for one:
 
 
 def second_derivative(norm):
@@ -2207,9 +2249,11 @@ for way, norm in WAYS.items():
     print(f"{way}:", words_of(lambda norm=norm: second_derivative(norm)))
 
 # %%
-# The words of the operators are ours: ``told_once`` is registered as the
-# gradient of the backward pass. Without it, PyTorch says that "no autograd
-# formula was registered" for an operator that the user has never heard of.
+# The words about the autograd function are PyTorch's. They say that *a*
+# function was differentiated twice, and not which one. Those of the operators
+# are ours: ``told_once`` is registered as the gradient of the backward pass.
+# Without it, PyTorch says that "no autograd formula was registered" for an
+# operator that the user has never heard of.
 #
 # Two processes: DDP and FSDP
 # ---------------------------
@@ -2405,8 +2449,8 @@ print(said_by_ranks().strip())
 #
 # It is another matter if *tensors* are spread over GPUs, as in tensor
 # parallelism. There a ``DTensor``, which stands for a tensor of which each GPU
-# has a part, asks each operation how its result is spread. For ours it knows
-# no rule, and says so in an error. ``register_sharding``, in
+# has a part, asks each operation how its result is spread. For our custom
+# operator it knows no rule, and says so in an error. ``register_sharding``, in
 # ``torch.distributed.tensor.experimental``, can give an operator one. `Layer
 # norm over several GPUs <../several-gpus/01-layer-norm.html>`_ spreads columns
 # and rows by hand.
@@ -2486,8 +2530,9 @@ if not ON_GPU and COMPILER:
 # Two more things need a GPU. A *stream* is a queue of the GPU: kernels of one
 # stream run one after the other, and those of two streams do not wait for each
 # other. So a kernel must go to the stream that is current where it is called,
-# and not to the one that it was first launched on. And what is recorded in a
-# CUDA graph must be right when it is replayed with other numbers.
+# and not to the one that it was first launched on. We test that with a forward
+# pass on a second stream. And what is recorded in a CUDA graph must be right
+# when it is replayed with other numbers. We test that with both passes.
 
 
 def right_on_another_stream(norm):
@@ -2522,6 +2567,11 @@ def right_in_a_graph(norm):
     return all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in pairs)
 
 
+# %%
+
+# Scaffold: both tests, where there is a GPU.
+
+
 def tried_on_a_gpu(norm):
     """What came of both."""
     if not ON_GPU:
@@ -2531,6 +2581,8 @@ def tried_on_a_gpu(norm):
     return f"right on another stream: {on_stream}, in a graph: {in_graph}"
 
 
+# %%
+
 for way, norm in WAYS.items():
     print(f"{way}:", tried_on_a_gpu(norm))
 
@@ -2538,6 +2590,14 @@ for way, norm in WAYS.items():
 # On the H200 all three pass both tests. Triton asks for the current stream at
 # each launch, and our functions keep nothing between calls: no buffer that two
 # streams could share, and no address that a replay could miss.
+#
+# We have not tested a backward pass on a second stream. Autograd runs the
+# backward pass of an operation on the stream of its forward pass, and the
+# launch goes there, too. With memory you have to help. A tensor that is made
+# on one stream and used on another needs ``record_stream``. Otherwise PyTorch
+# may hand out its memory again before the other stream is done with it. (Our
+# test can do without, because it waits for both streams before it lets go of a
+# tensor.) All of this is the same whichever way launches the kernel.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2551,6 +2611,9 @@ for way, norm in WAYS.items():
 # - **torch.compile fuses** its norm with both neighbors. Compiled, PyTorch's
 #   block takes 113 µs on the device with 4096 columns, and ours 122 µs. On the
 #   host, with 16 rows, it takes 269 µs, and ours 331 µs.
+# - **quack and cuDNN** have an RMS norm, too. `RMS normalization and the
+#   residual stream <../norms-and-losses/01-rms-norm.html>`_ measures both,
+#   with an addition before the norm, beside a kernel of ours.
 # - **An operator in C++** does not come back into Python at each call, and it
 #   runs where there is no Python. But somebody has to build it.
 # - **PyTorch does what we have refused.** Its norm has second derivatives, it
@@ -2659,6 +2722,11 @@ plt.grid(visible=False)
 plt.show()
 
 # %%
+# What has no column is the same for the three ways that train. Autocast,
+# checkpoints, DDP, FSDP, streams and CUDA graphs work. Second derivatives, and
+# ``torch.func.grad`` inside ``vmap``, are refused, and ``DTensor`` has a rule
+# for none of the three.
+#
 # Of the two times below, both on the H200, the first one is for both passes of
 # 4096 rows of 1024 columns, called from Python. The second one is for both
 # passes of the compiled block of 16 rows, on the host:

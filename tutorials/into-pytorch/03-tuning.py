@@ -117,6 +117,7 @@ def _forward_in_chunks(
     for first in range(0, N, CHUNK):
         cols = first + tl.arange(0, CHUNK)
         mask = cols < N
+        # Columns past the last one are zeros, which add nothing.
         x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc)
         total += tl.sum(x * x)
     rstd = tl.rsqrt(total / N + eps)
@@ -126,6 +127,7 @@ def _forward_in_chunks(
     for first in range(0, N, CHUNK):
         cols = first + tl.arange(0, CHUNK)
         mask = cols < N
+        # The first sweep has kept no chunk, so x is loaded again.
         x = tl.load(x_ptr + row * N + cols, mask=mask, other=0).to(acc)
         w = tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
         x_hat = x * rstd
@@ -442,6 +444,9 @@ report(bench_first)
 # takes 18.1 µs. (The line of PyTorch is ``F.rms_norm``, which has a kernel of
 # its own, and not the lines of a model.)
 #
+# **Why.**
+# The clock does not say. That is what the rest of this page asks.
+#
 # **What follows.**
 # There is something to find. From here on we look at 4096 rows of 4096
 # columns, in bfloat16.
@@ -468,6 +473,9 @@ print(f"at the ridge: {67 / 4.8:.0f} operations per byte")
 # operations and bytes is called *arithmetic intensity*. Ours is 1.25, and it
 # would have to be 14 for both to take the same time. So the kernel is *memory
 # bound*: a cheaper formula cannot make it faster, and fewer bytes can.
+#
+# Backward, ``dy`` is read as well. An element takes 10 operations and 6 bytes,
+# so the intensity is 1.67, and the same holds.
 
 # %%
 
@@ -561,6 +569,10 @@ def kernels_of(call):
 # %%
 # Let's put the kernels into two heaps, ours and those of PyTorch, and the time
 # of the whole call beside them.
+#
+# Proton asks the driver of the GPU for these times. So does the profiler that
+# comes below, for counters. Without a GPU neither has anything to read, and
+# you see what was recorded.
 
 # %%
 
@@ -640,11 +652,14 @@ bench_kernels_forward.run(show_plots=ON_GPU)
 # On the H200 our kernel takes 74.3 µs, and the kernels of PyTorch take
 # 79.6 µs. By the clock the call takes 151.9 µs.
 #
+# **Why.**
+# The function converts ``x`` and ``w`` to float32, runs our kernel, and
+# converts ``y`` back. PyTorch has a kernel for each conversion.
+#
 # **What follows.**
 # The guess was half right. Our kernel takes 4.1 times as long as the copy. But
-# as much time again passes elsewhere: the function converts ``x`` and ``w`` to
-# float32, runs our kernel, and converts ``y`` back. In the kernel we would not
-# have seen that.
+# as much time again passes elsewhere, and in the kernel we would not have seen
+# that.
 #
 # Bytes: two changes
 # ------------------
@@ -830,6 +845,9 @@ bench_forwards.run(show_plots=ON_GPU)
 # conversions, and 50% with nothing saved. More warps reach 31%, which is less.
 # A wide chunk reaches 94%, and one read reaches 95%.
 #
+# **Why.**
+# Again the clock does not say. The next two sections do.
+#
 # **What follows.** The two changes that we had counted were worth it. The
 # second guess was wrong. The third guess gave a fast kernel, but not for the
 # reason that was given: nearly all of it comes with the wide chunk, which
@@ -905,6 +923,9 @@ print("    python 03-tuning.py")
 # second line picks the kernels that the script marks, with a range whose name
 # begins with "counted". With ``-k regex:_rms_norm`` in its place it takes all
 # kernels whose names have that in them.
+#
+# On many machines only an administrator may read the counters. Anybody else
+# gets the error ``ERR_NVGPUCTRPERM`` from ncu.
 
 # %%
 
@@ -979,15 +1000,16 @@ FORWARD_BYTES.run(show_plots=ON_GPU)
 # %%
 # On the H200 the first kernel and its conversions move 5.7 times the bytes
 # that they must. Without conversions it is 1.7 times, with nothing saved 0.6,
-# and in the copy 0.6. We had counted 6, 2, 1 and 1. All four are a little less
-# than that, because ncu stops counting when the kernel ends. What was written
-# last is still in L2 then, and it goes to DRAM later. What is missing is 18 to
-# 26 MB in each of the four, and L2 has 50 MB.
+# and in the copy 0.6. We had counted 6, 2, 1 and 1. Each of the four is 0.3 to
+# 0.4 below that, because ncu stops counting when the kernel ends. What was
+# written last is still in L2 then, and it goes to DRAM later. What is missing
+# is 18 to 26 MB in each of the four, and L2 has 50 MB.
 #
 # With nothing saved ``x`` is read twice, and with one read it is read once. If
-# both reads came from DRAM, the counter would show 0.5 more. It shows 0.64 and
-# 0.63, so the second sweep finds the row in a cache. *This is why the third
-# guess was wrong.* We would have known before we wrote the kernel.
+# both reads came from DRAM, nothing saved would show 0.5 more than one read.
+# But nothing saved shows 0.64 and one read 0.63, so the second sweep finds the
+# row in a cache. *This is why the third guess was wrong.* We would have known
+# before we wrote the kernel.
 #
 # **DRAM busy:** is memory the limit?
 
@@ -1030,6 +1052,22 @@ FORWARD_ISSUED.run(show_plots=ON_GPU)
 # %%
 # On the H200 it is 39% with nothing saved, and 37% with one read. The
 # schedulers have time.
+#
+# **All five together**, on the H200:
+#
+# - **Nothing saved:** 0.6 times the bytes, memory is busy for 28% of the time,
+#   88% of the warps are active, 192 requests a row, and issue slots are busy
+#   for 39%.
+# - **One read:** 0.6 times the bytes, memory is busy for 53% of the time, 86%
+#   of the warps are active, 32 requests a row, and issue slots are busy for
+#   37%.
+# - **The copy:** 0.6 times the bytes, memory is busy for 51% of the time, 84%
+#   of the warps are active, 16 requests a row, and issue slots are busy for
+#   6%.
+#
+# The copy computes nothing and loads no weights, so it has fewer instructions
+# and fewer requests. Between nothing saved and one read only two counters
+# differ much: how busy memory is, and the requests.
 #
 # So memory has time and the schedulers have time, although all the warps are
 # there. Then the warps wait. For what?
@@ -1169,6 +1207,7 @@ def _backward_in_chunks(
         x_hat = tl.load(x_ptr + at, mask=mask, other=0).to(acc) * factor
         dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
         w = tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
+        # One sum for each chunk, in which all threads take part.
         total += tl.sum(x_hat * (w * dy))
     c = total / N
 
@@ -1181,6 +1220,7 @@ def _backward_in_chunks(
         dy = tl.load(dy_ptr + at, mask=mask, other=0).to(acc)
         w = tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
         tl.store(dx_ptr + at, (w * dy - x_hat * c) * rstd, mask=mask)
+        # Other programs add to the same columns at the same time.
         tl.atomic_add(dw_ptr + cols, dy * x_hat, mask=mask)
 
 
@@ -1269,9 +1309,11 @@ def _rms_norm_bwd(
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     acc: tl.constexpr = rstd_ptr.dtype.element_ty
+    # The weights, and this program's sum for dw, stay in registers.
     w = tl.load(w_ptr + cols, mask=mask, other=0).to(acc)
     dw = tl.zeros((BLOCK,), acc)
 
+    # The programs take rows in turns.
     first = tl.program_id(0)
     step = tl.num_programs(0)
     for row in tl.range(first, M, step, num_stages=STAGES):
@@ -1288,6 +1330,7 @@ def _rms_norm_bwd(
         c = tl.sum(x_hat * wdy) / N
         tl.store(dx_ptr + at, (wdy - x_hat * c) * rstd, mask=mask)
 
+    # All programs add to one row, or each stores a row of its own.
     if ATOMIC is not None:
         tl.atomic_add(sums_ptr + cols, dw, mask=mask, sem=ATOMIC)
     else:
@@ -1381,12 +1424,15 @@ def _add_up(
     ROWS: tl.constexpr,  # rows of sums at a time
     COLS: tl.constexpr,  # columns of a program
 ):
+    # A sum for each place of a tile: ROWS rows, and this program's columns.
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), sums_ptr.dtype.element_ty)
     for first in range(0, programs, ROWS):
+        # The next ROWS rows of sums; those past the last are zeros.
         rows = first + tl.arange(0, ROWS)[:, None]
         mask = (rows < programs) & (cols < N)
         total += tl.load(sums_ptr + rows * N + cols, mask=mask, other=0)
+    # Now the rows of the tile are added up. The store rounds.
     tl.store(dw_ptr + cols, tl.sum(total, axis=0), mask=cols < N)
 
 
@@ -1600,6 +1646,12 @@ bench_backwards.run(show_plots=ON_GPU)
 # additions 36%. With sums in registers it is 47%, and with a sum of our own
 # 50%.
 #
+# **Why.**
+# In the first four designs each addition to ``dw`` has its fences, and the
+# threads wait at them. Relaxed additions have none, but there are as many of
+# them. With sums in registers a program stores one row of sums and adds
+# nothing in memory. A sum of our own is one short kernel in place of two.
+#
 # **What follows.**
 # The fourth guess helps, but less than it did forward: one read is 1.5 times
 # as fast as nothing saved, and forward it was 1.9 times as fast. One word
@@ -1653,6 +1705,10 @@ BACKWARD_FENCES.run(show_plots=ON_GPU)
 # It does not keep them all. With an ``x_hat`` in float32 they are 52 MB, and
 # more of them are read twice.
 #
+# **What follows.**
+# Ask for the weakest order that is right. And count bytes in both passes: a
+# second sweep that costs none in one of them may cost some in the other.
+#
 # Who else takes time?
 # --------------------
 #
@@ -1687,6 +1743,12 @@ bench_kernels_backward.run(show_plots=ON_GPU)
 # it. With sums in registers it is 5.6 µs, for ``torch.sum`` and to round. A
 # sum of our own needs none of them. In the four designs our kernels take
 # 206.7 µs, 70.7 µs, 50.8 µs and 52.8 µs.
+#
+# **Why.**
+# 132 rows of sums in float32 are 2.2 MB, and to read them takes less than 1 µs
+# at the speed of the data sheet. So the bytes are not what takes the time of
+# ``torch.sum`` and of rounding. It is the time of two short kernels: each has
+# to start, to wait for its loads, and to end.
 #
 # **What follows.**
 # To add up 132 rows and to round the sums is little work, and still it took
@@ -1750,6 +1812,7 @@ def stopwatch(call, quantiles):
     one wins."""
     SEARCHED.append(call)
     if ON_GPU:
+        # Both are milliseconds, and not numbers of runs.
         return triton.testing.do_bench(
             call, warmup=10, rep=50, quantiles=quantiles
         )
@@ -2149,13 +2212,21 @@ bench_costs.run(show_plots=ON_GPU)
 # A search compiles each candidate that fits, and then runs it for some 60 ms.
 # In later calls it puts the key together and looks it up, in Python.
 #
+# How long a candidate runs is a trap of its own. ``warmup=10`` and ``rep=50``
+# in our stopwatch are milliseconds, and not numbers of runs. If nothing is
+# said, ``do_bench`` takes 25 and 100. Less makes a search shorter, and its
+# winner more a matter of luck: two candidates whose times differ by less than
+# the noise cannot be told apart.
+#
 # What is kept is found again if the text of the kernel, the candidates, the
-# key, the version of Triton and the kind of GPU are the same. The kind is the
-# architecture, ``sm_90``, and not the model: an H100 and an H200 that share a
-# home directory share their choices, too. And a choice that was made while
-# something else used the GPU is kept like any other. That is why the searches
-# that we measure on this page keep nothing. Delete ``~/.triton/cache`` before
-# you measure in earnest.
+# key, the version of Triton, the kind of GPU, and the environment variables
+# that change what is compiled are the same. The kind is the architecture,
+# ``sm_90``, and not the model: an H100 and an H200 that share a home directory
+# share their choices, too. And a choice that was made while something else
+# used the GPU is kept like any other. That is why the searches that we measure
+# on this page keep nothing. Delete ``~/.triton/cache`` before you measure in
+# earnest. A search is never kept if one of its candidates has a ``pre_hook``,
+# a function that runs before the kernel.
 #
 # There are more moments at which a first call is in the way. A CUDA graph
 # cannot record a search, because a search waits for the GPU. In a group of
@@ -2531,6 +2602,12 @@ report(bench_backward)
 # - **torch.compile needs none of this work.** Where it fuses the norm with
 #   what stands beside it, it saves bytes that no kernel of a norm alone can
 #   save.
+# - **Libraries have this norm, too:** `quack
+#   <https://github.com/Dao-AILab/quack>`_ and `cuDNN
+#   <https://github.com/NVIDIA/cudnn-frontend>`_. This page compares designs of
+#   our own. `RMS normalization and the residual stream
+#   <../norms-and-losses/01-rms-norm.html>`_ measures both libraries beside our
+#   kernel.
 # - **Other pages of this site are ahead of this one.** `RMS normalization and
 #   the residual stream <../norms-and-losses/01-rms-norm.html>`_ starts the
 #   second kernel before the first is over, and takes 16384 columns.

@@ -1130,12 +1130,19 @@ def _cross_entropy_bwd(
 # is a single number, or one for each row if the user wants a loss for each
 # row.
 
+# %%
+
+# Scaffold: how far apart gradients lie.
+
 
 def stride_of(g):
     """From one gradient to the next; 0 if there is a single one."""
     if g.dim() == 0:
         return 0
     return g.stride(0)
+
+
+# %%
 
 
 def backward(x, target, w, rows, g, dx=None, ignore=-100, smooth=0.0, z=0.0):

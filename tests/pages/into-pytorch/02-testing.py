@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tutorial
 from compiled.declared import Kernel, Kernels
 from conformance import LAYOUTS, Page, RmsNorm, too_wide
 
@@ -404,6 +405,11 @@ def test_the_table(output):
     assert table == own
 
 
+def prose():
+    """The page in one line."""
+    return " ".join(tutorial.source(PAGE.name).replace("#", "").split())
+
+
 def test_the_loss(output):
     """The wrong gradient is ahead at first, stops, and is passed."""
     rows = re.findall(r"step +\d+: right (\S+), wrong (\S+)", output)
@@ -411,6 +417,14 @@ def test_the_loss(output):
     assert early[1] < early[0] and middle[1] < middle[0]
     assert last[0] < last[1] / 5
     assert abs(last[1] / middle[1] - 1) < 0.05
+    assert (
+        f"at step 10 its loss is {early[1]:.2f}, and that of the right one "
+        f"{early[0]:.2f}." in prose()
+    )
+    assert (
+        f"at step 119 the losses are {last[1]:.3f} and {last[0]:.4f}."
+        in prose()
+    )
 
 
 def test_finite_differences(output):
@@ -426,6 +440,9 @@ def test_finite_differences(output):
         assert float(best) < unit ** (2 / 3)
         if name == "float32":
             assert float(usual) > 1e-2  # "gives noise"
+            assert f"is {unit / 1e-6:.2f} in float32" in prose()
+    steps = [exponent for _, exponent, _, _ in rows]
+    assert f"the best steps: 2**{steps[0]} and 2**{steps[1]}." in prose()
 
 
 def test_errors_of_sums(page):
@@ -434,6 +451,37 @@ def test_errors_of_sums(page):
         chain = page.error_of_a_sum(count, "chain")
         assert count**0.5 / 8 < chain < count**0.5 / 3
         assert page.error_of_a_sum(count, "tree") < 1
+    tree = page.error_of_a_sum(count, "tree")
+    assert (
+        f"At {count} terms it is off by {chain:.0f} half units, where the "
+        f"line has {count**0.5 / 3:.0f}. The tree is off by {tree:.1f}."
+        in prose()
+    )
+
+
+def test_a_number_between_two_neighbors():
+    """The example of rounding, and its drawing."""
+    eps = torch.finfo(HALF).eps
+    stored = torch.tensor(1.0006, dtype=HALF).item()
+    assert stored == 1 + eps
+    assert (
+        f"It is stored as {stored:.5f}, and is off by {stored - 1.0006:.4f}. "
+        f"The nearest number is up to half a unit away, here {eps / 2:.4f}"
+        in prose()
+    )
+
+
+def test_an_infinity(page):
+    """As the page says: its own y, and dx of its row."""
+    x, w, dy = page.inputs(3, 6, SINGLE)
+    x = x.detach().clone()
+    x[1, 2] = float("inf")
+    for norm in (page.ours, page.pytorch):
+        y, dx, _ = page.both_passes(norm, (x, w), dy)
+        assert y.isnan().nonzero().tolist() == [[1, 2]]
+        assert dx.isnan().all(dim=1).tolist() == [False, True, False]
+        assert dx.isfinite().all(dim=1).tolist() == [True, False, True]
+    page.trust(page.ours, page.pytorch, (x, w), dy)
 
 
 def test_what_is_said_of_cancellation(output):
@@ -441,6 +489,8 @@ def test_what_is_said_of_cancellation(output):
         r"worst error: (\d+) half units of its value,\n(\S+) half", output
     ).groups()
     assert int(value) > 1000 and float(sizes) < 3
+    assert f"off by up to {value} half units" in prose()
+    assert f"off by more than {sizes} half units" in prose()
     rows = dict(
         re.findall(r"^(y|dx|dw): off by up to (\d+) units", output, re.M)
     )
