@@ -7,7 +7,8 @@ from urllib.parse import unquote, urljoin, urlsplit
 import pytest
 from browser import built
 
-from translation import root
+from languages import TRANSLATED
+from translation import root, update
 
 ATTRIBUTES = ("href", "src", "poster", "data")
 HOST = "http://site.invalid"
@@ -154,3 +155,16 @@ def test_each_language_has_the_same_pages_and_sections(language):
 
 def path_of(address):
     return urlsplit(address).path
+
+
+@pytest.mark.parametrize("language", TRANSLATED, ids=lambda each: each.tag)
+def test_a_page_says_so_if_a_part_of_it_is_in_english(language):
+    """And only then."""
+    pages = built.WHOLE / language.folder
+    say_so = {
+        page.relative_to(pages).with_suffix("").as_posix()
+        for page in pages.rglob("*.html")
+        if "bp-untranslated" in page.read_text(encoding="utf-8")
+    }
+    missing = update.missing(update.wanted(), language.code)
+    assert say_so == missing.keys() - {"sphinx"}

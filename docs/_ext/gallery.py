@@ -21,6 +21,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 from sphinx.errors import ExtensionError
 
@@ -57,8 +58,10 @@ def begin(gallery_conf, script_vars):
         changes.enter_context(replay.replaced(replay.Runner(session)))
         changes.enter_context(replay.watching(session))
         style.begin()
-        # The interpreter warns of numbers that overflow as they are meant to,
-        # and would show on the page where this machine keeps Triton.
+        changes.enter_context(
+            mock.patch.object(warnings, "formatwarning", in_a_line)
+        )
+        # The interpreter warns of numbers that overflow as they are meant to.
         changes.enter_context(warnings.catch_warnings())
         warnings.filterwarnings(
             "ignore", module=r"triton\.runtime\.interpreter"
@@ -72,6 +75,11 @@ def begin(gallery_conf, script_vars):
         changes.callback(finish, name, script_vars, time.monotonic())
         gallery_conf["restore"] = changes.pop_all().close
     return []
+
+
+def in_a_line(message, category, *where, **more):
+    """A warning, without where this machine keeps what warns."""
+    return f"{category.__name__}: {message}\n"
 
 
 def reset(gallery_conf, fname, when):

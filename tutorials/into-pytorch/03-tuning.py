@@ -1003,7 +1003,7 @@ FORWARD_BYTES.run(show_plots=ON_GPU)
 # and in the copy 0.6. We had counted 6, 2, 1 and 1. Each of the four is 0.3 to
 # 0.4 below that, because ncu stops counting when the kernel ends. What was
 # written last is still in L2 then, and it goes to DRAM later. What is missing
-# is 18 to 26 MB in each of the four, and L2 has 50 MB.
+# is 18 to 26 MB in each of the four, and L2 has 60 MB.
 #
 # With nothing saved ``x`` is read twice, and with one read it is read once. If
 # both reads came from DRAM, nothing saved would show 0.5 more than one read.
@@ -1701,7 +1701,7 @@ BACKWARD_FENCES.run(show_plots=ON_GPU)
 # forward, the second sweep costs bytes. The fences empty L1 all the time, and
 # the second sweep has to find its rows in L2. With nothing saved, a row of
 # ``x`` and one of ``dy`` are 16 KB. Sixteen programs share an SM, so the rows
-# of all of them are 35 MB, and L2 has 50 MB for them and for what is written.
+# of all of them are 35 MB, and L2 has 60 MB for them and for what is written.
 # It does not keep them all. With an ``x_hat`` in float32 they are 52 MB, and
 # more of them are read twice.
 #

@@ -14,6 +14,11 @@ UNITS = r"[KMGT]?B(?:/s)?|TFLOP/s|[mµ]?s"
 END = re.compile(rf"(?<=[{ENDS}])\n[ \t]*")
 
 
+def wide(text):
+    """Whether a wide character is in a text."""
+    return bool(re.search(WIDE, text))
+
+
 def columns(text):
     """Columns that a text takes: a wide character takes two."""
     return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)

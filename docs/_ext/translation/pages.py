@@ -37,7 +37,8 @@ class Messages(SphinxTransform):
         found = list(dict.fromkeys(said_by(self.document)))
         if CURRENT is not ENGLISH:
             say = catalogs.translations(CURRENT.code, self.env.docname)
-            found = [text for text in found if not say(text)]
+            # A title from another page is in this language already.
+            found = [t for t in found if not (say(t) or lines.wide(t))]
         noted(self.env)[self.env.docname] = found
 
 
