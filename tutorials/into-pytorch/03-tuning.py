@@ -1078,8 +1078,8 @@ FORWARD_ISSUED.run(show_plots=ON_GPU)
 # Counters say what, and the code of the machine says where. On this page there
 # is a folded panel under each kernel, the X-ray. It has the kernel in *PTX*,
 # the assembly language of NVIDIA, and in *SASS*, which is what the GPU runs.
-# In a script of your own both are in what a launch returns, ``compiled =
-# kernel[grid](...)``: ``compiled.asm["ptx"]``, and beside it
+# In a script of your own both are in what a launch returns. If you call that
+# ``compiled``, there is ``compiled.asm["ptx"]``, and beside it
 # ``compiled.n_regs`` and ``compiled.n_spills``. Three things are worth looking
 # for:
 #
