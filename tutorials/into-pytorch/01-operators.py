@@ -2611,8 +2611,9 @@ for way, norm in WAYS.items():
 # - **torch.compile fuses** its norm with both neighbors. Compiled, PyTorch's
 #   block takes 113 µs on the device with 4096 columns, and ours 122 µs. On the
 #   host, with 16 rows, it takes 269 µs, and ours 331 µs.
-# - **quack and cuDNN** have an RMS norm, too. `RMS normalization and the
-#   residual stream <../norms-and-losses/01-rms-norm.html>`_ measures both,
+# - **Other libraries** have an RMS norm, too: `quack
+#   <https://github.com/Dao-AILab/quack>`_ and cuDNN. `RMS normalization and
+#   the residual stream <../norms-and-losses/01-rms-norm.html>`_ measures both,
 #   with an addition before the norm, beside a kernel of ours.
 # - **An operator in C++** does not come back into Python at each call, and it
 #   runs where there is no Python. But somebody has to build it.

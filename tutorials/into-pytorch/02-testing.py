@@ -1670,13 +1670,14 @@ print("(a + b) + c =", ((a + b) + c).item())
 print("(a + c) + b =", ((a + c) + b).item())
 
 # %%
-# If programs add to the same place with atomic additions, no part is lost, but
-# their order is an accident, and two runs differ in the last bits. That is not
-# wrong, but it has a price. A loss curve cannot be repeated, and a test with a
-# tight tolerance fails once in a while. Worse, a real race can hide behind it:
-# if two runs always differ, nobody wonders why. If a kernel is meant to give
-# the same bits each time, then any difference is a fault, and the test for it
-# is short: run the kernel a hundred times, and compare with ``torch.equal``.
+# If programs add to the same place with ``tl.atomic_add``, no part is lost,
+# but their order is an accident, and two runs differ in the last bits. That is
+# not wrong, but it has a price. A loss curve cannot be repeated, and a test
+# with a tight tolerance fails once in a while. Worse, a real race can hide
+# behind it: if two runs always differ, nobody wonders why. If a kernel is
+# meant to give the same bits each time, then any difference is a fault, and
+# the test for it is short: run the kernel a hundred times, and compare with
+# ``torch.equal``.
 #
 # We do that with our kernel, in whose buffer each program has a row of its
 # own, and with two mutants. One adds to a single row with atomic additions.
