@@ -78,7 +78,8 @@ sphinx_gallery_conf = {
     "examples_dirs": ["../tutorials"] if CURRENT is ENGLISH else [],
     "gallery_dirs": ["tutorials"] if CURRENT is ENGLISH else [],
     "filename_pattern": r"[/\\]\d\d-.*\.py$",
-    "ignore_pattern": r"(^|[/\\])_",
+    # Drafts, and a module that a script imports.
+    "ignore_pattern": r"(^|[/\\])(_|both_passes\.py$)",
     "copyfile_regex": r"index\.rst",
     "within_subsection_order": "FileNameSortKey",
     "nested_sections": False,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tutorial import TUTORIALS
+from tutorial import TUTORIALS, beside
 
 GATE = Path(__file__).with_name("four_packages.py")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
@@ -41,8 +41,11 @@ def run_script(script):
 def run_tutorial(folder, name):
     """What a tutorial prints; it leaves no file."""
     script = Path(shutil.copy(TUTORIALS / f"{name}.py", folder))
+    there = {script.name}
+    if module := beside(name):
+        there.add(Path(shutil.copy(module, folder)).name)
     done = run_script(script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "0 active drivers" not in done.stdout + done.stderr
-    assert os.listdir(folder) == [script.name]
+    assert {*os.listdir(folder)} - {"__pycache__"} == there
     return done.stdout

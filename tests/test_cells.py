@@ -1,10 +1,12 @@
 """The cells that pages share are the same everywhere, from one source."""
 
+import re
 import shutil
 
 import pytest
 
 import cells
+import modules
 from cells import EXPLAINED, functions, read, shared, written
 
 NAMES = list(cells.names())
@@ -117,3 +119,86 @@ def test_no_page_has_a_clock_of_its_own(name):
     for function in "device_time", "speed", "report":
         own = functions(read(name)).get(function)
         assert own in (None, explained[function])
+
+
+# Modules ---------------------------------------------------------------------
+
+
+def test_modules_are_what_their_pages_say():
+    assert cells.changed_modules() == {}, "make cells writes them anew"
+
+
+@pytest.mark.parametrize("module", modules.WRITTEN)
+def test_functions_of_a_module_are_those_of_its_pages_to_the_byte(module):
+    """But for the word before a name that several pages have."""
+    parts = re.split(r"^# (\S+/\S+) -+\n", read(module), flags=re.MULTILINE)
+    count = 0
+    for page, part in zip(parts[1::2], parts[2::2], strict=True):
+        word, _ = modules.WRITTEN[module][page]
+        worded = re.compile(rf"\b(_?)(?:{word}|{word.upper()})_")
+
+        def without(text, worded=worded):
+            return worded.sub(r"\1", text)
+
+        theirs = set(map(without, functions(read(page)).values()))
+        ours = functions(part)
+        assert set(map(without, ours.values())) - theirs == set(), page
+        count += len(ours)
+    assert count > 100
+
+
+def test_an_edit_of_a_page_reaches_its_module(folder):
+    page = "norms-and-losses/02-rms-norm-16-bits"
+    edit(folder, page, "rows are summed in float32", "rows are summed so")
+    (text,) = cells.changed_modules(folder).values()
+    assert "rows are summed so" in text
+
+
+FIRST = """
+# %%
+# Prose, which no module has.
+
+SIZE = 3  # of all
+
+
+# What is above a function belongs to it.
+def helper(forward):
+    return forward + SIZE, f"{SIZE} and {max(SIZE, 4)}"
+
+
+class Box:
+    def helper(self):
+        return helper(SIZE)
+
+
+def first(size=SIZE):
+    return Box().helper(), size
+
+
+print(first())
+"""
+SECOND = FIRST.replace("= 3", "= 4").replace("first", "second")
+
+
+def test_what_pages_call_alike_gets_their_words():
+    """Names of functions and constants, and not those of methods, arguments
+    and local variables."""
+    pages = {"a/01": FIRST, "a/02": SECOND}
+    gathered = {"a/01": ("one", "first"), "a/02": ("two", "second")}
+    text = modules.both_passes(gathered, pages.get)
+    space = {}
+    exec(text, space)
+    assert space["first"]()[0] == (6, "3 and 4")
+    assert space["second"]()[0] == (8, "4 and 4")
+    assert {"ONE_SIZE", "TWO_SIZE", "one_helper", "two_helper"} <= {*space}
+    assert "# What is above a function belongs to it.\ndef one_hel" in text
+    assert "Prose" not in text and "print" not in text
+    assert "def helper(self)" in text and "forward + ONE_SIZE" in text
+
+
+def test_a_module_that_lacks_something_is_not_written():
+    with pytest.raises(LookupError, match="no page has missing"):
+        modules.text("", {"a/01": ("", "missing")}, {"a/01": FIRST}.get)
+    lacking = FIRST.replace("def helper(forward)", "def other(forward)")
+    with pytest.raises(LookupError, match="a module lacks helper"):
+        modules.text("", {"a/01": ("", "first")}, {"a/01": lacking}.get)

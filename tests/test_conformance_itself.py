@@ -14,6 +14,8 @@ from conformance import (
     LayerNormCase,
     Linear,
     LinearCase,
+    LinearCrossEntropy,
+    LinearCrossEntropyCase,
     RmsNorm,
     Rotary,
     RotaryCase,
@@ -268,6 +270,29 @@ def test_one_element_of_a_linear_layer_shows(activation, dtype, fault):
         part = flat[some]
         fault(part)
         flat[some] = part
+        with pytest.raises(AssertionError, match=r": (error|inf)"):
+            operation.judge(case, tensors, wrong)
+
+
+@pytest.mark.parametrize("fault", [zero, swap, nan])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("smooth", [0.0, 0.1])
+def test_one_element_of_a_linear_loss_shows(reduction, smooth, fault):
+    """In float32: in 16 bits, powers and gradients are rounded before they
+    are summed, and a small element may be worth no more than that."""
+    case = LinearCrossEntropyCase(
+        dtype=SINGLE, reduction=reduction, smooth=smooth, ignores="none"
+    )
+    operation = LinearCrossEntropy()
+    tensors = operation.tensors(case, CPU)
+    expected = operation.exact(case, tensors, {})
+    found = {n: e.value.to(e.dtype) for n, e in expected.items()}
+    operation.judge(case, tensors, found)
+    for name, whole in found.items():
+        if whole.numel() == 1 and fault is swap:
+            continue  # with what?
+        wrong = found | {name: whole.clone()}
+        fault(wrong[name].view(-1))
         with pytest.raises(AssertionError, match=r": (error|inf)"):
             operation.judge(case, tensors, wrong)
 

@@ -98,6 +98,9 @@ def test_the_notebook_is_the_script(stem):
     notebook = nbformat.read(download(f"{stem}.ipynb"), as_version=4)
     first, *others = (cell.strip() for cell in cells(notebook))
     assert first == notebooks.ready(downloads.PACKAGES).strip()
+    if module := tutorial.beside(stem):  # it is written beside the notebook
+        text = module.read_text(encoding="utf-8").strip()
+        assert others.pop(0) == f"%%writefile {module.name}\n{text}"
     assert others == [cell for cell in code if cell]
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"__file__|__main__|sys\.argv|sys\.path", text)
@@ -266,7 +269,9 @@ def test_the_notebook_runs(stem, tmp_path, monkeypatch):
     assert printed.startswith("No GPU: Triton interprets the kernels")
     assert LINE.search(printed)
     assert "0 active drivers" not in printed
-    assert not [p for p in tmp_path.iterdir()]
+    module = tutorial.beside(stem)
+    left = {module.name, "__pycache__"} if module else set()
+    assert {p.name for p in tmp_path.iterdir()} == left
 
 
 CHARTS = """

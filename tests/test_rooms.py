@@ -8,6 +8,7 @@ from importlinter.cli import lint_imports
 from project import ROOT
 
 import languages
+import modules
 import style
 import tutorial
 import words_later
@@ -18,7 +19,9 @@ def test_the_contracts_of_import_linter_are_kept():
     assert lint_imports(settings, no_cache=True) == 0
 
 
-@pytest.mark.parametrize("module", [style, tutorial, languages, words_later])
+@pytest.mark.parametrize(
+    "module", [style, tutorial, languages, modules, words_later]
+)
 def test_the_lowest_modules_import_nothing_of_ours(module):
     """import-linter looks into packages only."""
     path = Path(module.__file__)

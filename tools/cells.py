@@ -7,6 +7,9 @@ Every script runs by itself, so it holds a copy of each. There is one source:
   there; an import that a page does not use is left out.
 - A cell that names a page (``# Scaffold: plans, from page 05.``) gets its
   functions from there: from the section that it names, its own, or layer norm.
+
+A module that gathers functions of many pages is written, too: see
+docs/_ext/modules.py.
 """
 
 import ast
@@ -14,7 +17,12 @@ import re
 import sys
 from pathlib import Path
 
-TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(f"{ROOT}/docs/_ext")
+
+import modules  # noqa: E402
+
+TUTORIALS = ROOT / "tutorials"
 EXPLAINED = "layer-norm/01-layer-norm"
 # What these have from pages that were written anew since then is as it was
 # when they were measured, and is written when they are measured again: the
@@ -149,10 +157,26 @@ def changed(folder=TUTORIALS):
     return [n for n in names(folder) if written(n, folder) != read(n, folder)]
 
 
+def changed_modules(folder=TUTORIALS):
+    """The modules that are not what their pages say, and what these say."""
+
+    def of(page):
+        return read(page, folder)
+
+    texts = {
+        name: modules.both_passes(gathered, of)
+        for name, gathered in modules.WRITTEN.items()
+    }
+    return {name: text for name, text in texts.items() if text != of(name)}
+
+
 def main():
     for name in changed():
         (TUTORIALS / f"{name}.py").write_text(written(name), encoding="utf-8")
         print(f"tutorials/{name}.py has its cells anew")
+    for name, text in changed_modules().items():
+        (TUTORIALS / f"{name}.py").write_text(text, encoding="utf-8")
+        print(f"tutorials/{name}.py has its functions anew")
 
 
 if __name__ == "__main__":

@@ -233,6 +233,7 @@ def forget_outdated(app):
         else:
             found = recording.gpus(name)
             files = [recording.path_of(each, name) for each in found]
+        files.append(tutorial.beside(name))  # what the script imports
         inputs = digest(*files, mode, gpu, app.config.executed_by)
         stamp = tutorial.MADE / f"{name}.inputs"
         same = stamp.exists() and stamp.read_text() == inputs

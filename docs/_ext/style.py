@@ -39,6 +39,9 @@ LINES = {
     "flash": ("flash-attn", "grey", "-"),
     "cudnn": ("cuDNN", "olive", "-"),
     "fla": ("fla", "indigo", "-."),
+    "liger float32": ("Liger, float32 sums", "green", ":"),
+    "cce": ("Cut Cross-Entropy", "purple", "-"),
+    "torch chunks": ("PyTorch, chunks", "vermilion", ":"),
     "sdpa-cudnn": ("cuDNN, by PyTorch", "olive", "-"),
     "flex": ("FlexAttention", "purple", "-"),
     # Ours, and torch.compile, when the host has nothing to do.
@@ -48,7 +51,10 @@ LINES = {
     "cublas": ("A product of matrices", "ink", "--"),
 }
 # Peers that a machine may lack: drawn when they were recorded.
-OPTIONAL = ("liger", "apex", "quack", "flash", "cudnn", "fla")
+OPTIONAL = (
+    *("liger", "apex", "quack", "flash", "cudnn", "fla"),
+    *("liger float32", "cce", "torch chunks"),
+)
 # Letters of a name, if three stand beside each other in a legend.
 WIDEST_OF_THREE = 20
 # Whoever is no kernel of ours and no ceiling: who a page has to beat.

@@ -171,8 +171,19 @@ def load(name, replace=(), interpret=True):
     module = types.ModuleType(module_name)
     module.__file__ = filename
     sys.modules[module_name] = module
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)  # a script may import what stands beside it
     exec(compile(tree, filename, "exec"), module.__dict__)
     return module
+
+
+def beside(name):
+    """The module that a tutorial imports from its folder, or None."""
+    folder = script_of(name).parent
+    for path in sorted(folder.glob("[a-z]*.py")):
+        if re.search(rf"^import {path.stem}$", source(name), re.MULTILINE):
+            return path
+    return None
 
 
 def _defines(node, interpret):

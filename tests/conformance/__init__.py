@@ -13,6 +13,10 @@ from conformance.cross_entropy import CrossEntropy, CrossEntropyCase
 from conformance.gate import Gate, GateCase
 from conformance.layer_norm import LayerNorm, LayerNormCase
 from conformance.linear import Linear, LinearCase
+from conformance.linear_cross_entropy import (
+    LinearCrossEntropy,
+    LinearCrossEntropyCase,
+)
 from conformance.memory import LAYOUTS, guarded_allocations
 from conformance.modules import takes_the_place
 from conformance.operation import warm
@@ -42,6 +46,8 @@ __all__ = [
     "LayerNormCase",
     "Linear",
     "LinearCase",
+    "LinearCrossEntropy",
+    "LinearCrossEntropyCase",
     "Mistake",
     "Page",
     "RmsNorm",

@@ -2737,5 +2737,6 @@ assert exercise_1(advice_1)
 # 12. **Write a rule** and say why. Measure it at sizes that it was not made
 #     for.
 #
-# **Next:** one GPU may not be enough. `Layer norm over several GPUs
-# <../several-gpus/01-layer-norm.html>`_ divides an operation among them.
+# **Next:** a fast kernel is there to be used. `A GPT whose every kernel is a
+# page of this site <../model/01-gpt.html>`_ trains with the kernels of all
+# sections.

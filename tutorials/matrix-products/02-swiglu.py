@@ -2407,5 +2407,7 @@ assert exercise_1(_limited_1)
 # - An epilogue saves bytes, and costs time on the Tensor Cores. Whether that
 #   is a gain depends on how long the sums are, so measure it.
 #
-# **Next:** `Attention without its matrix <../attention/01-attention.html>`_ is
-# the other half of a Transformer's layer.
+# **Next:** `A loss without its logits <03-linear-cross-entropy.html>`_ puts a
+# whole loss into the epilogue of a product. After that, `Attention without its
+# matrix <../attention/01-attention.html>`_ is the other half of a
+# Transformer's layer.

@@ -37,6 +37,7 @@ UNITS = {
     "% of copy": POSITIVE,
     "µs": POSITIVE,
     "relative error": (0, math.inf),
+    "nats per token": (0, math.inf),
     "wrong runs of 100": (0, 100),
     "different results of 100": (0, 100),
     # What ncu counts. It may find both parts of a percentage in different

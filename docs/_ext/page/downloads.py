@@ -12,6 +12,7 @@ import shutil
 import sys
 import zipfile
 from importlib.metadata import version
+from pathlib import Path
 
 from sphinx import addnodes
 from sphinx.locale import _
@@ -40,6 +41,7 @@ OFFERED = {
 MODULES = {
     "layer-norm/11-every-width": "every_width.py",
     "attention/03-any-attention": "any_attention.py",
+    "model/01-gpt": "both_passes.py",
 }
 FOLDER = tutorial.BUILD / "downloads" / CURRENT.folder
 # All of a kind in one file, offered above the cards of all tutorials.
@@ -76,6 +78,12 @@ def head(said):
     return "".join(f"# {line}\n" for line in said) + "\n"
 
 
+def module_head(name, config):
+    """The same before a module of a page, which draws nothing."""
+    said = head(origin(name, config))
+    return said.replace(" ".join(PACKAGES), "torch triton")
+
+
 def write(app, env, docnames):
     """Write the downloads of all tutorials in the language of this build."""
     if not docnames:
@@ -92,11 +100,17 @@ def write(app, env, docnames):
             "ipynb": notebooks.of(
                 *(unwrapped, said, address(name, app.config), PACKAGES),
                 app.config.sphinx_gallery_conf,
+                tutorial.beside(name),
             ),
         }
         for ending, text in files.items():
             put(f"{name}.{ending}", text.encode())
             of_all[ending][f"{name}.{ending}"] = text
+        if module := tutorial.beside(name):
+            inside = f"{Path(name).parent}/{module.name}"
+            of_all["py"][inside] = module_head(name, app.config) + (
+                module.read_text(encoding="utf-8")
+            )
     for ending, texts in of_all.items():
         put(OF_ALL[ending], zipped(texts))
 

@@ -28,9 +28,9 @@ LARGE = 1e9  # bytes of a matrix; any GPU has room for a few smaller ones
 
 def said(srcdir, name):
     """A line for the page of a tutorial, or "" if it declares no kernels."""
-    if not declared.kernels(name):
+    if not (page := declared.kernels(name)):
         return ""
-    compiled = kept.compiled_for(name)
+    compiled = kept.compiled_for(name) if page.kernels else {}
     yes, no = (
         [label(target) for target, does in compiled.items() if does is which]
         for which in (True, False)
@@ -39,7 +39,9 @@ def said(srcdir, name):
     size = largest_matrix(figures.of_page(srcdir, name))
     return sentences.joined(
         [
-            _("The kernels compile for %(gpus)s.") % {"gpus": listed(yes)},
+            _("The kernels compile for %(gpus)s.") % {"gpus": listed(yes)}
+            if yes
+            else "",
             _("They do not for %(gpus)s.") % {"gpus": listed(no)}
             if no
             else "",

@@ -1,30 +1,24 @@
 """What a page defines, as a module that others import: every_width.py.
 
-Its cells are those of the page, to the byte. What a script does beside that is
-left out: prose, drawings, checks, clocks.
-Of the first cells only what is used stays: no stream is set, and no switch of
-the interpreter.
+What is taken of the page, modules.py says. A module that the script of a page
+imports stands beside that: make cells has written it.
 """
 
-import ast
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import modules
 import tutorial
+from modules import IN_ONE_PROCESS
 from page import downloads
 
 
 @dataclass(frozen=True)
 class Module:
     about: str  # how it begins
-    # The headings of the first cell that is taken, and of the first that is
-    # not, of each part of the page.
-    parts: tuple
+    wanted: str  # the functions that it is for
 
 
-IN_ONE_PROCESS = """One kind of GPU a process. To try it without a GPU, set \
-TRITON_INTERPRET=1."""
 MODULES = {
     "layer-norm/11-every-width": Module(
         f'''"""Layer norm of any width in Triton, forward and backward.
@@ -36,7 +30,7 @@ MODULES = {
 {IN_ONE_PROCESS}
 """
 ''',
-        (("The rule", "How fast is it?"),),
+        "layer_norm LayerNorm swap",
     ),
     "attention/03-any-attention": Module(
         f'''"""Attention of any lengths in Triton, forward and backward.
@@ -48,59 +42,17 @@ as torch's scaled_dot_product_attention, without a mask and without dropout.
 {IN_ONE_PROCESS}
 """
 ''',
-        (
-            ("The forward kernel", "Is the forward pass right?"),
-            ("The backward kernels", "Is it right?"),
-        ),
+        "attention",
     ),
 }
-SEPARATOR = re.compile(r"^# %%\n", re.MULTILINE)
-PROSE = re.compile(r"(?:#.*\n)*")
-TITLE = re.compile(r"^# Scaffold: (.)", re.MULTILINE)
 
 
 def text(page):
     """The module, without the head of downloads."""
-    _, *cells = SEPARATOR.split(tutorial.source(page))
-    first, taken = len(cells), []
-    for begins, beyond in MODULES[page].parts:
-        begin, end = (
-            next(i for i, c in enumerate(cells) if f"# {title}\n# --" in c)
-            for title in (begins, beyond)
-        )
-        first = min(first, begin)
-        taken += [
-            PROSE.sub("", cell, count=1).strip()
-            for cell in cells[begin:end]
-            if "\n# Drawing:" not in cell
-        ]
-    code = "\n\n\n".join(filter(None, taken)) + "\n"
-    code = TITLE.sub(lambda found: f"# {found[1].upper()}", code)
-    # Python's own modules, and parts of others, stand in the second cell.
-    more = "".join(cells[1:first])
-    own = [*used(ast.Import, more, code)]
-    begin = [
-        *own,
-        *([""] if own else []),
-        *used(ast.Import, cells[0], code),
-        *used(ast.ImportFrom, more, code),
-        "",
-        *used(ast.Assign, cells[0], code),
-    ]
-    return "\n".join([MODULES[page].about, *begin, "", "", code])
-
-
-def used(kind, cell, code):
-    """The imports of a cell, or its constants, that some code uses."""
-    names = {n.id for n in ast.walk(ast.parse(code)) if type(n) is ast.Name}
-    for node in ast.parse(cell).body:
-        if isinstance(node, kind):
-            bound = {
-                ast.unparse(each).split(" as ")[-1]
-                for each in getattr(node, "names", None) or node.targets
-            }
-            if bound & names:
-                yield ast.get_source_segment(cell, node)
+    if made := tutorial.beside(page):
+        return made.read_text(encoding="utf-8")
+    its = MODULES[page]
+    return modules.text(its.about, {page: ("", its.wanted)}, tutorial.source)
 
 
 def write(app, error):
@@ -110,9 +62,7 @@ def write(app, error):
     for page, name in downloads.MODULES.items():
         if f"tutorials/{page}" not in app.env.found_docs:
             continue
-        needs = " ".join(downloads.PACKAGES)
-        said = downloads.head(downloads.origin(page, app.config))
-        said = said.replace(needs, "torch triton")  # it draws nothing
+        said = downloads.module_head(page, app.config)
         file = (Path(app.outdir) / "tutorials" / page).with_name(name)
         file.write_text(said + text(page), encoding="utf-8")
 

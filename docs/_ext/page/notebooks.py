@@ -103,9 +103,10 @@ get_ipython().events.callbacks["post_execute"].insert(0, close_empty_charts)
 """
 
 
-def of(script, origin, address, packages, gallery_conf):
+def of(script, origin, address, packages, gallery_conf, module=None):
     """The notebook of a script; ``origin`` is said first, and links lead to
-    other pages of the site if that has an address."""
+    other pages of the site if that has an address. It writes the module that
+    the script imports, if there is one."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "script.py")
         file.write_text(script, encoding="utf-8")
@@ -125,8 +126,24 @@ def of(script, origin, address, packages, gallery_conf):
         "source": ["  \n".join([*origin, colab])],  # a line for each
     }
     made["cells"].insert(0, first)
+    if module:
+        made["cells"].insert(2, with_module(module))
     made["metadata"] |= COLAB
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def with_module(module):
+    """A cell that writes a module beside the notebook; its code is folded."""
+    text = module.read_text(encoding="utf-8")
+    cell = {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": {},
+        "outputs": [],
+        "source": [f"%%writefile {module.name}\n{text}"],
+    }
+    solutions.hide_code(cell)
+    return cell
 
 
 def to_the_site(address):

@@ -1,0 +1,378 @@
+"""What must hold of the page "A GPT whose every kernel is a page of this
+site"."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import modules
+import tutorial
+from compiled.declared import Kernels
+from conformance import operation
+from tutorial import load
+
+NAME = "model/01-gpt"
+PUBLISHED = "2026-11-28"
+
+
+def run(page, M, N, dtype):
+    """All kernels are those of other pages."""
+
+
+def also(page, M, N, dtype):
+    gate, up, y = torch.empty(3, M, N, dtype=dtype, device=page.DEVICE)
+    for activation in (page._squared_relu, page._squared_relu_1):
+        page.both_passes.gate_forward(gate, up, y, activation)
+        page.both_passes.gate_backward(y, gate, up, gate, up, activation)
+
+
+KERNELS = Kernels(
+    run=run,
+    also=also,
+    M=4096,
+    N=[2048],
+    dtype="bfloat16",
+    kernels={},
+)
+
+# Claims ----------------------------------------------------------------------
+
+CARD = "H200"
+
+
+def us(of, provider, x, form=".0f"):
+    number = of.median(provider, x)
+    number.rounding = form
+    return number
+
+
+def ms(of, provider, x):
+    number = of.median(provider, x) / 1000
+    number.rounding = ".1f"
+    return number
+
+
+def gb(of, provider):
+    number = of.median(provider, 16384)
+    number.rounding = ".1f"
+    return number
+
+
+def by_itself(figure):
+    of = figure("gpt-functions", CARD)
+    norm, gate, rotary, attention, product, loss = (
+        (us(of, "triton", each), us(of, "torch", each))
+        for each in (
+            *("add_and_norm", "gate", "heads", "attend", "linear", "loss"),
+        )
+    )
+    yield (
+        f"On the H200 both passes of our norm take {norm[0]} µs, and those of "
+        f"PyTorch's {norm[1]} µs. For the gate it is {gate[0]} and {gate[1]} "
+        f"µs, for the rotary embedding {rotary[0]} and {rotary[1]} µs, for "
+        f"attention {attention[0]} and {attention[1]} µs, for the product "
+        f"{product[0]} and {product[1]} µs, and for the loss {loss[0]} and "
+        f"{loss[1]} µs."
+    )
+    assert norm[0] < norm[1], "one kernel in place of several"
+    assert gate[0] < gate[1], "one kernel in place of several"
+    assert rotary[0] < rotary[1], "one kernel in place of several"
+    assert loss[0] < loss[1], "one kernel in place of several"
+
+
+def percent(number):
+    number = 100 * number
+    number.rounding = ".1f"
+    return f"{number}%"
+
+
+def of_gradients(figure):
+    of = figure("gpt-gradients", CARD)
+    ours, theirs = (of.all_medians(each) for each in ("triton", "torch"))
+    yield (
+        "On the H200 the median gradient of a block has a relative error of "
+        f"{percent(ours.least)} to {percent(ours.most)} with our functions, "
+        f"and of {percent(theirs.least)} to {percent(theirs.most)} with "
+        "PyTorch's."
+    )
+
+
+def of_losses(figure):
+    of = figure("gpt-losses", CARD)
+    last = 200
+    ours, theirs = (of.all_medians(each) for each in ("triton", "torch"))
+    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    seeds = [of.median(f"seed {seed}", last) for seed in (1, 2, 3)]
+    ends = [of.median("triton", last), *seeds]
+    yield (
+        f"On the H200 the loss falls from {of.median('triton', 10)} nats per "
+        f"token in the first ten steps to {of.median('triton', last)} in the "
+        f"last ten with our functions, and to {of.median('torch', last)} with "
+        "PyTorch's. In none of the twenty points are the two further apart "
+        f"than {apart}. Trainings with other seeds end at {seeds[0]}, "
+        f"{seeds[1]} and {seeds[2]}."
+    )
+    # What separates the two is smaller than what separates seeds.
+    assert apart < max(ends) - min(ends)
+
+
+def of_steps(figure):
+    of = figure("gpt-step", CARD)
+    N = 16384
+    graph, plain, torch_, torch_graph = (
+        ms(of, each, N) for each in ("triton", "eager", "torch", "torch graph")
+    )
+    compiled, compiled_graph, liger, ours_compiled = (
+        ms(of, each, N)
+        for each in (
+            *("torch.compile", "compile graph", "liger", "triton compiled"),
+        )
+    )
+    yield (
+        f"On the H200 a step of ours takes {graph} ms as a CUDA graph, and "
+        f"{plain} ms launched from Python. PyTorch takes {torch_} ms, and "
+        f"{torch_graph} ms as a graph. torch.compile takes {compiled} ms, and "
+        f"{compiled_graph} ms as a graph. Liger takes {liger} ms. Ours under "
+        f"torch.compile takes {ours_compiled} ms."
+    )
+    over_torch, over_best = (
+        of.ratio("triton", other, N) for other in ("torch", "compile graph")
+    )
+    over_torch.rounding = over_best.rounding = ".2f"
+    yield (
+        f"So our graph is {over_torch} times as fast as PyTorch, and "
+        f"{over_best} times as fast as torch.compile as a graph."
+    )
+
+
+# Kinds of kernels that are neither products nor attention nor the loss. Only
+# ours have names that say what else they are for.
+BETWEEN = {
+    "triton": ("norms", "gate", "rotary", "copies and other"),
+    "torch": ("norms", "copies and other"),
+    "torch.compile": ("norms", "copies and other"),
+}
+BESIDE = "products", "attention", "loss", "optimizer", "embedding"
+
+
+def sum_of(of, provider, kinds):
+    number = sum(of.median(provider, kind) for kind in kinds) / 1000
+    number.rounding = ".1f"
+    return number
+
+
+def of_kernels(figure):
+    of = figure("gpt-kernels", CARD)
+    products, attention, loss = (
+        (ms(of, "triton", kind), ms(of, "torch", kind))
+        for kind in ("products", "attention", "loss")
+    )
+    rest = [sum_of(of, each, kinds) for each, kinds in BETWEEN.items()]
+    total = [
+        sum_of(of, each, kinds + BESIDE) for each, kinds in BETWEEN.items()
+    ]
+    yield (
+        f"On the H200 our kernels take {total[0]} ms of a step together, "
+        f"those of PyTorch {total[1]} ms, and those of torch.compile "
+        f"{total[2]} ms. Our products take {products[0]} ms, and those of "
+        f"PyTorch, which are cuBLAS's, take {products[1]}. Our attention "
+        f"takes {attention[0]} ms, and cuDNN's {attention[1]}. The loss takes "
+        f"{loss[0]} ms, {loss[1]} in PyTorch, and "
+        f"{ms(of, 'torch.compile', 'loss')} with torch.compile. Norms, gate, "
+        "rotary embedding, and copies and other take "
+        f"{rest[0]} ms together with ours, {rest[1]} with PyTorch, and "
+        f"{rest[2]} with torch.compile."
+    )
+    # What stands under "Why".
+    compiled = of.median("torch.compile", "products")
+    assert compiled < of.median("triton", "products")
+    assert loss[0] < ms(of, "torch.compile", "loss")
+
+
+def of_memory(figure):
+    of = figure("gpt-memory", CARD)
+    ours, theirs, compiled, liger = (
+        gb(of, each) for each in ("triton", "torch", "torch.compile", "liger")
+    )
+    yield (
+        f"On the H200 our training takes {ours} GB, PyTorch's {theirs} GB, "
+        f"that of torch.compile {compiled} GB, and that of Liger {liger} GB."
+    )
+    assert liger < ours < compiled < theirs
+
+
+def thousands(of, provider, ranks):
+    number = ranks * 16384 / of.median(provider, ranks) * 1000
+    number.rounding = ".0f"
+    return number
+
+
+def of_ranks(figure):
+    of = figure("gpt-ranks", CARD)
+    two, one = (thousands(of, "triton", ranks) for ranks in (2, 1))
+    times = two / one
+    times.rounding = ".2f"
+    plain, torch_, torch_graph = (
+        thousands(of, each, 2) for each in ("eager", "torch", "torch graph")
+    )
+    yield (
+        f"On two H200s a step of ours takes {ms(of, 'triton', 2)} ms as a "
+        f"graph, where one takes {ms(of, 'triton', 1)}. So two GPUs train "
+        f"with {two} thousand tokens a second, and one with {one} thousand: "
+        f"{times} times as many. Launched from Python, ours has {plain} "
+        f"thousand on two. PyTorch has {torch_} thousand on two, and "
+        f"{torch_graph} thousand as a graph."
+    )
+
+
+def ladder(figure):
+    step, memory = figure("gpt-step", CARD), figure("gpt-memory", CARD)
+    for name, provider in (
+        ("PyTorch", "torch"),
+        ("torch.compile", "torch.compile"),
+        ("Ours, launched from Python", "eager"),
+        ("Ours, as a CUDA graph", "triton"),
+    ):
+        yield (
+            f"- **{name}:** {ms(step, provider, 16384)} ms, and "
+            f"{gb(memory, provider)} GB."
+        )
+
+
+CLAIMED = (
+    by_itself,
+    of_gradients,
+    of_losses,
+    of_steps,
+    of_kernels,
+    of_memory,
+    of_ranks,
+    ladder,
+)
+
+
+def CLAIMS(figure):
+    for claimed in CLAIMED:
+        yield from claimed(figure)
+
+
+FACTS = {
+    f"take {16384 * 32000 * 2 / 1e9:.0f} GB in 16 bits.": "the logits",
+    f"Together these take {16384 * 32000 * 12 / 1e9:.1f} GB.": (
+        "4 bytes a logit, three times"
+    ),
+    f"which takes {16384 * 32000 * 2 / 4e9:.1f} GB.": "a quarter, in 16 bits",
+}
+
+# The module ------------------------------------------------------------------
+
+FIRST = 2  # cases of a page's table, and of its own
+
+
+def suite():
+    """Cases of the suites of all pages that both_passes.py is made of."""
+    for name in modules.BOTH_PASSES:
+        page = tutorial.loaded(name).PAGE
+        table = page.table(on_gpu=False)
+        for case in (*table[:FIRST], *page.cases[:FIRST]):
+            # This one is of the page's check alone.
+            if case.function != "geglu, tanh":
+                yield page, case
+
+
+def pytest_generate_tests(metafunc):
+    if "case_of" in metafunc.fixturenames:
+        # On a GPU they are the pages' own: see the mark of the test.
+        cases = [] if torch.cuda.is_available() else list(suite())
+        names = [f"{p.name}:{operation.describe(c)}" for p, c in cases]
+        metafunc.parametrize("case_of", cases, ids=names)
+
+
+@pytest.mark.cpu  # on a GPU its gradients are checked as it runs
+def test_its_functions_pass_the_suites_of_their_pages(case_of):
+    """Nothing in it is another page's of the same name."""
+    page, case = case_of
+    operation.run(page, case, load(NAME).both_passes)
+
+
+# The training ----------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_is_a_launched_one(unedited):
+    """The same losses, to the bit, with new batches."""
+    batches = [unedited.batch(i, seed=0) for i in range(5)]
+    losses = []
+    for recorded in (False, True):
+        training = unedited.Training(unedited.model_of(unedited.OURS))
+        if recorded:
+            training = unedited.Recorded(training)
+        losses.append([training.step(*each).item() for each in batches])
+    assert losses[0] == losses[1]
+    assert len({*losses[0]}) == 5
+
+
+@pytest.mark.cpu
+def test_gradients_of_heads(unedited):
+    """Values are copied, queries and keys are rotated, as PyTorch does."""
+    columns = (unedited.HEADS + 2 * unedited.KEY_HEADS) * unedited.DIM
+    x = torch.randn(3, unedited.LENGTH, columns, requires_grad=True)
+    angles = unedited.both_passes.tables(unedited.LENGTH, unedited.DIM)
+    found = []
+    for function in (unedited.heads, unedited.pytorch_heads):
+        results = function(x, *angles)
+        torch.manual_seed(0)
+        arriving = [torch.randn(y.shape) for y in results]
+        found.append((*results, *torch.autograd.grad(results, x, arriving)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.cpu
+def test_the_loss_without_its_logits(unedited):
+    x = torch.randn(2, unedited.LENGTH, unedited.WIDTH, requires_grad=True)
+    weight = torch.randn(unedited.WORDS, unedited.WIDTH, requires_grad=True)
+    target = torch.randint(unedited.WORDS, (2, unedited.LENGTH))
+    target[0, :3] = -100
+    found = []
+    for function in (unedited.linear_cross_entropy, unedited.pytorch_loss):
+        loss = function(x, weight, target)
+        found.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.cpu
+def test_what_the_script_says(output):
+    errors = re.findall(r"largest relative error is (\S+),", output)
+    assert len(errors) == 2 and max(map(float, errors)) < 1e-5
+    assert "the same bits in two trainings: True" in output
+    (gap,) = re.findall(r"differ by (\S+) at most", output)
+    assert float(gap) < 0.01
+    stub, solution = re.findall(r"largest relative error: (\S+),", output)
+    assert float(stub) > 0.1 and float(solution) < 1e-5
+
+
+@pytest.mark.cpu
+@pytest.mark.long
+def test_two_ranks(tmp_path):
+    """With gloo, and by torchrun as a reader starts it."""
+    for file in (tutorial.script_of(NAME), tutorial.beside(NAME)):
+        shutil.copy(file, tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", "01-gpt.py"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(r"([a-z ]+), ranks: (\d), \d+ µs", done.stdout)
+    names = "eager", "torch", "triton", "torch graph"
+    assert said == [(name, ranks) for name in names for ranks in "12"]
