@@ -42,6 +42,10 @@ BOTH_PASSES = {
     "matrix-products/01-linear": ("linear", "linear"),
     "matrix-products/02-swiglu": ("gate", "swiglu geglu gated"),
     "norms-and-losses/04-cross-entropy": ("loss", "cross_entropy"),
+    "matrix-products/03-linear-cross-entropy": (
+        "head",
+        "linear_cross_entropy",
+    ),
 }
 # What scripts import from beside them: make cells writes it.
 WRITTEN = {"model/both_passes": BOTH_PASSES}

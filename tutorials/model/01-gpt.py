@@ -253,54 +253,45 @@ def batch(step, seed):
 # pages together.
 #
 # **The loss.** The logits of 16384 tokens and 32000 words take 1 GB in 16
-# bits. Our loss never has all of them. It takes some rows at a time: a product
-# makes their logits, the kernel of `Cross-entropy over a vocabulary
-# <../norms-and-losses/04-cross-entropy.html>`_ writes the gradient over them,
-# and two more products make the gradients of the input and of the weight.
+# bits. The function of `A loss without its logits
+# <../matrix-products/03-linear-cross-entropy.html>`_ never has all of them: it
+# takes some tokens at a time, here 4096. As PyTorch's does, it returns the
+# loss in the type of its input, and bfloat16 has less than three digits. A
+# curve wants more. So we call the two parts that this function is made of, and
+# keep the loss in float32.
 
 # %%
 
-# Scaffold: the loss, some rows at a time.
+# Scaffold: the loss in float32.
 
 
-class _LossInParts(torch.autograd.Function):
+class _MeanLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, target, parts):
-        one = 1 / (target != -100).sum().float()  # a row's part of the mean
-        dx = torch.empty_like(x)
-        dw = torch.zeros_like(weight, dtype=torch.float32)
-        part_of_dw = torch.empty_like(weight)
-        loss = torch.zeros((), device=x.device)
-        rows = triton.cdiv(len(x), parts)
-        for x_part, target_part, dx_part in zip(
-            x.split(rows), target.split(rows), dx.split(rows), strict=True
-        ):
-            logits, _ = both_passes.linear_forward(x_part, weight)
-            # The losses of these rows are first among what it returns. It
-            # writes the gradient over the logits, which nobody needs again.
-            kept, _ = both_passes.ahead(
-                logits, target_part, None, one, dx=logits
-            )
-            loss += kept[0].sum() * one
-            # dx = gradient @ weight, and dw = gradient.T @ x, part by part.
-            both_passes.product(logits, weight, dx_part)
-            both_passes.product(logits.T, x_part, part_of_dw)
-            dw += part_of_dw
-        ctx.save_for_backward(dx, dw.to(weight.dtype))
-        return loss
+    def forward(ctx, x, weight, target):
+        # The losses of all tokens, and dx and dw of their sum.
+        options = both_passes.Options(chunk=4096)
+        step = both_passes.head_forward(
+            x, weight, None, None, target, options, wants=(True, True, False)
+        )
+        losses = step.rows[0]
+        ctx.step = step
+        ctx.save_for_backward(x, weight)
+        return losses.mean()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        # The loss is the end of the model, so g is 1.
-        dx, dw = ctx.saved_tensors
-        return dx, dw, None, None
+        x, weight = ctx.saved_tensors
+        scale = g / len(x)  # of a mean
+        dx = ctx.step.dx.mul_(scale)
+        dw = both_passes.finish_dw(ctx.step, x, weight, scale)
+        ctx.step = None
+        return dx, dw, None
 
 
-def linear_cross_entropy(input, linear_weight, target):
-    """The mean loss of input @ linear_weight.T, without all logits."""
-    x = input.reshape(-1, input.shape[-1])
-    return _LossInParts.apply(x, linear_weight, target.flatten(), 4)
+def mean_loss(x, weight, target):
+    """The mean loss of x @ weight.T in float32, without all logits."""
+    return _MeanLoss.apply(x.flatten(0, 1), weight, target.flatten())
 
 
 # %%
@@ -371,8 +362,8 @@ OURS = {
     "attend": attend,
     # matrix-products/02: the SiLU of one half, times the other half.
     "gate": both_passes.swiglu,
-    # norms-and-losses/04, with the products of matrix-products/01.
-    "loss": linear_cross_entropy,
+    # matrix-products/03: the last product, and the loss.
+    "loss": mean_loss,
 }
 
 # %%
@@ -666,7 +657,7 @@ class GPT(torch.nn.Module):
         for block in self.blocks:
             x, stream = block(x, stream, *self.angles)
         y, _ = self.do.add_and_norm(x, stream, self.norm)
-        # A product and the loss, for some rows at a time.
+        # A product and the loss: matrix-products/03.
         return self.do.loss(y, self.head, target)
 
 
@@ -1239,6 +1230,12 @@ KINDS = {
     "gammabeta": "norms",
     "_rotary": "rotary",
     "_gate": "gate",
+    "_finish": "loss",
+    "_in_place": "loss",
+    "_round": "loss",
+    # Both products of a loss count as such, with what is done to their tiles.
+    "_scores": "products",
+    "_multiply": "products",
     "_product": "products",
     "_add_parts": "products",
     "nvjet": "products",

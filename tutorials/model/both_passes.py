@@ -6,6 +6,7 @@
     linear
     swiglu, geglu, gated
     cross_entropy
+    linear_cross_entropy
 
 Both passes run in Triton. A name that several pages have begins with the word
 of its page.
@@ -13,9 +14,11 @@ of its page.
 One kind of GPU a process. To try it without a GPU, set TRITON_INTERPRET=1.
 """
 
+import dataclasses
 import functools
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -161,7 +164,7 @@ if ON_GPU:
     ROTARY_NUM_SMS = torch.cuda.get_device_properties(DEVICE).multi_processor_count
 
 
-def plan(tensors):
+def rotary_plan(tensors):
     """The tile of a program for tensors of (batch, heads, length, D)."""
     _, _, length, dimension = tensors[0].shape
     pairs = triton.next_power_of_2(dimension // 2)
@@ -189,7 +192,7 @@ def rotate(tensors, outputs, cos, sin, interleaved=False, back=False):
     pairs = [(t, y) for t, y in pairs if t.numel() > 0]
     if not pairs:
         return
-    sizes = plan([t for t, _ in pairs])
+    sizes = rotary_plan([t for t, _ in pairs])
     # What the kernel must know of each tensor.
     known = [(t, y, t.shape[1], *t.stride(), *y.stride()) for t, y in pairs]
     groups = [t.shape[0] * t.shape[1] // sizes["HEADS"] for t, _ in pairs]
@@ -1651,7 +1654,7 @@ def padded(rows, columns, dtype, device):
     return torch.empty(rows, width, dtype=dtype, device=device)[:, :columns]
 
 
-def descriptor(t, rows, columns):
+def linear_descriptor(t, rows, columns):
     """A descriptor in tiles of such a shape, and whether it is transposed."""
     if t.stride(1) == 1:
         return TensorDescriptor.from_tensor(t, [rows, columns]), False
@@ -1667,14 +1670,14 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
     width = plan["TILE_N"]
     if plan["HALVES"]:
         width //= 2
-    a_desc, a_transposed = descriptor(a, plan["TILE_M"], plan["TILE_K"])
-    b_desc, b_transposed = descriptor(b, plan["TILE_K"], plan["TILE_N"])
+    a_desc, a_transposed = linear_descriptor(a, plan["TILE_M"], plan["TILE_K"])
+    b_desc, b_transposed = linear_descriptor(b, plan["TILE_K"], plan["TILE_N"])
     c_desc = None
     if plan["PARTS"] == 1 and lies_in_rows(c):
-        c_desc, _ = descriptor(c, plan["TILE_M"], width)
+        c_desc, _ = linear_descriptor(c, plan["TILE_M"], width)
     slope_desc = None
     if slope is not None:
-        slope_desc, _ = descriptor(slope, plan["TILE_M"], width)
+        slope_desc, _ = linear_descriptor(slope, plan["TILE_M"], width)
     tiles = triton.cdiv(M, plan["TILE_M"]) * triton.cdiv(N, plan["TILE_N"])
     programs = tiles * plan["PARTS"]
     if plan["STAY"]:
@@ -1969,12 +1972,12 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
     dz_desc = None
     if saved is not None:
         dz = new_dz(dy)
-        saved_desc, _ = descriptor(saved, *tile)
-        dz_desc, _ = descriptor(dz, *tile)
+        saved_desc, _ = linear_descriptor(saved, *tile)
+        dz_desc, _ = linear_descriptor(dz, *tile)
     sums = None
     if wants_db:
         sums = new_sums(strips, dy)
-    dy_desc, _ = descriptor(dy, *tile)
+    dy_desc, _ = linear_descriptor(dy, *tile)
     _own_pass[(strips * triton.cdiv(N, tile[1]),)](
         dy_desc=dy_desc,
         saved_desc=saved_desc,
@@ -3339,6 +3342,1128 @@ def cross_entropy(
         reduction,
         options,
     )
+    if reduction == "none":
+        loss = loss.reshape(target.shape)
+    return loss
+
+
+# matrix-products/03-linear-cross-entropy --------------------------------------
+# Gives linear_cross_entropy.
+HEAD_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+
+
+HEAD_SHARED = shared_memory()
+
+
+HEAD_LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e, to the base 2
+
+
+@triton.jit
+def _logits(
+    sums,  # a tile of products, in float32
+    bias_ptr,  # (classes,), or None
+    name,  # the classes of its columns
+    classes,
+):
+    """The logits of a tile. What is no class gets minus infinity, whose power
+    is 0."""
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + name, mask=name < classes, other=0)
+        sums += bias.to(tl.float32)[None, :]
+    return tl.where(name[None, :] < classes, sums, float("-inf"))
+
+
+@triton.jit
+def _weights(
+    weight_ptr,  # (classes,), or None: all weights are 1
+    name,
+    classes,
+):
+    """The weights of the columns; what is no class has 0."""
+    exists = name < classes
+    if weight_ptr is None:
+        return tl.where(exists, 1.0, 0.0)
+    else:
+        weight = tl.load(weight_ptr + name, mask=exists, other=0)
+        return weight.to(tl.float32)
+
+
+@triton.jit
+def _halves(sums):
+    """The left and the right half of a tile."""
+    both = sums.reshape(sums.shape[0], 2, sums.shape[1] // 2)
+    return both.permute(0, 2, 1).split()
+
+
+@triton.jit
+def _scores(
+    x_desc,  # (tokens, features) in tiles of TILE_M and TILE_K
+    w_desc,  # (classes, features) in tiles of TILE_N and TILE_K
+    powers_desc,  # (tokens, classes) in halves of a tile; or None
+    parts_ptr,  # (2 or 3, columns of tiles, tokens)
+    bias_ptr,  # (classes,), or None
+    weight_ptr,  # (classes,), or None: all weights are 1
+    tokens,
+    classes,
+    features,
+    SMOOTH: tl.constexpr,  # whether there is label smoothing
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,  # rows of tiles in a group
+    STAGES: tl.constexpr,  # num_stages of the inner loop
+    STAY: tl.constexpr,  # whether programs take several tiles
+    PRECISION: tl.constexpr,  # of float32: "tf32" or "ieee"
+):
+    # Without this promise the compiler would also write code for no features.
+    tl.assume(features > 0)
+    rows = tl.cdiv(tokens, TILE_M)
+    columns = tl.cdiv(classes, TILE_N)
+    width: tl.constexpr = TILE_N // 2
+    for work in tl.range(
+        tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
+    ):
+        row, column = _place(work, rows, columns, GROUP)
+        row *= TILE_M
+        column *= TILE_N
+
+        # The product, as for a linear layer. The weight has a row for each
+        # class, so its tile is turned.
+        sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for k in tl.range(0, features, TILE_K, num_stages=STAGES):
+            x = x_desc.load([row, k])
+            w = w_desc.load([column, k])
+            sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
+
+        # New: what is kept of the tile. We take half of it at a time, so that
+        # half the shared memory is enough to store powers.
+        halves = _halves(sums)
+
+        # The largest logit of each token.
+        maximum = tl.full((TILE_M,), LOWEST, tl.float32)
+        for i in tl.static_range(2):
+            name = column + i * width + tl.arange(0, width)
+            logit = _logits(halves[i], bias_ptr, name, classes)
+            maximum = tl.maximum(maximum, tl.max(logit, axis=1))
+
+        # The sum of all powers, none of which is above 1.
+        total = tl.zeros((TILE_M,), tl.float32)
+        weighted = tl.zeros((TILE_M,), tl.float32)
+        for i in tl.static_range(2):
+            name = column + i * width + tl.arange(0, width)
+            logit = _logits(halves[i], bias_ptr, name, classes)
+            power = tl.exp2((logit - maximum[:, None]) * HEAD_LOG2E)
+            total += tl.sum(power, axis=1)
+            if powers_desc is not None:
+                power = power.to(powers_desc.dtype)
+                powers_desc.store([row, column + i * width], power)
+            if SMOOTH:
+                # Minus infinity times a weight of 0 would not be a number.
+                weight = _weights(weight_ptr, name, classes)
+                logit = tl.where(name[None, :] < classes, logit, 0)
+                weighted += tl.sum(logit * weight[None, :], axis=1)
+
+        # Tokens lie side by side, so that neighboring threads store neighbors.
+        token = row + tl.arange(0, TILE_M)
+        mask = token < tokens
+        at = parts_ptr + (column // TILE_N).to(tl.int64) * tokens + token
+        step = tl.cast(columns, tl.int64) * tokens
+        tl.store(at, maximum, mask=mask)
+        tl.store(at + step, total, mask=mask)
+        if SMOOTH:
+            tl.store(at + 2 * step, weighted, mask=mask)
+
+
+@triton.jit
+def _finish(
+    parts_ptr,  # (2 or 3, columns, tokens), of _scores
+    x_ptr,  # (tokens, features)
+    w_ptr,  # (classes, features)
+    bias_ptr,  # (classes,), or None
+    weight_ptr,  # (classes,), or None: all weights are 1
+    all_weights_ptr,  # their sum, if there are weights
+    target_ptr,  # (tokens,)
+    rows_ptr,  # (6, batch): loss, weight, lse, p, a, e of our tokens
+    tokens,
+    classes,
+    features,
+    columns,  # of tiles
+    x_step,  # from a row of x to the next
+    w_step,
+    batch,
+    ignore,  # the target that does not count
+    smooth,  # label smoothing
+    SMOOTH: tl.constexpr,  # whether there is any
+    ROWS: tl.constexpr,  # tokens of a program
+    PARTS: tl.constexpr,  # parts of a step
+    FEATURES: tl.constexpr,  # features of a step
+):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    wide = tl.cast(tokens, tl.int64)  # parts may be more than 2**31
+
+    # Put the parts together: logsumexp of each token.
+    m = tl.full((ROWS,), LOWEST, tl.float32)
+    s = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, columns, PARTS):
+        part = start + tl.arange(0, PARTS)
+        mask = (part < columns)[:, None] & inside[None, :]
+        at = parts_ptr + part[:, None] * wide + token[None, :]
+        part_m = tl.load(at, mask=mask, other=LOWEST)
+        at += columns * wide
+        part_s = tl.load(at, mask=mask, other=0)
+        new = tl.maximum(m, tl.max(part_m, axis=0))
+        power = tl.exp2((part_m - new[None, :]) * HEAD_LOG2E)
+        # What was summed so far is relative to an older maximum.
+        s = s * tl.exp2((m - new) * HEAD_LOG2E) + tl.sum(part_s * power, axis=0)
+        m = new
+        if SMOOTH:
+            at += columns * wide
+            weighted += tl.sum(tl.load(at, mask=mask, other=0), axis=0)
+    # A token that does not exist has no parts.
+    m = tl.where(inside, m, 0)
+    log = tl.log(tl.where(inside, s, 1))
+
+    # The logit of the target: one row of x times one row of w.
+    target = tl.load(target_ptr + token, mask=inside, other=ignore)
+    # Does the token count at all, and is its target a class?
+    live = target != ignore
+    exists = live & (target >= 0) & (target < classes)
+    row = tl.where(exists, target, 0)
+    dot = tl.zeros((ROWS,), tl.float32)
+    x_at = x_ptr + token.to(tl.int64)[:, None] * x_step
+    w_at = w_ptr + row[:, None] * w_step
+    for start in range(0, features, FEATURES):
+        k = start + tl.arange(0, FEATURES)
+        mask = (k < features)[None, :] & exists[:, None]
+        x = tl.load(x_at + k[None, :], mask=mask, other=0).to(tl.float32)
+        w = tl.load(w_at + k[None, :], mask=mask, other=0).to(tl.float32)
+        dot += tl.sum(x * w, axis=1)
+    if bias_ptr is not None:
+        dot += tl.load(bias_ptr + row, mask=exists, other=0).to(tl.float32)
+
+    # The weight of the token. A target that is no class makes it NaN.
+    w_t = tl.full((ROWS,), 1.0, tl.float32)
+    all_weights = tl.cast(classes, tl.float32)
+    if weight_ptr is not None:
+        w_t = tl.load(weight_ptr + row, mask=exists, other=0).to(tl.float32)
+        all_weights = tl.load(all_weights_ptr)
+    w_t = tl.where(live, tl.where(exists, w_t, float("nan")), 0)
+
+    # The three factors, and the loss.
+    a = (1 - smooth) * w_t
+    e = tl.where(live, smooth / classes, 0)
+    p = a + e * all_weights
+    loss = a * (m - dot + log)
+    if SMOOTH:
+        loss += e * (all_weights * (m + log) - weighted)
+    loss = tl.where(live, loss, 0)
+    # Of a token that is ignored, all powers are to be 0.
+    lse = tl.where(live, m + log, float("inf"))
+
+    rows_ptr += token
+    step = tl.cast(batch, tl.int64)
+    tl.store(rows_ptr, loss, mask=inside)
+    tl.store(rows_ptr + step, w_t, mask=inside)
+    tl.store(rows_ptr + 2 * step, lse, mask=inside)
+    tl.store(rows_ptr + 3 * step, p, mask=inside)
+    tl.store(rows_ptr + 4 * step, a, mask=inside)
+    tl.store(rows_ptr + 5 * step, e, mask=inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    ignore: int = -100  # the target that does not count
+    reduction: str = "mean"
+    smooth: float = 0.0  # label smoothing
+    recompute: bool = False  # whether dw computes the logits again
+    skip_below: float = 0.0  # gradients that are left out, in whole blocks
+    chunk: int = 0  # tokens of a chunk; 0: as many as the rule says
+
+
+HEAD_TILES = {
+    # precision: rows, columns, numbers of a step, warps
+    "16 bits": (128, 256, 64, 8),
+    "tf32": (128, 128, 32, 8),
+    "ieee": (64, 64, 16, 4),
+    "before H100": (64, 64, 32, 4),
+}
+
+
+def head_plan(dtype, room, blocks=False):
+    """Tiles of a product: ``room`` is how many bytes of shared memory each
+    number of half a tile needs behind the loop."""
+    precision = "16 bits"
+    if dtype == torch.float32:
+        precision = "ieee"
+        # PyTorch's switch: whether Tensor Cores may cut float32.
+        if torch.backends.cuda.matmul.fp32_precision == "tf32":
+            precision = "tf32"
+    tiles = precision
+    if precision != "ieee" and HEAD_SHARED < 200_000:
+        tiles = "before H100"
+    tile_m, tile_n, tile_k, warps = HEAD_TILES[tiles]
+    stage = (tile_m + tile_n) * tile_k * dtype.itemsize
+    left = HEAD_SHARED - 1024 - tile_m * tile_n // 2 * room
+    return {
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "TILE_K": tile_k,
+        "GROUP": 16,
+        "STAGES": max(1, min(4, left // stage)),
+        "STAY": not blocks,
+        "PRECISION": "tf32" if precision == "tf32" else "ieee",
+        "num_warps": warps,
+    }
+
+
+def head_descriptor(t, rows, columns):
+    return TensorDescriptor.from_tensor(t, [rows, columns])
+
+
+def programs_of(M, N, tiles):
+    count = triton.cdiv(M, tiles["TILE_M"]) * triton.cdiv(N, tiles["TILE_N"])
+    if tiles["STAY"]:
+        count = min(count, HEAD_NUM_SMS)
+    return (count,)
+
+
+def plan_scores(x):
+    return head_plan(x.dtype, x.itemsize)
+
+
+def scores(x, w, bias, weight, options, powers, parts):
+    """Parts of logsumexp, and the powers, if there is a matrix for them."""
+    tokens, features = x.shape
+    classes = w.shape[0]
+    tiles = plan_scores(x)
+    half = tiles["TILE_M"], tiles["TILE_N"] // 2
+    _scores[programs_of(tokens, classes, tiles)](
+        x_desc=head_descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
+        w_desc=head_descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
+        powers_desc=None if powers is None else head_descriptor(powers, *half),
+        parts_ptr=parts,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        tokens=tokens,
+        classes=classes,
+        features=features,
+        SMOOTH=options.smooth > 0,
+        **tiles,
+    )
+
+
+def finish(parts, x, w, bias, weight, all_weights, target, rows, options):
+    """Put the parts together: six numbers of each token."""
+    tokens, features = x.shape
+    tile_n = plan_scores(x)["TILE_N"]
+    _finish[(triton.cdiv(tokens, 16),)](
+        parts_ptr=parts,
+        x_ptr=x,
+        w_ptr=w,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        all_weights_ptr=all_weights,
+        target_ptr=target,
+        rows_ptr=rows,
+        tokens=tokens,
+        classes=w.shape[0],
+        features=features,
+        columns=triton.cdiv(w.shape[0], tile_n),
+        x_step=x.stride(0),
+        w_step=w.stride(0),
+        batch=rows.stride(0),
+        ignore=options.ignore,
+        smooth=options.smooth,
+        SMOOTH=options.smooth > 0,
+        ROWS=16,
+        PARTS=64,
+        FEATURES=256,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _gradient(
+    power,  # a tile of powers
+    p,  # of each token: the factor of its powers
+    a,  # what is subtracted at the target
+    e,  # what is subtracted everywhere, times the weight of a class
+    target,
+    name,  # the classes of the columns
+    weight,  # the weights of the columns
+    SMOOTH: tl.constexpr,
+):
+    """The gradient of a tile of logits."""
+    grad = power * p[:, None]
+    if SMOOTH:
+        grad -= e[:, None] * weight[None, :]
+    return grad - tl.where(name[None, :] == target[:, None], a[:, None], 0)
+
+
+@triton.jit
+def _in_place(
+    grads_desc,  # (tokens, classes) in tiles of ROWS and WIDTH: powers
+    parts_ptr,  # (2 or 3, columns, tokens), of _scores
+    rows_ptr,  # (6, batch) from our first token on
+    target_ptr,  # (tokens,)
+    weight_ptr,  # (classes,), or None
+    flags_ptr,  # (blocks of tokens, blocks of classes), or None
+    tokens,
+    classes,
+    batch,
+    flags_step,  # from a row of flags to the next
+    skip_below,  # a block whose gradients are all below is not wanted
+    SMOOTH: tl.constexpr,
+    TILE_N: tl.constexpr,  # classes of a part
+    BLOCK: tl.constexpr,  # tokens and classes of a flag
+    ROWS: tl.constexpr,  # tokens of a program, those of a block
+    WIDTH: tl.constexpr,  # classes of a program
+):
+    # Which tokens and which classes are ours, and what is known of them?
+    across = tl.cdiv(classes, WIDTH)
+    row = tl.program_id(0) // across * ROWS
+    column = tl.program_id(0) % across * WIDTH
+    token = row + tl.arange(0, ROWS)
+    mask = token < tokens
+    rows_ptr += token
+    step = tl.cast(batch, tl.int64)
+    lse = tl.load(rows_ptr + 2 * step, mask=mask, other=0)
+    p = tl.load(rows_ptr + 3 * step, mask=mask, other=0)
+    a = tl.load(rows_ptr + 4 * step, mask=mask, other=0)
+    e = tl.load(rows_ptr + 5 * step, mask=mask, other=0)
+    target = tl.load(target_ptr + token, mask=mask, other=-1)
+
+    # The powers are relative to the largest logit of their tile. With lse in
+    # its place they become the softmax.
+    part = (column // TILE_N).to(tl.int64) * tokens
+    m = tl.load(parts_ptr + part + token, mask=mask, other=0)
+    power = grads_desc.load([row, column]).to(tl.float32)
+    power *= tl.exp2((m - lse) * HEAD_LOG2E)[:, None]
+
+    name = column + tl.arange(0, WIDTH)
+    weight = _weights(weight_ptr, name, classes)
+    grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
+    grads_desc.store([row, column], grad.to(grads_desc.dtype))
+
+    if flags_ptr is not None:
+        # What is not below is wanted, and so is NaN, which is not below
+        # anything. The factor of a token that is ignored is 0.
+        small = tl.abs(grad) < (skip_below * p)[:, None]
+        large = tl.where(small | (p == 0)[:, None], 0, 1)
+        blocks: tl.constexpr = WIDTH // BLOCK
+        large = tl.max(large, axis=0).reshape(blocks, BLOCK)
+        number = column // BLOCK + tl.arange(0, blocks)
+        at = flags_ptr + (row // BLOCK).to(tl.int64) * flags_step + number
+        exists = number < tl.cdiv(classes, BLOCK)
+        tl.store(at, tl.max(large, axis=1).to(tl.int8), mask=exists)
+
+
+@triton.jit
+def _quarters(sums):
+    """The four quarters of a tile, from left to right."""
+    left, right = _halves(sums)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _multiply(
+    grads_desc,  # gradients of logits, (tokens, classes)
+    b_desc,  # (K, N) in tiles of TILE_K and TILE_N
+    out_desc,  # (M, N) in quarters of a tile: the result, or float32 sums
+    scale_ptr,  # a number by which the result is multiplied; or None
+    list_ptr,  # (rows of tiles, blocks of K): which blocks; or None: all
+    count_ptr,  # (rows of tiles,): how many of them
+    M,
+    N,
+    K,
+    list_step,  # from a row of the list to the next
+    TRANSPOSED: tl.constexpr,  # M are classes and K tokens; not the other way
+    ADD: tl.constexpr,  # whether the product is added to what is there
+    BLOCK: tl.constexpr,  # of the list; a multiple of TILE_K
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    STAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tl.assume(K > 0)
+    rows = tl.cdiv(M, TILE_M)
+    columns = tl.cdiv(N, TILE_N)
+    width: tl.constexpr = TILE_N // 4
+    for work in tl.range(
+        tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
+    ):
+        tile, column = _place(work, rows, columns, GROUP)
+        row = tile * TILE_M
+        column *= TILE_N
+        end = K
+        ours = list_ptr
+        if list_ptr is not None:
+            # Only the blocks of our list.
+            end = tl.load(count_ptr + tile) * BLOCK
+            ours += tl.cast(tile, tl.int64) * list_step
+
+        sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for step in tl.range(0, end, TILE_K, num_stages=STAGES):
+            k = step
+            if list_ptr is not None:
+                block = tl.load(ours + step // BLOCK)
+                k = block * BLOCK + step % BLOCK
+            if TRANSPOSED:
+                a = grads_desc.load([k, row]).T
+            else:
+                a = grads_desc.load([row, k])
+            b = b_desc.load([k, column])
+            sums = tl.dot(a, b, sums, input_precision=PRECISION)
+
+        # Add what earlier chunks have left. Old and new sums both pass through
+        # shared memory, so there is only room for a quarter of the tile.
+        quarters = _quarters(sums)
+        for i in tl.static_range(4):
+            quarter = quarters[i]
+            if ADD:
+                quarter += out_desc.load([row, column + i * width])
+            if scale_ptr is not None:
+                quarter *= tl.load(scale_ptr)
+            quarter = quarter.to(out_desc.dtype)
+            out_desc.store([row, column + i * width], quarter)
+
+
+@triton.jit
+def _sum_columns(
+    grads_desc,  # gradients of logits, (tokens, classes), in ROWS and WIDTH
+    sums_ptr,  # (classes,), float32
+    tokens,
+    classes,
+    FIRST: tl.constexpr,  # whether nothing has been summed before
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    column = tl.program_id(0) * WIDTH
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    for row in range(0, tokens, ROWS):
+        sums += grads_desc.load([row, column]).to(tl.float32)
+    total = tl.sum(sums, axis=0)
+    name = column + tl.arange(0, WIDTH)
+    mask = name < classes
+    if not FIRST:
+        total += tl.load(sums_ptr + name, mask=mask, other=0)
+    tl.store(sums_ptr + name, total, mask=mask)
+
+
+BLOCK = 64  # tokens and classes that are left out together
+
+
+def in_place(grads, parts, x, rows, target, weight, flags, options):
+    """Make gradients of the powers."""
+    tokens, classes = grads.shape
+    tile_n = plan_scores(x)["TILE_N"]
+    width = min(2 * BLOCK, tile_n)  # of one part
+    _in_place[(triton.cdiv(tokens, BLOCK) * triton.cdiv(classes, width),)](
+        grads_desc=head_descriptor(grads, BLOCK, width),
+        parts_ptr=parts,
+        rows_ptr=rows,
+        target_ptr=target,
+        weight_ptr=weight,
+        flags_ptr=flags,
+        tokens=tokens,
+        classes=classes,
+        batch=rows.stride(0),
+        flags_step=0 if flags is None else flags.stride(0),
+        skip_below=options.skip_below,
+        SMOOTH=options.smooth > 0,
+        TILE_N=tile_n,
+        BLOCK=BLOCK,
+        ROWS=BLOCK,
+        WIDTH=width,
+        num_warps=8,
+    )
+
+
+def blocks_wanted(flags, dtype, transposed):
+    """For each row of tiles the numbers of the blocks that its product needs,
+    those first, and how many they are."""
+    if flags is None:
+        return None
+    if transposed:
+        flags = flags.T
+    blocks = head_plan(dtype, 4, blocks=True)["TILE_M"] // BLOCK
+    rows = triton.cdiv(flags.shape[0], blocks)
+    flags = F.pad(flags, (0, 0, 0, rows * blocks - flags.shape[0]))
+    wanted = flags.view(rows, blocks, -1).amax(dim=1)
+    order = wanted.argsort(dim=1, descending=True, stable=True)
+    return order.int(), wanted.sum(dim=1, dtype=torch.int32)
+
+
+def multiply(grads, b, out, transposed, add=False, scale=None, lists=None):
+    """out = grads @ b, or grads.T @ b; or that and what is in out, if ``add``
+    says so. ``lists`` say which blocks are wanted."""
+    K, M = grads.shape if transposed else grads.shape[::-1]
+    N = b.shape[1]
+    tiles = head_plan(grads.dtype, out.itemsize, blocks=lists is not None)
+    tile_m, tile_n, tile_k = tiles["TILE_M"], tiles["TILE_N"], tiles["TILE_K"]
+    grads_tile = (tile_k, tile_m) if transposed else (tile_m, tile_k)
+    order, count = lists or (None, None)
+    if lists is not None:
+        # The number of a block is loaded two steps before its tiles are.
+        tiles["STAGES"] += 2
+    _multiply[programs_of(M, N, tiles)](
+        grads_desc=head_descriptor(grads, *grads_tile),
+        b_desc=head_descriptor(b, tile_k, tile_n),
+        out_desc=head_descriptor(out, tile_m, tile_n // 4),
+        scale_ptr=scale,
+        list_ptr=order,
+        count_ptr=count,
+        M=M,
+        N=N,
+        K=K,
+        list_step=0 if order is None else order.stride(0),
+        TRANSPOSED=transposed,
+        ADD=add,
+        BLOCK=BLOCK,
+        **tiles,
+    )
+
+
+def sum_columns(grads, sums, first):
+    """Add the columns of the gradients to the sums."""
+    tokens, classes = grads.shape
+    _sum_columns[(triton.cdiv(classes, 64),)](
+        grads_desc=head_descriptor(grads, 64, 64),
+        sums_ptr=sums,
+        tokens=tokens,
+        classes=classes,
+        FIRST=first,
+        ROWS=64,
+        WIDTH=64,
+        num_warps=4,
+    )
+
+
+def one_round(features, dtype):
+    """So many rows, in whole tiles, give work to all SMs in a product with so
+    many columns."""
+    tiles = head_plan(dtype, dtype.itemsize)
+    columns = triton.cdiv(features, tiles["TILE_N"])
+    return tiles["TILE_M"] * max(1, HEAD_NUM_SMS // columns)
+
+
+LOGITS = 2**29  # at most so many in a chunk: 1.07 GB in 16 bits
+FEW_LOGITS = 2**24  # the same with recompute=True: 34 MB
+
+
+def length_of(count, across, features, dtype, logits):
+    """How many of ``count`` tokens are a chunk, if each has ``across`` logits;
+    or how many classes are a strip. All are about as long."""
+    most = max(logits // across, one_round(features, dtype))
+    length = triton.cdiv(count, triton.cdiv(count, most))
+    step = 2 * BLOCK
+    return triton.cdiv(length, step) * step
+
+
+class Step:
+    """What a forward pass has computed for the backward pass."""
+
+    rows = None  # (6, tokens): see _finish
+    dx = None  # (tokens, features), for g = 1
+    db = None  # (classes,), float32, for g = 1
+    sums = None  # (classes, features), float32: dw for g = 1
+    grads = None  # if there is one chunk: the gradients of its logits
+    lists = None  # which blocks of them dw needs; None: all
+
+
+def head_forward(x, w, bias, weight, target, options, wants):
+    """The numbers of each token, and what ``wants`` says of dx, dw, db."""
+    wants_dx, wants_dw, wants_db = wants
+    if options.recompute:
+        # Both are left to the backward pass.
+        wants_dw = False
+        wants_db = False
+    tokens, features = x.shape
+    classes = w.shape[0]
+    step = Step()
+    step.rows = torch.empty(6, tokens, device=x.device)
+    if tokens == 0:
+        return step
+    all_weights = None
+    if weight is not None:
+        all_weights = weight.sum(dtype=torch.float32)
+
+    chunk = options.chunk
+    if chunk == 0:
+        logits = FEW_LOGITS if options.recompute else LOGITS
+        chunk = length_of(tokens, classes, features, x.dtype, logits)
+    chunk = min(chunk, tokens)
+    one_chunk = chunk == tokens
+
+    # What is computed, and what each chunk uses again.
+    columns = triton.cdiv(classes, plan_scores(x)["TILE_N"])
+    kinds = 3 if options.smooth > 0 else 2
+    parts = torch.empty(kinds * columns * chunk, device=x.device)
+    grads = None
+    flags = None
+    if wants_dx or wants_dw or wants_db:
+        grads = padded(chunk, classes, x.dtype, x.device)
+        if options.skip_below > 0:
+            shape = triton.cdiv(chunk, BLOCK), triton.cdiv(classes, BLOCK)
+            flags = torch.empty(shape, dtype=torch.int8, device=x.device)
+    if wants_dx:
+        step.dx = padded(tokens, features, x.dtype, x.device)
+    if wants_dw and not one_chunk:
+        step.sums = padded(classes, features, torch.float32, x.device)
+    if wants_db:
+        step.db = torch.empty(classes, device=x.device)
+
+    for start in range(0, tokens, chunk):
+        some = slice(start, min(start + chunk, tokens))
+        x_some = x[some]
+        target_some = target[some]
+        rows_some = step.rows[:, some]
+        if grads is not None:
+            grads = grads[: len(x_some)]  # the last chunk may be shorter
+        if flags is not None:
+            flags = flags[: triton.cdiv(len(x_some), BLOCK)]
+        scores(x_some, w, bias, weight, options, grads, parts)
+        finish(
+            parts, x_some, w, bias, weight, all_weights, target_some,
+            rows_some, options,
+        )  # fmt: skip
+        if grads is None:
+            continue
+        in_place(
+            grads, parts, x_some, rows_some, target_some, weight, flags,
+            options,
+        )  # fmt: skip
+        if wants_dx:
+            lists = blocks_wanted(flags, x.dtype, transposed=False)
+            multiply(grads, w, step.dx[some], transposed=False, lists=lists)
+        if wants_dw:
+            lists = blocks_wanted(flags, x.dtype, transposed=True)
+            if one_chunk:
+                step.grads = grads
+                step.lists = lists
+            else:
+                multiply(
+                    grads,
+                    x_some,
+                    step.sums,
+                    transposed=True,
+                    add=start > 0,
+                    lists=lists,
+                )
+        if wants_db:
+            sum_columns(grads, step.db, first=start == 0)
+    return step
+
+
+@triton.jit
+def _round(
+    sums_desc,  # (classes, features), float32, in tiles of ROWS and WIDTH
+    dw_desc,  # the result, in the same tiles
+    scale_ptr,  # a number by which all sums are multiplied
+    features,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    across = tl.cdiv(features, WIDTH)
+    row = tl.program_id(0) // across * ROWS
+    column = tl.program_id(0) % across * WIDTH
+    sums = sums_desc.load([row, column])
+    sums *= tl.load(scale_ptr)
+    dw_desc.store([row, column], sums.to(dw_desc.dtype))
+
+
+def finish_dw(step, x, w, scale):
+    """dw in the type of x, from what the forward pass has left."""
+    classes, features = w.shape
+    dw = padded(classes, features, x.dtype, x.device)
+    if step.sums is None:
+        multiply(
+            step.grads, x, dw, transposed=True, scale=scale, lists=step.lists
+        )
+        return dw
+    _round[(triton.cdiv(classes, 64) * triton.cdiv(features, 64),)](
+        sums_desc=head_descriptor(step.sums, 64, 64),
+        dw_desc=head_descriptor(dw, 64, 64),
+        scale_ptr=scale,
+        features=features,
+        ROWS=64,
+        WIDTH=64,
+        num_warps=4,
+    )
+    return dw
+
+
+@triton.jit
+def _scores_again(
+    x_desc,  # (tokens, features) in tiles of TILE_M and TILE_K
+    w_desc,  # (classes, features) in tiles of TILE_N and TILE_K
+    grads_desc,  # New: (tokens, classes) in halves of a tile
+    rows_ptr,  # New: (6, tokens), of _finish
+    target_ptr,  # New: (tokens,)
+    bias_ptr,
+    weight_ptr,
+    tokens,
+    classes,  # of the strip
+    features,
+    first_class,  # New: the number of our first class
+    SMOOTH: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    STAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tl.assume(features > 0)
+    rows = tl.cdiv(tokens, TILE_M)
+    columns = tl.cdiv(classes, TILE_N)
+    width: tl.constexpr = TILE_N // 2
+    step = tl.cast(tokens, tl.int64)
+    for work in tl.range(
+        tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
+    ):
+        row, column = _place(work, rows, columns, GROUP)
+        row *= TILE_M
+        column *= TILE_N
+
+        sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for k in tl.range(0, features, TILE_K, num_stages=STAGES):
+            x = x_desc.load([row, k])
+            w = w_desc.load([column, k])
+            sums = tl.dot(x, w.T, sums, input_precision=PRECISION)
+
+        # New: what is known of each token by now.
+        token = row + tl.arange(0, TILE_M)
+        mask = token < tokens
+        at = rows_ptr + token
+        lse = tl.load(at + 2 * step, mask=mask, other=0)
+        p = tl.load(at + 3 * step, mask=mask, other=0)
+        a = tl.load(at + 4 * step, mask=mask, other=0)
+        e = tl.load(at + 5 * step, mask=mask, other=0)
+        target = tl.load(target_ptr + token, mask=mask, other=-1) - first_class
+
+        # New: a power is the softmax itself, for lse is about all classes.
+        halves = _halves(sums)
+        for i in tl.static_range(2):
+            name = column + i * width + tl.arange(0, width)
+            logit = _logits(halves[i], bias_ptr, name, classes)
+            power = tl.exp2((logit - lse[:, None]) * HEAD_LOG2E)
+            weight = _weights(weight_ptr, name, classes)
+            grad = _gradient(power, p, a, e, target, name, weight, SMOOTH)
+            grad = grad.to(grads_desc.dtype)
+            grads_desc.store([row, column + i * width], grad)
+
+
+def scores_again(x, w, bias, weight, options, grads, rows, target, first):
+    """The gradients of the logits of some classes, now that lse is known."""
+    tokens, features = x.shape
+    classes = w.shape[0]
+    tiles = plan_scores(x)
+    _scores_again[programs_of(tokens, classes, tiles)](
+        x_desc=head_descriptor(x, tiles["TILE_M"], tiles["TILE_K"]),
+        w_desc=head_descriptor(w, tiles["TILE_N"], tiles["TILE_K"]),
+        grads_desc=head_descriptor(grads, tiles["TILE_M"], tiles["TILE_N"] // 2),
+        rows_ptr=rows,
+        target_ptr=target,
+        bias_ptr=bias,
+        weight_ptr=weight,
+        tokens=tokens,
+        classes=classes,
+        features=features,
+        first_class=first,
+        SMOOTH=options.smooth > 0,
+        **tiles,
+    )
+
+
+def in_strips(x, w, bias, weight, target, rows, options, scale, wants):
+    """dw and db, some classes after the other: their logits are computed
+    again, and nothing has to be summed up over chunks."""
+    tokens, features = x.shape
+    classes = w.shape[0]
+    dw = None
+    db = None
+    if wants[1]:
+        dw = padded(classes, features, x.dtype, x.device)
+    if wants[2]:
+        db = torch.empty(classes, device=x.device)
+    strip = length_of(classes, tokens, features, x.dtype, FEW_LOGITS)
+    grads = padded(tokens, min(strip, classes), x.dtype, x.device)
+
+    for start in range(0, classes, strip):
+        some = slice(start, min(start + strip, classes))
+        grads = grads[:, : some.stop - start]  # the last may be narrower
+        scores_again(
+            x,
+            w[some],
+            None if bias is None else bias[some],
+            None if weight is None else weight[some],
+            options,
+            grads,
+            rows,
+            target,
+            start,
+        )
+        if wants[1]:
+            multiply(grads, x, dw[some], transposed=True, scale=scale)
+        if wants[2]:
+            sum_columns(grads, db[some], first=True)
+    return dw, db
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, bias, target, weight, options):
+        wants = ctx.needs_input_grad[:3]
+        if options.reduction == "none":
+            # The factor of each token, which dw needs, is not known yet.
+            options = dataclasses.replace(options, recompute=True)
+        step = head_forward(x, w, bias, weight, target, options, wants)
+        ctx.step = step
+        ctx.options = options
+        ctx.save_for_backward(x, w, bias, target, weight, step.rows)
+        loss = step.rows[0]  # of each token
+        weights = step.rows[1]
+        if options.reduction == "none":
+            # A copy, so that whoever changes it does not change our numbers.
+            return loss.to(x.dtype, copy=True)
+        loss = loss.sum()
+        if options.reduction == "mean":
+            loss = loss / weights.sum()
+        return loss.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, g):
+        x, w, bias, target, weight, rows = ctx.saved_tensors
+        wants = ctx.needs_input_grad[:3]
+        if len(x) == 0:
+            given = zip((x, w, bias), wants, strict=True)
+            grads = [
+                torch.zeros_like(t) if want else None for t, want in given
+            ]
+            return *grads, None, None, None
+        options = ctx.options
+        step = ctx.step
+        ctx.step = None
+        if step is None:
+            # This is not the first backward pass, and the first has taken
+            # what the forward pass had computed.
+            step = head_forward(x, w, bias, weight, target, options, wants)
+
+        # By what is everything multiplied? Where all tokens are ignored, the
+        # mean is 0 / 0, and PyTorch has gradients of 0.
+        live = target != options.ignore
+        scale = g.float()
+        if options.reduction == "mean":
+            scale = scale / rows[1].sum()
+        factor = torch.where(live, scale, 0)  # of each token
+
+        dx = None
+        if wants[0]:
+            dx = step.dx.mul_(factor[:, None])
+            dx = dx.contiguous()
+        if options.reduction == "none":
+            # From here on each token has its factor in its gradients.
+            rows = rows.clone()
+            rows[3:] *= factor
+            scale = None
+        else:
+            scale = torch.where(live.any(), scale, 0)
+        dw = None
+        db = None
+        if options.recompute:
+            if wants[1] or wants[2]:
+                dw, db = in_strips(
+                    x, w, bias, weight, target, rows, options, scale, wants
+                )
+        else:
+            if wants[1]:
+                dw = finish_dw(step, x, w, scale)
+            db = step.db
+        if wants[1]:
+            dw = dw.contiguous()
+        if wants[2]:
+            if scale is not None:
+                db = db * scale
+            db = db.to(bias.dtype)
+        return dx, dw, db, None, None, None
+
+
+def head_for_descriptors(t):
+    """The matrix, or a copy of it in a layout that a descriptor takes."""
+    if lies_in_rows(t):
+        return t
+    return padded(*t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def head_check_arguments(
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    weight,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    recompute,
+    skip_below,
+):
+    """Raise an error that names the wrong argument, and says why."""
+    floats = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "linear_bias": linear_bias,
+    }
+    floats = {name: t for name, t in floats.items() if t is not None}
+    for name, t in floats.items():
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(
+                f"{name} has {t.dtype}: float16, bfloat16 and float32 are "
+                "taken"
+            )
+        if t.dtype != input.dtype:
+            raise TypeError(
+                f"{name} has {t.dtype}, and input has {input.dtype}: they "
+                "must be the same"
+            )
+    if target.dtype != torch.int64:
+        raise TypeError(
+            f"target has {target.dtype}: classes are torch.int64, and "
+            "probabilities are not taken"
+        )
+    if weight is not None and not weight.is_floating_point():
+        raise TypeError(f"weight has {weight.dtype}: it must have floats")
+
+    if input.dim() == 0:
+        raise ValueError("input has no dimension: the last one has features")
+    if linear_weight.dim() != 2:
+        raise ValueError(
+            f"linear_weight has {linear_weight.dim()} dimensions, not 2: "
+            "classes and features"
+        )
+    if linear_weight.numel() == 0:
+        raise ValueError(
+            f"linear_weight is {tuple(linear_weight.shape)}: a class and a "
+            "feature are needed"
+        )
+    classes, features = linear_weight.shape
+    if input.shape[-1] != features:
+        raise ValueError(
+            f"input has {input.shape[-1]} features, and linear_weight takes "
+            f"{features}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target is {tuple(target.shape)}, and input has the tokens "
+            f"{tuple(input.shape[:-1])}"
+        )
+    for name, t in {"linear_bias": linear_bias, "weight": weight}.items():
+        if t is not None and t.shape != (classes,):
+            raise ValueError(
+                f"{name} is {tuple(t.shape)}, and linear_weight has {classes} "
+                "classes"
+            )
+    if weight is not None and weight.requires_grad:
+        raise ValueError("weight wants a gradient: it must be a constant")
+
+    for name, t in (floats | {"target": target, "weight": weight}).items():
+        if t is None:
+            continue
+        if t.device.type != DEVICE.type:
+            raise ValueError(f"{name} is on {t.device}, not on {DEVICE}")
+        # Triton starts a kernel on the current GPU, wherever its tensors are.
+        if t.is_cuda and t.device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"{name} is on {t.device}, which is not the current GPU"
+            )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"reduction is {reduction!r}: mean, sum and none are taken"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"label_smoothing is {label_smoothing}: it must be 0 to 1"
+        )
+    if not 0 <= skip_below < 1:
+        raise ValueError(
+            f"skip_below is {skip_below}: it must be 0 or more, and below 1"
+        )
+    if skip_below > 0 and (recompute or reduction == "none"):
+        raise ValueError(
+            f"skip_below is {skip_below}: it is not taken with recompute=True "
+            "or reduction='none'"
+        )
+    if not ON_GPU:
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        for at in wrong.nonzero()[:1].tolist():
+            raise IndexError(
+                f"target{at} is {target[*at]}, not 0 to {classes - 1}"
+            )
+
+
+def linear_cross_entropy(
+    input,
+    linear_weight,
+    target,
+    *,
+    linear_bias=None,
+    weight=None,
+    reduction="mean",
+    ignore_index=-100,
+    label_smoothing=0.0,
+    recompute=False,
+    skip_below=0.0,
+):
+    """What F.linear_cross_entropy gives, for targets that are classes.
+
+    input is (..., features), linear_weight is (classes, features), and target
+    is (...). recompute=True computes the logits a second time for the gradient
+    of linear_weight, which takes longer and needs less memory, and so does
+    reduction="none". Otherwise, blocks of logits whose gradients are all below
+    skip_below, as a share of the weight of their token, add nothing to the
+    gradients.
+    """
+    head_check_arguments(
+        input, linear_weight, target, linear_bias, weight, reduction,
+        ignore_index, label_smoothing, recompute, skip_below,
+    )  # fmt: skip
+    dtype = input.dtype
+    x = input.reshape(-1, input.shape[-1])
+    w = linear_weight
+    bias = linear_bias
+    if not torch.is_grad_enabled():
+        # needs_input_grad does not say that we run under torch.no_grad().
+        x = x.detach()
+        w = w.detach()
+        bias = None if bias is None else bias.detach()
+    if not ON_GPU and dtype == torch.bfloat16:
+        # The interpreter multiplies the bits of bfloat16 as whole numbers.
+        x, w = x.float(), w.float()
+        bias = None if bias is None else bias.float()
+    options = Options(
+        ignore=ignore_index,
+        reduction=reduction,
+        smooth=float(label_smoothing),
+        recompute=recompute,
+        skip_below=float(skip_below),
+    )
+    loss = _LinearCrossEntropy.apply(
+        head_for_descriptors(x),
+        head_for_descriptors(w),
+        None if bias is None else bias.contiguous(),
+        target.reshape(-1).contiguous(),
+        None if weight is None else weight.contiguous(),
+        options,
+    ).to(dtype)
     if reduction == "none":
         loss = loss.reshape(target.shape)
     return loss

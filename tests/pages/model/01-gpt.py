@@ -337,9 +337,8 @@ def test_the_loss_without_its_logits(unedited):
     x = torch.randn(2, unedited.LENGTH, unedited.WIDTH, requires_grad=True)
     weight = torch.randn(unedited.WORDS, unedited.WIDTH, requires_grad=True)
     target = torch.randint(unedited.WORDS, (2, unedited.LENGTH))
-    target[0, :3] = -100
     found = []
-    for function in (unedited.linear_cross_entropy, unedited.pytorch_loss):
+    for function in (unedited.mean_loss, unedited.pytorch_loss):
         loss = function(x, weight, target)
         found.append((loss, *torch.autograd.grad(loss, (x, weight))))
     for ours, theirs in zip(*found, strict=True):
