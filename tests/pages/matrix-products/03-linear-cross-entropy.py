@@ -498,9 +498,12 @@ def left_out(figure):
         f"a step reaches {whole} TFLOP/s when nothing is left out. With the "
         f"threshold of rounding it reaches {rounding[0]} at :math:`s` = 1, "
         f"where there is nothing to leave out, {rounding[1]} at 2 and "
-        f"{rounding[2]} at 3. Below :math:`2^{{-12}}` it is {fixed[0]}, "
-        f"{fixed[1]} and {fixed[2]}."
+        f"{rounding[2]} at 3. With :math:`2^{{-12}}`, the threshold of Cut "
+        f"Cross-Entropy, our kernels reach {fixed[0]}, {fixed[1]} and "
+        f"{fixed[2]}."
     )
+    lost = percent(1 - rounding[0] / whole, ".0f")
+    yield f"Where it finds nothing, looking for it has cost {lost}% of"
     of = figure("lce-skipping-error", CARD)
     steep = 1.0, 1.5, 2.0, 3.0
     worst, worst_rare = (
@@ -536,10 +539,10 @@ def ladder(figure):
         "**Chunks of tokens, by Liger, sums in bfloat16:** 3 products, "
         f"{of(LIGER)} - **Chunks of tokens, sums in float32, our default:** "
         f"3 products, {of('triton')} - **Chunks of both, our "
-        f"recompute=True:** 4 products, {of('recompute')} - **No logits at all:** 5 products, and "
-        "sums that do not fit on the chip. We did not build it. Cut "
-        "Cross-Entropy comes close, with 4 products, parts of which it leaves "
-        f"out: {of(CCE)}"
+        f"recompute=True:** 4 products, {of('recompute')} - **No logits at "
+        "all:** 5 products, and sums that do not fit on the chip. We did not "
+        "build it. Cut Cross-Entropy comes close, with 4 products, parts of "
+        f"which it leaves out: {of(CCE)}"
     )
 
 
