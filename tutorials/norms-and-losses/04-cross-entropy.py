@@ -2217,7 +2217,9 @@ print("changes that autograd saw:", logits._version)
 # such a sum should be kept in float32. It has 2.1 GB for this layer, however
 # many tokens there are, and it is read and written each time that a few rows
 # are done. The fewer rows the layer takes at a time, the more often that
-# happens. We have not measured such a layer on this page.
+# happens. `A loss without its logits
+# <../matrix-products/03-linear-cross-entropy.html>`_ builds such a layer, and
+# measures its time and its memory.
 #
 # Exercise 2 builds such a layer. Liger has one, PyTorch has
 # ``linear_cross_entropy`` since version 2.13, and `Cut Cross-Entropy
