@@ -1080,11 +1080,11 @@ def ladder_speeds(M, N, K, dtype):
             "M": 8192,
             "K": 4096,
             "dtype": torch.bfloat16,
-            "mode": "forward",
+            "pass": "the product of the forward pass",
         },
     )
 )
-def bench_ladder(M, N, K, dtype, mode, provider):
+def bench_ladder(M, N, K, dtype, provider, **_):
     """All lines in turns, 15 times, each a CUDA graph that overwrites L2
     first; the time of a graph that only overwrites L2 is subtracted."""
     if not ON_GPU:
@@ -1228,22 +1228,25 @@ def estimate(M, N, K, precision, tile, parts):
     # How many programs have work, and how many rounds that takes.
     programs = triton.cdiv(M, rows) * triton.cdiv(N, columns) * parts
     rounds = triton.cdiv(programs, NUM_SMS)
-    # A step: its products, and its loads from L2 at 90 GB/s for each SM.
+    # A step: its products, and its loads from L2, which gives 12 000 GB/s to
+    # all SMs together, and 120 GB/s to one of them.
     steps = triton.cdiv(triton.cdiv(K, features), parts)
     products = 2 * rows * columns * features / OPERATIONS[precision]
-    loads = itemsize * (rows + columns) * features / 90e3
+    from_l2 = min(12e6 / min(programs, NUM_SMS), 120e3)
+    loads = itemsize * (rows + columns) * features / from_l2
     # Then the tile is stored, 30 000 numbers in a µs.
     store = rows * columns / 30e3
     on_sms = rounds * (steps * max(products, loads) + store)
     # With few tokens DRAM takes longer. It gives 4200 GB/s to all SMs
-    # together, and 36 GB/s to one of them.
+    # together, and 40 GB/s to one of them.
     read = itemsize * K * (M + N)
-    from_dram = read / min(36e3 * programs, 4.2e6)
+    from_dram = read / min(40e3 * programs, 4.2e6)
     # Most of the shorter time is hidden by the longer one.
     time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
     if parts > 1:
-        # A second kernel adds them up, in float32.
-        time += 5 + 8 * parts * M * N / 5e6
+        # A second kernel adds them up. They are written and read once, as
+        # float32, and a µs has room for 2.3 MB of that.
+        time += 5 + 8 * parts * M * N / 2.3e6
     return time
 
 
@@ -1507,7 +1510,7 @@ def speed(bytes_moved, prepare):
         line_arg="provider",
         line_vals=["triton", "one part", "torch"],
         line_names=["Triton", "one part", "PyTorch"],
-        ylabel="GB/s",
+        ylabel="µs",
         plot_name="linear-few-tokens",
         args={
             "features": 4096,
@@ -1530,7 +1533,7 @@ def bench_few(N, features, dtype, provider, **_):
         most = 1 if provider == "one part" else 32
         return lambda: forward(x, w, most_parts=most)
 
-    return speed(2 * features * (features + 2 * N), prepare)
+    return device_time(prepare)
 
 
 # %%

@@ -1747,22 +1747,25 @@ def estimate(M, N, K, precision, tile, parts):
     # How many programs have work, and how many rounds that takes.
     programs = triton.cdiv(M, rows) * triton.cdiv(N, columns) * parts
     rounds = triton.cdiv(programs, LINEAR_NUM_SMS)
-    # A step: its products, and its loads from L2 at 90 GB/s for each SM.
+    # A step: its products, and its loads from L2, which gives 12 000 GB/s to
+    # all SMs together, and 120 GB/s to one of them.
     steps = triton.cdiv(triton.cdiv(K, features), parts)
     products = 2 * rows * columns * features / OPERATIONS[precision]
-    loads = itemsize * (rows + columns) * features / 90e3
+    from_l2 = min(12e6 / min(programs, LINEAR_NUM_SMS), 120e3)
+    loads = itemsize * (rows + columns) * features / from_l2
     # Then the tile is stored, 30 000 numbers in a µs.
     store = rows * columns / 30e3
     on_sms = rounds * (steps * max(products, loads) + store)
     # With few tokens DRAM takes longer. It gives 4200 GB/s to all SMs
-    # together, and 36 GB/s to one of them.
+    # together, and 40 GB/s to one of them.
     read = itemsize * K * (M + N)
-    from_dram = read / min(36e3 * programs, 4.2e6)
+    from_dram = read / min(40e3 * programs, 4.2e6)
     # Most of the shorter time is hidden by the longer one.
     time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
     if parts > 1:
-        # A second kernel adds them up, in float32.
-        time += 5 + 8 * parts * M * N / 5e6
+        # A second kernel adds them up. They are written and read once, as
+        # float32, and a µs has room for 2.3 MB of that.
+        time += 5 + 8 * parts * M * N / 2.3e6
     return time
 
 
