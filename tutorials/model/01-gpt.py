@@ -1126,7 +1126,6 @@ DESIGNS = {
     "torch.compile": "torch.compile",
     "compile graph": "torch.compile, CUDA graph",
     "tuned": "torch.compile, tuned, CUDA graph",
-    "triton compiled": "Triton, torch.compile",
 }
 if find_spec("liger_kernel"):
     DESIGNS["liger"] = "Liger"
