@@ -4,6 +4,7 @@ import json
 import re
 
 import checks_of_translations as checks
+import names_in_figures
 import pytest
 from babel.messages.catalog import Catalog
 from docutils import nodes
@@ -370,3 +371,48 @@ def test_translations_have_the_style_of_the_site(code):
     ]
     found += [f"said in two ways: {t}" for t in said if len(said[t]) > 1]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", CODES)
+def test_the_names_in_figures_stand_in_the_text_in_both_forms(code):
+    found = [
+        f"{name}: {each}: {', '.join(lacking)} has no meaning beside it"
+        for name in SCRIPTS
+        if catalogs.path(code, tutorial.page_of(name)).exists()
+        for each, (lacking, _) in names_in_figures.unnamed(name, code).items()
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("Copy", "曲线 Copy（复制）", True),
+        ("Copy", "「Copy」（コピー）の線", True),
+        ("Copy", "复制（Copy）达到", True),
+        ("Copy", "Copy 最快（见上）", False),
+        ("Copy", "Copy（see above）", False),
+        ("columns", "横轴 N (columns)（列数）", True),
+        ("columns", "N（列数，columns）", True),
+        ("columns", "Split columns（拆分列）", False),
+        ("programs", "程序（program）", True),
+        ("Seed 1", "Seed（种子）", True),
+    ],
+)
+def test_a_name_in_both_forms(name, text, named):
+    text = names_in_figures.MARKS.sub("", text)
+    assert names_in_figures.is_named(name, text) is named
+
+
+def test_what_has_words():
+    def worded(name, code="ja"):
+        parts = names_in_figures.parts(name)
+        return [p for p in parts if names_in_figures.has_words(p, code)]
+
+    assert worded("N (queries, and keys)") == ["queries, and keys"]
+    assert worded("dk and dv: four products") == ["four products"]
+    assert worded("cuDNN, by PyTorch") == ["by PyTorch"]
+    for name in ("Triton", "torch.compile", "Cut Cross-Entropy", "N = 1024"):
+        assert worded(name) == []
+    assert worded("warps") and not worded("warps", "zh_CN")
