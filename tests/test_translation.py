@@ -4,6 +4,7 @@ import json
 import re
 
 import checks_of_translations as checks
+import first_uses
 import names_in_figures
 import pytest
 from babel.messages.catalog import Catalog
@@ -416,3 +417,28 @@ def test_what_has_words():
     for name in ("Triton", "torch.compile", "Cut Cross-Entropy", "N = 1024"):
         assert worded(name) == []
     assert worded("warps") and not worded("warps", "zh_CN")
+
+
+@pytest.mark.parametrize(
+    ("term", "text", "has"),
+    [
+        ("tile", "一个分块（tile）有", True),
+        ("tile", "一个“分块”（tiles）", True),
+        ("tile", "分块，见（tile）", False),
+        ("atomic", "用原子加法（atomic addition）", True),
+        ("backward pass", "Backward pass（反向传播）", True),
+        ("thread", "每个线程（thread）", True),
+        ("thread", "每个线程（见下）", False),
+    ],
+)
+def test_a_term_with_its_english(term, text, has):
+    assert first_uses.has_english(term, text, "zh_CN") is has
+
+
+def test_the_terms_that_have_their_english():
+    chinese, japanese = map(first_uses.terms, CODES)
+    assert {"tile", "kernel", "thread", "gradient"} <= chinese.keys()
+    assert "warp" in japanese and "warp" not in chinese  # it stays
+    assert "compiler" not in chinese  # which any engineer knows
+    uses = first_uses.first_uses("layer-norm/01-layer-norm", "zh_CN")
+    assert {"kernel", "gradient"} <= uses.keys()
