@@ -145,6 +145,22 @@ def test_no_line_becomes_an_item_of_a_list():
         assert not any(re.match(r"\d+\. ", line) for line in wrapped)
 
 
+@pytest.mark.parametrize(
+    ("source", "said", "fine"),
+    [
+        ("33 million numbers", "3300 万个数", True),
+        ("33 million numbers", "33 万个数", False),
+        ("1.98 billion cycles", "19.8 億サイクル", True),
+        ("117 million", "1 億 1700 万", True),
+        ("117 million", "1.17 亿", True),
+        ("12 thousand rows", "1.2 万行", True),
+        ("33 numbers of a million", "3300 万", False),
+    ],
+)
+def test_large_numbers_as_the_language_counts(source, said, fine):
+    assert (list(checks.problems(source, said)) == []) is fine
+
+
 @pytest.fixture
 def locale(tmp_path, monkeypatch):
     """A folder for the catalogs of a test."""
