@@ -222,7 +222,7 @@ search_spellings = [
     ["profiler", "ncu", "Nsight Compute"],
     ["registers", "register pressure"],
     ["RMS norm", "rmsnorm"],
-    ["rotary embedding", "位置埋め込み"],
+    ["rotary embedding", "RoPE", "位置埋め込み"],
     ["rule", "autotune", "tuning", "自动调优", "自動チューニング"],
     ["same bits", "deterministic", "nondeterministic", "reproducible"],
     ["same bits", "确定性", "可复现", "可重复性", "決定性", "再現性"],

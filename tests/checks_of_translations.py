@@ -10,6 +10,7 @@ import csv
 import functools
 import re
 from collections import Counter
+from fractions import Fraction
 
 from measurements import claims
 from translation.catalogs import LOCALE
@@ -54,6 +55,8 @@ def problems(source, said):
         ("placeholder", placeholders),
     ):
         for part in (parts(source) - parts(said)).elements():
+            if what == "number" and in_myriads(part, source, said):
+                continue
             yield f"{what} {part} is missing"
         if what != "number":
             for part in parts(said).keys() - parts(source).keys():
@@ -66,6 +69,24 @@ def problems(source, said):
         yield "what is bold is not that of the source"
     if found := re.search(r"[*`_][（「『“]", said):
         yield f"no markup ends before an opening bracket: {found[0]}"
+
+
+POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+MYRIADS = re.compile(r"(?:([\d.,]*\d) ?[亿億] ?)?(?:([\d.,]*\d) ?万)?")
+
+
+def in_myriads(number, source, said):
+    """Whether the 33 of 33 million is the 3300 of 3300 万."""
+    powers = re.findall(rf"(?<![\d.,]){number} ({'|'.join(POWERS)})", source)
+    values = {_value(number) * POWERS[power] for power in powers}
+    return not values.isdisjoint(
+        _value(most) * 10**8 + _value(least) * 10**4
+        for most, least in MYRIADS.findall(said)
+    )
+
+
+def _value(number):
+    return Fraction(number.replace(",", "") or 0)
 
 
 # Words of numbers: English ones, and those that stand before 倍.
@@ -146,7 +167,8 @@ def links(text):
 
 
 def numbers(text):
-    return Counter(NUMBER.findall(plain(text)))
+    bare = re.sub(r"\d[\d.,]* ?[万亿億]", " ", plain(text))  # see in_myriads
+    return Counter(NUMBER.findall(bare))
 
 
 def placeholders(text):

@@ -4,6 +4,8 @@ import json
 import re
 
 import checks_of_translations as checks
+import first_uses
+import names_in_figures
 import pytest
 from babel.messages.catalog import Catalog
 from docutils import nodes
@@ -141,6 +143,22 @@ def test_no_line_becomes_an_item_of_a_list():
         wrapped = lines.wrapped(text, width)
         assert lines.one(wrapped) == text
         assert not any(re.match(r"\d+\. ", line) for line in wrapped)
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "fine"),
+    [
+        ("33 million numbers", "3300 万个数", True),
+        ("33 million numbers", "33 万个数", False),
+        ("1.98 billion cycles", "19.8 億サイクル", True),
+        ("117 million", "1 億 1700 万", True),
+        ("117 million", "1.17 亿", True),
+        ("12 thousand rows", "1.2 万行", True),
+        ("33 numbers of a million", "3300 万", False),
+    ],
+)
+def test_large_numbers_as_the_language_counts(source, said, fine):
+    assert (list(checks.problems(source, said)) == []) is fine
 
 
 @pytest.fixture
@@ -370,3 +388,73 @@ def test_translations_have_the_style_of_the_site(code):
     ]
     found += [f"said in two ways: {t}" for t in said if len(said[t]) > 1]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", CODES)
+def test_the_names_in_figures_stand_in_the_text_in_both_forms(code):
+    found = [
+        f"{name}: {each}: {', '.join(lacking)} has no meaning beside it"
+        for name in SCRIPTS
+        if catalogs.path(code, tutorial.page_of(name)).exists()
+        for each, (lacking, _) in names_in_figures.unnamed(name, code).items()
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("Copy", "曲线 Copy（复制）", True),
+        ("Copy", "「Copy」（コピー）の線", True),
+        ("Copy", "复制（Copy）达到", True),
+        ("Copy", "Copy 最快（见上）", False),
+        ("Copy", "Copy（see above）", False),
+        ("columns", "横轴 N (columns)（列数）", True),
+        ("columns", "N（列数，columns）", True),
+        ("columns", "Split columns（拆分列）", False),
+        ("programs", "程序（program）", True),
+        ("Seed 1", "Seed（种子）", True),
+    ],
+)
+def test_a_name_in_both_forms(name, text, named):
+    text = names_in_figures.MARKS.sub("", text)
+    assert names_in_figures.is_named(name, text) is named
+
+
+def test_what_has_words():
+    def worded(name, code="ja"):
+        parts = names_in_figures.parts(name)
+        return [p for p in parts if names_in_figures.has_words(p, code)]
+
+    assert worded("N (queries, and keys)") == ["queries, and keys"]
+    assert worded("dk and dv: four products") == ["four products"]
+    assert worded("cuDNN, by PyTorch") == ["by PyTorch"]
+    for name in ("Triton", "torch.compile", "Cut Cross-Entropy", "N = 1024"):
+        assert worded(name) == []
+    assert worded("warps") and not worded("warps", "zh_CN")
+
+
+@pytest.mark.parametrize(
+    ("term", "text", "has"),
+    [
+        ("tile", "一个分块（tile）有", True),
+        ("tile", "一个“分块”（tiles）", True),
+        ("tile", "分块，见（tile）", False),
+        ("atomic", "用原子加法（atomic addition）", True),
+        ("backward pass", "Backward pass（反向传播）", True),
+        ("thread", "每个线程（thread）", True),
+        ("thread", "每个线程（见下）", False),
+    ],
+)
+def test_a_term_with_its_english(term, text, has):
+    assert first_uses.has_english(term, text, "zh_CN") is has
+
+
+def test_the_terms_that_have_their_english():
+    chinese, japanese = map(first_uses.terms, CODES)
+    assert {"tile", "kernel", "thread", "gradient"} <= chinese.keys()
+    assert "warp" in japanese and "warp" not in chinese  # it stays
+    assert "compiler" not in chinese  # which any engineer knows
+    uses = first_uses.first_uses("layer-norm/01-layer-norm", "zh_CN")
+    assert {"kernel", "gradient"} <= uses.keys()

@@ -12,10 +12,11 @@ from project import ENVIRONMENT, ROOT, rows
 import words_later as later
 from compiled import limits
 from compiled.sheets import Sheet
+from languages import TRANSLATED
 from measurements import recording, replay
 from page import cards, figures, headlines, passports, shares, solutions
 from page.xray import Panel
-from translation import sentences, words
+from translation import catalogs, sentences, words
 
 TEMPLATES = ROOT / "docs" / "_templates"
 
@@ -168,6 +169,9 @@ def test_the_messages_are_those_of_all_that_speaks():
         assert text == " ".join(text.split())
 
 
+OF_FIGURES = {"what an axis is called", "of a pass"}
+
+
 class Masked:
     """Says every word as signs, and knows what it was asked for."""
 
@@ -214,6 +218,9 @@ def left(text):
         {"args": {}, "live": True},
         {"args": {"mode": "forward", "counter": "ж"}},
         {"args": {"mode": "forward and backward"}},
+        {"unit": "wrong runs of 100", "args": {"heads": 8, "turns": 3}},
+        {"unit": "MB of DRAM", "x_names": ["programs"],
+         "rows": [row | {"programs": row["N"]} for row in rows()]},
         {"reason": "ж", "picture": ""},
         {"environment": measured().environment
          | {"ncu": "1", "gpus": ["ж"], "link": "ж", "nccl": "2",
@@ -230,6 +237,30 @@ def test_no_word_of_a_figure_is_said_in_english_only(says, changes):
     assert left(text) == []
     own = {"by hand, 20 % and 80 %"}
     assert translator.asked - own <= MESSAGES.keys()
+
+
+def test_a_table_says_what_an_axis_is_called(says):
+    says(Masked())
+    told = measured(
+        x_names=["programs"],
+        rows=[row | {"programs": row["N"]} for row in rows()],
+    )
+    assert ':header: "жжжжжжжж","Ж","Б","Д"' in passports.numbers(
+        told, ["", ""]
+    )
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_units_axes_and_arguments_have_a_word(language):
+    catalog = catalogs.read(language.code, catalogs.WORDS)
+    asked = [*filter(later.in_words, recording.UNITS)]
+    asked += headlines.ARGUMENTS.values()
+    asked += [
+        text for text, (note, _) in MESSAGES.items() if note in OF_FIGURES
+    ]
+    assert {"MB of DRAM", "kernels", "stages"} <= {*asked}
+    assert not {"GB/s", "TFLOP/s", "µs", "N", "KB"} & {*asked}
+    assert [t for t in asked if not catalogs.done(catalog.get(t))] == []
 
 
 def test_no_word_of_a_second_gpu_is_said_in_english_only(says):

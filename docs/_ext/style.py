@@ -7,6 +7,8 @@ needs to know nothing of either.
 
 import io
 
+from words_later import N_
+
 # Light and dark partners. The series are told apart by colour-blind readers
 # (after Okabe and Ito); each has at least 3:1 contrast on its background.
 PALETTE = {
@@ -39,9 +41,9 @@ LINES = {
     "flash": ("flash-attn", "grey", "-"),
     "cudnn": ("cuDNN", "olive", "-"),
     "fla": ("fla", "indigo", "-."),
-    "liger float32": ("Liger, float32 sums", "green", ":"),
+    "liger float32": (N_("Liger, float32 sums"), "green", ":"),
     "cce": ("Cut Cross-Entropy", "purple", "-"),
-    "torch chunks": ("PyTorch, chunks", "vermilion", ":"),
+    "torch chunks": (N_("PyTorch, chunks"), "vermilion", ":"),
     "sdpa-cudnn": ("cuDNN, by PyTorch", "olive", "-"),
     "flex": ("FlexAttention", "purple", "-"),
     # Ours, and torch.compile, when the host has nothing to do.

@@ -5,6 +5,7 @@ there is a page, says nothing yet: a word is marked with ``N_``, and ``Said``
 has a sentence and what is put into it. To all but a page it is English.
 """
 
+import re
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -29,6 +30,16 @@ def said(value, translate):
         return str(value)
     values = {name: said(v, translate) for name, v in value.values.items()}
     return translate(value.text) % values
+
+
+def in_words(text):
+    """Whether a unit or a name is English words: GB/s, N and dk are not."""
+    return bool(re.search(r"[a-z]{3}| of ", text))
+
+
+def named(text, translate):
+    """A unit, or what an axis is called, in a language."""
+    return translate(text) if in_words(text) else text
 
 
 COMMA = N_("%(some)s, %(last)s")

@@ -116,8 +116,8 @@
     // Pagefind may put words that begin alike first: if few of the first
     // sections have what was asked, more are read.
     let first, found;
-    for (const most of [MOST, 5 * MOST]) {
-      first = await Promise.all(results.slice(0, most).map(read));
+    for (const limit of [MOST, 5 * MOST]) {
+      first = await Promise.all(results.slice(0, limit).map(read));
       found = first.filter(has(asked));
       if (found.length >= FEW) break;
     }
@@ -169,13 +169,13 @@
   /** Pagefind takes the beginning of a word, however short, for one that no
       page has. Most of its letters say that it may be meant; a name of code
       has all of them. */
-  function most(word) {
+  function enough(word) {
     const share = word.includes("_") ? 1 : 0.6;
     return Math.max(4, Math.ceil(letters(word).length * share));
   }
 
   function has(asked) {
-    const all = telling(asked).map((word) => pattern(word, most(word)));
+    const all = telling(asked).map((word) => pattern(word, enough(word)));
     return ({ content, meta }) => {
       const text = [content, ...Object.values(meta)].join(" ");
       return all.every((each) => text.search(each) >= 0);
@@ -198,9 +198,9 @@
   }
 
   /** Some letters at the beginning of a word, with any signs between them. */
-  function pattern(word, most) {
+  function pattern(word, length) {
     const between = "[^\\p{L}\\p{N}\\s]*";
-    const wanted = letters(word).slice(0, most).join(between);
+    const wanted = letters(word).slice(0, length).join(between);
     const run = RegExp(`^[${KATAKANA}]`).test(word) ? KATAKANA : "";
     return RegExp(`(?<![\\p{Script=Latin}\\p{N}${run}])${wanted}`, "giu");
   }
@@ -238,7 +238,7 @@
   /** What a section says around words, which are marked. Pagefind would mark
       their characters, wherever they stand. */
   function around(words, content, { title }) {
-    const all = words.flatMap((word) => [pattern(word), pattern(word, most(word))]);
+    const all = words.flatMap((word) => [pattern(word), pattern(word, enough(word))]);
     const any = all.map(({ source }) => source).join("|");
     const said = content.slice(title.length).replace(/^[.\s]+/, "");
     const letter = `\\w${KATAKANA}`;

@@ -11,6 +11,7 @@ FACTS = {
     "that of an H100 moves 3.35 TB/s, and that of an H200 4.8 TB/s": (
         "NVIDIA's data sheets of both"
     ),
+    "There is none, in any language: ``20%``": "how a percentage is written",
     "above 1 × ours are faster": "how to read the lines below",
     "while 256 MB of zeros pass": "the tensor of the clock",
     "copy of a matrix of 8 MB": "4096 × 1024 numbers of 16 bits",

@@ -8,6 +8,7 @@ import words_later as words
 from measurements import recording
 from page import headlines
 from translation import sentences
+from translation.lines import close
 
 
 def caption(measured):
@@ -70,14 +71,20 @@ def shown(measured):
             "%(lines)s."
         )
     )
-    return said % {
-        "unit": measured.unit,
-        "x": words.in_a_row(measured.x_names, _),
+    line = said % {
+        "unit": words.named(measured.unit, _),
+        "x": words.in_a_row(x_names(measured), _),
         "first": first,
         "last": last,
         "circumstances": args,
         "lines": words.said(words.listed(lines, words.SEMICOLON), _),
     }
+    return close(line)
+
+
+def x_names(measured):
+    """What its sizes are called."""
+    return [words.named(name, _) for name in measured.x_names]
 
 
 def number(value):

@@ -30,13 +30,22 @@ OURS = "triton"
 # The first that a page is compared with, and its name. Of PyTorch's ways to
 # attend it is the one that PyTorch takes by itself.
 FIRST = {
-    "sdpa-cudnn": "cuDNN, by PyTorch",
+    "sdpa-cudnn": N_("cuDNN, by PyTorch"),
     "torch": "PyTorch",
     "rows": N_("PyTorch on gathered rows"),
 }
 # Whoever else is no design of ours, and no ceiling.
 RIVALS = FIRST | style.RIVALS | {"dtensor": "DTensor"}
 BEST = N_("the best rival")
+# The arguments of benchmarks whose names are words.
+ARGUMENTS = {
+    "classes": N_("classes = %(value)s"),
+    "features": N_("features = %(value)s"),
+    "heads": N_("heads = %(value)s"),
+    "mode": N_("mode = %(value)s"),
+    "ranks": N_("ranks = %(value)s"),
+    "turns": N_("turns = %(value)s"),
+}
 # How a benchmark of whole calls says what it times.
 WHOLE_CALLS = re.compile(r"(whole )?calls\b", re.IGNORECASE)
 # The size of theirs that a headline names, if it was measured.
@@ -104,7 +113,14 @@ def of(data):
 def said(args):
     """The arguments of a benchmark in words, e.g. M = 4096, float16."""
     for name, value in args.items():
-        yield str(value) if name == "dtype" else f"{name} = {value}"
+        if name == "dtype":
+            yield str(value)
+        elif name == "pass":  # says by itself what it is
+            yield Said(value)
+        elif name in ARGUMENTS:
+            yield Said(ARGUMENTS[name], {"value": value})
+        else:
+            yield f"{name} = {value}"
 
 
 def _is_of_a_pass(benchmark):

@@ -161,9 +161,9 @@ def numbers(measured, links):
     header, *rows = (
         ",".join(_quoted(cell) for cell in row) for row in _table(measured)
     )
+    unit = words.named(measured.unit, _)
     lines = [
-        ".. dropdown:: "
-        + _("The numbers (%(unit)s)") % {"unit": measured.unit},
+        ".. dropdown:: " + _("The numbers (%(unit)s)") % {"unit": unit},
         "   :class-container: bp-numbers",
         "",
         # (gettext does not look into an f-string)
@@ -248,7 +248,7 @@ def _quoted(cell):
 
 def _table(measured):
     """The medians as a table of texts, a row for each x."""
-    yield [*measured.x_names, *measured.names.values()]
+    yield [*captions.x_names(measured), *measured.names.values()]
     for x, rows in captions.by_x(measured).items():
         yield [
             *x,

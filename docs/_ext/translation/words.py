@@ -11,6 +11,7 @@ import json
 from babel.messages.extract import extract
 
 import tutorial
+import words_later
 from measurements import recording
 
 DOCS = tutorial.ROOT / "docs"
@@ -54,6 +55,16 @@ def _all():
         data = json.loads(file.read_text(encoding="utf-8"))
         for benchmark in data["benchmarks"].values():
             yield benchmark["method"], "how it was measured", _name(file)
+            for name in filter(words_later.in_words, benchmark["x_names"]):
+                yield name, "what an axis is called", _name(file)
+            if "pass" in benchmark["args"]:
+                yield benchmark["args"]["pass"], "of a pass", _name(file)
+    for unit in filter(words_later.in_words, recording.UNITS):
+        yield (
+            unit,
+            "the unit of a figure",
+            "docs/_ext/measurements/recording.py",
+        )
     for text in THEIRS:
         yield text, "of the theme or of Sphinx", _name(__file__)
 
