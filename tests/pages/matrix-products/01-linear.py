@@ -456,7 +456,7 @@ def small_weight(figure):
         f"That is {step} µs a step, in which an SM loads 49 KB, or "
         f"{gigabytes} GB/s."
     )
-    # "Here each gets more", and "0.55 µs" would be wrong.
+    # An SM gets more than the 90 GB/s, and more than the rule counts on.
     assert gigabytes > 120
     yield (
         "58 µs of one part with 16384 tokens and 45 of three, where we "
