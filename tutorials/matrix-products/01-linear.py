@@ -459,8 +459,8 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # %%
 # **What the figure shows.**
 # On the H200, at 4096 new features, the kernel reaches 14 TFLOP/s in float32,
-# 161 with TF32, and 334 in 16 bits. It is the same kernel each time; the
-# longer its numbers are, the smaller are its tiles. cuBLAS reaches 806 TFLOP/s
+# 164 with TF32, and 339 in 16 bits. It is the same kernel each time; the
+# longer its numbers are, the smaller are its tiles. cuBLAS reaches 798 TFLOP/s
 # in 16 bits, so we are at 42% of it.
 #
 # **Why.**
@@ -484,8 +484,7 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # rows of tiles of ``x`` and all 112 of ``w``. In *groups* of 8 rows they take
 # the first column of 8 tiles, then the second one, and so on. They read 8 rows
 # of tiles of ``x``, and 17 of ``w``.
-# (Two programs of our first kernel fit on an SM, so twice as many run. Row by
-# row they read 3 and 112 rows of tiles, and in groups 8 and 33.)
+# (Two programs of our first kernel fit on an SM, so twice as many run.)
 
 # %%
 
@@ -614,8 +613,8 @@ bench_hits.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, in groups of 8 rows, 77% of the requests hit at 4096 new
-# features and 79% at 14336. Row by row it is 80% and 59%.
+# On the H200, in groups of 8 rows, 78% of the requests hit at 4096 new
+# features and 79% at 14336. Row by row it is 81% and 59%.
 #
 # **Why.**
 # At 4096 features both orders fit into L2: a round reads 37 strips row by row,
@@ -1098,12 +1097,12 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 the kernel that we started with reaches 41% of cuBLAS at 4096 new
-# features and 40% at 14336. At these sizes groups make it 41% and 40%, three
-# stages 75% and 75%, descriptors 82% and 85%, and tiles of 128 × 256 96% and
-# 95%. Persistent programs reach 99% and 98%, and with results in halves and a
+# On the H200 the kernel that we started with reaches 43% of cuBLAS at 4096 new
+# features and 41% at 14336. At these sizes groups make it 43% and 41%, three
+# stages 76% and 74%, descriptors 83% and 85%, and tiles of 128 × 256 96% and
+# 92%. Persistent programs reach 99% and 98%, and with results in halves and a
 # fourth stage we are at 100% and 98%. With its tiles row by row this kernel
-# would be at 98% and 85%.
+# would be at 97% and 83%.
 #
 # **Why.**
 # The first kernel asks for its next tiles only when it is done with the last
@@ -1119,13 +1118,13 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # The faster a kernel is, the more bytes it needs in a second. Row by row, a
 # round of the last kernel reads at most 41 strips up to 4096 new features, 69
 # at 8192 and 115 at 14336; in groups it is never more than 44. And row by row
-# the kernel is as fast as in groups up to 4096 features, within 2%, but it is
-# 7% slower at 8192 and 14% at 14336. A round that finds nothing of the one
-# before in L2 reads all its strips from DRAM: at 14336 that is 2.3 TB in a
+# the kernel is as fast as in groups up to 4096 features, within 3%, but it is
+# 7% slower at 8192 and 15% at 14336. A round that finds nothing of the one
+# before in L2 reads all its strips from DRAM: at 14336 that is 2.2 TB in a
 # second, and in groups 1.0. DRAM moves twice as much, so its speed alone does
 # not explain the loss. But what comes from there arrives later than what L2
 # has, and takes more power, of which a card under this load has none to spare.
-# How much each of these costs, our figures don't say.
+# What each of these costs, our figures don't say.
 #
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
@@ -1429,10 +1428,9 @@ def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
 
 
 # %%
-# What does it bring? We count the bytes that have to move, which are those of
-# the weight and of the tokens, and compare with one part, and with PyTorch.
-# A call is so short here that the clock makes sixteen of them in a row, each
-# with inputs of its own.
+# What does it bring? We measure the time of a call, and compare with one part,
+# and with PyTorch. A call is so short here that the clock makes sixteen of
+# them in a row, each with inputs of its own.
 
 # %%
 
@@ -1542,21 +1540,22 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reads 2178 GB/s with one token, 2200 with 64, and 1638
-# with 512. In one part it reads 1690, 2301 and 1640. PyTorch reads 2171, 2409
-# and 1672.
+# On the H200 our kernel takes 15.5 µs with one token, 15.4 with 64 and 25.6
+# with 512. In one part it takes 20.0, 15.4 and 25.6. PyTorch takes 15.5, 14.7
+# and 24.8.
 #
 # **Why.**
-# Up to 64 tokens, one part has 64 programs, and each of them has a few tiles
-# on the way. With parts there are 128. The price is a second kernel, and 8
-# bytes for each number of ``y`` and each part. That is little as long as there
-# are few tokens. With 64 tokens it is 4.2 MB more, beside the 34.6 MB that
-# have to move anyway, and there our rule is wrong: one part is faster by 5%.
-# (One part reads faster with 64 tokens than with a single one, although it has
-# as many programs. We have not found out why.)
+# The weight has 34 MB, and all of it is read however few tokens there are. So
+# the time is nearly the same up to 128 tokens.
+# With one token, one part has 64 programs for 132 SMs. In four parts of larger
+# tiles there are 128. The price is a second kernel, and 8 bytes for each
+# number of ``y`` and each part. That is little as long as there are few
+# tokens. With 64 tokens and two parts it would be 4.2 MB.
+# (One part is faster with 64 tokens than with a single one, although it has as
+# many programs. We have not found out why.)
 #
 # **What follows.**
-# The more tokens there are, the more tiles, and the fewer parts. From 128
+# The more tokens there are, the more tiles, and the fewer parts. From 64
 # tokens on, our rule takes a single part. There both lines are the same
 # kernel, and what is between them is noise.
 
@@ -1712,14 +1711,14 @@ in_percent(bench_gelu_narrow, "cuBLAS, the product alone")
 
 # %%
 # **What both figures show.**
-# On the H200 the layer with 4096 old features reaches 736 TFLOP/s at 4096 new
-# ones, and 696 at 14336. That is 1.02 and 1.02 times the speed of
-# torch.compile, and 1.01 and 1.02 times that of PyTorch. So little could be
+# On the H200 the layer with 4096 old features reaches 726 TFLOP/s at 4096 new
+# ones, and 697 at 14336. That is 1.02 and 1.01 times the speed of
+# torch.compile, and 1.02 and 1.01 times that of PyTorch. So little could be
 # noise, but our line is above both of theirs at all three sizes. With 1024 old
-# features it reaches 519 TFLOP/s at 4096 new ones, which is 1.13 times the
+# features it reaches 514 TFLOP/s at 4096 new ones, which is 1.10 times the
 # speed of torch.compile.
-# If we saved nothing, we would be 13% faster there, and 3% at 4096 old and new
-# features. If we saved ``z`` in place of the slope, we would be 4% and 0%
+# If we saved nothing, we would be 13% faster there, and 4% at 4096 old and new
+# features. If we saved ``z`` in place of the slope, we would be 6% and 0%
 # faster.
 #
 # **Why.**
@@ -1857,7 +1856,7 @@ in_percent(
 # On the H200, with 8192 tokens of 4096 features and 4096 new features, ``y``
 # reaches 100% of cuBLAS, ``dx`` 99% and ``dw`` 101%. With 14336 new features
 # it is 98%, 100% and 100%. With 4096 tokens of 1024 features, and 4096 new
-# ones, it is 102%, 99% and 99%.
+# ones, it is 104%, 99% and 98%.
 #
 # **Why.**
 # It is the same kernel with the same tiles, and only the layouts differ. At
@@ -1931,28 +1930,30 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches 402 TFLOP/s with 8192 tokens, 418 with 16384
-# and 549 with 32768. In one part it reaches 355, 390 and 427, and cuBLAS
-# reaches 397, 539 and 660. With 4096 tokens our rule is wrong: it takes three
-# parts and reaches 265, where one part reaches 328.
+# On the H200 our kernel reaches 330 TFLOP/s with 4096 tokens, 395 with 8192,
+# 519 with 16384 and 599 with 32768. In one part it reaches 331, 366, 401 and
+# 435, and cuBLAS reaches 377, 403, 541 and 654.
 #
 # **Why.**
-# With 16384 tokens the rule takes 7 parts, so 126 of the 132 SMs have work.
-# Their sums are 17 MB in float32, which are written and read once more. With
-# fewer tokens that is a larger share of the time.
-# One part is not as slow as we thought. It has 72 tiles of 64 × 128, so 60 SMs
-# have nothing to do. But from 16384 to 32768 tokens it takes 41 µs more, for
-# 128 steps more. That is 0.32 µs a step, in which an SM loads 49 KB, or 153
-# GB/s. Our rule counts on 90 GB/s for each SM. That was chosen where nearly
-# all SMs load at the same time, and here only 72 of them share L2. So with
-# 4096 tokens the rule expects 19 µs of one part and 17 µs of three, and
-# measured are 15 and 18.
+# Up to 4096 tokens the rule takes one part, with 72 tiles of 64 × 128, so 60
+# of the 132 SMs have nothing to do. With more tokens it takes three parts of
+# 128 × 128, which are 108 programs.
+# One part is not as slow as that suggests. From 16384 to 32768 tokens it takes
+# 41 µs more, for 128 steps more. That is 0.32 µs a step, in which an SM loads
+# 49 KB, or 155 GB/s. If all SMs loaded at the same time, each would get about
+# 90 GB/s, but here only 72 of them share L2. So the rule needs two numbers:
+# what L2 gives to all SMs together, and what it gives at most to one. It
+# expects 58 µs of one part with 16384 tokens and 45 of three, where we measure
+# 48 and 37: too much, but in the right order.
+# cuBLAS is faster at each size, by 2% to 14%. With our tiles SMs have nothing
+# to do, or there is much to add up: 7 parts of 128 × 256 give work to 126 SMs,
+# but their sums are 17 MB in float32, written and read once more.
 #
 # **What follows.**
 # A small model spends a good part of its backward pass here. So the rule has
-# to look at the length of the sums, not only at the size of the result. And a
-# rule is as good as its numbers: where they do not hold, it takes the wrong
-# tile, and only a measurement shows it.
+# to look at the length of the sums, not only at the size of the result. In a
+# trial of all choices at 38 sizes, the one of the rule took at most 5% longer
+# than the best.
 #
 # Who computes dz?
 # ----------------
@@ -2606,16 +2607,16 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 
 # %%
 # **What both figures show.**
-# On the H200, with 4096 old features, our backward pass reaches 743 TFLOP/s at
-# 4096 new ones and 705 at 14336: 1.02 and 1.05 times the speed of
-# torch.compile, and 1.04 and 1.03 times that of PyTorch. With 1024 old
-# features it reaches 561 at 4096 new ones, which is 1.06 times the speed of
+# On the H200, with 4096 old features, our backward pass reaches 731 TFLOP/s at
+# 4096 new ones and 697 at 14336: 1.03 and 1.05 times the speed of
+# torch.compile, and 1.05 and 1.03 times that of PyTorch. With 1024 old
+# features it reaches 559 at 4096 new ones, which is 1.06 times the speed of
 # torch.compile.
-# If two columns of ``dx`` make ``dz``, the first two of these numbers are 722
-# and 674. If all columns do, they are 556 and 502, and with 1024 old features
-# 484.
-# If the forward pass had saved ``z``, the first two numbers would be 740 and
-# 701.
+# If two columns of ``dx`` make ``dz``, the first two of these numbers are
+# 709 and 663. If all columns do, they are 537 and 494, and with 1024 old
+# features 486.
+# If the forward pass had saved ``z``, the first two numbers would be
+# 727 and 692.
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
@@ -2736,14 +2737,13 @@ bench_traffic.run(show_plots=ON_GPU)
 # When should you not use this layer?
 #
 # - **Without an activation there is nothing to gain.** On the H200, at the
-#   three sizes above, our three products reach between 98% and 102% of cuBLAS.
+#   three sizes above, our three products reach between 98% and 104% of cuBLAS.
 # - **With long sums there is little to gain.** With 4096 old features both
 #   passes of the layer with GELU are 1% to 5% faster than torch.compile, which
 #   needs no kernel of ours.
-# - **Few tokens, few tiles.** With 64 tokens cuBLAS is 1.09 times as fast as
-#   we are. For the gradient of a weight of 768 × 768, with 16384 tokens, it is
-#   1.29 times as fast. Our rule knows four tiles, and sometimes takes the
-#   wrong one. cuBLAS has many more, and some of its kernels divide the work
+# - **Few tokens, few tiles.** With 64 tokens cuBLAS is 1.05 times as fast as
+#   we are. For the gradient of a weight of 768 × 768 it is 1.02 to 1.14 times
+#   as fast. It has many more tiles than our four, so it can divide the work
 #   more evenly.
 # - **On other cards.** The tiles were chosen on an H200. cuBLAS has tiles for
 #   each card, and chooses among them at each size.
@@ -2851,22 +2851,22 @@ assert exercise_1(_snake)
 # The product ``y``:
 #
 # - **Float32, without Tensor Cores:** 14 TFLOP/s.
-# - **16 bits, one tile a program:** 333.
-# - **Groups of 8 rows of tiles:** 333.
-# - **Three stages:** 607.
-# - **Descriptors:** 663.
-# - **Tiles of 128 × 256:** 772.
-# - **Persistent programs:** 793.
-# - **Results in halves, and a fourth stage:** 802.
-# - **cuBLAS:** 804.
+# - **16 bits, one tile a program:** 338.
+# - **Groups of 8 rows of tiles:** 342.
+# - **Three stages:** 600.
+# - **Descriptors:** 662.
+# - **Tiles of 128 × 256:** 764.
+# - **Persistent programs:** 783.
+# - **Results in halves, and a fourth stage:** 792.
+# - **cuBLAS:** 793.
 #
 # The backward pass with GELU and bias:
 #
-# - **PyTorch:** 712 TFLOP/s.
-# - **torch.compile:** 725.
-# - **Ours, dz in the reads of dx, all columns:** 556.
-# - **Ours, dz in the reads of dx, two columns:** 722.
-# - **Ours, dz in a pass of its own:** 743.
+# - **PyTorch:** 699 TFLOP/s.
+# - **torch.compile:** 712.
+# - **Ours, dz in the reads of dx, all columns:** 537.
+# - **Ours, dz in the reads of dx, two columns:** 709.
+# - **Ours, dz in a pass of its own:** 731.
 #
 # And for kernels in general:
 #
@@ -2882,8 +2882,7 @@ assert exercise_1(_snake)
 #   long as Tensor Cores do not wait for it. Fewer bytes alone make nothing
 #   faster.
 # - A rule that estimates the time of each choice needs only a few numbers of
-#   the card. It is right at most sizes, and a measurement shows where it is
-#   not.
+#   the card, if it counts that few SMs get more from L2 than all do.
 #
-# **Next:** `Attention without its matrix <../attention/01-attention.html>`_
-# has products whose matrix is never written.
+# **Next:** `A gate between two products <02-swiglu.html>`_ fuses more than an
+# activation with a product.

@@ -95,8 +95,7 @@ def few(page, M, N, dtype):
 
 
 def long_sums(page, M, N, dtype):
-    """The gradient of a small weight, from many tokens: the largest tile, and
-    several parts."""
+    """The gradient of a small weight, from many tokens: three parts."""
     with on_132_sms(page):
         layer(page, 16384, 768, 768, dtype)
 
@@ -290,8 +289,8 @@ def climbed(figure):
     slower = {N: 100 * (1 - of.ratio("rows", "triton", N)) for N in STRIPS}
     for number in slower.values():
         number.rounding = ".0f"
-    # "As fast as in groups up to 4096 features, within 2%".
-    assert max(abs(slower[N]) for N in (1024, 2048, 4096)) < 2.5
+    # "As fast as in groups up to 4096 features, within 3%".
+    assert max(abs(slower[N]) for N in (1024, 2048, 4096)) < 3
     yield (
         f"it is {slower[8192]}% slower at 8192 and {slower[14336]}% at 14336."
     )
@@ -318,21 +317,25 @@ def few_tokens(figure):
         first, second, third = (of.median(name, N) for N in (1, 64, 512))
         return f"{first}, {second} and {third}"
 
-    assert of.ratio("triton", "one part", 1) > 1
-    faster = 100 * (of.ratio("one part", "triton", 64) - 1)
-    faster.rounding = ".0f"
-    # "There our rule is wrong."
-    assert faster > 0
-    yield f"there our rule is wrong: one part is faster by {faster}%."
-    # "One part reads faster with 64 tokens than with a single one."
-    assert of.median("one part", 64) > of.median("one part", 1)
+    # "That is little as long as there are few tokens."
+    for tokens in (1, 16):
+        assert of.median("triton", tokens) < of.median("one part", tokens)
+    # "What is between them is noise."
+    for tokens in (64, 128, 256, 512):
+        assert 0.98 < of.ratio("triton", "one part", tokens) < 1.02
+    # "One part is faster with 64 tokens than with a single one."
+    assert of.median("one part", 64) < of.median("one part", 1)
+    # "So the time is nearly the same up to 128 tokens."
+    ours = [of.median("triton", tokens) for tokens in (1, 16, 64, 128)]
+    assert max(ours) < 1.05 * min(ours)
     cublas = of.ratio("torch", "triton", 64)
     cublas.rounding = ".2f"
+    assert cublas > 1
     yield f"With 64 tokens cuBLAS is {cublas} times as fast as we are."
     yield (
-        f"our kernel reads {of.median('triton', 1)} GB/s with one token, "
-        f"{of.median('triton', 64)} with 64, and {of.median('triton', 512)} "
-        f"with 512. In one part it reads {three('one part')}. PyTorch reads "
+        f"our kernel takes {of.median('triton', 1)} µs with one token, "
+        f"{of.median('triton', 64)} with 64 and {of.median('triton', 512)} "
+        f"with 512. In one part it takes {three('one part')}. PyTorch takes "
         f"{three('torch')}."
     )
 
@@ -418,26 +421,24 @@ def small_weight(figure):
     of = figure("linear-small-weight", CARD)
 
     def each(name):
-        first, second, third = (
-            of.median(name, tokens) for tokens in (8192, 16384, 32768)
+        first, second, third, fourth = (
+            of.median(name, tokens) for tokens in (4096, 8192, 16384, 32768)
         )
-        return f"{first}, {second} and {third}"
+        return f"{first}, {second}, {third} and {fourth}"
 
+    # Parts bring something where the rule takes them, and up to 4096 tokens
+    # both lines are the same kernel.
     for tokens in (8192, 16384, 32768):
         assert of.ratio("triton", "one part", tokens) > 1
-    first, second, third = (
-        of.median("triton", tokens) for tokens in (8192, 16384, 32768)
+    for tokens in (2048, 4096):
+        assert 0.97 < of.ratio("triton", "one part", tokens) < 1.03
+    first, second, third, fourth = (
+        of.median("triton", tokens) for tokens in (4096, 8192, 16384, 32768)
     )
     yield (
-        f"our kernel reaches {first} TFLOP/s with 8192 tokens, {second} with "
-        f"16384 and {third} with 32768. In one part it reaches "
-        f"{each('one part')}, and cuBLAS reaches {each('torch')}."
-    )
-    # "With 4096 tokens our rule is wrong."
-    assert of.ratio("one part", "triton", 4096) > 1
-    yield (
-        f"it takes three parts and reaches {of.median('triton', 4096)}, where "
-        f"one part reaches {of.median('one part', 4096)}."
+        f"our kernel reaches {first} TFLOP/s with 4096 tokens, {second} with "
+        f"8192, {third} with 16384 and {fourth} with 32768. In one part it "
+        f"reaches {each('one part')}, and cuBLAS reaches {each('torch')}."
     )
 
     def microseconds(name, tokens):
@@ -446,7 +447,7 @@ def small_weight(figure):
         return found
 
     more = microseconds("one part", 32768) - microseconds("one part", 16384)
-    yield f"from 16384 to 32768 tokens it takes {more} µs more"
+    yield f"From 16384 to 32768 tokens it takes {more} µs more"
     step = more / 128
     step.rounding = ".2f"
     gigabytes = 2 * (64 + 128) * 128 / step * 1e-3
@@ -455,13 +456,21 @@ def small_weight(figure):
         f"That is {step} µs a step, in which an SM loads 49 KB, or "
         f"{gigabytes} GB/s."
     )
+    # An SM gets more than the 90 GB/s, and more than the rule counts on.
+    assert gigabytes > 120
     yield (
-        f"measured are {microseconds('one part', 4096)} and "
-        f"{microseconds('triton', 4096)}."
+        "58 µs of one part with 16384 tokens and 45 of three, where we "
+        f"measure {microseconds('one part', 16384)} and "
+        f"{microseconds('triton', 16384)}: too much, but in the right order."
     )
-    cublas = of.ratio("torch", "triton", 16384)
-    cublas.rounding = ".2f"
-    yield f"with 16384 tokens, it is {cublas} times as fast."
+    cublas = of.ratios("torch", ["triton"])
+    for number in cublas:
+        number.rounding = ".2f"
+    assert min(cublas) > 1
+    least, most = (100 * (each - 1) for each in (min(cublas), max(cublas)))
+    least.rounding = most.rounding = ".0f"
+    yield f"cuBLAS is faster at each size, by {least}% to {most}%."
+    yield f"it is {min(cublas)} to {max(cublas)} times as fast."
 
 
 def backward(figure):
@@ -578,6 +587,7 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H200"
 ESTIMATE = "a number of the rule, chosen"
+TRIAL = "an H200, with each tile and each number of parts; not recorded"
 FACTS = {
     "more than 400 times as long to read": "115 ms and 0.28 ms, printed above",
     "it is less than three times as long": "0.67 and 0.28 ms, printed above",
@@ -590,21 +600,23 @@ FACTS = {
     "which takes 28 µs at 4.8 TB/s": "134 MB, at what the data sheet says",
     "needs 278 µs at 989 TFLOP/s": "2 * 8192 * 4096**2 operations",
     "it moves 201 MB, which takes 42 µs at 4.8 TB/s": "3 * 67 MB",
-    "so 126 of the 132 SMs have work": "7 parts of 18 tiles, a test says so",
+    "took at most 5% longer than the best": TRIAL,
     "``x`` and ``w`` have 101 MB": "2 * (8192 + 4096) * 4096 bytes",
     "the programs ask for 4.3 GB": "printed above: tiles of 128 x 128",
     "so 2% would have to miss": "101 MB of 4.3 GB",
-    "up to 4096 features, within 2%": "an order above",
-    "With 64 tokens it is 4.2 MB more": "8 * 2 * 64 * 4096 bytes",
-    "beside the 34.6 MB that": "2 * 4096 * (4096 + 2 * 64) bytes",
+    "up to 4096 features, within 3%": "an order above",
+    "The weight has 34 MB": "2 * 4096**2 bytes",
+    "64 tokens and two parts it would be 4.2 MB": "8 * 2 * 64 * 4096 bytes",
     "in which an SM loads 49 KB": "2 * (64 + 128) * 128 bytes",
-    "the rule expects 19 µs of one part and 17 µs": "a test says so",
-    "Our rule counts on 90 GB/s for each SM": ESTIMATE,
+    "each would get about 90 GB/s": "12 000 GB/s, of the rule, for 132 SMs",
+    "It expects 58 µs of one part": "a test says so",
     "``dw`` together have 19 MB": "2 * (2 * 4096 * 1024 + 1024**2) bytes",
-    "Their sums are 17 MB in float32": "7 * 768 * 768 * 4 bytes",
-    "its loads from L2 at 90 GB/s": ESTIMATE,
+    "sums are 17 MB in float32": "7 * 768 * 768 * 4 bytes",
+    "which gives 12 000 GB/s to": ESTIMATE,
+    "and 120 GB/s to one of them": ESTIMATE,
     "It gives 4200 GB/s to all SMs": ESTIMATE,
-    "36 GB/s to one of them": ESTIMATE,
+    "40 GB/s to one of them": ESTIMATE,
+    "a µs has room for 2.3 MB": ESTIMATE,
     "three times as many new features": "K <= N // 3, in the rule",
     "errors below 1%:": "what the check asserts",
 }
@@ -947,27 +959,51 @@ def test_the_strips_of_a_round():
 
 
 def test_what_the_rule_expects_of_a_small_weight():
-    """The page says where it is wrong."""
+    """The page says so, beside what was measured."""
     page = PAGE.load("as it is")
     with on_132_sms(page):
-        for tokens, most, tile, parts, expected in (
-            (4096, 32, (64, 128, 128), 1, 15),
-            (8192, 32, (128, 128, 64), 3, 29),
-            (16384, 32, (128, 128, 64), 3, 45),
-            (16384, 1, (64, 128, 128), 1, 58),
+        for tokens, most, tile, parts in (
+            (2048, 32, (64, 128, 128), 1),
+            (4096, 32, (64, 128, 128), 1),
+            (8192, 32, (128, 128, 64), 3),
+            (16384, 32, (128, 128, 64), 3),
+            (32768, 32, (128, 128, 64), 3),
+            (16384, 1, (64, 128, 128), 1),
         ):
             found, found_parts = page.tile_and_parts(
                 768, 768, tokens, "16 bits", True, most
             )
             assert (found[:3], found_parts) == (tile, parts)
-            time = page.estimate(768, 768, tokens, "16 bits", found, parts)
+        for tile, parts, expected in (
+            ((128, 128, 64), 3, 45),
+            ((64, 128, 128), 1, 58),
+        ):
+            time = page.estimate(
+                768, 768, 16384, "16 bits", (*tile, 4, 4), parts
+            )
             assert round(time) == expected
-        # Few tokens: four parts with a single one, and one with 64.
-        for tokens, parts in ((1, 4), (64, 1)):
-            _, found_parts = page.tile_and_parts(
+
+
+def test_what_the_rule_takes_for_few_tokens():
+    """The page says how many parts and programs that are."""
+    page = PAGE.load("as it is")
+    with on_132_sms(page):
+        for tokens, tile, parts in (
+            (1, (64, 128), 4),
+            (16, (64, 64), 2),
+            (64, (64, 64), 1),
+            (128, (64, 64), 1),
+            (512, (128, 128), 1),
+        ):
+            found, found_parts = page.tile_and_parts(
                 tokens, 4096, 4096, "16 bits", True, 32
             )
-            assert found_parts == parts
+            assert (found[:2], found_parts) == (tile, parts)
+            single, _ = page.tile_and_parts(
+                tokens, 4096, 4096, "16 bits", True, 1
+            )
+            if tokens <= 64:
+                assert single[:2] == (64, 64)  # so 64 programs
 
 
 def test_few_tiles_and_long_sums_are_divided():
