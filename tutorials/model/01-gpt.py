@@ -1700,7 +1700,8 @@ for line in times.columns[1:]:
 #
 # ``exercise_1`` compares the gradients of the whole model with those of
 # PyTorch's operations. Where they are right, it trains some steps, so that you
-# can compare the losses with those of SwiGLU above. On a GPU you can also put
+# can compare the losses with those of SwiGLU above. Without a GPU that is two
+# steps with a batch each, and the loss need not fall. On a GPU you can also put
 # your gate into ``OURS`` and run the page again: then the bars move, too.
 #
 # **Hint.** What is the derivative of :math:`x^2`, and what is it below 0?
