@@ -13,6 +13,8 @@ Here they come together: embedding, blocks with attention and a gated MLP, and
 a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the optimizer, and the memory that tensors live in.
+``torch.compile`` comes close to ours. We are ahead of it by a few per cent of
+the time, and take less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
@@ -1701,8 +1703,8 @@ for line in times.columns[1:]:
 # ``exercise_1`` compares the gradients of the whole model with those of
 # PyTorch's operations. Where they are right, it trains some steps, so that you
 # can compare the losses with those of SwiGLU above. Without a GPU that is two
-# steps with a batch each, and the loss need not fall. On a GPU you can also put
-# your gate into ``OURS`` and run the page again: then the bars move, too.
+# steps with a batch each, and the loss need not fall. On a GPU you can also
+# put your gate into ``OURS`` and run the page again: then the bars move, too.
 #
 # **Hint.** What is the derivative of :math:`x^2`, and what is it below 0?
 
