@@ -2232,6 +2232,6 @@ assert exercise_2(divisor_2)
 # - Ranks that disagree either wait for each other or compute something wrong.
 #   To find that out takes time in each call.
 #
-# **Next:** the course ends here for now. `The glossary <../../glossary.html>`_
-# has the words of the field that these pages use, and where each of them is
-# explained.
+# **Next:** `A GPT whose every kernel is a page of this site
+# <../model/01-gpt.html>`_ trains with the kernels of all sections, on one GPU
+# and on two.
