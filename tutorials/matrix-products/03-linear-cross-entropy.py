@@ -136,8 +136,8 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 # We count for 32768 tokens with 4096 features, and 128256 classes. ``x`` and
 # its gradient take 0.27 GB each, and ``w`` and its gradient 1.05 GB each.
 #
-# With a matrix of all logits, these are the passes over it, each at least
-# once:
+# With a matrix of all logits, these are the reads and writes of such a matrix,
+# each at least once:
 #
 # - The first product writes the logits.
 # - The loss reads them, and writes the logarithm of the softmax.
@@ -158,10 +158,11 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 
 # %%
 # An H200 moves 4.8 TB in a second, and cuBLAS does about 750 TFLOP/s on it.
-# So the products take most of the time, and the passes a tenth of it. The
-# memory is another matter: three of these matrices exist at a time in the
-# backward pass, the logarithm of the softmax, its gradient, and the gradient
-# of the logits. That is 25 GB, where the gradients that we want have 1.3 GB.
+# So the products take most of the time, and the reads and writes a tenth of
+# it. The memory is another matter: three of these matrices exist at a time in
+# the backward pass, the logarithm of the softmax, its gradient, and the
+# gradient of the logits. That is 25 GB, where the gradients that we want have
+# 1.3 GB.
 #
 # How few may exist?
 # ------------------
@@ -257,10 +258,11 @@ for name, products, gigabytes in (
     )
 
 # %%
-# Part of the bytes move while Tensor Cores multiply, so the two times need not
-# be added up. By this count chunks of 4096 tokens move as many bytes as whole
-# logits do: what they save in passes they pay for sums. The last design is
-# out, unless most tiles can be left out. We come back to that.
+# Part of the bytes move while Tensor Cores multiply, so the two times need
+# not be added up. By this count chunks of 4096 tokens move as many bytes as
+# whole logits do: what they save in reads and writes of logits they pay for
+# sums. The last design is out, unless most tiles can be left out. We come back
+# to that.
 #
 # Between the others there is a real choice. Chunks of tokens need memory for
 # sums, and chunks of both need a fourth product, which takes 46 ms. Can we
@@ -976,10 +978,10 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # For a chunk of tokens we keep a matrix, because ``lse`` is not known yet.
 # Should we keep its logits?
 #
-# In 16 bits that is a bad idea. A logit of 20 has steps of 0.125 in bfloat16,
-# so it can be off by 0.0625, and its power is off by 6%. If we keep the power
-# itself in bfloat16, relative to the largest one of its tile, it is off by
-# 0.4% at most, whatever the logit was.
+# In 16 bits that is a bad idea. A logit near 20 has steps of 0.125 in
+# bfloat16, so it can be off by 0.0625, and its power is off by 6%. If we keep
+# the power itself in bfloat16, relative to the largest one of its tile, it is
+# off by 0.4% at most, whatever the logit was.
 
 z = torch.tensor([20.06, 19.3, 12.7])
 power = (z - z.max()).exp()
@@ -1110,7 +1112,7 @@ for dtype in (torch.bfloat16, torch.float32):
 #
 # They cost memory: 2.1 GB for ``dw`` of 128256 × 4096 numbers, where Liger by
 # default adds up in the 1.05 GB of the result itself, and so does Cut
-# Cross-Entropy. We will measure what both have, memory and error.
+# Cross-Entropy. We will measure what each way costs, in memory and in error.
 #
 # One kernel computes both products, and only the layout differs, as on
 # `A linear layer, both passes <01-linear.html>`_. ``ADD`` adds the product to
@@ -1331,7 +1333,7 @@ def sum_columns(grads, sums, first):
 # - **Few tokens make few tiles.** ``dx`` of a chunk has a tile of 128 × 256
 #   for each 128 tokens and 256 features. With 4096 features and 1024 tokens
 #   there are 128 tiles for the 132 SMs of an H200. With 768 features it takes
-#   5632 tokens for as many.
+#   5632 tokens until there are as many tiles as SMs.
 #
 # And how much memory is cheap? A chunk of 4096 tokens and 128256 classes takes
 # 1.05 GB. When the last chunk is done, its memory is free, and ``dw`` in 16
@@ -2393,8 +2395,8 @@ bench_error.run(show_plots=ON_GPU)
 # A small model
 # -------------
 #
-# A small GPT has 768 features and a vocabulary of 32000. Its products are
-# short, so everything else counts for more.
+# A small GPT has 768 features and a vocabulary of 32000. The sums of its
+# products are short, so everything else counts for more.
 
 # %%
 
@@ -2424,13 +2426,13 @@ bench_small_memory.run(show_plots=ON_GPU)
 # 512, and Cut Cross-Entropy has none: they take less memory, and are slower.
 #
 # **What follows.**
-# By default we are the fastest here. We take about half of the memory of
-# torch.compile, which has two matrices of logits at a time where we have one,
-# and a third of PyTorch's. But ``recompute=True`` is no good choice: it is not
-# faster than PyTorch, and takes 3.6 times the memory of Liger and 5.1 times
-# that of Cut Cross-Entropy. Where memory counts more than time, take Liger: it
-# takes 1.16 times as long with sums in bfloat16, and even with sums in float32
-# only 0.17 GB.
+# By default we are the fastest here. We take about half of
+# the memory of torch.compile, which has two matrices of logits at a time where
+# we have one, and a third of PyTorch's. But ``recompute=True`` is no good
+# choice: it is not faster than PyTorch, and takes 3.6 times the memory of
+# Liger and 5.1 times that of Cut Cross-Entropy. Where memory counts more than
+# time, take Liger: it takes 1.16 times as long as ``recompute=True`` with sums
+# in bfloat16, and even with sums in float32 only 0.17 GB.
 #
 # How fast are the products?
 # --------------------------
@@ -2782,10 +2784,11 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # become three times as fast at most.
 #
 # **What follows.**
-# A threshold that keeps its promise finds something to leave out once a model
-# is quite sure. Where it finds nothing, looking for it has cost 8% of the
-# speed. A fixed threshold like :math:`2^{-12}` leaves out more, but what it
-# loses depends on the vocabulary and on the model, and nobody is told.
+# A threshold that keeps its promise finds something to leave
+# out once a model is quite sure. Where it finds nothing, looking for it has
+# cost 8% of the speed. A fixed threshold like :math:`2^{-12}` leaves out more,
+# but what it loses depends on the vocabulary and on the model, and the user is
+# not told.
 #
 # Where PyTorch or a library is better
 # ------------------------------------

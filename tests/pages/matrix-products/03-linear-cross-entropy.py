@@ -428,8 +428,9 @@ def small(figure):
     yield (
         f"takes {times(again / liger, '.1f')} times the memory of Liger and "
         f"{of_cce} times that of Cut Cross-Entropy. Where memory counts more "
-        f"than time, take Liger: it takes {longer} times as long with sums in "
-        "bfloat16, and even with sums in float32 only "
+        f"than time, take Liger: it takes {longer} times as long as "
+        "``recompute=True`` with sums in bfloat16, and even with sums in "
+        "float32 only "
         f"{memory.median(LIGER_SINGLE, 16384)} GB."
     )
     yield f"and {of_cce} times as much for the small model"
