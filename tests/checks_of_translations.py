@@ -18,7 +18,8 @@ from translation.catalogs import LOCALE
 LITERAL = re.compile(r"``.+?``")
 ROLE = re.compile(r":([\w-]+):`([^`]*)`")
 LINK = re.compile(r"`[^`<]*<([^`>]+)>`_|`([^`<>]+)`_")
-PUBLIC = re.compile(r"`[^`<]*<https?:[^`>]+>`_")
+# What has a name keeps it: what is elsewhere, and a library.
+NAMED = re.compile(r"`[^`<]*<https?:[^`>]+>`_|Cut Cross-Entropy")
 TARGET = re.compile(r"^(?:.*<)?([^<>]+)>?$", re.S)
 BOLD = re.compile(r"(?<!\w)\*\*(?=\S).+?(?<=\S)\*\*(?!\w)")
 NUMBER = re.compile(r"(?<![\w.])\d[\d_]*(?:[.,]\d+)*")
@@ -137,8 +138,7 @@ def style(source, said, code):
     for pattern, problem in STYLE[code].items():
         if found := re.search(pattern, bare):
             yield f"{problem}: {found[0]}"
-    # What has a name keeps it.
-    text = plain(PUBLIC.sub(" ", PLACEHOLDER.sub(" ", source)))
+    text = plain(NAMED.sub(" ", PLACEHOLDER.sub(" ", source)))
     for term, translations in glossary(code):
         named = re.search(rf"(?<![\w-]){term}(?![\w(-])", text, re.I)
         if named and not any(each in said for each in translations):

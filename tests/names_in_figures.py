@@ -140,6 +140,7 @@ def is_named(part, text):
 
 def forms(part):
     """A name, and what says as much: in the singular, without its number."""
+    part = MARKS.sub("", part)
     yield re.escape(part)
     if re.fullmatch(r"\w+s", part):
         yield re.escape(part) + "?"
