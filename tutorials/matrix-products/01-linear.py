@@ -2749,6 +2749,8 @@ bench_traffic.run(show_plots=ON_GPU)
 #   each card, and chooses among them at each size.
 # - **Odd sizes.** Rows that are no multiple of 16 bytes are copied first.
 #   PyTorch has slower kernels for them, too, but no copy.
+# - **ReLU of NaN.** On a GPU ``tl.maximum`` of NaN and 0 is 0, so our ReLU
+#   hides a NaN in ``z``. PyTorch's returns it.
 # - **Small layers.** Each launch makes its descriptors anew on the host. With
 #   few tokens the GPU may wait for that.
 # - **PyTorch takes more**: float64, autocast, second derivatives, and 8-bit

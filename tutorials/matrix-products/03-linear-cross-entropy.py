@@ -1339,11 +1339,11 @@ def sum_columns(grads, sums, first):
 # 1.05 GB. When the last chunk is done, its memory is free, and ``dw`` in 16
 # bits comes, which takes as much. So up to this size a chunk costs nothing.
 #
-# Therefore a chunk has at most :math:`2^{29}` logits, which is 1.07 GB. With
-# 32000 classes and 768 features these are 16384 tokens. Such a chunk takes far
-# more than the sums of ``dw``, which have 0.1 GB there, but it is still a
-# third of what PyTorch takes. And where all tokens fit in one chunk there is
-# nothing to sum up.
+# Therefore a chunk has at most :math:`2^{29}` logits, which is 1.07 GB, unless
+# it takes more to give work to all SMs. With 32000 classes and 768 features
+# that is 16384 tokens. Such a chunk takes far more than the sums of ``dw``,
+# which have 0.1 GB there, but it is still a third of what PyTorch takes. And
+# where all tokens fit in one chunk there is nothing to sum up.
 #
 # Whoever chooses ``recompute=True``, which we come to, wants to save memory.
 # Then a chunk has :math:`2^{24}` logits, or more if it takes more to give work
@@ -1855,9 +1855,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 # %%
 # The function takes what PyTorch's ``F.linear_cross_entropy`` takes, which is
-# new in version 2.13, for targets that are classes. A matrix whose rows do not
-# begin at multiples of 16 bytes is copied first, and so is one that lies
-# transposed.
+# new in version 2.13, for targets that are classes. It has no ``options``,
+# which say there how long chunks are and in which type they are added up, and
+# its ``ignore_index`` is always a number. A matrix whose rows do not begin at
+# multiples of 16 bytes is copied first, and so is one that lies transposed.
 
 # %%
 
