@@ -1552,7 +1552,7 @@ OUR_KERNELS = [
     "_add_parts",  # the end of products whose sum is long
     "_scores",  # the first product of the loss
     "_multiply",  # its other two
-    "_finish",
+    "_head_finish",
     "_in_place",
     "_round",
     "_any_attention_fwd",

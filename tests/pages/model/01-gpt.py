@@ -474,21 +474,91 @@ def test_what_the_script_says(output):
 
 
 @pytest.mark.cpu
+def test_the_figure_has_each_kernel_of_a_step(unedited, monkeypatch):
+    """And none that a step does not launch; long sums are split only where
+    they are longer than here."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched = set()
+    call = GridExecutor.__call__
+
+    def counted(self, *args, **options):
+        launched.add(self.fn.__name__)
+        return call(self, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    training = unedited.Training(unedited.model_of(unedited.OURS))
+    # Several chunks, as at the model's sizes.
+    options = unedited.both_passes.Options(chunk=4)
+    monkeypatch.setattr(unedited.both_passes, "Options", lambda chunk: options)
+    training.step(*unedited.batch(0, seed=0))
+    assert launched | {"_add_parts"} == {*unedited.OUR_KERNELS}
+
+
+@pytest.mark.cpu
+def test_torch_compile_finds_attention_in_ours(unedited):
+    """It compiles one graph for all blocks, and the losses stay the same."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    batches = [unedited.batch(i, seed=0) for i in range(3)]
+    losses = []
+    for compiled in (True, False):
+        functions = unedited.NOT_TRACED if compiled else unedited.OURS
+        model = unedited.model_of(functions)
+        call = model
+        if compiled:
+            call = torch.compile(model, dynamic=False, backend=backend)
+        training = unedited.Training(model, call)
+        losses.append([training.step(*each).item() for each in batches])
+    assert losses[0] == losses[1]
+    assert len(graphs) == 1
+    assert "any_attention" in graphs[0].code
+
+
+@pytest.mark.cpu
 @pytest.mark.long
-def test_two_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "names", [(), ("compile graph", "triton compiled")], ids=["all", "named"]
+)
+def test_two_ranks(tmp_path, names):
     """With gloo, and by torchrun as a reader starts it."""
     for file in (tutorial.script_of(NAME), tutorial.beside(NAME)):
         shutil.copy(file, tmp_path)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", "01-gpt.py"),
+            *("--nproc-per-node=2", "01-gpt.py", *names),
         ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.findall(r"([a-z ]+), ranks: (\d), \d+ µs", done.stdout)
-    names = "eager", "torch", "triton", "torch graph"
+    line = r"([a-z ]+), ranks: (\d), \d+ µs, 0.000 GB"
+    said = re.findall(line, done.stdout)
+    names = names or ("eager", "torch", "triton", "torch graph")
     assert said == [(name, ranks) for name in names for ranks in "12"]
+
+
+@pytest.mark.cpu
+def test_ranks_that_hang_or_break_leave_a_gap(unedited, monkeypatch, tmp_path):
+    """What was said before that is kept, and no rank stays."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import sys, time\n"
+        "print('eager, ranks: 1, 42 µs, 1.250 GB', flush=True)\n"
+        "if 'hang' in sys.argv: time.sleep(600)\n"
+        "if 'break' in sys.argv: sys.exit(1)\n"
+    )
+    code = unedited.run_as_a_rank.__code__
+    code = code.replace(co_filename=str(script))
+    monkeypatch.setattr(unedited.run_as_a_rank, "__code__", code)
+    monkeypatch.setattr(unedited, "ON_GPU", True)
+    for names, seconds in (["well"], 60), (["hang"], 15), (["break"], 60):
+        found = unedited.said_by_ranks(1, names, seconds)
+        assert found == {("eager", 1): (42.0, 1.25)}
