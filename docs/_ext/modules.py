@@ -38,7 +38,7 @@ of its page.
 # less than that of norms-and-losses/02.
 BOTH_PASSES = {
     "layer-norm/11-every-width": ("every_width", "layer_norm"),
-    "fused/01-add-layer-norm": ("add", "add_layer_norm"),
+    "fused/01-add-layer-norm": ("stream", "add_layer_norm"),
     "fused/02-dropout": ("dropout", "dropout_add_layer_norm"),
     "fused/03-activation": ("activation", "activation_layer_norm"),
     "norms-and-losses/05-wide-softmax": ("softmax", "softmax log_softmax"),

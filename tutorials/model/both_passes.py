@@ -1845,20 +1845,20 @@ def _add_layer_norm_fwd(
     tl.store(y_ptr + at, y, mask=mask)
 
 
-ADD_CUDA = ON_GPU and torch.version.hip is None
+STREAM_CUDA = ON_GPU and torch.version.hip is None
 
 
-def add_plan_forward(N, itemsize):
+def stream_plan_forward(N, itemsize):
     """Lanes of the tile of a row, and warps of a program."""
     block = triton.next_power_of_2(N)
     warps = min(max(block * itemsize // 2048, 1), 16)
     plan = {"BLOCK": block, "num_warps": warps}
-    if ADD_CUDA and warps == 16:
+    if STREAM_CUDA and warps == 16:
         plan["maxnreg"] = 64
     return plan
 
 
-def add_forward(x, r, w, b, eps):
+def stream_forward(x, r, w, b, eps):
     """y, s, mean and rstd of contiguous matrices.
 
     r, w and b may be None. Without r there is no s, which is None.
@@ -1885,13 +1885,13 @@ def add_forward(x, r, w, b, eps):
         rstd_ptr=rstd,
         eps=eps,
         N=N,
-        **add_plan_forward(N, widest.itemsize),
+        **stream_plan_forward(N, widest.itemsize),
     )
     return y, s, mean, rstd
 
 
 @triton.jit
-def _add_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _stream_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Row and column of the lanes of a chunk, and which of them exist."""
     row = tl.arange(0, ROWS)[:, None]
     col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -1904,7 +1904,7 @@ def _add_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
-def _add_load_chunks(
+def _stream_load_chunks(
     ptr,  # where the first of our rows begins
     stride,  # elements from a row to the next; 0: all rows are the same
     left,  # rows that exist
@@ -1917,14 +1917,14 @@ def _add_load_chunks(
     xs = ()
     # Unrolled by the compiler: c is a constant each time, and the tuple grows.
     for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        row, col, mask = _add_chunk(c, left, N, ROWS, CHUNK)
+        row, col, mask = _stream_chunk(c, left, N, ROWS, CHUNK)
         at = ptr + (row * stride + col)
         xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
     return xs
 
 
 @triton.jit
-def _add_means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
+def _stream_means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
     """c1 * rstd**2 and c2 * rstd for each row of a tile."""
     sum1 = tl.zeros(xs[0].shape, mean.dtype)
     sum2 = tl.zeros(xs[0].shape, mean.dtype)
@@ -1944,7 +1944,7 @@ def _add_means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
 
 
 @triton.jit
-def _add_gradients(x, dy, w, mean, rstd, c1, c2):
+def _stream_gradients(x, dy, w, mean, rstd, c1, c2):
     """dx of a chunk, and its terms of dw and db; w may be None."""
     d = x.to(mean.dtype) - mean
     dy = dy.to(mean.dtype)
@@ -1955,7 +1955,7 @@ def _add_gradients(x, dy, w, mean, rstd, c1, c2):
     return wdy - (d * c1 + c2), scaled * d, dy
 
 
-ADD_PTX = tl.constexpr(ADD_CUDA)
+STREAM_PTX = tl.constexpr(STREAM_CUDA)
 
 
 @triton.jit
@@ -1964,7 +1964,7 @@ def _forget(
     zero,  # a number that is 0, but the compiler cannot assume that
 ):
     """x, but the compiler does not know that it is x."""
-    if ADD_PTX and x.dtype.primitive_bitwidth == 16:
+    if STREAM_PTX and x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise(
             "xor.b32 $0, $1, $2;",
             "=r,r,r",
@@ -1996,7 +1996,7 @@ def _add_layer_norm_bwd(
     # w stays in registers for all rows, in its own type.
     ws = ()
     if w_ptr is not None:
-        ws = _add_load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+        ws = _stream_load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
 
     # The sums for dw and db, of each lane.
     zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
@@ -2019,11 +2019,11 @@ def _add_layer_norm_bwd(
         mean = tl.load(mean_ptr + row, mask=row < M, other=0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
         start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
-        ss = _add_load_chunks(s_ptr + start, N, left, N, ROWS, CHUNK, "")
-        dys = _add_load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+        ss = _stream_load_chunks(s_ptr + start, N, left, N, ROWS, CHUNK, "")
+        dys = _stream_load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
 
         # Both means need the whole row, so all chunks come first.
-        c1, c2 = _add_means_of_chunks(ss, dys, ws, mean, rstd, N)
+        c1, c2 = _stream_means_of_chunks(ss, dys, ws, mean, rstd, N)
 
         # Then each chunk is done by itself.
         zero = c1 != c1
@@ -2041,11 +2041,11 @@ def _add_layer_norm_bwd(
                 dy = _forget(dy, zero)
                 if w_ptr is not None:
                     w = _forget(w, zero)
-            dx, dw, db = _add_gradients(s, dy, w, mean, rstd, c1, c2)
+            dx, dw, db = _stream_gradients(s, dy, w, mean, rstd, c1, c2)
             new_dws += (dws[c] + dw,)
             new_dbs += (dbs[c] + db,)
             if dx_ptr is not None:
-                i, j, mask = _add_chunk(c, left, N, ROWS, CHUNK)
+                i, j, mask = _stream_chunk(c, left, N, ROWS, CHUNK)
                 at = start + (i * N + j)
                 # New: add what arrives from the stream.
                 if ds_ptr is not None:
@@ -2062,12 +2062,12 @@ def _add_layer_norm_bwd(
         _store_sums_of_chunks(sums_ptr, dws, dbs, N)
 
 
-ADD_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
-ADD_NUM_SMS = ADD_GPU.multi_processor_count if ON_GPU else 4
-ADD_EARLY = ADD_CUDA and torch.cuda.get_device_capability() >= (9, 0)
+STREAM_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+STREAM_NUM_SMS = STREAM_GPU.multi_processor_count if ON_GPU else 4
+STREAM_EARLY = STREAM_CUDA and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def add_add_up(sums, grads, early=ADD_EARLY):
+def stream_add_up(sums, grads, early=STREAM_EARLY):
     """Fill grads, dw and db as (2, N), from (programs, 2, N) sums."""
     programs, _, N = sums.shape
     options = {}
@@ -2087,10 +2087,10 @@ def add_add_up(sums, grads, early=ADD_EARLY):
 
 
 # Bytes of shared memory that a program may have.
-ADD_SHARED = getattr(ADD_GPU, "shared_memory_per_block_optin", 65536)
+STREAM_SHARED = getattr(STREAM_GPU, "shared_memory_per_block_optin", 65536)
 
 
-def add_plan_backward(N, itemsize):
+def stream_plan_backward(N, itemsize):
     """Tile, warps and stages; per_sm: programs that share an SM."""
     row = N * itemsize
     warps = 8
@@ -2111,7 +2111,7 @@ def add_plan_backward(N, itemsize):
         rows = min(2 * lanes // chunk, 8)
 
     tile = 3 * rows * triton.cdiv(N, chunk) * chunk * itemsize  # bytes
-    ahead = min((ADD_SHARED // per_sm - 8192) // tile, most_ahead)
+    ahead = min((STREAM_SHARED // per_sm - 8192) // tile, most_ahead)
     return {
         "ROWS": rows,
         "CHUNK": chunk,
@@ -2121,12 +2121,12 @@ def add_plan_backward(N, itemsize):
     }
 
 
-def add_backward(dy, ds, s, w, mean, rstd, dx, grads):
+def stream_backward(dy, ds, s, w, mean, rstd, dx, grads):
     """Fill dx and grads, which are dw and db; either may be None."""
     M, N = s.shape
-    plan = add_plan_backward(N, max(s.itemsize, dy.itemsize))
+    plan = stream_plan_backward(N, max(s.itemsize, dy.itemsize))
     per_sm = plan.pop("per_sm")
-    programs = min(ADD_NUM_SMS * per_sm, triton.cdiv(M, plan["ROWS"]))
+    programs = min(STREAM_NUM_SMS * per_sm, triton.cdiv(M, plan["ROWS"]))
     sums = None
     if grads is not None:
         shape = (programs, 2, N)
@@ -2142,11 +2142,11 @@ def add_backward(dy, ds, s, w, mean, rstd, dx, grads):
         sums_ptr=sums,
         M=M,
         N=N,
-        EARLY=ADD_EARLY,
+        EARLY=STREAM_EARLY,
         **plan,
     )
     if grads is not None:
-        add_add_up(sums, grads)
+        stream_add_up(sums, grads)
 
 
 def rows_or_none(tensor, N):
@@ -2167,7 +2167,7 @@ class AddLayerNorm(torch.autograd.Function):
         residual = rows_or_none(residual, N)
         w = contiguous_or_none(w)
         b = contiguous_or_none(b)
-        y, s, mean, rstd = add_forward(x, residual, w, b, eps)
+        y, s, mean, rstd = stream_forward(x, residual, w, b, eps)
         if s is None:
             ctx.save_for_backward(x, w, mean, rstd)
         else:
@@ -2198,7 +2198,7 @@ class AddLayerNorm(torch.autograd.Function):
             grads = torch.empty(2, N, dtype=ctx.grads_dtype, device=s.device)
         dy = rows_or_none(dy, N)
         ds = rows_or_none(ds, N)
-        add_backward(dy, ds, s, w, mean, rstd, dx, grads)
+        stream_backward(dy, ds, s, w, mean, rstd, dx, grads)
         dw = None
         db = None
         if wants_dw:
@@ -2213,10 +2213,10 @@ class AddLayerNorm(torch.autograd.Function):
         return dx, dresidual, dw, db, None, None
 
 
-ADD_WARP = 64 if torch.version.hip else 32  # threads
+STREAM_WARP = 64 if torch.version.hip else 32  # threads
 
 
-def add_plan_sweeps(N, itemsize):
+def stream_plan_sweeps(N, itemsize):
     """Lanes of a tile, and warps of a program."""
     row_bytes = N * itemsize
     threads = 1024
@@ -2232,7 +2232,7 @@ def add_plan_sweeps(N, itemsize):
     block = min(tile_bytes // itemsize, triton.next_power_of_2(N))
     # A narrow row does not need so many threads.
     threads = min(threads, block * itemsize // 16)
-    return block, max(threads // ADD_WARP, 1)
+    return block, max(threads // STREAM_WARP, 1)
 
 
 def means_of_rows(dy, x, w, mean, rstd, warps=None):
@@ -2271,7 +2271,7 @@ def backward_in_sweeps(dy, x, w, mean, rstd, wanted):
     rows = 2
     cols = min(4096 // x.itemsize, triton.next_power_of_2(N))
     slices = triton.cdiv(N, cols)
-    groups = min(2 * ADD_NUM_SMS // slices, triton.cdiv(M, rows))
+    groups = min(2 * STREAM_NUM_SMS // slices, triton.cdiv(M, rows))
     groups = max(groups, 1)
     sums = None
     if wants_dw or wants_db:
@@ -2317,7 +2317,7 @@ class Streamed(torch.autograd.Function):
         acc_dtype = torch.promote_types(s.dtype, torch.float32)
         mean = torch.empty(M, dtype=acc_dtype, device=s.device)
         rstd = torch.empty(M, dtype=acc_dtype, device=s.device)
-        block, warps = add_plan_sweeps(N, s.itemsize)
+        block, warps = stream_plan_sweeps(N, s.itemsize)
         _layer_norm_fwd_sweeps[(M,)](
             x_ptr=s,
             w_ptr=w,
@@ -2347,7 +2347,7 @@ class Streamed(torch.autograd.Function):
 WIDEST_ROW = 28672  # bytes that one kernel takes: 14336 columns of 16 bits
 
 
-def add_check_arguments(x, residual, shape, weight, bias, eps):
+def stream_check_arguments(x, residual, shape, weight, bias, eps):
     """Raise an error that names the wrong argument, and says why."""
     tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     tensors = {name: t for name, t in tensors.items() if t is not None}
@@ -2413,7 +2413,7 @@ def add_layer_norm(
     if isinstance(normalized_shape, int):
         normalized_shape = [normalized_shape]
     shape = torch.Size(normalized_shape)
-    add_check_arguments(x, residual, shape, weight, bias, eps)
+    stream_check_arguments(x, residual, shape, weight, bias, eps)
 
     N = shape.numel()
     if weight is not None:
