@@ -199,7 +199,7 @@ def test_what_pages_call_alike_gets_their_words():
 def test_what_a_function_has_of_its_own_keeps_its_name():
     """And what it says to be global does not."""
     page = """
-LIMIT = 4
+LIMIT = 4 * NUMBER
 
 
 def helper():
