@@ -19,8 +19,8 @@ the time, and take less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
-that these need, each as it stands on its page. Layer norm has a file of its
-own, which `Every width <../layer-norm/11-every-width.html>`_ offers.
+that these need, each as it stands on its page: those of this model, and layer
+norm, dropout, activations, softmax and cross-entropy, too.
 
 **What you will learn**
 
@@ -585,10 +585,10 @@ if not ON_GPU:
 
 # %%
 # **What the figure shows.**
-# On the H200 both passes of our norm take 69 µs, and those of PyTorch's 146
-# µs. For the gate it is 128 and 482 µs, for the rotary embedding 63 and 460
-# µs, for attention 361 and 377 µs, for the product 433 and 407 µs, and for the
-# loss 4248 and 9312 µs.
+# On the H200 both passes of our norm take NN µs, and those of PyTorch's NN µs.
+# For the gate it is NN and NN µs, for the rotary embedding NN and NN µs, for
+# attention NN and NN µs, for the product NN and NN µs, and for the loss NN and
+# NN µs.
 #
 # **Why.**
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
@@ -1008,8 +1008,8 @@ bench_gradients.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 the median gradient of a block has a relative error of 0.29%
-# to 0.33% with our functions, and of 0.30% to 0.34% with PyTorch's.
+# On the H200 the median gradient of a block has a relative error of NN% to NN%
+# with our functions, and of NN% to NN% with PyTorch's.
 #
 # **Why.**
 # The weights and all that the functions hand to each other have 16 bits, with
@@ -1104,11 +1104,10 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 
 # %%
 # **What the figure shows.**
-# On the H200 the loss falls from 7.98 nats per token in the first ten steps
-# to 2.87 in the last ten with our functions, and to 2.87 with PyTorch's. At
-# the twenty points the two are 0.010 apart at most. Trainings with other seeds
-# end at 2.83, 3.03 and 2.94, so the ends of our four trainings lie up to 0.20
-# apart.
+# On the H200 the loss falls from NN nats per token in the first ten steps to
+# NN in the last ten with our functions, and to NN with PyTorch's. At the forty
+# points the two are NN apart at most. Trainings with other seeds end at NN, NN
+# and NN, so the ends of our four trainings lie up to NN apart.
 #
 # **What follows.**
 # With the same seed, what separates the two is far smaller than what separates
@@ -1450,11 +1449,11 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 a step of ours takes 25.3 ms as a CUDA graph, and 51.2 ms
-# launched from Python. PyTorch takes 43.4 ms, and 41.8 ms as a graph.
-# torch.compile takes 27.2 ms, 27.1 ms as a graph, and 26.8 ms tuned. Liger
-# takes 34.4 ms. So our graph is 1.71 times as fast as PyTorch, 1.07 times as
-# fast as the graph of torch.compile, and 1.06 times as fast as its tuned one.
+# On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
+# from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
+# NN ms, NN ms as a graph, and NN ms tuned. Liger takes NN ms. So our graph is
+# NN times as fast as PyTorch, NN times as fast as the graph of torch.compile,
+# and NN times as fast as its tuned one. Ours under torch.compile takes NN ms.
 #
 # **Why.**
 # The graph of ours waits for its kernels and for nothing else. Launched from
@@ -1462,14 +1461,19 @@ plt.show()
 # Our functions check what they are given, choose tiles, and describe matrices
 # to the GPU, all in Python, where PyTorch does such things in C++. So without
 # a graph ours is slower than all others. torch.compile keeps its host ahead of
-# the GPU, so a graph brings it next to nothing. To tune it brings 1%.
+# the GPU, so a graph brings it next to nothing. To tune it brings NN%.
+#
+# Under torch.compile our functions run as before, and Python calls them one
+# after the other. What is left to compile is a single graph, which serves all
+# blocks: attention, and the change of layout after it. The model has nothing
+# else that one could fuse, for our kernels have done that already. So
+# torch.compile does not help ours.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
-# it needs faster kernels. And our lead over torch.compile is thin. When we
-# measure two GPUs below, in other processes, the same graph of ours takes 4.7%
-# more on one GPU than here, which is most of that lead. torch.compile does not
-# take part there, so we cannot say whether it would be slower, too.
+# it needs faster kernels. And our lead over torch.compile is thin. We measure
+# both once more below, on one GPU and on two, in other processes. On one GPU
+# our graph is NN times as fast as that of torch.compile there.
 #
 # Where do the microseconds go?
 # -----------------------------
@@ -1616,24 +1620,28 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernels take 25.1 ms of a step together, those of
-# PyTorch 42.2 ms, and those of torch.compile 26.0 ms. Our products
-# take 14.5 ms, and those of PyTorch, which are cuBLAS's, take 13.5.
-# Our attention takes 4.3 ms, and cuDNN's 4.5. The loss takes 0.6
-# ms, 3.8 in PyTorch, and 1.4 with torch.compile. Norms, gate,
-# rotary embedding, and copies and other take 4.5 ms together with
-# ours, 19.2 with PyTorch, and 5.4 with torch.compile.
+# On the H200 our kernels take NN ms of a step together, those of PyTorch NN
+# ms, those of torch.compile NN ms, and those of Liger NN ms. Our products take
+# NN ms, and those of PyTorch, which are cuBLAS's, take NN. Our attention takes
+# NN ms, and cuDNN's NN. The loss takes NN ms, NN in PyTorch, and NN with
+# torch.compile. Norms, gate, rotary embedding, and copies and other take NN ms
+# together with ours, NN with PyTorch, NN with torch.compile, and NN with
+# Liger.
+#
+# Of our own kernels the product of the linear layers takes NN ms, and those of
+# attention take NN ms. Both products of the loss, forward and backward, take
+# NN ms. No other kernel takes more than NN ms.
 #
 # **Why.**
 # PyTorch has a kernel for each operation on a number, and each of them reads
 # and writes all numbers. torch.compile fuses such operations nearly as well as
-# our kernels do it by hand: of our lead over it, 0.9 ms come from there. The
-# loss brings 0.8 ms, for torch.compile has all logits, and reads them more
-# than once. Attention brings 0.2 ms. And 1.0 ms are lost in the products.
+# our kernels do it by hand: of our lead over it, NN ms come from there. The
+# loss brings NN ms, for torch.compile has all logits, and reads them more
+# than once. Attention brings NN ms. And NN ms are lost in the products.
 #
-# The products are 9.8 · 10¹² operations, so ours do 680 TFLOP/s and cuBLAS
-# does 726. By the first figure of this page, 0.3 ms of what we lose are in the
-# layers that make gate and up: 26 µs in each of the twelve blocks. `A linear
+# The products are 9.8 · 10¹² operations, so ours do NN TFLOP/s and cuBLAS
+# does NN. By the first figure of this page, NN ms of what we lose are in the
+# layers that make gate and up: NN µs in each of the twelve blocks. `A linear
 # layer, both passes <../matrix-products/01-linear.html>`_ shows where ours
 # lose most: in the gradient of a small weight, which has few tiles and long
 # sums. All weights of the blocks are small in this sense. The last one of the
@@ -1644,7 +1652,7 @@ plt.show()
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
 # products, so the next step has to be made on the page of the linear layer.
-# Norms take 1.4 ms with ours, and 1.3 with torch.compile. That need not mean
+# Norms take NN ms with ours, and NN with torch.compile. That need not mean
 # that its norms are faster, because the name of a fused kernel does not tell
 # all that it does.
 #
@@ -1707,8 +1715,8 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 our training takes 7.16 GB, PyTorch's 14.55 GB, that of
-# torch.compile 8.55 GB, and that of Liger 7.32 GB.
+# On the H200 our training takes NN GB, PyTorch's NN GB, that of torch.compile
+# NN GB, that of Liger NN GB, and ours under torch.compile NN GB.
 #
 # **Why.**
 # Every design has weights in 16 bits and, in 32 bits, masters, their gradients
@@ -1794,28 +1802,29 @@ for line in times.columns[1:]:
 
 # %%
 # **What the figure shows.**
-# On two H200s a step of ours takes 28.0 ms as a graph, where one takes 26.5.
-# So two GPUs train with 1172 thousand tokens a second, and one with 619
-# thousand: 1.89 times as many. Launched from Python, a step of ours takes 44.1
-# ms on one and 66.4 ms on two. PyTorch has 735 thousand tokens a second on
-# two, and 753 thousand as a graph.
+# On two H200s a step of ours takes NN ms as a graph, where one takes NN. So
+# two GPUs train with NN thousand tokens a second, and one with NN thousand: NN
+# times as many. Launched from Python, a step of ours takes NN ms on one and NN
+# ms on two. PyTorch has NN thousand tokens a second on two, and NN thousand as
+# a graph. The graph of torch.compile takes NN ms on one and NN ms on two, so
+# on two GPUs ours is NN times as fast.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
 # DDP sends most of that while the backward pass still runs. Launched from
-# Python, ours waits for the host, and on two ranks the host takes half as long
-# again. We have not looked into the reasons: DDP has work to do for each
-# gradient, and two processes share the host.
+# Python, ours waits for the host, and on two ranks the host takes longer. We
+# have not looked into the reasons: DDP has work to do for each gradient, and
+# two processes share the host.
 #
-# On one GPU our graph takes 26.5 ms here, and 25.3 ms when it took turns with
-# the other designs. We do not know why. The kernels are the same, and PyTorch
-# takes 43.3 ms here and 43.4 ms there. It may be the clock rate of the GPU,
-# which falls when the products need more power than the GPU may take. We have
-# not measured that. So a few per cent between two figures mean little.
+# On one GPU our graph takes NN ms here, and NN ms when it took turns with the
+# other designs. We do not know why. The kernels are the same, and PyTorch
+# takes NN ms here and NN ms there. It may be the clock rate of the GPU, which
+# falls when the products need more power than the GPU may take. We have not
+# measured that. So a few per cent between two figures mean little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
-# with 493 thousand tokens a second with our functions, and that is less than a
+# with NN thousand tokens a second with our functions, and that is less than a
 # graph does on one.
 #
 # Where PyTorch or a library is better
@@ -1823,7 +1832,7 @@ for line in times.columns[1:]:
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is a few per cent of the time, and 1.4 GB.
+#   over it is a few per cent of the time, and NN GB.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
 #   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
@@ -1949,16 +1958,17 @@ assert exercise_1(_squared_relu_1)
 # These are the designs of this page, with the time of a step of 16384 tokens
 # and the memory of a training on the H200:
 #
-# - **Ours, launched from Python:** 51.2 ms, and 7.16 GB. The host cannot keep
-#   up.
-# - **PyTorch:** 43.4 ms, and 14.55 GB. Each operation is a kernel, and each
-#   number of the logits is there three times.
-# - **Liger:** 34.4 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
-# - **torch.compile:** 27.2 ms, and 8.55 GB. It writes fused kernels by itself,
-#   but has all logits.
-# - **torch.compile, tuned, as a CUDA graph:** 26.8 ms, and 8.55 GB.
-# - **Ours, as a CUDA graph:** 25.3 ms, and 7.16 GB. Fused kernels, a quarter
-#   of the logits, and products that are a little slower than cuBLAS's.
+# - **Ours, launched from Python:** NN ms, and NN GB. The host cannot keep up.
+# - **Ours, under torch.compile:** NN ms, and NN GB. It calls our functions as
+#   they are.
+# - **PyTorch:** NN ms, and NN GB. Each operation is a kernel, and each number
+#   of the logits is there three times.
+# - **Liger:** NN ms, and NN GB. Fused kernels between cuBLAS's products.
+# - **torch.compile:** NN ms, and NN GB. It writes fused kernels by itself, but
+#   has all logits.
+# - **torch.compile, tuned, as a CUDA graph:** NN ms, and NN GB.
+# - **Ours, as a CUDA graph:** NN ms, and NN GB. Fused kernels, a quarter of
+#   the logits, and products that are a little slower than cuBLAS's.
 #
 # And for models in general:
 #
