@@ -1334,7 +1334,10 @@ KINDS = {
     "layer_norm": "norms",
     "gammabeta": "norms",
     "_rotary": "rotary",
+    "_rope": "rotary",  # Liger's
     "_gate": "gate",
+    "swiglu": "gate",
+    "element_mul": "loss",
     "_finish": "loss",
     "_in_place": "loss",
     "_round": "loss",
