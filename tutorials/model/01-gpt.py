@@ -1849,14 +1849,15 @@ for line in times.columns[1:]:
 # - **What we left to PyTorch** may stay there: its AdamW is a few fused
 #   kernels, and its embedding is a lookup.
 #
-# Exercise: a kernel of your own
-# ------------------------------
+# Exercise
+# --------
 #
-# Replace one kernel, and see what becomes of the training. `A gate between two
-# products <../matrix-products/02-swiglu.html>`_ takes the activation as a
-# function that returns its value and its slope. Let the gate of the model be a
-# squared ReLU: 0 below 0, and the square above. The stub has the value, and
-# the slope is wrong.
+# **Exercise 1: a kernel of your own.** Replace one kernel, and see what
+# becomes of the training. `A gate between two products
+# <../matrix-products/02-swiglu.html>`_ takes the activation as a function that
+# returns its value and its slope. Let the gate of the model be a squared ReLU:
+# 0 below 0, and the square above. The stub has the value, and the slope is
+# wrong.
 #
 # ``exercise_1`` compares the gradients of the whole model with those of
 # PyTorch's operations. Where they are right, it trains some steps, and draws
