@@ -906,7 +906,7 @@ def said_by_ranks(ranks, names, seconds):
     process = subprocess.Popen(
         [*command, f"--nproc-per-node={ranks}", script, *names],
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     try:
         said, _ = process.communicate(timeout=seconds)

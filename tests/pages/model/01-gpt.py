@@ -409,6 +409,9 @@ PARAMETERS = OPERATIONS // (6 * 16384) + 32000 * 768 + 25 * 768
 FACTS = {
     f"whose three lie further apart than {1.05 - 1:.0%}": "is_quiet",
     f"take {2 * LOGITS / 1e9:.0f} GB in 16 bits.": "the logits",
+    f"would save {6 * 16384 * 768 / 1e6:.0f} MB here": (
+        "zeros are written, zeros are read, and the sum is written"
+    ),
     f"take {6 * LOGITS * 768 / 750e9:.1f} ms at 750 TFLOP/s": (
         "three products; about the speed of cuBLAS"
     ),
@@ -511,6 +514,27 @@ def test_what_the_script_says(output):
     assert float(gap) < 0.01
     stub, solution = re.findall(r"largest relative error: (\S+),", output)
     assert float(stub) > 0.1 and float(solution) < 1e-5
+    assert len(re.findall(r"the loss went from \S+ to \S+\n", output)) == 1
+
+
+@pytest.mark.cpu
+def test_the_bars_of_the_exercise(unedited, monkeypatch):
+    """Each kind begins where the one before it ends."""
+    swiglu = {"_product": 3000.0, "_gate_fwd": 500.0, "_gate_bwd": 700.0}
+    monkeypatch.setattr(unedited, "kernel_times", lambda provider: swiglu)
+    shown = []
+    monkeypatch.setattr(
+        unedited.plt, "show", lambda: shown.append(unedited.plt.gca())
+    )
+    unedited.draw_bars(swiglu | {"_gate_bwd": 900.0})
+    (axes,) = shown
+    for bars, gate in zip(
+        zip(*axes.containers, strict=True), (1.4, 1.2), strict=True
+    ):
+        ends = [bar.get_x() + bar.get_width() for bar in bars]
+        assert [bar.get_x() for bar in bars][1:] == pytest.approx(ends[:-1])
+        assert ends[-1] == pytest.approx(3 + gate)
+    unedited.plt.close()
 
 
 @pytest.mark.cpu
