@@ -1144,7 +1144,6 @@ assert same and losses == losses_of("triton", 0)
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
 #   its functions for norms, rotary embedding, gate and loss, and PyTorch's for
 #   the rest. It waits for the GPU in its loss, so no graph can record it.
-#
 # - **Ours under torch.compile**, which calls all of our functions but
 #   attention as they are. In a trial in which it looked into them, it cut the
 #   model into 28 graphs, and a step of another version stopped with an illegal
@@ -1632,8 +1631,8 @@ plt.show()
 # Liger.
 #
 # Of our own kernels the product of the linear layers takes NN ms, and those of
-# attention take NN ms. Both products of the loss, forward and backward, take
-# NN ms. No other kernel takes more than NN ms.
+# attention take NN ms. The three products of the loss take NN ms. No other
+# kernel takes more than NN ms.
 #
 # **Why.**
 # PyTorch has a kernel for each operation on a number, and each of them reads

@@ -290,9 +290,8 @@ def of_each_kernel(figure):
     yield (
         f"Of our own kernels the product of the linear layers takes "
         f"{together('product')} ms, and those of attention take "
-        f"{together(*attention)} ms. Both products of the loss, forward and "
-        f"backward, take {together(*loss)} ms. No other kernel takes more "
-        f"than {most} ms."
+        f"{together(*attention)} ms. The three products of the loss take "
+        f"{together(*loss)} ms. No other kernel takes more than {most} ms."
     )
 
 
