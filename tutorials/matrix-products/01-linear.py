@@ -1546,7 +1546,7 @@ bench_few.run(show_plots=ON_GPU)
 #
 # **Why.**
 # The weight has 34 MB, and all of it is read however few tokens there are. So
-# the time is nearly the same up to 128 tokens.
+# our kernel takes nearly the same time up to 128 tokens.
 # With one token, one part has 64 programs for 132 SMs. In four parts of larger
 # tiles there are 128. The price is a second kernel, and 8 bytes for each
 # number of ``y`` and each part. That is little as long as there are few
@@ -2884,7 +2884,8 @@ assert exercise_1(_snake)
 #   long as Tensor Cores do not wait for it. Fewer bytes alone make nothing
 #   faster.
 # - A rule that estimates the time of each choice needs only a few numbers of
-#   the card, if it counts that few SMs get more from L2 than all do.
+#   the card, if it counts that each of a few SMs gets more from L2 than each
+#   of all.
 #
 # **Next:** `A gate between two products <02-swiglu.html>`_ fuses more than an
 # activation with a product.

@@ -326,7 +326,7 @@ def few_tokens(figure):
         assert 0.98 < of.ratio("triton", "one part", tokens) < 1.02
     # "One part is faster with 64 tokens than with a single one."
     assert of.median("one part", 64) < of.median("one part", 1)
-    # "So the time is nearly the same up to 128 tokens."
+    # "So our kernel takes nearly the same time up to 128 tokens."
     ours = [of.median("triton", tokens) for tokens in (1, 16, 64, 128)]
     assert max(ours) < 1.05 * min(ours)
     cublas = of.ratio("torch", "triton", 64)
