@@ -1129,7 +1129,7 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
 # the Tensor Cores wait for, and what they wait for then is the next one.
-# Two numbers that lie two or three per cent apart mean the same: a card that
+# Two numbers that lie two or three percent apart mean the same: a card that
 # is this hot changes its clock all the time.
 #
 # What to save for the backward pass
@@ -2636,7 +2636,7 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # epilogue. That kernel computes the ``dx`` of the next layer, so the two
 # layers would have to be one function.
 # And saving ``z`` would have been as good. With short sums it would even make
-# the forward pass a few per cent faster, as we saw. What speaks for the slope
+# the forward pass a few percent faster, as we saw. What speaks for the slope
 # is that GELU and SiLU then have the same backward pass.
 #
 # How many bytes come from DRAM?

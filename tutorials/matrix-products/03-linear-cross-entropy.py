@@ -954,7 +954,7 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # On the H200 our loss reaches 805 TFLOP/s at 2048 tokens, 776 at 8192 and 718
 # at 32768. That is 101%, 100% and 99% of the product alone. PyTorch reaches
 # 668, 660 and 614 TFLOP/s, and Cut Cross-Entropy 494, 524 and 524. Two or
-# three per cent may be noise: a card under this load changes its clock all the
+# three percent may be noise: a card under this load changes its clock all the
 # time. With more tokens it works for longer without a pause, and cuBLAS gets
 # slower, too.
 #
