@@ -2094,7 +2094,7 @@ check(70, 40, 300, skip_below=unnoticed(torch.float16, 300))
 # even if they compute four. PyTorch writes all logits, Liger takes chunks of
 # tokens, with sums in bfloat16 by default and in float32 if it is told to, and
 # Cut Cross-Entropy computes all logits again, but leaves out what it thinks is
-# too small. ``torch.compile`` may choose three times, and the best counts. That
+# too small. ``torch.compile`` may choose three times, and the best counts. It
 # takes long, so it is measured at 8192 tokens only, and at 16384 in the small
 # model. PyTorch's own ``F.linear_cross_entropy`` is missing where the page was
 # recorded: it came with PyTorch 2.13, and that was PyTorch 2.11. The dashed

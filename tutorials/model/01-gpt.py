@@ -262,8 +262,8 @@ def batch(step, seed):
 # it would take all tokens in one chunk here. We tell it to take 4096, so only
 # a quarter of the logits is there at a time. As PyTorch's does, the function
 # returns the loss in the type of its input, and bfloat16 has less than three
-# digits. A curve wants more. So we call two of the parts that it is made of,
-# and keep the loss in float32.
+# digits. A curve wants more. So we call two of the functions that it is made
+# of, and keep the loss in float32.
 
 # %%
 
@@ -310,7 +310,7 @@ def mean_loss(x, weight, target):
 
 
 def split_heads(t):
-    """Views of the queries, keys and values in (batch, length, heads, DIM)."""
+    """Queries, keys and values: views of (batch, length, heads, DIM)."""
     parts = t.split((HEADS, KEY_HEADS, KEY_HEADS), dim=2)
     # (batch, heads, length, DIM), as attention wants them
     return [part.transpose(1, 2) for part in parts]
@@ -1690,7 +1690,7 @@ for line in times.columns[1:]:
 # the other designs. We do not know why. The kernels are the same, and PyTorch
 # takes 43.3 ms here and 43.4 ms there. It may be the clock rate of the GPU,
 # which falls when the products need more power than the GPU may take. We have
-# not measured that. So a few percent between two figures mean little.
+# not measured that. So between two figures a few percent mean little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
@@ -1818,7 +1818,7 @@ assert exercise_1(_squared_relu_1)
 # - Read a profile as a list of pages: each line says where to go next.
 #
 # **Next:** the course ends here. Take a function of ``both_passes.py`` into a
-# model of yours. If you have come past it, `Layer norm over several GPUs
+# model of yours. If you have not read it yet, `Layer norm over several GPUs
 # <../several-gpus/01-layer-norm.html>`_ shows how GPUs share a row. `The
 # glossary <../../glossary.html>`_ has the words of the field that these pages
 # use, and where each of them is explained.
