@@ -1277,7 +1277,7 @@ KINDS = {
     "_finish": "loss",
     "_in_place": "loss",
     "_round": "loss",
-    # Both products of a loss count as such, with what is done to their tiles.
+    # The products of a loss count as such, with what is done to their tiles.
     "_scores": "products",
     "_multiply": "products",
     "_product": "products",
