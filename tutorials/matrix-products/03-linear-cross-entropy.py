@@ -136,8 +136,8 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 # We count for 32768 tokens with 4096 features, and 128256 classes. ``x`` and
 # its gradient take 0.27 GB each, and ``w`` and its gradient 1.05 GB each.
 #
-# With a matrix of all logits, these are the reads and writes of such a matrix,
-# each at least once:
+# If all logits are stored, matrices of this size are read and written so
+# often:
 #
 # - The first product writes the logits.
 # - The loss reads them, and writes the logarithm of the softmax.
@@ -146,7 +146,7 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 # - It reads both, and writes the gradient of the logits.
 # - The product for ``dx`` reads this gradient, and that for ``dw`` does, too.
 #
-# That makes nine in all.
+# That makes nine in all. The lines below call them passes.
 
 TOKENS, FEATURES, CLASSES = 32768, 4096, 128256
 matrix = TOKENS * CLASSES * 2 / 1e9  # GB
