@@ -402,6 +402,17 @@ def test_the_names_in_figures_stand_in_the_text_in_both_forms(code):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("code", CODES)
+def test_a_term_has_its_english_where_a_page_first_uses_it(code):
+    found = [
+        f"{name}: {term}, first in: {text}"
+        for name in SCRIPTS
+        for term, (text, _) in first_uses.without_english(name, code).items()
+    ]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "named"),
     [

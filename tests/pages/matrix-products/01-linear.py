@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 
 from compiled.declared import Case, Kernel, Kernels
@@ -325,7 +326,7 @@ def few_tokens(figure):
         assert 0.98 < of.ratio("triton", "one part", tokens) < 1.02
     # "One part is faster with 64 tokens than with a single one."
     assert of.median("one part", 64) < of.median("one part", 1)
-    # "So the time is nearly the same up to 128 tokens."
+    # "So our kernel takes nearly the same time up to 128 tokens."
     ours = [of.median("triton", tokens) for tokens in (1, 16, 64, 128)]
     assert max(ours) < 1.05 * min(ours)
     cublas = of.ratio("torch", "triton", 64)
@@ -855,6 +856,44 @@ PAGE = Page(
         dz_in_the_reads_of_dx,
     ),
 )
+
+
+@pytest.mark.parametrize("switch", ["allow_tf32", "for all products"])
+def test_older_switches_say_the_same(switch):
+    """Whether float32 is cut: PyTorch has three ways to say so."""
+    page = PAGE.load("as it is")
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    precision = torch.get_float32_matmul_precision()
+    try:
+        for cut in (True, False):
+            if switch == "allow_tf32":
+                matmul.allow_tf32 = cut
+            else:
+                torch.set_float32_matmul_precision(
+                    "high" if cut else "highest"
+                )
+            found = page.plan_product(4096, 4096, 4096, SINGLE)
+            assert found["PRECISION"] == ("tf32" if cut else "ieee")
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        matmul.fp32_precision = before
+
+
+def test_no_pass_is_left_that_makes_dz(monkeypatch):
+    """If columns of dx do, there is no kernel of its own for dz and db; the
+    function that is kept has one."""
+    page = PAGE.load("small")
+    x, w, _, dy = page.inputs(70, 56, 104, HALF)
+    slope = page.normal(70, 56, dtype=HALF)
+    given = dy, x, w, slope, page._times_slope
+    monkeypatch.setattr(page, "_own_pass", None)
+    for columns in (page.FIRST_COLUMNS, 2**20):
+        page.backward_without_a_pass(*given, columns)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        page.backward(*given, EVERY)
+    # Neither slope nor bias: there is nothing to do for it.
+    page.backward(dy, x, w, None, None, (True, True, False))
 
 
 def test_transposed_matrices_are_taken_as_they_lie(page):

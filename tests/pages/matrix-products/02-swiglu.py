@@ -942,6 +942,17 @@ def test_what_is_promised(load, step):
     step(load)
 
 
+@pytest.mark.parametrize("name", list(PAGE.functions))
+def test_gradients_are_those_of_differences(page, name):
+    """In float64, where that can be seen."""
+    gate, up = torch.randn(
+        2, 3, 7, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)
+    ).to(page.DEVICE)
+    gate, up = (3 * gate).requires_grad_(), up.requires_grad_()
+    function = PAGE.functions[name](page)
+    assert torch.autograd.gradcheck(function, (gate, up))
+
+
 def test_a_form_of_gelu_that_is_not_there_is_named(page):
     t = torch.ones(2, 8, device=page.DEVICE)
     with pytest.raises(ValueError, match="approximate is 'erf'"):

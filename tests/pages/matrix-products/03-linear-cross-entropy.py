@@ -1,7 +1,11 @@
 """What must hold of the page "A loss without its logits"."""
 
+import inspect
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LinearCrossEntropy, LinearCrossEntropyCase, Page
@@ -632,9 +636,7 @@ def at(lead=(40,), ins=40, classes=99, dtype=HALF, **more):
 def exact_gradients(page, x, w, target):
     """Of the sum of all losses, in float64."""
     leaves = [t.detach().double().requires_grad_() for t in (x, w)]
-    loss = torch.nn.functional.cross_entropy(
-        leaves[0] @ leaves[1].T, target, reduction="sum"
-    )
+    loss = F.cross_entropy(leaves[0] @ leaves[1].T, target, reduction="sum")
     return torch.autograd.grad(loss, leaves)
 
 
@@ -719,6 +721,10 @@ PAGE = Page(
         at((150,), 40, 99, recompute=True),
         at((150,), 40, 101, reduction="none", weight=True, smooth=0.1),
         at((150,), 40, 99, twice=True, ignores="none"),
+        # Logits of 900 and more, of both signs.
+        at((150,), 40, 99, SINGLE, large=300.0),
+        at((150,), 40, 99, large=300.0, recompute=True),
+        at((150,), 40, 99, large=300.0, reduction="none", smooth=0.1),
         at((70,), 77, 300, form="as it is"),
         at((70,), 77, 300, form="as it is", recompute=True),
     ),
@@ -917,6 +923,180 @@ def page_small():
     return PAGE.load("small")
 
 
+PYTORCHS = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="PyTorch before 2.13"
+)
+
+
+@PYTORCHS
+def test_arguments_are_those_of_pytorch(page):
+    """In its order, and with its defaults; what is our own comes last."""
+
+    def arguments(function):
+        return inspect.signature(function).parameters.values()
+
+    ours = [
+        (one.name, one.kind, one.default)
+        for one in arguments(page.linear_cross_entropy)
+    ]
+    theirs = []
+    for one in arguments(F.linear_cross_entropy):
+        default = one.default
+        if one.name == "ignore_index" and default is None:
+            default = -100  # which None stands for, if targets are classes
+        if one.name != "options":  # how it takes chunks
+            theirs.append((one.name, one.kind, default))
+    assert ours[: len(theirs)] == theirs
+    assert [name for name, *_ in ours[len(theirs) :]] == [
+        "recompute",
+        "skip_below",
+    ]
+
+
+@PYTORCHS
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("lead", [(), (1,), (150,)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum", "ignore_index": 3},
+        {"reduction": "none", "label_smoothing": 0.1},
+        {"label_smoothing": 1.0, "weight": True},
+        {"linear_bias": True, "weight": True, "ignore_index": 3},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_what_pytorch_gives(page_small, options, lead, dtype):
+    """Loss and gradients: values, types and shapes. Some of the tokens are
+    ignored, and a single one is."""
+    page = page_small
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        found = torch.randn(*shape, generator=generator)
+        return found.to(page.DEVICE, dtype)
+
+    leaves = [normal(*lead, 24), normal(50, 24)]
+    options = dict(options)
+    if options.pop("weight", False):
+        options["weight"] = normal(50).abs()
+    bias = options.pop("linear_bias", False)
+    if bias:
+        leaves.append(normal(50))
+    target = torch.randint(50, lead, generator=generator)
+    target.view(-1)[::3] = options.get("ignore_index", -100)
+    target = target.to(page.DEVICE)
+    both = []
+    for function in (page.linear_cross_entropy, F.linear_cross_entropy):
+        given = [t.clone().requires_grad_() for t in leaves]
+        if bias:
+            options["linear_bias"] = given[2]
+        loss = function(*given[:2], target, **options)
+        grads = torch.autograd.grad(loss.sum(), given)
+        both.append((loss.detach(), *grads))
+    few = 4e-3 if dtype == HALF else 1e-5
+    for ours, theirs in zip(*both, strict=True):
+        size = theirs.abs().max().nan_to_num(0).item()
+        torch.testing.assert_close(
+            ours, theirs, rtol=few, atol=few * size, equal_nan=True
+        )
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that a tensor has, of all that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for t in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(t, torch.Tensor):
+                self.bytes = max(self.bytes, t.nbytes)
+        return found
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": True},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"skip_below": 1e-3},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_no_matrix_of_all_logits(page_small, options):
+    """Nor of all gradients, in either pass: no tensor takes half as much."""
+    page = page_small
+    tokens, classes = 150, 203
+    x = torch.randn(tokens, 24).half().requires_grad_()
+    w = torch.randn(classes, 24).half().requires_grad_()
+    bias = torch.randn(classes).half().requires_grad_()
+    target = torch.arange(tokens)
+    with Largest() as largest:
+        loss = page.linear_cross_entropy(
+            x, w, target, linear_bias=bias, **options
+        )
+        torch.autograd.grad(loss.sum(), (x, w, bias))
+        with torch.no_grad():
+            page.linear_cross_entropy(x, w, target, **options)
+        page.losses(x.detach(), w.detach(), target, chunk=32)
+    whole = 2 * tokens * classes
+    assert 2 * classes * 24 <= largest.bytes < whole / 2
+    with Largest() as largest:
+        F.cross_entropy(F.linear(x, w), target)
+    assert largest.bytes >= whole
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 2**31, 2**32 + 3, -(2**40)])
+def test_a_target_that_is_no_class(page_small, monkeypatch, wrong):
+    """An error where it is cheap to find; in the kernels NaN: the loss of the
+    token, its gradient, and all that is added up over tokens."""
+    page = page_small
+    leaves = torch.randn(40, 24), torch.randn(50, 24), torch.randn(50)
+    leaves = [t.to(page.DEVICE).half().requires_grad_() for t in leaves]
+    x, w, bias = leaves
+    target = torch.arange(40, device=page.DEVICE)
+    target[5] = wrong
+    if page.DEVICE.type == "cpu":
+        with pytest.raises(
+            IndexError, match=rf"target\[5\] is {wrong}, not 0 to 49"
+        ):
+            page.linear_cross_entropy(x, w, target)
+        monkeypatch.setattr(page, "check_arguments", lambda *_: None)
+    wrong_row = (target == wrong).tolist()
+    for options in (
+        {"reduction": "none"},
+        {"reduction": "sum"},
+        {"reduction": "sum", "label_smoothing": 0.1},
+        {"reduction": "sum", "recompute": True},
+        {"reduction": "sum", "skip_below": 1e-3},
+        {"reduction": "mean"},
+    ):
+        loss = page.linear_cross_entropy(
+            x, w, target, linear_bias=bias, **options
+        )
+        dx, dw, db = torch.autograd.grad(loss.sum(), leaves)
+        if options["reduction"] == "none":
+            assert loss.isnan().tolist() == wrong_row
+        else:
+            assert loss.isnan()
+        if options["reduction"] != "mean":
+            assert dx.isnan().any(1).tolist() == wrong_row
+            assert dx.isnan().all(1).tolist() == wrong_row
+        # The number of tokens, by which a mean divides, is NaN, too.
+        for t in (dw, db, *[dx] * (options["reduction"] == "mean")):
+            assert t.isnan().all()
+    # One that is ignored is no mistake.
+    loss = page.linear_cross_entropy(x, w, target, ignore_index=wrong)
+    assert loss.isfinite()
+
+
 def test_what_is_left_out_is_as_small_as_promised(page_small):
     left_out_is_small(page_small)
 
@@ -960,6 +1140,15 @@ def test_the_chunks_of_the_sizes_that_are_measured(
     assert chunk == page.length_of(tokens, classes, features, BRAIN, many)
     assert short_chunk == page.length_of(tokens, classes, features, BRAIN, few)
     assert strip == page.length_of(classes, tokens, features, BRAIN, few)
+
+
+def test_a_chunk_has_more_logits_if_all_sms_need_them(monkeypatch):
+    """Few features and many classes: 44 rows of three tiles at most."""
+    page = PAGE.load("as it is")
+    monkeypatch.setattr(page, "NUM_SMS", 132)
+    chunk = page.length_of(32768, 128256, 768, BRAIN, page.LOGITS)
+    assert 43 * 128 <= chunk <= 44 * 128
+    assert chunk * 128256 > 1.3 * page.LOGITS
 
 
 def test_a_loss_that_is_only_looked_at(page_small, monkeypatch):
