@@ -1507,7 +1507,7 @@ if ON_GPU:
 # sums. All weights of the blocks are small in this sense. The last one of the
 # MLP, for instance, has 96 tiles of 128 × 128 for 132 SMs. cuBLAS has many
 # more tiles to choose from than we do. And in the loss our products have more
-# to do: one of them takes powers of its tiles.
+# to do: one of them takes a power of each number of its tiles.
 #
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
@@ -1597,10 +1597,10 @@ plt.show()
 # Two GPUs
 # --------
 #
-# How many tokens a second are that on one GPU, and on two? The lines under the
-# figure count the tokens of the model that runs here. Without a GPU that is
-# the tiny one, so they say nothing of the H200 then: its numbers stand in the
-# text below.
+# How many tokens a second does a training read on one GPU, and on two? The
+# lines under the figure count the tokens of the model that runs here. Without
+# a GPU that is the tiny one, so they say nothing of the H200 then: its numbers
+# stand in the text below.
 
 # %%
 
