@@ -1372,8 +1372,8 @@ for name in steps.columns[1:]:
 
 plt.figure("How long a step of 16384 tokens takes in each design", (7.5, 3))
 names = [name.split(" (")[0] for name in steps.columns[1:]]
-plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1] / 1000)
-plt.xlabel("ms")
+plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1])
+plt.xlabel("µs")
 plt.show()
 
 # %%
@@ -1716,8 +1716,8 @@ for line in times.columns[1:]:
 # - **What we left to PyTorch** may stay there: its AdamW is a few fused
 #   kernels, and its embedding is a lookup.
 #
-# Exercise: a kernel of your own
-# ------------------------------
+# Exercise 1: a kernel of your own
+# --------------------------------
 #
 # Replace one kernel, and see what becomes of the training. `A gate between two
 # products <../matrix-products/02-swiglu.html>`_ takes the activation as a
