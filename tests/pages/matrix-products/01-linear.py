@@ -590,6 +590,7 @@ DATA_SHEET = "the data sheet of the H200"
 ESTIMATE = "a number of the rule, chosen"
 TRIAL = "an H200, with each tile and each number of parts; not recorded"
 FACTS = {
+    "lie two or three percent apart": "what a clock that changes may do",
     "more than 400 times as long to read": "115 ms and 0.28 ms, printed above",
     "it is less than three times as long": "0.67 and 0.28 ms, printed above",
     "the units for float32 do 67 TFLOP/s": DATA_SHEET,
