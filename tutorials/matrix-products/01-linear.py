@@ -1129,7 +1129,7 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
 # the Tensor Cores wait for, and what they wait for then is the next one.
-# Two numbers that lie two or three per cent apart mean the same: a card that
+# Two numbers that lie two or three percent apart mean the same: a card that
 # is this hot changes its clock all the time.
 #
 # What to save for the backward pass
@@ -1546,7 +1546,7 @@ bench_few.run(show_plots=ON_GPU)
 #
 # **Why.**
 # The weight has 34 MB, and all of it is read however few tokens there are. So
-# the time is nearly the same up to 128 tokens.
+# our kernel takes nearly the same time up to 128 tokens.
 # With one token, one part has 64 programs for 132 SMs. In four parts of larger
 # tiles there are 128. The price is a second kernel, and 8 bytes for each
 # number of ``y`` and each part. That is little as long as there are few
@@ -2636,7 +2636,7 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # epilogue. That kernel computes the ``dx`` of the next layer, so the two
 # layers would have to be one function.
 # And saving ``z`` would have been as good. With short sums it would even make
-# the forward pass a few per cent faster, as we saw. What speaks for the slope
+# the forward pass a few percent faster, as we saw. What speaks for the slope
 # is that GELU and SiLU then have the same backward pass.
 #
 # How many bytes come from DRAM?
@@ -2884,7 +2884,8 @@ assert exercise_1(_snake)
 #   long as Tensor Cores do not wait for it. Fewer bytes alone make nothing
 #   faster.
 # - A rule that estimates the time of each choice needs only a few numbers of
-#   the card, if it counts that few SMs get more from L2 than all do.
+#   the card, if it counts that each of a few SMs gets more from L2 than each
+#   of all.
 #
 # **Next:** `A gate between two products <02-swiglu.html>`_ fuses more than an
 # activation with a product.

@@ -1424,7 +1424,7 @@ report(bench_gates_backward)
 #
 # At a million elements the three that we took are at 96% to 97% forward and
 # 93% to 94% backward. SwiGLU is one of them, and in the figures above the same
-# kernels were at 98% and 95% there. So one or two per cent mean nothing, not
+# kernels were at 98% and 95% there. So one or two percent mean nothing, not
 # even where a kernel beats the copy by as much.
 #
 # **Why.**
@@ -2289,7 +2289,7 @@ in_percent(bench_step, "PyTorch")
 # **What follows.**
 # Most of a step is products. What a good gate brings is the time between them
 # and, above all, memory: to compute ``y`` again costs no more than the noise.
-# The fused product hardly gains anything here, either. Its few per cent are of
+# The fused product hardly gains anything here, either. Its few percent are of
 # two ninths of the operations.
 #
 # Where PyTorch or a library is better

@@ -136,8 +136,8 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 # We count for 32768 tokens with 4096 features, and 128256 classes. ``x`` and
 # its gradient take 0.27 GB each, and ``w`` and its gradient 1.05 GB each.
 #
-# With a matrix of all logits, these are the reads and writes of such a matrix,
-# each at least once:
+# If all logits are stored, matrices of this size are read and written so
+# often:
 #
 # - The first product writes the logits.
 # - The loss reads them, and writes the logarithm of the softmax.
@@ -146,7 +146,7 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 # - It reads both, and writes the gradient of the logits.
 # - The product for ``dx`` reads this gradient, and that for ``dw`` does, too.
 #
-# That makes nine in all.
+# That makes nine in all. The lines below call them passes.
 
 TOKENS, FEATURES, CLASSES = 32768, 4096, 128256
 matrix = TOKENS * CLASSES * 2 / 1e9  # GB
@@ -954,7 +954,7 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # On the H200 our loss reaches 805 TFLOP/s at 2048 tokens, 776 at 8192 and 718
 # at 32768. That is 101%, 100% and 99% of the product alone. PyTorch reaches
 # 668, 660 and 614 TFLOP/s, and Cut Cross-Entropy 494, 524 and 524. Two or
-# three per cent may be noise: a card under this load changes its clock all the
+# three percent may be noise: a card under this load changes its clock all the
 # time. With more tokens it works for longer without a pause, and cuBLAS gets
 # slower, too.
 #
@@ -2094,8 +2094,9 @@ check(70, 40, 300, skip_below=unnoticed(torch.float16, 300))
 # even if they compute four. PyTorch writes all logits, Liger takes chunks of
 # tokens, with sums in bfloat16 by default and in float32 if it is told to, and
 # Cut Cross-Entropy computes all logits again, but leaves out what it thinks is
-# too small. ``torch.compile`` may choose three times, and the best counts.
-# PyTorch's own ``F.linear_cross_entropy`` is missing where the page was
+# too small. ``torch.compile`` may choose three times, and the best counts. It
+# takes long, so it is measured at 8192 tokens only, and at 16384 in the small
+# model. PyTorch's own ``F.linear_cross_entropy`` is missing where the page was
 # recorded: it came with PyTorch 2.13, and that was PyTorch 2.11. The dashed
 # line is cuBLAS with the three products alone.
 

@@ -14,7 +14,7 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` comes close to ours. We are ahead of it by a few per cent of
+``torch.compile`` comes close to ours. We are ahead of it by a few percent of
 the time, and take less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
@@ -262,8 +262,8 @@ def batch(step, seed):
 # it would take all tokens in one chunk here. We tell it to take 4096, so only
 # a quarter of the logits is there at a time. As PyTorch's does, the function
 # returns the loss in the type of its input, and bfloat16 has less than three
-# digits. A curve wants more. So we call two of the parts that it is made of,
-# and keep the loss in float32.
+# digits. A curve wants more. So we call two of the functions that it is made
+# of, and keep the loss in float32.
 
 # %%
 
@@ -310,7 +310,7 @@ def mean_loss(x, weight, target):
 
 
 def split_heads(t):
-    """Views of the queries, keys and values in (batch, length, heads, DIM)."""
+    """Queries, keys and values: views of (batch, length, heads, DIM)."""
     parts = t.split((HEADS, KEY_HEADS, KEY_HEADS), dim=2)
     # (batch, heads, length, DIM), as attention wants them
     return [part.transpose(1, 2) for part in parts]
@@ -1340,7 +1340,7 @@ KINDS = {
     "_finish": "loss",
     "_in_place": "loss",
     "_round": "loss",
-    # Both products of a loss count as such, with what is done to their tiles.
+    # The products of a loss count as such, with what is done to their tiles.
     "_scores": "products",
     "_multiply": "products",
     "_product": "products",
@@ -1445,8 +1445,8 @@ for name in steps.columns[1:]:
 
 plt.figure("How long a step of 16384 tokens takes in each design", (7.5, 3))
 names = [name.split(" (")[0] for name in steps.columns[1:]]
-plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1] / 1000)
-plt.xlabel("ms")
+plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1])
+plt.xlabel("µs")
 plt.show()
 
 # %%
@@ -1543,10 +1543,17 @@ table = kernels.iloc[:, 1:].astype(float).fillna(0) / 1000
 start = 0 * table.iloc[0].to_numpy()
 for i, part in enumerate(kernels["kind"]):
     length = table.iloc[i].to_numpy()
-    plt.barh(designs[::-1], length[::-1], left=start[::-1], label=part)
+    plt.barh(
+        designs[::-1],
+        length[::-1],
+        left=start[::-1],
+        label=part,
+        color=f"C{i % 7}",
+        alpha=1 if i < 7 else 0.4,  # there are seven colors
+    )
     start = start + length
 plt.xlabel("ms")
-plt.legend(fontsize=8, ncols=3)
+plt.legend(fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.4, 1))
 plt.show()
 
 # %%
@@ -1649,7 +1656,7 @@ plt.show()
 # sums. All weights of the blocks are small in this sense. The last one of the
 # MLP, for instance, has 96 tiles of 128 × 128 for 132 SMs. cuBLAS has many
 # more tiles to choose from than we do. And in the loss our products have more
-# to do: one of them takes powers of its tiles.
+# to do: one of them takes a power of each number of its tiles.
 #
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
@@ -1741,7 +1748,10 @@ plt.show()
 # Two GPUs
 # --------
 #
-# How many tokens a second are that on one GPU, and on two?
+# How many tokens a second does a training read on one GPU, and on two? The
+# lines under the figure count the tokens of the model that runs here. Without
+# a GPU that is the tiny one, so they say nothing of the H200 then: its numbers
+# stand in the text below.
 
 # %%
 
@@ -1822,7 +1832,7 @@ for line in times.columns[1:]:
 # other designs. We do not know why. The kernels are the same, and PyTorch
 # takes NN ms here and NN ms there. It may be the clock rate of the GPU, which
 # falls when the products need more power than the GPU may take. We have not
-# measured that. So a few per cent between two figures mean little.
+# measured that. So between two figures a few percent mean little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
@@ -1834,7 +1844,7 @@ for line in times.columns[1:]:
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is a few per cent of the time, and NN GB.
+#   over it is a few percent of the time, and NN GB.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
 #   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
@@ -1985,7 +1995,7 @@ assert exercise_1(_squared_relu_1)
 # - Read a profile as a list of pages: each line says where to go next.
 #
 # **Next:** the course ends here. Take a function of ``both_passes.py`` into a
-# model of yours. If you have come past it, `Layer norm over several GPUs
+# model of yours. If you have not read it yet, `Layer norm over several GPUs
 # <../several-gpus/01-layer-norm.html>`_ shows how GPUs share a row. `The
 # glossary <../../glossary.html>`_ has the words of the field that these pages
 # use, and where each of them is explained.

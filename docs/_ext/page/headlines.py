@@ -42,6 +42,7 @@ ARGUMENTS = {
     "classes": N_("classes = %(value)s"),
     "features": N_("features = %(value)s"),
     "heads": N_("heads = %(value)s"),
+    "layers": N_("layers = %(value)s"),
     "mode": N_("mode = %(value)s"),
     "ranks": N_("ranks = %(value)s"),
     "turns": N_("turns = %(value)s"),

@@ -217,11 +217,12 @@ def circumstances(measured):
         f"Python {env['python']}",
     ]
     libraries = measured.environment.get("libraries", {})
-    versions += [
+    # Two lines may be of one library.
+    versions += dict.fromkeys(
         rst.escape(libraries[provider])
         for provider in measured.names
         if provider in libraries
-    ]
+    )
     if "ncu" in env:
         versions.append(f"Nsight Compute {env['ncu']}")
     yield _("Versions"), words.in_a_row(versions, _)

@@ -501,6 +501,7 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H200"
 FACTS = {
+    "So one or two percent mean nothing": "98 less 96, and 95 less 93",
     "A matrix of this size takes 235 MB": "8192 * 14336 * 2 bytes",
     "A million elements are 2 MB": "8192 * 128 * 2 bytes",
     "at 4.8 TB/s": DATA_SHEET,

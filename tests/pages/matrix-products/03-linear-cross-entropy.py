@@ -565,6 +565,7 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H200"
 FACTS = {
+    "Two or three percent may be noise": "what a clock that changes may do",
     "one such matrix takes 8.4 GB": "32768 * 128256 * 2 bytes",
     "its gradient take 0.27 GB each": "32768 * 4096 * 2 bytes",
     "and its gradient 1.05 GB each": "128256 * 4096 * 2 bytes",

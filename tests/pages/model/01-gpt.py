@@ -308,7 +308,7 @@ def of_memory(figure):
     less = compiled - ours
     less.rounding = ".1f"
     yield (
-        f"What we gain over it is a few per cent of the time, and {less} GB."
+        f"What we gain over it is a few percent of the time, and {less} GB."
     )
     assert ours < liger < compiled < theirs
     assert 0.47 < ours / theirs < 0.53, "half of the memory"
