@@ -724,7 +724,10 @@ def _silu(x):
 
 @triton.jit
 def _relu(z):
-    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    # Without propagate_nan a GPU takes the number of NaN and a number, so NaN
+    # would become 0, and nobody would notice it.
+    y = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y, tl.where(z > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -1984,7 +1987,8 @@ def _times_slope(dy, slope):
 
 @triton.jit
 def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
+    # Not y > 0, which is false of NaN: its gradient goes on, as in PyTorch.
+    return tl.where(y <= 0, 0.0, dy)
 
 
 @triton.jit
@@ -2749,8 +2753,6 @@ bench_traffic.run(show_plots=ON_GPU)
 #   each card, and chooses among them at each size.
 # - **Odd sizes.** Rows that are no multiple of 16 bytes are copied first.
 #   PyTorch has slower kernels for them, too, but no copy.
-# - **ReLU of NaN.** On a GPU ``tl.maximum`` of NaN and 0 is 0, so our ReLU
-#   hides a NaN in ``z``. PyTorch's returns it.
 # - **Small layers.** Each launch makes its descriptors anew on the host. With
 #   few tokens the GPU may wait for that.
 # - **PyTorch takes more**: float64, autocast, second derivatives, and 8-bit
