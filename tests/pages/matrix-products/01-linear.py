@@ -533,8 +533,11 @@ def traffic(figure):
     yield (
         f"our backward pass moves {mb('triton')} MB, and {mb('five')} by "
         "hand. If all columns of ``dx`` make ``dz``, it moves "
-        f"{mb('all columns')} MB, and {mb('four')} by hand."
+        f"{mb('all columns')} MB, and {mb('four')} by hand. Without an "
+        f"activation our backward pass moves {mb('no activation')} MB, and "
+        f"{mb('three')} by hand."
     )
+    assert mb("no activation") < mb("all columns")
     less = mb("five", 1024) - mb("triton", 1024)
     less.rounding = ".0f"
     # dz, dx and dw, which may all be in L2 when their kernels end.
@@ -592,6 +595,7 @@ DATA_SHEET = "the data sheet of the H200"
 ESTIMATE = "a number of the rule, chosen"
 TRIAL = "an H200, with each tile and each number of parts; not recorded"
 FACTS = {
+    "and 34 MB here": "4096 * 4096 * 2 bytes",
     "more than 400 times as long to read": "115 ms and 0.28 ms, printed above",
     "it is less than three times as long": "0.67 and 0.28 ms, printed above",
     "the units for float32 do 67 TFLOP/s": DATA_SHEET,
