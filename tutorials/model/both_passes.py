@@ -6043,7 +6043,10 @@ def _linear_silu(x):
 
 @triton.jit
 def _relu(z):
-    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    # Without propagate_nan a GPU takes the number of NaN and a number, so NaN
+    # would become 0, and nobody would notice it.
+    y = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y, tl.where(z > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -6463,7 +6466,8 @@ def _times_slope(dy, slope):
 
 @triton.jit
 def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
+    # Not y > 0, which is false of NaN: its gradient goes on, as in PyTorch.
+    return tl.where(y <= 0, 0.0, dy)
 
 
 CHAINS = {
@@ -9044,6 +9048,8 @@ def linear_cross_entropy(
     skip_below, as a share of the weight of their token, add nothing to the
     gradients.
     """
+    if ignore_index is None:
+        ignore_index = -100  # what it stands for where targets are classes
     head_check_arguments(
         input, linear_weight, target, linear_bias, weight, reduction,
         ignore_index, label_smoothing, recompute, skip_below,
