@@ -564,10 +564,10 @@ def both_passes_of(function, name):
         line_names=["Triton", "PyTorch"],
         ylabel="µs",
         plot_name="gpt-functions",
-        args={"M": 16384, "dtype": torch.bfloat16, "passes": "both"},
+        args={"M": 16384, "dtype": torch.bfloat16, "pass": "both passes"},
     )
 )
-def bench_functions(function, M, dtype, passes, provider):
+def bench_functions(function, M, dtype, provider, **_):
     """Device time: a CUDA graph of several calls, each with inputs of its own
     and after L2 was overwritten, less the graph without the calls; median, 20%
     and 80% quantiles."""
@@ -1512,11 +1512,11 @@ if "liger" in DESIGNS:
         args={
             "M": 16384,
             "dtype": torch.bfloat16,
-            "counted": "device",
+            "pass": "a whole step",
         },
     )
 )
-def bench_kernels(kind, M, dtype, counted, provider):
+def bench_kernels(kind, M, dtype, provider, **_):
     """What the kernels of one kind take on the GPU in a step, by PyTorch's
     profiler: mean of three steps."""
     if not ON_GPU:
@@ -1592,11 +1592,11 @@ OUR_KERNELS = [
         args={
             "M": 16384,
             "dtype": torch.bfloat16,
-            "counted": "device",
+            "pass": "a whole step",
         },
     )
 )
-def bench_each_kernel(kernel, M, dtype, counted, provider):
+def bench_each_kernel(kernel, M, dtype, provider, **_):
     """What all launches of a kernel take on the GPU in a step, by PyTorch's
     profiler: mean of three steps."""
     if not ON_GPU:
