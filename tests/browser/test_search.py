@@ -169,7 +169,9 @@ QUESTIONS = {
         "ロック": r"03-lock.html",
         "バリア": r"03-lock.html",
         "逆伝播": r"01-layer-norm.html|-backward-pass$",
-        "勾配": r"02-summing-rows.html|01-layer-norm.html|#term-gradient",
+        "勾配": (
+            r"0(1-layer-norm|2-summing-rows|2-testing).html|#term-gradient"
+        ),
         "アトミック加算": r"02-summing-rows.html#atomic-additions",
         "スピル": r"05-chunks.html#backward-registers|#term-spill",
         "分散": r"07-two-sweeps.html",

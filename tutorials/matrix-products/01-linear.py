@@ -1551,8 +1551,6 @@ bench_few.run(show_plots=ON_GPU)
 # tiles there are 128. The price is a second kernel, and 8 bytes for each
 # number of ``y`` and each part. That is little as long as there are few
 # tokens. With 64 tokens and two parts it would be 4.2 MB.
-# (One part is faster with 64 tokens than with a single one, although it has as
-# many programs. We have not found out why.)
 #
 # **What follows.**
 # The more tokens there are, the more tiles, and the fewer parts. From 64

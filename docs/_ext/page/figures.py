@@ -201,14 +201,19 @@ def file_of(srcdir, name):
 
 def _plot_of_card(session):
     """The benchmark whose figure a page's card has: the first of a backward
-    pass beside PyTorch's, or else the first of the most that there is."""
+    pass beside PyTorch's, or else the first of the most that there is. One
+    with a single size has no lines to show."""
     data = session.recordings[session.default_gpu]
 
     def rank(plot):
         its = data["benchmarks"][plot]
         compares = headlines.compares(its["unit"], its["rows"])
         backward = "backward" in str(its["args"].get("mode"))
-        return "reason" not in its, 2 * compares + backward
+        sizes = {
+            tuple(row[x] for x in its["x_names"])
+            for row in its.get("rows", ())
+        }
+        return "reason" not in its, len(sizes) > 1, 2 * compares + backward
 
     return max(data["benchmarks"], key=rank)
 

@@ -324,8 +324,6 @@ def few_tokens(figure):
     # "What is between them is noise."
     for tokens in (64, 128, 256, 512):
         assert 0.98 < of.ratio("triton", "one part", tokens) < 1.02
-    # "One part is faster with 64 tokens than with a single one."
-    assert of.median("one part", 64) < of.median("one part", 1)
     # "So our kernel takes nearly the same time up to 128 tokens."
     ours = [of.median("triton", tokens) for tokens in (1, 16, 64, 128)]
     assert max(ours) < 1.05 * min(ours)
