@@ -202,6 +202,11 @@ def glossary(code):
         ]
 
 
+def term_of(pattern):
+    """The term of a pattern of the glossary."""
+    return re.sub(r"\\(.)", r"\1", pattern.removesuffix("(?:e?s)?"))
+
+
 def same_code(one, other):
     """Whether two scripts differ in comments and docstrings only."""
     return _bare(one) == _bare(other)

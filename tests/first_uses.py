@@ -26,7 +26,7 @@ def terms(code):
     entries = ENTRY.findall(text.partition(".. glossary::\n")[2])
     found = {}
     for pattern, said in checks.glossary(code):
-        term = re.sub(r"\\(.)", r"\1", pattern.removesuffix("(?:e?s)?"))
+        term = checks.term_of(pattern)
         said = [each for each in said if each.lower() != term.lower()]
         if term in entries and said:
             found[term] = said

@@ -6,7 +6,6 @@ full-width bracket behind it, or the meaning with the name in the bracket.
 """
 
 import functools
-import json
 import re
 
 import checks_of_translations as checks
@@ -69,8 +68,7 @@ def recorded(name):
     """{plot: rows} of what was recorded for a page, on all GPUs."""
     found = {}
     for gpu in recording.gpus(name):
-        text = recording.path_of(gpu, name).read_text(encoding="utf-8")
-        for plot, its in json.loads(text)["benchmarks"].items():
+        for plot, its in recording.read(gpu, name)["benchmarks"].items():
             found.setdefault(plot, []).extend(its.get("rows", ()))
     return found
 
@@ -124,7 +122,7 @@ def stays(word, code):
 @functools.cache
 def terms(code):
     return [
-        (term, said, re.sub(r"\\(.)", r"\1", term.removesuffix("(?:e?s)?")))
+        (term, said, checks.term_of(term))
         for term, said in checks.glossary(code)
     ]
 

@@ -95,18 +95,19 @@ def write(app, env, docnames):
         # In a notebook a line ends where a paragraph does.
         unwrapped = in_language(name, width=sys.maxsize)
         said = origin(name, app.config)
+        module = tutorial.beside(name)
         files = {
             "py": head(said) + in_language(name),
             "ipynb": notebooks.of(
                 *(unwrapped, said, address(name, app.config), PACKAGES),
                 app.config.sphinx_gallery_conf,
-                tutorial.beside(name),
+                module,
             ),
         }
         for ending, text in files.items():
             put(f"{name}.{ending}", text.encode())
             of_all[ending][f"{name}.{ending}"] = text
-        if module := tutorial.beside(name):
+        if module:
             inside = f"{Path(name).parent}/{module.name}"
             of_all["py"][inside] = module_head(name, app.config) + (
                 module.read_text(encoding="utf-8")

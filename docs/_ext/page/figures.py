@@ -209,10 +209,7 @@ def _plot_of_card(session):
         its = data["benchmarks"][plot]
         compares = headlines.compares(its["unit"], its["rows"])
         backward = "backward" in str(its["args"].get("mode"))
-        sizes = {
-            tuple(row[x] for x in its["x_names"])
-            for row in its.get("rows", ())
-        }
+        sizes, _ = recording.grid(its)
         return "reason" not in its, len(sizes) > 1, 2 * compares + backward
 
     return max(data["benchmarks"], key=rank)
