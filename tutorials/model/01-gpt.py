@@ -1594,8 +1594,8 @@ plt.show()
 # <../matrix-products/02-swiglu.html>`_ has an MLP that computes the result of
 # its gate again, in the backward pass, instead of keeping it.
 #
-# Two GPUs
-# --------
+# On two GPUs
+# -----------
 #
 # How many tokens a second does a training read on one GPU, and on two? The
 # lines under the figure count the tokens of the model that runs here. Without
