@@ -315,7 +315,7 @@ PAGE = Page(
     trains=("attention",),
     huge=(4096,),
     elsewhere="not the current GPU",
-    sanitizers=("memcheck", "racecheck"),
+    sanitizers=("memcheck",),
     sanitized=(
         case((1, 2), 37, 51, 32, causal=True, group=2),
         case((1, 1), 150, 100, 128, causal=True),
