@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import tutorial
 from compiled.declared import Case, Kernel, Kernels, of_page
 from conformance import AnyAttention, AttentionCase, Page
+from measurements.figure import Measured, from_to
 from tutorial import load
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -156,11 +157,193 @@ CARD = "H200"
 CUDNN, FLASH, CUBLAS = "sdpa-cudnn", "torch", "cublas"
 
 
+ANY = "attention/03-any-attention"
+LENGTHS = 1024, 2048, 4096, 8192, 16384
+
+
+def both_of(figure, mode, of_64=""):
+    """The figure of a pass, and that of causal attention."""
+    return [
+        figure(f"warps-{mode}{which}{of_64}", CARD)
+        for which in ("", "-causal")
+    ]
+
+
+def of_page_03(figure, mode, of_64=""):
+    return [
+        figure(f"any-attention-{mode}{which}{of_64}", CARD, page=ANY)
+        for which in ("", "-causal")
+    ]
+
+
+def of_cudnn(figures, first=1024, who="triton"):
+    """From the least share to the most, of each figure."""
+    return [
+        from_to(of.between(first).shares(who, CUDNN), "%") for of in figures
+    ]
+
+
+def forward(figure):
+    usual, causal = both = both_of(figure, "forward")
+    short = figure("warps-forward-causal-bfloat16", CARD)
+    yield (
+        f"our kernel reaches {usual.median('triton', 16384)} TFLOP/s at 16384 "
+        f"keys, and {causal.median('triton', 16384)} if attention is causal."
+    )
+    shares = of_cudnn(both, 2048)
+    yield (
+        f"From 2048 keys on that is {shares[0]} of cuDNN's speed, and "
+        f"{shares[1]} of it if causal. At 1024 keys it is "
+        f"{usual.share('triton', 1024, CUDNN)}%, and "
+        f"{causal.share('triton', 1024, CUDNN)}% if causal. In bfloat16, "
+        f"causal, we reach {of_cudnn([short], 2048)[0]} of cuDNN's speed from "
+        "2048 keys on."
+    )
+    plain = of_cudnn(both, who="plain")
+    yield (
+        f"The plain kernel is at {plain[0]} of cuDNN's speed over all "
+        f"lengths, and at {plain[1]} if causal. At 4096 keys it does "
+        f"{usual.median('plain', 4096)} TFLOP/s. With a warp that loads and "
+        "two groups that multiply, but wait at once, these are "
+        f"{usual.median('waits', 4096)}. Waiting later makes that "
+        f"{usual.median('triton', 4096)}. If the groups take turns besides, "
+        f"they do {usual.median('turns', 4096)}."
+    )
+    # "To split the work of the warps brings the most. Waiting later helps",
+    # and "Taking turns does not help", at every length.
+    for of in both:
+        for N in LENGTHS:
+            later = of.median("triton", N)
+            waits = of.median("waits", N)
+            assert later > waits
+            assert later > of.median("turns", N)
+            if (of, N) != (causal, 1024):
+                assert waits > of.median("plain", N)
+        at_4096 = [of.median(who, 4096) for who in ("plain", "waits")]
+        assert at_4096[1] / at_4096[0] > of.ratio("triton", "waits", 4096)
+    # "There we are as fast as the plain kernel."
+    assert 0.99 < causal.ratio("triton", "plain", 1024) < 1.03
+    yield (
+        "Compared with the product of matrices it reaches "
+        f"{usual.share('triton', 16384, CUBLAS)}% at 16384 keys."
+    )
+    # "With long sequences our kernel is faster", and where cuDNN is ahead:
+    # up to 2048 keys, and up to 4096 if causal.
+    for of, last in (usual, 2048), (causal, 4096):
+        for N in LENGTHS:
+            ahead = of.median(CUDNN, N) > of.median("triton", N)
+            assert ahead == (last >= N)
+
+
+def backward(figure):
+    usual, causal = both = both_of(figure, "backward")
+    short = figure("warps-backward-causal-bfloat16", CARD)
+    ours = usual.median("triton", 16384)
+    yield (
+        f"our backward pass reaches {ours} TFLOP/s at 16384 keys, and "
+        f"{causal.median('triton', 16384)} if causal."
+    )
+    shares = of_cudnn(both, 2048)
+    flash = [from_to(of.ratios("triton", FLASH), "") for of in both]
+    yield (
+        f"From 2048 keys on that is {shares[0]} of cuDNN's speed, and "
+        f"{shares[1]} of it if causal. At 1024 keys it is "
+        f"{usual.share('triton', 1024, CUDNN)}%, and "
+        f"{causal.share('triton', 1024, CUDNN)}% if causal. In bfloat16, "
+        f"causal, it is {of_cudnn([short])[0]} over all lengths. Ours is "
+        f"{flash[0]} times as fast as FlashAttention-2, and {flash[1]} times "
+        "if causal."
+    )
+    plain = of_cudnn(both, 2048, "plain")
+    before = of_cudnn(of_page_03(figure, "backward"), 2048)
+    yield (
+        f"Plain kernels alone are at {plain[0]} of cuDNN's speed from 2048 "
+        f"keys on, and at {plain[1]} if causal."
+    )
+    yield f"with the old order, these are {before[0]}, and {before[1]}."
+    for of in both:
+        for N in LENGTHS:
+            assert of.median("triton", N) > of.median("plain", N)
+    seven = Measured(7 / 5 * ours, ".0f")
+    ceiling = usual.median(CUBLAS, 16384)
+    cudnn = usual.median(CUDNN, 16384)
+    share = Measured(100 * seven / ceiling, ".0f")
+    yield (
+        f"With seven products our kernels do 7/5 of {ours}, which is {seven} "
+        f"TFLOP/s at 16384 keys. That is {share}% of what the product of "
+        f"matrices reaches beside them. If cuDNN has five, its {cudnn} "
+        f"TFLOP/s are {usual.share(CUDNN, 16384, CUBLAS)}% of it."
+    )
+    # Where cuDNN is ahead: at every length but 1024 keys if causal.
+    for of in both:
+        for N in LENGTHS:
+            ahead = of.median(CUDNN, N) > of.median("triton", N)
+            assert ahead == ((of, N) != (causal, 1024))
+
+
+def of_64_numbers(figure):
+    both = both_of(figure, "backward", "-64")
+    now = of_cudnn(both)
+    before = of_cudnn(of_page_03(figure, "backward", "-64"))
+    flash = [from_to(of.ratios("triton", FLASH), "") for of in both]
+    yield (
+        f"the backward pass is at {now[0]} of cuDNN's speed, and at {now[1]} "
+        "if causal."
+    )
+    yield (
+        f"it is at {before[0]}, and {before[1]}. Ours is {flash[0]} times as "
+        f"fast as FlashAttention-2, and {flash[1]} times if causal."
+    )
+    # "Forward cuDNN is ahead up to 2048 keys", with 64 numbers.
+    for of in of_page_03(figure, "forward", "-64"):
+        for N in 1024, 2048:
+            assert of.share("triton", N, CUDNN) < 100
+
+
+def designs(figure):
+    passes = [both_of(figure, mode)[1] for mode in ("forward", "backward")]
+    forward, backward = passes
+
+    def speed(of, who):
+        return of.median(who, 4096)
+
+    yield (
+        f"- **Plain Triton** reaches {speed(forward, 'plain')} TFLOP/s "
+        "forward. Backward, with its products in a better order, it reaches "
+        f"{speed(backward, 'plain')}."
+    )
+    yield (
+        f"reach {speed(forward, 'waits')} forward if they wait for each "
+        "product at once."
+    )
+    yield (
+        f"- **Waiting later** makes that {speed(forward, 'triton')}, and "
+        f"{speed(backward, 'triton')} backward"
+    )
+    yield (
+        f"- **Taking turns** makes {speed(forward, 'turns')} forward, less "
+        "than without."
+    )
+    yield (
+        f"- **cuDNN** reaches {speed(forward, CUDNN)} and "
+        f"{speed(backward, CUDNN)}."
+    )
+
+
 def CLAIMS(figure):
-    yield from ()
+    yield from forward(figure)
+    yield from backward(figure)
+    yield from of_64_numbers(figure)
+    yield from designs(figure)
 
 
-FACTS = {}
+FACTS = {
+    "so 12.5% of the work is added": "4 of 32 tiles of one head",
+    "with its 64 × 64 has 6%": "8 of 128 tiles, at 1024 keys",
+    "up to 740 TFLOP/s forward": "the abstract of the paper",
+    "32 KB for their queries": "128 rows of 128 numbers of 2 bytes",
+    "need 128 KB": "twice keys and values, 128 rows each",
+}
 
 # Tiles of 16 and 32, in all combinations that the page allows, so that small
 # cases have several.
