@@ -1,5 +1,6 @@
 """What must hold of the page "Attention with warps that only load"."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import tutorial
-from compiled.declared import Case, Kernel, Kernels, of_page
+from compiled.declared import Case, Kernels, of_page
 from conformance import AnyAttention, AttentionCase, Page
 from measurements.figure import Measured, from_to
 from tutorial import load
@@ -18,7 +19,7 @@ from tutorial import load
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
-def both_passes(page, M, N, dtype, D=128, is_causal=True, group=1):
+def both_passes(page, M, N, dtype, D=64, is_causal=True, group=1):
     def empty(heads):
         t = torch.empty(M, heads, N, D, dtype=dtype, device=page.DEVICE)
         return t.requires_grad_()
@@ -32,30 +33,12 @@ def run(page, M, N, dtype):
     both_passes(page, M, N, dtype)
 
 
-def not_causal(page, M, N, dtype):
-    both_passes(page, M, N, dtype, is_causal=False)
-
-
-def groups(page, M, N, dtype):
-    for is_causal in False, True:
-        both_passes(page, M, N, dtype, 128, is_causal, group=4)
-
-
-def of_256(page, M, N, dtype):
-    for is_causal in False, True:
-        both_passes(page, M, N, dtype, 256, is_causal)
-
-
-def of_64(page, M, N, dtype):
-    for is_causal in False, True:
-        for group in 1, 4:
-            both_passes(page, M, N, dtype, 64, is_causal, group)
-
-
-def of_32_or_fewer(page, M, N, dtype):
-    for D in 32, 16:
+def plain(page, M, N, dtype):
+    """All that is launched in plain Triton, on every GPU."""
+    for D in (256, 64, 32, 16):
         for is_causal in False, True:
             both_passes(page, M, N, dtype, D, is_causal)
+    both_passes(page, M, N, dtype, group=4)
 
 
 def float32(page, M, N, dtype):
@@ -63,33 +46,28 @@ def float32(page, M, N, dtype):
         both_passes(page, M, N, dtype, 64, is_causal)
 
 
-def float32_of_128(page, M, N, dtype):
-    for is_causal in False, True:
-        both_passes(page, M, N, dtype, 128, is_causal)
+def hopper(page, M, N, dtype):
+    """All that is launched in Gluon, on a Hopper GPU."""
+    for D in (128, 80):
+        for is_causal in False, True:
+            for group in 1, 4:
+                both_passes(page, M, N, dtype, D, is_causal, group)
+    t = torch.empty(1, 2, N, 128, dtype=dtype, device=page.DEVICE)
+    for how in {"LATER": False}, {"TURNS": True}:
+        for is_causal in False, True:
+            page.forward(t, t, t, is_causal, 1.0, **how)
 
 
 def also(page, M, N, dtype):
-    """Other forms on every GPU."""
-    not_causal(page, M, 1000, dtype)
+    """Other forms on every GPU: heads of 128 numbers, where this is Hopper
+    by the kernels in Gluon."""
+    both_passes(page, M, 1000, dtype, 64, is_causal=False)
+    both_passes(page, M, N, dtype, 128)
     both_passes(page, M, N, dtype, D=80, group=4)
     both_passes(page, M, N, torch.float32, D=64)
-    t = torch.empty(1, 2, 150, 128, dtype=dtype, device=page.DEVICE)
-    if page.by_warps(t):
-        for how in {"LATER": False}, {"TURNS": True}:
-            page.forward(t, t, t, True, 1.0, **how)
-            page.forward(t, t, t, False, 1.0, **how)
 
 
 PUBLISHED = "2026-11-29"
-
-
-def multiplies(code):
-    """By Tensor Cores, with tiles from the TMA where there is one."""
-    return [
-        code.multiplies,
-        code.fetches_tiles == (code.target in ("sm_90", "sm_100")),
-        code.spills == 0,
-    ]
 
 
 KERNELS = Kernels(
@@ -98,56 +76,30 @@ KERNELS = Kernels(
     M=4,
     N=[4096],
     dtype="float16",
+    # Those in Gluon compile for Hopper GPUs alone: they are tested below.
     kernels={
-        "_warps_fwd": Kernel(
+        **of_page("attention/03-any-attention", "_any_attention_fwd"),
+        **of_page(
+            "attention/03-any-attention",
+            "_any_attention_bwd_queries",
             look="""
-            Two groups of warps multiply, and one warp loads: the code of all
-            three is here, one after the other. ``wgmma.wait_group`` with a 1
-            is the wait that leaves a product under way.
+            Of three products in a step, two stand together before the powers.
             """,
-            true=multiplies,
-            shared=227 * 1024,
-            copies="any",
-            narrow_stores=4,  # lse
-        ),
-        "_warps_bwd_queries": Kernel(
-            look="Three products in a step, of which two begin at once.",
-            true=multiplies,
-            shared=227 * 1024,
-            copies="any",
-            narrow_loads=4,  # lse
-            narrow_stores=4,  # delta
-        ),
-        "_any_attention_bwd_keys": Kernel(
-            look="""
-            Four products in a step, in plain Triton. ``wgmma.wait_group`` has
-            a 0 each time: nobody goes on while a product is under way.
-            """,
-            true=multiplies,
-            shared=227 * 1024,
-            copies="any",
-            narrow_copies=12,  # lse and delta
         ),
         **of_page(
             "attention/03-any-attention",
-            "_any_attention_fwd",
-            "_any_attention_bwd_queries",
+            "_any_attention_bwd_keys",
+            look="""
+            Four products in a step. On sm_90 look for ``wgmma.wait_group`` in
+            the PTX: it follows the first product and the second, and then the
+            last two are begun without a wait between them.
+            """,
         ),
     },
     cases={
-        "causal": Case(
-            run=run,
+        "plain": Case(
+            run=plain,
             sizes={"float16": [1000, 4096], "bfloat16": [1000, 4096]},
-        ),
-        "not causal": Case(
-            run=not_causal,
-            sizes={"float16": [1000, 4096], "bfloat16": [1000, 4096]},
-        ),
-        "groups": Case(run=groups, sizes={"float16": [1000, 4096]}),
-        "D = 256": Case(run=of_256, sizes={"float16": [1000, 4096]}),
-        "D = 64": Case(run=of_64, sizes={"float16": [1000, 4096]}),
-        "D = 32 or 16": Case(
-            run=of_32_or_fewer, sizes={"float16": [1000, 4096]}
         ),
         "float32": Case(run=float32, sizes={"float32": [1000, 4096]}),
     },
@@ -810,44 +762,73 @@ def test_operators_are_what_they_promise():
             )
 
 
-@pytest.mark.cpu  # what compiles for a GPU that is not there
-def test_a_new_length_compiles_nothing(launches):
+def compiled(launches, N, run, dtype="float16"):
+    """What is launched on a Hopper GPU."""
     from compiled import limits
 
+    (builds,) = launches(
+        [limits.call(PAGE.name, KERNELS, N, "sm_90", dtype, run)]
+    )
+    return builds
+
+
+@pytest.mark.cpu  # what compiles for a GPU that is not there
+def test_a_new_length_compiles_nothing(launches):
     texts = {}
-    for built in launches(
-        [limits.call(PAGE.name, KERNELS, N, "sm_90") for N in (1, 1007, 4096)]
-    ):
-        for one in built:
-            texts.setdefault(one.kernel, set()).add(one.asm["ptx"])
-    assert len(texts) == 3
-    assert all(len(each) == 1 for each in texts.values())
+    for N in 1, 1007, 4096:
+        for one in compiled(launches, N, hopper)[:3]:
+            texts.setdefault(one.kernel, []).append(one.asm["ptx"])
+    assert texts.keys() == {
+        *("_warps_fwd", "_warps_bwd_queries", "_any_attention_bwd_keys")
+    }
+    # 4096 is a multiple of the tiles, which is compiled for.
+    for found in texts.values():
+        assert len({*found}) <= 2 and found[0] == found[1]
 
 
 def waits(built):
-    return set(re.findall(r"wait_group.sync.aligned (\d)", built.asm["ptx"]))
+    """In their order, each by how many products it leaves under way."""
+    return re.findall(r"wait_group.sync.aligned (\d)", built.asm["ptx"])
 
 
 @pytest.mark.cpu
-def test_who_waits_for_products(launches):
-    """Triton for all of them, behind each; kernels in Gluon for all but the
-    last one, if they are not told to wait at once. And their warps have
-    registers of their own."""
-    from compiled import limits
-
-    call = limits.call(PAGE.name, KERNELS, 4096, "sm_90", run=also)
-    (builds,) = launches([call])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernels_in_gluon(launches, dtype):
+    """They spill nothing, fit into an SM, fetch tiles by the TMA, have warps
+    with registers of their own, and leave a product under way where they are
+    not told to wait at once."""
     found = {}
-    for built in builds:
-        in_gluon = built.kernel.startswith("_warps")
-        assert in_gluon == ("setmaxnreg" in built.asm["ptx"])
-        if not in_gluon and "wgmma" in built.asm["ptx"]:
-            assert waits(built) == {"0"}, built.kernel
-        elif in_gluon:
-            found.setdefault(built.kernel, []).append(waits(built))
-    assert found["_warps_bwd_queries"] == 2 * [{"0", "1"}]
-    # LATER is False in two of them.
-    assert sorted(map(len, found["_warps_fwd"])) == [1, 1, 2, 2, 2, 2]
+    for N in 1000, 4096:
+        for built in compiled(launches, N, hopper, dtype):
+            if not built.kernel.startswith("_warps"):
+                continue
+            assert built.spills == 0
+            assert built.shared <= 227 * 1024
+            assert "cp.async.bulk.tensor" in built.asm["ptx"]
+            assert built.asm["ptx"].count("setmaxnreg") >= 3
+            found.setdefault(built.kernel, []).append({*waits(built)})
+    assert found["_warps_bwd_queries"] == 16 * [{"0", "1"}]
+    # LATER is False in two of twelve.
+    later = [each == {"0", "1"} for each in found["_warps_fwd"]]
+    assert len(later) == 24 and sum(later) == 20
+
+
+@pytest.mark.cpu
+def test_where_plain_kernels_wait(launches):
+    """As the page says: for all products that are under way. And the last two
+    products of the step of the keys are begun without a wait between them."""
+    runs = {}
+    for built in compiled(launches, 4096, run):
+        assert {*waits(built)} == {"0"}, built.kernel
+        steps = re.findall(r"wgmma.(mma_async|wait_group)", built.asm["ptx"])
+        runs[built.kernel] = [
+            len([*run])
+            for what, run in itertools.groupby(steps)
+            if what == "mma_async"
+        ]
+    # Two loops, one of them with a mask. A product is four instructions.
+    assert runs["_any_attention_bwd_queries"][:3] == [4, 4, 4]
+    assert runs["_any_attention_bwd_keys"][:3] == [4, 4, 8]
 
 
 def test_transforms_of_torch_func_are_refused(page):
