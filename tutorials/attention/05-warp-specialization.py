@@ -966,7 +966,7 @@ in_percent(bench_backward_causal_64)
 
 # %%
 # **What both figures show.**
-# On the H200 the backward pass is at 92% to 102% of cuDNN's speed, and at 87%
+# On the H200 the backward pass is at 94% to 103% of cuDNN's speed, and at 87%
 # to 103% if causal. With the old order, on the page of `any attention
 # <03-any-attention.html>`_, it is at 82% to 92%, and 85% to 101%. That was
 # another run, with the same rival. Ours is 1.6 to 1.7 times as fast as
@@ -1812,15 +1812,15 @@ in_percent(bench_forward_bfloat16)
 
 # %%
 # **What the figures show.**
-# On the H200 our kernel reaches 686 TFLOP/s at 16384 keys, and 667 if
-# attention is causal. From 2048 keys on that is 99% to 108% of cuDNN's speed,
-# and 93% to 111% of it if causal. At 1024 keys it is 94%, and 82% if causal.
+# On the H200 our kernel reaches 672 TFLOP/s at 16384 keys, and 649 if
+# attention is causal. From 2048 keys on that is 99% to 109% of cuDNN's speed,
+# and 93% to 111% of it if causal. At 1024 keys it is 93%, and 82% if causal.
 # In bfloat16, causal, we reach 92% to 111% of cuDNN's speed from 2048 keys on.
 #
-# The plain kernel is at 79% to 82% of cuDNN's speed over all lengths, and at
-# 82% to 85% if causal. At 4096 keys it does 510 TFLOP/s. With a warp that
-# loads and two groups that multiply, but wait at once, these are 640. Waiting
-# later makes that 663. If the groups take turns besides, they do 651.
+# The plain kernel is at 79% to 83% of cuDNN's speed over all lengths, and at
+# 82% to 85% if causal. At 4096 keys it does 494 TFLOP/s. With a warp that
+# loads and two groups that multiply, but wait at once, these are 616. Waiting
+# later makes that 643. If the groups take turns besides, they do 629.
 #
 # **Why.**
 # From 2048 keys on, to split the work of the warps brings the most. It changes
@@ -1844,7 +1844,7 @@ in_percent(bench_forward_bfloat16)
 #
 # **What follows.**
 # With long sequences our kernel is faster than cuDNN's. Compared with the
-# product of matrices it reaches 90% at 16384 keys. The rest may be the
+# product of matrices it reaches 89% at 16384 keys. The rest may be the
 # beginning and the end of each program, and powers that are still not hidden.
 #
 # The gradient of the queries
@@ -2484,10 +2484,10 @@ in_percent(bench_backward_bfloat16)
 
 # %%
 # **What the three figures show.**
-# On the H200 our backward pass reaches 474 TFLOP/s at 16384 keys, and 471 if
-# causal. From 2048 keys on that is 84% to 88% of cuDNN's speed, and 86% to 96%
-# of it if causal. At 1024 keys it is 94%, and 104% if causal. In bfloat16,
-# causal, it is 85% to 104% over all lengths. Ours is 1.7 to 1.8 times as fast
+# On the H200 our backward pass reaches 462 TFLOP/s at 16384 keys, and 456 if
+# causal. From 2048 keys on that is 84% to 87% of cuDNN's speed, and 86% to 96%
+# of it if causal. At 1024 keys it is 92%, and 104% if causal. In bfloat16,
+# causal, it is 85% to 105% over all lengths. Ours is 1.7 to 1.8 times as fast
 # as FlashAttention-2, and 1.7 to 1.9 times if causal.
 #
 # Plain kernels alone are at 82% to 83% of cuDNN's speed from 2048 keys on, and
@@ -2500,11 +2500,11 @@ in_percent(bench_backward_bfloat16)
 # what it gains is divided by more than two. The other four are plain, and with
 # 128 numbers in a head their order brings little.
 #
-# With seven products our kernels do 7/5 of 474, which is 663 TFLOP/s at 16384
-# keys. That is 87% of what the product of matrices reaches beside them. If
-# cuDNN has five, its 554 TFLOP/s are 73% of it. `Five products or seven
+# With seven products our kernels do 7/5 of 462, which is 646 TFLOP/s at 16384
+# keys. That is 85% of what the product of matrices reaches beside them. If
+# cuDNN has five, its 549 TFLOP/s are 72% of it. `Five products or seven
 # <02-backward.html>`_ explains why we stay with seven. At the speed of the
-# product of matrices, seven products would have 98% of cuDNN's speed.
+# product of matrices, seven products would have 99% of cuDNN's speed.
 #
 # **What follows.**
 # A kernel in Gluon for keys would bring some percent more. To pass cuDNN with
@@ -2625,14 +2625,14 @@ assert exercise_1(group_of_dq_later)
 # These are the designs of this page, with their speeds on the H200 for causal
 # attention, 4096 keys and 128 numbers in a head:
 #
-# - **Plain Triton** reaches 466 TFLOP/s forward. Backward, with its products
-#   in a better order, it reaches 399.
-# - **A warp that loads and two groups that multiply** reach 532 forward if
+# - **Plain Triton** reaches 474 TFLOP/s forward. Backward, with its products
+#   in a better order, it reaches 404.
+# - **A warp that loads and two groups that multiply** reach 548 forward if
 #   they wait for each product at once.
-# - **Waiting later** makes that 556, and 414 backward, where only ``dq`` is
+# - **Waiting later** makes that 566, and 424 backward, where only ``dq`` is
 #   done that way.
-# - **Taking turns** makes 540 forward, less than without.
-# - **cuDNN** reaches 563 and 457.
+# - **Taking turns** makes 551 forward, less than without.
+# - **cuDNN** reaches 569 and 465.
 #
 # And for kernels in general:
 #
