@@ -969,7 +969,7 @@ in_percent(bench_backward_causal_64)
 # On the H200 the backward pass is at 94% to 103% of cuDNN's speed, and at 87%
 # to 103% if causal. With the old order, on the page of `any attention
 # <03-any-attention.html>`_, it is at 82% to 92%, and 85% to 101%. That was
-# another run, with the same rival. Ours is 1.6 to 1.7 times as fast as
+# another run, with the same rival. Ours is 1.6 to 1.8 times as fast as
 # FlashAttention-2, and 1.5 to 1.7 times if causal.
 #
 # **Why.**
