@@ -978,13 +978,14 @@ in_percent(bench_backward_causal_64)
 # them. We have not measured the two changes apart.
 #
 # **What follows.**
-# Only lines have changed places. Try that before you leave Triton.
+# Only lines have changed places. Try that first, before you leave Triton.
 #
 # A product beside the powers
 # ---------------------------
 #
 # With 128 numbers in a head the order brings less, as we will see, and the
 # forward kernel has only one order.
+#
 # What could a program do while it computes powers? The second product of the
 # step *before*. Its powers are there already, and nothing needs its result
 # before the next step. So a step could begin the product of its own scores,
@@ -1690,10 +1691,9 @@ def forward(query, key, value, is_causal, scale, tile_k=128, buffers=2, **how):
 # %%
 # The steps have 128 keys. Both groups need 32 KB for their queries, and two
 # buffers for keys and values need 128 KB. So an SM has room for one program,
-# and while that begins or ends, nobody else multiplies there.
-# In a trial, steps of 64 keys were
-# slower, even with four buffers: there are twice as many, and each has its
-# waits.
+# and while that begins or ends, nobody else multiplies there. In a trial,
+# steps of 64 keys were slower, even with four buffers: there are twice as
+# many, and each has its waits.
 #
 # Is the forward pass right?
 # --------------------------
@@ -2507,8 +2507,8 @@ in_percent(bench_backward_bfloat16)
 # product of matrices, seven products would have 99% of cuDNN's speed.
 #
 # **What follows.**
-# A kernel in Gluon for keys would bring some percent more. To pass cuDNN with
-# long sequences we would have to save products.
+# A kernel in Gluon for the keys may bring some percent more. To pass cuDNN
+# with long sequences we would have to save products.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
