@@ -1615,9 +1615,9 @@ def _warps_fwd(
 # Around the kernel
 # -----------------
 #
-# Who gets the kernel in Gluon? A Hopper GPU with rows that fill tiles of 128
-# columns, in 16 bits. And heads of 64 numbers? In a trial on an H200 the plain
-# kernel was faster there, at every length.
+# Who gets the kernel in Gluon? Inputs of 16 bits on a Hopper GPU, whose heads
+# need tiles of 128 columns. And heads of 64 numbers? In a trial on an H200 the
+# plain kernel was faster there, at every length.
 
 
 def by_warps(query):
@@ -2364,8 +2364,9 @@ def attention(
 # Is it right?
 # ------------
 #
-# We compare with PyTorch's function in float64, as on the page before, and
-# print the largest error of each tensor, as a share of its largest number.
+# We compare with PyTorch's function in float64, as on the page of `any
+# attention <03-any-attention.html>`_, and print the largest error of each
+# tensor, as a share of its largest number.
 
 # %%
 
@@ -2496,9 +2497,9 @@ in_percent(bench_backward_bfloat16)
 # to 90%. That was another run.
 #
 # **Why.**
-# The kernel in Gluon gives ``dq`` alone, and three of the seven products. So
-# what it gains is divided by more than two. The other four are plain, and with
-# 128 numbers in a head their order brings little.
+# The kernel in Gluon gives ``dq`` alone, with three of the seven products. So
+# less than half of the backward pass can gain by it. The other four products
+# are plain, and with 128 numbers in a head their order brings little.
 #
 # With seven products our kernels do 7/5 of 462, which is 646 TFLOP/s at 16384
 # keys. That is 85% of what the product of matrices reaches beside them. If
@@ -2644,5 +2645,5 @@ assert exercise_1(group_of_dq_later)
 # - A warp that only loads needs few registers, and leaves them to the others.
 # - Before you leave plain Triton, try the order of what is there already.
 #
-# **Next:** a model tells attention where a word stands by turning queries and
-# keys. `Rotary embedding <04-rotary.html>`_ does it in both passes.
+# **Next:** a model is more than attention. `A GPT whose every kernel is a page
+# of this site <../model/01-gpt.html>`_ puts all of them together.

@@ -1706,7 +1706,8 @@ for line in times.columns[1:]:
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
 #   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
-#   at every length.
+#   of plain kernels at every length, and of `Attention with warps that only
+#   load <../attention/05-warp-specialization.html>`_ in the backward pass.
 # - **Liger is faster without a graph.** Launched from Python it takes two
 #   thirds of our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
