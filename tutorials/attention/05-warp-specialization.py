@@ -86,8 +86,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Who decides where it waits? In plain Triton the compiler does. In the code
 # that Triton 3.6 makes of our kernels a warp waits for scores as soon as it
 # has begun them, and it waits for *all* products that are under way, also for
-# the sum that the step before has begun. So while a program computes powers,
-# it has no product under way.
+# the one that the step before adds to its sum. So while a program computes
+# powers, it has no product under way.
 #
 # `Attention without its matrix <01-attention.html>`_ has counted what that
 # costs: with 128 numbers in a head the Tensor Cores would wait for one third
@@ -109,9 +109,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # and there is one such gap and not two.
 #
 # In the step of the keys there is one product more, ``dv``, which needs the
-# powers alone. It stands before ``dp`` there, and the wait for ``dp`` is a
-# wait for both. We let ``dv`` follow ``dp``. Then ``dp`` is waited for alone,
-# and ``dv`` runs while ``ds`` is computed.
+# powers alone. In those kernels it stands before ``dp``, and the wait for
+# ``dp`` is a wait for both. We let ``dv`` follow ``dp``. Then ``dp`` is waited
+# for alone, and ``dv`` runs while ``ds`` is computed.
 #
 # Only lines change places. The same products are added up in the same order,
 # so not even a bit of the results changes.
@@ -1191,8 +1191,8 @@ print("both groups have used the tiles", used[0])
 # Where operands lie
 # ------------------
 #
-# Each product that we begin is one of a tile of 64 rows, for a group of four
-# warps. NVIDIA calls such a group a *warpgroup*, and the instruction
+# Each product that we begin has a result of 64 rows, and a group of four warps
+# begins it. NVIDIA calls such a group a *warpgroup*, and the instruction
 # ``wgmma``. What it multiplies may lie here:
 #
 # - **The right operand is in shared memory**, where the loads have put it. If
@@ -1725,10 +1725,10 @@ try_forward(queries=20, keys=33, D=80)
 # How fast is the forward pass?
 # -----------------------------
 #
-# We measure with 16 heads of 128 numbers. Besides the kernel that we take
-# there are two other forms of it: one that waits for each product at once, and
-# one whose groups take turns. ``Triton, plain`` is the kernel of `any
-# attention <03-any-attention.html>`_.
+# We measure with 16 heads of 128 numbers. Besides the kernel that we take,
+# which is the line ``Triton``, there are two other forms of it: one that waits
+# for each product at once, and one whose groups take turns. ``Triton, plain``
+# is the kernel of `any attention <03-any-attention.html>`_.
 
 # %%
 
@@ -1825,9 +1825,9 @@ in_percent(bench_forward_bfloat16)
 # **Why.**
 # From 2048 keys on, to split the work of the warps brings the most. It changes
 # more than one thing. Loads are gone from the warps that multiply. A step has
-# 128 keys in place of 64. Four warps have 64 queries, and not 128 if attention
-# is not causal. And two groups share the keys that are loaded. How much each
-# of these brings we have not measured.
+# 128 keys in place of 64. Four warps have 64 queries, where those of the plain
+# kernel have 128 if attention is not causal. And two groups share the keys
+# that are loaded. How much each of these brings we have not measured.
 #
 # Waiting later helps, but less than our drawing promises. With two groups on
 # an SM, one of them may multiply while the other one computes powers, even if
