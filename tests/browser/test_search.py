@@ -52,7 +52,10 @@ QUESTIONS = {
         "launch": r"10-host-time.html#third|08-shared-rows.html#forward",
         "stale": r"how-figures-are-made.html#when-a-recording-is-stale",
         # asked in a second review, of which nine of twenty were answered
-        "num_warps": r"04-loads-in-flight.html#second-knob-warps",
+        "num_warps": (
+            r"04-loads-in-flight.html#second-knob-warps"
+            r"|07-two-sweeps.html#how-many-warps"
+        ),
         "coalesced": r"01-layer-norm.html#forward-a-row|06-unaligned-rows",
         "autotune": r"11-every-width.html#the-rule|05-chunks.html#a-formula|"
         r"03-tuning.html",
@@ -411,8 +414,7 @@ def test_another_spelling_is_marked(page):
     page.goto("tutorials/layer-norm/02-summing-rows.html")
     page.keyboard.press("Control+k")
     ask(page, "2^31")
-    link = page.locator("#bp-found a[href*='02-summing-rows']").first
-    link.click()
+    page.locator("#bp-found a").first.click()
     page.wait_for_url("**found=2**")
     assert page.evaluate(f"String({LOOK})") == "2**31"
 
