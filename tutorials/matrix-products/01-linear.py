@@ -724,7 +724,10 @@ def _silu(x):
 
 @triton.jit
 def _relu(z):
-    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    # Without propagate_nan a GPU takes the number of NaN and a number, so NaN
+    # would become 0, and nobody would notice it.
+    y = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y, tl.where(z > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -1982,7 +1985,8 @@ def _times_slope(dy, slope):
 
 @triton.jit
 def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
+    # Not y > 0, which is false of NaN: its gradient goes on, as in PyTorch.
+    return tl.where(y <= 0, 0.0, dy)
 
 
 @triton.jit
@@ -2645,8 +2649,10 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # five matrices of ``M`` × ``N`` numbers. If all columns of ``dx`` make ``dz``,
 # it takes four: ``dy`` and the slope are read, ``dz`` is written, and ``dw``
 # reads it. In both cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are
-# written. ``ncu`` empties the caches before each kernel, so none of them finds
-# in L2 what the one before has written.
+# written. Without an activation ``dz`` is ``dy``, and both products read it.
+# What is left of the pass of its own reads it, too, for ``db``. That makes
+# three matrices. ``ncu`` empties the caches before each kernel, so none of
+# them finds in L2 what the one before has written.
 
 # %%
 
@@ -2666,12 +2672,21 @@ def by_hand(M, N, K, matrices):
         x_log=True,
         xlabel="N (new features)",
         line_arg="provider",
-        line_vals=["triton", "five", "all columns", "four"],
+        line_vals=[
+            "triton",
+            "five",
+            "all columns",
+            "four",
+            "no activation",
+            "three",
+        ],
         line_names=[
             "Triton",
             "Triton, by hand",
             "in all columns",
             "in all columns, by hand",
+            "no activation",
+            "no activation, by hand",
         ],
         ylabel="MB of DRAM",
         plot_name="linear-backward-traffic",
@@ -2685,13 +2700,13 @@ def by_hand(M, N, K, matrices):
     )
 )
 def bench_traffic(M, N, K, dtype, mode, counter, provider):
-    """What moves to and from DRAM in a backward pass with GELU, all kernels
-    together; by hand, what has to."""
+    """What moves to and from DRAM in a backward pass with GELU, or without an
+    activation, all kernels together; by hand, what has to."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    if provider in ("five", "four"):
-        matrices = 5 if provider == "five" else 4
-        return by_hand(M, N, K, matrices) / 1e6
+    matrices = {"five": 5, "four": 4, "three": 3}
+    if provider in matrices:
+        return by_hand(M, N, K, matrices[provider]) / 1e6
     x, w, _, dy = inputs(M, N, K, dtype)
     saved = normal(M, N, dtype=dtype)
     given = dy, x, w, saved, _times_slope
@@ -2699,7 +2714,10 @@ def bench_traffic(M, N, K, dtype, mode, counter, provider):
     def run():
         if provider == "all columns":
             return backward_without_a_pass(*given, columns=2**20)
-        return backward(*given, wants=(True, True, True))
+        every = True, True, True
+        if provider == "no activation":
+            return backward(dy, x, w, None, None, every)
+        return backward(*given, wants=every)
 
     run()  # compiles
     torch.cuda.synchronize()
@@ -2716,7 +2734,8 @@ bench_traffic.run(show_plots=ON_GPU)
 # **What the figure shows.**
 # On the H200, with 4096 tokens of 1024 features and 4096 new ones, our
 # backward pass moves 173 MB, and 201 by hand. If all columns of ``dx`` make
-# ``dz``, it moves 146 MB, and 168 by hand.
+# ``dz``, it moves 146 MB, and 168 by hand. Without an activation our backward
+# pass moves NN MB, and NN by hand.
 #
 # **Why.**
 # It is less than by hand, because what a kernel writes last is still in L2
@@ -2724,6 +2743,9 @@ bench_traffic.run(show_plots=ON_GPU)
 # our backward pass moves 44 MB, 19 less than by hand, and ``dz``, ``dx`` and
 # ``dw`` together have 19 MB. With more features a smaller part of what is
 # written stays in L2, and the products read some tiles twice.
+#
+# Without an activation, ``db`` costs a read of ``dy`` by itself: a third of
+# what is read of matrices of this size, and 34 MB here.
 #
 # **What follows.**
 # The fused design moves fewer bytes, as it was meant to, and it is slower all
@@ -2747,8 +2769,6 @@ bench_traffic.run(show_plots=ON_GPU)
 #   each card, and chooses among them at each size.
 # - **Odd sizes.** Rows that are no multiple of 16 bytes are copied first.
 #   PyTorch has slower kernels for them, too, but no copy.
-# - **ReLU of NaN.** On a GPU ``tl.maximum`` of NaN and 0 is 0, so our ReLU
-#   hides a NaN in ``z``. PyTorch's returns it.
 # - **Small layers.** Each launch makes its descriptors anew on the host. With
 #   few tokens the GPU may wait for that.
 # - **PyTorch takes more**: float64, autocast, second derivatives, and 8-bit

@@ -112,6 +112,7 @@ PUBLISHED = "2026-11-28"
 COPIES = {
     "swiglu-forward": (2, 1),
     "swiglu-backward": (3, 2),
+    "swiglu-halves-forward": (2, 1),
     "swiglu-halves-backward": (3, 2),
     "gates-forward": (2, 1),
     "gates-backward": (3, 2),
@@ -258,17 +259,24 @@ def traffic(figure):
 
 
 def one_tensor(figure):
-    of = figure("swiglu-halves-backward", CARD)
-
     def pair(provider):
         shares = [of.share(provider, N) for N in (MILLION, LARGEST)]
         return f"{shares[0]}%", f"{shares[1]}%"
 
+    of = figure("swiglu-halves-forward", CARD)
+    ours, pytorch = map(pair, ("triton", "torch"))
+    assert of.shares("triton").least >= BAR
+    assert of.ratios("triton", "torch").least > 1
+    yield (
+        f"our forward pass reaches {ours[0]} of a copy at 128 columns and "
+        f"{ours[1]} at 14336, and PyTorch {pytorch[0]} and {pytorch[1]}."
+    )
+    of = figure("swiglu-halves-backward", CARD)
     ours, chunk, pytorch = map(pair, ("triton", "chunk", "torch"))
     assert of.shares("triton").least >= BAR
     assert of.ratios("triton", "chunk").least > 1.3
     yield (
-        f"our backward pass reaches {ours[0]} of a copy at 128 columns and "
+        f"Our backward pass reaches {ours[0]} of a copy at 128 columns and "
         f"{ours[1]} at 14336. With ``chunk`` it reaches {chunk[0]} and "
         f"{chunk[1]}, and PyTorch, which needs ``chunk``, reaches "
         f"{pytorch[0]} and {pytorch[1]}."
@@ -571,6 +579,7 @@ def joined(function):
             return function(torch.stack((gate, up))).reshape(())
         return function(torch.cat((gate, up), dim=-1))
 
+    of_halves.__name__ = function.__name__
     return of_halves
 
 
@@ -784,7 +793,7 @@ PAGE = Page(
     ),
     trains=("swiglu", "geglu"),
     huge=(8192,),
-    huge_functions=("swiglu",),
+    huge_functions=("swiglu", "swiglu of halves"),
     elsewhere="not the current GPU",
     sanitizers=("memcheck", "racecheck"),
     sanitized=(
@@ -798,7 +807,7 @@ PAGE = Page(
         "right: False": 1,  # the stub
         "each element of both passes is right": 6,
         "both passes are right": 4,
-        "Timing needs a GPU": 9,
+        "Timing needs a GPU": 10,
         "largest error of a limited gate": 2,
     },
     mutants={
@@ -1024,6 +1033,36 @@ def test_instructions_of_an_element(launches):
     # SiLU, GELU, with erf, with tanh.
     assert found["_gate_fwd"] == pytest.approx([13, 23, 40, 18], abs=1)
     assert found["_gate_bwd"] == pytest.approx([22, 32, 57, 29], abs=1)
+
+
+def products_of_rows(page, M, N, K, some):
+    """h and y of the fused product: of tokens at the beginning, in the middle
+    and at the end."""
+    like = {"dtype": BRAIN, "device": page.DEVICE}
+    x = torch.randn(M, K, **like)
+    weight = torch.randn(2 * N, K, **like).mul_(K**-0.5)
+    for keeps_h in (True, False):
+        h, y = page.fused(x, weight, keeps_h)
+        for start in (0, (M - some) // 2, M - some):
+            rows = slice(start, start + some)
+            exact = x[rows].double() @ weight.double().T
+            gate, up = exact.chunk(2, dim=-1)
+            close = {"rtol": 0.02, "atol": 0.02}
+            torch.testing.assert_close(
+                y[rows].double(), F.silu(gate) * up, **close
+            )
+            if keeps_h:
+                torch.testing.assert_close(h[rows].double(), exact, **close)
+        del h, y
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_numbers_of_the_fused_product(page):
+    """In y, and twice as many in h: 4.3 GB and 8.6 GB."""
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("it takes 15 GB")
+    N = 8192
+    products_of_rows(page, 2**31 // N + 5, N, 64, 256)
 
 
 def test_exercise(output):
