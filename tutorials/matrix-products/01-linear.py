@@ -459,8 +459,8 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # %%
 # **What the figure shows.**
 # On the H200, at 4096 new features, the kernel reaches 14 TFLOP/s in float32,
-# 164 with TF32, and 339 in 16 bits. It is the same kernel each time; the
-# longer its numbers are, the smaller are its tiles. cuBLAS reaches 798 TFLOP/s
+# 162 with TF32, and 337 in 16 bits. It is the same kernel each time; the
+# longer its numbers are, the smaller are its tiles. cuBLAS reaches 807 TFLOP/s
 # in 16 bits, so we are at 42% of it.
 #
 # **Why.**
@@ -484,7 +484,6 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # rows of tiles of ``x`` and all 112 of ``w``. In *groups* of 8 rows they take
 # the first column of 8 tiles, then the second one, and so on. They read 8 rows
 # of tiles of ``x``, and 17 of ``w``.
-# (Two programs of our first kernel fit on an SM, so twice as many run.)
 
 # %%
 
@@ -613,30 +612,28 @@ bench_hits.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, in groups of 8 rows, 78% of the requests hit at 4096 new
-# features and 79% at 14336. Row by row it is 81% and 59%.
+# On the H200, in groups of 8 rows, 76% of the requests hit at 4096 new
+# features and 79% at 14336. Row by row it is 80% and 59%.
 #
 # **Why.**
 # At 4096 features both orders fit into L2: a round reads 37 strips row by row,
-# and it hits as often. At 14336 features row by row needs 114 MB, which do not
-# fit. The programs of a round then share a tile of ``x``, but each of them
-# needs a tile of ``w`` of its own, and by the time another row wants that
-# again, it has been evicted.
-# One thing is not explained by this: why a fifth of the requests miss at best.
-# ``x`` and ``w`` have 101 MB at 4096 new features, and the programs ask for
-# 4.3 GB, so 2% would have to miss. The counter does not say what the others
-# are.
+# and it even hits a little more often. At 14336 features row by row needs 114
+# MB, which do not fit. The programs of a round then share a tile of ``x``, but
+# each of them needs a tile of ``w`` of its own, and by the time another row
+# wants that again, it has been evicted. This does not explain why a fifth of
+# the requests miss at best: ``x`` and ``w`` have 101 MB at 4096 new features,
+# and the programs ask for 4.3 GB, so 2% would have to miss. The counter does
+# not say what the others are.
 #
 # **What follows.**
 # We take groups of 8 rows from here on. They cost a few instructions for each
-# tile, and the results are the same. What they do for the speed stands in the
-# next figure.
+# tile, and the results are the same.
 #
 # Faster loads
 # ------------
 #
-# What else keeps the Tensor Cores waiting? There are five things, and each of
-# them will be a line of the next figure.
+# What else keeps the Tensor Cores waiting? Five things do, and each will be a
+# line of the next figure.
 #
 # - **Loads do not run ahead.** Our loop loads two tiles, waits for them, and
 #   multiplies. With ``STAGES`` = 3 there is room for the tiles of two more
@@ -1100,12 +1097,12 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 the kernel that we started with reaches 43% of cuBLAS at 4096 new
-# features and 41% at 14336. At these sizes groups make it 43% and 41%, three
-# stages 76% and 74%, descriptors 83% and 85%, and tiles of 128 × 256 96% and
-# 92%. Persistent programs reach 99% and 98%, and with results in halves and a
-# fourth stage we are at 100% and 98%. With its tiles row by row this kernel
-# would be at 97% and 83%.
+# On the H200 the kernel that we started with reaches 42% of cuBLAS at 4096 new
+# features and 41% at 14336. At these sizes groups make it 42% and 41%, three
+# stages 76% and 76%, descriptors 83% and 85%, and tiles of 128 × 256 96% and
+# 95%. Persistent programs reach 98% and 98%, and with results in halves and a
+# fourth stage we are at 100% and 99%. With its tiles row by row this kernel
+# would be at 97% and 86%.
 #
 # **Why.**
 # The first kernel asks for its next tiles only when it is done with the last
@@ -1122,12 +1119,12 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # round of the last kernel reads at most 41 strips up to 4096 new features, 69
 # at 8192 and 115 at 14336; in groups it is never more than 44. And row by row
 # the kernel is as fast as in groups up to 4096 features, within 3%, but it is
-# 7% slower at 8192 and 15% at 14336. A round that finds nothing of the one
-# before in L2 reads all its strips from DRAM: at 14336 that is 2.2 TB in a
+# 6% slower at 8192 and 12% at 14336. A round that finds nothing of the one
+# before in L2 reads all its strips from DRAM: at 14336 that is 2.3 TB in a
 # second, and in groups 1.0. DRAM moves twice as much, so its speed alone does
-# not explain the loss. But what comes from there arrives later than what L2
-# has, and takes more power, of which a card under this load has none to spare.
-# What each of these costs, our figures don't say.
+# not explain the loss. But what comes from there arrives later, and takes more
+# power, of which a card under this load has none to spare. What each of these
+# costs, our figures don't say.
 #
 # **What follows.**
 # No single step brings us to cuBLAS. Each of them takes away one thing that
@@ -1158,8 +1155,7 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # and has to be written. At 8192 tokens and 4096 new features it takes 67 MB.
 # We save ``y`` for ReLU and the slope for the others. In 16 bits a slope is
 # off by at most half a unit of its own last place. If we saved ``z``, that
-# would be rounded to 16 bits as well. What ``z`` would cost in place of the
-# slope is measured below, in both passes.
+# would be rounded to 16 bits as well. Below we measure both.
 
 ACTIVATIONS = {None: None, "relu": _relu, "gelu": _gelu, "silu": _silu}
 
@@ -1176,8 +1172,8 @@ ACTIVATIONS = {None: None, "relu": _relu, "gelu": _gelu, "silu": _silu}
 # leaves most SMs without work. In a round, a program makes all steps of a
 # tile. A step lasts as long as its products or as its loads from L2, whichever
 # takes longer, and then the tile is stored. We have chosen the numbers below
-# so that they come close to what an H200 took. They needn't be exact: all that
-# counts is which choice is the fastest.
+# so that they come close to what an H200 took. All that counts is which choice
+# is the fastest.
 
 TILES = {
     # precision: rows, columns, features of a step, warps, stages
@@ -1543,9 +1539,9 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel takes 15.5 µs with one token, 15.4 with 64 and 25.6
-# with 512. In one part it takes 20.0, 15.4 and 25.6. PyTorch takes 15.5, 14.7
-# and 24.8.
+# On the H200 our kernel takes 15.4 µs with one token, 15.4 with 64 and 25.7
+# with 512. In one part it takes 20.1, 15.4 and 25.7. PyTorch takes 15.5, 14.7
+# and 25.2.
 #
 # **Why.**
 # The weight has 34 MB, and all of it is read however few tokens there are. So
@@ -1712,13 +1708,13 @@ in_percent(bench_gelu_narrow, "cuBLAS, the product alone")
 
 # %%
 # **What both figures show.**
-# On the H200 the layer with 4096 old features reaches 726 TFLOP/s at 4096 new
-# ones, and 697 at 14336. That is 1.02 and 1.01 times the speed of
+# On the H200 the layer with 4096 old features reaches 733 TFLOP/s at 4096 new
+# ones, and 701 at 14336. That is 1.02 and 1.02 times the speed of
 # torch.compile, and 1.02 and 1.01 times that of PyTorch. So little could be
 # noise, but our line is above both of theirs at all three sizes. With 1024 old
-# features it reaches 514 TFLOP/s at 4096 new ones, which is 1.10 times the
+# features it reaches 507 TFLOP/s at 4096 new ones, which is 1.10 times the
 # speed of torch.compile.
-# If we saved nothing, we would be 13% faster there, and 4% at 4096 old and new
+# If we saved nothing, we would be 15% faster there, and 4% at 4096 old and new
 # features. If we saved ``z`` in place of the slope, we would be 6% and 0%
 # faster.
 #
@@ -1855,14 +1851,14 @@ in_percent(
 # %%
 # **What both figures show.**
 # On the H200, with 8192 tokens of 4096 features and 4096 new features, ``y``
-# reaches 100% of cuBLAS, ``dx`` 99% and ``dw`` 101%. With 14336 new features
-# it is 98%, 100% and 100%. With 4096 tokens of 1024 features, and 4096 new
-# ones, it is 104%, 99% and 98%.
+# reaches 99% of cuBLAS, ``dx`` 99% and ``dw`` 100%. With 14336 new features
+# it is 99%, 99% and 100%. With 4096 tokens of 1024 features, and 4096 new
+# ones, it is 101%, 99% and 100%.
 #
 # **Why.**
 # It is the same kernel with the same tiles, and only the layouts differ. At
 # these three sizes there are enough tiles for all SMs. (With 1024 old and 1024
-# new features there are not: ``dw`` has 32 of them and reaches 90% of cuBLAS.
+# new features there are not: ``dw`` has 32 of them and reaches 92% of cuBLAS.
 # The next section is about that.) cuBLAS may also use *clusters*: programs on
 # neighboring SMs that need the same tile let the TMA fetch it once for all of
 # them, so L2 has less to deliver. With tiles of 128 × 256 we come close
@@ -1875,12 +1871,11 @@ in_percent(
 # Few tiles, long sums
 # --------------------
 #
-# What if the weight is small, and there are many tokens?
-#
-# Then ``dw`` is small as well, and its sums are long: they have a term for
-# each token. With 768 old and 768 new features there are 18 tiles of 128 ×
-# 256, and no more than 18 SMs would have work. The answer is the same as with
-# few tokens: the rule divides the sums into parts.
+# If the weight is small and there are many tokens, ``dw`` is small as well,
+# and its sums are long: they have a term for each token. With 768 old and 768
+# new features there are 18 tiles of 128 × 256, and no more than 18 SMs would
+# have work. The answer is the same as with few tokens: the rule divides the
+# sums into parts.
 
 # %%
 
@@ -1931,9 +1926,9 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches 330 TFLOP/s with 4096 tokens, 395 with 8192,
-# 519 with 16384 and 599 with 32768. In one part it reaches 331, 366, 401 and
-# 435, and cuBLAS reaches 377, 403, 541 and 654.
+# On the H200 our kernel reaches 319 TFLOP/s with 4096 tokens, 388 with 8192,
+# 508 with 16384 and 600 with 32768. In one part it reaches 319, 358, 383 and
+# 423, and cuBLAS reaches 363, 379, 530 and 653.
 #
 # **Why.**
 # Up to 4096 tokens the rule takes one part, with 72 tiles of 64 × 128, so 60
@@ -1941,14 +1936,15 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 # 128 × 128, which are 108 programs.
 # One part is not as slow as that suggests. From 16384 to 32768 tokens it takes
 # 41 µs more, for 128 steps more. That is 0.32 µs a step, in which an SM loads
-# 49 KB, or 155 GB/s. If all SMs loaded at the same time, each would get about
+# 49 KB, or 154 GB/s. If all SMs loaded at the same time, each would get about
 # 90 GB/s, but here only 72 of them share L2. So the rule needs two numbers:
 # what L2 gives to all SMs together, and what it gives at most to one. It
 # expects 58 µs of one part with 16384 tokens and 45 of three, where we measure
-# 48 and 37: too much, but in the right order.
-# cuBLAS is faster at each size, by 2% to 14%. With our tiles SMs have nothing
-# to do, or there is much to add up: 7 parts of 128 × 256 give work to 126 SMs,
-# but their sums are 17 MB in float32, written and read once more.
+# 50 and 38: too much, but in the right order.
+# cuBLAS is faster, by 4% to 20%, but not with 8192 tokens. There our median is
+# 2% higher, and the quantiles overlap. With our tiles SMs have nothing to do,
+# or there is much to add up: 7 parts of 128 × 256 give work to 126 SMs, but
+# their sums are 17 MB in float32, written and read once more.
 #
 # **What follows.**
 # A small model spends a good part of its backward pass here. So the rule has
@@ -2315,14 +2311,12 @@ def backward_without_a_pass(dy, x, w, saved, chain, columns):
 # Into autograd
 # -------------
 #
-# What does PyTorch need to train with this?
-#
-# It needs a function that saves the right matrices and checks its arguments.
-# Layouts are the other thing. A descriptor wants the numbers of a row side by
-# side, and each row at a multiple of 16 bytes. A matrix that lies transposed
-# is fine as well. Whatever else comes is copied first: a matrix of every
-# second number, say, or one whose rows have 37 numbers of 2 bytes. The copy
-# has longer rows, whose ends are never read.
+# To train with this, PyTorch needs a function that saves the right matrices
+# and checks its arguments. Layouts are the other thing. A descriptor wants the
+# numbers of a row side by side, and each row at a multiple of 16 bytes. A
+# matrix that lies transposed is fine as well. Whatever else comes is copied
+# first: a matrix of every second number, say, or one whose rows have 37
+# numbers of 2 bytes. The copy has longer rows, whose ends are never read.
 
 # %%
 
@@ -2609,16 +2603,16 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 
 # %%
 # **What both figures show.**
-# On the H200, with 4096 old features, our backward pass reaches 731 TFLOP/s at
-# 4096 new ones and 697 at 14336: 1.03 and 1.05 times the speed of
-# torch.compile, and 1.05 and 1.03 times that of PyTorch. With 1024 old
-# features it reaches 559 at 4096 new ones, which is 1.06 times the speed of
+# On the H200, with 4096 old features, our backward pass reaches 743 TFLOP/s at
+# 4096 new ones and 711 at 14336: 1.03 and 1.05 times the speed of
+# torch.compile, and 1.04 and 1.03 times that of PyTorch. With 1024 old
+# features it reaches 556 at 4096 new ones, which is 1.06 times the speed of
 # torch.compile.
 # If two columns of ``dx`` make ``dz``, the first two of these numbers are
-# 709 and 663. If all columns do, they are 537 and 494, and with 1024 old
-# features 486.
+# 728 and 679. If all columns do, they are 571 and 507, and with 1024 old
+# features 484.
 # If the forward pass had saved ``z``, the first two numbers would be
-# 727 and 692.
+# 738 and 708.
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
@@ -2634,12 +2628,11 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # **What follows.**
 # Fewer bytes are not always faster. Tensor Cores are the most expensive thing
 # to keep waiting, so we keep the pass of its own. It can vanish in another
-# way: if the kernel that makes ``dy`` multiplies it by the slope in its own
-# epilogue. That kernel computes the ``dx`` of the next layer, so the two
-# layers would have to be one function.
-# And saving ``z`` would have been as good. With short sums it would even make
-# the forward pass a few percent faster, as we saw. What speaks for the slope
-# is that GELU and SiLU then have the same backward pass.
+# way: if the kernel that makes ``dy``, the ``dx`` of the next layer,
+# multiplies it by the slope in its epilogue. Both layers would have to be one
+# function. And saving ``z`` would have been as good. With short sums it would
+# even make the forward pass a few percent faster, as we saw. What speaks for
+# the slope is that GELU and SiLU then have the same backward pass.
 #
 # How many bytes come from DRAM?
 # ------------------------------
@@ -2649,10 +2642,10 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # five matrices of ``M`` × ``N`` numbers. If all columns of ``dx`` make ``dz``,
 # it takes four: ``dy`` and the slope are read, ``dz`` is written, and ``dw``
 # reads it. In both cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are
-# written. Without an activation ``dz`` is ``dy``, and both products read it.
-# What is left of the pass of its own reads it, too, for ``db``. That makes
-# three matrices. ``ncu`` empties the caches before each kernel, so none of
-# them finds in L2 what the one before has written.
+# written. Without an activation ``dz`` is ``dy``, and three matrices move:
+# both products read it, and so does a pass for ``db``. ``ncu`` empties the
+# caches before each kernel, so none of them finds in L2 what the one before
+# has written.
 
 # %%
 
@@ -2735,7 +2728,7 @@ bench_traffic.run(show_plots=ON_GPU)
 # On the H200, with 4096 tokens of 1024 features and 4096 new ones, our
 # backward pass moves 173 MB, and 201 by hand. If all columns of ``dx`` make
 # ``dz``, it moves 146 MB, and 168 by hand. Without an activation our backward
-# pass moves NN MB, and NN by hand.
+# pass moves 123 MB, and 134 by hand.
 #
 # **Why.**
 # It is less than by hand, because what a kernel writes last is still in L2
@@ -2744,8 +2737,7 @@ bench_traffic.run(show_plots=ON_GPU)
 # ``dw`` together have 19 MB. With more features a smaller part of what is
 # written stays in L2, and the products read some tiles twice.
 #
-# Without an activation, ``db`` costs a read of ``dy`` by itself: a third of
-# what is read of matrices of this size, and 34 MB here.
+# Without an activation, ``db`` costs a read of ``dy`` by itself: 34 MB.
 #
 # **What follows.**
 # The fused design moves fewer bytes, as it was meant to, and it is slower all
@@ -2754,16 +2746,14 @@ bench_traffic.run(show_plots=ON_GPU)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# When should you not use this layer?
-#
 # - **Without an activation there is nothing to gain.** On the H200, at the
-#   three sizes above, our three products reach between 98% and 104% of cuBLAS.
+#   three sizes above, our three products reach between 99% and 101% of cuBLAS.
 # - **With long sums there is little to gain.** With 4096 old features both
 #   passes of the layer with GELU are 1% to 5% faster than torch.compile, which
 #   needs no kernel of ours.
 # - **Few tokens, few tiles.** With 64 tokens cuBLAS is 1.05 times as fast as
-#   we are. For the gradient of a weight of 768 × 768 it is 1.02 to 1.14 times
-#   as fast. It has many more tiles than our four, so it can divide the work
+#   we are. For the gradient of a weight of 768 × 768 it is up to 1.20 times as
+#   fast. It has many more tiles than our four, so it can divide the work
 #   more evenly.
 # - **On other cards.** The tiles were chosen on an H200. cuBLAS has tiles for
 #   each card, and chooses among them at each size.
@@ -2871,22 +2861,22 @@ assert exercise_1(_snake)
 # The product ``y``:
 #
 # - **Float32, without Tensor Cores:** 14 TFLOP/s.
-# - **16 bits, one tile a program:** 338.
-# - **Groups of 8 rows of tiles:** 342.
-# - **Three stages:** 600.
-# - **Descriptors:** 662.
-# - **Tiles of 128 × 256:** 764.
-# - **Persistent programs:** 783.
-# - **Results in halves, and a fourth stage:** 792.
-# - **cuBLAS:** 793.
+# - **16 bits, one tile a program:** 335.
+# - **Groups of 8 rows of tiles:** 335.
+# - **Three stages:** 607.
+# - **Descriptors:** 665.
+# - **Tiles of 128 × 256:** 769.
+# - **Persistent programs:** 789.
+# - **Results in halves, and a fourth stage:** 802.
+# - **cuBLAS:** 803.
 #
 # The backward pass with GELU and bias:
 #
-# - **PyTorch:** 699 TFLOP/s.
-# - **torch.compile:** 712.
-# - **Ours, dz in the reads of dx, all columns:** 537.
-# - **Ours, dz in the reads of dx, two columns:** 709.
-# - **Ours, dz in a pass of its own:** 731.
+# - **PyTorch:** 713 TFLOP/s.
+# - **torch.compile:** 723.
+# - **Ours, dz in the reads of dx, all columns:** 571.
+# - **Ours, dz in the reads of dx, two columns:** 728.
+# - **Ours, dz in a pass of its own:** 743.
 #
 # And for kernels in general:
 #

@@ -726,12 +726,16 @@ report(bench_forward)
 # %%
 # **What the figure shows.**
 # With 8192 rows, 128 columns are a million elements, and 14336 columns are 117
-# million. On the H200 our forward pass reaches 98% of a copy at a million
-# elements, and 96% to 100% over all sizes. PyTorch reaches 53% to 64%,
-# torch.compile 96% to 100%, and Liger 55% to 100%. So torch.compile is as fast
-# as we are.
+# million. On the H200 our forward pass reaches 103% of a copy at a million
+# elements, and 96% to 103% over all sizes. PyTorch reaches 54% to 64%,
+# torch.compile 94% to 100%, and Liger 57% to 99%.
 #
-# The copy itself grows from 1930 GB/s at 128 columns to 4329 at 14336. A
+# So torch.compile is as fast as we are at 2048 columns and at 14336. At 128
+# and 512 our medians are 3% and 2% ahead, and the quantiles overlap. Nor is
+# our kernel faster than a copy: at 128 columns the quantiles of the copy alone
+# span 8%.
+#
+# The copy itself grows from 1864 GB/s at 128 columns to 4330 at 14336. A
 # million elements take our kernel 3.3 µs, and a good part of that goes by
 # before the first bytes have come and after the last ones have left.
 #
@@ -1181,10 +1185,10 @@ report(bench_backward)
 
 # %%
 # **What the figure shows.**
-# On the H200 our backward pass reaches 95% of a copy at a million elements,
-# and 95% to 100% over all sizes. PyTorch reaches 47% to 56%, torch.compile 93%
+# On the H200 our backward pass reaches 94% of a copy at a million elements,
+# and 94% to 100% over all sizes. PyTorch reaches 47% to 56%, torch.compile 92%
 # to 100%, and Liger 69% to 102%. At 512 columns Liger is ahead: it reaches
-# 99%, and we reach 96%. torch.compile falls behind at 14336 columns.
+# 99%, and we reach 95%. torch.compile falls behind at 14336 columns.
 #
 # **Why.**
 # PyTorch moves nine matrices in place of five. From DRAM, that leaves it 56%
@@ -1253,7 +1257,7 @@ bench_traffic.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, at 14336 columns, our backward pass moves 1151 MB, and we have
+# On the H200, at 14336 columns, our backward pass moves 1152 MB, and we have
 # counted 1174. PyTorch moves 2059 MB, and by hand it is 2114.
 #
 # **Why.**
@@ -1360,20 +1364,23 @@ report(bench_halves)
 
 # %%
 # **What both figures show.**
-# On the H200, with both halves as one tensor, our forward pass reaches NN% of
-# a copy at 128 columns and NN% at 14336, and PyTorch NN% and NN%.
-# Our backward pass reaches 93% of a copy at 128 columns and 102% at 14336.
-# With ``chunk`` it reaches 58% and 54%, and PyTorch, which needs ``chunk``,
-# reaches 27% and 26%.
+# On the H200, with both halves as one tensor, our forward pass reaches 95% of
+# a copy at 128 columns and 100% at 14336, and PyTorch 37% and 26%. Our
+# backward pass reaches 95% of a copy at 128 columns and 101% at 14336. With
+# ``chunk`` it reaches 58% and 54%, and PyTorch, which needs ``chunk``, reaches
+# 27% and 26%.
 #
 # **Why.**
-# Forward, our kernel moves three matrices, wherever they lie, and PyTorch
-# moves five, as with two tensors.
+# Forward, our kernel moves three matrices, wherever they lie. Only at 2048
+# columns is there a difference beyond the quantiles: it reaches 97% of a copy,
+# and with two tensors 99%. PyTorch moves five matrices, as with two tensors,
+# which leaves 60%. But its kernels handle a number at a time where the rows of
+# a matrix have gaps, so that at 14336 columns they take 2.1 times as long as
+# with two tensors.
 #
 # Backward, with ``chunk`` nine matrices move and not five, which leaves 56% of
 # a copy, or a little more where they are small enough to stay in L2. In
-# PyTorch thirteen move, which leaves 38%. And its kernels handle a number at a
-# time where the rows of a matrix have gaps.
+# PyTorch thirteen move, which leaves 38%, and its kernels meet the same gaps.
 #
 # With one tensor our kernel moves five, as it does with two tensors. Its rows
 # have gaps now. A tile is a part of a row, or at 128 columns it is four rows,
@@ -1455,14 +1462,14 @@ report(bench_gates_backward)
 
 # %%
 # **What both figures show.**
-# On the H200, at 14336 columns, SwiGLU reaches 100% of a copy forward and 101%
+# On the H200, at 14336 columns, SwiGLU reaches 100% of a copy forward and 100%
 # backward, GEGLU 100% and 101%, and its form with tanh 100% and 101%. With
 # ``tl.erf`` GEGLU reaches 87% and 98%.
 #
-# At a million elements the three that we took are at 96% to 97% forward and
-# 93% to 94% backward. SwiGLU is one of them, and in the figures above the same
-# kernels were at 98% and 95% there. So one or two percent mean nothing, not
-# even where a kernel beats the copy by as much.
+# At a million elements the three that we took are at 100% to 102% forward and
+# 94% to 95% backward. SwiGLU is one of them, and in the figures above the same
+# kernels were at 103% and 94% there. So up to three percent mean nothing
+# there, not even where a kernel beats the copy by as much.
 #
 # **Why.**
 # A kernel that waits for memory has time for instructions, up to a point. In
@@ -2187,24 +2194,24 @@ in_percent(bench_few_tokens, "cuBLAS, product alone")
 
 # %%
 # **What the figures show.**
-# On the H200, with 8192 tokens and ``K`` = 4096, the fused product reaches 765
-# TFLOP/s at 2048 columns, 714 at 8192 and 683 at 14336. For inference, where
-# only ``y`` is written, it reaches 793, 732 and 711. A product of cuBLAS and
-# then our gate reach 750, 682 and 677. The product of cuBLAS alone reaches
-# 796, 722 and 716. torch.compile, which also calls cuBLAS, reaches 746, 681
-# and 671, and PyTorch 628, 573 and 565.
+# On the H200, with 8192 tokens and ``K`` = 4096, the fused product reaches 789
+# TFLOP/s at 2048 columns, 768 at 8192 and 708 at 14336. For inference, where
+# only ``y`` is written, it reaches 819, 800 and 740. A product of cuBLAS and
+# then our gate reach 770, 739 and 699. The product of cuBLAS alone reaches
+# 818, 788 and 742. torch.compile, which also calls cuBLAS, reaches 779, 740
+# and 698, and PyTorch 643, 620 and 585.
 #
-# With ``K`` = 1024 and 4096 columns the fused product reaches 629 TFLOP/s, 717
-# for inference, and product and gate 569. So the fused product gains 11%.
+# With ``K`` = 1024 and 4096 columns the fused product reaches 635 TFLOP/s, 734
+# for inference, and product and gate 580. So the fused product gains 10%.
 #
-# With 16 tokens of 4096 columns it reaches 55, and product and gate 56. With
-# 512 tokens it loses: it reaches 660, and product and gate 714, so it is 8%
-# slower. With 1024 tokens it wins again, with 765 against 732.
+# With 16 tokens of 4096 columns it reaches 55, and product and gate 53. With
+# 512 tokens it loses: it reaches 673, and product and gate 733, so it is 8%
+# slower. With 1024 tokens it wins again, with 788 against 756.
 #
 # **Why.**
 # The fused product saves the read of two matrices, and for inference the write
 # of both as well. With ``K`` = 4096 we have counted 4% for training. We find
-# 2%, 5% and 1% at the three sizes, and the quantiles of a line span up to 4%.
+# 3%, 4% and 1% at the three sizes, and the quantiles of a line span up to 7%.
 # With a quarter of ``K``, the product takes a quarter of the time, and the
 # matrices take as long as before: there is four times as much to gain.
 #
@@ -2216,20 +2223,20 @@ in_percent(bench_few_tokens, "cuBLAS, product alone")
 # 448, and 132 programs compute them in four rounds. These have room for 528,
 # so 15% of the time of the SMs is lost in the last one. 1024 tokens are 896
 # tiles in seven rounds, and only 3% is lost. cuBLAS has many tiles to choose
-# from, and hardly sees the difference: alone it reaches 763 TFLOP/s with 512
-# tokens, and 780 with 1024.
+# from, and hardly sees the difference: alone it reaches 785 TFLOP/s with 512
+# tokens, and 806 with 1024.
 #
 # With 16 tokens, three quarters of each tile are empty. But there the weight
 # is nearly all that has to be read, and both ways read it once. At the speed
-# of a copy its 235 MB would take 54 µs. Fused it takes 69 µs, and product and
-# gate take 67 µs.
+# of a copy its 235 MB would take 54 µs. Fused it takes 68 µs, and product and
+# gate take 71 µs.
 #
 # **What follows.**
 # A gate in an epilogue is worth it if the product behind it is as fast as
 # cuBLAS. For inference nearly all the time of the gate is gone. For training a
-# part of it is. With ``K`` = 4096 that is little more than the noise, and the
-# shorter the sums are, the more it is worth. With few tiles, look at how many
-# there are in the last round.
+# part of it is. With ``K`` = 4096 that is a few percent, and the shorter the
+# sums are, the more it is worth. With few tiles, look at how many there are in
+# the last round.
 #
 # The whole MLP
 # -------------
@@ -2308,9 +2315,9 @@ in_percent(bench_step, "PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200, at 14336 columns, a step of our MLP reaches 670 TFLOP/s, 672
-# fused and 675 if it keeps ``y``. PyTorch reaches 604, torch.compile 657, and
-# Liger 663. The quantiles of all but PyTorch overlap there.
+# On the H200, at 14336 columns, a step of our MLP reaches 692 TFLOP/s, 694
+# fused and 696 if it keeps ``y``. PyTorch reaches 623, torch.compile 679, and
+# Liger 684. The quantiles of all but PyTorch overlap there.
 #
 # **Why.**
 # The six products of a step, two forward and four backward, are the same for
@@ -2319,9 +2326,9 @@ in_percent(bench_step, "PyTorch")
 # move three forward and six backward, for ``y`` is written again. That makes
 # nine, and fused it is two less.
 #
-# PyTorch's step takes 14.3 ms, which is 1.4 ms longer than ours. We have
+# PyTorch's step takes 13.9 ms, which is 1.4 ms longer than ours. We have
 # seen nearly all of that already: 0.8 ms in the backward pass of two halves,
-# and 0.6 ms in the first product and its gate.
+# and 0.5 ms in the first product and its gate.
 #
 # **What follows.**
 # Most of a step is products. What a good gate brings is the time between them
@@ -2412,24 +2419,23 @@ assert exercise_1(_limited_1)
 #
 # Forward:
 #
-# - **PyTorch** moves five matrices, and reaches 53% of a copy.
+# - **PyTorch** moves five matrices, and reaches 54% of a copy.
 # - **torch.compile** moves three, and reaches 100%.
 # - **One kernel** moves three, and reaches 100%.
 #
 # Backward:
 #
 # - **PyTorch** moves nine, and reaches 56% of a copy.
-# - **torch.compile** reaches 93%.
+# - **torch.compile** reaches 92%.
 # - **One kernel** moves five, and reaches 100%.
 # - **Two halves with chunk** move nine, and reach 54%.
-# - **Two halves as one tensor** move five, and reach 102%.
+# - **Two halves as one tensor** move five, and reach 101%.
 #
 # The product before it and the gate, with ``K`` = 4096:
 #
-# - **Product, then gate** move five, and reach 677 TFLOP/s.
-# - **Fused, to train with** moves three, and reaches 683, which is within the
-#   noise.
-# - **Fused, for inference** moves one, and reaches 711.
+# - **Product, then gate** move five, and reach 699 TFLOP/s.
+# - **Fused, to train with** moves three, and reaches 708, which is 1% more.
+# - **Fused, for inference** moves one, and reaches 740.
 #
 # And for kernels in general:
 #

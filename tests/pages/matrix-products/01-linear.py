@@ -267,8 +267,9 @@ def hits(figure):
         f"at 4096 new features and {percent('triton', 14336)}% at 14336. Row "
         f"by row it is {percent('rows', 4096)}% and {percent('rows', 14336)}%."
     )
-    # "It hits as often", and "a fifth of the requests miss at best".
-    assert abs(percent("rows", 4096) - percent("triton", 4096)) < 4
+    # "It even hits a little more often", and "a fifth of the requests miss at
+    # best".
+    assert 0 < percent("rows", 4096) - percent("triton", 4096) < 4
     assert max(of.all_medians("rows") + of.all_medians("triton")) < 84
 
 
@@ -464,14 +465,29 @@ def small_weight(figure):
         f"measure {microseconds('one part', 16384)} and "
         f"{microseconds('triton', 16384)}: too much, but in the right order."
     )
-    cublas = of.ratios("torch", ["triton"])
-    for number in cublas:
-        number.rounding = ".2f"
-    assert min(cublas) > 1
+    # With 8192 tokens "the quantiles overlap"; else "cuBLAS is faster".
+    spans = {
+        row["provider"]: (row["low"], row["high"])
+        for row in of.benchmark["rows"]
+        if int(row["N"]) == 8192
+    }
+    ours, theirs = spans["triton"], spans["torch"]
+    assert max(ours[0], theirs[0]) < min(ours[1], theirs[1])
+    ahead = 100 * (of.ratio("triton", "torch", 8192) - 1)
+    cublas = [
+        of.ratio("torch", "triton", tokens)
+        for tokens in (2048, 4096, 16384, 32768)
+    ]
+    assert ahead > 0 and min(cublas) > 1
     least, most = (100 * (each - 1) for each in (min(cublas), max(cublas)))
-    least.rounding = most.rounding = ".0f"
-    yield f"cuBLAS is faster at each size, by {least}% to {most}%."
-    yield f"it is {min(cublas)} to {max(cublas)} times as fast."
+    ahead.rounding = least.rounding = most.rounding = ".0f"
+    yield (
+        f"cuBLAS is faster, by {least}% to {most}%, but not with 8192 tokens. "
+        f"There our median is {ahead}% higher, and the quantiles overlap."
+    )
+    times = max(cublas)
+    times.rounding = ".2f"
+    yield f"it is up to {times} times as fast."
 
 
 def backward(figure):
@@ -594,7 +610,7 @@ ESTIMATE = "a number of the rule, chosen"
 TRIAL = "an H200, with each tile and each number of parts; not recorded"
 FACTS = {
     "lie two or three percent apart": "what a clock that changes may do",
-    "and 34 MB here": "4096 * 4096 * 2 bytes",
+    "a read of ``dy`` by itself: 34 MB": "4096 * 4096 * 2 bytes",
     "more than 400 times as long to read": "115 ms and 0.28 ms, printed above",
     "it is less than three times as long": "0.67 and 0.28 ms, printed above",
     "the units for float32 do 67 TFLOP/s": DATA_SHEET,
