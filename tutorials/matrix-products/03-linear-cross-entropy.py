@@ -951,26 +951,25 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 
 # %%
 # **What the figure shows.**
-# On the H200 our loss reaches 805 TFLOP/s at 2048 tokens, 776 at 8192 and 718
-# at 32768. That is 101%, 100% and 99% of the product alone. PyTorch reaches
-# 668, 660 and 614 TFLOP/s, and Cut Cross-Entropy 494, 524 and 524. Two or
-# three percent may be noise: a card under this load changes its clock all the
-# time. With more tokens it works for longer without a pause, and cuBLAS gets
-# slower, too.
+# On the H200 our loss reaches 802 TFLOP/s at 2048 tokens, 752 at 8192 and 728
+# at 32768. That is 101%, 99% and 104% of the product alone. PyTorch reaches
+# 662, 654 and 608 TFLOP/s, and Cut Cross-Entropy 526, 530 and 531. Four
+# percent may be noise: a card under this load changes its clock all the time.
+# With more tokens it works for longer without a pause, and cuBLAS gets slower.
 #
 # **Why.**
 # Behind each tile stand 32768 powers, while its product has 4096
 # multiplications for each of them. Of 256 logits, two numbers are written.
 # cuBLAS writes all logits, and PyTorch reads them after that and writes the
 # logarithm of their softmax: 17 GB with 32768 tokens, which take 3.5 ms at 4.8
-# TB/s. The product alone takes 48 ms, and PyTorch needs 8 ms more, so it must
+# TB/s. The product alone takes 49 ms, and PyTorch needs 8 ms more, so it must
 # move more than that, or move it slowly. Cut Cross-Entropy loads its tiles by
 # pointers, and not by descriptors as we do. How much of its time that costs,
 # our figure doesn't say.
 #
 # **What follows.**
-# Whoever only wants the loss, for validation say, needs no memory for logits,
-# and waits for hardly more than the product. Now to the gradients.
+# Whoever only wants the loss needs no memory for logits, and waits for hardly
+# more than the product.
 #
 # Keep powers, not logits
 # -----------------------
@@ -2097,12 +2096,10 @@ check(70, 40, 300, skip_below=unnoticed(torch.float16, 300))
 # even if they compute four. PyTorch writes all logits, Liger takes chunks of
 # tokens, with sums in bfloat16 by default and in float32 if it is told to, and
 # Cut Cross-Entropy computes all logits again, but leaves out what it thinks is
-# too small. ``torch.compile`` compiles once for each number of tokens. On
-# other pages it may do so three times, and the best counts, but here that
-# would take longer than everything else together. PyTorch's own
-# ``F.linear_cross_entropy`` is missing where the page was recorded: it came
-# with PyTorch 2.13, and that was PyTorch 2.11. The dashed line is cuBLAS with
-# the three products alone.
+# too small. ``torch.compile`` compiles once for each number of tokens, where
+# other pages take the best of three. PyTorch's own ``F.linear_cross_entropy``
+# is missing: it came with PyTorch 2.13, and the page was recorded with 2.11.
+# The dashed line is cuBLAS with the three products alone.
 
 # %%
 
@@ -2298,23 +2295,23 @@ bench_error.run(show_plots=ON_GPU)
 
 # %%
 # **What the three figures show.**
-# On the H200, with 32768 tokens, a step reaches 640 TFLOP/s by default and 491
-# with ``recompute=True``. PyTorch reaches 609, Liger 600 with sums in bfloat16
-# and 584 with sums in float32, and Cut Cross-Entropy 268. So we take 0.95 and
-# 1.24 times the time of PyTorch. With 8192 tokens it is 0.97 and 1.34 times,
-# and with 2048 tokens 0.93 and 1.26 times. torch.compile takes NN, NN and NN
-# times the time of PyTorch at 2048, 8192 and 32768 tokens. Of the three
-# products alone, by cuBLAS, our default reaches 95% at 2048 tokens, 84% at
-# 8192 and 87% at 32768.
+# On the H200, with 32768 tokens, a step reaches 616 TFLOP/s by default and 475
+# with ``recompute=True``. PyTorch reaches 584, Liger 609 with sums in bfloat16
+# and 582 with sums in float32, and Cut Cross-Entropy 268. So we take 0.95 and
+# 1.23 times the time of PyTorch. With 8192 tokens it is 1.04 and 1.34 times,
+# and with 2048 tokens 0.91 and 1.29 times. torch.compile takes 0.92, 0.90 and
+# 0.86 times the time of PyTorch at 2048, 8192 and 32768 tokens. Of the three
+# products alone, by cuBLAS, our default reaches 94% at 2048 tokens, 88% at
+# 8192 and 93% at 32768.
 #
 # Beyond its inputs a step with 32768 tokens takes 3.44 GB by default and 1.39
 # GB with ``recompute=True``. PyTorch takes 25.22 GB, Liger 1.58 GB with sums
 # in bfloat16 and 3.42 GB with sums in float32, and Cut Cross-Entropy 1.32 GB.
 # The gradients alone are 1.32 GB of that. With 8192 tokens we take 3.24 GB and
-# 1.15 GB, PyTorch 6.30 GB, torch.compile 4.20 GB, Liger 1.18 GB with sums in
+# 1.15 GB, PyTorch 6.30 GB, torch.compile 3.22 GB, Liger 1.18 GB with sums in
 # bfloat16, and Cut Cross-Entropy 1.12 GB. With 2048 tokens we take 1.59 GB and
 # 1.10 GB, PyTorch 1.59 GB, Liger 1.08 GB, and Cut Cross-Entropy 1.07 GB.
-# torch.compile takes NN GB with 2048 tokens, and NN GB with 32768.
+# torch.compile takes 1.59 GB with 2048 tokens, and 9.72 GB with 32768.
 #
 # With 32768 tokens our ``dw`` is off by 0.16% in norm, by default and with
 # ``recompute=True``. So is PyTorch's, and so is Liger's with sums in float32.
@@ -2326,11 +2323,15 @@ bench_error.run(show_plots=ON_GPU)
 # **Why.**
 # By default we compute what PyTorch computes, and save most of its passes over
 # the logits. With 2048 tokens there is one chunk. With more there are several,
-# and sums of ``dw`` are read and written for each of them. That is why we are
-# nearest to cuBLAS with few tokens.
+# and sums of ``dw`` are read and written for each.
+#
+# With 8192 and 32768 tokens torch.compile is 1.02 times as fast as the three
+# products alone, which it computes as well. So a part of its lead is the
+# clock: it comes after Cut Cross-Entropy, which asks least of the Tensor
+# Cores, and we come after cuBLAS.
 #
 # Four products should take four thirds of the time of three. With
-# ``recompute=True`` a step takes 1.36, 1.38 and 1.30 times as long as by
+# ``recompute=True`` a step takes 1.42, 1.29 and 1.30 times as long as by
 # default, at 2048, 8192 and 32768 tokens. The fourth product costs more than
 # all of PyTorch's passes, so this design is slower than PyTorch.
 #
@@ -2363,9 +2364,9 @@ bench_error.run(show_plots=ON_GPU)
 #
 # ``recompute=True`` comes near to the second aim, but misses it by 5%, and it
 # misses the first one. Whoever has no memory to spare takes it: with 32768
-# tokens it is 1.83 times as fast as Cut Cross-Entropy, and leaves nothing out.
+# tokens it is 1.77 times as fast as Cut Cross-Entropy, and leaves nothing out.
 # If sums in bfloat16 are good enough, Liger is a good choice at 32768 tokens:
-# it is 1.22 times as fast as ``recompute=True`` and takes 1.14 times its
+# it is 1.28 times as fast as ``recompute=True`` and takes 1.14 times its
 # memory. At 8192 tokens it is slower and takes more memory.
 #
 # A small model
@@ -2384,12 +2385,12 @@ bench_small_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 16384 tokens, a step reaches 611 TFLOP/s by default and 444
-# with ``recompute=True``. PyTorch reaches 449, torch.compile 543, Liger 383,
+# On the H200, with 16384 tokens, a step reaches 607 TFLOP/s by default and 441
+# with ``recompute=True``. PyTorch reaches 447, torch.compile 542, Liger 381,
 # and Cut Cross-Entropy 153. We take 1.12 GB by default and 0.38 GB with
-# ``recompute=True``, PyTorch 3.15 GB, torch.compile 2.10 GB, Liger 0.11 GB and
-# Cut Cross-Entropy 0.07 GB. With 4096 tokens we reach 555 TFLOP/s by default
-# and 391 with ``recompute=True``, PyTorch 428, and torch.compile NN.
+# ``recompute=True``, PyTorch 3.15 GB, torch.compile 1.12 GB, Liger 0.11 GB and
+# Cut Cross-Entropy 0.07 GB. With 4096 tokens we reach 551 TFLOP/s by default
+# and 389 with ``recompute=True``, PyTorch 428, and torch.compile 523.
 #
 # **Why.**
 # A product of 16384 × 768 × 32000 takes 1.1 ms at 750 TFLOP/s, and a pass over
@@ -2402,13 +2403,13 @@ bench_small_memory.run(show_plots=ON_GPU)
 # 512, and Cut Cross-Entropy has none: they take less memory, and are slower.
 #
 # **What follows.**
-# By default we are the fastest here. We take about half of
-# the memory of torch.compile, which has two matrices of logits at a time where
-# we have one, and a third of PyTorch's. But ``recompute=True`` is no good
-# choice: it is not faster than PyTorch, and takes 3.6 times the memory of
-# Liger and 5.1 times that of Cut Cross-Entropy. Where memory counts more than
-# time, take Liger: it takes 1.16 times as long as ``recompute=True`` with sums
-# in bfloat16, and even with sums in float32 only 0.17 GB.
+# By default we are the fastest here. Like torch.compile, which also writes the
+# gradient over the logits, we take a third of PyTorch's memory. But
+# ``recompute=True`` is no good choice: it is not faster than PyTorch, and
+# takes 3.6 times the memory of Liger and 5.1 times that of Cut Cross-Entropy.
+# Where memory counts more than time, take Liger: it takes 1.16 times as long
+# as ``recompute=True`` with sums in bfloat16, and even with sums in float32
+# only 0.17 GB.
 #
 # How fast are the products?
 # --------------------------
@@ -2491,17 +2492,17 @@ bench_products.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, with 128256 classes, ``scores`` reaches 99% of cuBLAS, ``dx``
-# 99% and ``dw`` 85%. With 32000 classes it is 99%, 98% and 86%.
+# On the H200, with 128256 classes, ``scores`` reaches 97% of cuBLAS, ``dx``
+# 100% and ``dw`` 85%. With 32000 classes it is 99%, 98% and 85%.
 #
 # **Why.**
-# Behind each tile of ``scores`` stand 32768 powers. They cost no more than the
-# noise, because the product before them is so long. ``dx`` has nothing to do
-# beside its product.
+# Behind each tile of ``scores`` stand 32768 powers. They cost little, because
+# the product before them is so long. ``dx`` has nothing to do beside its
+# product.
 #
 # A tile of ``dw`` reads its old sums and writes new ones, 0.26 MB in all. With
 # 128256 classes all tiles together move 4.2 GB, which take 0.9 ms at 4.8 TB/s,
-# and cuBLAS needs 5.4 ms for the product. One after the other, that would be
+# and cuBLAS needs 5.5 ms for the product. One after the other, that would be
 # 86% of the speed of cuBLAS, and we measure as much: Tensor Cores wait while a
 # tile adds to its sums.
 #
@@ -2595,21 +2596,22 @@ bench_chunks_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, by default, chunks of 1024 tokens reach 540 TFLOP/s, those of
-# 2048 reach 600, those of 4096 reach 638 and those of 8192 reach 658. They
-# take 3.29, 3.29, 3.30 and 4.37 GB. With ``recompute=True`` it is 496, 496,
-# 492 and 485 TFLOP/s, and 1.22 GB with chunks of 1024.
+# On the H200, by default, chunks of 1024 tokens reach 532 TFLOP/s, those of
+# 2048 reach 605, those of 4096 reach 635 and those of 8192 reach 645. They
+# take 3.29, 3.29, 3.30 and 4.37 GB. With ``recompute=True`` it is 476, 486,
+# 489 and 479 TFLOP/s, and 1.22 GB with chunks of 1024.
 #
 # **Why.**
 # The sums of ``dw`` are read and written once for each chunk. Up to 4096
 # tokens a chunk is no larger than ``dw``, which comes when the chunk is gone,
 # so the memory stays the same. With ``recompute=True`` there are no such sums,
-# so short chunks cost nothing, and what the chunk of the forward pass takes is
-# gone before the backward pass makes ``dw``.
+# so short chunks cost no more than the noise, and what the chunk of the
+# forward pass takes is gone before the backward pass makes ``dw``.
 #
 # **What follows.**
-# Chunks of 8192 tokens would be 3% faster than those of 4096, and take 1.07 GB
-# more. So our rule stops where longer chunks begin to need memory.
+# Chunks of 8192 tokens would be 2% faster than those of 4096, within the
+# noise, and take 1.07 GB more. So our rule stops where longer chunks begin to
+# need memory.
 #
 # Leaving out what is small
 # -------------------------
@@ -2733,11 +2735,11 @@ bench_skipping_error.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 8192 tokens, a step reaches 692 TFLOP/s when nothing is
-# left out. With the threshold of rounding it reaches 640 at :math:`s` = 1,
-# where there is nothing to leave out, 1056 at 2 and 1398 at 3. With
-# :math:`2^{-12}`, the threshold of Cut Cross-Entropy, our kernels reach 1258,
-# 1424 and 1431.
+# On the H200, with 8192 tokens, a step reaches 679 TFLOP/s when nothing is
+# left out. With the threshold of rounding it reaches 622 at :math:`s` = 1,
+# where there is nothing to leave out, 1016 at 2 and 1354 at 3. With
+# :math:`2^{-12}`, the threshold of Cut Cross-Entropy, our kernels reach 1237,
+# 1361 and 1414.
 #
 # With the threshold of rounding, the gradients are off by 0.004% at most, the
 # worse of both in norm, and those of classes that are no target by 0.008% at
@@ -2776,10 +2778,10 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #   than ``recompute=True``, if sums in bfloat16 are good enough. At 32768
 #   tokens it is faster than ``recompute=True``. Liger also has a z-loss and
 #   capped logits.
-# - **torch.compile is as fast as our default** with 8192 tokens, at 1.01 times
-#   its speed, which is within the noise. It takes 1.3 times as much memory.
-#   With 2048 and 32768 tokens it reaches NN and NN times our speed, and takes
-#   NN and NN times as much memory.
+# - **torch.compile is as fast as our default** with 2048 tokens, and faster
+#   with 8192 and 32768, at 1.16 and 1.10 times its speed. With 32768 tokens it
+#   takes 2.8 times as much memory, because it has all logits, and with fewer
+#   as much as we do.
 # - **PyTorch is faster than recompute=True** at all sizes that we measured, by
 #   1% to 34%. And with 2048 tokens and 128256 classes our default saves time,
 #   but no memory, because ``dw`` is as large there as two matrices of logits.
@@ -2880,12 +2882,12 @@ assert exercise_1(combine_1)
 # H200 with 32768 tokens, 4096 features and 128256 classes, and their memory
 # beyond the inputs:
 #
-# - **Whole logits, by PyTorch:** 3 products, 609 TFLOP/s, 25.22 GB.
-# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, 600 TFLOP/s,
+# - **Whole logits, by PyTorch:** 3 products, 584 TFLOP/s, 25.22 GB.
+# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, 609 TFLOP/s,
 #   1.58 GB.
-# - **Chunks of tokens, sums in float32, our default:** 3 products, 640
+# - **Chunks of tokens, sums in float32, our default:** 3 products, 616
 #   TFLOP/s, 3.44 GB.
-# - **Chunks of both, our recompute=True:** 4 products, 491 TFLOP/s, 1.39 GB.
+# - **Chunks of both, our recompute=True:** 4 products, 475 TFLOP/s, 1.39 GB.
 # - **No logits at all:** 5 products, and sums that do not fit on the chip. We
 #   did not build it. Cut Cross-Entropy comes close, with 4 products, parts of
 #   which it leaves out: 268 TFLOP/s, 1.32 GB.

@@ -224,6 +224,16 @@ def times(number, rounding=".2f"):
     return number
 
 
+def overlap(of, *points):
+    """Whether the quantiles of two points, (provider, N) each, overlap."""
+    spans = {
+        (row["provider"], int(row["N"])): (row["low"], row["high"])
+        for row in of.benchmark["rows"]
+    }
+    lows, highs = zip(*(spans[point] for point in points), strict=True)
+    return max(lows) < min(highs)
+
+
 def medians(of, provider, *sizes):
     return [of.median(provider, size) for size in sizes]
 
@@ -240,9 +250,11 @@ def forward(figure):
     torch_ = medians(of, "torch", *TOKENS)
     cce = medians(of, CCE, *TOKENS)
     assert of.ratios("triton", "torch").least > 1
-    # "cuBLAS gets slower, too", and "waits for hardly more".
+    # "cuBLAS gets slower", and "waits for hardly more".
     cublas = medians(of, "cublas", *TOKENS)
     assert cublas[0] > cublas[1] > cublas[2] and min(shares) > 98
+    # "Four percent may be noise".
+    assert overlap(of, ("triton", 32768), ("cublas", 32768))
     yield (
         f"our loss reaches {few} TFLOP/s at 2048 tokens, {more} at 8192 and "
         f"{many} at 32768. That is {shares[0]}%, {shares[1]}% and "
@@ -290,7 +302,19 @@ def step_speed(figure):
         f"by cuBLAS, our default reaches {shares[0]}% at 2048 tokens, "
         f"{shares[1]}% at 8192 and {shares[2]}% at 32768."
     )
-    assert shares[0] > max(shares[1:])
+    # "which it computes as well", and "the clock of the card".
+    some, many = (
+        times(of.ratio(COMPILED, "cublas", N)) for N in (8192, 32768)
+    )
+    assert f"{some}" == f"{many}" and min(some, many) > 1
+    # "which asks least of the Tensor Cores"
+    for N in (8192, 32768):
+        slowest = min(of.medians, key=lambda name: of.medians[name][N])
+        assert slowest == CCE
+    yield (
+        f"With 8192 and 32768 tokens torch.compile is {some} times as fast as "
+        "the three products alone"
+    )
     longer = [times(of.ratio("triton", "recompute", N)) for N in TOKENS]
     yield (
         f"With ``recompute=True`` a step takes {longer[0]}, {longer[1]} and "
@@ -310,20 +334,18 @@ def step_speed(figure):
     # "At 8192 tokens it is slower and takes more memory."
     assert of.ratio("recompute", LIGER, 8192) > 1
     assert memory.median("recompute", 8192) < memory.median(LIGER, 8192)
-    few, compiled, many = (
-        times(of.ratio(COMPILED, "triton", N)) for N in TOKENS
-    )
-    assert 0.98 < compiled < 1.02
-    few_more, more, many_more = (
+    few, some, many = (times(of.ratio(COMPILED, "triton", N)) for N in TOKENS)
+    few_more, some_more, many_more = (
         times(memory.median(COMPILED, N) / memory.median("triton", N), ".1f")
         for N in TOKENS
     )
+    # "As fast", "faster", and "with fewer it takes as much".
+    assert 0.98 < few < 1.02 < min(some, many)
+    assert max(abs(few_more - 1), abs(some_more - 1)) < 0.01
     yield (
-        "**torch.compile is as fast as our default** with 8192 tokens, at "
-        f"{compiled} times its speed, which is within the noise. It takes "
-        f"{more} times as much memory. With 2048 and 32768 tokens it reaches "
-        f"{few} and {many} times our speed, and takes {few_more} and "
-        f"{many_more} times as much memory."
+        "**torch.compile is as fast as our default** with 2048 tokens, and "
+        f"faster with 8192 and 32768, at {some} and {many} times its speed. "
+        f"With 32768 tokens it takes {many_more} times as much memory"
     )
     small = figure("lce-step-small", CARD)
     slower = [of.ratio("torch", "recompute", N) - 1 for N in TOKENS]
@@ -353,6 +375,10 @@ def step_memory(figure):
     )
     some = {name: of.median(name, 8192) for name in (*names, COMPILED)}
     few = {name: of.median(name, 2048) for name in (*names, COMPILED)}
+    # torch.compile has a matrix of all logits, beside the gradients.
+    for N in TOKENS:
+        by_hand = 2 * (N * 128256 + N * 4096 + 128256 * 4096) / 1e9
+        assert abs(of.median(COMPILED, N) / by_hand - 1) < 0.01
     assert 0.48 < some["triton"] / some["torch"] < 0.52
     assert 0.98 < few["triton"] / few["torch"] < 1.02
     yield (
@@ -429,7 +455,10 @@ def small(figure):
     ours, again, torch_, compiled, liger, cce = (
         memory.median(name, 16384) for name in names
     )
-    assert 0.5 < ours / compiled < 0.55 and torch_ / 3.3 < ours < torch_ / 2.7
+    # "Like torch.compile, which also writes the gradient over the logits".
+    by_hand = 2 * (16384 * 32000 + 16384 * 768 + 32000 * 768) / 1e9
+    assert abs(compiled / by_hand - 1) < 0.01 > abs(ours / by_hand - 1)
+    assert torch_ / 3.3 < ours < torch_ / 2.7
     yield (
         f"We take {ours} GB by default and {again} GB with "
         f"``recompute=True``, PyTorch {torch_} GB, torch.compile {compiled} "
@@ -461,7 +490,7 @@ def products(figure):
         ]
 
     many, some = three(128256), three(32000)
-    # "no more than the noise", and "nothing to do beside its product".
+    # "little", and "nothing to do beside its product".
     assert min(*many[:2], *some[:2]) >= 97
     yield (
         f"with 128256 classes, ``scores`` reaches {many[0]}% of cuBLAS, "
@@ -479,15 +508,18 @@ def products(figure):
 
 
 def chunks(figure):
-    of = figure("lce-chunks", CARD)
+    of = speed = figure("lce-chunks", CARD)
     sizes = 1024, 2048, 4096, 8192
     ours = medians(of, "triton", *sizes)
     again = medians(of, "recompute", *sizes)
     of = figure("lce-chunks-memory", CARD)
     memory = medians(of, "triton", *sizes)
     assert max(memory[:3]) < 1.05 * min(memory[:3]) and ours[2] > ours[0]
-    # "short chunks cost nothing"
-    assert again[0] > 0.98 * max(again)
+    # "short chunks cost no more than the noise", and "within the noise"
+    for size in sizes:
+        pair = ("recompute", 1024), ("recompute", size)
+        assert size == 1024 or overlap(speed, *pair)
+    assert overlap(speed, ("triton", 4096), ("triton", 8192))
     short = of.median("recompute", 1024)
     yield (
         f"by default, chunks of 1024 tokens reach {ours[0]} TFLOP/s, those of "
@@ -500,7 +532,7 @@ def chunks(figure):
     yield (
         "Chunks of 8192 tokens would be "
         f"{percent(ours[3] / ours[2] - 1, '.0f')}% faster than those of 4096, "
-        f"and take {memory[3] - memory[2]} GB more."
+        f"within the noise, and take {memory[3] - memory[2]} GB more."
     )
 
 
@@ -576,13 +608,13 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H200"
 FACTS = {
-    "Two or three percent may be noise": "what a clock that changes may do",
+    "Four percent may be noise": "what a clock that changes may do",
     "one such matrix takes 8.4 GB": "32768 * 128256 * 2 bytes",
     "its gradient take 0.27 GB each": "32768 * 4096 * 2 bytes",
     "and its gradient 1.05 GB each": "128256 * 4096 * 2 bytes",
     "An H200 moves 4.8 TB in a second": DATA_SHEET,
     "cuBLAS does about 750 TFLOP/s on it": "round, for arithmetic; measured "
-    "are 710 to 740 in the figure of products",
+    "are 703 to 793 with the product alone",
     "That is 25 GB, where the gradients that we want have 1.3 GB": "three "
     "matrices; both gradients",
     "17 GB with 32768 tokens, which take 3.5 ms at 4.8 TB/s": "two matrices "
