@@ -734,7 +734,8 @@ plt.show()
 # programs share an SM, so one of them can multiply while the other one
 # computes powers. But nothing makes them take turns as in the drawing.
 # `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_ does: two groups of
-# warps pass the Tensor Cores back and forth.
+# warps pass the Tensor Cores back and forth. `Attention with warps that only
+# load <05-warp-specialization.html>`_ tries that, and something better.
 #
 # **Why is it slower for short sequences?**
 # Each program loads its queries, waits for the first tile of keys, and at the

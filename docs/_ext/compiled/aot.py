@@ -256,7 +256,8 @@ def _built(call, kernel, grid, args, options):
     }
     if call.sass and "cubin" in asm:
         texts["sass"] = _sass(asm["cubin"])
-    stages = re.search(r"tt\.num_stages = (\d+)", texts["ttir"])
+    # Gluon begins with ttgir.
+    stages = re.search(r"tt\.num_stages = (\d+)", texts.get("ttir", ""))
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     return Built(
         kernel=kernel.__name__,

@@ -44,6 +44,18 @@ as torch's scaled_dot_product_attention, without a mask and without dropout.
 ''',
         "attention",
     ),
+    "attention/05-warp-specialization": Module(
+        f'''"""Attention, fast on Hopper GPUs, forward and backward.
+
+    attention(query, key, value, is_causal, scale, enable_gqa)
+
+as torch's scaled_dot_product_attention, without a mask and without dropout.
+
+{IN_ONE_PROCESS}
+"""
+''',
+        "attention",
+    ),
 }
 
 
