@@ -363,7 +363,7 @@ OURS = {
     "linear": both_passes.linear,
     # attention/04: queries and keys are turned by their positions.
     "heads": heads,
-    # attention/03: causal, with heads that share their keys.
+    # attention/05, as attention/03: causal, with heads that share their keys.
     "attend": attend,
     # matrix-products/02: the SiLU of one half, times the other half.
     "gate": both_passes.swiglu,
@@ -640,7 +640,7 @@ class Block(torch.nn.Module):
         y, stream = do.add_and_norm(x, stream, self.norm_1)
         # The product is from matrix-products/01, the rotation: attention/04.
         q, k, v = do.heads(do.linear(y, self.qkv), cos, sin)
-        y = do.attend(q, k, v)  # attention/03
+        y = do.attend(q, k, v)  # attention/05
         # The next product is from matrix-products/01, too.
         x = do.linear(y.transpose(1, 2).flatten(2), self.out)
 
@@ -1846,7 +1846,8 @@ for line in times.columns[1:]:
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
 #   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
-#   at every length.
+#   in the backward pass, as `Attention with warps that only load
+#   <../attention/05-warp-specialization.html>`_ shows.
 # - **Liger is faster without a graph.** Launched from Python it takes two
 #   thirds of our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python

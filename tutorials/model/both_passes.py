@@ -28,6 +28,18 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import (
+    TensorDescriptor as GluonDescriptor,
+)
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -1565,7 +1577,7 @@ def normalize(plan, x, w, b):
     return y, stats
 
 
-def gradients(plan, for_x, for_parameters, dy, x, w, stats):
+def every_width_gradients(plan, for_x, for_parameters, dy, x, w, stats):
     """dx, and dw and db in one tensor; None for what is not wanted."""
     launch, like_sums, add_up = plan.backward(for_x, for_parameters)
     dx = None
@@ -1617,7 +1629,7 @@ APPLY = super(torch.autograd.Function, BothPasses).apply
 def gradients_of(ctx, dy):
     """One gradient for each argument of forward; a plan has none."""
     for_x, for_w, for_b, _ = ctx.needs_input_grad
-    dx, grads = gradients(
+    dx, grads = every_width_gradients(
         ctx.plan, for_x, for_w or for_b, dy, *ctx.saved_tensors
     )
     dw = None
@@ -1751,7 +1763,7 @@ def every_width_operator_backward(
 ) -> list[torch.Tensor]:
     plan = plan_of(tuple(shape), x, w, b, eps)
     w = contiguous_or_none(w)
-    return list(gradients(plan, True, True, dy, x.contiguous(), w, stats))
+    return list(every_width_gradients(plan, True, True, dy, x.contiguous(), w, stats))
 
 
 @every_width_operator_backward.register_fake
@@ -5260,8 +5272,193 @@ def add_rms_norm(x, residual, *args, **options):
     return rms_norm(x, *args, residual=residual, **options)
 
 
-# attention/03-any-attention ---------------------------------------------------
+# attention/05-warp-specialization ---------------------------------------------
 # Gives attention.
+
+
+@triton.jit
+def _step_of_queries(
+    dq,
+    q,
+    dy,
+    lse,
+    delta,
+    k_desc,
+    v_desc,
+    batch,
+    head,  # of the keys
+    start,  # the first key of the tile
+    limit,  # how many keys a query sees: a column, or one number for all
+    scale,
+    DIM: tl.constexpr,
+    TILE_K: tl.constexpr,
+    MASK: tl.constexpr,  # whether some query does not see all of the tile
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    """dq of a tile of queries, with one tile of keys more."""
+    k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
+    score = tl.dot(q, k.T, input_precision=PRECISION)
+    # New: dp before the powers.
+    v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
+    dp = tl.dot(dy, v.T, input_precision=PRECISION)
+    if MASK:
+        key = start + tl.arange(0, TILE_K)
+        score = tl.where(key[None, :] < limit, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[:, None])
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    return tl.dot(ds, k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _step_of_keys(
+    dk,
+    dv,
+    k,
+    v,
+    q_desc,
+    dy_desc,
+    lse_ptr,  # of the first query of this head, as delta_ptr
+    delta_ptr,
+    batch,
+    head,  # of the queries
+    start,  # the first query of the tile
+    key,  # the indices of our keys
+    scale,
+    DIM: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    MASK: tl.constexpr,  # whether some query does not see all of our keys
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    """dk and dv of a tile of keys, with one tile of queries more."""
+    q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
+    query = start + tl.arange(0, TILE_Q)
+    score = tl.dot(k, q.T, input_precision=PRECISION)
+    lse = tl.load(lse_ptr + query)
+    if MASK:
+        seen = key[:, None] <= query[None, :]
+        score = tl.where(seen, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[None, :])
+    # New: dp before dv.
+    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
+    dp = tl.dot(v, dy.T, input_precision=PRECISION)
+    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
+    delta = tl.load(delta_ptr + query)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+ATTENTION_LOG2E = 1.4426950408889634  # the logarithm of e, to the base 2
+
+
+def width_of(D):
+    """Columns of a tile for rows of D numbers: a power of two, at least 16,
+    which is the least that a product of tiles takes."""
+    return max(triton.next_power_of_2(D), 16)
+
+
+def rows_like(t):
+    """An empty tensor of the same shape and order of dimensions, whose rows
+    begin at multiples of 16 bytes."""
+    D = t.shape[-1]
+    unit = 16 // t.itemsize
+    padded = triton.cdiv(D, unit) * unit
+    # The dimension with the largest stride comes first in memory.
+    order = sorted(range(3), key=lambda dimension: -t.stride(dimension))
+    shape = [t.shape[dimension] for dimension in order]
+    memory = torch.empty(*shape, padded, dtype=t.dtype, device=t.device)
+    places = [order.index(dimension) for dimension in range(3)]
+    return memory.permute(*places, 3)[..., :D]
+
+
+def attention_for_descriptors(t):
+    """The tensor, or a copy of it that a descriptor takes."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
+    for stride in t.stride()[:-1]:
+        # A stride of 0, as an expanded tensor has it, is copied, too.
+        if stride <= 0 or stride * t.itemsize % 16:
+            aligned = False
+    if aligned:
+        return t
+    return rows_like(t).copy_(t)
+
+
+def tiles_of(t, rows):
+    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
+    tile = [1, 1, rows, width_of(t.shape[-1])]
+    return TensorDescriptor.from_tensor(t, tile)
+
+
+ATTENTION_TILES = {
+    # width: queries, keys, warps and stages; then the same if causal
+    16: ((128, 64, 4, 3), (128, 64, 4, 3)),
+    32: ((128, 64, 4, 3), (128, 64, 4, 3)),
+    64: ((64, 128, 4, 2), (64, 128, 4, 2)),
+    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
+    256: ((128, 64, 8, 2), (128, 64, 8, 2)),
+}
+
+OWN_AND_STEP = {
+    # width: what a program owns, what it takes in a step, warps, stages
+    16: (64, 64, 4, 3),
+    32: (64, 64, 4, 3),
+    64: (64, 64, 4, 3),
+    128: (64, 64, 4, 2),
+    256: (64, 32, 8, 2),
+}
+
+
+def small_tiles(dtype):
+    """Whether operands lie in registers: in float32, and without a TMA."""
+    if dtype == torch.float32:
+        return True
+    if not ON_GPU:
+        return False  # the interpreter has no registers
+    if torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability()[0] < 9
+
+
+def options(tile_q, tile_k, warps, stages, dtype, D):
+    """Constants of a kernel that depend on the type and the width of rows."""
+    precision = None  # what a GPU does by itself; 16 bits need no choice
+    if dtype == torch.float32 and torch.version.hip is None:
+        precision = "tf32x3"
+    return {
+        "DIM": width_of(D),
+        "TILE_Q": tile_q,
+        "TILE_K": tile_k,
+        "PRECISION": precision,
+        "STAGES": stages,
+        "num_warps": warps,
+    }
+
+
+def attention_plan_forward(dtype, D, is_causal):
+    if small_tiles(dtype):
+        return options(16, 32, 8, 2, dtype, D)
+    usual, causal = ATTENTION_TILES[width_of(D)]
+    tiles = causal if is_causal else usual
+    return options(*tiles, dtype, D)
+
+
+def attention_plan_backward(dtype, D):
+    """For the kernel of the queries, and for that of the keys."""
+    own, step, warps, stages = OWN_AND_STEP[width_of(D)]
+    if small_tiles(dtype):
+        own, step, warps, stages = 16, 16, 8, 2
+    return (
+        options(own, step, warps, stages, dtype, D),
+        options(step, own, warps, stages, dtype, D),
+    )
+
+
+def empty_lse(query, is_causal):
+    """(batch, heads, rows): room for whole tiles of queries."""
+    batch, heads, queries, D = query.shape
+    tile_q = attention_plan_forward(query.dtype, D, is_causal)["TILE_Q"]
+    rows = triton.cdiv(queries, tile_q) * tile_q
+    return query.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 @triton.jit
@@ -5375,100 +5572,9 @@ def _any_attention_fwd(
     tl.store(lse_ptr + at, maximum + tl.log2(total))
 
 
-ATTENTION_LOG2E = 1.4426950408889634  # the logarithm of e, to the base 2
-
-
-def width_of(D):
-    """Columns of a tile for rows of D numbers: a power of two, at least 16,
-    which is the least that a product of tiles takes."""
-    return max(triton.next_power_of_2(D), 16)
-
-
-def rows_like(t):
-    """An empty tensor of the same shape and order of dimensions, whose rows
-    begin at multiples of 16 bytes."""
-    D = t.shape[-1]
-    unit = 16 // t.itemsize
-    padded = triton.cdiv(D, unit) * unit
-    # The dimension with the largest stride comes first in memory.
-    order = sorted(range(3), key=lambda dimension: -t.stride(dimension))
-    shape = [t.shape[dimension] for dimension in order]
-    memory = torch.empty(*shape, padded, dtype=t.dtype, device=t.device)
-    places = [order.index(dimension) for dimension in range(3)]
-    return memory.permute(*places, 3)[..., :D]
-
-
-def attention_for_descriptors(t):
-    """The tensor, or a copy of it that a descriptor takes."""
-    aligned = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
-    for stride in t.stride()[:-1]:
-        # A stride of 0, as an expanded tensor has it, is copied, too.
-        if stride <= 0 or stride * t.itemsize % 16:
-            aligned = False
-    if aligned:
-        return t
-    return rows_like(t).copy_(t)
-
-
-def tiles_of(t, rows):
-    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
-    tile = [1, 1, rows, width_of(t.shape[-1])]
-    return TensorDescriptor.from_tensor(t, tile)
-
-
-ATTENTION_TILES = {
-    # width: queries, keys, warps and stages; then the same if causal
-    16: ((128, 64, 4, 3), (128, 64, 4, 3)),
-    32: ((128, 64, 4, 3), (128, 64, 4, 3)),
-    64: ((64, 128, 4, 2), (64, 128, 4, 2)),
-    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
-    256: ((128, 64, 8, 2), (128, 64, 8, 2)),
-}
-
-
-def small_tiles(dtype):
-    """Whether operands lie in registers: in float32, and without a TMA."""
-    if dtype == torch.float32:
-        return True
-    if not ON_GPU:
-        return False  # the interpreter has no registers
-    if torch.version.hip is not None:
-        return True
-    return torch.cuda.get_device_capability()[0] < 9
-
-
-def options(tile_q, tile_k, warps, stages, dtype, D):
-    """Constants of a kernel that depend on the type and the width of rows."""
-    precision = None  # what a GPU does by itself; 16 bits need no choice
-    if dtype == torch.float32 and torch.version.hip is None:
-        precision = "tf32x3"
-    return {
-        "DIM": width_of(D),
-        "TILE_Q": tile_q,
-        "TILE_K": tile_k,
-        "PRECISION": precision,
-        "STAGES": stages,
-        "num_warps": warps,
-    }
-
-
-def attention_plan_forward(dtype, D, is_causal):
-    if small_tiles(dtype):
-        return options(16, 32, 8, 2, dtype, D)
-    usual, causal = ATTENTION_TILES[width_of(D)]
-    tiles = causal if is_causal else usual
-    return options(*tiles, dtype, D)
-
-
-def empty_lse(query, is_causal):
-    """(batch, heads, rows): room for whole tiles of queries."""
-    batch, heads, queries, D = query.shape
-    tile_q = attention_plan_forward(query.dtype, D, is_causal)["TILE_Q"]
-    rows = triton.cdiv(queries, tile_q) * tile_q
-    return query.new_empty(batch, heads, rows, dtype=torch.float32)
-
-
-def attention_forward(query, key, value, is_causal, scale, kernel=_any_attention_fwd):
+def plain_forward(
+    query, key, value, is_causal, scale, kernel=_any_attention_fwd
+):
     """The results, and a log-sum-exp for each query."""
     batch, heads, queries, D = query.shape
     _, k_heads, keys, _ = key.shape
@@ -5499,38 +5605,6 @@ def attention_forward(query, key, value, is_causal, scale, kernel=_any_attention
         **plan,
     )
     return y, lse
-
-
-@triton.jit
-def _step_of_queries(
-    dq,
-    q,
-    dy,
-    lse,
-    delta,
-    k_desc,
-    v_desc,
-    batch,
-    head,  # of the keys
-    start,  # the first key of the tile
-    limit,  # how many keys a query sees: a column, or one number for all
-    scale,
-    DIM: tl.constexpr,
-    TILE_K: tl.constexpr,
-    MASK: tl.constexpr,  # whether some query does not see all of the tile
-    PRECISION: tl.constexpr,  # of products of float32
-):
-    """dq of a tile of queries, with one tile of keys more."""
-    k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
-    score = tl.dot(q, k.T, input_precision=PRECISION)
-    if MASK:
-        key = start + tl.arange(0, TILE_K)
-        score = tl.where(key[None, :] < limit, score, float("-inf"))
-    p = tl.exp2(score * scale - lse[:, None])
-    v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
-    dp = tl.dot(dy, v.T, input_precision=PRECISION)
-    ds = (p * (dp - delta[:, None])).to(k.dtype)
-    return tl.dot(ds, k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -5607,46 +5681,6 @@ def _any_attention_bwd_queries(
 
     dq = (dq * scale).to(dq_desc.dtype)
     dq_desc.store([batch, head, first, 0], dq.reshape(1, 1, TILE_Q, DIM))
-
-
-@triton.jit
-def _step_of_keys(
-    dk,
-    dv,
-    k,
-    v,
-    q_desc,
-    dy_desc,
-    lse_ptr,  # of the first query of this head, as delta_ptr
-    delta_ptr,
-    batch,
-    head,  # of the queries
-    start,  # the first query of the tile
-    key,  # the indices of our keys
-    scale,
-    DIM: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    MASK: tl.constexpr,  # whether some query does not see all of our keys
-    PRECISION: tl.constexpr,  # of products of float32
-):
-    """dk and dv of a tile of keys, with one tile of queries more."""
-    # A query that does not exist is a row of zeros, and so is its dy. It adds
-    # nothing to dk and dv.
-    q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
-    query = start + tl.arange(0, TILE_Q)
-    score = tl.dot(k, q.T, input_precision=PRECISION)
-    lse = tl.load(lse_ptr + query)
-    if MASK:
-        seen = key[:, None] <= query[None, :]
-        score = tl.where(seen, score, float("-inf"))
-    p = tl.exp2(score * scale - lse[None, :])
-    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
-    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
-    delta = tl.load(delta_ptr + query)
-    dp = tl.dot(v, dy.T, input_precision=PRECISION)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -5729,54 +5763,23 @@ def _any_attention_bwd_keys(
     dv_desc.store([batch, k_head, first, 0], dv.reshape(1, 1, TILE_K, DIM))
 
 
-OWN_AND_STEP = {
-    # width: what a program owns, what it takes in a step, warps, stages
-    16: (64, 64, 4, 3),
-    32: (64, 64, 4, 3),
-    64: (64, 64, 4, 3),
-    128: (64, 64, 4, 2),
-    256: (64, 32, 8, 2),
-}
-
-
-def attention_plan_backward(dtype, D):
-    """For the kernel of the queries, and for that of the keys."""
-    own, step, warps, stages = OWN_AND_STEP[width_of(D)]
-    if small_tiles(dtype):
-        own, step, warps, stages = 16, 16, 8, 2
-    return (
-        options(own, step, warps, stages, dtype, D),
-        options(step, own, warps, stages, dtype, D),
-    )
-
-
-def attention_backward(dy, query, key, value, y, lse, is_causal, scale):
-    """dq, dk and dv."""
-    batch, heads, queries, D = query.shape
-    _, k_heads, keys, _ = key.shape
-    dq = rows_like(query)
-    dk = rows_like(key)
-    dv = rows_like(value)
-    if dq.numel() == 0 or dk.numel() == 0:  # nobody attends to anything
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    q = attention_for_descriptors(query)
-    k = attention_for_descriptors(key)
-    v = attention_for_descriptors(value)
-    dy = attention_for_descriptors(dy)
-    delta = torch.empty_like(lse)
-    for_queries, for_keys = attention_plan_backward(query.dtype, D)
-
-    # First the queries, because the keys need their delta.
-    tile_q = for_queries["TILE_Q"]
-    tile_k = for_queries["TILE_K"]
-    tiles = triton.cdiv(queries, tile_q)
-    _any_attention_bwd_queries[(tiles * batch * heads,)](
-        q_desc=tiles_of(q, tile_q),
-        k_desc=tiles_of(k, tile_k),
-        v_desc=tiles_of(v, tile_k),
-        y_desc=tiles_of(y, tile_q),
-        dy_desc=tiles_of(dy, tile_q),
-        dq_desc=tiles_of(dq, tile_q),
+def launch_queries(
+    kernel, describe, own, plan, q, k, v, y, dy, dq, lse, delta, is_causal,
+    scale,
+):  # fmt: skip
+    """dq, and delta for the kernel of the keys. A program owns so many
+    queries."""
+    batch, heads, queries, _ = q.shape
+    _, k_heads, keys, _ = k.shape
+    tile_q = plan["TILE_Q"]
+    tile_k = plan["TILE_K"]
+    kernel[(triton.cdiv(queries, own) * batch * heads,)](
+        q_desc=describe(q, tile_q),
+        k_desc=describe(k, tile_k),
+        v_desc=describe(v, tile_k),
+        y_desc=describe(y, tile_q),
+        dy_desc=describe(dy, tile_q),
+        dq_desc=describe(dq, tile_q),
         lse_ptr=lse,
         delta_ptr=delta,
         rows=lse.shape[-1],
@@ -5788,13 +5791,19 @@ def attention_backward(dy, query, key, value, y, lse, is_causal, scale):
         GROUP=heads // k_heads,
         CAUSAL=is_causal,
         RAGGED=not is_causal and keys % tile_k > 0,
-        **for_queries,
+        **plan,
     )
 
-    tile_q = for_keys["TILE_Q"]
-    tile_k = for_keys["TILE_K"]
-    tiles = triton.cdiv(keys, tile_k)
-    _any_attention_bwd_keys[(tiles * batch * k_heads,)](
+
+def launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale):
+    """dk and dv."""
+    _, heads, queries, D = q.shape
+    batch, k_heads, keys, _ = k.shape
+    _, plan = attention_plan_backward(q.dtype, D)
+    tile_q = plan["TILE_Q"]
+    tile_k = plan["TILE_K"]
+    programs = triton.cdiv(keys, tile_k) * batch * k_heads
+    _any_attention_bwd_keys[(programs,)](
         q_desc=tiles_of(q, tile_q),
         k_desc=tiles_of(k, tile_k),
         v_desc=tiles_of(v, tile_k),
@@ -5811,9 +5820,719 @@ def attention_backward(dy, query, key, value, y, lse, is_causal, scale):
         log2e=ATTENTION_LOG2E,
         GROUP=heads // k_heads,
         CAUSAL=is_causal,
-        **for_keys,
+        **plan,
     )
+
+
+def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
+    """dq by the plain kernel."""
+    plan, _ = attention_plan_backward(q.dtype, q.shape[-1])
+    launch_queries(
+        _any_attention_bwd_queries, tiles_of, plan["TILE_Q"], plan, q, k, v, y,
+        dy, dq, lse, delta, is_causal, scale,
+    )  # fmt: skip
+
+
+def attention_backward(
+    dy, query, key, value, y, lse, is_causal, scale, by=plain_queries
+):
+    """dq, dk and dv. ``by`` gives dq."""
+    dq = rows_like(query)
+    dk = rows_like(key)
+    dv = rows_like(value)
+    if dq.numel() == 0 or dk.numel() == 0:  # nobody attends to anything
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q = attention_for_descriptors(query)
+    k = attention_for_descriptors(key)
+    v = attention_for_descriptors(value)
+    dy = attention_for_descriptors(dy)
+    delta = torch.empty_like(lse)
+    # First the queries, because the keys need their delta.
+    by(q, k, v, y, dy, dq, lse, delta, is_causal, scale)
+    launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale)
     return dq, dk, dv
+
+
+# From Triton 3.9 on these two have shorter names.
+FETCH = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _fetch_keys(
+    k_desc,
+    v_desc,
+    ring,
+    batch,
+    head,  # of the keys
+    steps,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """All tiles of keys and values that a program needs, in their order."""
+    # Of each buffer, the barrier 2 * at is for its keys, and the next one for
+    # its values.
+    k_mem, v_mem, full, free = ring
+    for i in range(steps):
+        at = i % BUFFERS
+        parity = (i // BUFFERS + 1) & 1
+        mbarrier.wait(free.index(2 * at), parity)
+        mbarrier.expect(full.index(2 * at), k_desc.block_type.nbytes)
+        FETCH(
+            k_desc,
+            [batch, head, i * TILE_K, 0],
+            full.index(2 * at),
+            k_mem.index(at),
+        )
+        mbarrier.wait(free.index(2 * at + 1), parity)
+        mbarrier.expect(full.index(2 * at + 1), v_desc.block_type.nbytes)
+        FETCH(
+            v_desc,
+            [batch, head, i * TILE_K, 0],
+            full.index(2 * at + 1),
+            v_mem.index(at),
+        )
+
+
+@gluon.jit
+def _load_fwd(
+    q_desc,
+    k_desc,
+    v_desc,
+    q_mem,
+    q_full,
+    ring,
+    batch,
+    head,  # of the queries
+    k_head,
+    first,  # our first query
+    steps,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does in the forward kernel."""
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        row = first + half * TILE_Q
+        FETCH(q_desc, [batch, head, row, 0], q_full, q_mem.index(half))
+    _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
+
+
+@gluon.jit
+def _powers(
+    maximum,  # of each query, as the next one
+    total,
+    score,
+    start,  # the first key of the tile
+    limit,  # how many keys each query sees
+    scale,
+    TILE_K: gl.constexpr,
+    MASK: gl.constexpr,  # whether some query does not see all of the tile
+):
+    if MASK:
+        KEYS: gl.constexpr = gl.SliceLayout(0, score.type.layout)
+        key = start + gl.arange(0, TILE_K, KEYS)
+        seen = key[None, :] < limit[:, None]
+        score = gl.where(seen, score, float("-inf"))
+    new = gl.maximum(maximum, gl.max(score, axis=1) * scale)
+    power = gl.exp2(score * scale - new[:, None])
+    shrink = gl.exp2(maximum - new)
+    total = total * shrink + gl.sum(power, axis=1)
+    return new, total, shrink, power
+
+
+@gluon.jit
+def _step_fwd(
+    maximum,  # of each query, as the next one
+    total,
+    weighted,
+    power,  # of the last step
+    i,
+    q,
+    ring,
+    turn,
+    half,  # 0 or 1: which group we are
+    limit,
+    scale,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MASK: gl.constexpr,
+    LATER: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """The scores of tile i, and the product of the powers of tile i - 1."""
+    k_mem, v_mem, full, free = ring
+    at = i % BUFFERS
+    last = (i - 1) % BUFFERS
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    v = v_mem.index(last).reshape([TILE_K, DIM])
+    # The layout of scores, of which that of the maximum is a slice. The zeros
+    # only give it to the product: use_acc=False leaves them out.
+    SCORE: gl.constexpr = maximum.type.layout.parent
+    zeros = gl.zeros([maximum.shape[0], TILE_K], gl.float32, SCORE)
+
+    # Both products begin.
+    mbarrier.wait(full.index(2 * at), (i // BUFFERS) & 1)
+    if TURNS:
+        mbarrier.wait(turn.index(half), (i - 1) & 1)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    if not LATER:
+        score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.wait(full.index(2 * last + 1), ((i - 1) // BUFFERS) & 1)
+    weighted = warpgroup_mma(power, v, weighted, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - half), count=1)
+
+    # The powers, while the second product is under way.
+    if LATER:
+        score = warpgroup_mma_wait(1, deps=[score])
+    else:
+        weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+    mbarrier.arrive(free.index(2 * at), count=1)
+    maximum, total, shrink, new = _powers(
+        maximum, total, score, i * TILE_K, limit, scale, TILE_K, MASK
+    )
+    if LATER:
+        weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+    mbarrier.arrive(free.index(2 * last + 1), count=1)
+
+    # The sums of the tiles up to i - 1 shrink to the maximum of tile i.
+    SUM: gl.constexpr = weighted.type.layout
+    by = gl.convert_layout(shrink, gl.SliceLayout(1, SUM))
+    weighted = weighted * by[:, None]
+    power = gl.convert_layout(new.to(power.dtype), power.type.layout)
+    return maximum, total, weighted, power
+
+
+@gluon.jit
+def _group_fwd(
+    half,
+    y_desc,
+    lse_ptr,  # of the first query of this head
+    q_mem,
+    q_full,
+    ring,
+    turn,
+    batch,
+    head,
+    first,  # the first query of both groups
+    keys,
+    scale,
+    whole,  # tiles that all of our queries see
+    steps,  # tiles that some of them see
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    LATER: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """The results of 64 queries."""
+    DTYPE: gl.constexpr = y_desc.dtype
+    # Layouts of a tile of scores, of the sums, of an operand of the second
+    # product, and of one number for each query. [3, 0] stands for Hopper's
+    # Tensor Cores, [4, 1] for four warps one below the other, and the last
+    # three numbers are the rows of a warp, the columns, and how many numbers
+    # are multiplied at a time. Of an operand we say that it is the left one,
+    # 0, and that a register has two of its numbers.
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_K, 16]
+    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    POWER: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
+    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
+    if CAUSAL:
+        limit = gl.minimum(query + 1, limit)
+    maximum = gl.full([TILE_Q], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([TILE_Q], gl.float32, ROW)
+    weighted = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+
+    # The powers of the first tile.
+    k_mem, v_mem, full, free = ring
+    q = q_mem.index(half).reshape([TILE_Q, DIM])
+    k = k_mem.index(0).reshape([TILE_K, DIM])
+    zeros = gl.zeros([TILE_Q, TILE_K], gl.float32, SCORE)
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(full.index(0), 0)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(free.index(0), count=1)
+    maximum, total, _, power = _powers(
+        maximum, total, score, 0, limit, scale, TILE_K, CAUSAL or RAGGED
+    )
+    power = gl.convert_layout(power.to(DTYPE), POWER)
+
+    for i in range(1, whole):
+        maximum, total, weighted, power = _step_fwd(
+            maximum, total, weighted, power, i, q, ring, turn, half, limit,
+            scale, DIM, TILE_K, BUFFERS, False, LATER, TURNS,
+        )  # fmt: skip
+    if CAUSAL or RAGGED:
+        for i in range(gl.maximum(whole, 1), steps):
+            maximum, total, weighted, power = _step_fwd(
+                maximum, total, weighted, power, i, q, ring, turn, half, limit,
+                scale, DIM, TILE_K, BUFFERS, True, LATER, TURNS,
+            )  # fmt: skip
+
+    # The product of the last tile.
+    last = (steps - 1) % BUFFERS
+    mbarrier.wait(full.index(2 * last + 1), ((steps - 1) // BUFFERS) & 1)
+    v = v_mem.index(last).reshape([TILE_K, DIM])
+    weighted = warpgroup_mma(power, v, weighted, is_async=True)
+    weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+
+    y = weighted / gl.convert_layout(total, gl.SliceLayout(1, SUM))[:, None]
+    q.store(y.to(DTYPE))
+    fence_async_shared()
+    place = [batch, head, first + half * TILE_Q, 0]
+    STORE(y_desc, place, q_mem.index(half))
+    gl.store(lse_ptr + query, maximum + gl.log2(total))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _warps_fwd(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    y_desc,  # as q_desc
+    lse_ptr,  # (batch, heads, rows): saved for the backward pass
+    rows,  # queries, and those that only fill the last tiles
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores, times LOG2E
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_K: gl.constexpr,  # keys of a step
+    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
+    LATER: gl.constexpr,
+    TURNS: gl.constexpr,
+    num_warps: gl.constexpr,  # of the first function
+):
+    # Which queries are ours, and which keys do they see? As in plain Triton,
+    # but counted in tiles, and each program has two tiles of queries.
+    OWN: gl.constexpr = 2 * TILE_Q
+    tiles = gl.cdiv(queries, OWN)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    first = tile * OWN
+    lead = gl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    whole = keys // TILE_K
+    steps = gl.cdiv(keys, TILE_K)
+    if CAUSAL:
+        whole = gl.minimum(first // TILE_K, whole)
+        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=2)  # both groups
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()  # the TMA sees them, too
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)  # the first group begins
+    ring = (k_mem, v_mem, full, free)
+    lse_ptr += lead.to(gl.int64) * rows  # may pass 2**31
+
+    gl.warp_specialize(
+        [
+            (_group_fwd, (
+                0, y_desc, lse_ptr, q_mem, q_full, ring, turn, batch, head,
+                first, keys, scale, whole, steps, CAUSAL, RAGGED, DIM, TILE_Q,
+                TILE_K, BUFFERS, LATER, TURNS,
+            )),
+            (_group_fwd, (
+                1, y_desc, lse_ptr, q_mem, q_full, ring, turn, batch, head,
+                first, keys, scale, whole, steps, CAUSAL, RAGGED, DIM, TILE_Q,
+                TILE_K, BUFFERS, LATER, TURNS,
+            )),
+            (_load_fwd, (
+                q_desc, k_desc, v_desc, q_mem, q_full, ring, batch, head,
+                head // GROUP, first, steps, TILE_Q, TILE_K, BUFFERS,
+            )),
+        ],
+        [4, 1],  # warps of the second and of the third
+        [240, 24],  # registers of their threads
+    )  # fmt: skip
+
+
+def by_warps(query):
+    """Whether kernels in Gluon take it."""
+    if not ON_GPU or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return query.dtype != torch.float32 and width_of(query.shape[-1]) == 128
+
+
+OWN = 128  # queries of a program: 64 for each group of warps
+
+
+def room_for_lse(query, is_causal):
+    """(batch, heads, rows): room for whole tiles of queries."""
+    if not by_warps(query):
+        return empty_lse(query, is_causal)
+    batch, heads, queries, _ = query.shape
+    rows = triton.cdiv(queries, OWN) * OWN
+    return query.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def tiles_for_gluon(t, rows):
+    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
+    tile = [1, 1, rows, width_of(t.shape[-1])]
+    dtype = gl.float16 if t.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
+    return GluonDescriptor.from_tensor(t, tile, layout)
+
+
+def attention_forward(query, key, value, is_causal, scale, tile_k=128, buffers=2, **how):
+    """The results, and a log-sum-exp for each query."""
+    batch, heads, queries, D = query.shape
+    _, k_heads, keys, _ = key.shape
+    if not by_warps(query) or query.numel() == 0 or keys == 0:
+        y, lse = plain_forward(query, key, value, is_causal, scale)
+        return y, lse
+    y = rows_like(query)
+    lse = room_for_lse(query, is_causal)
+    programs = triton.cdiv(queries, OWN) * batch * heads
+    _warps_fwd[(programs,)](
+        q_desc=tiles_for_gluon(attention_for_descriptors(query), OWN // 2),
+        k_desc=tiles_for_gluon(attention_for_descriptors(key), tile_k),
+        v_desc=tiles_for_gluon(attention_for_descriptors(value), tile_k),
+        y_desc=tiles_for_gluon(y, OWN // 2),
+        lse_ptr=lse,
+        rows=lse.shape[-1],
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        scale=scale * ATTENTION_LOG2E,
+        GROUP=heads // k_heads,
+        CAUSAL=is_causal,
+        RAGGED=not is_causal and keys % tile_k > 0,
+        DIM=width_of(D),
+        TILE_Q=OWN // 2,
+        TILE_K=tile_k,
+        BUFFERS=buffers,
+        **{"LATER": True, "TURNS": False, "num_warps": 4} | how,
+    )
+    return y, lse
+
+
+@gluon.jit
+def _load_bwd(
+    q_desc,
+    dy_desc,
+    y_desc,
+    k_desc,
+    v_desc,
+    q_mem,
+    dy_mem,
+    y_mem,
+    q_full,
+    ring,
+    batch,
+    head,  # of the queries
+    k_head,
+    first,  # our first query
+    steps,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does for dq."""
+    mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        place = [batch, head, first + half * TILE_Q, 0]
+        FETCH(q_desc, place, q_full, q_mem.index(half))
+        FETCH(dy_desc, place, q_full, dy_mem.index(half))
+        FETCH(y_desc, place, q_full, y_mem.index(half))
+    _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
+
+
+@gluon.jit
+def _step_bwd(
+    dq,
+    ds,  # of the last step: an operand of the product that is under way
+    i,
+    q,
+    dy,
+    lse,
+    delta,
+    ring,
+    limit,
+    scale,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MASK: gl.constexpr,  # whether some query does not see all of the tile
+    FIRST: gl.constexpr,  # whether there is no step before
+):
+    """dq with tile i of the keys; its product may still be under way."""
+    k_mem, v_mem, full, free = ring
+    at = i % BUFFERS
+    parity = (i // BUFFERS) & 1
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    v = v_mem.index(at).reshape([TILE_K, DIM])
+    SCORE: gl.constexpr = lse.type.layout.parent
+    zeros = gl.zeros([lse.shape[0], TILE_K], gl.float32, SCORE)
+
+    mbarrier.wait(full.index(2 * at), parity)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full.index(2 * at + 1), parity)
+    dp = warpgroup_mma(
+        dy, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+
+    # Products end in their order: when at most one is under way, the scores
+    # are there, and so is the sum of the last step.
+    # Its operand ds had to stay in its registers until now.
+    score, dq, ds = warpgroup_mma_wait(1, deps=[score, dq, ds])
+    if not FIRST:
+        mbarrier.arrive(free.index(2 * ((i - 1) % BUFFERS)), count=1)
+    if MASK:
+        KEYS: gl.constexpr = gl.SliceLayout(0, SCORE)
+        key = i * TILE_K + gl.arange(0, TILE_K, KEYS)
+        seen = key[None, :] < limit[:, None]
+        score = gl.where(seen, score, float("-inf"))
+    p = gl.exp2(score * scale - lse[:, None])
+
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(free.index(2 * at + 1), count=1)
+    ds_of_tile = (p * (dp - delta[:, None])).to(ds.dtype)
+    ds = gl.convert_layout(ds_of_tile, ds.type.layout)
+    dq = warpgroup_mma(ds, k, dq, is_async=True)
+    return dq, ds
+
+
+@gluon.jit
+def _group_bwd(
+    half,
+    dq_desc,
+    lse_ptr,  # of the first query of this head, as delta_ptr
+    delta_ptr,
+    q_mem,
+    dy_mem,
+    y_mem,
+    q_full,
+    ring,
+    batch,
+    head,
+    first,  # the first query of both groups
+    keys,
+    scale,
+    log2e,
+    whole,  # tiles that all of our queries see
+    steps,  # tiles that some of them see
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """dq of 64 queries."""
+    DTYPE: gl.constexpr = dq_desc.dtype
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_K, 16]
+    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
+    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
+    if CAUSAL:
+        limit = gl.minimum(query + 1, limit)
+    lse = gl.load(lse_ptr + query)
+
+    mbarrier.wait(q_full, 0)
+    q = q_mem.index(half).reshape([TILE_Q, DIM])
+    dy = dy_mem.index(half).reshape([TILE_Q, DIM])
+    y = y_mem.index(half).reshape([TILE_Q, DIM])
+    product = y.load(SUM).to(gl.float32) * dy.load(SUM).to(gl.float32)
+    delta = gl.convert_layout(gl.sum(product, axis=1), ROW)
+    gl.store(delta_ptr + query, delta)
+
+    both = scale * log2e
+    dq = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+    ds = gl.zeros([TILE_Q, TILE_K], DTYPE, LEFT)
+    dq, ds = _step_bwd(
+        dq, ds, 0, q, dy, lse, delta, ring, limit, both, DIM, TILE_K, BUFFERS,
+        CAUSAL or RAGGED, True,
+    )  # fmt: skip
+    for i in range(1, whole):
+        dq, ds = _step_bwd(
+            dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
+            BUFFERS, False, False,
+        )  # fmt: skip
+    if CAUSAL or RAGGED:
+        for i in range(gl.maximum(whole, 1), steps):
+            dq, ds = _step_bwd(
+                dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
+                BUFFERS, True, False,
+            )  # fmt: skip
+    dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
+
+    q.store((dq * scale).to(DTYPE))
+    fence_async_shared()
+    place = [batch, head, first + half * TILE_Q, 0]
+    STORE(dq_desc, place, q_mem.index(half))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _warps_bwd_queries(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    y_desc,  # as q_desc, and so are the next two
+    dy_desc,
+    dq_desc,
+    lse_ptr,  # (batch, heads, rows)
+    delta_ptr,  # (batch, heads, rows): stored for the kernel of the keys
+    rows,  # queries, and those that only fill the last tiles
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores alone, for dq
+    log2e,  # LOG2E, for the powers of 2
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_K: gl.constexpr,  # keys of a step
+    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
+    num_warps: gl.constexpr,
+):
+    # Which queries are ours, and which keys do they see?
+    OWN: gl.constexpr = 2 * TILE_Q
+    tiles = gl.cdiv(queries, OWN)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    first = tile * OWN
+    lead = gl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    whole = keys // TILE_K
+    steps = gl.cdiv(keys, TILE_K)
+    if CAUSAL:
+        whole = gl.minimum(first // TILE_K, whole)
+        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    dy_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    y_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=2)  # both groups
+    fence_async_shared()
+    ring = (k_mem, v_mem, full, free)
+    at = lead.to(gl.int64) * rows  # may pass 2**31
+    lse_ptr += at
+    delta_ptr += at
+
+    gl.warp_specialize(
+        [
+            (_group_bwd, (
+                0, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+                ring, batch, head, first, keys, scale, log2e, whole, steps,
+                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
+            )),
+            (_group_bwd, (
+                1, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+                ring, batch, head, first, keys, scale, log2e, whole, steps,
+                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
+            )),
+            (_load_bwd, (
+                q_desc, dy_desc, y_desc, k_desc, v_desc, q_mem, dy_mem, y_mem,
+                q_full, ring, batch, head, head // GROUP, first, steps, TILE_Q,
+                TILE_K, BUFFERS,
+            )),
+        ],
+        [4, 1],  # warps of the second and of the third
+        [240, 24],  # registers of their threads
+    )  # fmt: skip
+
+
+def fast_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
+    """dq by the kernel in Gluon."""
+    plan = {
+        "DIM": width_of(q.shape[-1]),
+        "TILE_Q": OWN // 2,
+        "TILE_K": 64,
+        "BUFFERS": 3,
+        "num_warps": 4,
+    }
+    launch_queries(
+        _warps_bwd_queries, tiles_for_gluon, OWN, plan, q, k, v, y, dy, dq,
+        lse, delta, is_causal, scale,
+    )  # fmt: skip
+
+
+def attention_gradients(dy, query, key, value, y, lse, is_causal, scale):
+    """dq, dk and dv, by the kernels that take them."""
+    by = fast_queries if by_warps(query) else plain_queries
+    return attention_backward(dy, query, key, value, y, lse, is_causal, scale, by)
 
 
 class _AnyAttention(torch.autograd.Function):
@@ -5828,11 +6547,11 @@ class _AnyAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        grads = attention_backward(dy, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+        grads = attention_gradients(dy, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
         return *grads, None, None
 
 
-@torch.library.custom_op("both_passes::any_attention", mutates_args=())
+@torch.library.custom_op("both_passes::fast_attention", mutates_args=())
 def attention_operator_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -5845,10 +6564,12 @@ def attention_operator_forward(
 
 @attention_operator_forward.register_fake
 def _(query, key, value, is_causal, scale):
-    return rows_like(query), empty_lse(query, is_causal)
+    if query.numel() == 0 or key.numel() == 0:
+        return rows_like(query), empty_lse(query, is_causal)
+    return rows_like(query), room_for_lse(query, is_causal)
 
 
-@torch.library.custom_op("both_passes::any_attention_bwd", mutates_args=())
+@torch.library.custom_op("both_passes::fast_attention_bwd", mutates_args=())
 def attention_operator_backward(
     dy: torch.Tensor,
     query: torch.Tensor,
@@ -5859,7 +6580,7 @@ def attention_operator_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_backward(dy, query, key, value, y, lse, is_causal, scale)
+    return attention_gradients(dy, query, key, value, y, lse, is_causal, scale)
 
 
 @attention_operator_backward.register_fake
