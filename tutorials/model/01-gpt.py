@@ -4,9 +4,9 @@ A GPT whose every kernel is a page of this site
 
 Can a language model train with the kernels of this site alone, as well as with
 PyTorch's, and faster?
-It can: the losses follow PyTorch's, and as a CUDA graph a step takes three
-fifths of the time and half of the memory, because what stands between the
-products of matrices moves fewer bytes.
+It can: the losses follow PyTorch's. Recorded as a CUDA graph, a step takes
+three fifths of the time that PyTorch takes, because what stands between the
+products of matrices moves fewer bytes. It also takes half of the memory.
 
 On the other pages we write one operation at a time, and measure it by itself.
 Here they come together: embedding, blocks with attention and a gated MLP, and
@@ -14,8 +14,8 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` comes close to ours. We are ahead of it by a few percent of
-the time, and take less memory.
+``torch.compile`` comes close: we take a few percent less time than it does,
+and less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
@@ -99,9 +99,9 @@ import both_passes
 # - The *MLP*, which is two products with a gate between them, works on each
 #   token by itself.
 #
-# Both read the stream through a norm. At the end a last product makes a number
-# of each token of the vocabulary, and the loss compares these with the token
-# that really came.
+# Both read the stream through a norm. At the end a last product, the *head*,
+# makes a number for each token of the vocabulary, which is called its *logit*.
+# The loss compares these with the token that really came.
 
 # %%
 
@@ -148,7 +148,7 @@ LARGE = {
     "layers": 12,  # blocks
     "words": 32000,  # tokens of the vocabulary
     "length": 1024,  # tokens of a sequence
-    "sequences": 16,  # of a step
+    "sequences": 16,  # of a step, which so has 16384 tokens
     "steps": 400,
 }
 TINY = {
@@ -206,7 +206,8 @@ print(TEXT[:200])
 # What is a token? We cut the text into pieces: words with the space before
 # them, digits, blanks, and runs of other characters. The pieces that occur
 # most often become tokens. All other pieces are spelled, character by
-# character, for which 128 tokens are kept.
+# character, for which 128 tokens are kept, one for each character of ASCII.
+# What is not ASCII has become a question mark above.
 
 
 PIECE = re.compile(r" ?[A-Za-z_]+|\d|\s+|[^\sA-Za-z_\d]+")
@@ -252,8 +253,8 @@ def batch(step, seed):
 # -------------
 #
 # Which functions does the model call? There are six, and we have them twice:
-# ours, and PyTorch's. Two of ours come first, because they put functions of
-# pages together.
+# ours, and PyTorch's. Four of ours are functions of pages as they are. The
+# other two need a few lines here, so we begin with them.
 #
 # **The loss.** The logits of 16384 tokens and 32000 words take 1 GB in 16
 # bits. The function of `A loss without its logits
@@ -262,8 +263,8 @@ def batch(step, seed):
 # it would take all tokens in one chunk here. We tell it to take 4096, so only
 # a quarter of the logits is there at a time. As PyTorch's does, the function
 # returns the loss in the type of its input, and bfloat16 has less than three
-# digits. A curve wants more. So we call two of the functions that it is made
-# of, and keep the loss in float32.
+# digits. That is too coarse for two curves that we want to compare. So we call
+# two of the functions that it is made of, and keep the loss in float32.
 
 # %%
 
@@ -302,8 +303,8 @@ def mean_loss(x, weight, target):
 # %%
 # **The heads.** One product makes queries, keys and values, side by side.
 # Queries and keys have to be rotated, and values stay as they are. If we left
-# that to autograd, it would put the three gradients together with a copy of
-# all of them. In our backward pass the kernel of `Rotary embedding
+# that to autograd, it would copy all three gradients to put them side by side
+# again. In our backward pass the kernel of `Rotary embedding
 # <../attention/04-rotary.html>`_ writes the gradients of queries and keys
 # where they belong, and only those of the values, a fifth of all numbers here,
 # are copied.
@@ -363,7 +364,8 @@ OURS = {
     "linear": both_passes.linear,
     # attention/04: queries and keys are turned by their positions.
     "heads": heads,
-    # attention/05, as attention/03: causal, with heads that share their keys.
+    # attention/05: causal, with heads that share their keys. It takes what the
+    # function of attention/03 takes.
     "attend": attend,
     # matrix-products/02: the SiLU of one half, times the other half.
     "gate": both_passes.swiglu,
@@ -438,8 +440,9 @@ PYTORCH = {
 # Before we build the model, here are both passes of each function by itself,
 # with the sizes that it has there. The clock is that of `Layer normalization,
 # both passes <../layer-norm/01-layer-norm.html>`_. A block calls
-# ``add_and_norm`` twice and ``linear`` four times. The one that we measure
-# makes the gate and the up projection, which is the largest of the four.
+# ``add_and_norm`` twice and ``linear`` four times. Of these we measure the
+# largest: the first product of the MLP, which makes both halves of what the
+# gate is given.
 
 # %%
 
@@ -592,10 +595,11 @@ if not ON_GPU:
 #
 # **Why.**
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
-# for each of them, and what one writes the next one reads again. So does its
-# loss. Ours is mostly its three products: they are 2.4 · 10¹² operations, and
-# take 3.2 ms at 750 TFLOP/s. For products and attention PyTorch calls NVIDIA's
-# libraries, cuBLAS and cuDNN, which are made to keep Tensor Cores busy.
+# for each of them, and what one writes the next one reads again. It is the
+# same with its loss. Our loss is mostly its three products: they are 2.4 ·
+# 10¹² operations, and take 3.2 ms at 750 TFLOP/s. For products and attention
+# PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are made to keep
+# Tensor Cores busy.
 #
 # **What follows.**
 # Where one waits for memory, one kernel in place of several brings most. Where
@@ -606,10 +610,14 @@ if not ON_GPU:
 #
 # Here is the whole model. It is given the functions, so the two models that we
 # compare differ in nothing else.
+#
+# One thing is unusual. What attention or the MLP has computed is not added to
+# the stream at once: this result, ``x``, and the stream are both handed on,
+# and the kernel of the next norm adds them before it normalizes the sum.
 
 
 def new_matrix(rows, columns, scale=1.0):
-    """A weight whose products keep the size of what they are given."""
+    """A random weight: a product with it is about as large as its input."""
     weight = torch.randn(rows, columns, device=DEVICE)
     return torch.nn.Parameter(weight * scale * columns**-0.5)
 
@@ -669,7 +677,7 @@ class GPT(torch.nn.Module):
 
     def forward(self, tokens, target):
         x = self.embedding(tokens)
-        # The first block adds x to zeros. A norm alone would save 75 MB here,
+        # The first block adds x to zeros. A norm alone would move 75 MB less,
         # but then autograd would add two gradients of x, and move as much.
         stream = torch.zeros_like(x)
         for block in self.blocks:
@@ -686,7 +694,7 @@ def model_of(functions, seed=0, dtype=DTYPE):
 
 
 parameters = sum(each.numel() for each in GPT(OURS).parameters())
-print(f"{parameters / 1e6:.1f} million parameters")
+print(f"{parameters:,} parameters")
 
 # %%
 # Weights in 16 bits, and their masters
@@ -700,8 +708,8 @@ print(f"{parameters / 1e6:.1f} million parameters")
 # So each weight has a *master* in float32. The optimizer changes the masters,
 # and after each step the weights are set to them, rounded. The optimizer is
 # PyTorch's AdamW. With ``fused`` a few kernels change all masters, and with
-# ``capturable`` it keeps all that it knows on the GPU, of which we will make
-# use. The learning rate is on the GPU, too.
+# ``capturable`` it keeps its count of steps on the GPU, where the learning
+# rate is, too. The next section needs that.
 
 
 class Training:
@@ -778,7 +786,7 @@ class Recorded:
         self.tokens.copy_(tokens)
         self.target.copy_(target)
         self.graph.replay()
-        return self.loss.clone()
+        return self.loss.clone()  # the next replay overwrites it
 
     def record(self):
         self.tokens, self.target = batch(0, seed=0)
@@ -789,6 +797,7 @@ class Recorded:
             # A thread of NCCL, if there is one, may go on meanwhile.
             capture_error_mode="thread_local",
         ):
+            # Nothing runs yet: the launches are only recorded.
             self.loss = self.training.step(self.tokens, self.target)
 
 
@@ -806,12 +815,13 @@ class Recorded:
 # ``torchrun --nproc-per-node 2 01-gpt.py`` runs this page twice, as two ranks.
 # They train some steps on one of them and on both, launched from Python and as
 # graphs, say how long a step takes, and end here. Further down we start them
-# from this page. Names behind the script tell which designs they shall take.
+# from this page. Names behind the script tell which *designs* they are to
+# train: whose functions a training has, and how they are launched.
 #
 # Two of these designs have to do with ``torch.compile``. It compiles PyTorch's
 # model as it is. Of ours it can take attention into its graph, for this is an
-# operator that it knows. It shall not look into our other functions, but call
-# them as they are.
+# operator that it knows. It is told not to look into our other functions, but
+# to call them as they are.
 
 # %%
 
@@ -1030,8 +1040,11 @@ bench_gradients.run(show_plots=ON_GPU)
 # Now we train, with our functions and with PyTorch's: with the same weights to
 # begin with, and the same batches. Two trainings that round differently drift
 # apart, because each step begins with what the last one has left. Is a
-# difference the noise of roundings, or a mistake? To see that we also train
-# with other seeds: other weights to begin with, and other batches.
+# difference the noise of roundings, or a mistake? To have a measure we also
+# train with other seeds: other weights to begin with, and other batches. They
+# show how far trainings may lie apart in which nothing is wrong.
+#
+# A loss is a natural logarithm, and the unit of those is the *nat*.
 
 
 def train(functions, seed):
@@ -1136,20 +1149,20 @@ assert same and losses == losses_of("triton", 0)
 # - **Ours**, launched from Python and as a CUDA graph.
 # - **PyTorch**, in the same two ways.
 # - **torch.compile** of PyTorch's model, which fuses what stands between the
-#   products, in the same two ways. A third one, *tuned*, is also a graph. It
-#   has what ``mode="max-autotune"`` sets, but for ``max_autotune_gemm``, which
-#   tries twenty kernels of Triton for each product. In a trial on the H200
-#   that took cuBLAS's kernel for twelve of the first thirteen products, and
-#   was not done after three minutes. So we leave them to cuBLAS at once.
+#   products, in the same two ways. A third design, *tuned*, is also a graph.
+#   It has what ``mode="max-autotune"`` sets, but for ``max_autotune_gemm``,
+#   which tries twenty kernels of Triton for each product. In a trial on the
+#   H200 that took cuBLAS's kernel for twelve of the first thirteen products,
+#   and was not done after three minutes. So we leave them to cuBLAS at once.
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
 #   its functions for norms, rotary embedding, gate and loss, and PyTorch's for
 #   the rest. It waits for the GPU in its loss, so no graph can record it.
 # - **Ours under torch.compile**, which calls all of our functions but
 #   attention as they are. In a trial in which it looked into them, it cut the
-#   model into 28 graphs, and a step of another version stopped with an illegal
-#   memory access. After such an error a process can do nothing more with its
-#   GPU. So this design has a process of its own, and does not take turns with
-#   the others.
+#   model into 28 graphs. In an earlier one a step stopped with an illegal
+#   memory access, and we do not know why. After such an error a process can do
+#   nothing more with its GPU. So this design has a process of its own, and
+#   does not take turns with the others.
 
 # %%
 
@@ -1395,6 +1408,9 @@ def time_of_kind(times, kind):
 # %%
 # How long does a step take?
 # --------------------------
+#
+# All designs but the last one take turns, so what changes meanwhile, such as
+# the clock rate of the GPU, concerns all of them alike.
 
 # %%
 
@@ -1445,8 +1461,8 @@ for name in steps.columns[1:]:
 
 plt.figure("How long a step of 16384 tokens takes in each design", (7.5, 3))
 names = [name.split(" (")[0] for name in steps.columns[1:]]
-plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1])
-plt.xlabel("µs")
+plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1] / 1000)
+plt.xlabel("ms")
 plt.show()
 
 # %%
@@ -1458,7 +1474,7 @@ plt.show()
 # and NN times as fast as its tuned one. Ours under torch.compile takes NN ms.
 #
 # **Why.**
-# The graph of ours waits for its kernels and for nothing else. Launched from
+# Our graph waits for its kernels and for nothing else. Launched from
 # Python the same kernels take twice as long, because the host cannot keep up.
 # Our functions check what they are given, choose tiles, and describe matrices
 # to the GPU, all in Python, where PyTorch does such things in C++. So without
@@ -1481,10 +1497,10 @@ plt.show()
 # -----------------------------
 #
 # PyTorch's profiler tells how long each kernel takes on the GPU. We add up
-# kernels of one kind, by their names. PyTorch has kernels for any operation on
-# each number, such as a product or a sum, and their names don't tell what they
-# are for. What it takes for gate, rotary embedding and the stream is therefore
-# found under *copies and other*.
+# kernels of one kind, by their names. Where PyTorch multiplies or adds numbers
+# one by one, it uses the same few kernels everywhere, and their names don't
+# tell what they are for. What it takes for gate, rotary embedding and the
+# stream is therefore found under *copies and other*.
 
 # %%
 
@@ -1628,7 +1644,7 @@ plt.tight_layout()
 plt.show()
 
 # %%
-# **What the figure shows.**
+# **What both figures show.**
 # On the H200 our kernels take NN ms of a step together, those of PyTorch NN
 # ms, those of torch.compile NN ms, and those of Liger NN ms. Our products take
 # NN ms, and those of PyTorch, which are cuBLAS's, take NN. Our attention takes
@@ -1642,14 +1658,15 @@ plt.show()
 # kernel takes more than NN ms.
 #
 # **Why.**
-# PyTorch has a kernel for each operation on a number, and each of them reads
-# and writes all numbers. torch.compile fuses such operations nearly as well as
-# our kernels do it by hand: of our lead over it, NN ms come from there. The
-# loss brings NN ms, for torch.compile has all logits, and reads them more
-# than once. Attention brings NN ms. And NN ms are lost in the products.
+# Between products PyTorch has a kernel for each operation, and each of them
+# reads and writes all numbers. torch.compile fuses such operations nearly as
+# well as our kernels do it by hand: of our lead over it, NN ms come from
+# there. The loss brings NN ms, for torch.compile has all logits, and reads
+# them more than once. Attention brings NN ms. And NN ms are lost in the
+# products.
 #
 # The products are 9.8 · 10¹² operations, so ours do NN TFLOP/s and cuBLAS
-# does NN. By the first figure of this page, NN ms of what we lose are in the
+# does NN. By our figure of single functions, NN ms of what we lose are in the
 # layers that make gate and up: NN µs in each of the twelve blocks. `A linear
 # layer, both passes <../matrix-products/01-linear.html>`_ shows where ours
 # lose most: in the gradient of a small weight, which has few tiles and long
@@ -1732,13 +1749,13 @@ plt.show()
 # and two averages of AdamW. These are 18 bytes for each parameter, or 2.2 GB.
 # The largest tensors are those of the loss. When PyTorch begins its backward
 # pass, three of them have the size of the logits, in 32 bits: the logarithms
-# that it has kept, the gradient that arrives there, and the gradient of the
-# logits. Together these take 6.3 GB. Ours has a quarter of the logits in 16
-# bits, and the sums for the gradient of the head in 32 bits, which take 0.4 GB
-# together. The rest is what each function keeps for its backward pass. Our
-# norm keeps the sum that it has normalized, our rotary embedding keeps nothing
-# but its angles, and our gate keeps what it was given. PyTorch keeps results
-# between the steps of each of them.
+# of the softmax, which it has kept, the gradient that arrives there, and the
+# gradient of the logits. Together these take 6.3 GB. Ours has a quarter of the
+# logits in 16 bits, and the sums for the gradient of the head in 32 bits,
+# which take 0.4 GB together. The rest is what each function keeps for its
+# backward pass. Our norm keeps the sum that it has normalized, our rotary
+# embedding keeps nothing but its angles, and our gate keeps what it was given.
+# PyTorch keeps results between the steps of each of them.
 #
 # **What follows.**
 # There is more to save. `A gate between two products
@@ -1860,8 +1877,8 @@ for line in times.columns[1:]:
 # Exercise
 # --------
 #
-# **Exercise 1: a kernel of your own.** Replace one kernel, and see what
-# becomes of the training. `A gate between two products
+# **Exercise 1: a gate of your own.** Change one kernel, and see what becomes
+# of the training. The kernel of `A gate between two products
 # <../matrix-products/02-swiglu.html>`_ takes the activation as a function that
 # returns its value and its slope. Let the gate of the model be a squared ReLU:
 # 0 below 0, and the square above. The stub has the value, and the slope is
