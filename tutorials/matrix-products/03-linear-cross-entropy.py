@@ -23,8 +23,8 @@ in both passes, so that this matrix never exists.
 - What the logits cost, in bytes and in time.
 - How to get the loss in the epilogue of a product, so that no logit is
   written.
-- How three products with sums compare with four products without, and why you
-  cannot have the best of both.
+- What three products cost that need gigabytes for sums, what four cost that
+  need none, and why you cannot have the best of both.
 - Why a sum that goes on from chunk to chunk is kept in float32, what that
   costs, and how its result has the same bits each time.
 - What may be left out because it is too small to matter, how small that is,
@@ -115,7 +115,7 @@ print("losses:", [round(i, 3) for i in loss.tolist()])
 # So the loss needs no logit but that of the target. The gradient of the logits
 # is the softmax, minus 1 at the target. For that we need the logits once more,
 # and one number a token: ``lse``, which is short for *logsumexp*. Then two
-# products make the gradients of ``x`` and ``w`` of it.
+# products make the gradients of ``x`` and ``w`` from it.
 
 dz = (z - lse[:, None]).exp() - F.one_hot(target, 4)
 dx = dz @ w.detach()
@@ -146,7 +146,8 @@ assert torch.allclose(x.grad, dx) and torch.allclose(w.grad, dw)
 # - It reads both, and writes the gradient of the logits.
 # - The product for ``dx`` reads this gradient, and that for ``dw`` does, too.
 #
-# That makes nine in all. The lines below call them passes.
+# That makes nine reads and writes of a whole matrix. We call each of them a
+# *pass* over the logits.
 
 TOKENS, FEATURES, CLASSES = 32768, 4096, 128256
 matrix = TOKENS * CLASSES * 2 / 1e9  # GB
@@ -176,16 +177,16 @@ print(f"three products: {3 * product / 0.75:.0f} ms")
 # <../norms-and-losses/04-cross-entropy.html>`_, and what `Liger
 # <https://github.com/linkedin/Liger-Kernel>`_ does. ``dx`` of a chunk is done
 # then. But ``dw`` is a sum over all tokens, so each chunk adds to it, and sums
-# belong in float32: 2.1 GB that are read and written for each chunk. (Unless
-# it is told otherwise, Liger adds up in the type of ``w``, in 1.05 GB.)
+# belong in float32: 2.1 GB that are read and written for each chunk.
 #
 # **Chunks of classes.** Take 1024 classes at a time, for all tokens: a *strip*
 # of the matrix. Now ``dw`` of a strip is a single product, with nothing to add
 # to. But no token knows its ``lse`` before the last class has come. So there
 # must be a round before, in which all logits are computed once already: four
-# products in place of three. This round can take chunks of tokens, and make
-# ``dx``. Then nothing has to be summed up over chunks. As it takes chunks of
-# tokens first and of classes later, we call this design *chunks of both*.
+# products in place of three. This first round can take chunks of tokens, as
+# above, and make their ``dx``. Then nothing has to be summed up over chunks.
+# As it takes chunks of tokens first and of classes later, we call this design
+# *chunks of both*.
 #
 # **No logits at all.** As in `Attention without its matrix
 # <../attention/01-attention.html>`_, a tile of logits could stay in registers
@@ -388,9 +389,10 @@ def _halves(sums):
 
 # %%
 # Label smoothing, which PyTorch's loss can have, needs the sum of all logits
-# of a token, each times the weight of its class. It is a third part. And if
-# somebody wants the powers themselves, they are stored as well. We need that
-# for gradients, and ``None`` in place of a descriptor leaves it out.
+# of a token, each times the weight of its class. That is a third number to
+# keep. And if somebody wants the powers themselves, they are stored as well.
+# We need that for gradients, and ``None`` in place of a descriptor leaves it
+# out.
 
 
 @triton.jit
@@ -961,14 +963,14 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # With more tokens it works for longer without a pause, and cuBLAS gets slower.
 #
 # **Why.**
-# Behind each tile stand 32768 powers, while its product has 4096
-# multiplications for each of them. Of 256 logits, two numbers are written.
-# cuBLAS writes all logits, and PyTorch reads them after that and writes the
-# logarithm of their softmax: 17 GB with 32768 tokens, which take 3.5 ms at 4.8
-# TB/s. The product alone takes 49 ms, and PyTorch needs 8 ms more, so it must
-# move more than that, or move it slowly. Cut Cross-Entropy loads its tiles by
-# pointers, and not by descriptors as we do. How much of its time that costs,
-# our figure doesn't say.
+# Behind each tile stand 32768 powers, but its product has 4096 multiplications
+# for each of them, so they hardly count. Of 256 logits, two numbers are
+# written. cuBLAS writes all logits, and PyTorch reads them after that and
+# writes the logarithm of their softmax: 17 GB with 32768 tokens, which take
+# 3.5 ms at 4.8 TB/s. The product alone takes 49 ms, and PyTorch needs 8 ms
+# more, so it must move more than that, or move it slowly. Cut Cross-Entropy
+# loads its tiles by pointers, and not by descriptors as we do. How much of its
+# time that costs, our figure doesn't say.
 #
 # **What follows.**
 # Whoever only wants the loss needs no memory for logits, and waits for hardly
@@ -1110,7 +1112,7 @@ for dtype in (torch.bfloat16, torch.float32):
 # %%
 # Next to 1, numbers in bfloat16 are 0.0078 apart. A part of 0.003 is less than
 # half of that, so each addition rounds back to 1, and all parts are lost. That
-# is why all sums on this site are float32, and these are no exception.
+# is why all sums on this site are float32.
 #
 # They cost memory: 2.1 GB for ``dw`` of 128256 × 4096 numbers, where Liger by
 # default adds up in the 1.05 GB of the result itself, and so does Cut
@@ -1339,7 +1341,7 @@ def sum_columns(grads, sums, first):
 #
 # And how much memory is cheap? A chunk of 4096 tokens and 128256 classes takes
 # 1.05 GB. When the last chunk is done, its memory is free, and ``dw`` in 16
-# bits comes, which takes as much. So up to this size a chunk costs nothing.
+# bits comes, which takes as much. So up to this size a chunk costs no memory.
 #
 # Therefore a chunk has at most :math:`2^{29}` logits, which is 1.07 GB, unless
 # it takes more to give work to all SMs. With 32000 classes and 768 features
@@ -1723,22 +1725,23 @@ def in_strips(x, w, bias, weight, target, rows, options, scale, wants):
 # :math:`2^{-12} = 0.00024`. So nearly everything would be left out, and the
 # gradient would consist of the targets.
 #
-# We want a threshold with a promise. Let :math:`u` be half a unit of the
-# 16-bit type: :math:`2^{-8}` for bfloat16. Whoever rounds a gradient to 16
-# bits has an error of up to :math:`u` of it. The probabilities of a token add
-# up to 1, so all of these errors together are worth :math:`u`. If we leave out
-# classes whose gradients are below :math:`u / N`, with :math:`N` classes, then
-# a token loses at most :math:`N \cdot u / N = u`. So what is left out is no
-# more than what rounding costs anyway.
+# We want a threshold with a promise. Let :math:`u` be half the step from 1 to
+# the next number of the 16-bit type: :math:`2^{-8}` for bfloat16. Whoever
+# rounds a gradient to 16 bits makes it wrong by up to :math:`u` times itself.
+# The probabilities of a token add up to 1, so these errors together come to
+# about :math:`u`. If we leave out, of :math:`N` classes, those whose gradients
+# are below :math:`u / N`, then a token loses at most
+# :math:`N \cdot u / N = u`. So what is left out is no more than what rounding
+# costs anyway.
 #
-# And what does a class lose? At most :math:`u / N` of each token, which for
-# 32768 tokens and 128256 classes is :math:`u / 4` of one token. If a class is
-# the target of a token, that is nothing beside it. But a class that is
-# nobody's target has only small gradients. They may all be left out, and then
-# its gradient is 0 and not small. An optimizer like Adam divides each gradient
-# by its usual size. So a small gradient moves a weight as far as a large one
-# does, and a gradient of 0 doesn't move it. So we leave nothing out unless we
-# are told to.
+# And what does a class lose? At most :math:`u / N` for each token, or about
+# :math:`u / 4` in all with 32768 tokens and 128256 classes. Where a class is
+# the target of a token, that is nothing beside this token's gradient. But a
+# class that is nobody's target has only small gradients. They may all be left
+# out, and then its gradient is 0 and not small. An optimizer like Adam divides
+# each gradient by its usual size. So a small gradient moves a weight as far as
+# a large one does, and a gradient of 0 doesn't move it. So we leave nothing
+# out unless we are told to.
 
 
 def unnoticed(dtype, classes):
@@ -1752,10 +1755,10 @@ print(f"for 128256 classes: {unnoticed(torch.bfloat16, 128256):.1e}")
 # ``skip_below`` takes such a number. ``_in_place`` finds the blocks of 64
 # tokens and 64 classes in which nothing is as large, and ``blocks_wanted``
 # makes lists of all others, a list for each row of tiles of a product.
-# ``_multiply`` then takes one block of its list after the other. All of this
-# is in the code above. What can never be left out is the first product,
-# because nobody knows what is small before it has been computed. To keep the
-# other design plain, ``skip_below`` does not go with ``recompute=True``.
+# ``_multiply`` then takes one block of its list after the other. What can
+# never be left out is the first product, because nobody knows what is small
+# before it has been computed. To keep the other design plain, ``skip_below``
+# does not go with ``recompute=True``.
 #
 # Into autograd
 # -------------
@@ -1857,11 +1860,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 # %%
 # The function takes what PyTorch's ``F.linear_cross_entropy`` takes, which is
-# new in version 2.13, for targets that are classes. It has no ``options``,
-# which say there how long chunks are and in which type they are added up. If
-# ``ignore_index`` is None, it is -100, as PyTorch has it for such targets. A
-# matrix whose rows do not begin at multiples of 16 bytes is copied first, and
-# so is one that lies transposed.
+# new in version 2.13, for targets that are classes. It leaves out ``options``,
+# which tell PyTorch how long chunks are and in which type they are added up.
+# If ``ignore_index`` is None, it is -100, as PyTorch has it for such targets.
+# A matrix whose rows do not begin at multiples of 16 bytes is copied first,
+# and so is one that lies transposed.
 
 # %%
 
@@ -2311,10 +2314,9 @@ bench_error.run(show_plots=ON_GPU)
 # GB with ``recompute=True``. PyTorch takes 25.22 GB, Liger 1.58 GB with sums
 # in bfloat16 and 3.42 GB with sums in float32, and Cut Cross-Entropy 1.32 GB.
 # The gradients alone are 1.32 GB of that. With 8192 tokens we take 3.24 GB and
-# 1.15 GB, PyTorch 6.30 GB, torch.compile 3.22 GB, Liger 1.18 GB with sums in
-# bfloat16, and Cut Cross-Entropy 1.12 GB. With 2048 tokens we take 1.59 GB and
-# 1.10 GB, PyTorch 1.59 GB, Liger 1.08 GB, and Cut Cross-Entropy 1.07 GB.
-# torch.compile takes 1.59 GB with 2048 tokens, and 9.72 GB with 32768.
+# 1.15 GB, and PyTorch 6.30 GB. With 2048 tokens we take 1.59 GB and 1.10 GB,
+# and PyTorch 1.59 GB. torch.compile takes 1.59, 3.22 and 9.72 GB with 2048,
+# 8192 and 32768 tokens.
 #
 # With 32768 tokens our ``dw`` is off by 0.16% in norm, by default and with
 # ``recompute=True``. So is PyTorch's, and so is Liger's with sums in float32.
@@ -2338,8 +2340,9 @@ bench_error.run(show_plots=ON_GPU)
 # default, at 2048, 8192 and 32768 tokens. The fourth product costs more than
 # all of PyTorch's passes, so this design is slower than PyTorch.
 #
-# Liger has 32 chunks here, however many tokens there are. With 2048 tokens a
-# chunk has only 64, and its products are too small for the GPU.
+# With 2048 tokens Liger is slower than all others. It has 32 chunks here,
+# however many tokens there are. So a chunk has only 64, and its products are
+# too small for the GPU.
 #
 # With 8192 tokens or more our default needs 2.1 GB for sums. Beside them there
 # are ``dx`` and 1.05 GB, first for a chunk and then for ``dw``. Liger needs as
@@ -2352,13 +2355,13 @@ bench_error.run(show_plots=ON_GPU)
 # Liger. With ``recompute=True`` we have a strip of 67 MB at most beside the
 # gradients, and no sums in memory at all.
 #
-# That PyTorch rounds its logits to 16 bits does not show here. Ours have a
-# size of 1, and not of 20 as in the example above.
+# That PyTorch rounds its logits to 16 bits does not show here. The logits have
+# a size of 1, and not of 20 as in the example above.
 #
 # **What follows.**
 # We had two aims: at most 1.1 times the time of PyTorch, and at most the
 # memory of the most frugal library. As we had seen by arithmetic, no design of
-# this page has both.
+# this page meets both.
 #
 # The default meets the first aim everywhere. With 32768 tokens it takes a
 # seventh of PyTorch's memory, with 8192 tokens half of it, but with 2048
@@ -2392,14 +2395,13 @@ bench_small_memory.run(show_plots=ON_GPU)
 # with ``recompute=True``. PyTorch reaches 447, torch.compile 542, Liger 381,
 # and Cut Cross-Entropy 153. We take 1.12 GB by default and 0.38 GB with
 # ``recompute=True``, PyTorch 3.15 GB, torch.compile 1.12 GB, Liger 0.11 GB and
-# Cut Cross-Entropy 0.07 GB. With 4096 tokens we reach 551 TFLOP/s by default
-# and 389 with ``recompute=True``, PyTorch 428, and torch.compile 523.
+# Cut Cross-Entropy 0.07 GB.
 #
 # **Why.**
 # A product of 16384 × 768 × 32000 takes 1.1 ms at 750 TFLOP/s, and a pass over
 # the logits, which have 1.05 GB, takes 0.2 ms. PyTorch has nine of them. We
-# write the powers, read them and write gradients, and read these twice, beside
-# the products. All 16384 tokens are one chunk here, so there are no sums.
+# have five: we write powers, read them and write gradients, and two products
+# read these. All 16384 tokens are one chunk here, so there are no sums.
 #
 # With so few features, few tokens make too few tiles for all SMs. So even with
 # ``recompute=True`` a chunk has 5504 tokens and takes 0.35 GB. Liger's has
@@ -2411,8 +2413,8 @@ bench_small_memory.run(show_plots=ON_GPU)
 # ``recompute=True`` is no good choice: it is not faster than PyTorch, and
 # takes 3.6 times the memory of Liger and 5.1 times that of Cut Cross-Entropy.
 # Where memory counts more than time, take Liger: it takes 1.16 times as long
-# as ``recompute=True`` with sums in bfloat16, and even with sums in float32
-# only 0.17 GB.
+# as ``recompute=True`` with sums in bfloat16, and even with sums in float32 it
+# needs only 0.17 GB.
 #
 # How fast are the products?
 # --------------------------
@@ -2499,9 +2501,8 @@ bench_products.run(show_plots=ON_GPU)
 # 100% and ``dw`` 85%. With 32000 classes it is 99%, 98% and 85%.
 #
 # **Why.**
-# Behind each tile of ``scores`` stand 32768 powers. They cost little, because
-# the product before them is so long. ``dx`` has nothing to do beside its
-# product.
+# As in the loss alone, the powers of ``scores`` hardly count. ``dx`` has
+# nothing to do beside its product.
 #
 # A tile of ``dw`` reads its old sums and writes new ones, 0.26 MB in all. With
 # 128256 classes all tiles together move 4.2 GB, which take 0.9 ms at 4.8 TB/s,
@@ -2620,12 +2621,14 @@ bench_chunks_memory.run(show_plots=ON_GPU)
 # -------------------------
 #
 # Whether there is anything to leave out depends on how sharp the distribution
-# is. Words of a language are: by *Zipf's law*, the second most frequent word
-# comes about half as often as the first one, and the tenth a tenth as often.
-# So we add a bias of :math:`-s \log(r)` to the logit of the class with the
-# rank :math:`r`. With :math:`s` = 1 the probabilities follow Zipf's law, with
-# larger :math:`s` they are sharper, as those of a model that has learned.
-# Targets are drawn from the same distribution.
+# is. The words of a language have a sharp one: by *Zipf's law*, the second
+# most frequent word comes about half as often as the first one, and the tenth
+# a tenth as often. So we add a bias of :math:`-s \log(r)` to the logit of the
+# class with the rank :math:`r`. With :math:`s` = 1 the probabilities follow
+# Zipf's law, with larger :math:`s` they are sharper, as those of a model that
+# has learned. Targets are drawn from the same distribution. As above, speeds
+# are those of three products. Where most of two is left out, they may be above
+# what the GPU can do.
 
 # %%
 
@@ -2765,11 +2768,10 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # become three times as fast at most.
 #
 # **What follows.**
-# A threshold that keeps its promise finds something to leave
-# out once a model is quite sure. Where it finds nothing, looking for it has
-# cost 8% of the speed. A fixed threshold like :math:`2^{-12}` leaves out more,
-# but what it loses depends on the vocabulary and on the model, and the user is
-# not told.
+# A threshold that keeps its promise finds something to leave out once a model
+# is quite sure. Where it finds nothing, looking for it has cost 8% of the
+# speed. A fixed threshold like :math:`2^{-12}` leaves out more, but what it
+# loses depends on the vocabulary and on the model, and the user is not told.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2805,8 +2807,9 @@ bench_skipping_error.run(show_plots=ON_GPU)
 # if it has it. Write a function that makes the loss of both. It also returns,
 # for each half, the factor by which the softmax of that half must be
 # multiplied to become the softmax of all classes. All arguments and results
-# have a number for each token. The checker prints the largest error of a loss
-# and that of a softmax, which should be below 1e-5 and 1e-2.
+# have one number for each token. The checker prints the largest error of a
+# loss, as a share of the largest logit, and that of a softmax, which should be
+# below 1e-5 and 1e-2.
 #
 # **Hint 1.** The sum of all powers is the sum of both halves'. ``lse`` is the
 # logarithm of such a sum.
