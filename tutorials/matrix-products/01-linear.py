@@ -727,8 +727,8 @@ def _silu(x):
 
 @triton.jit
 def _relu(z):
-    # Without propagate_nan a GPU takes the number of NaN and a number, so NaN
-    # would become 0, and nobody would notice it.
+    # Without propagate_nan, the maximum of NaN and 0 is 0 on a GPU, so a NaN
+    # would vanish, and nobody would notice it.
     y = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return y, tl.where(z > 0, 1.0, 0.0)
 
@@ -822,7 +822,7 @@ def _product(
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,  # rows of tiles in a group
     STAGES: tl.constexpr,  # num_stages of the inner loop
-    STAY: tl.constexpr,  # whether programs take several tiles
+    STAY: tl.constexpr,  # persistent: whether programs take several tiles
     HALVES: tl.constexpr,  # whether results are stored in two halves
     DIVIDED: tl.constexpr,  # whether K is divided into parts
     PARTS,  # how many there are, each added up on its own
@@ -1252,8 +1252,8 @@ def estimate(M, N, K, precision, tile, parts):
     # Most of the shorter time is hidden by the longer one.
     time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
     if parts > 1:
-        # A second kernel adds them up. They are written and read once, as
-        # float32, and a µs has room for 2.3 MB of that.
+        # A second kernel starts and adds them up. They are written and read
+        # once, as float32, and a µs has room for 2.3 MB of that.
         time += 5 + 8 * parts * M * N / 2.3e6
     return time
 
@@ -1359,14 +1359,14 @@ def _add_parts(
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < size
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, parts, ROWS):
+    for start in range(0, parts, ROWS):  # so many parts at a time
         part = start + tl.arange(0, ROWS)
         mask = (part[:, None] < parts) & inside[None, :]
         place = part.to(tl.int64)[:, None] * size + at[None, :]
         sums += tl.load(parts_ptr + place, mask=mask, other=0)
     total = tl.sum(sums, axis=0)
 
-    if bias_ptr is not None:
+    if bias_ptr is not None:  # at % N is the new feature
         bias = tl.load(bias_ptr + at % N, mask=inside, other=0)
         total += bias.to(tl.float32)
     if ACT is not None:
@@ -2000,7 +2000,7 @@ def _times_slope(dy, slope):
 
 @triton.jit
 def _where_positive(dy, y):
-    # Not y > 0, which is false of NaN: its gradient goes on, as in PyTorch.
+    # y > 0 would stop the gradient where y is NaN. PyTorch lets it pass.
     return tl.where(y <= 0, 0.0, dy)
 
 
@@ -2032,10 +2032,10 @@ def _own_pass(
     STAGES: tl.constexpr,
 ):
     columns = tl.cdiv(N, TILE_N)
-    strip = tl.program_id(0) // columns
+    strip = tl.program_id(0) // columns  # of STEPS * TILE_M tokens
     start = tl.program_id(0) % columns * TILE_N
     sums = tl.zeros((TILE_M, TILE_N), tl.float32)
-    for step in tl.range(STEPS, num_stages=STAGES):
+    for step in tl.range(STEPS, num_stages=STAGES):  # down the strip
         row = (strip * STEPS + step) * TILE_M
         dz = dy_desc.load([row, start])
         if saved_desc is not None:
