@@ -414,7 +414,7 @@ def test_another_spelling_is_marked(page):
     page.goto("tutorials/layer-norm/02-summing-rows.html")
     page.keyboard.press("Control+k")
     ask(page, "2^31")
-    page.locator("#bp-found a").first.click()
+    page.locator("#bp-found a[href$='#forward-the-kernel']").first.click()
     page.wait_for_url("**found=2**")
     assert page.evaluate(f"String({LOOK})") == "2**31"
 
