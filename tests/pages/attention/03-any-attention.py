@@ -766,10 +766,10 @@ def test_arguments_are_those_of_pytorch(page):
     ],
     ids=["groups", "strides", "bfloat16"],
 )
-def test_torch_compile_sees_shapes(given):
+def test_torch_compile_sees_shapes(request, given):
     """Of the operators the compiler sees shapes only; results are ours."""
     # Loaded last, as operators belong to who registers them last.
-    page = load(PAGE.name, SMALL)
+    page = load(request.module.PAGE.name, SMALL)
     torch._dynamo.reset()
     function = torch.compile(
         page.attention, fullgraph=True, backend="aot_eager"
@@ -780,8 +780,8 @@ def test_torch_compile_sees_shapes(given):
 
 
 @pytest.mark.cpu
-def test_autocast_is_compiled():
-    page = load(PAGE.name, SMALL)
+def test_autocast_is_compiled(request):
+    page = load(request.module.PAGE.name, SMALL)
     torch._dynamo.reset()
 
     def converted(q):
@@ -794,10 +794,10 @@ def test_autocast_is_compiled():
 
 
 @pytest.mark.cpu
-def test_operators_are_what_they_promise():
+def test_operators_are_what_they_promise(request):
     """Shapes and strides of their fake versions, gradients, and no input that
     is written."""
-    page = load(PAGE.name, SMALL)
+    page = load(request.module.PAGE.name, SMALL)
     for D, order in (16, (0, 1, 2, 3)), (5, (0, 2, 1, 3)):
         sizes = [(2, 2, 20, D)[place] for place in order]
         q, k, v = (
@@ -890,21 +890,19 @@ for case in (
 """
 
 
-def module_text():
-    from page import module
-
-    return module.text(PAGE.name)
-
-
 @pytest.mark.cpu  # what writes it needs Sphinx
-def test_the_module_is_right_by_itself(tmp_path):
+def test_the_module_is_right_by_itself(request, tmp_path):
     """Imported where nothing of the page has run."""
-    file = tmp_path / "any_attention.py"
-    file.write_text(module_text(), encoding="utf-8")
+    from page import downloads, module
+
+    name = request.module.PAGE.name
+    file = tmp_path / downloads.MODULES[name]
+    file.write_text(module.text(name), encoding="utf-8")
+    code = IN_A_PROCESS_OF_ITS_OWN.replace("any_attention", file.stem)
     switch = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     paths = [str(tutorial.FILES.parent), str(tutorial.ROOT / "docs/_ext")]
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, *paths],
+        [sys.executable, "-c", code, *paths],
         cwd=tmp_path,
         env=os.environ | switch,
         capture_output=True,
@@ -915,14 +913,16 @@ def test_the_module_is_right_by_itself(tmp_path):
 
 
 @pytest.mark.cpu  # what writes it needs Sphinx
-def test_the_module_has_the_cells_of_the_page():
+def test_the_module_has_the_cells_of_the_page(request):
     """To the byte, and nothing that a script does beside them."""
     import cells
+    from page import module
 
-    text = module_text()
+    name = request.module.PAGE.name
+    text = module.text(name)
     for word in ("set_stream", "environ", "plt.", "print(", "perf_report"):
         assert word not in text, word
-    page = tutorial.source(PAGE.name)
+    page = tutorial.source(name)
     ours, theirs = (cells.functions(each) for each in (text, page))
     assert len(ours) > 20
     assert ours.items() <= theirs.items()

@@ -1,20 +1,15 @@
 """What must hold of the page "Attention with warps that only load"."""
 
+import dataclasses
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import tutorial
 from compiled.declared import Case, Kernels, of_page
-from conformance import AnyAttention, AttentionCase, Page
 from measurements.figure import Measured, from_to
-from tutorial import load
+from tutorial import loaded
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -304,168 +299,40 @@ FACTS = {
     "need 128 KB": "twice keys and values, 128 rows each",
 }
 
-# Tiles of 16 and 32, in all combinations that the page allows, so that small
-# cases have several.
-SMALL = (
-    ("16: ((128, 64, 4, 3), (128, 64, 4, 3)),",
-     "16: ((16, 32, 4, 3), (32, 16, 4, 3)),"),
-    ("32: ((128, 64, 4, 3), (128, 64, 4, 3)),",
-     "32: ((32, 16, 4, 3), (32, 32, 4, 3)),"),
-    ("64: ((64, 128, 4, 2), (64, 128, 4, 2)),",
-     "64: ((16, 32, 4, 2), (16, 16, 4, 2)),"),
-    ("128: ((128, 64, 4, 2), (64, 64, 4, 3)),",
-     "128: ((32, 32, 4, 2), (32, 16, 4, 2)),"),
-    ("16: (64, 64, 4, 3),", "16: (16, 16, 4, 3),"),
-    ("32: (64, 64, 4, 3),", "32: (32, 16, 4, 3),"),
-    ("64: (64, 64, 4, 3),", "64: (16, 16, 4, 3),"),
-    ("128: (64, 64, 4, 2),", "128: (32, 16, 4, 2),"),
-)  # fmt: skip
+# The function is that of page 03, and all that holds of it holds here.
+THERE = loaded(ANY)
+case = THERE.case
 
-
-def case(*sizes, **more):
-    (lead, queries, keys, D), dtype = sizes, more.pop("dtype", HALF)
-    return AttentionCase(lead, queries, keys, D, dtype, **more)
-
-
-def wide(load):
-    """The function is right, and so is where its results lie."""
-    page = load()
-    for D, dtype in (16, HALF), (5, HALF), (16, SINGLE):
-
-        def filled(length, heads, D=D, dtype=dtype):
-            t = torch.randn(2, length, heads, D, device=page.DEVICE)
-            return t.to(dtype).transpose(1, 2).requires_grad_()
-
-        q, k, v = filled(20, 4), filled(9, 2), filled(9, 2)
-        y = page.attention(q, k, v, enable_gqa=True)
-        grads = torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
-        for result, given in zip((y, *grads), (q, q, k, v), strict=True):
-            rows = result.transpose(1, 2)
-            assert rows.stride() == page.rows_like(rows).stride()
-            assert result.shape == given.shape
-
-
-def converts(load):
-    """As PyTorch's function does under autocast."""
-    page = load()
-    kind = page.DEVICE.type
-    given = [
-        torch.randn(1, 2, 20, 16, device=page.DEVICE).requires_grad_()
-        for _ in range(3)
-    ]
-    dy = torch.randn(1, 2, 20, 16, device=page.DEVICE)
-    for dtype in HALF, BRAIN:
-        results = []
-        for function in page.attention, F.scaled_dot_product_attention:
-            with torch.autocast(kind, dtype=dtype):
-                y = function(*given, is_causal=True)
-            assert y.dtype == dtype
-            grads = torch.autograd.grad(y, given, dy.to(dtype))
-            assert all(g.dtype == SINGLE for g in grads)
-            results.append((y, *grads))
-        for ours, theirs in zip(*results, strict=True):
-            error = (ours.double() - theirs.double()).norm()
-            assert error <= 4 * torch.finfo(dtype).eps * theirs.norm()
-    with torch.autocast(kind, dtype=BRAIN):
-        mixed = page.attention(given[0], given[1].half(), given[2])
-    assert mixed.dtype == BRAIN
-
-
-def far_below(load):
-    """All scores are far below 0: a key that is not there has a score of 0,
-    and an infinite power."""
-    page = load()
-    D = 16
-    q = torch.full((1, 1, 20, D), 30.0, dtype=HALF, device=page.DEVICE)
-    k = torch.full((1, 1, 40, D), -30.0, dtype=HALF, device=page.DEVICE)
-    v, dy = (torch.randn_like(t) for t in (k, q))
-    given = [t.requires_grad_() for t in (q, k, v)]
-    for is_causal in False, True:
-        y = page.attention(*given, is_causal=is_causal)
-        seen = torch.ones(20, 40, device=page.DEVICE)
-        if is_causal:
-            seen = seen.tril()
-        mean = seen / seen.sum(1, keepdim=True) @ v.detach().float()
-        torch.testing.assert_close(y.float(), mean, atol=2e-3, rtol=0)
-        for t in torch.autograd.grad(y, given, dy):
-            assert t.isfinite().all()
-
-
-def expanded(load):
-    """Heads that are one in memory, and dimensions of one element."""
-    page = load()
-    q = torch.randn(3, 2, 20, 16, device=page.DEVICE).to(HALF)
-    k = torch.randn(3, 1, 9, 16, device=page.DEVICE).to(HALF)
-    for key in k.expand(3, 2, 9, 16), k[:1, :, :1].expand(3, 2, 1, 16):
-        y = page.attention(q, key, key)
-        exact = F.scaled_dot_product_attention(
-            q.double(), key.double(), key.double()
-        )
-        torch.testing.assert_close(y.double(), exact, atol=4e-3, rtol=0)
-
-
-PAGE = Page(
-    __file__,
-    AnyAttention(),
-    {"attention": lambda page: page.attention},
-    forms={"small": SMALL, "as it is": ()},
-    cases=(
-        case((1, 2), 64, 128, 32, large=900.0),
-        case((1, 2), 70, 64, 32, large=900.0, causal=True),
-        case((2, 2), 128, 256, 16, causal=True, group=2),
-        case((1, 2), 129, 65, 64, causal=True),
-        case((1, 1), 1, 300, 128, group=4),
-        case((1, 1), 300, 1, 16, causal=True),
-        case((1, 1), 40, 50, 256, causal=True, dtype=SINGLE),
+PAGE = dataclasses.replace(
+    THERE.PAGE,
+    file=__file__,
+    full=(
+        *THERE.PAGE.full,
+        *(
+            case(*size, dtype=dtype, causal=causal, group=group)
+            for size, causal, group in (
+                (((1, 2), 700, 900, 128), False, 2),
+                (((2, 2), 77, 1000, 128), True, 1),
+                (((2, 2), 1000, 77, 128), True, 1),
+                (((1, 3), 129, 129, 96), False, 1),
+                (((2, 1), 1, 4096, 128), False, 4),
+            )
+            for dtype in (HALF, BRAIN, SINGLE)
+        ),
     ),
-    full=tuple(
-        case(*size, dtype=dtype, causal=causal, group=group)
-        for size, causal, group in (
-            (((2, 4), 1024, 1024, 128), True, 1),
-            (((1, 2), 1000, 2077, 128), False, 3),
-            (((3, 1), 2048, 333, 64), True, 4),
-            (((1, 2), 4097, 4095, 32), True, 1),
-            (((2, 1), 511, 513, 80), True, 8),
-            (((1, 2), 700, 900, 256), True, 2),
-            (((1, 2), 700, 900, 256), False, 1),
-            (((2, 2), 300, 700, 7), False, 1),
-            (((1, 2), 700, 900, 128), False, 2),
-            (((2, 2), 77, 1000, 128), True, 1),
-            (((2, 2), 1000, 77, 128), True, 1),
-            (((1, 3), 129, 129, 96), False, 1),
-            (((2, 1), 1, 4096, 128), False, 4),
-        )
-        for dtype in (HALF, BRAIN, SINGLE)
-    ),
-    repeatable=("attention",),
-    repeated=(
-        case((1, 2), 1000, 1500, 128, causal=True, group=4),
-        case((1, 4), 1000, 1500, 64),
-        case((1, 4), 1000, 1500, 128),
-        case((1, 2), 500, 300, 128, dtype=SINGLE, causal=True),
-    ),
-    compiled=("attention",),
+    repeated=(*THERE.PAGE.repeated, case((1, 4), 1000, 1500, 128)),
     compiled_cases=(
         case((2, 2), 200, 300, 128, causal=True, group=2),
-        case((2, 2), 200, 300, 64, causal=True, group=2),
-        case((2, 2), 37, 51, 65),
+        *THERE.PAGE.compiled_cases,
     ),
     graphs=(
-        case((1, 2), 200, 300, 64, causal=True, group=2),
+        *THERE.PAGE.graphs,
         case((1, 2), 200, 300, 128, causal=True, group=2),
     ),
-    trains=("attention",),
-    huge=(4096,),
-    elsewhere="not the current GPU",
     sanitizers=("memcheck",),
     sanitized=(
-        case((1, 2), 37, 51, 32, causal=True, group=2),
-        case((1, 1), 150, 100, 128, causal=True),
-        case((1, 1), 70, 101, 128),
+        *THERE.PAGE.sanitized,
         case((1, 2), 300, 333, 80, causal=True, group=2),
-        case((1, 1), 40, 33, 65),
-        case((1, 1), 40, 50, 64, causal=True, dtype=SINGLE),
-        case((1, 1), 70, 101, 256, causal=True),
     ),
     prints={
         "largest error, forward": 3,
@@ -473,300 +340,24 @@ PAGE = Page(
         "Timing needs a GPU": 8,
         "right: False": 1,
     },
-    mutants={
-        "forward: the mask is one key late": (
-            "        score = tl.where(key[None, :] < limit, score, "
-            'float("-inf"))\n    new =',
-            "        score = tl.where(key[None, :] <= limit, score, "
-            'float("-inf"))\n    new =',
-        ),
-        "forward: the diagonal is skipped": (
-            "        end = tl.minimum(first + TILE_Q, keys)\n\n    q = q_desc",
-            "        end = whole\n\n    q = q_desc",
-        ),
-        "forward: a tile too many without a mask": (
-            "        whole = tl.minimum(first // TILE_K * TILE_K, whole)\n"
-            "        end = tl.minimum(first + TILE_Q, keys)\n\n    q = q_desc",
-            "        whole = tl.minimum((first + TILE_Q) // TILE_K * TILE_K,"
-            " whole)\n"
-            "        end = tl.minimum(first + TILE_Q, keys)\n\n    q = q_desc",
-        ),
-        "forward: the last tile has no mask": (
-            "            limit, scale, DIM, TILE_K, True, PRECISION,\n"
-            "        )  # fmt: skip\n\n    y = ",
-            "            limit, scale, DIM, TILE_K, False, PRECISION,\n"
-            "        )  # fmt: skip\n\n    y = ",
-        ),
-        "forward: groups are interleaved": (
-            "k_head = head // GROUP\n\n    # How many",
-            "k_head = head % (heads // GROUP)\n\n    # How many",
-        ),
-        "forward: tiles are counted wrong from the end": (
-            "        tile = tiles - 1 - tile\n    first = tile * TILE_Q\n"
-            "    query = first + tl.arange(0, TILE_Q)\n"
-            "    lead = tl.program_id(0) // tiles\n    batch = lead // heads\n"
-            "    head = lead % heads\n    k_head = head // GROUP\n\n",
-            "        tile = tiles - tile\n    first = tile * TILE_Q\n"
-            "    query = first + tl.arange(0, TILE_Q)\n"
-            "    lead = tl.program_id(0) // tiles\n    batch = lead // heads\n"
-            "    head = lead % heads\n    k_head = head // GROUP\n\n",
-        ),
-        "sums do not shrink": (
-            "total = total * shrink + tl.sum(power, axis=1)",
-            "total = total + tl.sum(power, axis=1)",
-        ),
-        "the weighted sum does not shrink": (
-            "weighted = weighted * shrink[:, None]",
-            "weighted = weighted * 1.0",
-        ),
-        "queries: the mask is one key late": (
-            "        score = tl.where(key[None, :] < limit, score, "
-            'float("-inf"))\n    p =',
-            "        score = tl.where(key[None, :] <= limit, score, "
-            'float("-inf"))\n    p =',
-        ),
-        "queries: the diagonal is skipped": (
-            "        end = tl.minimum(first + TILE_Q, keys)\n\n    # delta",
-            "        end = whole\n\n    # delta",
-        ),
-        "queries: the last tile has no mask": (
-            "            scale * log2e, DIM, TILE_K, True, PRECISION,\n"
-            "        )  # fmt: skip\n\n    dq = ",
-            "            scale * log2e, DIM, TILE_K, False, PRECISION,\n"
-            "        )  # fmt: skip\n\n    dq = ",
-        ),
-        "queries: groups are interleaved": (
-            "k_head = head // GROUP\n    limit = keys",
-            "k_head = head % (heads // GROUP)\n    limit = keys",
-        ),
-        "delta is dropped for queries": (
-            "ds = (p * (dp - delta[:, None]))",
-            "ds = (p * dp)",
-        ),
-        "dq without the scale": ("dq = (dq * scale)", "dq = (dq * 1)"),
-        "keys: the mask begins one query late": (
-            "seen = key[:, None] <= query[None, :]",
-            "seen = key[:, None] < query[None, :]",
-        ),
-        "keys: nothing is masked": (
-            "score = tl.where(seen, score, ",
-            "score = tl.where(seen | True, score, ",
-        ),
-        "keys: the diagonal is skipped": (
-            "first,\n                tl.minimum(whole, queries),",
-            "whole,\n                tl.minimum(whole, queries),",
-        ),
-        "keys: the diagonal has no mask": (
-            "        whole = first + TILE_K\n",
-            "        whole = first\n",
-        ),
-        "keys: one head of a group": (
-            "k_lead * GROUP, (k_lead + 1) * GROUP, disable_licm=True",
-            "k_lead * GROUP, k_lead * GROUP + 1, disable_licm=True",
-        ),
-        "keys: heads of another group": (
-            "        head = lead % heads\n        at =",
-            "        head = (lead + 1) % heads\n        at =",
-        ),
-        "delta is dropped for keys": (
-            "ds = (p * (dp - delta[None, :]))",
-            "ds = (p * dp)",
-        ),
-        "dk without the scale": ("dk = (dk * scale)", "dk = (dk * 1)"),
-        "rows that begin anywhere": (
-            "padded = triton.cdiv(D, unit) * unit",
-            "padded = D",
-        ),
-        "dimensions in another order": (
-            "key=lambda dimension: -t.stride(dimension)",
-            "key=lambda dimension: t.stride(dimension)",
-        ),
-        "places of another order": (
-            "places = [order.index(dimension) for dimension in range(3)]",
-            "places = order[::-1]",
-        ),
-        "a stride that is no multiple of 16 bytes": (
-            "stride <= 0 or stride * t.itemsize % 16",
-            "stride <= 0",
-        ),
-        "memory that begins anywhere": (
-            "t.data_ptr() % 16 == 0 and t.stride(-1) == 1",
-            "t.stride(-1) == 1",
-        ),
-        "dy as it lies": ("dy = for_descriptors(dy)", "dy = dy"),
-        "nothing to attend to, forward": (
-            "return y.zero_(), lse.zero_()",
-            "return y, lse",
-        ),
-        "nothing to attend to, backward": (
-            "return dq.zero_(), dk.zero_(), dv.zero_()",
-            "return dq, dk, dv",
-        ),
-        "scale is not kept": (
-            "        ctx.scale = scale\n        return y",
-            "        ctx.scale = query.shape[-1] ** -0.5\n        return y",
-        ),
-        "causal forward alone": (
-            "        ctx.is_causal = is_causal\n        ctx.scale",
-            "        ctx.is_causal = False\n        ctx.scale",
-        ),
-        "autocast is not asked": (
-            "    return [t.to(torch.get_autocast_dtype(kind)) for t in "
-            "tensors]",
-            "    return tensors",
-        ),
-        "too little room for log-sum-exps": (
-            "rows = triton.cdiv(queries, tile_q) * tile_q",
-            "rows = queries",
-        ),
-    },
-    kills=(
-        case((2, 2), 37, 51, 32),
-        case((2, 2), 51, 37, 32, causal=True),
-        case((1, 2), 37, 51, 16, causal=True, group=3),
-        case((1, 2), 33, 40, 64, large=30.0, scale=0.3, causal=True),
-        case((1, 1), 40, 20, 65, group=2),
-        case((1, 2), 20, 40, 16, dy="transposed"),
-        case((1, 2), 20, 40, 16, query="columns", key="unaligned"),
-        case((1, 2), 20, 40, 16, value="unaligned"),
-        case((1, 2), 5, 0, 16),
-        case((1, 2), 0, 5, 16),
-        far_below,
-        wide,
-        converts,
-        expanded,
-    ),
 )
 
-
-def test_scores_far_below_zero(load):
-    far_below(lambda: load("as it is"))
-
-
-def test_heads_may_be_split_without_a_copy(page):
-    """What a projection gives, (batch, length, heads, D), is taken as it
-    lies, and the result goes into the next one as it lies."""
-    t = torch.randn(2, 20, 3 * 2 * 16, device=page.DEVICE, dtype=HALF)
-    q, k, v = (
-        part.transpose(1, 2) for part in t.view(2, 20, 3, 2, 16).unbind(2)
-    )
-    for part in q, k, v:
-        assert page.for_descriptors(part) is part
-    y = page.attention(q, k, v).transpose(1, 2)
-    assert y.flatten(2).data_ptr() == y.data_ptr()
-
-
-def test_what_is_copied_has_rows_of_16_bytes(page):
-    for D, dtype in (65, HALF), (1, HALF), (3, SINGLE), (80, HALF):
-        t = torch.randn(2, 3, 4, D, device=page.DEVICE).to(dtype)
-        copy = page.for_descriptors(t)
-        assert torch.equal(copy, t)
-        assert (copy is t) == (D == 80)
-        assert all(s * t.itemsize % 16 == 0 for s in copy.stride()[:-1])
-
-
-@pytest.mark.parametrize("form", PAGE.forms)
-def test_no_kernel_loads_what_nobody_has_stored(load, form):
-    """Of log-sum-exps: a step divides what a program owns, and that divides
-    the tile of queries of the forward kernel."""
-    page = load(form)
-    for dtype in HALF, BRAIN, SINGLE:
-        for D in (1, 16, 17, 32, 64, 65, 80, 128, 129, 256):
-            for_queries, for_keys = page.plan_backward(dtype, D)
-            own = for_queries["TILE_Q"]
-            assert own == for_keys["TILE_K"]
-            assert own % for_keys["TILE_Q"] == 0
-            for is_causal in False, True:
-                plan = page.plan_forward(dtype, D, is_causal)
-                assert plan["TILE_Q"] % own == 0
-                assert plan["DIM"] >= max(D, 16)
-
-
-def test_limits_are_those_of_pytorch(page):
-    """Each pair of few queries and keys, with all weights."""
-    for queries in range(1, 7):
-        for keys in range(1, 7):
-            q = torch.zeros(1, 1, queries, 8, dtype=HALF, device=page.DEVICE)
-            k = torch.zeros(1, 1, keys, 8, dtype=HALF, device=page.DEVICE)
-            v = torch.eye(keys, 8, dtype=HALF, device=page.DEVICE)[None, None]
-            ours = page.attention(q, k, v, is_causal=True)
-            theirs = F.scaled_dot_product_attention(
-                q.double(), k.double(), v.double(), is_causal=True
-            )
-            torch.testing.assert_close(
-                ours.double(), theirs, atol=1e-3, rtol=0
-            )
-
-
-def test_arguments_are_those_of_pytorch(page):
-    """By place, and None where PyTorch takes None."""
-    q, k, v = torch.randn(3, 1, 2, 9, 16, device=page.DEVICE).unbind()
-    expected = page.attention(q, k, v, is_causal=True, scale=0.5)
-    assert torch.equal(page.attention(q, k, v, True, 0.5, True), expected)
-    plain = page.attention(q, k, v, False, None, False)
-    assert torch.equal(plain, page.attention(query=q, key=k, value=v))
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize(
-    "given",
-    [
-        case((1, 2), 20, 33, 16, causal=True, group=2),
-        case((1, 2), 20, 33, 5, query="transposed", dy="columns"),
-        case((1, 2), 9, 7, 16, dtype=BRAIN, scale=0.3),
-    ],
-    ids=["groups", "strides", "bfloat16"],
+# Each of them asks for the PAGE of the file that it stands in.
+test_scores_far_below_zero = THERE.test_scores_far_below_zero
+test_heads_may_be_split = THERE.test_heads_may_be_split_without_a_copy
+test_what_is_copied = THERE.test_what_is_copied_has_rows_of_16_bytes
+test_what_is_loaded = THERE.test_no_kernel_loads_what_nobody_has_stored
+test_limits_are_those_of_pytorch = THERE.test_limits_are_those_of_pytorch
+test_arguments_are_those_of_pytorch = THERE.test_arguments_are_those_of_pytorch
+test_torch_compile_sees_shapes = THERE.test_torch_compile_sees_shapes
+test_autocast_is_compiled = THERE.test_autocast_is_compiled
+test_operators = THERE.test_operators_are_what_they_promise
+test_transforms = THERE.test_transforms_of_torch_func_are_refused
+test_inputs_that_change = (
+    THERE.test_inputs_that_change_before_the_backward_pass
 )
-def test_torch_compile_sees_shapes(given):
-    """Of the operators the compiler sees shapes only; results are ours."""
-    # Loaded last, as operators belong to who registers them last.
-    page = load(PAGE.name, SMALL)
-    torch._dynamo.reset()
-    function = torch.compile(
-        page.attention, fullgraph=True, backend="aot_eager"
-    )
-    tensors = PAGE.operation.tensors(given, page.DEVICE)
-    found = PAGE.operation.results(function, given, tensors)
-    PAGE.operation.judge(given, tensors, found)
-
-
-@pytest.mark.cpu
-def test_autocast_is_compiled():
-    page = load(PAGE.name, SMALL)
-    torch._dynamo.reset()
-
-    def converted(q):
-        with torch.autocast("cpu", dtype=HALF):
-            return page.attention(q, q, q)
-
-    q = torch.randn(1, 2, 20, 16)
-    function = torch.compile(converted, fullgraph=True, backend="aot_eager")
-    assert torch.equal(function(q), converted(q))
-
-
-@pytest.mark.cpu
-def test_operators_are_what_they_promise():
-    """Shapes and strides of their fake versions, gradients, and no input that
-    is written."""
-    page = load(PAGE.name, SMALL)
-    for D, order in (16, (0, 1, 2, 3)), (5, (0, 2, 1, 3)):
-        sizes = [(2, 2, 20, D)[place] for place in order]
-        q, k, v = (
-            torch.randn(sizes).permute(order).requires_grad_()
-            for _ in range(3)
-        )
-        torch.library.opcheck(
-            page.operator_forward,
-            (q, k, v, True, 0.3),
-            test_utils=("test_schema", "test_faketensor"),
-        )
-        with torch.no_grad():
-            y, lse = page.operator_forward(q, k, v, True, 0.3)
-            torch.library.opcheck(
-                page.operator_backward,
-                (torch.ones_like(y), q, k, v, y, lse, True, 0.3),
-                test_utils=("test_schema", "test_faketensor"),
-            )
+test_the_module_is_right = THERE.test_the_module_is_right_by_itself
+test_the_module_has_its_cells = THERE.test_the_module_has_the_cells_of_the_page
 
 
 def compiled(launches, N, run, dtype="float16"):
@@ -838,25 +429,6 @@ def test_where_plain_kernels_wait(launches):
     assert runs["_any_attention_bwd_keys"][:3] == [4, 4, 8]
 
 
-def test_transforms_of_torch_func_are_refused(page):
-    q = torch.randn(1, 1, 4, 16, device=page.DEVICE)
-
-    def total(q):
-        return page.attention(q, q, q).sum()
-
-    with pytest.raises(RuntimeError):
-        torch.func.grad(total)(q)
-
-
-def test_inputs_that_change_before_the_backward_pass(page):
-    """They are kept for it: overwriting one must be an error."""
-    q, k, v = torch.randn(3, 1, 1, 4, 16, device=page.DEVICE).unbind()
-    y = page.attention(q.requires_grad_(), k, v)
-    k += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace"):
-        y.sum().backward()
-
-
 def test_barriers_are_tried_in_many_orders(page):
     """A warp that waits for a phase which never comes is noticed, and so is
     one that gives a tile back too early or too late."""
@@ -881,70 +453,3 @@ def test_a_wait_for_the_wrong_phase_never_ends(page):
 
     assert page.run_warps([warp(1)], seed=0)
     assert not page.run_warps([warp(0)], seed=0)
-
-
-# A module to import ----------------------------------------------------------
-
-IN_A_PROCESS_OF_ITS_OWN = """
-import os, sys
-
-before = dict(os.environ)
-import fast_attention
-
-assert dict(os.environ) == before
-assert not {"matplotlib", "pandas"} & {*sys.modules}
-import torch
-
-if torch.cuda.is_available():
-    assert not torch.cuda.is_initialized()
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-sys.path[:0] = sys.argv[1:]
-from conformance import AnyAttention, AttentionCase
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-for case in (
-    AttentionCase(causal=True, group=2),
-    AttentionCase(D=65, dtype=torch.float32),
-):
-    AnyAttention().run(fast_attention.attention, case, device)
-    print("is right")
-"""
-
-
-def module_text():
-    from page import module
-
-    return module.text(PAGE.name)
-
-
-@pytest.mark.cpu  # what writes it needs Sphinx
-def test_the_module_is_right_by_itself(tmp_path):
-    """Imported where nothing of the page has run."""
-    file = tmp_path / "fast_attention.py"
-    file.write_text(module_text(), encoding="utf-8")
-    switch = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    paths = [str(tutorial.FILES.parent), str(tutorial.ROOT / "docs/_ext")]
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, *paths],
-        cwd=tmp_path,
-        env=os.environ | switch,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("is right") == 2
-
-
-@pytest.mark.cpu  # what writes it needs Sphinx
-def test_the_module_has_the_cells_of_the_page():
-    """To the byte, and nothing that a script does beside them."""
-    import cells
-
-    text = module_text()
-    for word in ("set_stream", "environ", "plt.", "print(", "perf_report"):
-        assert word not in text, word
-    page = tutorial.source(PAGE.name)
-    ours, theirs = (cells.functions(each) for each in (text, page))
-    assert len(ours) > 20
-    assert ours.items() <= theirs.items()
