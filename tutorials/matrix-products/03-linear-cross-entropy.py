@@ -956,9 +956,9 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 
 # %%
 # **What the figure shows.**
-# On the H200 our loss reaches 802 TFLOP/s at 2048 tokens, 752 at 8192 and 728
-# at 32768. That is 101%, 99% and 104% of the product alone. PyTorch reaches
-# 662, 654 and 608 TFLOP/s, and Cut Cross-Entropy 526, 530 and 531. Four
+# On the H200 our loss reaches 809 TFLOP/s at 2048 tokens, 760 at 8192 and 691
+# at 32768. That is 101%, 104% and 97% of the product alone. PyTorch reaches
+# 669, 636 and 617 TFLOP/s, and Cut Cross-Entropy 492, 515 and 541. Four
 # percent may be noise: a card under this load changes its clock all the time.
 # With more tokens it works for longer without a pause, and cuBLAS gets slower.
 #
@@ -967,7 +967,7 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # for each of them, so they hardly count. Of 256 logits, two numbers are
 # written. cuBLAS writes all logits, and PyTorch reads them after that and
 # writes the logarithm of their softmax: 17 GB with 32768 tokens, which take
-# 3.5 ms at 4.8 TB/s. The product alone takes 49 ms, and PyTorch needs 8 ms
+# 3.5 ms at 4.8 TB/s. The product alone takes 48 ms, and PyTorch needs 7 ms
 # more, so it must move more than that, or move it slowly. Cut Cross-Entropy
 # loads its tiles by pointers, and not by descriptors as we do. How much of its
 # time that costs, our figure doesn't say.
@@ -2298,22 +2298,21 @@ bench_error.run(show_plots=ON_GPU)
 
 # %%
 # **What the three figures show.**
-# On the H200, with 32768 tokens, a step reaches 616 TFLOP/s by default and 475
-# with ``recompute=True``. PyTorch reaches 584, Liger 609 with sums in bfloat16
-# and 582 with sums in float32, and Cut Cross-Entropy 268. So we take 0.95 and
-# 1.23 times the time of PyTorch. With 8192 tokens it is 1.04 and 1.34 times,
-# and with 2048 tokens 0.91 and 1.29 times. torch.compile takes 0.92, 0.90 and
-# 0.86 times the time of PyTorch at 2048, 8192 and 32768 tokens. Of the three
-# products alone, by cuBLAS, our default reaches 94% at 2048 tokens, 88% at
-# 8192 and 93% at 32768.
+# On the H200, with 32768 tokens, a step reaches 624 TFLOP/s by default and 505
+# with ``recompute=True``. PyTorch reaches 615, torch.compile 659, Liger 634
+# with sums in bfloat16 and 588 with sums in float32, and Cut Cross-Entropy
+# 270. So we take 0.99 and 1.22 times the time of PyTorch. With 8192 tokens it
+# is 1.02 and 1.31 times, and with 2048 tokens 0.87 and 1.29 times.
+#
+# Of the three products alone, by cuBLAS, our default reaches 95%, 92% and 91%
+# at 2048, 8192 and 32768 tokens, and torch.compile 93%, 96% and 96%.
 #
 # Beyond its inputs a step with 32768 tokens takes 3.44 GB by default and 1.39
-# GB with ``recompute=True``. PyTorch takes 25.22 GB, Liger 1.58 GB with sums
-# in bfloat16 and 3.42 GB with sums in float32, and Cut Cross-Entropy 1.32 GB.
-# The gradients alone are 1.32 GB of that. With 8192 tokens we take 3.24 GB and
-# 1.15 GB, and PyTorch 6.30 GB. With 2048 tokens we take 1.59 GB and 1.10 GB,
-# and PyTorch 1.59 GB. torch.compile takes 1.59, 3.22 and 9.72 GB with 2048,
-# 8192 and 32768 tokens.
+# GB with ``recompute=True``. PyTorch takes 25.22 GB, torch.compile 9.72 GB,
+# Liger 1.58 GB with sums in bfloat16 and 3.42 GB with sums in float32, and Cut
+# Cross-Entropy 1.32 GB. The gradients alone are 1.32 GB of that. With 8192
+# tokens our default takes half of PyTorch's 6.30 GB, and with 2048 tokens as
+# much as PyTorch, 1.59 GB. At both torch.compile takes what we take.
 #
 # With 32768 tokens our ``dw`` is off by 0.16% in norm, by default and with
 # ``recompute=True``. So is PyTorch's, and so is Liger's with sums in float32.
@@ -2324,16 +2323,15 @@ bench_error.run(show_plots=ON_GPU)
 #
 # **Why.**
 # By default we compute what PyTorch computes, and save most of its passes over
-# the logits. With 2048 tokens there is one chunk. With more there are several,
-# and sums of ``dw`` are read and written for each.
-#
-# With 8192 and 32768 tokens torch.compile is 1.02 times as fast as the three
-# products alone, which it computes as well. So a part of its lead is the
-# clock: it comes after Cut Cross-Entropy, which asks least of the Tensor
-# Cores, and we come after cuBLAS.
+# the logits. torch.compile also computes three products, by cuBLAS, and its
+# passes are fewer than PyTorch's. But it has all logits at a time, and we have
+# chunks, whose sums of ``dw`` are read and written. With 2048 tokens there is
+# one chunk, and we are as fast as torch.compile. With 32768 tokens there are
+# eight. Their sums move 34 GB, which take 7 ms at 4.8 TB/s. In all, our whole
+# step takes 165 ms and that of torch.compile 157 ms.
 #
 # Four products should take four thirds of the time of three. With
-# ``recompute=True`` a step takes 1.42, 1.29 and 1.30 times as long as by
+# ``recompute=True`` a step takes 1.49, 1.29 and 1.24 times as long as by
 # default, at 2048, 8192 and 32768 tokens. The fourth product costs more than
 # all of PyTorch's passes, so this design is slower than PyTorch.
 #
@@ -2367,9 +2365,9 @@ bench_error.run(show_plots=ON_GPU)
 #
 # ``recompute=True`` comes near to the second aim, but misses it by 5%, and it
 # misses the first one. Whoever has no memory to spare takes it: with 32768
-# tokens it is 1.77 times as fast as Cut Cross-Entropy, and leaves nothing out.
+# tokens it is 1.87 times as fast as Cut Cross-Entropy, and leaves nothing out.
 # If sums in bfloat16 are good enough, Liger is a good choice at 32768 tokens:
-# it is 1.28 times as fast as ``recompute=True`` and takes 1.14 times its
+# it is 1.26 times as fast as ``recompute=True`` and takes 1.14 times its
 # memory. At 8192 tokens it is slower and takes more memory.
 #
 # A small model
@@ -2388,9 +2386,9 @@ bench_small_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 16384 tokens, a step reaches 607 TFLOP/s by default and 441
-# with ``recompute=True``. PyTorch reaches 447, torch.compile 542, Liger 381,
-# and Cut Cross-Entropy 153. We take 1.12 GB by default and 0.38 GB with
+# On the H200, with 16384 tokens, a step reaches 614 TFLOP/s by default and 441
+# with ``recompute=True``. PyTorch reaches 449, torch.compile 547, Liger 388,
+# and Cut Cross-Entropy 154. We take 1.12 GB by default and 0.38 GB with
 # ``recompute=True``, PyTorch 3.15 GB, torch.compile 1.12 GB, Liger 0.11 GB and
 # Cut Cross-Entropy 0.07 GB.
 #
@@ -2409,7 +2407,7 @@ bench_small_memory.run(show_plots=ON_GPU)
 # gradient over the logits, we take a third of PyTorch's memory. But
 # ``recompute=True`` is no good choice: it is not faster than PyTorch, and
 # takes 3.6 times the memory of Liger and 5.1 times that of Cut Cross-Entropy.
-# Where memory counts more than time, take Liger: it takes 1.16 times as long
+# Where memory counts more than time, take Liger: it takes 1.14 times as long
 # as ``recompute=True`` with sums in bfloat16, and even with sums in float32 it
 # needs only 0.17 GB.
 #
@@ -2495,7 +2493,7 @@ bench_products.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200, with 128256 classes, ``scores`` reaches 97% of cuBLAS, ``dx``
-# 100% and ``dw`` 85%. With 32000 classes it is 99%, 98% and 85%.
+# 99% and ``dw`` 88%. With 32000 classes it is 99%, 98% and 86%.
 #
 # **Why.**
 # As in the loss alone, the powers of ``scores`` hardly count. ``dx`` has
@@ -2503,8 +2501,8 @@ bench_products.run(show_plots=ON_GPU)
 #
 # A tile of ``dw`` reads its old sums and writes new ones, 0.26 MB in all. With
 # 128256 classes all tiles together move 4.2 GB, which take 0.9 ms at 4.8 TB/s,
-# and cuBLAS needs 5.5 ms for the product. One after the other, that would be
-# 86% of the speed of cuBLAS, and we measure as much: Tensor Cores wait while a
+# and cuBLAS needs 6.0 ms for the product. One after the other, that would be
+# 87% of the speed of cuBLAS, and we measure as much: Tensor Cores wait while a
 # tile adds to its sums.
 #
 # How long should a chunk be?
@@ -2597,17 +2595,17 @@ bench_chunks_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, by default, chunks of 1024 tokens reach 532 TFLOP/s, those of
-# 2048 reach 605, those of 4096 reach 635 and those of 8192 reach 645. They
-# take 3.29, 3.29, 3.30 and 4.37 GB. With ``recompute=True`` it is 476, 486,
-# 489 and 479 TFLOP/s, and 1.22 GB with chunks of 1024.
+# On the H200, by default, chunks of 1024 tokens reach 561 TFLOP/s, those of
+# 2048 reach 603, those of 4096 reach 631 and those of 8192 reach 644. They
+# take 3.29, 3.29, 3.30 and 4.37 GB. With ``recompute=True`` it is 492, 491,
+# 500 and 495 TFLOP/s, and 1.22 GB with chunks of 1024.
 #
 # **Why.**
 # The sums of ``dw`` are read and written once for each chunk. Up to 4096
 # tokens a chunk is no larger than ``dw``, which comes when the chunk is gone,
 # so the memory stays the same. With ``recompute=True`` there are no such sums,
-# so short chunks cost no more than the noise, and what the chunk of the
-# forward pass takes is gone before the backward pass makes ``dw``.
+# so short chunks cost hardly anything, and what the chunk of the forward pass
+# takes is gone before the backward pass makes ``dw``.
 #
 # **What follows.**
 # Chunks of 8192 tokens would be 2% faster than those of 4096, within the
@@ -2738,11 +2736,11 @@ bench_skipping_error.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 8192 tokens, a step reaches 679 TFLOP/s when nothing is
-# left out. With the threshold of rounding it reaches 622 at :math:`s` = 1,
-# where there is nothing to leave out, 1016 at 2 and 1354 at 3. With
-# :math:`2^{-12}`, the threshold of Cut Cross-Entropy, our kernels reach 1237,
-# 1361 and 1414.
+# On the H200, with 8192 tokens, a step reaches 658 TFLOP/s when nothing is
+# left out. With the threshold of rounding it reaches 633 at :math:`s` = 1,
+# where there is nothing to leave out, 1058 at 2 and 1411 at 3. With
+# :math:`2^{-12}`, the threshold of Cut Cross-Entropy, our kernels reach 1270,
+# 1493 and 1512.
 #
 # With the threshold of rounding, the gradients are off by 0.004% at most, the
 # worse of both in norm, and those of classes that are no target by 0.008% at
@@ -2766,7 +2764,7 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #
 # **What follows.**
 # A threshold that keeps its promise finds something to leave out once a model
-# is quite sure. Where it finds nothing, looking for it has cost 8% of the
+# is quite sure. Where it finds nothing, looking for it has cost 4% of the
 # speed. A fixed threshold like :math:`2^{-12}` leaves out more, but what it
 # loses depends on the vocabulary and on the model, and the user is not told.
 #
@@ -2778,14 +2776,14 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #   Cut Cross-Entropy can also cap its logits.
 # - **Liger needs less memory than our default**, and for the small model less
 #   than ``recompute=True``, if sums in bfloat16 are good enough. At 32768
-#   tokens it is faster than ``recompute=True``. Liger also has a z-loss and
-#   capped logits.
+#   tokens it is also faster than both of our designs, at 1.02 times the speed
+#   of our default. Liger also has a z-loss and capped logits.
 # - **torch.compile is as fast as our default** with 2048 tokens, and faster
-#   with 8192 and 32768, at 1.16 and 1.10 times its speed. With 32768 tokens it
+#   with 8192 and 32768, at 1.03 and 1.06 times its speed. With 32768 tokens it
 #   takes 2.8 times as much memory, because it has all logits, and with fewer
 #   as much as we do.
 # - **PyTorch is faster than recompute=True** at all sizes that we measured, by
-#   1% to 34%. And with 2048 tokens and 128256 classes our default saves time,
+#   2% to 31%. And with 2048 tokens and 128256 classes our default saves time,
 #   but no memory, because ``dw`` is as large there as two matrices of logits.
 # - **A loss without a backward pass**: PyTorch computes gradients in the
 #   backward pass, so they cost nothing if nobody calls it. We compute ours in
@@ -2885,15 +2883,15 @@ assert exercise_1(combine_1)
 # H200 with 32768 tokens, 4096 features and 128256 classes, and their memory
 # beyond the inputs:
 #
-# - **Whole logits, by PyTorch:** 3 products, 584 TFLOP/s, 25.22 GB.
-# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, 609 TFLOP/s,
+# - **Whole logits, by PyTorch:** 3 products, 615 TFLOP/s, 25.22 GB.
+# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, 634 TFLOP/s,
 #   1.58 GB.
-# - **Chunks of tokens, sums in float32, our default:** 3 products, 616
+# - **Chunks of tokens, sums in float32, our default:** 3 products, 624
 #   TFLOP/s, 3.44 GB.
-# - **Chunks of both, our recompute=True:** 4 products, 475 TFLOP/s, 1.39 GB.
+# - **Chunks of both, our recompute=True:** 4 products, 505 TFLOP/s, 1.39 GB.
 # - **No logits at all:** 5 products, and sums that do not fit on the chip. We
 #   did not build it. Cut Cross-Entropy comes close, with 4 products, parts of
-#   which it leaves out: 268 TFLOP/s, 1.32 GB.
+#   which it leaves out: 270 TFLOP/s, 1.32 GB.
 #
 # And for kernels in general:
 #

@@ -252,7 +252,7 @@ def forward(figure):
     assert of.ratios("triton", "torch").least > 1
     # "cuBLAS gets slower", and "waits for hardly more".
     cublas = medians(of, "cublas", *TOKENS)
-    assert cublas[0] > cublas[1] > cublas[2] and min(shares) > 98
+    assert cublas[0] > cublas[1] > cublas[2] and min(shares) >= 97
     # "Four percent may be noise".
     assert overlap(of, ("triton", 32768), ("cublas", 32768))
     yield (
@@ -289,31 +289,30 @@ def step_speed(figure):
         return f"{found[0]} and {found[1]}"
 
     shares = [of.share("triton", N, "cublas") for N in TOKENS]
-    compiled = [times(of.ratio("torch", COMPILED, N)) for N in TOKENS]
+    compiled = of.median(COMPILED, 32768)
     yield (
         f"with 32768 tokens, a step reaches {ours} TFLOP/s by default and "
-        f"{again} with ``recompute=True``. PyTorch reaches {torch_}, Liger "
-        f"{liger} with sums in bfloat16 and {single} with sums in float32, "
-        f"and Cut Cross-Entropy {cce}. So we take {both(32768)} times the "
-        f"time of PyTorch. With 8192 tokens it is {both(8192)} times, and "
-        f"with 2048 tokens {both(2048)} times. torch.compile takes "
-        f"{compiled[0]}, {compiled[1]} and {compiled[2]} times the time of "
-        "PyTorch at 2048, 8192 and 32768 tokens. Of the three products alone, "
-        f"by cuBLAS, our default reaches {shares[0]}% at 2048 tokens, "
-        f"{shares[1]}% at 8192 and {shares[2]}% at 32768."
+        f"{again} with ``recompute=True``. PyTorch reaches {torch_}, "
+        f"torch.compile {compiled}, Liger {liger} with sums in bfloat16 and "
+        f"{single} with sums in float32, and Cut Cross-Entropy {cce}. So we "
+        f"take {both(32768)} times the time of PyTorch. With 8192 tokens it "
+        f"is {both(8192)} times, and with 2048 tokens {both(2048)} times."
     )
-    # "which it computes as well", and "the clock of the card".
-    some, many = (
-        times(of.ratio(COMPILED, "cublas", N)) for N in (8192, 32768)
-    )
-    assert f"{some}" == f"{many}" and min(some, many) > 1
-    # "which asks least of the Tensor Cores"
-    for N in (8192, 32768):
-        slowest = min(of.medians, key=lambda name: of.medians[name][N])
-        assert slowest == CCE
+    by_cublas = [of.share(COMPILED, N, "cublas") for N in TOKENS]
+    # torch.compile computes these products, so it cannot be ahead of them.
+    assert max(shares + by_cublas) <= 100
     yield (
-        f"With 8192 and 32768 tokens torch.compile is {some} times as fast as "
-        "the three products alone"
+        f"our default reaches {shares[0]}%, {shares[1]}% and {shares[2]}% at "
+        f"2048, 8192 and 32768 tokens, and torch.compile {by_cublas[0]}%, "
+        f"{by_cublas[1]}% and {by_cublas[2]}%."
+    )
+    ms, ms_compiled = (
+        times(ms_of_product(of.median(name, 32768) / 3, 32768), ".0f")
+        for name in ("triton", COMPILED)
+    )
+    yield (
+        f"our whole step takes {ms} ms and that of torch.compile "
+        f"{ms_compiled} ms"
     )
     # "With 2048 tokens Liger is slower than all others."
     order = sorted(of.medians, key=lambda name: of.medians[name][2048])
@@ -338,18 +337,20 @@ def step_speed(figure):
     assert of.ratio("recompute", LIGER, 8192) > 1
     assert memory.median("recompute", 8192) < memory.median(LIGER, 8192)
     few, some, many = (times(of.ratio(COMPILED, "triton", N)) for N in TOKENS)
-    few_more, some_more, many_more = (
-        times(memory.median(COMPILED, N) / memory.median("triton", N), ".1f")
-        for N in TOKENS
-    )
-    # "As fast", "faster", and "with fewer it takes as much".
+    more = memory.median(COMPILED, 32768) / memory.median("triton", 32768)
+    # "As fast", and "faster".
     assert 0.98 < few < 1.02 < min(some, many)
-    assert max(abs(few_more - 1), abs(some_more - 1)) < 0.01
     yield (
         "**torch.compile is as fast as our default** with 2048 tokens, and "
         f"faster with 8192 and 32768, at {some} and {many} times its speed. "
-        f"With 32768 tokens it takes {many_more} times as much memory"
+        f"With 32768 tokens it takes {times(more, '.1f')} times as much memory"
     )
+    yield (
+        "it is also faster than both of our designs, at "
+        f"{times(of.ratio(LIGER, 'triton', 32768))} times the speed of our "
+        "default."
+    )
+    assert of.ratio(LIGER, "triton", 32768) > 1
     small = figure("lce-step-small", CARD)
     slower = [of.ratio("torch", "recompute", N) - 1 for N in TOKENS]
     slower += [small.ratio("torch", "recompute", N) - 1 for N in (4096, 16384)]
@@ -373,25 +374,27 @@ def step_memory(figure):
     yield (
         f"Beyond its inputs a step with 32768 tokens takes {ours} GB by "
         f"default and {again} GB with ``recompute=True``. PyTorch takes "
-        f"{torch_} GB, Liger {liger} GB with sums in bfloat16 and {single} GB "
-        f"with sums in float32, and Cut Cross-Entropy {cce} GB."
+        f"{torch_} GB, torch.compile {of.median(COMPILED, 32768)} GB, Liger "
+        f"{liger} GB with sums in bfloat16 and {single} GB with sums in "
+        f"float32, and Cut Cross-Entropy {cce} GB."
     )
-    named = "triton", "recompute", "torch", COMPILED
-    some = {name: of.median(name, 8192) for name in named}
-    few = {name: of.median(name, 2048) for name in named}
     # torch.compile has a matrix of all logits, beside the gradients.
     for N in TOKENS:
         by_hand = 2 * (N * 128256 + N * 4096 + 128256 * 4096) / 1e9
         assert abs(of.median(COMPILED, N) / by_hand - 1) < 0.01
+    # "half of PyTorch's", "as much as PyTorch", and "takes what we take"
+    few, some = (
+        {name: of.medians[name][N] for name in ("triton", "torch", COMPILED)}
+        for N in (2048, 8192)
+    )
     assert 0.48 < some["triton"] / some["torch"] < 0.52
     assert 0.98 < few["triton"] / few["torch"] < 1.02
+    for at in (few, some):
+        assert 0.99 < at[COMPILED] / at["triton"] < 1.01
     yield (
-        f"With 8192 tokens we take {some['triton']} GB and "
-        f"{some['recompute']} GB, and PyTorch {some['torch']} GB. With 2048 "
-        f"tokens we take {few['triton']} GB and {few['recompute']} GB, and "
-        f"PyTorch {few['torch']} GB. torch.compile takes {few[COMPILED]}, "
-        f"{some[COMPILED]} and {of.median(COMPILED, 32768)} GB with 2048, "
-        "8192 and 32768 tokens."
+        "our default takes half of PyTorch's "
+        f"{of.median('torch', 8192)} GB, and with 2048 tokens as much as "
+        f"PyTorch, {of.median('triton', 2048)} GB."
     )
     yield (
         f"it takes {times(ours / cce, '.1f')} times the memory of Cut "
@@ -514,10 +517,8 @@ def chunks(figure):
     of = figure("lce-chunks-memory", CARD)
     memory = medians(of, "triton", *sizes)
     assert max(memory[:3]) < 1.05 * min(memory[:3]) and ours[2] > ours[0]
-    # "short chunks cost no more than the noise", and "within the noise"
-    for size in sizes:
-        pair = ("recompute", 1024), ("recompute", size)
-        assert size == 1024 or overlap(speed, *pair)
+    # "short chunks cost hardly anything", and "within the noise"
+    assert again[0] > 0.98 * max(again)
     assert overlap(speed, ("triton", 4096), ("triton", 8192))
     short = of.median("recompute", 1024)
     yield (
@@ -616,6 +617,8 @@ FACTS = {
     "are 703 to 793 with the product alone",
     "That is 25 GB, where the gradients that we want have 1.3 GB": "three "
     "matrices; both gradients",
+    "Their sums move 34 GB, which take 7 ms at 4.8 TB/s": "128256 * 4096 * 4 "
+    "bytes, written and read for eight chunks",
     "17 GB with 32768 tokens, which take 3.5 ms at 4.8 TB/s": "two matrices "
     "of 8.4 GB",
     "5504 tokens and takes 0.35 GB": "5504 * 32000 * 2 bytes",
