@@ -287,7 +287,8 @@ def test_no_word_of_a_panel_is_said_in_english_only(says):
     translator = says(Masked())
     made = sheet(ways=[("x", [("ptx", ["<code>x</code>"])])])
     made.codes = {"sass": "x", "amdgcn": "x"}
-    page = SimpleNamespace(N=[8], M=4, dtype="ж")
+    kernels = {"_f": SimpleNamespace(only="")}
+    page = SimpleNamespace(N=[8], M=4, dtype="ж", kernels=kernels)
     found = {("_f", target, 8): made for target in limits.SHOWN}
     panel = Panel(page, "_f", "ж", found, ("1", "2"))
     text = panel.text()

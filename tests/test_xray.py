@@ -12,6 +12,7 @@ from triton import knobs
 
 from compiled import kept, limits
 from compiled.aot import anywhere
+from compiled.declared import Kernel
 from compiled.machine_code import (
     annotated,
     barrier_before,
@@ -381,7 +382,7 @@ def test_what_is_kept_is_whole_and_of_the_page_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "FOLDER", tmp_path / "xray")
     monkeypatch.setattr(kept.tutorial, "script_of", lambda name: script)
     monkeypatch.setattr(kept.declared, "file_of", lambda name: facts)
-    page = SimpleNamespace(kernels={"_f": SimpleNamespace(page=None)})
+    page = SimpleNamespace(kernels={"_f": Kernel("", list)})
     monkeypatch.setattr(kept.declared, "kernels", lambda name: page)
     call = SimpleNamespace(run="run", values={"N": 512}, target="sm_90")
 
@@ -409,6 +410,34 @@ def test_what_is_kept_is_whole_and_of_the_page_as_it_is(tmp_path, monkeypatch):
     assert kept.fresh(name)
     (kept.FOLDER / "01-double._f.sm_90.ptx").unlink()
     assert not kept.fresh(name)
+
+
+def test_a_kernel_for_one_gpu(tmp_path, monkeypatch):
+    """It has the tab of that one alone, and must be launched for no other."""
+    kernels = {"_f": Kernel("", list, only="sm_90"), "_g": Kernel("", list)}
+    page = SimpleNamespace(N=[512], M=4, dtype="float16", kernels=kernels)
+    tabs = {}
+    for name in kernels:
+        found = {(name, target, 512): sheet() for target in limits.SHOWN}
+        text = Panel(page, name, "", found).text()
+        tabs[name] = re.findall("tab-item::.*· (.*)", text)
+    assert tabs == {"_f": ["sm_90"], "_g": [*limits.SHOWN]}
+
+    monkeypatch.setattr(kept, "FOLDER", tmp_path / "xray")
+    monkeypatch.setattr(kept.declared, "kernels", lambda name: page)
+    monkeypatch.setattr(kept, "made_from", lambda name: "")
+    for target, launched in (
+        ("sm_90", {"_f": sheet(), "_g": sheet()}),
+        ("sm_80", {"_g": sheet()}),
+        ("sm_90", {"_g": sheet()}),
+        ("sm_80", {"_f": sheet(), "_g": sheet()}),
+    ):
+        call = SimpleNamespace(run="run", values={"N": 512}, target=target)
+        if ("_f" in launched) == (target == "sm_90"):
+            kept.write("01-double", [(call, launched)])
+        else:
+            with pytest.raises(LookupError, match="_f"):
+                kept.write("01-double", [(call, launched)])
 
 
 def full_disk(*_):

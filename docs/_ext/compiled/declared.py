@@ -26,7 +26,7 @@ class Kernel:
     """What to look for in the panel of a kernel, and what is held.
 
     The limits are those on sm_90. What makes ``look`` true holds on each GPU
-    of the panel: a function of the ``Facts`` of the compiled kernel (see
+    of its panel: a function of the ``Facts`` of the compiled kernel (see
     limits.py) gives a list in which all is true.
     """
 
@@ -44,6 +44,9 @@ class Kernel:
     # "any" if they need not be.
     copies: bool | str = False
     releases: int = 0  # of a lock; each needs a barrier before it
+    # The one GPU that it is for, if it is not for all: a kernel in Gluon names
+    # what only that GPU has.
+    only: str = ""
     page: str = ""  # whose file says this, if it is another one: see of_page
 
     def __post_init__(self):
@@ -69,8 +72,8 @@ class Kernels:
     """All kernels of a page.
 
     ``run(page, M, N, dtype)`` calls the wrappers of the loaded page on
-    tensors of the meta device. It must launch each kernel: what it launches
-    is compiled instead. ``also``, called the same way, launches more that
+    tensors of the meta device. It must launch each kernel that is for the GPU
+    in question: what it launches is compiled instead. ``also``, called the same way, launches more that
     must compile for every GPU and has neither panel nor limits: solutions of
     exercises, tiles that are not full.
     """

@@ -45,8 +45,9 @@ def write(name, found):
     FOLDER.mkdir(parents=True, exist_ok=True)
     page, kept = declared.kernels(name), []
     for call, launched in found:
-        for kernel in page.kernels.keys() ^ launched.keys():
-            declares = "declares" if kernel in page.kernels else "lacks"
+        wanted = limits.launched(page, call.target)
+        for kernel in wanted ^ launched.keys():
+            declares = "declares" if kernel in wanted else "lacks"
             launches = "launches" if kernel in launched else "does not launch"
             raise LookupError(
                 f"{declared.place(name)}: KERNELS {declares} {kernel}, which "

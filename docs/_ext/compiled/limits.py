@@ -24,6 +24,15 @@ def shown(page):
             yield from ((target, N) for N in more)
 
 
+def launched(page, target):
+    """The kernels of a page that are for a GPU, by name."""
+    return {
+        name
+        for name, kernel in page.kernels.items()
+        if kernel.only in ("", target)
+    }
+
+
 def call(name, page, N, target, dtype=None, run=None, **more):
     """The call of a tutorial's wrappers at one shape."""
     values = {"M": page.M, "N": N, "dtype": dtype or page.dtype}

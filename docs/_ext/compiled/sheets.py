@@ -11,7 +11,8 @@ from html import escape
 from compiled import limits, machine_code
 from tutorial import source
 
-# Which codes there are, from the first level to the last.
+# Which codes there are, from the first level to the last. A kernel in Gluon
+# begins with the second.
 CODES = ("ttir", "ttgir", "ptx", "sass", "amdgcn")
 # The lines of a tutorial that a panel follows down: the first of each kind.
 FOLLOWED = ("load", "copy", "shuffle", "store", "atomic", "release", "early")
@@ -87,8 +88,9 @@ def _ways(built, found, script):
     """What became of a few lines of the tutorial, level by level."""
     lines = followed(found.get("ptx") or found["amdgcn"])
     # What the TMA loads and stores has its marks above PTX only.
-    if not any(mark.line in lines for mark in found["ttir"]):
-        lines = followed(found["ttir"])
+    first = found[next(key for key in CODES if key in found)]
+    if not any(mark.line in lines for mark in first):
+        lines = followed(first)
     for line in lines:
         levels = []
         for key, marks in found.items():
