@@ -3784,7 +3784,7 @@ def _multiply(
     N,
     K,
     list_step,  # from a row of the list to the next
-    TRANSPOSED: tl.constexpr,  # M are classes and K tokens; not the other way
+    TRANSPOSED: tl.constexpr,  # for dw: M are classes, and K tokens
     ADD: tl.constexpr,  # whether the product is added to what is there
     BLOCK: tl.constexpr,  # of the list; a multiple of TILE_K
     TILE_M: tl.constexpr,
