@@ -1935,6 +1935,7 @@ in_percent(bench_designs_64)
     triton.testing.Benchmark(
         x_names=["N"],
         x_vals=["512", "2048", "8192"],
+        xlabel="N (queries, and keys)",
         line_arg="provider",
         line_vals=list(NAMES)[:-1],
         line_names=list(NAMES.values())[:-1],
