@@ -883,8 +883,8 @@ bench_tiles.run(show_plots=ON_GPU)
 # with tiles of 64 × 64 and 4 warps, and 656 bytes a thread with those of
 # 128 × 32 and 4 warps. With 64 numbers in a head it spills nothing with either
 # of them. The kernel with queries has one sum, and spills 144 bytes at most.
-# With 64 × 64 the kernel with keys does 630 TFLOP/s, and with 128 × 32 it does
-# 122. The kernel with queries does 615 and 413.
+# With 64 × 64 the kernel with keys does 632 TFLOP/s, and with 128 × 32 it does
+# 123. The kernel with queries does 605 and 407.
 #
 # **Why.**
 # With 128 keys and 4 warps the sums do not fit, so each of 128 threads fetches
@@ -1831,26 +1831,26 @@ in_percent(bench_designs)
 
 # %%
 # **What the figure shows.**
-# On the H200, at 4096 keys and 128 numbers in a head, seven products reach 442
-# TFLOP/s, atomic additions 363, bulk additions 381, turns 224, and stored
-# ``ds`` 415. At 16384 keys the five numbers are 464, 375, 392, 225 and 403,
-# and at 512 keys they are 298, 259, 267, 180 and 299. Up to 1024 keys stored
+# On the H200, at 4096 keys and 128 numbers in a head, seven products reach 436
+# TFLOP/s, atomic additions 354, bulk additions 374, turns 222, and stored
+# ``ds`` 410. At 16384 keys the five numbers are 466, 375, 391, 223 and 402,
+# and at 512 keys they are 298, 257, 266, 179 and 297. Up to 1024 keys stored
 # ``ds`` is level with seven products. From 2048 keys on seven products are
 # faster than all others of ours. Turns are the only design of ours that is
 # slower than FlashAttention-2.
 #
-# From 1024 keys on, seven products are at 78% to 81% of cuDNN's speed, and
-# stored ``ds`` is at 67% to 80%. Seven products are 1.5 to 1.6 times as fast
+# From 1024 keys on, seven products are at 78% to 82% of cuDNN's speed, and
+# stored ``ds`` is at 68% to 81%. Seven products are 1.5 to 1.6 times as fast
 # as FlashAttention-2.
 #
 # **Why.**
 # Let's see what became of the budget at 4096 keys. A speed is the number of
 # operations in five products, divided by the time. So the speeds above are
-# times: 3.11 ms with seven products, 3.79 ms with atomic additions, 3.60 ms in
-# bulk, 6.14 ms in turns, and 3.31 ms with stored ``ds``. At the rate that we
+# times: 3.15 ms with seven products, 3.88 ms with atomic additions, 3.68 ms in
+# bulk, 6.19 ms in turns, and 3.36 ms with stored ``ds``. At the rate that we
 # began with, five products alone take 2.26 ms. What is above was spent on the
-# parts of ``dq``: 1.53 ms with atomic additions, 1.35 ms in bulk, 3.89 ms in
-# turns, and 1.05 ms with stored ``ds``. Only 0.90 ms were in the budget.
+# parts of ``dq``: 1.63 ms with atomic additions, 1.42 ms in bulk, 3.93 ms in
+# turns, and 1.10 ms with stored ``ds``. Only 0.90 ms were in the budget.
 # Not all of that time goes into moving. These programs have an SM for
 # themselves, so their products may be slower, too, and we have not measured
 # the two apart.
@@ -1877,9 +1877,9 @@ in_percent(bench_designs)
 # stay busy should win. None of our four keeps them busy enough.
 #
 # If you compare this figure with that of `Attention without its matrix
-# <01-attention.html>`_, its seven products are faster here: 464 TFLOP/s and
-# not 435 at 16384 keys. They are the same kernels. cuDNN has 597 and not 520
-# here, and the product of matrices 771 and not 748. The figures come from two
+# <01-attention.html>`_, its seven products are faster here: 466 TFLOP/s and
+# not 435 at 16384 keys. They are the same kernels. cuDNN has 590 and not 520
+# here, and the product of matrices 763 and not 748. The figures come from two
 # runs, and we do not know why the GPU was faster in one of them. So only
 # compare the lines of a figure with each other.
 #
@@ -1893,9 +1893,9 @@ in_percent(bench_designs_64)
 # %%
 # **What the figure shows.**
 # On the H200, with 64 numbers in a head and 4096 keys, seven products reach
-# 371 TFLOP/s, atomic additions 309, bulk additions 354, turns 215, and stored
-# ``ds`` 333. cuDNN reaches 449. At 16384 keys stored ``ds`` reaches 299, and
-# bulk additions reach 370. At 8192 keys stored ``ds`` falls to 272.
+# 370 TFLOP/s, atomic additions 310, bulk additions 357, turns 217, and stored
+# ``ds`` 336. cuDNN reaches 455. At 16384 keys stored ``ds`` reaches 298, and
+# bulk additions reach 370. At 8192 keys stored ``ds`` falls to 273.
 #
 # **Why.**
 # There are twice as many heads, each with a matrix of the same size. So there
@@ -2101,12 +2101,12 @@ bench_room.run(show_plots=ON_GPU)
 # On the H200 seven products take 0.20 GB at any length, which are the three
 # gradients. Sums in float32 make it 0.34 GB. With stored ``ds`` it is 0.74 GB
 # from 1024 to 16384 keys, and without a limit it grows to 8.79 GB. The limit
-# costs little speed: with 540 MB of room it is 356, 419 and 412 TFLOP/s at
-# 1024, 4096 and 16384 keys, and with 2200 MB it is 355, 426 and 416. With 34
-# MB it is 343, 117 and 409.
+# costs little speed: with 540 MB of room it is 355, 419 and 406 TFLOP/s at
+# 1024, 4096 and 16384 keys, and with 2200 MB it is 355, 426 and 411. With 34
+# MB it is 343, 117 and 406.
 #
 # In the figure of all designs, stored ``ds`` with its limit of half a gigabyte
-# has 403 TFLOP/s at 16384 keys, and with 540 MB of room here it has 412. So a
+# has 402 TFLOP/s at 16384 keys, and with 540 MB of room here it has 406. So a
 # few TFLOP/s more or less say nothing.
 #
 # **Why.**
@@ -2128,8 +2128,8 @@ bench_room.run(show_plots=ON_GPU)
 # -----------------------
 #
 # PyTorch can call cuDNN. On the H200, with 128 numbers in a head, seven
-# products reach 86% of cuDNN's speed at 512 keys, 79% at 4096 and 78% at
-# 16384, and with 64 numbers 98%, 83% and 81%.
+# products reach 87% of cuDNN's speed at 512 keys, 79% at 4096 and 79% at
+# 16384, and with 64 numbers 96%, 81% and 82%.
 # We have not looked into cuDNN's kernels. `FlashAttention-3
 # <https://arxiv.org/abs/2407.08608>`_ has described how to go on from here.
 # One warp does nothing but load, another one does nothing but hand parts of
@@ -2243,16 +2243,16 @@ assert exercise_1(_add_whole_numbers, torch.int64, unit=2.0**-24)
 # keys and 128 numbers in a head, what they move for ``dq``, and whether they
 # give the same bits each time:
 #
-# - **Seven products**: 442 TFLOP/s. Nothing moves; the same bits. This is the
+# - **Seven products**: 436 TFLOP/s. Nothing moves; the same bits. This is the
 #   one to take.
-# - **Atomic additions**: 363 TFLOP/s. They bring 4.3 GB to L2; other bits in
+# - **Atomic additions**: 354 TFLOP/s. They bring 4.3 GB to L2; other bits in
 #   each run.
-# - **Bulk additions**: 381 TFLOP/s. The same bytes, by the TMA; other bits in
+# - **Bulk additions**: 374 TFLOP/s. The same bytes, by the TMA; other bits in
 #   each run.
-# - **In turns**: 224 TFLOP/s. 4.3 GB to L2, in a fixed order; the same bits.
-# - **Stored** ``ds``: 415 TFLOP/s. 2.1 GB written and read, in 0.54 GB of
+# - **In turns**: 222 TFLOP/s. 4.3 GB to L2, in a fixed order; the same bits.
+# - **Stored** ``ds``: 410 TFLOP/s. 2.1 GB written and read, in 0.54 GB of
 #   memory; the same bits.
-# - **cuDNN** reaches 560 TFLOP/s, and **FlashAttention-2** 289.
+# - **cuDNN** reaches 554 TFLOP/s, and **FlashAttention-2** 285.
 #
 # And for kernels in general:
 #
