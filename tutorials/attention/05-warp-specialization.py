@@ -101,12 +101,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # what. The backward kernels have more products in a step, so there is more to
 # choose.
 #
-# In the kernels of `any attention <03-any-attention.html>`_ the step of the
-# queries goes: scores, powers, ``dp``, ``ds``, ``dq``. The product ``dp``
-# stands behind the powers, although it does not need them. So the Tensor Cores
-# have nothing to do while the powers are computed, and again while ``ds`` is.
-# Let ``dp`` stand before the powers. Then powers and ``ds`` follow each other,
-# and there is one such gap and not two.
+# In the kernels of `any attention <03-any-attention.html>`_ a step of the
+# queries computes, in this order, scores, powers, ``dp``, ``ds`` and ``dq``.
+# The product ``dp`` comes after the powers, although it does not need them. So
+# the Tensor Cores have nothing to do while the powers are computed, and again
+# while ``ds`` is. We let ``dp`` come before the powers. Then there is one gap
+# between products and not two. It is as long as both were, so we must measure
+# whether that is worth anything.
 #
 # In the step of the keys there is one product more, ``dv``, which needs the
 # powers alone. In those kernels it stands before ``dp``, and the wait for
@@ -974,8 +975,8 @@ in_percent(bench_backward_causal_64)
 #
 # **Why.**
 # With 64 numbers in a head a power serves half as many operations as with 128,
-# so more of a step is spent on powers, and it matters more what runs beside
-# them. We have not measured the two changes apart.
+# so more of a step is spent between products, and it matters more how they
+# follow each other. We have not measured the two changes apart.
 #
 # **What follows.**
 # Only lines have changed places. Try that first, before you leave Triton.
@@ -983,8 +984,9 @@ in_percent(bench_backward_causal_64)
 # A product beside the powers
 # ---------------------------
 #
-# With 128 numbers in a head the order brings less, as we will see, and the
-# forward kernel has only one order.
+# With 128 numbers in a head the order brings less, as we will see. In the
+# forward kernel another order alone does not help, because Triton waits for
+# all products that are under way.
 #
 # What could a program do while it computes powers? The second product of the
 # step *before*. Its powers are there already, and nothing needs its result
@@ -2499,7 +2501,7 @@ in_percent(bench_backward_bfloat16)
 # **Why.**
 # The kernel in Gluon gives ``dq`` alone, with three of the seven products. So
 # less than half of the backward pass can gain by it. The other four products
-# are plain, and with 128 numbers in a head their order brings little.
+# are plain. Why the gain is smaller for long sequences, we have not found out.
 #
 # With seven products our kernels do 7/5 of 462, which is 646 TFLOP/s at 16384
 # keys. That is 85% of what the product of matrices reaches beside them. If
@@ -2514,9 +2516,10 @@ in_percent(bench_backward_bfloat16)
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **cuDNN is faster in the backward pass** with 128 numbers in a head. It is
-#   ahead at every length but 1024 keys if causal. Forward it is ahead up to
-#   2048 keys, and up to 4096 if causal.
+# - **cuDNN is faster in the backward pass.** With 128 numbers in a head it is
+#   ahead at every length but 1024 keys if causal, and with 64 from 2048 keys
+#   on. Forward, with 128, it is ahead up to 2048 keys, and up to 4096 if
+#   causal.
 # - **FlashAttention-3** has the ideas of this page, and more. By its `paper
 #   <https://arxiv.org/abs/2407.08608>`_ it reaches up to 740 TFLOP/s forward
 #   on an H100. It can also multiply in 8 bits.

@@ -960,7 +960,8 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 # at 32768. That is 101%, 104% and 97% of the product alone. PyTorch reaches
 # 669, 636 and 617 TFLOP/s, and Cut Cross-Entropy 492, 515 and 541. Four
 # percent may be noise: a card under this load changes its clock all the time.
-# With more tokens it works for longer without a pause, and cuBLAS gets slower.
+# With more tokens it works for longer without a pause, and cuBLAS gets slower,
+# too.
 #
 # **Why.**
 # Behind each tile stand 32768 powers, but its product has 4096 multiplications
@@ -2327,7 +2328,7 @@ bench_error.run(show_plots=ON_GPU)
 # passes are fewer than PyTorch's. But it has all logits at a time, and we have
 # chunks, whose sums of ``dw`` are read and written. With 2048 tokens there is
 # one chunk, and we are as fast as torch.compile. With 32768 tokens there are
-# eight. Their sums move 34 GB, which take 7 ms at 4.8 TB/s. In all, our whole
+# eight. Their sums move 34 GB, which take 7 ms at 4.8 TB/s. All in all, our
 # step takes 165 ms and that of torch.compile 157 ms.
 #
 # Four products should take four thirds of the time of three. With

@@ -105,11 +105,11 @@ KERNELS = Kernels(
         ),
         "_warps_fwd": Kernel(
             look="""
-            A kernel in Gluon is written for one GPU, so there is one tab. Look
-            for ``setmaxnreg`` in the PTX, which gives a warp more registers or
-            fewer, and for ``wgmma.wait_group`` with a 1, which leaves a
-            product under way. Of the registers, the table has what each thread
-            begins with.
+            A kernel in Gluon is written for one kind of GPU, so there is one
+            tab. Look for ``setmaxnreg`` in the PTX, which gives a warp more
+            registers or fewer, and for ``wgmma.wait_group`` with a 1, which
+            leaves a product under way. The table has the registers that each
+            thread begins with.
             """,
             narrow_stores=4,  # lse
             **IN_GLUON,
@@ -117,7 +117,7 @@ KERNELS = Kernels(
         "_warps_bwd_queries": Kernel(
             look="""
             The step stands here three times: for the first tile of keys, for
-            whole ones, and with a mask. In each, two products begin together,
+            whole tiles, and with a mask. In each, two products begin together,
             and the third is under way when the step ends.
             """,
             narrow_loads=4,  # lse
@@ -286,6 +286,10 @@ def of_64_numbers(figure):
         f"{flash[0]} times as fast as FlashAttention-2, and {flash[1]} times "
         "if causal."
     )
+    # Backward it is ahead "with 64 from 2048 keys on".
+    for of in both:
+        ahead = [N for N in LENGTHS if of.ratio("triton", CUDNN, N) < 1]
+        assert ahead == [N for N in LENGTHS if N >= 2048]
     # "Forward cuDNN is ahead up to 2048 keys", with 64 numbers.
     for of in of_page_03(figure, "forward", "-64"):
         for N in 1024, 2048:

@@ -311,7 +311,7 @@ def step_speed(figure):
         for name in ("triton", COMPILED)
     )
     yield (
-        f"our whole step takes {ms} ms and that of torch.compile "
+        f"All in all, our step takes {ms} ms and that of torch.compile "
         f"{ms_compiled} ms"
     )
     # "With 2048 tokens Liger is slower than all others."
