@@ -73,9 +73,9 @@ class Kernels:
 
     ``run(page, M, N, dtype)`` calls the wrappers of the loaded page on
     tensors of the meta device. It must launch each kernel that is for the GPU
-    in question: what it launches is compiled instead. ``also``, called the same way, launches more that
-    must compile for every GPU and has neither panel nor limits: solutions of
-    exercises, tiles that are not full.
+    in question: what it launches is compiled instead. ``also``, called the
+    same way, launches more that must compile for every GPU and has neither
+    panel nor limits: solutions of exercises, tiles that are not full.
     """
 
     run: Callable
