@@ -712,9 +712,10 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 
 
 def backward(
-    dy, query, key, value, y, lse, is_causal, scale, by=plain_queries
-):
-    """dq, dk and dv. ``by`` gives dq."""
+    dy, query, key, value, y, lse, is_causal, scale, by=plain_queries,
+    keys_by=launch_keys,
+):  # fmt: skip
+    """dq, dk and dv. ``by`` gives dq, and ``keys_by`` the other two."""
     dq = rows_like(query)
     dk = rows_like(key)
     dv = rows_like(value)
@@ -727,7 +728,7 @@ def backward(
     delta = torch.empty_like(lse)
     # First the queries, because the keys need their delta.
     by(q, k, v, y, dy, dq, lse, delta, is_causal, scale)
-    launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale)
+    keys_by(q, k, v, dy, dk, dv, lse, delta, is_causal, scale)
     return dq, dk, dv
 
 
@@ -1622,13 +1623,19 @@ def _warps_fwd(
 # plain kernel was faster there, at every length.
 
 
-def by_warps(query):
-    """Whether kernels in Gluon take it."""
+def keys_by_warps(query):
+    """Whether the kernel in Gluon gives dk and dv."""
     if not ON_GPU or torch.version.hip is not None:
         return False
     if torch.cuda.get_device_capability() != (9, 0):
         return False
-    return query.dtype != torch.float32 and width_of(query.shape[-1]) == 128
+    wide = width_of(query.shape[-1])
+    return query.dtype != torch.float32 and wide in (64, 128)
+
+
+def by_warps(query):
+    """Whether kernels in Gluon give the results and dq."""
+    return keys_by_warps(query) and width_of(query.shape[-1]) == 128
 
 
 OWN = 128  # queries of a program: 64 for each group of warps
@@ -2157,6 +2164,315 @@ def fast_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 
 
 # %%
+# Two programs share an SM
+# ------------------------
+#
+# The kernel of the keys has two sums, ``dk`` and ``dv``, which take 128
+# registers of each thread for 64 keys. DRAFT.
+
+# %%
+
+
+@gluon.jit
+def _load_keys(
+    k_desc,
+    v_desc,
+    q_desc,
+    dy_desc,
+    lse_desc,
+    delta_desc,
+    k_mem,
+    v_mem,
+    own_full,
+    ring,
+    batch,
+    k_head,
+    row,  # the first of our heads of queries, if all sequences' are counted
+    rows,  # of lse and delta, for each head
+    first,  # our first key
+    begin,  # the first query that sees it
+    steps,  # of each head
+    GROUP: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does for dk and dv."""
+    q_mem, dy_mem, lse_mem, delta_mem, full, free = ring
+    mbarrier.expect(own_full, 2 * k_desc.block_type.nbytes)
+    FETCH(k_desc, [batch, k_head, first, 0], own_full, k_mem)
+    FETCH(v_desc, [batch, k_head, first, 0], own_full, v_mem)
+    for i in range(steps * GROUP):
+        at = i % BUFFERS
+        member = i // steps  # of the heads that share our keys
+        start = begin + i % steps * TILE_Q
+        place = [batch, k_head * GROUP + member, start, 0]
+        flat = [(row + member) * rows + start]
+        mbarrier.wait(free.index(at), (i // BUFFERS + 1) & 1)
+        mbarrier.expect(
+            full.index(at),
+            2 * q_desc.block_type.nbytes + 2 * lse_desc.block_type.nbytes,
+        )
+        FETCH(q_desc, place, full.index(at), q_mem.index(at))
+        FETCH(lse_desc, flat, full.index(at), lse_mem.index(at))
+        FETCH(dy_desc, place, full.index(at), dy_mem.index(at))
+        FETCH(delta_desc, flat, full.index(at), delta_mem.index(at))
+
+
+@gluon.jit
+def _step_keys(
+    dk,
+    dv,
+    p,  # of the last step: operands of products that may be under way
+    ds,
+    i,
+    start,  # the first query of the step
+    first,  # our first key
+    k,
+    v,
+    ring,
+    scale,
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WAITS: gl.constexpr,  # for dv, before ds takes registers
+):
+    """dk and dv with a tile of queries; products may still be under way."""
+    q_mem, dy_mem, lse_mem, delta_mem, full, free = ring
+    at = i % BUFFERS
+    q = q_mem.index(at).reshape([TILE_Q, DIM])
+    dy = dy_mem.index(at).reshape([TILE_Q, DIM])
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_Q, 16]
+    )
+    QUERY: gl.constexpr = gl.SliceLayout(0, SCORE)
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
+    zeros = gl.zeros([TILE_K, TILE_Q], gl.float32, SCORE)
+
+    # A product adds to what it is given. We give it what must be subtracted,
+    # so that lse and delta need no registers of their own.
+    mbarrier.wait(full.index(at), (i // BUFFERS) & 1)
+    lse = lse_mem.index(at).load(QUERY)
+    score = warpgroup_mma(
+        k,
+        q.permute((1, 0)),
+        zeros - (lse / scale)[None, :],
+        is_async=True,
+    )
+    delta = delta_mem.index(at).load(QUERY)
+    dp = warpgroup_mma(
+        v, dy.permute((1, 0)), zeros - delta[None, :], is_async=True
+    )
+
+    # When at most one product is under way, the scores are there, and so are
+    # the sums of the last step: its buffer may be filled again.
+    score, dk, dv, p, ds = warpgroup_mma_wait(1, deps=[score, dk, dv, p, ds])
+    mbarrier.arrive(
+        free.index(gl.maximum(i - 1, 0) % BUFFERS), count=1, pred=i > 0
+    )
+    if CAUSAL:
+        if start < first + TILE_K:
+            key = first + gl.arange(0, TILE_K, KEY)
+            query = start + gl.arange(0, TILE_Q, QUERY)
+            seen = key[:, None] <= query[None, :]
+            score = gl.where(seen, score, float("-inf"))
+    power = gl.exp2(score * scale)
+    p = gl.convert_layout(power.to(p.dtype), p.type.layout)
+    dv = warpgroup_mma(p, dy, dv, is_async=True)
+    if WAITS:
+        dp, dv, p = warpgroup_mma_wait(0, deps=[dp, dv, p])
+    else:
+        dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = gl.convert_layout((power * dp).to(ds.dtype), ds.type.layout)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    if WAITS:
+        dv = warpgroup_mma_init(dv)  # what the loop carries is under way
+    return dk, dv, p, ds
+
+
+@gluon.jit
+def _group_keys(
+    dk_desc,
+    dv_desc,
+    k_mem,
+    v_mem,
+    own_full,
+    ring,
+    batch,
+    k_head,
+    first,
+    begin,
+    steps,
+    scale,
+    log2e,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WAITS: gl.constexpr,
+):
+    """dk and dv of 64 keys."""
+    DTYPE: gl.constexpr = dk_desc.dtype
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    k = k_mem.reshape([TILE_K, DIM])
+    v = v_mem.reshape([TILE_K, DIM])
+    dk = warpgroup_mma_init(gl.zeros([TILE_K, DIM], gl.float32, SUM))
+    dv = warpgroup_mma_init(gl.zeros([TILE_K, DIM], gl.float32, SUM))
+    p = gl.zeros([TILE_K, TILE_Q], DTYPE, LEFT)
+    ds = gl.zeros([TILE_K, TILE_Q], DTYPE, LEFT)
+    mbarrier.wait(own_full, 0)
+    for i in range(GROUP * steps):
+        start = begin + i % steps * TILE_Q
+        dk, dv, p, ds = _step_keys(
+            dk, dv, p, ds, i, start, first, k, v, ring, scale * log2e, CAUSAL,
+            DIM, TILE_K, TILE_Q, BUFFERS, WAITS,
+        )  # fmt: skip
+    dk, dv, p, ds = warpgroup_mma_wait(0, deps=[dk, dv, p, ds])
+
+    # The keys and values have been read: their place takes the results.
+    k.store((dk * scale).to(DTYPE))
+    v.store(dv.to(DTYPE))
+    fence_async_shared()
+    STORE(dk_desc, [batch, k_head, first, 0], k_mem)
+    STORE(dv_desc, [batch, k_head, first, 0], v_mem)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _warps_bwd_keys(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    dy_desc,  # as q_desc
+    dk_desc,  # as k_desc
+    dv_desc,  # as k_desc
+    lse_desc,  # (batch * heads * rows,), in tiles of TILE_Q
+    delta_desc,  # as lse_desc
+    rows,  # queries, and those that only fill the last tile
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores alone, for dk
+    log2e,  # LOG2E, for the powers of 2
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a step
+    TILE_K: gl.constexpr,  # keys of a program
+    BUFFERS: gl.constexpr,  # tiles of queries in shared memory
+    WAITS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    # Which keys are ours, and which queries see them?
+    tiles = gl.cdiv(keys, TILE_K)
+    first = gl.program_id(0) % tiles * TILE_K
+    lead = gl.program_id(0) // tiles
+    batch = lead // (heads // GROUP)
+    k_head = lead % (heads // GROUP)
+    row = batch * heads + k_head * GROUP
+    begin = 0
+    if CAUSAL:
+        begin = first  # a multiple of TILE_Q
+    steps = gl.maximum(gl.cdiv(queries - begin, TILE_Q), 0)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [1, 1, TILE_K, DIM], v_desc.layout
+    )
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    dy_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_Q, DIM], dy_desc.layout
+    )
+    lse_mem = gl.allocate_shared_memory(
+        gl.float32, [BUFFERS, TILE_Q], lse_desc.layout
+    )
+    delta_mem = gl.allocate_shared_memory(
+        gl.float32, [BUFFERS, TILE_Q], delta_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    mbarrier.init(own_full, count=1)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=1)  # those that multiply
+    fence_async_shared()
+    ring = (q_mem, dy_mem, lse_mem, delta_mem, full, free)
+
+    gl.warp_specialize(
+        [
+            (_group_keys, (
+                dk_desc, dv_desc, k_mem, v_mem, own_full, ring, batch, k_head,
+                first, begin, steps, scale, log2e, GROUP, CAUSAL, DIM, TILE_K,
+                TILE_Q, BUFFERS, WAITS,
+            )),
+            (_load_keys, (
+                k_desc, v_desc, q_desc, dy_desc, lse_desc, delta_desc, k_mem,
+                v_mem, own_full, ring, batch, k_head, row, rows, first, begin,
+                steps, GROUP, TILE_Q, BUFFERS,
+            )),
+        ],
+        [1],  # warp of the second
+        [24],  # registers of its threads
+    )  # fmt: skip
+
+
+# %%
+
+
+def row_tiles(t, length):
+    """A descriptor of all numbers, in tiles of so many."""
+    layout = gl.NVMMASharedLayout(0, 32, rank=1)
+    return GluonDescriptor.from_tensor(t.view(-1), [length], layout)
+
+
+def fast_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale):
+    """dk and dv by the kernel in Gluon."""
+    _, heads, queries, D = q.shape
+    batch, k_heads, keys, _ = k.shape
+    wide = width_of(D) == 128
+    tile = 64  # queries of a step, and keys of a program
+    _warps_bwd_keys[(triton.cdiv(keys, tile) * batch * k_heads,)](
+        q_desc=tiles_for_gluon(q, tile),
+        k_desc=tiles_for_gluon(k, tile),
+        v_desc=tiles_for_gluon(v, tile),
+        dy_desc=tiles_for_gluon(dy, tile),
+        dk_desc=tiles_for_gluon(dk, tile),
+        dv_desc=tiles_for_gluon(dv, tile),
+        lse_desc=row_tiles(lse, tile),
+        delta_desc=row_tiles(delta, tile),
+        rows=lse.shape[-1],
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        scale=scale,
+        log2e=LOG2E,
+        GROUP=heads // k_heads,
+        CAUSAL=is_causal,
+        DIM=width_of(D),
+        TILE_Q=tile,
+        TILE_K=tile,
+        BUFFERS=2 if wide else 4,
+        WAITS=wide,
+        num_warps=4,
+        maxnreg=128,  # on average: so two programs share an SM
+    )
+
+
+# %%
 # The function
 # ------------
 #
@@ -2168,7 +2484,10 @@ def fast_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 def gradients(dy, query, key, value, y, lse, is_causal, scale):
     """dq, dk and dv, by the kernels that take them."""
     by = fast_queries if by_warps(query) else plain_queries
-    return backward(dy, query, key, value, y, lse, is_causal, scale, by)
+    keys_by = fast_keys if keys_by_warps(query) else launch_keys
+    return backward(
+        dy, query, key, value, y, lse, is_causal, scale, by, keys_by
+    )
 
 
 # %%
