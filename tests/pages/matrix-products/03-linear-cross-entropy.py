@@ -224,6 +224,16 @@ def times(number, rounding=".2f"):
     return number
 
 
+def overlap(of, *points):
+    """Whether the quantiles of two points, (provider, N) each, overlap."""
+    spans = {
+        (row["provider"], int(row["N"])): (row["low"], row["high"])
+        for row in of.benchmark["rows"]
+    }
+    lows, highs = zip(*(spans[point] for point in points), strict=True)
+    return max(lows) < min(highs)
+
+
 def medians(of, provider, *sizes):
     return [of.median(provider, size) for size in sizes]
 
@@ -240,9 +250,11 @@ def forward(figure):
     torch_ = medians(of, "torch", *TOKENS)
     cce = medians(of, CCE, *TOKENS)
     assert of.ratios("triton", "torch").least > 1
-    # "cuBLAS gets slower, too", and "waits for hardly more".
+    # "cuBLAS gets slower", and "waits for hardly more".
     cublas = medians(of, "cublas", *TOKENS)
     assert cublas[0] > cublas[1] > cublas[2] and min(shares) > 98
+    # "Four percent may be noise".
+    assert overlap(of, ("triton", 32768), ("cublas", 32768))
     yield (
         f"our loss reaches {few} TFLOP/s at 2048 tokens, {more} at 8192 and "
         f"{many} at 32768. That is {shares[0]}%, {shares[1]}% and "
@@ -277,19 +289,35 @@ def step_speed(figure):
         return f"{found[0]} and {found[1]}"
 
     shares = [of.share("triton", N, "cublas") for N in TOKENS]
+    compiled = [times(of.ratio("torch", COMPILED, N)) for N in TOKENS]
     yield (
         f"with 32768 tokens, a step reaches {ours} TFLOP/s by default and "
         f"{again} with ``recompute=True``. PyTorch reaches {torch_}, Liger "
         f"{liger} with sums in bfloat16 and {single} with sums in float32, "
         f"and Cut Cross-Entropy {cce}. So we take {both(32768)} times the "
         f"time of PyTorch. With 8192 tokens it is {both(8192)} times, and "
-        "torch.compile takes "
-        f"{times(of.ratio('torch', COMPILED, 8192))} times as long as "
-        f"PyTorch. With 2048 tokens it is {both(2048)} times. Of the three "
-        f"products alone, by cuBLAS, our default reaches {shares[0]}% at 2048 "
-        f"tokens, {shares[1]}% at 8192 and {shares[2]}% at 32768."
+        f"with 2048 tokens {both(2048)} times. torch.compile takes "
+        f"{compiled[0]}, {compiled[1]} and {compiled[2]} times the time of "
+        "PyTorch at 2048, 8192 and 32768 tokens. Of the three products alone, "
+        f"by cuBLAS, our default reaches {shares[0]}% at 2048 tokens, "
+        f"{shares[1]}% at 8192 and {shares[2]}% at 32768."
     )
-    assert shares[0] > max(shares[1:])
+    # "which it computes as well", and "the clock of the card".
+    some, many = (
+        times(of.ratio(COMPILED, "cublas", N)) for N in (8192, 32768)
+    )
+    assert f"{some}" == f"{many}" and min(some, many) > 1
+    # "which asks least of the Tensor Cores"
+    for N in (8192, 32768):
+        slowest = min(of.medians, key=lambda name: of.medians[name][N])
+        assert slowest == CCE
+    yield (
+        f"With 8192 and 32768 tokens torch.compile is {some} times as fast as "
+        "the three products alone"
+    )
+    # "With 2048 tokens Liger is slower than all others."
+    order = sorted(of.medians, key=lambda name: of.medians[name][2048])
+    assert {*order[:2]} == {LIGER, LIGER_SINGLE}
     longer = [times(of.ratio("triton", "recompute", N)) for N in TOKENS]
     yield (
         f"With ``recompute=True`` a step takes {longer[0]}, {longer[1]} and "
@@ -309,13 +337,18 @@ def step_speed(figure):
     # "At 8192 tokens it is slower and takes more memory."
     assert of.ratio("recompute", LIGER, 8192) > 1
     assert memory.median("recompute", 8192) < memory.median(LIGER, 8192)
-    compiled = of.ratio(COMPILED, "triton", 8192)
-    assert 0.98 < compiled < 1.02
-    more = memory.median(COMPILED, 8192) / memory.median("triton", 8192)
+    few, some, many = (times(of.ratio(COMPILED, "triton", N)) for N in TOKENS)
+    few_more, some_more, many_more = (
+        times(memory.median(COMPILED, N) / memory.median("triton", N), ".1f")
+        for N in TOKENS
+    )
+    # "As fast", "faster", and "with fewer it takes as much".
+    assert 0.98 < few < 1.02 < min(some, many)
+    assert max(abs(few_more - 1), abs(some_more - 1)) < 0.01
     yield (
-        "**torch.compile is as fast as our default** with 8192 tokens, at "
-        f"{times(compiled)} times its speed, which is within the noise. It "
-        f"takes {times(more, '.1f')} times as much memory."
+        "**torch.compile is as fast as our default** with 2048 tokens, and "
+        f"faster with 8192 and 32768, at {some} and {many} times its speed. "
+        f"With 32768 tokens it takes {many_more} times as much memory"
     )
     small = figure("lce-step-small", CARD)
     slower = [of.ratio("torch", "recompute", N) - 1 for N in TOKENS]
@@ -343,18 +376,22 @@ def step_memory(figure):
         f"{torch_} GB, Liger {liger} GB with sums in bfloat16 and {single} GB "
         f"with sums in float32, and Cut Cross-Entropy {cce} GB."
     )
-    some = {name: of.median(name, 8192) for name in (*names, COMPILED)}
-    few = {name: of.median(name, 2048) for name in names}
+    named = "triton", "recompute", "torch", COMPILED
+    some = {name: of.median(name, 8192) for name in named}
+    few = {name: of.median(name, 2048) for name in named}
+    # torch.compile has a matrix of all logits, beside the gradients.
+    for N in TOKENS:
+        by_hand = 2 * (N * 128256 + N * 4096 + 128256 * 4096) / 1e9
+        assert abs(of.median(COMPILED, N) / by_hand - 1) < 0.01
     assert 0.48 < some["triton"] / some["torch"] < 0.52
     assert 0.98 < few["triton"] / few["torch"] < 1.02
     yield (
         f"With 8192 tokens we take {some['triton']} GB and "
-        f"{some['recompute']} GB, PyTorch {some['torch']} GB, torch.compile "
-        f"{some[COMPILED]} GB, Liger {some[LIGER]} GB with sums in bfloat16, "
-        f"and Cut Cross-Entropy {some[CCE]} GB. With 2048 tokens we take "
-        f"{few['triton']} GB and {few['recompute']} GB, PyTorch "
-        f"{few['torch']} GB, Liger {few[LIGER]} GB, and Cut Cross-Entropy "
-        f"{few[CCE]} GB."
+        f"{some['recompute']} GB, and PyTorch {some['torch']} GB. With 2048 "
+        f"tokens we take {few['triton']} GB and {few['recompute']} GB, and "
+        f"PyTorch {few['torch']} GB. torch.compile takes {few[COMPILED]}, "
+        f"{some[COMPILED]} and {of.median(COMPILED, 32768)} GB with 2048, "
+        "8192 and 32768 tokens."
     )
     yield (
         f"it takes {times(ours / cce, '.1f')} times the memory of Cut "
@@ -412,20 +449,22 @@ def small(figure):
         f"torch.compile {compiled}, Liger {liger}, and Cut Cross-Entropy "
         f"{cce}."
     )
-    few, again_few, torch_few = (
-        speed.median(name, 4096) for name in ("triton", "recompute", "torch")
+    few, again_few, torch_few, *others_few = (
+        speed.median(name, 4096) for name in names
     )
-    assert again_few < torch_few
+    # "By default we are the fastest here."
+    assert few > max(torch_few, *others_few) and again_few < torch_few
     ours, again, torch_, compiled, liger, cce = (
         memory.median(name, 16384) for name in names
     )
-    assert 0.5 < ours / compiled < 0.55 and torch_ / 3.3 < ours < torch_ / 2.7
+    # "Like torch.compile, which also writes the gradient over the logits".
+    by_hand = 2 * (16384 * 32000 + 16384 * 768 + 32000 * 768) / 1e9
+    assert abs(compiled / by_hand - 1) < 0.01 > abs(ours / by_hand - 1)
+    assert torch_ / 3.3 < ours < torch_ / 2.7
     yield (
         f"We take {ours} GB by default and {again} GB with "
         f"``recompute=True``, PyTorch {torch_} GB, torch.compile {compiled} "
-        f"GB, Liger {liger} GB and Cut Cross-Entropy {cce} GB. With 4096 "
-        f"tokens we reach {few} TFLOP/s by default and {again_few} with "
-        f"``recompute=True``, and PyTorch {torch_few}."
+        f"GB, Liger {liger} GB and Cut Cross-Entropy {cce} GB."
     )
     longer = times(speed.ratio("recompute", LIGER, 16384))
     of_cce = times(again / cce, ".1f")
@@ -434,7 +473,7 @@ def small(figure):
         f"{of_cce} times that of Cut Cross-Entropy. Where memory counts more "
         f"than time, take Liger: it takes {longer} times as long as "
         "``recompute=True`` with sums in bfloat16, and even with sums in "
-        "float32 only "
+        "float32 it needs only "
         f"{memory.median(LIGER_SINGLE, 16384)} GB."
     )
     yield f"and {of_cce} times as much for the small model"
@@ -450,7 +489,7 @@ def products(figure):
         ]
 
     many, some = three(128256), three(32000)
-    # "no more than the noise", and "nothing to do beside its product".
+    # "little", and "nothing to do beside its product".
     assert min(*many[:2], *some[:2]) >= 97
     yield (
         f"with 128256 classes, ``scores`` reaches {many[0]}% of cuBLAS, "
@@ -468,15 +507,18 @@ def products(figure):
 
 
 def chunks(figure):
-    of = figure("lce-chunks", CARD)
+    of = speed = figure("lce-chunks", CARD)
     sizes = 1024, 2048, 4096, 8192
     ours = medians(of, "triton", *sizes)
     again = medians(of, "recompute", *sizes)
     of = figure("lce-chunks-memory", CARD)
     memory = medians(of, "triton", *sizes)
     assert max(memory[:3]) < 1.05 * min(memory[:3]) and ours[2] > ours[0]
-    # "short chunks cost nothing"
-    assert again[0] > 0.98 * max(again)
+    # "short chunks cost no more than the noise", and "within the noise"
+    for size in sizes:
+        pair = ("recompute", 1024), ("recompute", size)
+        assert size == 1024 or overlap(speed, *pair)
+    assert overlap(speed, ("triton", 4096), ("triton", 8192))
     short = of.median("recompute", 1024)
     yield (
         f"by default, chunks of 1024 tokens reach {ours[0]} TFLOP/s, those of "
@@ -489,7 +531,7 @@ def chunks(figure):
     yield (
         "Chunks of 8192 tokens would be "
         f"{percent(ours[3] / ours[2] - 1, '.0f')}% faster than those of 4096, "
-        f"and take {memory[3] - memory[2]} GB more."
+        f"within the noise, and take {memory[3] - memory[2]} GB more."
     )
 
 
@@ -565,13 +607,13 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H200"
 FACTS = {
-    "Two or three percent may be noise": "what a clock that changes may do",
+    "Four percent may be noise": "what a clock that changes may do",
     "one such matrix takes 8.4 GB": "32768 * 128256 * 2 bytes",
     "its gradient take 0.27 GB each": "32768 * 4096 * 2 bytes",
     "and its gradient 1.05 GB each": "128256 * 4096 * 2 bytes",
     "An H200 moves 4.8 TB in a second": DATA_SHEET,
     "cuBLAS does about 750 TFLOP/s on it": "round, for arithmetic; measured "
-    "are 710 to 740 in the figure of products",
+    "are 703 to 793 with the product alone",
     "That is 25 GB, where the gradients that we want have 1.3 GB": "three "
     "matrices; both gradients",
     "17 GB with 32768 tokens, which take 3.5 ms at 4.8 TB/s": "two matrices "
@@ -596,7 +638,6 @@ FACTS = {
     "still a third of what PyTorch takes": "one matrix of three",
     "They cost memory: 2.1 GB": "128256 * 4096 * 4 bytes",
     "adds up in the 1.05 GB of the result": "128256 * 4096 * 2 bytes",
-    "in the type of ``w``, in 1.05 GB": "128256 * 4096 * 2 bytes",
     "in bfloat16 are 0.0078 apart": "2**-7",
     "The sums of dw are 2.1 GB, read and written": "128256 * 4096 * 4 bytes",
     "in a chunk: 1.07 GB in 16 bits": "2**29 * 2 bytes",
@@ -696,6 +737,25 @@ def left_out_is_small(page):
 
 def left_out_as_promised(load):
     left_out_is_small(load("small"))
+
+
+def nan_is_not_small(load):
+    """Where one token has no numbers and nobody else in its block counts, the
+    block is not left out: all its gradients are NaN."""
+    page = load("small")
+    x = torch.randn(3 * page.BLOCK, 24).half()
+    w = torch.randn(3 * page.BLOCK, 24).half()
+    target = torch.full((len(x),), -100)
+    alone = page.BLOCK + 5
+    target[alone] = 7
+    x[alone] = float("nan")
+    x, w = (t.to(page.DEVICE).requires_grad_() for t in (x, w))
+    loss = page.linear_cross_entropy(
+        x, w, target.to(page.DEVICE), reduction="sum", skip_below=1e-3
+    )
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    assert dx[alone].isnan().all() and dw.isnan().all()
+    assert not dx[: page.BLOCK].any() and not dx[2 * page.BLOCK :].any()
 
 
 def cut_as_pytorch_says(load):
@@ -894,6 +954,11 @@ PAGE = Page(
             "< (skip_below * p)[:, None]",
             "< (skip_below * 1000000 * p)[:, None]",
         ),
+        "NaN is small": (
+            "large = tl.where(small | (p == 0)[:, None], 0, 1)",
+            "small = tl.abs(grad) >= (skip_below * p)[:, None]\n"
+            "        large = tl.where(small & (p != 0)[:, None], 1, 0)",
+        ),
     },
     kills=(
         at((150,), 40, 99),
@@ -908,9 +973,10 @@ PAGE = Page(
         at((33,), 24, 40, input="unaligned"),
         at((33,), 37, 41),
         left_out_as_promised,
+        nan_is_not_small,
         cut_as_pytorch_says,
     ),
-    sanitizers=("memcheck",),
+    sanitizers=("memcheck", "racecheck"),
     sanitized=(
         at((300,), 264, 1000, BRAIN),
         at((130,), 77, 301, HALF, recompute=True, weight=True, smooth=0.1),
@@ -965,6 +1031,7 @@ def test_arguments_are_those_of_pytorch(page):
         {"reduction": "none", "label_smoothing": 0.1},
         {"label_smoothing": 1.0, "weight": True},
         {"linear_bias": True, "weight": True, "ignore_index": 3},
+        {"ignore_index": None},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -986,7 +1053,8 @@ def test_what_pytorch_gives(page_small, options, lead, dtype):
     if bias:
         leaves.append(normal(50))
     target = torch.randint(50, lead, generator=generator)
-    target.view(-1)[::3] = options.get("ignore_index", -100)
+    ignored = options.get("ignore_index")
+    target.view(-1)[::3] = -100 if ignored is None else ignored
     target = target.to(page.DEVICE)
     both = []
     for function in (page.linear_cross_entropy, F.linear_cross_entropy):
@@ -1102,6 +1170,10 @@ def test_what_is_left_out_is_as_small_as_promised(page_small):
     left_out_is_small(page_small)
 
 
+def test_what_is_not_a_number_is_not_left_out():
+    nan_is_not_small(PAGE.load)
+
+
 def test_all_may_be_left_out(page_small):
     """If every block is, gradients are 0, and not what was in memory."""
     (dx, dw), _, _, _ = skipped(page_small, 0.9999, spread=0.0)
@@ -1203,6 +1275,78 @@ def test_what_stays_until_the_backward_pass(page_small):
         )
         assert (step.sums is not None) == sums
         assert (step.grads is not None) == grads
+
+
+def judge_in_parts(page, tokens, features, classes, recompute):
+    """The loss, each row of dx and each row of dw, compared with float64, some
+    tokens at a time."""
+    torch.manual_seed(0)
+    like = {"dtype": BRAIN, "device": page.DEVICE}
+    x = torch.randn(tokens, features, **like)
+    w = torch.randn(classes, features, **like).mul_(features**-0.5)
+    x.requires_grad_(), w.requires_grad_()
+    target = torch.randint(classes, (tokens,), device=page.DEVICE)
+    target[::3] = -100
+    loss = page.linear_cross_entropy(
+        x, w, target, reduction="sum", recompute=recompute
+    )
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    x, w = x.detach(), w.detach()
+
+    def close(ours, exact):
+        off = (ours.double() - exact).norm(dim=1)
+        assert (off <= 0.02 * exact.norm(dim=1)).all()
+
+    some = 2**28 // classes  # 2 GB in float64
+    exact_loss = 0
+    exact_w = w.double()
+    exact_dw = torch.zeros_like(exact_w)
+    for start in range(0, tokens, some):
+        rows = slice(start, start + some)
+        exact_x = x[rows].double()
+        live = target[rows] != -100
+        z = exact_x @ exact_w.T
+        named = (target[rows] * live)[:, None]
+        lse = z.logsumexp(dim=1, keepdim=True)
+        exact_loss += ((lse - z.gather(1, named))[:, 0] * live).sum()
+        d = z.sub_(lse).exp_()
+        d.scatter_add_(1, named, -torch.ones_like(lse)).mul_(live[:, None])
+        close(dx[rows], d @ exact_w)
+        exact_dw.addmm_(d.T, exact_x)
+    del exact_w, z, d
+    assert abs(loss.item() / exact_loss.item() - 1) < 0.01
+    for ours, exact in zip(
+        dw.split(2**16), exact_dw.split(2**16), strict=True
+    ):
+        close(ours, exact)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_judged_in_parts(page_small, recompute):
+    """As the next one judges, where it takes no GPU."""
+    judge_in_parts(page_small, 70, 24, 50, recompute)
+
+
+FAR = 2**31 // 4096 + 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "tokens, features, classes",
+    [(FAR, 4096, 192), (300, 4096, FAR), (16896, 256, 128256)],
+    ids=["x", "weight", "chunk"],
+)
+def test_more_than_2_31_numbers(page, tokens, features, classes, recompute):
+    """In x, in the weight, or in a chunk: on an H200 the last one is a single
+    chunk, as few features make one so long."""
+    if torch.cuda.mem_get_info()[0] < 110e9:
+        pytest.skip("float64 takes up to 80 GB beside what is judged")
+    if features == 256 and page.NUM_SMS == 132:
+        logits = page.LOGITS
+        chunk = page.length_of(tokens, classes, features, BRAIN, logits)
+        assert chunk >= tokens and tokens * classes > 2**31
+    judge_in_parts(page, tokens, features, classes, recompute)
 
 
 def test_exercise(output):
