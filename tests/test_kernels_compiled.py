@@ -153,7 +153,7 @@ def test_kernels_keep_their_limits(launches, name, chosen, targets):
     for shape, launched in zip(tried, launches(calls), strict=True):
         target, N, dtype = shape
         builds = limits.by_name(launched)
-        assert builds.keys() == limits.launched(page, target), shape
+        assert builds.keys() == limits.kernels_for(target, page), shape
         for kernel, built in builds.items():
             facts = page.kernels[kernel]
             found += broken(name, facts, built, N, dtype)

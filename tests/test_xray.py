@@ -426,18 +426,17 @@ def test_a_kernel_for_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "FOLDER", tmp_path / "xray")
     monkeypatch.setattr(kept.declared, "kernels", lambda name: page)
     monkeypatch.setattr(kept, "made_from", lambda name: "")
-    for target, launched in (
-        ("sm_90", {"_f": sheet(), "_g": sheet()}),
-        ("sm_80", {"_g": sheet()}),
-        ("sm_90", {"_g": sheet()}),
-        ("sm_80", {"_f": sheet(), "_g": sheet()}),
-    ):
+
+    def write(target, *launched):
         call = SimpleNamespace(run="run", values={"N": 512}, target=target)
-        if ("_f" in launched) == (target == "sm_90"):
-            kept.write("01-double", [(call, launched)])
-        else:
-            with pytest.raises(LookupError, match="_f"):
-                kept.write("01-double", [(call, launched)])
+        found = {name: sheet() for name in launched}
+        kept.write("01-double", [(call, found)])
+
+    write("sm_90", "_f", "_g")
+    write("sm_80", "_g")
+    for wrong in ("sm_90", "_g"), ("sm_80", "_f", "_g"):
+        with pytest.raises(LookupError, match="_f"):
+            write(*wrong)
 
 
 def full_disk(*_):

@@ -45,7 +45,7 @@ def write(name, found):
     FOLDER.mkdir(parents=True, exist_ok=True)
     page, kept = declared.kernels(name), []
     for call, launched in found:
-        wanted = limits.launched(page, call.target)
+        wanted = limits.kernels_for(call.target, page)
         for kernel in wanted ^ launched.keys():
             declares = "declares" if kernel in wanted else "lacks"
             launches = "launches" if kernel in launched else "does not launch"

@@ -24,8 +24,8 @@ def shown(page):
             yield from ((target, N) for N in more)
 
 
-def launched(page, target):
-    """The kernels of a page that are for a GPU, by name."""
+def kernels_for(target, page):
+    """The names of a page's kernels that are for a GPU."""
     return {
         name
         for name, kernel in page.kernels.items()

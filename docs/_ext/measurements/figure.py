@@ -75,11 +75,15 @@ class Figure:
         self.place, self.benchmark = place, benchmark
         self.unit = benchmark["unit"]
         self.medians = {}  # provider -> {x: median or None}
+        self.spans = {}  # provider -> {x: quantiles of 20% and 80%}
         for row in benchmark["rows"]:
-            of = self.medians.setdefault(row["provider"], {})
+            medians = self.medians.setdefault(row["provider"], {})
+            spans = self.spans.setdefault(row["provider"], {})
             x = tuple(map(_number, recording.x_of(row, benchmark["x_names"])))
             if kept(x[0]):
-                of[x[0] if len(x) == 1 else x] = row["median"]
+                at = x[0] if len(x) == 1 else x
+                medians[at] = row["median"]
+                spans[at] = row["low"], row["high"]
 
     def at(self, *widths):
         """The same figure with these widths alone."""
@@ -213,6 +217,12 @@ def figures(page):
         return Figure(f"{benchmark} on the {card}", found[benchmark])
 
     return figure
+
+
+def overlap(*spans):
+    """Whether quantiles have a part in common, which may be the noise."""
+    lows, highs = zip(*spans, strict=True)
+    return max(lows) < min(highs)
 
 
 def from_to(numbers, unit="%"):

@@ -205,7 +205,7 @@ class Panel:
             + ("   :selected:\n" if target == limits.DEFAULT else "")
             + f"\n{indent(self.tab(target), '   ')}"
             for target in limits.SHOWN
-            if self.name in limits.launched(self.page, target)
+            if self.name in limits.kernels_for(target, self.page)
         )
         body = (
             f"{self.look}\n\n{self.counted()}"

@@ -45,7 +45,7 @@ def shown(page, M, N, dtype):
     """What is shown of the kernels: those in Gluon with heads of 128 numbers,
     the plain ones with heads of 64."""
     if page.by_warps(page.torch.empty(1, 1, N, 128, dtype=dtype)):
-        both_passes(page, M, N, dtype, 128, is_causal=True)
+        both_passes(page, M, N, dtype, 128)
     run(page, M, N, dtype)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Gate, GateCase, Mistake, Page
 from conformance.gate import gelu_tanh
-from measurements.figure import Measured, Several, series
+from measurements.figure import Measured, Several, from_to, overlap, series
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 SINGLE, DOUBLE = torch.float32, torch.float64
@@ -210,23 +210,6 @@ MILLION, LARGEST = 128, 14336  # columns of 8192 rows
 BAR = 92  # % of a copy
 
 
-def span(of, provider, N):
-    """The quantiles of a line at one size: 20% and 80%."""
-    return next(
-        (row["low"], row["high"])
-        for row in of.benchmark["rows"]
-        if row["provider"] == provider and int(row["N"]) == N
-    )
-
-
-def overlap(one, other):
-    return max(one[0], other[0]) < min(one[1], other[1])
-
-
-def from_to(shares):
-    return f"{shares.least}% to {shares.most}%"
-
-
 def passes(figure):
     for name, mode in ((FORWARD, "forward"), (BACKWARD, "backward")):
         of = figure(name, CARD)
@@ -249,11 +232,12 @@ def passes(figure):
     assert all(0.98 < ratio < 1.02 for ratio in ratios[2:])
     ahead = [Measured(100 * (ratio - 1), ".0f") for ratio in ratios[:2]]
     assert all(each > 0 for each in ahead)
+    spans = of.spans
     for N in (MILLION, 512):
-        assert overlap(span(of, "triton", N), span(of, "torch.compile", N))
+        assert overlap(spans["triton"][N], spans["torch.compile"][N])
     # "Nor is our kernel faster than a copy"
-    low, high = span(of, "copy", MILLION)
-    assert overlap(span(of, "triton", MILLION), (low, high))
+    low, high = spans["copy"][MILLION]
+    assert overlap(spans["triton"][MILLION], (low, high))
     copy = Measured(100 * (high - low) / of.median("copy", MILLION), ".0f")
     yield (
         "So torch.compile is as fast as we are at 2048 columns and at 14336. "
@@ -308,7 +292,7 @@ def one_tensor(figure):
     two = figure(FORWARD, CARD)
     # "Only at 2048 columns"
     for N in (MILLION, 512, 2048, LARGEST):
-        both = (span(each, "triton", N) for each in (of, two))
+        both = (each.spans["triton"][N] for each in (of, two))
         assert overlap(*both) == (N != 2048)
     slower = two.median("torch", LARGEST) / of.median("torch", LARGEST)
     yield (

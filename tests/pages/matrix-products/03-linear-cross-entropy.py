@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import LinearCrossEntropy, LinearCrossEntropyCase, Page
+from measurements.figure import overlap
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -224,16 +225,6 @@ def times(number, rounding=".2f"):
     return number
 
 
-def overlap(of, *points):
-    """Whether the quantiles of two points, (provider, N) each, overlap."""
-    spans = {
-        (row["provider"], int(row["N"])): (row["low"], row["high"])
-        for row in of.benchmark["rows"]
-    }
-    lows, highs = zip(*(spans[point] for point in points), strict=True)
-    return max(lows) < min(highs)
-
-
 def medians(of, provider, *sizes):
     return [of.median(provider, size) for size in sizes]
 
@@ -254,7 +245,7 @@ def forward(figure):
     cublas = medians(of, "cublas", *TOKENS)
     assert cublas[0] > cublas[1] > cublas[2] and min(shares) >= 97
     # "Four percent may be noise".
-    assert overlap(of, ("triton", 32768), ("cublas", 32768))
+    assert overlap(*(of.spans[name][32768] for name in ("triton", "cublas")))
     yield (
         f"our loss reaches {few} TFLOP/s at 2048 tokens, {more} at 8192 and "
         f"{many} at 32768. That is {shares[0]}%, {shares[1]}% and "
@@ -510,7 +501,8 @@ def products(figure):
 
 
 def chunks(figure):
-    of = speed = figure("lce-chunks", CARD)
+    of = figure("lce-chunks", CARD)
+    spans = of.spans["triton"]
     sizes = 1024, 2048, 4096, 8192
     ours = medians(of, "triton", *sizes)
     again = medians(of, "recompute", *sizes)
@@ -519,7 +511,7 @@ def chunks(figure):
     assert max(memory[:3]) < 1.05 * min(memory[:3]) and ours[2] > ours[0]
     # "short chunks cost hardly anything", and "within the noise"
     assert again[0] > 0.98 * max(again)
-    assert overlap(speed, ("triton", 4096), ("triton", 8192))
+    assert overlap(spans[4096], spans[8192])
     short = of.median("recompute", 1024)
     yield (
         f"by default, chunks of 1024 tokens reach {ours[0]} TFLOP/s, those of "
