@@ -196,6 +196,40 @@ def test_what_pages_call_alike_gets_their_words():
     assert "def helper(self)" in text and "forward + ONE_SIZE" in text
 
 
+def test_what_a_function_has_of_its_own_keeps_its_name():
+    """And what it says to be global does not."""
+    page = """
+LIMIT = 4 * NUMBER
+
+
+def helper():
+    global LIMIT
+    LIMIT = NUMBER
+
+
+def inner():
+    return NUMBER
+
+
+def wanted():
+    helper()
+
+    def inner():
+        return 1
+
+    return inner(), LIMIT
+"""
+    texts = {f"a/0{i}": f"NUMBER = {i}\n{page}" for i in (1, 2)}
+    texts["a/02"] = texts["a/02"].replace("wanted", "also")
+    gathered = {"a/01": ("one", "wanted"), "a/02": ("two", "also")}
+    text = modules.both_passes(gathered, texts.get)
+    space = {}
+    exec(text, space)
+    assert space["wanted"]() == (1, 1)
+    assert space["also"]() == (1, 2)
+    assert "global ONE_LIMIT" in text and "return inner(), TWO_LIMIT" in text
+
+
 def test_a_module_that_lacks_something_is_not_written():
     with pytest.raises(LookupError, match="no page has missing"):
         modules.text("", {"a/01": ("", "missing")}, {"a/01": FIRST}.get)

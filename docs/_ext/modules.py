@@ -31,14 +31,23 @@ of its page.
 {IN_ONE_PROCESS}
 """
 '''
-# Of each page: its word, and what is wanted of it.
+# Of each page: its word, and what is wanted of it. Some pages give nothing.
+# Functions of an earlier page, such as softmax of page 03 and layer norm of
+# pages 01 to 09, are here in the form of the page that takes all widths. The
+# pages of into-pytorch tell of other things with an RMS norm, which can do
+# less than that of norms-and-losses/02.
 BOTH_PASSES = {
+    "layer-norm/11-every-width": ("every_width", "layer_norm"),
+    "fused/01-add-layer-norm": ("stream", "add_layer_norm"),
+    "fused/02-dropout": ("dropout", "dropout_add_layer_norm"),
+    "fused/03-activation": ("activation", "activation_layer_norm"),
+    "norms-and-losses/05-wide-softmax": ("softmax", "softmax log_softmax"),
     "attention/04-rotary": (
         "rotary",
         "tables rotary_embedding rotary_embedding_ rotate_query_and_key",
     ),
     "norms-and-losses/02-rms-norm-16-bits": ("norm", "rms_norm add_rms_norm"),
-    "attention/03-any-attention": ("attention", "attention"),
+    "attention/05-warp-specialization": ("attention", "attention"),
     "matrix-products/01-linear": ("linear", "linear"),
     "matrix-products/02-swiglu": ("gate", "swiglu geglu gated"),
     "norms-and-losses/04-cross-entropy": ("loss", "cross_entropy"),
@@ -146,6 +155,11 @@ class Places(ast.NodeVisitor):
     def visit_JoinedStr(self, node):
         """Python 3.11 does not know where names stand in these."""
 
+    def visit_Global(self, node):
+        """Python knows where the statement begins, and not its names."""
+        for name in self.names.intersection(node.names):
+            self.found.append((node.lineno, None, name))
+
     def visit_FunctionDef(self, node):
         at_top = self.depth == 0
         if at_top and node.name in self.names:
@@ -161,6 +175,14 @@ class Places(ast.NodeVisitor):
                 for each in inside
                 if type(each) is ast.Name and type(each.ctx) is ast.Store
             }
+            local |= {
+                each.name
+                for each in inside[1:]
+                if hasattr(each, "args") and hasattr(each, "name")
+            }
+            for each in inside:
+                if type(each) is ast.Global:
+                    local -= {*each.names}
             for each in (*node.decorator_list, node.args):
                 self.visit(each)
             self.names = names - local
@@ -180,7 +202,12 @@ def renamed(statement, names, word):
     tree = ast.parse(statement.text)
     places.visit(tree)
     lines = statement.text.split("\n")
-    for row, column, name in sorted(places.found, reverse=True):
+    told = [place for place in places.found if place[1] is None]
+    for row, _, name in told:
+        line = lines[row - 1]
+        lines[row - 1] = re.sub(rf"\b{name}\b", own(name, word), line)
+    found = [place for place in places.found if place not in told]
+    for row, column, name in sorted(found, reverse=True):
         line = lines[row - 1].encode()  # columns are counted in bytes
         before, after = line[:column], line[column + len(name) :]
         lines[row - 1] = (before + own(name, word).encode() + after).decode()

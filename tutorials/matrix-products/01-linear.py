@@ -139,8 +139,9 @@ for name, bytes_moved in (
 #
 # So we want large tiles. What stops us is room: the sums of a tile stay in
 # registers until it is done. A tile of 128 × 256 sums in float32 takes 128 KB
-# of the 256 KB of registers that an SM has. A tile twice as large would take
-# all of them, and nothing would be left to compute with.
+# of the 256 KB of registers that a streaming multiprocessor (SM) has. A tile
+# twice as large would take all of them, and nothing would be left to compute
+# with.
 #
 # One tile a program
 # ------------------
@@ -199,19 +200,19 @@ plt.show()
 
 # %%
 # The orange tiles are those of the second step. A row of ``w`` belongs to a
-# new feature, so the program needs the tile of ``w`` *transposed*: its
-# addresses below have old features down and new ones across.
+# new feature, but in the product each new feature is a column. So the kernel
+# loads the tile of ``w`` *transposed*: in ``w_at``, old features go down and
+# new ones across.
 #
 # ``tl.dot(x, w, sums)`` multiplies two tiles like ``@`` in PyTorch, and adds
-# the product to ``sums``. It uses the *Tensor Cores*, of which each streaming
-# multiprocessor (SM) has four. They multiply 16-bit numbers and add them up in
-# float32. With float32 numbers there is a choice: Tensor Cores can multiply
-# them after their fraction was cut from 23 bits to 10, which is called *TF32*,
-# or the ordinary units of the SM can multiply them as they are (``"ieee"``).
+# the product to ``sums``. It uses the *Tensor Cores*, of which each SM has
+# four. They multiply 16-bit numbers and add them up in float32. With float32
+# numbers there is a choice: Tensor Cores can multiply them after their
+# fraction was cut from 23 bits to 10, which is called *TF32*, or the ordinary
+# units of the SM can multiply them as they are (``"ieee"``).
 #
-# Tiles are computed in an order. ``_place`` says which tile is the first, the
-# second, and so on. With ``GROUP`` = 1 they go row by row. What larger groups
-# are for comes after the first figure.
+# ``_place`` says which tile is the first, the second, and so on. With
+# ``GROUP`` = 1 they go row by row. Larger groups come after the first figure.
 
 
 @triton.jit
@@ -248,14 +249,14 @@ def _one_tile(
     feature = column * TILE_N + tl.arange(0, TILE_N)
     old = tl.arange(0, TILE_K)
 
-    # Addresses of the first tiles: x as it lies, w transposed. M * K may pass
-    # 2**31, so they are 64-bit numbers.
+    # Addresses of the first tiles: x as it lies, w transposed. They are 64-bit
+    # numbers, because M * K may pass 2**31.
     x_at = x_ptr + token.to(tl.int64)[:, None] * K + old[None, :]
     w_at = w_ptr + feature.to(tl.int64)[None, :] * K + old[:, None]
 
     sums = tl.zeros((TILE_M, TILE_N), tl.float32)
     for start in tl.range(0, K, TILE_K, num_stages=STAGES):
-        # What does not exist counts as 0, and adds nothing to a sum.
+        # What lies beyond the end counts as 0, and adds nothing to a sum.
         x_mask = (token[:, None] < M) & (old[None, :] < K - start)
         w_mask = (feature[None, :] < N) & (old[:, None] < K - start)
         x = tl.load(x_at + start, mask=x_mask, other=0)
@@ -311,10 +312,12 @@ assert error.max() < 0.05
 # We take 8192 tokens with 4096 features, and make 1024 to 8192 new features of
 # them. Our unit is TFLOP/s: the 2 · ``M`` · ``N`` · ``K`` operations of the
 # layer, divided by the time.
-# The ceiling is no copy any more. It is cuBLAS, which PyTorch calls for ``x @
-# w.T``. A card under this load lowers its clock, so even cuBLAS does not reach
-# what the data sheet says, and a card that has just worked hard is slower than
-# one that has rested. So all lines take turns, 15 times.
+#
+# For kernels that move bytes, the ceiling is a copy. Here it is cuBLAS, which
+# PyTorch calls for ``x @ w.T``. A card under this load lowers its clock, so
+# even cuBLAS does not reach what the data sheet says, and a card that has just
+# worked hard is slower than one that has rested. So all lines take turns, 15
+# times.
 
 # %%
 
@@ -459,9 +462,9 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # %%
 # **What the figure shows.**
 # On the H200, at 4096 new features, the kernel reaches 14 TFLOP/s in float32,
-# 164 with TF32, and 339 in 16 bits. It is the same kernel each time; the
-# longer its numbers are, the smaller are its tiles. cuBLAS reaches 798 TFLOP/s
-# in 16 bits, so we are at 42% of it.
+# 162 with TF32, and 337 in 16 bits. It is the same kernel each time, with
+# smaller tiles for longer numbers. cuBLAS reaches 807 TFLOP/s in 16 bits, so
+# we are at 42% of it.
 #
 # **Why.**
 # By the data sheet, the units for float32 do 67 TFLOP/s, and the Tensor Cores
@@ -469,22 +472,21 @@ in_percent(bench_first, "cuBLAS, by PyTorch")
 # half the bytes, in memory, in the caches and on the way.
 #
 # **What follows.**
-# We stay with 16 bits. With the Tensor Cores the arithmetic is so fast that
-# the kernel now waits for its tiles. The next sections are about bringing them
-# in time.
+# We stay with 16 bits. cuBLAS shows that Tensor Cores can do more than twice
+# as much. They have to wait for our tiles, and the next sections are about
+# bringing these in time.
 #
 # Which tile comes next?
 # ----------------------
 #
 # The order in which the tiles of ``y`` are computed makes a difference,
-# because programs that run at the same time share what they read. Let a
-# program run on each of the 132 SMs of an H200, with tiles of 128 × 128. With
-# 14336 new features there are 112 columns of tiles. Row by row, the 132
+# because programs that run at the same time share what they read. Suppose that
+# one program runs on each of the 132 SMs of an H200, with a tile of 128 × 128.
+# With 14336 new features there are 112 columns of tiles. Row by row, the 132
 # programs have the tiles of one row and the beginning of the next. They read 2
 # rows of tiles of ``x`` and all 112 of ``w``. In *groups* of 8 rows they take
 # the first column of 8 tiles, then the second one, and so on. They read 8 rows
 # of tiles of ``x``, and 17 of ``w``.
-# (Two programs of our first kernel fit on an SM, so twice as many run.)
 
 # %%
 
@@ -613,38 +615,38 @@ bench_hits.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, in groups of 8 rows, 78% of the requests hit at 4096 new
-# features and 79% at 14336. Row by row it is 81% and 59%.
+# On the H200, in groups of 8 rows, 76% of the requests hit at 4096 new
+# features and 79% at 14336. Row by row it is 80% and 59%.
 #
 # **Why.**
-# At 4096 features both orders fit into L2: a round reads 37 strips row by row,
-# and it hits as often. At 14336 features row by row needs 114 MB, which do not
-# fit. The programs of a round then share a tile of ``x``, but each of them
-# needs a tile of ``w`` of its own, and by the time another row wants that
-# again, it has been evicted.
-# One thing is not explained by this: why a fifth of the requests miss at best.
-# ``x`` and ``w`` have 101 MB at 4096 new features, and the programs ask for
-# 4.3 GB, so 2% would have to miss. The counter does not say what the others
+# At 4096 features both orders fit into L2. Row by row a round reads 37 strips,
+# and even finds a little more of them there. At 14336 features row by row
+# needs 114 MB, which do not fit. The programs of a round then share tiles of
+# ``x``, but nearly each needs its own tiles of ``w``. When the next row of
+# tiles needs these again, L2 has evicted them.
+#
+# This does not explain why a fifth of the requests miss at best: ``x`` and
+# ``w`` have 101 MB at 4096 new features, and the programs ask for 4.3 GB, so
+# 2% would have to miss, and no more. The counter doesn't say what the others
 # are.
 #
 # **What follows.**
 # We take groups of 8 rows from here on. They cost a few instructions for each
-# tile, and the results are the same. What they do for the speed stands in the
-# next figure.
+# tile.
 #
 # Faster loads
 # ------------
 #
-# What else keeps the Tensor Cores waiting? There are five things, and each of
-# them will be a line of the next figure.
+# What else keeps the Tensor Cores waiting? Five things do, and each will be a
+# line of the next figure.
 #
 # - **Loads do not run ahead.** Our loop loads two tiles, waits for them, and
 #   multiplies. With ``STAGES`` = 3 there is room for the tiles of two more
 #   steps: their loads are on the way while this step multiplies. That is
 #   *pipelining*, and nothing but the number changes. (In `Loads in flight
 #   <../layer-norm/04-loads-in-flight.html>`_ three stages had two slots,
-#   because the row in work was in registers. Tensor Cores multiply tiles where
-#   they lie in shared memory, so here these need a slot, too.)
+#   because the row in work was in registers. Tensor Cores read tiles from
+#   shared memory, so here the tiles in work need a slot, too.)
 # - **Addresses cost instructions.** Each thread computes addresses and masks
 #   for its part of each tile. With a *tensor descriptor*, which the host makes
 #   of a tensor and the shape of a tile, a program only says at which index its
@@ -662,7 +664,8 @@ bench_hits.run(show_plots=ON_GPU)
 # - **Results need room.** The TMA also stores, from shared memory. A tile of
 #   128 × 256 results in 16 bits takes 64 KB there. If we store its two halves
 #   one after the other, both can use the same 32 KB, and there is room for a
-#   fourth stage: a stage takes 48 KB, and an SM has 227 KB for programs.
+#   fourth stage: four of 48 KB and these 32 KB are 224 KB, and an SM has 227
+#   KB for programs.
 #
 # What comes after the sums
 # -------------------------
@@ -671,17 +674,17 @@ bench_hits.run(show_plots=ON_GPU)
 # write next, so they come first.
 #
 # When a program has finished its sums, they are in registers. To add a bias
-# and apply a function there costs instructions, but no bytes: nothing of the
-# tile has to be written and read again. The part of a kernel that comes after
-# its sums is called the *epilogue*.
+# and apply a function there costs instructions, but nothing of the tile has to
+# be written and read again. The part of a kernel that comes after its sums is
+# called the *epilogue*.
 #
 # An activation is a function that the kernel is given as a constant, as in `A
-# function as a constant <../fused/03-activation.html>`_. It returns its value
-# and its slope, which the backward pass needs. ReLU is short. SiLU is
-# :math:`z \, \sigma(z)` with the sigmoid :math:`\sigma`. The form of GELU
-# that PyTorch calls ``approximate="tanh"`` is :math:`z \, \sigma(u)` with
-# :math:`u = \sqrt{8 / \pi} \, (z + 0.044715 \, z^3)`. We take the
-# short sigmoid of that page.
+# function as a constant <../fused/03-activation.html>`_, whose short sigmoid
+# :math:`\sigma` we take. It returns its value and its slope, the derivative,
+# which the backward pass needs. SiLU is :math:`z \, \sigma(z)`. The form of
+# GELU that PyTorch calls ``approximate="tanh"`` is :math:`z \, \sigma(u)` with
+# :math:`u = \sqrt{8 / \pi} \, (z + 0.044715 \, z^3)`, because :math:`1 +
+# \tanh(u/2) = 2 \, \sigma(u)`.
 
 # %%
 
@@ -724,7 +727,10 @@ def _silu(x):
 
 @triton.jit
 def _relu(z):
-    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    # Without propagate_nan, the maximum of NaN and 0 is 0 on a GPU, so a NaN
+    # would vanish, and nobody would notice it.
+    y = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y, tl.where(z > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -816,7 +822,7 @@ def _product(
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,  # rows of tiles in a group
     STAGES: tl.constexpr,  # num_stages of the inner loop
-    STAY: tl.constexpr,  # whether programs take several tiles
+    STAY: tl.constexpr,  # persistent: whether programs take several tiles
     HALVES: tl.constexpr,  # whether results are stored in two halves
     DIVIDED: tl.constexpr,  # whether K is divided into parts
     PARTS,  # how many there are, each added up on its own
@@ -878,7 +884,7 @@ def _product(
 
 
 # %%
-# ``PARTS`` is for few tokens, and is 1 until then.
+# ``PARTS`` is 1 until the section about few tokens.
 #
 # On the host, ``launch(a, b, c, plan)`` fills ``c`` with ``a @ b``. A *plan*
 # has the constants of the kernel, such as its tiles and stages. ``launch``
@@ -1031,8 +1037,8 @@ for name in RUNGS:
 # one idea at a time. The number of stages changes as well: there are 4 with
 # descriptors, 3 with tiles of 128 × 256, and 4 again with results in halves.
 # Two programs of each of the first three kernels share an SM; from descriptors
-# on, a program has it to itself.
-# One line goes back: it is the last kernel, but with its tiles row by row.
+# on, stages leave room for only one. One more line is the last kernel with its
+# tiles row by row.
 
 # %%
 
@@ -1097,40 +1103,44 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 the kernel that we started with reaches 43% of cuBLAS at 4096 new
-# features and 41% at 14336. At these sizes groups make it 43% and 41%, three
-# stages 76% and 74%, descriptors 83% and 85%, and tiles of 128 × 256 96% and
-# 92%. Persistent programs reach 99% and 98%, and with results in halves and a
-# fourth stage we are at 100% and 98%. With its tiles row by row this kernel
-# would be at 97% and 83%.
+# On the H200 the kernel that we started with reaches 42% of cuBLAS at 4096 new
+# features and 41% at 14336. At these sizes groups make it 42% and 41%, three
+# stages 76% and 76%, descriptors 83% and 85%, and tiles of 128 × 256 96% and
+# 95%. Persistent programs reach 98% and 98%, and with results in halves and a
+# fourth stage we are at 100% and 99%. With its tiles row by row this kernel
+# would be at 97% and 86%.
 #
 # **Why.**
 # The first kernel asks for its next tiles only when it is done with the last
-# ones. It is so slow that DRAM can deliver what is not in L2, and groups bring
+# ones. It is so slow that DRAM can deliver what is not in L2, so groups bring
 # little. Stages take the wait out of each step.
+#
 # Descriptors leave the warps with hardly anything to do but to start products:
 # one instruction, ``wgmma``, multiplies 64 rows by up to 256 columns and 16
 # features. Tiles of 128 × 256 ask a quarter less of L2 than those of 128 ×
 # 128.
+#
 # Persistent programs shorten the pause between two tiles. A sum of 4096
 # features has 64 steps, so the pause was a small part of the time. With the
 # fourth stage, loads run ahead by one step more.
-# The faster a kernel is, the more bytes it needs in a second. Row by row, a
-# round of the last kernel reads at most 41 strips up to 4096 new features, 69
-# at 8192 and 115 at 14336; in groups it is never more than 44. And row by row
-# the kernel is as fast as in groups up to 4096 features, within 3%, but it is
-# 7% slower at 8192 and 15% at 14336. A round that finds nothing of the one
-# before in L2 reads all its strips from DRAM: at 14336 that is 2.2 TB in a
-# second, and in groups 1.0. DRAM moves twice as much, so its speed alone does
-# not explain the loss. But what comes from there arrives later than what L2
-# has, and takes more power, of which a card under this load has none to spare.
-# What each of these costs, our figures don't say.
+#
+# The faster a kernel is, the more bytes it needs in a second. Row by row, the
+# first round of the last kernel reads at most 41 strips up to 4096 new
+# features, 69 at 8192 and 115 at 14336; in groups it is never more than 44.
+# And row by row the kernel is as fast as in groups up to 4096 features, within
+# 3%, but it is 6% slower at 8192 and 12% at 14336. A round that finds nothing
+# of the one before in L2 reads all its strips from DRAM: at 14336 that is 2.3
+# TB in a second, and in groups 1.0. DRAM can move twice as much, so its speed
+# alone does not explain the loss. But what comes from there arrives later, and
+# takes more power, of which a card under this load has none to spare. What
+# each of these costs, our figures don't say.
 #
 # **What follows.**
-# No single step brings us to cuBLAS. Each of them takes away one thing that
-# the Tensor Cores wait for, and what they wait for then is the next one.
-# Two numbers that lie two or three percent apart mean the same: a card that
-# is this hot changes its clock all the time.
+# No single step brings us to cuBLAS. Each takes away one thing that the Tensor
+# Cores wait for, and then they wait for the next.
+#
+# Two numbers that lie two or three percent apart mean the same: a card that is
+# this hot changes its clock all the time.
 #
 # What to save for the backward pass
 # ----------------------------------
@@ -1153,10 +1163,9 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 #
 # A saved matrix of ``M`` × ``N`` numbers costs room until the backward pass,
 # and has to be written. At 8192 tokens and 4096 new features it takes 67 MB.
-# We save ``y`` for ReLU and the slope for the others. In 16 bits a slope is
-# off by at most half a unit of its own last place. If we saved ``z``, that
-# would be rounded to 16 bits as well. What ``z`` would cost in place of the
-# slope is measured below, in both passes.
+# We save ``y`` for ReLU and the slope for the others, whose backward pass is
+# then the same. The slope is rounded to 16 bits, as ``z`` would be. Below we
+# measure both.
 
 ACTIVATIONS = {None: None, "relu": _relu, "gelu": _gelu, "silu": _silu}
 
@@ -1173,8 +1182,8 @@ ACTIVATIONS = {None: None, "relu": _relu, "gelu": _gelu, "silu": _silu}
 # leaves most SMs without work. In a round, a program makes all steps of a
 # tile. A step lasts as long as its products or as its loads from L2, whichever
 # takes longer, and then the tile is stored. We have chosen the numbers below
-# so that they come close to what an H200 took. They needn't be exact: all that
-# counts is which choice is the fastest.
+# so that they come close to what an H200 took. All that counts is which choice
+# is the fastest.
 
 TILES = {
     # precision: rows, columns, features of a step, warps, stages
@@ -1243,8 +1252,8 @@ def estimate(M, N, K, precision, tile, parts):
     # Most of the shorter time is hidden by the longer one.
     time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
     if parts > 1:
-        # A second kernel adds them up. They are written and read once, as
-        # float32, and a µs has room for 2.3 MB of that.
+        # A second kernel starts and adds them up. They are written and read
+        # once, as float32, and a µs has room for 2.3 MB of that.
         time += 5 + 8 * parts * M * N / 2.3e6
     return time
 
@@ -1271,7 +1280,8 @@ def tile_and_parts(M, N, K, precision, aligned, most_parts):
 # %%
 # An activation takes time as well, and where sums are short, that is a good
 # part of the whole. Then we take tiles of 128 × 128, and let *two* programs
-# share an SM: while one of them computes powers, the other one multiplies.
+# share an SM: while one of them computes powers of e for its sigmoids, the
+# other one multiplies.
 
 # %%
 
@@ -1349,14 +1359,14 @@ def _add_parts(
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < size
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, parts, ROWS):
+    for start in range(0, parts, ROWS):  # so many parts at a time
         part = start + tl.arange(0, ROWS)
         mask = (part[:, None] < parts) & inside[None, :]
         place = part.to(tl.int64)[:, None] * size + at[None, :]
         sums += tl.load(parts_ptr + place, mask=mask, other=0)
     total = tl.sum(sums, axis=0)
 
-    if bias_ptr is not None:
+    if bias_ptr is not None:  # at % N is the new feature
         bias = tl.load(bias_ptr + at % N, mask=inside, other=0)
         total += bias.to(tl.float32)
     if ACT is not None:
@@ -1430,7 +1440,7 @@ def forward(x, w, bias=None, act=None, keeps_slope=False, most_parts=32):
 # %%
 # What does it bring? We measure the time of a call, and compare with one part,
 # and with PyTorch. A call is so short here that the clock makes sixteen of
-# them in a row, each with inputs of its own.
+# them in a row.
 
 # %%
 
@@ -1540,17 +1550,20 @@ bench_few.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel takes 15.5 µs with one token, 15.4 with 64 and 25.6
-# with 512. In one part it takes 20.0, 15.4 and 25.6. PyTorch takes 15.5, 14.7
-# and 24.8.
+# On the H200 our kernel takes 15.4 µs with one token, 15.4 with 64 and 25.7
+# with 512. In one part it takes 20.1, 15.4 and 25.7. PyTorch takes 15.5, 14.7
+# and 25.2.
 #
 # **Why.**
 # The weight has 34 MB, and all of it is read however few tokens there are. So
-# our kernel takes nearly the same time up to 128 tokens.
+# our kernel takes nearly the same time up to 128 tokens. By the data sheet,
+# memory could deliver the weight in less than half that time, but PyTorch
+# needs as long.
+#
 # With one token, one part has 64 programs for 132 SMs. In four parts of larger
-# tiles there are 128. The price is a second kernel, and 8 bytes for each
-# number of ``y`` and each part. That is little as long as there are few
-# tokens. With 64 tokens and two parts it would be 4.2 MB.
+# tiles there are 128. The price is a second kernel, and 8 bytes, written and
+# read, for each number of ``y`` and each part. That is little as long as there
+# are few tokens. With 64 tokens and two parts it would be 4.2 MB.
 #
 # **What follows.**
 # The more tokens there are, the more tiles, and the fewer parts. From 64
@@ -1565,7 +1578,9 @@ bench_few.run(show_plots=ON_GPU)
 # saves ``z``, and when it saves nothing because nobody trains. PyTorch calls
 # cuBLAS, and then a kernel that reads what cuBLAS has written and writes the
 # activation. ``torch.compile`` does nearly the same, but it adds the bias
-# together with the activation. It may choose three times, and the best counts.
+# together with the activation. We compile it three times, as its choices
+# differ, and the best counts.
+#
 # The dashed line is cuBLAS without bias and activation.
 
 # %%
@@ -1709,13 +1724,14 @@ in_percent(bench_gelu_narrow, "cuBLAS, the product alone")
 
 # %%
 # **What both figures show.**
-# On the H200 the layer with 4096 old features reaches 726 TFLOP/s at 4096 new
-# ones, and 697 at 14336. That is 1.02 and 1.01 times the speed of
+# On the H200 the layer with 4096 old features reaches 733 TFLOP/s at 4096 new
+# ones, and 701 at 14336. That is 1.02 and 1.02 times the speed of
 # torch.compile, and 1.02 and 1.01 times that of PyTorch. So little could be
 # noise, but our line is above both of theirs at all three sizes. With 1024 old
-# features it reaches 514 TFLOP/s at 4096 new ones, which is 1.10 times the
+# features it reaches 507 TFLOP/s at 4096 new ones, which is 1.10 times the
 # speed of torch.compile.
-# If we saved nothing, we would be 13% faster there, and 4% at 4096 old and new
+#
+# If we saved nothing, we would be 15% faster there, and 4% at 4096 old and new
 # features. If we saved ``z`` in place of the slope, we would be 6% and 0%
 # faster.
 #
@@ -1779,8 +1795,9 @@ with torch.no_grad():
 # - **dx = dz @ w** adds up over new features. No matrix is transposed.
 # - **dw = dz.T @ x** adds up over tokens. The left matrix is transposed.
 #
-# So ``product(dz, w, dx)`` and ``product(dz.T, x, dw)`` are all that it takes.
-# We measure the three of them, each beside cuBLAS.
+# ``product(a, b, c)`` launches our kernel as the rule says. So ``product(dz,
+# w, dx)`` and ``product(dz.T, x, dw)`` are all that it takes. We measure all
+# three, each beside cuBLAS.
 
 # %%
 
@@ -1852,18 +1869,17 @@ in_percent(
 # %%
 # **What both figures show.**
 # On the H200, with 8192 tokens of 4096 features and 4096 new features, ``y``
-# reaches 100% of cuBLAS, ``dx`` 99% and ``dw`` 101%. With 14336 new features
-# it is 98%, 100% and 100%. With 4096 tokens of 1024 features, and 4096 new
-# ones, it is 104%, 99% and 98%.
+# reaches 99% of cuBLAS, ``dx`` 99% and ``dw`` 100%. With 14336 new features
+# it is 99%, 99% and 100%. With 4096 tokens of 1024 features, and 4096 new
+# ones, it is 101%, 99% and 100%.
 #
 # **Why.**
 # It is the same kernel with the same tiles, and only the layouts differ. At
 # these three sizes there are enough tiles for all SMs. (With 1024 old and 1024
-# new features there are not: ``dw`` has 32 of them and reaches 90% of cuBLAS.
-# The next section is about that.) cuBLAS may also use *clusters*: programs on
-# neighboring SMs that need the same tile let the TMA fetch it once for all of
-# them, so L2 has less to deliver. With tiles of 128 × 256 we come close
-# without them.
+# new features there are not: ``dw`` has 32 of them and reaches 92% of cuBLAS.)
+# cuBLAS may also use *clusters*: programs on neighboring SMs that need the
+# same tile let the TMA fetch it once for all of them, so L2 has less to
+# deliver. With tiles of 128 × 256 we come close without them.
 #
 # **What follows.**
 # A layer spends most of its time in these products, and there we lose little.
@@ -1872,12 +1888,11 @@ in_percent(
 # Few tiles, long sums
 # --------------------
 #
-# What if the weight is small, and there are many tokens?
-#
-# Then ``dw`` is small as well, and its sums are long: they have a term for
-# each token. With 768 old and 768 new features there are 18 tiles of 128 ×
-# 256, and no more than 18 SMs would have work. The answer is the same as with
-# few tokens: the rule divides the sums into parts.
+# If the weight is small and there are many tokens, ``dw`` is small as well,
+# and its sums are long: they have a term for each token. With 768 old and 768
+# new features there are 18 tiles of 128 × 256, and no more than 18 SMs would
+# have work. The answer is the same as with few tokens: the rule divides the
+# sums into parts.
 
 # %%
 
@@ -1928,24 +1943,27 @@ in_percent(bench_small_weight, "cuBLAS, by PyTorch")
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches 330 TFLOP/s with 4096 tokens, 395 with 8192,
-# 519 with 16384 and 599 with 32768. In one part it reaches 331, 366, 401 and
-# 435, and cuBLAS reaches 377, 403, 541 and 654.
+# On the H200 our kernel reaches 319 TFLOP/s with 4096 tokens, 388 with 8192,
+# 508 with 16384 and 600 with 32768. In one part it reaches 319, 358, 383 and
+# 423, and cuBLAS reaches 363, 379, 530 and 653.
 #
 # **Why.**
 # Up to 4096 tokens the rule takes one part, with 72 tiles of 64 × 128, so 60
 # of the 132 SMs have nothing to do. With more tokens it takes three parts of
 # 128 × 128, which are 108 programs.
+#
 # One part is not as slow as that suggests. From 16384 to 32768 tokens it takes
-# 41 µs more, for 128 steps more. That is 0.32 µs a step, in which an SM loads
-# 49 KB, or 155 GB/s. If all SMs loaded at the same time, each would get about
-# 90 GB/s, but here only 72 of them share L2. So the rule needs two numbers:
-# what L2 gives to all SMs together, and what it gives at most to one. It
-# expects 58 µs of one part with 16384 tokens and 45 of three, where we measure
-# 48 and 37: too much, but in the right order.
-# cuBLAS is faster at each size, by 2% to 14%. With our tiles SMs have nothing
-# to do, or there is much to add up: 7 parts of 128 × 256 give work to 126 SMs,
-# but their sums are 17 MB in float32, written and read once more.
+# 41 µs more, for 128 more steps of 128 tokens. That is 0.32 µs a step, in
+# which an SM loads 49 KB, or 154 GB/s. If all SMs loaded at the same time, by
+# our rule each would get about 90 GB/s, but here only 72 of them share L2. So
+# the rule needs two numbers: what L2 gives to all SMs together, and what it
+# gives at most to one. It expects 58 µs of one part with 16384 tokens and 45
+# of three, where we measure 50 and 38: too much, but in the right order.
+#
+# cuBLAS is faster, by 4% to 20%, but not with 8192 tokens. There our median is
+# 2% higher, and the quantiles overlap. Our tiles leave SMs without work, or
+# much to add up: 7 parts of 128 × 256 give work to 126 SMs, but their sums are
+# 17 MB in float32.
 #
 # **What follows.**
 # A small model spends a good part of its backward pass here. So the rule has
@@ -1982,7 +2000,8 @@ def _times_slope(dy, slope):
 
 @triton.jit
 def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
+    # y > 0 would stop the gradient where y is NaN. PyTorch lets it pass.
+    return tl.where(y <= 0, 0.0, dy)
 
 
 @triton.jit
@@ -2013,10 +2032,10 @@ def _own_pass(
     STAGES: tl.constexpr,
 ):
     columns = tl.cdiv(N, TILE_N)
-    strip = tl.program_id(0) // columns
+    strip = tl.program_id(0) // columns  # of STEPS * TILE_M tokens
     start = tl.program_id(0) % columns * TILE_N
     sums = tl.zeros((TILE_M, TILE_N), tl.float32)
-    for step in tl.range(STEPS, num_stages=STAGES):
+    for step in tl.range(STEPS, num_stages=STAGES):  # down the strip
         row = (strip * STEPS + step) * TILE_M
         dz = dy_desc.load([row, start])
         if saved_desc is not None:
@@ -2088,8 +2107,8 @@ def dz_in_a_pass(dy, saved, chain, wants_db):
 
 
 # %%
-# The backward pass puts it together. All matrices have layouts that a
-# descriptor takes, ``dy`` and ``saved`` in rows.
+# The backward pass puts it together. All matrices lie as a descriptor wants
+# them, and ``dy`` and ``saved`` not transposed.
 
 
 def backward(dy, x, w, saved, chain, wants):
@@ -2121,8 +2140,8 @@ def backward(dy, x, w, saved, chain, wants):
 #
 # The product for ``dx`` loads tiles of ``dz`` anyway. It could load tiles of
 # ``dy`` and of the slope in their place, and multiply them on the way to the
-# Tensor Cores. Then no pass over ``dy`` is left that does nothing else. Two
-# things have to be settled.
+# Tensor Cores. Then no kernel reads ``dy`` only to make ``dz``. Two things
+# have to be settled.
 #
 # - **Each tile of dz is needed many times.** All programs that have the same
 #   tokens, one for each column of tiles of ``dx``, load the same tiles of
@@ -2246,7 +2265,8 @@ def _first_columns(
 
 # %%
 # With one column, 64 programs would have work for 8192 tokens, and half of the
-# SMs would have nothing to do. So we compare two columns, and all of them.
+# SMs would have nothing to do. So below we measure two columns, and all of
+# them.
 
 FIRST_COLUMNS = 2
 
@@ -2311,14 +2331,12 @@ def backward_without_a_pass(dy, x, w, saved, chain, columns):
 # Into autograd
 # -------------
 #
-# What does PyTorch need to train with this?
-#
-# It needs a function that saves the right matrices and checks its arguments.
-# Layouts are the other thing. A descriptor wants the numbers of a row side by
-# side, and each row at a multiple of 16 bytes. A matrix that lies transposed
-# is fine as well. Whatever else comes is copied first: a matrix of every
-# second number, say, or one whose rows have 37 numbers of 2 bytes. The copy
-# has longer rows, whose ends are never read.
+# To train with this, PyTorch needs a function that saves the right matrices
+# and checks its arguments. It also has to look at layouts. A descriptor wants
+# the numbers of a row side by side, and each row at a multiple of 16 bytes. A
+# matrix that lies transposed is fine as well. Whatever else comes is copied
+# first: a matrix of every second number, say, or one whose rows have 37
+# numbers of 2 bytes. The copy has longer rows, whose ends are never read.
 
 # %%
 
@@ -2513,8 +2531,8 @@ check(M=5, N=64, K=600, activation=None, dtype=torch.bfloat16)
 #
 # The backward pass has two products, so we count twice the operations of the
 # forward pass. What ``dz`` and ``db`` take is not counted. So the dashed line,
-# cuBLAS with the two products alone, is the speed of a backward pass to which
-# they cost no time at all.
+# cuBLAS with the two products alone, is the speed of a backward pass in which
+# they take no time.
 
 # %%
 
@@ -2605,16 +2623,16 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 
 # %%
 # **What both figures show.**
-# On the H200, with 4096 old features, our backward pass reaches 731 TFLOP/s at
-# 4096 new ones and 697 at 14336: 1.03 and 1.05 times the speed of
-# torch.compile, and 1.05 and 1.03 times that of PyTorch. With 1024 old
-# features it reaches 559 at 4096 new ones, which is 1.06 times the speed of
+# On the H200, with 4096 old features, our backward pass reaches 743 TFLOP/s at
+# 4096 new ones and 711 at 14336: 1.03 and 1.05 times the speed of
+# torch.compile, and 1.04 and 1.03 times that of PyTorch. With 1024 old
+# features it reaches 556 at 4096 new ones, which is 1.06 times the speed of
 # torch.compile.
-# If two columns of ``dx`` make ``dz``, the first two of these numbers are
-# 709 and 663. If all columns do, they are 537 and 494, and with 1024 old
-# features 486.
-# If the forward pass had saved ``z``, the first two numbers would be
-# 727 and 692.
+#
+# If two columns of ``dx`` make ``dz``, the first two of these numbers are 728
+# and 679. If all columns do, they are 571 and 507, and with 1024 old features
+# 484. If the forward pass had saved ``z``, the first two numbers would be 738
+# and 708.
 #
 # **Why.**
 # The pass of its own only moves bytes, and the Tensor Cores have nothing to
@@ -2623,19 +2641,21 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # of its products comes from registers, so each step has to wait until ``dy``
 # and the slope have arrived there and are multiplied. A step fetches 64 KB in
 # place of 48, so there is room for three stages, not four.
+#
 # The pass of its own waits for memory, so it has time for the dozen
 # instructions that make a slope of ``z``. Whether we save the slope or ``z``
 # makes no difference here that is larger than the noise.
 #
 # **What follows.**
 # Fewer bytes are not always faster. Tensor Cores are the most expensive thing
-# to keep waiting, so we keep the pass of its own. It can vanish in another
-# way: if the kernel that makes ``dy`` multiplies it by the slope in its own
-# epilogue. That kernel computes the ``dx`` of the next layer, so the two
-# layers would have to be one function.
-# And saving ``z`` would have been as good. With short sums it would even make
-# the forward pass a few percent faster, as we saw. What speaks for the slope
-# is that GELU and SiLU then have the same backward pass.
+# to keep waiting, so we keep the pass of its own. It could vanish in another
+# way: if the kernel that makes ``dy``, as the ``dx`` of the next layer,
+# multiplied it by the slope in its epilogue. Then both layers would have to be
+# one function.
+#
+# Saving ``z`` would have been as good, and with short sums the forward pass
+# would be a few percent faster. What speaks for the slope is that GELU and
+# SiLU then have the same backward pass.
 #
 # How many bytes come from DRAM?
 # ------------------------------
@@ -2645,8 +2665,10 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # five matrices of ``M`` × ``N`` numbers. If all columns of ``dx`` make ``dz``,
 # it takes four: ``dy`` and the slope are read, ``dz`` is written, and ``dw``
 # reads it. In both cases ``x`` and ``w`` are read, and ``dx`` and ``dw`` are
-# written. ``ncu`` empties the caches before each kernel, so none of them finds
-# in L2 what the one before has written.
+# written. Without an activation ``dz`` is ``dy``, and three matrices move:
+# both products read it, and so does a pass for ``db``. ``ncu`` empties the
+# caches before each kernel, so none of them finds in L2 what the one before
+# has written.
 
 # %%
 
@@ -2666,12 +2688,21 @@ def by_hand(M, N, K, matrices):
         x_log=True,
         xlabel="N (new features)",
         line_arg="provider",
-        line_vals=["triton", "five", "all columns", "four"],
+        line_vals=[
+            "triton",
+            "five",
+            "all columns",
+            "four",
+            "no activation",
+            "three",
+        ],
         line_names=[
             "Triton",
             "Triton, by hand",
             "in all columns",
             "in all columns, by hand",
+            "no activation",
+            "no activation, by hand",
         ],
         ylabel="MB of DRAM",
         plot_name="linear-backward-traffic",
@@ -2685,13 +2716,13 @@ def by_hand(M, N, K, matrices):
     )
 )
 def bench_traffic(M, N, K, dtype, mode, counter, provider):
-    """What moves to and from DRAM in a backward pass with GELU, all kernels
-    together; by hand, what has to."""
+    """What moves to and from DRAM in a backward pass with GELU, or without an
+    activation, all kernels together; by hand, what has to."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    if provider in ("five", "four"):
-        matrices = 5 if provider == "five" else 4
-        return by_hand(M, N, K, matrices) / 1e6
+    matrices = {"five": 5, "four": 4, "three": 3}
+    if provider in matrices:
+        return by_hand(M, N, K, matrices[provider]) / 1e6
     x, w, _, dy = inputs(M, N, K, dtype)
     saved = normal(M, N, dtype=dtype)
     given = dy, x, w, saved, _times_slope
@@ -2699,7 +2730,10 @@ def bench_traffic(M, N, K, dtype, mode, counter, provider):
     def run():
         if provider == "all columns":
             return backward_without_a_pass(*given, columns=2**20)
-        return backward(*given, wants=(True, True, True))
+        every = True, True, True
+        if provider == "no activation":
+            return backward(dy, x, w, None, None, every)
+        return backward(*given, wants=every)
 
     run()  # compiles
     torch.cuda.synchronize()
@@ -2716,7 +2750,8 @@ bench_traffic.run(show_plots=ON_GPU)
 # **What the figure shows.**
 # On the H200, with 4096 tokens of 1024 features and 4096 new ones, our
 # backward pass moves 173 MB, and 201 by hand. If all columns of ``dx`` make
-# ``dz``, it moves 146 MB, and 168 by hand.
+# ``dz``, it moves 146 MB, and 168 by hand. Without an activation our backward
+# pass moves 123 MB, and 134 by hand.
 #
 # **Why.**
 # It is less than by hand, because what a kernel writes last is still in L2
@@ -2725,30 +2760,28 @@ bench_traffic.run(show_plots=ON_GPU)
 # ``dw`` together have 19 MB. With more features a smaller part of what is
 # written stays in L2, and the products read some tiles twice.
 #
+# Without an activation, ``db`` costs a read of ``dy`` by itself: 34 MB.
+#
 # **What follows.**
-# The fused design moves fewer bytes, as it was meant to, and it is slower all
-# the same. DRAM is not what a backward pass waits for at these sizes.
+# The fused design moves fewer bytes, and it is slower all the same. DRAM is
+# not what a backward pass waits for at these sizes.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# When should you not use this layer?
-#
 # - **Without an activation there is nothing to gain.** On the H200, at the
-#   three sizes above, our three products reach between 98% and 104% of cuBLAS.
+#   three sizes above, our three products reach between 99% and 101% of cuBLAS.
 # - **With long sums there is little to gain.** With 4096 old features both
 #   passes of the layer with GELU are 1% to 5% faster than torch.compile, which
 #   needs no kernel of ours.
 # - **Few tokens, few tiles.** With 64 tokens cuBLAS is 1.05 times as fast as
-#   we are. For the gradient of a weight of 768 × 768 it is 1.02 to 1.14 times
-#   as fast. It has many more tiles than our four, so it can divide the work
-#   more evenly.
+#   we are. For the gradient of a weight of 768 × 768 it is up to 1.20 times as
+#   fast. It has many more shapes of tiles than our four, so it can divide the
+#   work more evenly.
 # - **On other cards.** The tiles were chosen on an H200. cuBLAS has tiles for
 #   each card, and chooses among them at each size.
 # - **Odd sizes.** Rows that are no multiple of 16 bytes are copied first.
 #   PyTorch has slower kernels for them, too, but no copy.
-# - **ReLU of NaN.** On a GPU ``tl.maximum`` of NaN and 0 is 0, so our ReLU
-#   hides a NaN in ``z``. PyTorch's returns it.
 # - **Small layers.** Each launch makes its descriptors anew on the host. With
 #   few tokens the GPU may wait for that.
 # - **PyTorch takes more**: float64, autocast, second derivatives, and 8-bit
@@ -2760,13 +2793,14 @@ bench_traffic.run(show_plots=ON_GPU)
 # **Exercise 1: a snake.**
 # In a group of rows, our order goes down one column of tiles, and then begins
 # at the top of the next. So a tile and the one after it usually need the same
-# rows of ``w``, and at the end of a column they share nothing. Write a
+# rows of ``w``, but at the end of a column they share nothing. Write a
 # function like ``_place`` with this order: a column down, the next one up, and
 # so on, and every other group from the last column to the first. Then a tile
 # and the one after it always share a row or a column.
+#
 # Give your function to the checker, ``exercise_1``. It prints whether each
 # tile comes once, and how many times two tiles that follow each other share
-# nothing. Here it says so of our order, for 10 rows and 7 columns of tiles.
+# nothing. Here it checks our order, for 10 rows and 7 columns of tiles.
 #
 # **Hint 1.** The column of a tile says whether the group is going down or up.
 #
@@ -2851,22 +2885,22 @@ assert exercise_1(_snake)
 # The product ``y``:
 #
 # - **Float32, without Tensor Cores:** 14 TFLOP/s.
-# - **16 bits, one tile a program:** 338.
-# - **Groups of 8 rows of tiles:** 342.
-# - **Three stages:** 600.
-# - **Descriptors:** 662.
-# - **Tiles of 128 × 256:** 764.
-# - **Persistent programs:** 783.
-# - **Results in halves, and a fourth stage:** 792.
-# - **cuBLAS:** 793.
+# - **16 bits, one tile a program:** 335.
+# - **Groups of 8 rows of tiles:** 335.
+# - **Three stages:** 607.
+# - **Descriptors:** 665.
+# - **Tiles of 128 × 256:** 769.
+# - **Persistent programs:** 789.
+# - **Results in halves, and a fourth stage:** 802.
+# - **cuBLAS:** 803.
 #
 # The backward pass with GELU and bias:
 #
-# - **PyTorch:** 699 TFLOP/s.
-# - **torch.compile:** 712.
-# - **Ours, dz in the reads of dx, all columns:** 537.
-# - **Ours, dz in the reads of dx, two columns:** 709.
-# - **Ours, dz in a pass of its own:** 731.
+# - **PyTorch:** 713 TFLOP/s.
+# - **torch.compile:** 723.
+# - **Ours, dz in the reads of dx, all columns:** 571.
+# - **Ours, dz in the reads of dx, two columns:** 728.
+# - **Ours, dz in a pass of its own:** 743.
 #
 # And for kernels in general:
 #
@@ -2882,8 +2916,8 @@ assert exercise_1(_snake)
 #   long as Tensor Cores do not wait for it. Fewer bytes alone make nothing
 #   faster.
 # - A rule that estimates the time of each choice needs only a few numbers of
-#   the card, if it counts that each of a few SMs gets more from L2 than each
-#   of all.
+#   the card. One of them says how much more an SM gets from L2 when few others
+#   load.
 #
 # **Next:** `A gate between two products <02-swiglu.html>`_ fuses more than an
 # activation with a product.

@@ -1862,9 +1862,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # %%
 # The function takes what PyTorch's ``F.linear_cross_entropy`` takes, which is
 # new in version 2.13, for targets that are classes. It leaves out ``options``,
-# which tell PyTorch how long chunks are and in which type they are added up,
-# and its ``ignore_index`` is always a number. A matrix whose rows do not begin
-# at multiples of 16 bytes is copied first, and so is one that lies transposed.
+# which tell PyTorch how long chunks are and in which type they are added up.
+# If ``ignore_index`` is None, it is -100, as PyTorch has it for such targets.
+# A matrix whose rows do not begin at multiples of 16 bytes is copied first,
+# and so is one that lies transposed.
 
 # %%
 
@@ -2008,6 +2009,8 @@ def linear_cross_entropy(
     skip_below, as a share of the weight of their token, add nothing to the
     gradients.
     """
+    if ignore_index is None:
+        ignore_index = -100  # what it stands for where targets are classes
     check_arguments(
         input, linear_weight, target, linear_bias, weight, reduction,
         ignore_index, label_smoothing, recompute, skip_below,

@@ -1,5 +1,10 @@
 """Functions of the pages of Both Passes, with their kernels.
 
+    layer_norm
+    add_layer_norm
+    dropout_add_layer_norm
+    activation_layer_norm
+    softmax, log_softmax
     tables, rotary_embedding, rotary_embedding_, rotate_query_and_key
     rms_norm, add_rms_norm
     attention
@@ -14,24 +19,4582 @@ of its page.
 One kind of GPU a process. To try it without a GPU, set TRITON_INTERPRET=1.
 """
 
+import ctypes
 import dataclasses
 import functools
+import inspect
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import (
+    TensorDescriptor as GluonDescriptor,
+)
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-# attention/04-rotary ----------------------------------------------------------
-# Gives tables, rotary_embedding, rotary_embedding_, rotate_query_and_key.
+# layer-norm/11-every-width ----------------------------------------------------
+# Gives layer_norm.
 
 
 ON_GPU = torch.cuda.is_available()
 
 
+def every_width_pick(row, most):
+    """Kernels of the forward and of the backward pass for rows of so many
+    bytes; programs may share ``most`` bytes of a row."""
+    wide = "sweeps"
+    if row <= most:
+        wide = "shared"
+
+    # Rows begin at a multiple of 16 bytes.
+    if row % 16 == 0:
+        forward = wide
+        if row <= 49152:
+            forward = "chunks"
+        elif row <= 131072:
+            forward = "sweeps"
+        backward = wide
+        if row <= 20480:
+            backward = "chunks"
+        return forward, backward
+
+    # Rows begin anywhere.
+    forward = wide
+    if row <= 32768:
+        forward = "shifted"
+    backward = wide
+    if row <= 20464:
+        backward = "shifted"
+    return forward, backward
+
+
+EVERY_WIDTH_CUDA = ON_GPU and torch.version.hip is None
+# Bytes. Without a GPU slices are narrow, so that small matrices have some.
+EVERY_WIDTH_SLICE = 8192 if ON_GPU else 64
+EVERY_WIDTH_WARP = 64 if torch.version.hip else 32  # threads
+EVERY_WIDTH_GPU = None
+EVERY_WIDTH_NUM_SMS = 4  # without a GPU
+EVERY_WIDTH_EARLY = False  # whether a kernel can start before another one has ended
+
+
+@functools.cache
+def ask_the_gpu():
+    """Called when the first plan is made: to import this asks no GPU."""
+    global EVERY_WIDTH_GPU, EVERY_WIDTH_NUM_SMS, EVERY_WIDTH_EARLY
+    if ON_GPU:
+        EVERY_WIDTH_GPU = torch.cuda.get_device_properties()
+        EVERY_WIDTH_NUM_SMS = EVERY_WIDTH_GPU.multi_processor_count
+        EVERY_WIDTH_EARLY = EVERY_WIDTH_CUDA and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def every_width_can_share(dtype):
+    """The most bytes of a row that programs can share."""
+    if not EVERY_WIDTH_CUDA or dtype == torch.float64:
+        return 0
+    return 2 * EVERY_WIDTH_NUM_SMS * EVERY_WIDTH_SLICE
+
+
+@triton.jit
+def _every_width_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column of the lanes of a chunk, and which of them exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
+    mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
+    if (c + 1) * CHUNK > N:
+        mask = mask & (col < N)
+    return row, col, mask
+
+
+@triton.jit
+def _every_width_load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
+    """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
+    xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        row, col, mask = _every_width_chunk(c, left, N, ROWS, CHUNK)
+        at = ptr + (row * stride + col)
+        xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
+    return xs
+
+
+@triton.jit
+def _layer_norm_fwd_chunks(
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    M,  # rows
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # New: rows that a program takes
+    CHUNK: tl.constexpr,  # New: lanes of a chunk in each row
+    HINT: tl.constexpr,  # New: what the caches should do with x
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # Load our rows. They stay in the type of x, which takes half as many
+    # registers in 16 bits, and are converted where they are used.
+    first = tl.program_id(0) * ROWS
+    left = M - first
+    start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+    xs = _every_width_load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, HINT)
+
+    # The mean: add up chunks lane by lane, and then the lanes of each row.
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        total += xs[c].to(acc)
+    mean = tl.sum(total, axis=1)[:, None] / N
+
+    # The variance, in the same way.
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        _, col, _ = _every_width_chunk(c, left, N, ROWS, CHUNK)
+        d = tl.where(col < N, xs[c].to(acc) - mean, 0)  # idle lanes: 0 again
+        total += d * d
+    rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+
+    # mean and rstd are columns of ROWS numbers.
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(mean_ptr + first + row, mean, mask=row < left)
+    tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+
+    # w and b are loaded only now: loaded together with x, they would take
+    # registers all the time. All programs read them, so caches keep them.
+    KEEP: tl.constexpr = "evict_last"
+    for c in tl.static_range(len(xs)):
+        row, col, mask = _every_width_chunk(c, left, N, ROWS, CHUNK)
+        at = row * 0 + col  # of a whole tile: loads of 16 bytes
+        y = (xs[c].to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + at, col < N, eviction_policy=KEEP).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + at, col < N, eviction_policy=KEEP).to(acc)
+        tl.store(y_ptr + start + (row * N + col), y, mask=mask)
+
+
+@triton.jit
+def _add_two(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _every_width_means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
+    """c1 * rstd**2 and c2 * rstd for each row of a tile."""
+    sum1 = tl.zeros(xs[0].shape, mean.dtype)
+    sum2 = tl.zeros(xs[0].shape, mean.dtype)
+    for c in tl.static_range(len(xs)):
+        wdy = dys[c].to(mean.dtype)
+        if len(ws) > 0:
+            wdy = wdy * ws[c].to(mean.dtype)
+        sum1 += wdy * (xs[c].to(mean.dtype) - mean)
+        sum2 += wdy
+    # Both sums over a row at once, so that its warps meet only once.
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = sum1[:, None] * rstd * rstd * rstd / N
+    c2 = sum2[:, None] * rstd / N
+    return c1, c2
+
+
+@triton.jit
+def _every_width_gradients(x, dy, w, mean, rstd, c1, c2):
+    """dx of a chunk, and its terms of dw and db; w may be None."""
+    d = x.to(mean.dtype) - mean
+    dy = dy.to(mean.dtype)
+    scaled = dy * rstd
+    wdy = scaled
+    if w is not None:
+        wdy = scaled * w.to(mean.dtype)
+    return wdy - (d * c1 + c2), scaled * d, dy
+
+
+@triton.jit
+def _layer_norm_bwd_chunks(
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    EARLY: tl.constexpr,  # whether the second kernel may start early
+):
+    # w stays in registers for all rows, in its own type.
+    ws = ()
+    if w_ptr is not None:
+        # With a stride of 0, each row of the tile is w.
+        ws = _every_width_load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+
+    # The sums for dw and db, of each lane: tuples of chunks, too.
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    dws = ()
+    dbs = ()
+    for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+
+    for first in tl.range(
+        tl.program_id(0) * ROWS,
+        M,
+        tl.num_programs(0) * ROWS,
+        num_stages=STAGES,
+        # The compiler would convert w to float32 before the loop, because the
+        # result is always the same. That takes twice the registers.
+        disable_licm=True,
+    ):
+        # Load ROWS rows of x and of dy, and what the forward pass saved. Rows
+        # that do not exist are 0.
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        start = tl.cast(first, tl.int64) * N
+        xs = _every_width_load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, "")
+        dys = _every_width_load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+        # Both means need the whole row, so all chunks come first.
+        c1, c2 = _every_width_means_of_chunks(xs, dys, ws, mean, rstd, N)
+
+        # Then each chunk is done by itself. An element of a tuple cannot be
+        # replaced, so the sums go into new tuples.
+        new_dws = ()
+        new_dbs = ()
+        for c in tl.static_range(len(xs)):
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
+            dx, dw, db = _every_width_gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
+            new_dws += (dws[c] + dw,)
+            new_dbs += (dbs[c] + db,)
+            if dx_ptr is not None:
+                i, j, mask = _every_width_chunk(c, left, N, ROWS, CHUNK)
+                tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
+        dws = new_dws
+        dbs = new_dbs
+
+    # The second kernel may start now; the next section explains it.
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if sums_ptr is not None:
+        _store_sums_of_chunks(sums_ptr, dws, dbs, N)
+
+
+@triton.jit
+def _store_sums_of_chunks(ptr, dws, dbs, N: tl.constexpr):
+    """The sums of a program, in its buffer: dw first, then db."""
+    CHUNK: tl.constexpr = dws[0].shape[1]
+    ptr += tl.program_id(0) * 2 * N
+    for c in tl.static_range(len(dws)):
+        col = c * CHUNK + tl.arange(0, CHUNK)
+        # Each of the ROWS rows of a tile has sums of its own until now.
+        tl.store(ptr + col, tl.sum(dws[c], axis=0), mask=col < N)
+        tl.store(ptr + N + col, tl.sum(dbs[c], axis=0), mask=col < N)
+
+
+@triton.jit
+def _add_up_chunks(
+    sums_ptr,  # (programs, WIDTH)
+    grads_ptr,  # (WIDTH,): dw, then db
+    programs,  # how many rows of sums there are
+    WIDTH: tl.constexpr,  # 2 * N
+    ROWS: tl.constexpr,  # a power of two, at least programs
+    COLS: tl.constexpr,  # columns per program
+    EARLY: tl.constexpr,  # whether this kernel has been started early
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until all sums are stored
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = tl.arange(0, ROWS)[:, None]
+    mask = (rows < programs) & (cols < WIDTH)
+    sums = tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(sums, axis=0), mask=cols < WIDTH)
+
+
+def every_width_tile_of(N, itemsize, warps, loads=1):
+    """Rows and lanes of a chunk; loads: how often each thread loads."""
+    # A thread loads 16 bytes, a warp 512. A narrow row fills only a part.
+    chunk = min(512 // itemsize * warps, triton.next_power_of_2(N))
+    # The warps that a narrow row leaves idle load other rows.
+    rows = 512 // itemsize * warps // chunk * loads
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+def plan_fwd_chunks(N, itemsize, times=1):
+    """The plan of a row; times: with other warps, to try the formula."""
+    row = N * itemsize
+    # At most 4096 bytes of a row for each warp: 8 loads of 16 bytes a thread.
+    warps = triton.next_power_of_2(triton.cdiv(row, 4096))
+    least = 4
+    if row <= 3072:
+        least = 2
+    warps = int(times * max(warps, least))
+    # A program takes twice as many narrow rows.
+    loads = 1
+    if row <= 2048:
+        loads = 2
+    plan = every_width_tile_of(N, itemsize, warps, loads)
+    plan["HINT"] = ""
+    if row <= 6144:
+        plan["HINT"] = "evict_first"
+    # A limit of registers, so that two programs of 16 warps fit on an SM.
+    if EVERY_WIDTH_CUDA and 40960 < row <= 49152:
+        plan["maxnreg"] = 64
+    return plan
+
+
+def plan_bwd_chunks(N, itemsize, times=1):
+    """The plan of a row; times: with other warps, to try the formula."""
+    warps = 8
+    if N * itemsize <= 2048:
+        warps = 4
+    warps = int(times * warps)
+    plan = every_width_tile_of(N, itemsize, warps)
+    chunks = triton.cdiv(N, plan["CHUNK"])
+    # At most four tiles of 16 bytes a thread, unless one row alone has more,
+    # and at most 8 rows.
+    plan["ROWS"] = min(plan["ROWS"] * max(4 // chunks, 1), 8)
+    # As many tiles ahead as fit into 96 KB of shared memory, but at most 3.
+    tile = 2 * plan["ROWS"] * chunks * plan["CHUNK"] * itemsize
+    plan["STAGES"] = 1 + min(98304 // tile, 3)
+    return plan
+
+
+@triton.jit
+def _every_width_lanes(c, shift, N, CHUNK, STEP):
+    """Lanes of a chunk; which hold columns; which groups hold nothing else."""
+    lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = (lane >= shift) & (lane < N + shift)
+    group = lane // STEP * STEP
+    whole = (group >= shift) & (group + STEP <= N + shift)
+    return lane, inside, whole
+
+
+@triton.jit
+def _only_inside(x, c, shift, N, STEP):
+    """A chunk, with 0 in each lane that holds no column of ours."""
+    CHUNK: tl.constexpr = x.shape[1]
+    # Only the first chunk and the last can have such lanes. The compiler
+    # knows c, so all other chunks cost nothing here.
+    if (STEP > 1 and c == 0) or (c + 1) * CHUNK > N:
+        _, inside, _ = _every_width_lanes(c, shift, N, CHUNK, STEP)
+        x = tl.where(inside, x, 0)
+    return x
+
+
+@triton.jit
+def _load_lanes(ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP):
+    """Rows first, first + STEP, ... of a matrix, as a tuple of chunks."""
+    # M * stride may pass 2**31, so the first row has an offset of 64 bits.
+    ptr += tl.cast(first, tl.int64) * stride // STEP * STEP
+    row = tl.arange(0, ROWS)[:, None] * STEP
+    xs = ()
+    for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+        lane, _, _ = _every_width_lanes(c, shift, N, CHUNK, STEP)
+        mask = row < M - first
+        if (c + 1) * CHUNK > N:
+            # The row may end in this chunk, or just before it.
+            mask = mask & (lane // STEP * STEP < N + shift)
+        x = tl.load(ptr + (row * stride + lane), mask=mask, other=0)
+        xs += (_only_inside(x, c, shift, N, STEP),)
+    return xs
+
+
+@triton.jit
+def _store_shifted(ptr, x, c, first, M, shift, N, STEP):
+    """Chunk c of rows first, first + STEP, ..., and nothing beside them."""
+    CHUNK: tl.constexpr = x.shape[1]
+    lane, inside, whole = _every_width_lanes(c, shift, N, CHUNK, STEP)
+    row = tl.arange(0, x.shape[0])[:, None] * STEP
+    ptr += tl.cast(first, tl.int64) * N // STEP * STEP
+    at = ptr + (row * N + lane)
+    mask = row < M - first
+    if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
+        # No end of a row can be in this chunk.
+        tl.store(at, x, mask=mask)
+    else:
+        tl.store(at, x, mask=mask & whole)
+        if STEP > 1:
+            # The columns at both ends, one by one.
+            tl.store(at, x, mask=mask & inside & (whole == 0))
+
+
+@triton.jit
+def _load_vector(ptr, shift, N, ROWS, CHUNK, STEP):
+    """w or b, with column j in lane j + shift; an empty tuple for None."""
+    ws = ()
+    if ptr is not None:
+        for c in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+            lane, inside, _ = _every_width_lanes(c, shift, N, CHUNK, STEP)
+            # Zeros for each row: the tile has the shape and the layout of x.
+            at = ptr + (lane - shift + tl.zeros((ROWS, 1), tl.int32))
+            ws += (tl.load(at, mask=inside, other=0),)
+    return ws
+
+
+@triton.jit
+def _store_sums_shifted(ptr, dws, dbs, shift, N, STEP):
+    """The sums of a program: dw first, then db."""
+    ptr += tl.program_id(0) * 2 * N - shift
+    for c in tl.static_range(len(dws)):
+        lane, inside, _ = _every_width_lanes(c, shift, N, dws[0].shape[1], STEP)
+        tl.store(ptr + lane, tl.sum(dws[c], axis=0)[None, :], mask=inside)
+        tl.store(ptr + N + lane, tl.sum(dbs[c], axis=0)[None, :], mask=inside)
+
+
+@triton.jit
+def _layer_norm_fwd_shifted(
+    x_ptr,  # (M, N); a row is contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N), contiguous
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    M,  # rows
+    stride: tl.constexpr,  # elements from a row of x to the next
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile, each STEP after the one before
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes in a group; 1: lanes begin at column 0
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32; or float64
+    i = tl.program_id(0)
+
+    # The number of programs is a multiple of STEP, so all rows of program i
+    # have the shift of row i.
+    shift = i % STEP * N % STEP
+    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    bs = _load_vector(b_ptr, shift, N, ROWS, CHUNK, STEP)
+
+    # With ROWS = 2 and STEP = 8, tile 0 has rows 0 and 8, tile 1 has rows 1
+    # and 9, and tile 8 has rows 16 and 24.
+    tiles = tl.cdiv(M, ROWS * STEP) * STEP
+    for tile in tl.range(
+        i,
+        tiles,
+        tl.num_programs(0),
+        num_stages=STAGES,
+        disable_licm=True,  # w in float32 would take more registers
+    ):
+        first = tile // STEP * ROWS * STEP + tile % STEP
+        row = first + tl.arange(0, ROWS)[:, None] * STEP
+        xs = _load_lanes(x_ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP)
+
+        # The mean. Lanes that hold no column are 0.
+        total = tl.zeros((ROWS, CHUNK), acc)
+        for c in tl.static_range(len(xs)):
+            total += xs[c].to(acc)
+        mean = tl.sum(total, axis=1)[:, None] / N
+
+        # The variance. Lanes that hold no column would be -mean.
+        total = tl.zeros((ROWS, CHUNK), acc)
+        for c in tl.static_range(len(xs)):
+            d = _only_inside(xs[c].to(acc) - mean, c, shift, N, STEP)
+            total += d * d
+        rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+        tl.store(mean_ptr + row, mean, mask=row < M)
+        tl.store(rstd_ptr + row, rstd, mask=row < M)
+
+        # Scale, shift and store.
+        for c in tl.static_range(len(xs)):
+            y = (xs[c].to(acc) - mean) * rstd
+            if w_ptr is not None:
+                y = y * ws[c].to(acc)
+            if b_ptr is not None:
+                y = y + bs[c].to(acc)
+            _store_shifted(y_ptr, y, c, first, M, shift, N, STEP)
+
+
+@triton.jit
+def _layer_norm_bwd_shifted(
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N); a row is contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    stride: tl.constexpr,  # elements from a row of x to the next
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile, each STEP after the one before
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    STEP: tl.constexpr,  # lanes in a group; 1: lanes begin at column 0
+    EARLY: tl.constexpr,  # whether the second kernel may start early
+):
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    i = tl.program_id(0)
+
+    # All rows of this program have the same shift, so w stays where it is,
+    # and so do the sums.
+    shift = i % STEP * N % STEP
+    ws = _load_vector(w_ptr, shift, N, ROWS, CHUNK, STEP)
+    dws = ()
+    dbs = ()
+    for _ in tl.static_range((N + STEP + CHUNK - 2) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+
+    tiles = tl.cdiv(M, ROWS * STEP) * STEP
+    for tile in tl.range(
+        i,
+        tiles,
+        tl.num_programs(0),
+        num_stages=STAGES,
+        disable_licm=True,  # w in float32 would take more registers
+    ):
+        # Load the rows of a tile. Rows that do not exist are 0.
+        first = tile // STEP * ROWS * STEP + tile % STEP
+        row = first + tl.arange(0, ROWS)[:, None] * STEP
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        xs = _load_lanes(x_ptr, stride, first, M, shift, N, ROWS, CHUNK, STEP)
+        dys = _load_lanes(dy_ptr, N, first, M, shift, N, ROWS, CHUNK, STEP)
+
+        # The two means of a row, then dx and the terms of dw and db.
+        c1, c2 = _every_width_means_of_chunks(xs, dys, ws, mean, rstd, N)
+        new_dws = ()
+        new_dbs = ()
+        for c in tl.static_range(len(xs)):
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
+            dx, dw, db = _every_width_gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
+            # A lane without a column has dy = 0 and adds 0 to both sums.
+            new_dws += (dws[c] + dw,)
+            new_dbs += (dbs[c] + db,)
+            if dx_ptr is not None:
+                _store_shifted(dx_ptr, dx, c, first, M, shift, N, STEP)
+        dws = new_dws
+        dbs = new_dbs
+
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if sums_ptr is not None:
+        _store_sums_shifted(sums_ptr, dws, dbs, shift, N, STEP)
+
+
+def plan_fwd_shifted(N, itemsize, step):
+    """The shape of a tile, the stages and the warps of a program."""
+    row_bytes = N * itemsize
+    # A warp holds some 4 KB of a row.
+    warps = triton.next_power_of_2(triton.cdiv(row_bytes, 4200))
+    # What a warp loads at once: 8 or 16 bytes for each of its threads.
+    piece = 512
+    if step > 1 and warps < 8:
+        piece = 256
+    # A row that fits into one chunk takes one, and several rows make a tile.
+    lanes = triton.next_power_of_2(N + step - 1)
+    chunk = min(piece // itemsize * warps, lanes)
+    rows = max(1024 // itemsize // lanes, 1)
+
+    # Rows that are requested ahead: up to 110 KB on an SM, which has 8 warps.
+    stages = 1
+    if step > 1:
+        most = 90_000
+        if warps < 4:
+            most = 100_000
+        stages += min(3, most // (row_bytes * 8 // warps))
+    return {
+        "CHUNK": chunk,
+        "ROWS": rows,
+        "STAGES": stages,
+        "STEP": step,
+        "num_warps": warps,
+    }
+
+
+def plan_bwd_shifted(N, itemsize, step):
+    """The shape of a tile, the stages and the warps of a program."""
+    row_bytes = N * itemsize
+    warps = 4
+    if row_bytes > 10_200:
+        warps = 8
+    # What a warp loads at once: 8 or 16 bytes for each of its threads.
+    piece = 512
+    if step > 1 and row_bytes <= 9216:
+        piece = 256
+    lanes = triton.next_power_of_2(N + step - 1)
+    chunk = min(piece // itemsize * warps, lanes)
+    rows = max(1024 // itemsize // chunk, 1)
+    # Rows of x and of dy that are requested ahead, by the 8 warps of an SM.
+    stages = 1 + min(3, 90_000 // (2 * row_bytes * 8 // warps))
+    return {
+        "CHUNK": chunk,
+        "ROWS": rows,
+        "STAGES": stages,
+        "STEP": step,
+        "num_warps": warps,
+    }
+
+
+def programs_for(M, N, itemsize, plan):
+    """How many programs: a multiple of STEP, so that each keeps its shift."""
+    step = plan["STEP"]
+    tiles = triton.cdiv(M, plan["ROWS"] * step)  # of each shift
+    if plan["STAGES"] == 1:
+        return step * tiles  # one tile each
+    warps_of_an_sm = 8
+    if N * itemsize <= 3072:
+        warps_of_an_sm = 12
+    at_a_time = EVERY_WIDTH_NUM_SMS * warps_of_an_sm // plan["num_warps"]
+    return step * min(max(at_a_time // step, 1), tiles)
+
+
+@triton.jit
+def _welford(
+    x_ptr,  # where the row begins
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    KEEP: tl.constexpr,  # what the caches should do with x
+    acc: tl.constexpr,  # the type of the sums: float32, or float64
+):
+    """Mean of a row, and 1 / its standard deviation."""
+    LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
+    lanes = tl.arange(0, BLOCK)
+
+    # The first element of each lane is the mean of the lane so far.
+    x = tl.load(x_ptr + lanes, mask=lanes < N, eviction_policy=KEEP)
+    mean = tl.where(lanes < N, x.to(acc), 0)
+    m2 = tl.zeros((BLOCK,), acc)
+    for i in range(1, LAST + 1):
+        cols = i * BLOCK + lanes
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=KEEP)
+        # A masked lane may hold anything: with a distance of 0 it changes
+        # neither of its two numbers.
+        d = tl.where(cols < N, x.to(acc) - mean, 0)
+        # One division for all lanes, and a multiplication in each.
+        share = 1 / tl.cast(i + 1, acc)
+        mean += d * share
+        m2 += d * d * (1 - share)
+
+    # Put the lanes together. A lane that was masked in the last tile has one
+    # element less.
+    count = tl.where(LAST * BLOCK + lanes < N, LAST + 1, LAST).to(acc)
+    common = tl.sum(mean * count) / N
+    d = mean - common
+    variance = tl.sum(m2 + count * d * d) / N
+    return common, 1 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def _layer_norm_fwd_sweeps(
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    CACHES: tl.constexpr,  # whether to help the caches
+):
+    KEEP: tl.constexpr = "evict_last" if CACHES else ""
+    DROP: tl.constexpr = "evict_first" if CACHES else ""
+    STREAM: tl.constexpr = ".cs" if CACHES else ""
+    LAST: tl.constexpr = (N - 1) // BLOCK  # the number of the last tile
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # A program for each row. M * N may pass 2**31.
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+
+    # First sweep.
+    mean, rstd = _welford(x_ptr, eps, N, BLOCK, KEEP, acc)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+
+    # Second sweep, from the last tile to the first.
+    for i in range(LAST + 1):
+        tile = LAST - i if CACHES else i
+        cols = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy=DROP)
+        y = (x.to(acc) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N).to(acc)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N).to(acc)
+        at = y_ptr + row * N + cols
+        tl.store(at, y, mask=cols < N, cache_modifier=STREAM)
+
+
+def every_width_plan_sweeps(N, itemsize):
+    """Lanes of a tile, and warps of a program."""
+    row_bytes = N * itemsize
+    threads = 1024
+    tile_bytes = 32768
+    if row_bytes <= 65536:
+        tile_bytes = 16384
+    if row_bytes <= 32768:
+        threads = 512
+        tile_bytes = 8192
+    if row_bytes % 16 > 0:
+        threads = 256
+        tile_bytes = 8192
+    block = min(tile_bytes // itemsize, triton.next_power_of_2(N))
+    # A narrow row does not need so many threads.
+    threads = min(threads, block * itemsize // 16)
+    return block, max(threads // EVERY_WIDTH_WARP, 1)
+
+
+@triton.jit
+def _layer_norm_bwd_means(
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    c_ptr,  # (2, M): c1 of all rows, then c2
+    M,  # rows
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+):
+    # A program for each row. M * N may pass 2**31.
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    dy_ptr += row * N
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+
+    # Both sums, for each lane.
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    c1 = tl.zeros((BLOCK,), acc)
+    c2 = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0).to(acc)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0).to(acc)
+        wdy = dy  # 0 in a masked lane, which then adds nothing
+        if w_ptr is not None:
+            wdy *= tl.load(w_ptr + cols, mask=cols < N, other=0).to(acc)
+        # x_hat is (x - mean) * rstd. All of a row have the same factor rstd,
+        # so one multiplication at the end is enough.
+        c1 += (x - mean) * wdy
+        c2 += wdy
+
+    tl.store(c_ptr + row, tl.sum(c1) * rstd / N)
+    tl.store(c_ptr + M + row, tl.sum(c2) / N)
+
+
+def plan_means(N, itemsize):
+    """Lanes of a tile of the first kernel, and warps of a program."""
+    block = min(8192 // itemsize, triton.next_power_of_2(N))
+    tiles = triton.cdiv(N, block)
+    if tiles == 3 or 5 <= tiles <= 8:
+        return block, 8
+    return block, 16
+
+
+@triton.jit
+def _layer_norm_bwd_slices(
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    c_ptr,  # (2, M): c1 and c2 of all rows; None if dx is not wanted
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (groups, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    COLS: tl.constexpr,  # columns of a slice: a power of two
+):
+    # Which slice is ours, and which group of rows? Neighboring programs have
+    # neighboring slices of the same rows.
+    SLICES: tl.constexpr = (N + COLS - 1) // COLS
+    group = tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
+    cols = tl.program_id(0) % SLICES * COLS + tl.arange(0, COLS)[None, :]
+
+    # Our part of w stays in registers, and so do our sums.
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0)
+    dw = tl.zeros((1, COLS), acc)
+    db = tl.zeros((1, COLS), acc)
+
+    # Where the elements of a tile are, from the beginning of its first row.
+    # For two rows of up to 2**30 columns, 32 bits are enough.
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * N + cols
+
+    for first in tl.range(group * ROWS, M, groups * ROWS, num_stages=3):
+        # Load a tile, and what is known of its rows.
+        exists = row < M - first
+        mask = exists & (cols < N)
+        start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+        x = tl.load(x_ptr + start + at, mask=mask, other=0)
+        dy = tl.load(dy_ptr + start + at, mask=mask, other=0)
+        mean = tl.load(mean_ptr + first + row, mask=exists, other=0)
+        rstd = tl.load(rstd_ptr + first + row, mask=exists, other=0)
+
+        # The terms of dw and db, summed over the rows of the tile.
+        x_hat = (x.to(acc) - mean) * rstd
+        dy = dy.to(acc)
+        dw += tl.sum(dy * x_hat, axis=0, keep_dims=True)
+        db += tl.sum(dy, axis=0, keep_dims=True)
+
+        if dx_ptr is not None:
+            # The formula for dx, with the means of the first kernel.
+            c1 = tl.load(c_ptr + first + row, mask=exists, other=0)
+            c2 = tl.load(c_ptr + M + first + row, mask=exists, other=0)
+            wdy = dy
+            if w_ptr is not None:
+                wdy = dy * w.to(acc)
+            dx = (wdy - x_hat * c1 - c2) * rstd
+            tl.store(dx_ptr + start + at, dx, mask=mask)
+
+    if sums_ptr is not None:
+        # Each group has a buffer of its own.
+        sums_ptr += group * 2 * N + cols
+        tl.store(sums_ptr, dw, mask=cols < N)
+        tl.store(sums_ptr + N, db, mask=cols < N)
+
+
+EVERY_WIDTH_EMPTY = 0x7F800001_7F800001
+
+
+@triton.jit
+def _every_width_publish(
+    words_ptr,  # (rows, SLICES)
+    first,  # the first row of a tile
+    s,  # our slice
+    a,  # (ROWS,) float32: the lower halves of the words of a tile
+    b,  # (ROWS,) float32: their upper halves
+    SLICES: tl.constexpr,  # slices of a row
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    """Store the word of slice s for each row of a tile."""
+    row = first + tl.arange(0, a.shape[0])
+    at = words_ptr + row * SLICES + s
+
+    # The bits of both numbers, and then one beside the other. A number of 32
+    # bits becomes one of 64 with zeros before it, because it is unsigned.
+    low = a.to(tl.uint32, bitcast=True).to(tl.int64)
+    high = b.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = low | (high << 32)
+
+    if PTX:
+        tl.inline_asm_elementwise(
+            "st.relaxed.gpu.global.b64 [$1], $2; mov.b32 $0, 0;",
+            constraints="=r,l,l",
+            args=[at.to(tl.int64), word],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(at, word)
+
+
+@triton.jit
+def _every_width_collect(
+    words_ptr,  # (rows, SLICES)
+    first,  # the first row of a tile
+    ROWS: tl.constexpr,  # rows of a tile
+    SLICES: tl.constexpr,  # slices of a row
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    """For each row of a tile the numbers of all slices, then zeros."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    s = tl.arange(0, PADDED)[None, :]
+    # Lanes beyond the last slice load its word once more.
+    at = words_ptr + row * SLICES + tl.minimum(s, SLICES - 1)
+
+    if PTX:
+        word = tl.inline_asm_elementwise(
+            """{
+            .reg .pred empty, again;
+            .reg .b32 loads;
+            mov.b32 loads, 0;
+            LOAD:
+            ld.relaxed.gpu.global.b64 $0, [$1];
+            setp.eq.b64 empty, $0, 0x7F8000017F800001;
+            add.u32 loads, loads, 1;
+            setp.lt.and.u32 again, loads, 10000000, empty;
+            @again bra LOAD;
+            @empty trap;
+            }""",
+            constraints="=&l,l",
+            args=[at.to(tl.int64)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = tl.load(at)
+
+    # Both halves as float32 again.
+    a = word.to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(s < SLICES, a, 0), tl.where(s < SLICES, b, 0)
+
+
+@triton.jit
+def _my_slice(
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    LANES: tl.constexpr,  # lanes of a slice: a power of two, at least WIDTH
+    WIDTH: tl.constexpr,  # columns of a slice
+):
+    """Our slice, our first row, rows from one tile to the next, the columns of
+    our lanes, and which of them exist."""
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s = tl.program_id(0) % SLICES
+    group = tl.program_id(0) // SLICES
+    lane = tl.arange(0, LANES)[None, :]
+    inside = (lane < WIDTH) & (s * WIDTH + lane < N)
+    groups = tl.num_programs(0) // SLICES
+    return s, group * ROWS, groups * ROWS, s * WIDTH + lane, inside
+
+
+@triton.jit
+def _tile(
+    first,  # the first row of the tile
+    cols,  # the columns of its lanes
+    inside,  # which of the columns exist
+    M,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+):
+    """Where a tile is in a matrix, and which of its elements exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    # Only this is in 64 bits, once a tile: M * N may pass 2**31.
+    start = tl.cast(first, tl.int64) * N
+    return start, row * N + cols, inside & (row < M - first)
+
+
+@triton.jit
+def _column(t):
+    return tl.sum(t) if t.shape[0] == 1 else t[:, None]
+
+
+@triton.jit
+def _statistics(
+    means,  # (rows, PADDED): the mean of each slice
+    m2s,  # (rows, PADDED): its squared distances from it, summed
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    WIDTH: tl.constexpr,  # columns of a slice
+):
+    """Mean and 1 / standard deviation of each row."""
+    # The columns of each slice: the last one may have fewer, and what is
+    # beyond it has none.
+    s = tl.arange(0, means.shape[1])[None, :]
+    n = tl.maximum(tl.minimum(N - s * WIDTH, WIDTH), 0).to(tl.float32)
+    mean = tl.sum(means * n, axis=1) / N
+    d = means - _column(mean)
+    variance = tl.sum(m2s + n * d * d, axis=1) / N
+    return mean, 1 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def _layer_norm_fwd_shared(
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,)
+    b_ptr,  # (N,)
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,) float32: saved for the backward pass
+    rstd_ptr,  # (M,) float32: 1 / standard deviation, saved as well
+    words_ptr,  # (more than M, SLICES), empty
+    M,  # rows
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    LANES: tl.constexpr,  # lanes of a slice: a power of two, at least WIDTH
+    WIDTH: tl.constexpr,  # columns of a slice
+    PADDED: tl.constexpr,  # a power of two, at least the number of slices
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+
+    # A program always has the same columns, so it loads w and b once.
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+    b = tl.load(b_ptr + cols, mask=inside, other=0)
+
+    before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    # Until M + step: one turn more than there are tiles.
+    for first in tl.range(start, M + step, step, num_stages=3):
+        # Load a tile.
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+
+        # Mean and m2 of our slice of each row, and tell the others.
+        count = tl.minimum(N - s * WIDTH, WIDTH)  # columns of our slice
+        mean = tl.sum(x.to(tl.float32), axis=1) / count
+        d = tl.where(inside, x.to(tl.float32) - mean[:, None], 0)
+        m2 = tl.sum(d * d, axis=1)
+        _every_width_publish(words_ptr, first, s, mean, m2, SLICES, PTX)
+
+        # The tile before: its first row, and the row where storing ends. In
+        # the first turn nothing is stored.
+        done = tl.maximum(first - step, start)
+        end = tl.where(first > start, M, 0)
+
+        # What all slices of its rows have published, and the statistics. All
+        # programs of the group compute the same.
+        means, m2s = _every_width_collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+        mean, rstd = _statistics(means, m2s, eps, N, WIDTH)
+        rows = done + tl.arange(0, ROWS)
+        once = rows < tl.where(s == 0, end, 0)  # slice 0 stores them
+        tl.store(mean_ptr + rows, mean, mask=once)
+        tl.store(rstd_ptr + rows, rstd, mask=once)
+
+        # Scale, shift and store.
+        y = (before.to(tl.float32) - _column(mean)) * _column(rstd)
+        y = y * w.to(tl.float32) + b.to(tl.float32)
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(y_ptr + at + cell, y, mask=mask)
+        before = x
+
+
+def every_width_plan_shared(N, itemsize, forward):
+    """Rows and lanes of a tile; programs on an SM, and warps of each."""
+    row = N * itemsize
+    if forward:
+        if row <= 32 * EVERY_WIDTH_SLICE:
+            return (2, 2 * EVERY_WIDTH_SLICE // itemsize), {"per_sm": 1, "warps": 8}
+        if row <= 96 * EVERY_WIDTH_SLICE:
+            return (2, EVERY_WIDTH_SLICE // itemsize), {"per_sm": 2, "warps": 8}
+        return (1, 2 * EVERY_WIDTH_SLICE // itemsize), {"per_sm": 2, "warps": 4}
+
+    # The backward pass comes further down.
+    # A quarter of SLICE each, in three programs on an SM, if that is enough.
+    if row <= min(16, 3 * EVERY_WIDTH_NUM_SMS // 4) * EVERY_WIDTH_SLICE:
+        return (4, EVERY_WIDTH_SLICE // 4 // itemsize), {"per_sm": 3, "warps": 4}
+    if row <= 128 * EVERY_WIDTH_SLICE:
+        return (1, EVERY_WIDTH_SLICE // itemsize), {"per_sm": 2, "warps": 4}
+    return (1, EVERY_WIDTH_SLICE // itemsize), {"per_sm": 2, "warps": 8}
+
+
+@triton.jit
+def _add_pairs(a1, a2, b1, b2):
+    return a1 + b1, a2 + b2
+
+
+@triton.jit
+def _slice_sums(x, dy, w, mean):
+    """The two sums over our slice of each row of a tile."""
+    wdy = w.to(tl.float32) * dy.to(tl.float32)
+    d = x.to(tl.float32) - _column(mean)
+    return tl.reduce((wdy * d, wdy), 1, _add_pairs)
+
+
+@triton.jit
+def _slice_gradients(
+    x,  # a tile
+    dy,  # a tile
+    w,  # (1, LANES)
+    mean,  # (rows,)
+    rstd,  # (rows,)
+    sum1,  # (rows, PADDED): the first sum of each slice
+    sum2,  # (rows, PADDED): the second
+    dw,  # (1, LANES): the sums so far
+    db,  # (1, LANES)
+    N: tl.constexpr,  # columns
+):
+    """dx of a tile, and dw and db with its terms."""
+    # The sums over whole rows.
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_pairs)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = _column(sum1 * rstd * rstd * rstd / N)
+    c2 = _column(sum2 * rstd / N)
+
+    d = x.to(tl.float32) - _column(mean)
+    dy = dy.to(tl.float32)
+    scaled = dy * _column(rstd)
+    dx = scaled * w.to(tl.float32) - (d * c1 + c2)
+    dw += tl.sum(scaled * d, axis=0)[None, :]
+    db += tl.sum(dy, axis=0)[None, :]
+    return dx, dw, db
+
+
+@triton.jit
+def _layer_norm_bwd_shared(
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,)
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N)
+    words_ptr,  # (more than M, SLICES), empty
+    sums_ptr,  # (groups, 2, N): dw and db of each group
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    LANES: tl.constexpr,  # lanes of a slice: a power of two, at least WIDTH
+    WIDTH: tl.constexpr,  # columns of a slice
+    PADDED: tl.constexpr,  # a power of two, at least the number of slices
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    SLICES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    s, start, step, cols, inside = _my_slice(N, ROWS, LANES, WIDTH)
+    w = tl.load(w_ptr + cols, mask=inside, other=0)
+
+    # The sums of our columns, over all rows of our group.
+    dw = tl.zeros((1, LANES), tl.float32)
+    db = tl.zeros((1, LANES), tl.float32)
+
+    # The tile before.
+    x_before = tl.zeros((ROWS, LANES), x_ptr.dtype.element_ty)
+    dy_before = x_before
+
+    for first in tl.range(
+        start,
+        M + step,  # one turn more than there are tiles
+        step,
+        num_stages=3,
+        # The compiler would convert w to float32 before the loop, because the
+        # result is always the same. That takes registers, and they are full.
+        disable_licm=True,
+    ):
+        # Load a tile of both matrices, and the means of its rows.
+        at, cell, mask = _tile(first, cols, inside, M, N, ROWS)
+        x = tl.load(x_ptr + at + cell, mask=mask, other=0)
+        dy = tl.load(dy_ptr + at + cell, mask=mask, other=0)
+        rows = first + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0)
+
+        # The sums of our slice, and tell the others.
+        sum1, sum2 = _slice_sums(x, dy, w, mean)
+        _every_width_publish(words_ptr, first, s, sum1, sum2, SLICES, PTX)
+
+        # The tile before; in the first turn none of its rows is stored.
+        done = tl.maximum(first - step, start)
+        end = tl.where(first > start, M, 0)
+        sum1, sum2 = _every_width_collect(words_ptr, done, ROWS, SLICES, PADDED, PTX)
+
+        # Its statistics once more: registers are too few to keep them.
+        rows = done + tl.arange(0, ROWS)
+        mean = tl.load(mean_ptr + rows, mask=rows < end, other=0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < end, other=0)
+
+        dx, dw, db = _slice_gradients(
+            x_before, dy_before, w, mean, rstd, sum1, sum2, dw, db, N
+        )
+        at, cell, mask = _tile(done, cols, inside, end, N, ROWS)
+        tl.store(dx_ptr + at + cell, dx, mask=mask)
+        x_before = x
+        dy_before = dy
+
+    # Each group has a row of sums, and each program its own columns of it.
+    sums_ptr += start // ROWS * 2 * N + cols
+    tl.store(sums_ptr, dw, mask=inside)
+    tl.store(sums_ptr + N, db, mask=inside)
+
+
+def launcher(kernel, grid, unaligned=None, fits=None, **more):
+    """A launch as a function of the tensors of a kernel, in its order.
+
+    Mean and rstd, which are two arguments of a kernel, are one tensor here.
+    What Triton compiled is kept, and only addresses are handed over from then
+    on. If one of them is no multiple of 16, Triton looks at all arguments
+    again, or ``unaligned`` takes over. If ``fits(compiled)`` is not true,
+    nothing is launched, and the result is False.
+    """
+    names = [*inspect.signature(kernel.fn).parameters]
+    constants = [more.pop(name) for name in names if name in more]
+    by_triton = functools.partial(kernel[(grid,)], **more)
+    both = None
+    if "mean_ptr" in names:
+        both = names.index("mean_ptr")
+    to_rstd = 0  # bytes from the first mean to the first rstd
+    again = None
+
+    def launch(*tensors):
+        nonlocal again, to_rstd
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        any_bit = 0
+        for address in addresses:
+            any_bit |= address
+        aligned = any_bit % 16 == 0
+        if again is not None and aligned:
+            if both is not None:
+                addresses.insert(both + 1, addresses[both] + to_rstd)
+            again(addresses, constants)
+            return True
+        if unaligned is not None and not aligned:
+            return unaligned(*tensors)
+        if both is not None:
+            mean, rstd = tensors[both].unbind()
+            to_rstd = rstd.data_ptr() - mean.data_ptr()
+            tensors = *tensors[:both], mean, rstd, *tensors[both + 1 :]
+        if fits is not None:
+            compiled = kernel.warmup(
+                *tensors, *constants, grid=(grid,), **more
+            )
+            if not fits(compiled):
+                return False
+        compiled = by_triton(*tensors, *constants)
+        # The interpreter compiles nothing.
+        if compiled is not None and aligned:
+            again = bare(compiled, grid)
+        return True
+
+    return launch
+
+
+def bare(compiled, grid):
+    """A launch of what is compiled, on the stream that is current then."""
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()  # a plan is for one
+    current_stream = driver.get_current_stream
+    run = compiled.run
+    function = compiled.function
+    metadata = compiled.packed_metadata
+
+    def launch(addresses, constants):
+        stream = current_stream(device)
+        # Three times None: no metadata for hooks, and no hooks.
+        run(
+            grid, 1, 1, stream, function, metadata, None, None, None,
+            *addresses, *constants,
+        )  # fmt: skip
+
+    return launch
+
+
+def every_width_places(compiled):
+    """How many programs of a compiled kernel the GPU can run at a time."""
+    try:
+        compiled._init_handles()  # load it onto the GPU, as a launch does
+    except triton.OutOfResources:
+        return 0  # not even one: it needs more than an SM has
+    per_sm = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(per_sm),
+        ctypes.c_void_p(compiled.function),
+        ctypes.c_int(32 * compiled.metadata.num_warps),  # threads
+        ctypes.c_size_t(compiled.metadata.shared),  # bytes of shared memory
+    )
+    return per_sm.value * EVERY_WIDTH_NUM_SMS
+
+
+def every_width_together(kernel, grid, per_sm, warps, **more):
+    """A launch of programs that wait for each other, if the GPU has room for
+    all of them at a time; it says whether it has."""
+    more["num_warps"] = warps
+    more["PTX"] = EVERY_WIDTH_CUDA
+    if not EVERY_WIDTH_CUDA:
+        launch = launcher(kernel, grid, **more)
+
+        def twice(*tensors):
+            """The interpreter's programs run one by one: after the first time
+            all words are there."""
+            launch(*tensors)
+            return launch(*tensors)
+
+        return twice
+
+    def fits(compiled):
+        return grid <= every_width_places(compiled)
+
+    registers = 65536 // (32 * warps * per_sm)
+    more["maxnreg"] = min(registers // 8 * 8, 255)  # a multiple of 8
+    more["launch_cooperative_grid"] = True
+    return launcher(kernel, grid, fits=fits, **more)
+
+
+def every_width_cut(M, N, rows, lanes, per_sm):
+    """Groups and programs, the shape of words, and tiles for a kernel."""
+    programs = EVERY_WIDTH_NUM_SMS * per_sm
+    least = triton.cdiv(N, lanes)
+    groups = max(min(programs // least, triton.cdiv(M, rows)), 1)
+    padded = triton.next_power_of_2(least)
+    unit = min(lanes, 64)  # slices begin at a multiple of 128 bytes
+    width = triton.cdiv(N, min(programs // groups, padded) * unit) * unit
+    slices = triton.cdiv(N, width)
+    tiles = {"ROWS": rows, "LANES": lanes, "WIDTH": width, "PADDED": padded}
+    return groups, groups * slices, (M + (groups + 1) * rows, slices), tiles
+
+
+def every_width_empty_words(shape, device):
+    words = torch.empty(shape, dtype=torch.int64, device=device)
+    return words.fill_(EVERY_WIDTH_EMPTY if EVERY_WIDTH_CUDA else 0)
+
+
+def forward_chunks(M, N, itemsize, eps):
+    plan = plan_fwd_chunks(N, itemsize)
+    return launcher(
+        _layer_norm_fwd_chunks,
+        triton.cdiv(M, plan["ROWS"]),
+        M=M,
+        eps=eps,
+        N=N,
+        **plan,
+    )
+
+
+def forward_shifted(M, N, itemsize, eps):
+    launch = None
+    # The first is for what the second cannot take: a matrix that does not
+    # begin at a multiple of 16 bytes.
+    for step in (1, 16 // itemsize):
+        plan = plan_fwd_shifted(N, itemsize, step)
+        launch = launcher(
+            _layer_norm_fwd_shifted,
+            programs_for(M, N, itemsize, plan),
+            unaligned=launch,
+            M=M,
+            stride=N,
+            eps=eps,
+            N=N,
+            **plan,
+        )
+    return launch
+
+
+def forward_sweeps(M, N, itemsize, eps):
+    block, warps = every_width_plan_sweeps(N, itemsize)
+    return launcher(
+        _layer_norm_fwd_sweeps,
+        M,
+        eps=eps,
+        N=N,
+        BLOCK=block,
+        CACHES=True,
+        num_warps=warps,
+    )
+
+
+def forward_shared(M, N, itemsize, eps):
+    tile, how = every_width_plan_shared(N, itemsize, True)
+    _, programs, shape, tiles = every_width_cut(M, N, *tile, how["per_sm"])
+    launch = every_width_together(
+        _layer_norm_fwd_shared, programs, M=M, eps=eps, N=N, **tiles, **how
+    )
+    otherwise = forward_sweeps(M, N, itemsize, eps)
+
+    def run(x, w, b, y, stats):
+        ones = x.new_ones(N) if w is None else w
+        zeros = x.new_zeros(N) if b is None else b
+        words = every_width_empty_words(shape, x.device)
+        if not launch(x, ones, zeros, y, stats, words):
+            otherwise(x, w, b, y, stats)
+
+    return run
+
+
+def backward_chunks(M, N, itemsize):
+    # In these rows half the warps, and two programs on a multiprocessor: where
+    # one waits for a sum over its rows, the other one works.
+    per_sm = 1
+    if 2048 < N * itemsize <= 6144:
+        per_sm = 2
+    plan = plan_bwd_chunks(N, itemsize, 1 / per_sm)
+    P = min(EVERY_WIDTH_NUM_SMS * per_sm, triton.cdiv(M, plan["ROWS"]))
+    return P, launcher(
+        _layer_norm_bwd_chunks, P, M=M, N=N, EARLY=EVERY_WIDTH_EARLY, **plan
+    )
+
+
+def backward_shifted(M, N, itemsize):
+    plan = plan_bwd_shifted(N, itemsize, 16 // itemsize)
+    P = programs_for(M, N, itemsize, plan)
+    launch = None
+    for step in (1, 16 // itemsize):
+        launch = launcher(
+            _layer_norm_bwd_shifted,
+            P,
+            unaligned=launch,
+            M=M,
+            stride=N,
+            N=N,
+            EARLY=EVERY_WIDTH_EARLY,
+            **plan_bwd_shifted(N, itemsize, step),
+        )
+    return P, launch
+
+
+def backward_sweeps(M, N, itemsize, groups=None):
+    block, warps = plan_means(N, itemsize)
+    cols = min(4096 // itemsize, triton.next_power_of_2(N))
+    slices = triton.cdiv(N, cols)
+    rows = 2
+    P = groups or max(min(2 * EVERY_WIDTH_NUM_SMS // slices, triton.cdiv(M, rows)), 1)
+    means = launcher(
+        _layer_norm_bwd_means, M, M=M, N=N, BLOCK=block, num_warps=warps
+    )
+    finish = launcher(
+        _layer_norm_bwd_slices,
+        slices * P,
+        M=M,
+        N=N,
+        ROWS=rows,
+        COLS=cols,
+        num_warps=8,
+    )
+
+    def run(dy, x, w, stats, dx, sums):
+        c = None
+        if dx is not None:
+            c = stats.new_empty(2, M)
+            means(dy, x, w, stats, c)
+        finish(dy, x, w, stats, c, dx, sums)
+
+    return P, run
+
+
+def backward_shared(M, N, itemsize):
+    tile, how = every_width_plan_shared(N, itemsize, False)
+    P, programs, shape, tiles = every_width_cut(M, N, *tile, how["per_sm"])
+    launch = every_width_together(
+        _layer_norm_bwd_shared, programs, M=M, N=N, **tiles, **how
+    )
+    _, otherwise = backward_sweeps(M, N, itemsize, groups=P)
+
+    def run(dy, x, w, stats, dx, sums):
+        ones = x.new_ones(N) if w is None else w
+        # What nobody wants is computed all the same.
+        all_dx = torch.empty_like(x) if dx is None else dx
+        all_sums = stats.new_empty(P, 2, N) if sums is None else sums
+        words = every_width_empty_words(shape, x.device)
+        if not launch(dy, x, ones, stats, all_dx, words, all_sums):
+            otherwise(dy, x, w, stats, dx, sums)
+
+    return P, run
+
+
+def every_width_add_up(P, N):
+    """Tiles of 4096 sums, but as many programs as a GPU has places."""
+    rows = triton.next_power_of_2(max(P, 1))
+    few = triton.next_power_of_2(2 * N // 512)
+    cols = max(min(4096 // rows, few), 16)
+    more = {}
+    if EVERY_WIDTH_EARLY:
+        more["launch_pdl"] = True
+    return launcher(
+        _add_up_chunks,
+        triton.cdiv(2 * N, cols),
+        programs=P,
+        WIDTH=2 * N,
+        ROWS=rows,
+        COLS=cols,
+        EARLY=EVERY_WIDTH_EARLY,
+        **more,
+    )
+
+
+FORWARD = {
+    "chunks": forward_chunks,
+    "shifted": forward_shifted,
+    "sweeps": forward_sweeps,
+    "shared": forward_shared,
+}
+BACKWARD = {
+    "chunks": backward_chunks,
+    "shifted": backward_shifted,
+    "sweeps": backward_sweeps,
+    "shared": backward_shared,
+}
+
+
+def dtype_of_gradients(w, b, acc_dtype):
+    """The type of w and b, if they agree; acc_dtype, if they do not.
+
+    Autograd then rounds each gradient to the type of its parameter.
+    """
+    dtypes = {tensor.dtype for tensor in (w, b) if tensor is not None}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return acc_dtype
+
+
+def statistics(M):
+    """The shape of mean and rstd; both begin at a multiple of 16 bytes."""
+    return 2, triton.cdiv(M, 8) * 8
+
+
+class Plan:
+    """What calls of one kind have in common: launches, and results to make."""
+
+    def __init__(self, shape, x, weight, bias, eps, kernels=None):
+        ask_the_gpu()
+        N = shape.numel()
+        M = x.numel() // N
+        first, second = kernels or every_width_pick(N * x.itemsize, every_width_can_share(x.dtype))
+        self.kernels = first, second
+        self.forward = FORWARD[first](M, N, x.itemsize, eps)
+
+        # Patterns of what a call makes anew, of one number each: to make a
+        # tensor like another one takes the host least.
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = dtype_of_gradients(weight, bias, acc_dtype)
+        one = torch.empty((), dtype=acc_dtype, device=x.device)
+        self.stats = one.expand(statistics(M))
+        self.grads = one.to(dtype).expand(2, *shape)
+
+        # Which gradients are wanted is a part of a compiled kernel.
+        @functools.cache
+        def backward(for_x, for_parameters):
+            P, launch = BACKWARD[second](M, N, x_itemsize)
+            return launch, one.expand(P, 2, N), every_width_add_up(P, N)
+
+        x_itemsize = x.itemsize  # and not x, which need not be kept
+        self.backward = backward
+
+
+def normalize(plan, x, w, b):
+    """y, and mean and rstd of its rows, of contiguous tensors."""
+    y = torch.empty_like(x)
+    stats = torch.empty_like(plan.stats)
+    plan.forward(x, w, b, y, stats)
+    return y, stats
+
+
+def every_width_gradients(plan, for_x, for_parameters, dy, x, w, stats):
+    """dx, and dw and db in one tensor; None for what is not wanted."""
+    launch, like_sums, add_up = plan.backward(for_x, for_parameters)
+    dx = None
+    if for_x:
+        dx = torch.empty_like(x)
+    if not for_parameters:
+        launch(dy.contiguous(), x, w, stats, dx, None)
+        return dx, None
+    sums = torch.empty_like(like_sums)
+    launch(dy.contiguous(), x, w, stats, dx, sums)
+    grads = torch.empty_like(plan.grads)
+    add_up(sums, grads)
+    return dx, grads
+
+
+def contiguous_or_none(tensor):
+    """The tensor with its elements side by side; copied only if needed."""
+    if tensor is None:
+        return None
+    return tensor.contiguous()
+
+
+class BothPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, plan):
+        x = x.contiguous()
+        if w is not None:
+            w = w.contiguous()
+        if b is not None:
+            b = b.contiguous()
+        y, stats = normalize(plan, x, w, b)
+        ctx.save_for_backward(x, w, stats)
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():  # create_graph=True: no second pass
+            once = torch.autograd.function.once_differentiable
+            return once(gradients_of)(ctx, dy)
+        return gradients_of(ctx, dy)
+
+
+# What apply of an autograd function does before it calls this serves
+# torch.func, whose transforms our launches refuse anyway, and takes time.
+APPLY = super(torch.autograd.Function, BothPasses).apply
+
+
+def gradients_of(ctx, dy):
+    """One gradient for each argument of forward; a plan has none."""
+    for_x, for_w, for_b, _ = ctx.needs_input_grad
+    dx, grads = every_width_gradients(
+        ctx.plan, for_x, for_w or for_b, dy, *ctx.saved_tensors
+    )
+    dw = None
+    db = None
+    if grads is not None:
+        dw, db = grads.unbind()
+    return dx, dw if for_w else None, db if for_b else None, None
+
+
+def layer_norm(
+    x, normalized_shape, weight=None, bias=None, eps=1e-5, *, kernels=None
+):
+    """Normalize x over its last dimensions; both passes run in Triton.
+
+    x has floats of 16 bits or more, and any dimensions and strides.
+    normalized_shape, a number or a shape, gives the last dimensions of x.
+    weight and bias have that shape, or are None.
+    """
+    if isinstance(normalized_shape, int):
+        shape = (normalized_shape,)
+    else:
+        shape = tuple(normalized_shape)
+    if torch.compiler.is_compiling():
+        return every_width_operator_forward(x, weight, bias, shape, eps)[0]
+    plan = plan_of(shape, x, weight, bias, eps, kernels)
+    return APPLY(x, weight, bias, plan)
+
+
+PLANS = {}
+
+
+def current_device():
+    """Its number; -1 without a GPU, as of tensors in memory of the host."""
+    if not ON_GPU:
+        return -1
+    return torch.cuda.current_device()
+
+
+def plan_of(shape, x, weight, bias, eps, kernels=None):
+    """The plan of a call; a kind has all that a plan depends on."""
+    kind = (
+        shape,
+        eps,
+        kernels,
+        current_device(),
+        x.shape,
+        x.dtype,
+        x.device,
+        weight is not None and (weight.shape, weight.dtype, weight.device),
+        bias is not None and (bias.shape, bias.dtype, bias.device),
+    )
+    plan = PLANS.get(kind)
+    if plan is None:
+        every_width_check_arguments(x, torch.Size(shape), weight, bias, eps)
+        if len(PLANS) >= 4096:
+            PLANS.clear()
+        plan = Plan(torch.Size(shape), x, weight, bias, eps, kernels)
+        PLANS[kind] = plan
+    return plan
+
+
+def every_width_check_arguments(x, shape, weight, bias, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        # Triton starts a kernel on the current GPU, wherever its tensors are.
+        if tensor.get_device() != current_device():
+            raise ValueError(
+                f"{name} is on {tensor.device}: not the current one"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, and x is on {x.device}"
+            )
+    if shape.numel() == 0 or len(shape) == 0:
+        raise ValueError(f"normalized_shape is {tuple(shape)}: it is empty")
+    for name, tensor in tensors.items():
+        last_dimensions = tensor.shape
+        if name == "x":
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, and "
+                f"normalized_shape is {tuple(shape)}"
+            )
+    if shape.numel() > 2**30:  # places in two rows are numbers of 32 bits
+        raise ValueError(
+            f"normalized_shape is {tuple(shape)}: at most 2**30 columns"
+        )
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+
+
+MAYBE = torch.Tensor | None
+
+
+@torch.library.custom_op("both_passes::every_width", mutates_args=())
+def every_width_operator_forward(
+    x: torch.Tensor, w: MAYBE, b: MAYBE, shape: list[int], eps: float
+) -> list[torch.Tensor]:
+    plan = plan_of(tuple(shape), x, w, b, eps)
+    w = contiguous_or_none(w)
+    b = contiguous_or_none(b)
+    return list(normalize(plan, x.contiguous(), w, b))
+
+
+@every_width_operator_forward.register_fake
+def _(x, w, b, shape, eps):
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    M = x.numel() // torch.Size(shape).numel()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return [y, x.new_empty(statistics(M), dtype=acc_dtype)]
+
+
+@torch.library.custom_op("both_passes::every_width_bwd", mutates_args=())
+def every_width_operator_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: MAYBE,
+    b: MAYBE,
+    stats: torch.Tensor,
+    shape: list[int],
+    eps: float,
+) -> list[torch.Tensor]:
+    plan = plan_of(tuple(shape), x, w, b, eps)
+    w = contiguous_or_none(w)
+    return list(every_width_gradients(plan, True, True, dy, x.contiguous(), w, stats))
+
+
+@every_width_operator_backward.register_fake
+def _(dy, x, w, b, stats, shape, eps):
+    dtype = dtype_of_gradients(w, b, stats.dtype)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return [dx, x.new_empty((2, *shape), dtype=dtype)]
+
+
+def every_width_keep(ctx, inputs, output):
+    x, w, b, shape, eps = inputs
+    _, stats = output
+    ctx.save_for_backward(x, w, b, stats)
+    ctx.shape = shape
+    ctx.eps = eps
+
+
+def every_width_operator_gradients(ctx, results):
+    x, w, b, stats = ctx.saved_tensors
+    dx, grads = every_width_operator_backward(
+        results[0], x, w, b, stats, ctx.shape, ctx.eps
+    )
+    dw = None
+    if w is not None:
+        dw = grads[0].to(w.dtype)
+    db = None
+    if b is not None:
+        db = grads[1].to(b.dtype)
+    return dx, dw, db, None, None
+
+
+EVERY_WIDTH_BOUND = every_width_operator_forward.register_autograd(
+    every_width_operator_gradients, setup_context=every_width_keep
+)
+
+
+# fused/01-add-layer-norm ------------------------------------------------------
+# Gives add_layer_norm.
+
+
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+@triton.jit
+def _add_layer_norm_fwd(
+    x_ptr,  # (M, N), contiguous
+    r_ptr,  # New: (M, N), the residual; None if there is none
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    s_ptr,  # New: (M, N), the sum; None if there is no residual
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two, at least N
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # A program for each row. M * N may pass 2**31.
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    at = row.to(tl.int64) * N + cols
+    s = tl.load(x_ptr + at, mask=mask, other=0)
+
+    # New: add, round to the type of the stream, and write the sum. It stays in
+    # registers, too.
+    if r_ptr is not None:
+        r = tl.load(r_ptr + at, mask=mask, other=0)
+        s = (s.to(acc) + r.to(acc)).to(r.dtype)
+        tl.store(s_ptr + at, s, mask=mask)
+
+    # The mean. Idle lanes hold 0, which changes no sum.
+    mean = tl.sum(s.to(acc)) / N
+
+    # The variance. Here an idle lane would add the square of the mean.
+    d = tl.where(mask, s.to(acc) - mean, 0)
+    rstd = 1 / tl.sqrt(tl.sum(d * d) / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+
+    # Normalize. All programs read w and b, so caches should keep them.
+    y = (s.to(acc) - mean) * rstd
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last")
+        y *= w.to(acc)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last")
+        y += b.to(acc)
+    tl.store(y_ptr + at, y, mask=mask)
+
+
+STREAM_CUDA = ON_GPU and torch.version.hip is None
+
+
+def stream_plan_forward(N, itemsize):
+    """Lanes of the tile of a row, and warps of a program."""
+    block = triton.next_power_of_2(N)
+    warps = min(max(block * itemsize // 2048, 1), 16)
+    plan = {"BLOCK": block, "num_warps": warps}
+    if STREAM_CUDA and warps == 16:
+        plan["maxnreg"] = 64
+    return plan
+
+
+def stream_forward(x, r, w, b, eps):
+    """y, s, mean and rstd of contiguous matrices.
+
+    r, w and b may be None. Without r there is no s, which is None.
+    """
+    M, N = x.shape
+    y = torch.empty_like(x)
+    s = None
+    widest = x
+    if r is not None:
+        s = torch.empty_like(r)
+        widest = r  # the residual has the type of x, or a wider one
+    # 16-bit rows are summed in float32.
+    acc_dtype = torch.promote_types(widest.dtype, torch.float32)
+    mean = torch.empty(M, dtype=acc_dtype, device=x.device)
+    rstd = torch.empty(M, dtype=acc_dtype, device=x.device)
+    _add_layer_norm_fwd[(M,)](
+        x_ptr=x,
+        r_ptr=r,
+        w_ptr=w,
+        b_ptr=b,
+        y_ptr=y,
+        s_ptr=s,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        eps=eps,
+        N=N,
+        **stream_plan_forward(N, widest.itemsize),
+    )
+    return y, s, mean, rstd
+
+
+@triton.jit
+def _stream_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column of the lanes of a chunk, and which of them exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
+    mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
+    if (c + 1) * CHUNK > N:
+        mask = mask & (col < N)
+    return row, col, mask
+
+
+@triton.jit
+def _stream_load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
+    """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
+    xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        row, col, mask = _stream_chunk(c, left, N, ROWS, CHUNK)
+        at = ptr + (row * stride + col)
+        xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
+    return xs
+
+
+@triton.jit
+def _stream_means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
+    """c1 * rstd**2 and c2 * rstd for each row of a tile."""
+    sum1 = tl.zeros(xs[0].shape, mean.dtype)
+    sum2 = tl.zeros(xs[0].shape, mean.dtype)
+    for c in tl.static_range(len(xs)):
+        # Lanes that hold no column have dy = 0, so they add 0 to both sums.
+        wdy = dys[c].to(mean.dtype)
+        if len(ws) > 0:
+            wdy = wdy * ws[c].to(mean.dtype)
+        sum1 += wdy * (xs[c].to(mean.dtype) - mean)
+        sum2 += wdy
+    # Both sums over a row at once, so that its warps meet only once.
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = sum1[:, None] * rstd * rstd * rstd / N
+    c2 = sum2[:, None] * rstd / N
+    return c1, c2
+
+
+@triton.jit
+def _stream_gradients(x, dy, w, mean, rstd, c1, c2):
+    """dx of a chunk, and its terms of dw and db; w may be None."""
+    d = x.to(mean.dtype) - mean
+    dy = dy.to(mean.dtype)
+    scaled = dy * rstd
+    wdy = scaled  # r * g
+    if w is not None:
+        wdy = scaled * w.to(mean.dtype)
+    return wdy - (d * c1 + c2), scaled * d, dy
+
+
+STREAM_PTX = tl.constexpr(STREAM_CUDA)
+
+
+@triton.jit
+def _forget(
+    x,  # what will be converted once more
+    zero,  # a number that is 0, but the compiler cannot assume that
+):
+    """x, but the compiler does not know that it is x."""
+    if STREAM_PTX and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;",
+            "=r,r,r",
+            [x, zero.to(tl.int16)],
+            dtype=x.dtype,
+            is_pure=True,
+            pack=2,
+        )
+    return x
+
+
+@triton.jit
+def _add_layer_norm_bwd(
+    dy_ptr,  # (M, N), contiguous
+    ds_ptr,  # New: (M, N), contiguous; None if nothing arrives from the stream
+    s_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), for both inputs; None if not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    EARLY: tl.constexpr,  # whether the second kernel may start early
+):
+    # w stays in registers for all rows, in its own type.
+    ws = ()
+    if w_ptr is not None:
+        ws = _stream_load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+
+    # The sums for dw and db, of each lane.
+    zeros = tl.zeros((ROWS, CHUNK), mean_ptr.dtype.element_ty)
+    dws = ()
+    dbs = ()
+    for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+
+    for first in tl.range(
+        tl.program_id(0) * ROWS,
+        M,
+        tl.num_programs(0) * ROWS,
+        num_stages=STAGES,
+        disable_licm=True,  # w is not converted before the loop
+    ):
+        # Load ROWS rows of s and of dy, and what the forward pass saved.
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+        ss = _stream_load_chunks(s_ptr + start, N, left, N, ROWS, CHUNK, "")
+        dys = _stream_load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+        # Both means need the whole row, so all chunks come first.
+        c1, c2 = _stream_means_of_chunks(ss, dys, ws, mean, rstd, N)
+
+        # Then each chunk is done by itself.
+        zero = c1 != c1
+        new_dws = ()
+        new_dbs = ()
+        for c in tl.static_range(len(ss)):
+            s = ss[c]
+            dy = dys[c]
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
+            # New: convert again, where a row takes most of the registers.
+            if len(ss) > 4:
+                s = _forget(s, zero)
+                dy = _forget(dy, zero)
+                if w_ptr is not None:
+                    w = _forget(w, zero)
+            dx, dw, db = _stream_gradients(s, dy, w, mean, rstd, c1, c2)
+            new_dws += (dws[c] + dw,)
+            new_dbs += (dbs[c] + db,)
+            if dx_ptr is not None:
+                i, j, mask = _stream_chunk(c, left, N, ROWS, CHUNK)
+                at = start + (i * N + j)
+                # New: add what arrives from the stream.
+                if ds_ptr is not None:
+                    ds = tl.load(ds_ptr + at, mask=mask, other=0)
+                    dx += ds.to(dx.dtype)
+                tl.store(dx_ptr + at, dx, mask=mask)
+        dws = new_dws
+        dbs = new_dbs
+
+    # The kernel that adds up the sums of all programs may start now.
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if sums_ptr is not None:
+        _store_sums_of_chunks(sums_ptr, dws, dbs, N)
+
+
+STREAM_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+STREAM_NUM_SMS = STREAM_GPU.multi_processor_count if ON_GPU else 4
+STREAM_EARLY = STREAM_CUDA and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def stream_add_up(sums, grads, early=STREAM_EARLY):
+    """Fill grads, dw and db as (2, N), from (programs, 2, N) sums."""
+    programs, _, N = sums.shape
+    options = {}
+    if early:
+        options["launch_pdl"] = True
+    columns_per_program = 16
+    _add_up_chunks[(triton.cdiv(2 * N, columns_per_program),)](
+        sums_ptr=sums,
+        grads_ptr=grads,
+        programs=programs,
+        WIDTH=2 * N,
+        ROWS=triton.next_power_of_2(max(programs, 1)),
+        COLS=columns_per_program,
+        EARLY=early,
+        **options,
+    )
+
+
+# Bytes of shared memory that a program may have.
+STREAM_SHARED = getattr(STREAM_GPU, "shared_memory_per_block_optin", 65536)
+
+
+def stream_plan_backward(N, itemsize):
+    """Tile, warps and stages; per_sm: programs that share an SM."""
+    row = N * itemsize
+    warps = 8
+    most_ahead = 2
+    if row <= 8192:
+        warps = 4
+        most_ahead = 3
+    per_sm = 1
+    if row <= 4096:
+        per_sm = 2
+
+    # A thread loads 16 bytes, a warp 512. Narrow rows share a tile, for which
+    # each thread makes two loads.
+    lanes = 512 // itemsize * warps
+    chunk = min(lanes, triton.next_power_of_2(N))
+    rows = 1
+    if row <= 2048:
+        rows = min(2 * lanes // chunk, 8)
+
+    tile = 3 * rows * triton.cdiv(N, chunk) * chunk * itemsize  # bytes
+    ahead = min((STREAM_SHARED // per_sm - 8192) // tile, most_ahead)
+    return {
+        "ROWS": rows,
+        "CHUNK": chunk,
+        "STAGES": 1 + ahead,
+        "num_warps": warps,
+        "per_sm": per_sm,
+    }
+
+
+def stream_backward(dy, ds, s, w, mean, rstd, dx, grads):
+    """Fill dx and grads, which are dw and db; either may be None."""
+    M, N = s.shape
+    plan = stream_plan_backward(N, max(s.itemsize, dy.itemsize))
+    per_sm = plan.pop("per_sm")
+    programs = min(STREAM_NUM_SMS * per_sm, triton.cdiv(M, plan["ROWS"]))
+    sums = None
+    if grads is not None:
+        shape = (programs, 2, N)
+        sums = torch.empty(shape, dtype=mean.dtype, device=s.device)
+    _add_layer_norm_bwd[(programs,)](
+        dy_ptr=dy,
+        ds_ptr=ds,
+        s_ptr=s,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        M=M,
+        N=N,
+        EARLY=STREAM_EARLY,
+        **plan,
+    )
+    if grads is not None:
+        stream_add_up(sums, grads)
+
+
+def rows_or_none(tensor, N):
+    """The tensor as a matrix of rows of N columns; copied only if needed."""
+    if tensor is None:
+        return None
+    return tensor.reshape(-1, N).contiguous()
+
+
+class AddLayerNorm(torch.autograd.Function):
+    """y and s over rows of N columns; without a residual s is None."""
+
+    @staticmethod
+    def forward(ctx, x, residual, w, b, N, eps):
+        ctx.set_materialize_grads(False)
+        ctx.shape = x.shape
+        x = rows_or_none(x, N)
+        residual = rows_or_none(residual, N)
+        w = contiguous_or_none(w)
+        b = contiguous_or_none(b)
+        y, s, mean, rstd = stream_forward(x, residual, w, b, eps)
+        if s is None:
+            ctx.save_for_backward(x, w, mean, rstd)
+        else:
+            ctx.save_for_backward(s, w, mean, rstd)
+            s = s.reshape(ctx.shape)
+        # dw and db have the type of w and b, if these agree. If not, PyTorch
+        # rounds each to its type.
+        dtypes = {tensor.dtype for tensor in (w, b) if tensor is not None}
+        ctx.grads_dtype = mean.dtype
+        if len(dtypes) == 1:
+            ctx.grads_dtype = dtypes.pop()
+        return y.reshape(ctx.shape), s
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, dy, ds):
+        s, w, mean, rstd = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:4]
+        wants_dx, wants_dresidual, wants_dw, wants_db = wanted
+        N = s.shape[1]
+        if dy is None:
+            dy = torch.zeros_like(s)
+        dx = None
+        if wants_dx or wants_dresidual:
+            dx = torch.empty(ctx.shape, dtype=s.dtype, device=s.device)
+        grads = None
+        if wants_dw or wants_db:
+            grads = torch.empty(2, N, dtype=ctx.grads_dtype, device=s.device)
+        dy = rows_or_none(dy, N)
+        ds = rows_or_none(ds, N)
+        stream_backward(dy, ds, s, w, mean, rstd, dx, grads)
+        dw = None
+        db = None
+        if wants_dw:
+            dw = grads[0]
+        if wants_db:
+            db = grads[1]
+        dresidual = None
+        if wants_dresidual:
+            dresidual = dx
+        if not wants_dx:
+            dx = None
+        return dx, dresidual, dw, db, None, None
+
+
+STREAM_WARP = 64 if torch.version.hip else 32  # threads
+
+
+def stream_plan_sweeps(N, itemsize):
+    """Lanes of a tile, and warps of a program."""
+    row_bytes = N * itemsize
+    threads = 1024
+    tile_bytes = 32768
+    if row_bytes <= 65536:
+        tile_bytes = 16384
+    if row_bytes <= 32768:
+        threads = 512
+        tile_bytes = 8192
+    if row_bytes % 16 > 0:
+        threads = 256
+        tile_bytes = 8192
+    block = min(tile_bytes // itemsize, triton.next_power_of_2(N))
+    # A narrow row does not need so many threads.
+    threads = min(threads, block * itemsize // 16)
+    return block, max(threads // STREAM_WARP, 1)
+
+
+def means_of_rows(dy, x, w, mean, rstd, warps=None):
+    """c1 and c2 of each row, as a (2, M) tensor; warps: not by the rule."""
+    M, N = x.shape
+    c = torch.empty(2, M, dtype=mean.dtype, device=x.device)
+    block, warps_by_rule = plan_means(N, x.itemsize)
+    if warps is None:
+        warps = warps_by_rule
+    _layer_norm_bwd_means[(M,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        c_ptr=c,
+        M=M,
+        N=N,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return c
+
+
+def backward_in_sweeps(dy, x, w, mean, rstd, wanted):
+    """dx, dw and db for (M, N) matrices; None where not wanted."""
+    wants_dx, wants_dw, wants_db = wanted
+    M, N = x.shape
+    dx = None
+    c = None
+    if wants_dx:
+        dx = torch.empty_like(x)
+        c = means_of_rows(dy, x, w, mean, rstd)
+
+    # As many groups as fill two programs on each SM; at least one.
+    rows = 2
+    cols = min(4096 // x.itemsize, triton.next_power_of_2(N))
+    slices = triton.cdiv(N, cols)
+    groups = min(2 * STREAM_NUM_SMS // slices, triton.cdiv(M, rows))
+    groups = max(groups, 1)
+    sums = None
+    if wants_dw or wants_db:
+        shape = (groups, 2, N)
+        sums = torch.empty(shape, dtype=mean.dtype, device=x.device)
+    _layer_norm_bwd_slices[(slices * groups,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        c_ptr=c,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        M=M,
+        N=N,
+        ROWS=rows,
+        COLS=cols,
+        num_warps=8,
+    )
+
+    dw = None
+    db = None
+    if sums is not None:
+        both = sums.sum(dim=0)
+        if wants_dw:
+            dw = both[0]
+        if wants_db:
+            db = both[1]
+    return dx, dw, db
+
+
+class Streamed(torch.autograd.Function):
+    """The layer norm of s in the type of dtype; dx has that of s."""
+
+    @staticmethod
+    def forward(ctx, s, w, b, eps, dtype):
+        s = contiguous_or_none(s)
+        w = contiguous_or_none(w)
+        b = contiguous_or_none(b)
+        M, N = s.shape
+        y = torch.empty_like(s, dtype=dtype)
+        acc_dtype = torch.promote_types(s.dtype, torch.float32)
+        mean = torch.empty(M, dtype=acc_dtype, device=s.device)
+        rstd = torch.empty(M, dtype=acc_dtype, device=s.device)
+        block, warps = stream_plan_sweeps(N, s.itemsize)
+        _layer_norm_fwd_sweeps[(M,)](
+            x_ptr=s,
+            w_ptr=w,
+            b_ptr=b,
+            y_ptr=y,
+            mean_ptr=mean,
+            rstd_ptr=rstd,
+            eps=eps,
+            N=N,
+            BLOCK=block,
+            CACHES=True,
+            num_warps=warps,
+        )
+        ctx.save_for_backward(s, w, mean, rstd)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, dy):
+        s, w, mean, rstd = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        dy = dy.contiguous()
+        dx, dw, db = backward_in_sweeps(dy, s, w, mean, rstd, wanted)
+        return dx, dw, db, None, None
+
+
+WIDEST_ROW = 28672  # bytes that one kernel takes: 14336 columns of 16 bits
+
+
+def stream_check_arguments(x, residual, shape, weight, bias, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        if tensor.device != x.device or tensor.device.type != DEVICE.type:
+            raise ValueError(
+                f"{name} is on {tensor.device}: x, residual, weight and bias "
+                f"must all be on {DEVICE}"
+            )
+    # Triton starts a kernel on the current GPU, wherever its tensors are.
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: not the current one")
+
+    if shape.numel() == 0 or len(shape) == 0:
+        raise ValueError(
+            f"x has nothing to normalize: normalized_shape is {tuple(shape)}"
+        )
+    for name, tensor in tensors.items():
+        last_dimensions = tensor.shape
+        if name in ("x", "residual"):
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, and "
+                f"normalized_shape is {tuple(shape)}"
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"the shape of residual is {tuple(residual.shape)}, and that of x "
+            f"is {tuple(x.shape)}"
+        )
+    if residual is not None:
+        widest = torch.promote_types(x.dtype, residual.dtype)
+        if residual.dtype != widest:
+            raise TypeError(
+                f"residual is {residual.dtype}, which does not hold every "
+                f"number of x, which is {x.dtype}"
+            )
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+    if shape.numel() > 2**30:
+        raise ValueError(
+            f"normalized_shape has {shape.numel()} columns: at most {2**30} "
+            "are possible"
+        )
+
+
+def add_layer_norm(
+    x, residual, normalized_shape, weight=None, bias=None, eps=1e-5
+):
+    """(y, s): s = x + residual, and y is the layer norm of s.
+
+    normalized_shape, a number or a shape, gives the last dimensions of x.
+    Without a residual, which may be None, s is x. weight and bias have
+    normalized_shape, or are None.
+    """
+    if isinstance(normalized_shape, int):
+        normalized_shape = [normalized_shape]
+    shape = torch.Size(normalized_shape)
+    stream_check_arguments(x, residual, shape, weight, bias, eps)
+
+    N = shape.numel()
+    if weight is not None:
+        weight = weight.reshape(N)
+    if bias is not None:
+        bias = bias.reshape(N)
+
+    widest = x
+    if residual is not None:
+        widest = residual
+    if N * widest.itemsize > WIDEST_ROW:  # two steps
+        s = x
+        if residual is not None:
+            s = x + residual
+        y = Streamed.apply(s.reshape(-1, N), weight, bias, eps, x.dtype)
+        return y.reshape(x.shape), s
+
+    y, s = AddLayerNorm.apply(x, residual, weight, bias, N, eps)
+    if s is None:
+        s = x
+    return y, s
+
+
+# fused/02-dropout -------------------------------------------------------------
+# Gives dropout_add_layer_norm.
+
+
+@triton.jit
+def _dropout(
+    x,  # (rows, columns): chunk c of some rows
+    seed,
+    row,  # (rows, 1): which rows these are in the matrix
+    c,  # which chunk of a row this is
+    DROP: tl.constexpr,  # p * 2**32
+    FOUR: tl.constexpr = True,  # whether four neighbors share a call
+):
+    """x, dropped or scaled. A gradient takes the same way back."""
+    if DROP == 0:
+        return x
+    elif DROP == 2**32:
+        return tl.zeros_like(x)
+    else:
+        SHARE: tl.constexpr = 4 if FOUR else 1
+        GROUPS: tl.constexpr = x.shape[1] // SHARE
+        # The counter: which group of the row, and which row. Both are made
+        # tiles of (rows, groups).
+        group = c * GROUPS + tl.arange(0, GROUPS)[None, :] + row * 0
+        a, b, c, d = tl.philox(seed, group, row + group * 0, 0, 0)
+        word = a
+        if FOUR:
+            # join makes pairs in a new last dimension. Twice makes (rows,
+            # groups, 2, 2), and the last dimension comes from the outer join:
+            # a and b first, then c and d. Then all columns are in order.
+            word = tl.join(tl.join(a, c), tl.join(b, d))
+            word = tl.reshape(word, x.shape)
+        scale: tl.constexpr = 2**32 / (2**32 - DROP)  # 1 / (1 - p)
+        return tl.where(word >= DROP, x * scale, 0)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _dropout_add_layer_norm_fwd(
+    x_ptr,  # (M, N), contiguous
+    r_ptr,  # (M, N): the residual
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    s_ptr,  # (M, N): the sum, which goes on as the stream
+    mean_ptr,  # (M,): saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    seed,  # New
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of the tile: a power of two
+    DROP: tl.constexpr,  # New: p * 2**32
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+    row = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = cols < N
+    at = row.to(tl.int64) * N + cols  # M * N may pass 2**31
+    x = tl.load(x_ptr + at, mask=mask, other=0)
+    r = tl.load(r_ptr + at, mask=mask, other=0)
+
+    # New: x is dropped. The whole row is chunk 0.
+    s = _dropout(x.to(acc), seed, row, 0, DROP) + r.to(acc)
+    # Rounded to the type of the stream first, so that y belongs to the s that
+    # others read.
+    s = s.to(r.dtype)
+    tl.store(s_ptr + at, s, mask=mask)
+
+    # The layer norm of s, as before.
+    mean = tl.sum(s.to(acc), axis=1)[:, None] / N
+    d = tl.where(mask, s.to(acc) - mean, 0)  # idle lanes: 0
+    rstd = 1 / tl.sqrt(tl.sum(d * d, axis=1)[:, None] / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    y = (s.to(acc) - mean) * rstd
+    # All programs read w and b, so caches keep them.
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last")
+        y *= w.to(acc)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last")
+        y += b.to(acc)
+    tl.store(y_ptr + at, y, mask=mask)
+
+
+# The interpreter has no limit of registers.
+DROPOUT_CUDA = ON_GPU and torch.version.hip is None
+
+
+def dropout_plan_forward(N, itemsize):
+    """Lanes and warps of a program."""
+    block = max(triton.next_power_of_2(N), 16)
+    warps = min(max(block * itemsize // 2048, 1), 16)
+    plan = {"BLOCK": block, "num_warps": warps}
+    if DROPOUT_CUDA and warps == 16:
+        plan["maxnreg"] = 64
+    return plan
+
+
+def dropout_forward(x, r, w, b, eps, p, seed):
+    """y, s, mean and rstd of contiguous matrices; w and b may be None."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    s = torch.empty_like(r)
+    # 16-bit rows are summed in float32.
+    acc = torch.promote_types(r.dtype, torch.float32)
+    mean = torch.empty(M, dtype=acc, device=x.device)
+    rstd = torch.empty(M, dtype=acc, device=x.device)
+    _dropout_add_layer_norm_fwd[(M,)](
+        x_ptr=x,
+        r_ptr=r,
+        w_ptr=w,
+        b_ptr=b,
+        y_ptr=y,
+        s_ptr=s,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        seed=seed,
+        eps=eps,
+        N=N,
+        DROP=round(p * 2**32),
+        **dropout_plan_forward(N, r.itemsize),
+    )
+    return y, s, mean, rstd
+
+
+@triton.jit
+def _dropout_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column of the lanes of a chunk, and which of them exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
+    mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
+    if (c + 1) * CHUNK > N:
+        mask = mask & (col < N)
+    return row, col, mask
+
+
+@triton.jit
+def _dropout_load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
+    """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
+    xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        row, col, mask = _dropout_chunk(c, left, N, ROWS, CHUNK)
+        at = ptr + (row * stride + col)
+        xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
+    return xs
+
+
+@triton.jit
+def _dropout_means_of_chunks(xs, dys, ws, mean, rstd, N: tl.constexpr):
+    """c1 * rstd**2 and c2 * rstd for each row of a tile."""
+    sum1 = tl.zeros(xs[0].shape, mean.dtype)
+    sum2 = tl.zeros(xs[0].shape, mean.dtype)
+    for c in tl.static_range(len(xs)):
+        # Lanes that hold no column have dy = 0, so they add 0 to both sums.
+        wdy = dys[c].to(mean.dtype)
+        if len(ws) > 0:
+            wdy = wdy * ws[c].to(mean.dtype)
+        sum1 += wdy * (xs[c].to(mean.dtype) - mean)
+        sum2 += wdy
+    # Both sums over a row at once, so that its warps meet only once.
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = sum1[:, None] * rstd * rstd * rstd / N
+    c2 = sum2[:, None] * rstd / N
+    return c1, c2
+
+
+@triton.jit
+def _dropout_gradients(x, dy, w, mean, rstd, c1, c2):
+    """dx of a chunk, and its terms of dw and db; w may be None."""
+    d = x.to(mean.dtype) - mean
+    dy = dy.to(mean.dtype)
+    scaled = dy * rstd
+    wdy = scaled  # r * g
+    if w is not None:
+        wdy = scaled * w.to(mean.dtype)
+    return wdy - (d * c1 + c2), scaled * d, dy
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _dropout_add_layer_norm_bwd(
+    dy_ptr,  # (M, N), contiguous
+    ds_ptr,  # (M, N): the gradient that comes along the stream, or None
+    s_ptr,  # (M, N), from the forward pass
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dr_ptr,  # (M, N): the gradient of the residual
+    dx_ptr,  # (M, N), or None: without dropout it is that of the residual
+    sums_ptr,  # (programs, 2, N): sums for dw, and for db
+    seed,  # New: that of the forward pass
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    DROP: tl.constexpr,  # New: p * 2**32
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+
+    # w stays in registers for all rows, in its own type.
+    ws = ()
+    if w_ptr is not None:
+        ws = _dropout_load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+
+    # The sums for dw and db, of each lane.
+    zeros = tl.zeros((ROWS, CHUNK), acc)
+    dws = ()
+    dbs = ()
+    for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+
+    for first in tl.range(
+        tl.program_id(0) * ROWS,
+        M,
+        tl.num_programs(0) * ROWS,
+        num_stages=STAGES,
+        # Keep w in its own type: in float32 it takes twice the registers.
+        disable_licm=True,
+    ):
+        # Load ROWS rows of s and of dy, and what the forward pass saved.
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+        xs = _dropout_load_chunks(s_ptr + start, N, left, N, ROWS, CHUNK, "")
+        dys = _dropout_load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+        # Both means need the whole row, so all chunks come first.
+        c1, c2 = _dropout_means_of_chunks(xs, dys, ws, mean, rstd, N)
+
+        new_dws = ()
+        new_dbs = ()
+        for c in tl.static_range(len(xs)):
+            w = None
+            if w_ptr is not None:
+                w = ws[c]
+            g, dw, db = _dropout_gradients(xs[c], dys[c], w, mean, rstd, c1, c2)
+            new_dws += (dws[c] + dw,)
+            new_dbs += (dbs[c] + db,)
+            # The gradient of the stream is added to that of the norm.
+            i, j, mask = _dropout_chunk(c, left, N, ROWS, CHUNK)
+            at = start + (i * N + j)
+            if ds_ptr is not None:
+                g += tl.load(ds_ptr + at, mask=mask, other=0).to(acc)
+            tl.store(dr_ptr + at, g, mask=mask)
+            # New: x gets what the forward pass did not drop.
+            if dx_ptr is not None:
+                dx = _dropout(g, seed, row, c, DROP)
+                tl.store(dx_ptr + at, dx, mask=mask)
+        dws = new_dws
+        dbs = new_dbs
+
+    _store_sums_of_chunks(sums_ptr, dws, dbs, N)
+
+
+@triton.jit
+def _dropout_add_up(
+    sums_ptr,  # (programs, WIDTH)
+    grads_ptr,  # (WIDTH,): dw, then db
+    programs,  # how many rows of sums there are
+    WIDTH: tl.constexpr,  # 2 * N
+    ROWS: tl.constexpr,  # a power of two, more than programs
+    COLS: tl.constexpr,  # columns per program
+):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = tl.arange(0, ROWS)[:, None]
+    mask = (rows < programs) & (cols < WIDTH)
+    sums = tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(sums, axis=0), mask=cols < WIDTH)
+
+
+DROPOUT_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+DROPOUT_NUM_SMS = DROPOUT_GPU.multi_processor_count if ON_GPU else 4
+DROPOUT_SHARED = getattr(DROPOUT_GPU, "shared_memory_per_block_optin", 65536)
+
+
+def programs_of_an_sm(N, itemsize):
+    if N * itemsize <= 4096:
+        return 2
+    return 1
+
+
+def dropout_plan_backward(N, itemsize):
+    """The plan of a row."""
+    row = N * itemsize
+    warps = 4
+    most_ahead = 3
+    if row > 4096:
+        warps = 8
+        most_ahead = 2
+    chunk = min(512 // itemsize * warps, max(triton.next_power_of_2(N), 16))
+    rows = 1
+    if row <= 2048:
+        rows = min(1024 // itemsize * warps // chunk, 8)
+    # Three matrices of a tile, of which as many are ahead as fit.
+    tile = 3 * rows * triton.cdiv(N, chunk) * chunk * itemsize
+    room = DROPOUT_SHARED // programs_of_an_sm(N, itemsize) - 8192
+    return {
+        "ROWS": rows,
+        "CHUNK": chunk,
+        "STAGES": 1 + min(room // tile, most_ahead),
+        "num_warps": warps,
+    }
+
+
+def dropout_backward(dy, ds, s, w, mean, rstd, dr, dx, grads, p, seed):
+    """Fill dr, grads, which are dw and db, and dx unless it is None."""
+    M, N = s.shape
+    itemsize = max(s.itemsize, dy.itemsize)
+    plan = dropout_plan_backward(N, itemsize)
+    programs = min(
+        DROPOUT_NUM_SMS * programs_of_an_sm(N, itemsize),
+        triton.cdiv(M, plan["ROWS"]),
+    )
+    sums = torch.empty(programs, 2, N, dtype=mean.dtype, device=s.device)
+    _dropout_add_layer_norm_bwd[(programs,)](
+        dy_ptr=dy,
+        ds_ptr=ds,
+        s_ptr=s,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        dr_ptr=dr,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        seed=seed,
+        M=M,
+        N=N,
+        DROP=round(p * 2**32),
+        **plan,
+    )
+    columns_per_program = 16
+    _dropout_add_up[(triton.cdiv(2 * N, columns_per_program),)](
+        sums_ptr=sums,
+        grads_ptr=grads,
+        programs=programs,
+        WIDTH=2 * N,
+        ROWS=triton.next_power_of_2(programs + 1),
+        COLS=columns_per_program,
+    )
+
+
+class DropoutAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, r, w, b, eps, p, seed):
+        # A result that nobody used has None as its gradient, and not zeros.
+        ctx.set_materialize_grads(False)
+        x = contiguous_or_none(x)
+        r = contiguous_or_none(r)
+        w = contiguous_or_none(w)
+        b = contiguous_or_none(b)
+        y, s, mean, rstd = dropout_forward(x, r, w, b, eps, p, seed)
+        ctx.save_for_backward(s, w, mean, rstd)
+        ctx.p = p
+        ctx.seed = seed  # this is the whole mask
+        ctx.x_dtype = x.dtype
+        ctx.grads_dtype = dtype_of_gradients(w, b, mean.dtype)
+        return y, s
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, dy, ds):
+        s, w, mean, rstd = ctx.saved_tensors
+        wants_dx, wants_dr, wants_dw, wants_db = ctx.needs_input_grad[:4]
+        if dy is None:
+            dy = torch.zeros_like(s)
+        dr = torch.empty_like(s)
+        dx = None
+        if wants_dx and ctx.p > 0:
+            dx = torch.empty_like(s, dtype=ctx.x_dtype)
+        grads = s.new_empty(2, s.shape[1], dtype=ctx.grads_dtype)
+        dropout_backward(
+            contiguous_or_none(dy), contiguous_or_none(ds),
+            s, w, mean, rstd, dr, dx, grads, ctx.p, ctx.seed,
+        )  # fmt: skip
+
+        if wants_dx and ctx.p == 0:
+            dx = dr
+        if not wants_dr:
+            dr = None
+        dw = None
+        if wants_dw:
+            dw = grads[0]
+        db = None
+        if wants_db:
+            db = grads[1]
+        # One gradient for each argument of forward; eps, p and seed have none.
+        return dx, dr, dw, db, None, None, None
+
+
+def dropout_check_arguments(x, residual, shape, weight, bias, p, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    for name in ("weight", "bias"):
+        if tensors[name] is None:
+            del tensors[name]
+
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        if tensor.device != x.device or tensor.device.type != DEVICE.type:
+            raise ValueError(
+                f"{name} is on {tensor.device}: x, residual, weight and bias "
+                f"must all be on {DEVICE}"
+            )
+    # Triton starts a kernel on the current GPU, wherever its tensors are.
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: not the current one")
+
+    if shape.numel() == 0 or len(shape) == 0:
+        raise ValueError(
+            f"x has the shape {tuple(x.shape)}, and normalized_shape is "
+            f"{tuple(shape)}: it is empty"
+        )
+    for name, tensor in tensors.items():
+        if name == "residual":
+            continue
+        last_dimensions = tensor.shape
+        if name == "x":
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, and "
+                f"normalized_shape is {tuple(shape)}"
+            )
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"the shape of residual is {tuple(residual.shape)}, and that of x "
+            f"is {tuple(x.shape)}"
+        )
+    if torch.promote_types(x.dtype, residual.dtype) != residual.dtype:
+        raise TypeError(
+            f"residual is {residual.dtype}, and x is {x.dtype}: the stream "
+            "must hold what is added to it"
+        )
+    if not 0 <= p <= 1:  # or NaN
+        raise ValueError(f"p is {p}: it must be from 0 to 1")
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+    N = shape.numel()
+    if N * residual.itemsize > 16384:
+        raise ValueError(
+            f"normalized_shape has {N} columns: this page takes up to 16 KB a "
+            "row"
+        )
+
+
+def dropout_add_layer_norm(
+    x, residual, normalized_shape, weight=None, bias=None, p=0.5,
+    training=True, seed=None, eps=1e-5,
+):  # fmt: skip
+    """(y, s): s = dropout(x) + residual, and y is the layer norm of s.
+
+    Without a seed, a call draws one from PyTorch's generator of the CPU.
+    """
+    if isinstance(normalized_shape, int):
+        normalized_shape = [normalized_shape]
+    shape = torch.Size(normalized_shape)
+    dropout_check_arguments(x, residual, shape, weight, bias, p, eps)
+    if not training:
+        p = 0.0
+    if seed is None:
+        seed = 0
+        if 0 < p < 1:  # else there is nothing to draw
+            seed = int(torch.randint(2**62, ()))
+
+    # The kernels only know matrices, so all other dimensions become rows.
+    N = shape.numel()
+    if weight is not None:
+        weight = weight.reshape(N)
+    if bias is not None:
+        bias = bias.reshape(N)
+    y, s = DropoutAddLayerNorm.apply(
+        x.reshape(-1, N), residual.reshape(-1, N), weight, bias, eps, float(p),
+        seed,
+    )  # fmt: skip
+    return y.reshape(x.shape), s.reshape(x.shape)
+
+
+# fused/03-activation ----------------------------------------------------------
+# Gives activation_layer_norm.
+
+
+@triton.jit
+def _activation_chunk(c, left, N: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column of the lanes of a chunk, and which of them exist."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    # Of the rows of a program, only so many are left in the matrix.
+    mask = row < left
+    # The compiler knows c, so all chunks but the last compare no columns.
+    if (c + 1) * CHUNK > N:
+        mask = mask & (col < N)
+    return row, col, mask
+
+
+@triton.jit
+def _activation_load_chunks(
+    ptr,  # where the first of our rows begins
+    stride,  # elements from a row to the next; 0: all rows are the same
+    left,  # rows that exist
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a chunk
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    HINT: tl.constexpr  # what the caches should do with the rows
+):  # fmt: skip
+    """Rows of a matrix as a tuple of chunks; 0 in lanes that do not exist."""
+    xs = ()
+    # Unrolled by the compiler: c is a constant each time, and the tuple grows.
+    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
+        row, col, mask = _activation_chunk(c, left, N, ROWS, CHUNK)
+        at = ptr + (row * stride + col)
+        xs += (tl.load(at, mask=mask, other=0, eviction_policy=HINT),)
+    return xs
+
+
+@triton.jit
+def _activation_layer_norm_fwd(
+    x_ptr,  # (M, N), contiguous
+    w_ptr,  # (N,); None counts as 1
+    b_ptr,  # (N,); None counts as 0
+    y_ptr,  # (M, N)
+    mean_ptr,  # (M,): of the activations, saved for the backward pass
+    rstd_ptr,  # (M,): 1 / standard deviation, saved as well
+    M,  # rows
+    eps: tl.constexpr,  # added to the variance
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows that a program takes
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    ACT: tl.constexpr,  # New: the function
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty  # float32, or float64
+
+    # Load our rows.
+    first = tl.program_id(0) * ROWS
+    left = M - first
+    start = tl.cast(first, tl.int64) * N  # M * N may pass 2**31
+    xs = _activation_load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+    # New: the activations, as a tuple of chunks, and their sum.
+    values = ()
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        _, _, mask = _activation_chunk(c, left, N, ROWS, CHUNK)
+        value, _ = ACT(xs[c].to(acc))
+        values += (tl.where(mask, value, 0),)  # f(0) need not be 0
+        total += values[c]
+    mean = tl.sum(total, axis=1)[:, None] / N
+
+    # The variance.
+    total = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        _, _, mask = _activation_chunk(c, left, N, ROWS, CHUNK)
+        d = tl.where(mask, values[c] - mean, 0)  # idle lanes: 0 again
+        total += d * d
+    rstd = 1 / tl.sqrt(tl.sum(total, axis=1)[:, None] / N + eps)
+
+    # mean and rstd are columns of ROWS numbers.
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(mean_ptr + first + row, mean, mask=row < left)
+    tl.store(rstd_ptr + first + row, rstd, mask=row < left)
+
+    # w and b are loaded late, so that they take no registers until now.
+    for c in tl.static_range(len(xs)):
+        i, j, mask = _activation_chunk(c, left, N, ROWS, CHUNK)
+        y = (values[c] - mean) * rstd
+        if w_ptr is not None:
+            w = tl.load(w_ptr + j, mask=j < N, eviction_policy="evict_last")
+            y *= w.to(acc)
+        if b_ptr is not None:
+            b = tl.load(b_ptr + j, mask=j < N, eviction_policy="evict_last")
+            y += b.to(acc)
+        tl.store(y_ptr + start + (i * N + j), y, mask=mask)
+
+
+ACTIVATION_CUDA = ON_GPU and torch.version.hip is None
+ACTIVATION_PTX = tl.constexpr(ACTIVATION_CUDA)
+
+
+def activation_tile_of(N, itemsize, warps):
+    """Rows and lanes of a chunk, of which a thread loads 16 bytes."""
+    chunk = min(512 // itemsize * warps, max(triton.next_power_of_2(N), 16))
+    rows = 512 // itemsize * warps // chunk
+    return {"ROWS": rows, "CHUNK": chunk, "num_warps": warps}
+
+
+def activation_plan_forward(N, itemsize):
+    row = N * itemsize
+    warps = 8
+    if row <= 10240:
+        warps = 4
+    if row <= 2048:
+        warps = 2
+    plan = activation_tile_of(N, itemsize, warps)
+    idle = -N % plan["CHUNK"]
+    if row > 2048 and 8 * idle > N:
+        plan["CHUNK"] = 1024 // itemsize
+        plan["num_warps"] = 4
+    return plan
+
+
+def activation_forward(x, w, b, eps, function, rule=activation_plan_forward):
+    """y, mean and rstd for a contiguous (M, N) x; w and b may be None."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    # 16-bit rows are summed in float32.
+    acc = torch.promote_types(x.dtype, torch.float32)
+    mean = torch.empty(M, dtype=acc, device=x.device)
+    rstd = torch.empty(M, dtype=acc, device=x.device)
+    plan = rule(N, x.itemsize)
+    _activation_layer_norm_fwd[(triton.cdiv(M, plan["ROWS"]),)](
+        x_ptr=x,
+        w_ptr=w,
+        b_ptr=b,
+        y_ptr=y,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        M=M,
+        eps=eps,
+        N=N,
+        ACT=function,
+        **plan,
+    )
+    return y, mean, rstd
+
+
+@triton.jit
+def _activation_sigmoid(x):
+    if ACTIVATION_PTX and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 a;
+            mul.f32 a, $1, 0fBFB8AA3B;  // -log2(e)
+            ex2.approx.ftz.f32 a, a;
+            add.f32 a, a, 0f3F800000;  // 1
+            rcp.approx.ftz.f32 $0, a;
+            }
+            """,
+            "=f,f",  # one result and one argument, both in registers
+            [x],
+            dtype=tl.float32,
+            is_pure=True,  # the compiler may drop or move it
+            pack=1,  # an element at a time
+        )
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def _activation_silu(x):
+    sigmoid = _activation_sigmoid(x)
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
+@triton.jit
+def _activation_gelu(x):
+    below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1 / sqrt(2)
+    density = tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+    # Beyond 30 the second term is 0; infinity times 0 would not be.
+    return x * below, below + tl.where(tl.abs(x) < 30, x * density, 0.0)
+
+
+@triton.jit
+def _activation_gelu_tanh(x):
+    # Beyond 7.5 the sigmoid is 1, or as good as 0; the cube would overflow.
+    near = tl.minimum(tl.maximum(x, -7.5), 7.5)
+    # u, divided by x, and the derivative of u.
+    # 2 sqrt(2 / pi) is 1.5957..., and times 0.044715 it is 0.0713...
+    u = 1.5957691216057308 + 0.07135481627260025 * near * near
+    du = 1.5957691216057308 + 0.21406444881780076 * near * near
+    sigmoid = _activation_sigmoid(near * u)
+    value = tl.where(x < -7.5, 0.0, x * sigmoid)
+    return value, sigmoid * (1 + near * du * (1 - sigmoid))
+
+
+ACTIVATION_ACTIVATIONS = {"silu": _activation_silu, "gelu": _activation_gelu, "gelu_tanh": _activation_gelu_tanh}
+
+
+@triton.jit
+def _sums_of_activations(
+    xs, dys, ws, mean, rstd, N: tl.constexpr, ACT: tl.constexpr
+):
+    """Two numbers for each row of a tile, by which dx is corrected."""
+    sum1 = tl.zeros(xs[0].shape, mean.dtype)
+    sum2 = tl.zeros(xs[0].shape, mean.dtype)
+    for c in tl.static_range(len(xs)):
+        value, _ = ACT(xs[c].to(mean.dtype))
+        # Lanes that hold no column have dy = 0, so they add 0 to both sums.
+        wdy = dys[c].to(mean.dtype)
+        if len(ws) > 0:
+            wdy = wdy * ws[c].to(mean.dtype)
+        sum1 += wdy * (value - mean)
+        sum2 += wdy
+    # Both sums over a row at once, so that its warps meet only once.
+    sum1, sum2 = tl.reduce((sum1, sum2), 1, _add_two)
+    # From the left: rstd**3 alone may be too large for float32.
+    c1 = sum1[:, None] * rstd * rstd * rstd / N
+    c2 = sum2[:, None] * rstd / N
+    return c1, c2
+
+
+@triton.jit
+def _activation_layer_norm_bwd(
+    dy_ptr,  # (M, N), contiguous
+    x_ptr,  # (M, N), contiguous: the input of the function
+    w_ptr,  # (N,); None counts as 1
+    mean_ptr,  # (M,), from the forward pass
+    rstd_ptr,  # (M,), from the forward pass
+    dx_ptr,  # (M, N), or None if dx is not wanted
+    sums_ptr,  # (programs, 2, N), or None if neither dw nor db is wanted
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a tile
+    CHUNK: tl.constexpr,  # lanes of a chunk in each row
+    STAGES: tl.constexpr,  # how far ahead rows are requested
+    ACT: tl.constexpr,  # New: the function
+):
+    acc: tl.constexpr = mean_ptr.dtype.element_ty
+
+    # w stays in registers for all rows, in its own type.
+    ws = ()
+    if w_ptr is not None:
+        # With a stride of 0, each row of the tile is w.
+        ws = _activation_load_chunks(w_ptr, 0, ROWS, N, ROWS, CHUNK, "evict_last")
+
+    # The sums for dw and db, of each lane: tuples of chunks, too.
+    zeros = tl.zeros((ROWS, CHUNK), acc)
+    dws = ()
+    dbs = ()
+    for _ in tl.static_range((N + CHUNK - 1) // CHUNK):
+        dws += (zeros,)
+        dbs += (zeros,)
+
+    for first in tl.range(
+        tl.program_id(0) * ROWS,
+        M,
+        tl.num_programs(0) * ROWS,
+        num_stages=STAGES,
+        # The compiler would convert w to float32 before the loop, because the
+        # result is always the same. That takes twice the registers.
+        disable_licm=True,
+    ):
+        # Load ROWS rows of x and of dy, and what the forward pass saved. Rows
+        # that do not exist are 0.
+        row = first + tl.arange(0, ROWS)[:, None]
+        left = M - first
+        mean = tl.load(mean_ptr + row, mask=row < M, other=0)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0)
+        start = tl.cast(first, tl.int64) * N
+        xs = _activation_load_chunks(x_ptr + start, N, left, N, ROWS, CHUNK, "")
+        dys = _activation_load_chunks(dy_ptr + start, N, left, N, ROWS, CHUNK, "")
+
+        # Both sums need the whole row, so all chunks come first.
+        c1, c2 = _sums_of_activations(xs, dys, ws, mean, rstd, N, ACT)
+
+        # Then each chunk is done by itself. An element of a tuple cannot be
+        # replaced, so the sums go into new tuples.
+        new_dws = ()
+        new_dbs = ()
+        for c in tl.static_range(len(xs)):
+            # New: the function again, and now its slope as well.
+            value, slope = ACT(xs[c].to(acc))
+            d = value - mean
+            dy = dys[c].to(acc)
+            scaled = dy * rstd
+            new_dws += (dws[c] + scaled * d,)
+            new_dbs += (dbs[c] + dy,)
+            if dx_ptr is not None:
+                wdy = scaled
+                if w_ptr is not None:
+                    wdy = scaled * ws[c].to(acc)
+                # New: what comes through the norm, times the slope.
+                dx = (wdy - (d * c1 + c2)) * slope
+                i, j, mask = _activation_chunk(c, left, N, ROWS, CHUNK)
+                tl.store(dx_ptr + start + (i * N + j), dx, mask=mask)
+        dws = new_dws
+        dbs = new_dbs
+
+    # The sums of this program, in its buffer: dw first, then db.
+    if sums_ptr is not None:
+        sums_ptr += tl.program_id(0) * 2 * N
+        for c in tl.static_range(len(dws)):
+            col = c * CHUNK + tl.arange(0, CHUNK)
+            # Each of the ROWS rows of a tile has sums of its own until now.
+            tl.store(sums_ptr + col, tl.sum(dws[c], axis=0), mask=col < N)
+            tl.store(sums_ptr + N + col, tl.sum(dbs[c], axis=0), mask=col < N)
+
+
+@triton.jit
+def _activation_add_up(
+    sums_ptr,  # (programs, WIDTH)
+    grads_ptr,  # (WIDTH,): dw, then db
+    programs,  # how many rows of sums there are
+    WIDTH: tl.constexpr,  # 2 * N
+    ROWS: tl.constexpr,  # a power of two, at least programs
+    COLS: tl.constexpr,  # columns per program
+):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = tl.arange(0, ROWS)[:, None]
+    mask = (rows < programs) & (cols < WIDTH)
+    sums = tl.load(sums_ptr + rows * WIDTH + cols, mask=mask, other=0)
+    tl.store(grads_ptr + cols, tl.sum(sums, axis=0), mask=cols < WIDTH)
+
+
+ACTIVATION_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+ACTIVATION_NUM_SMS = ACTIVATION_GPU.multi_processor_count if ON_GPU else 4
+ACTIVATION_SHARED = getattr(ACTIVATION_GPU, "shared_memory_per_block_optin", 65536)
+
+
+def activation_plan_backward(N, itemsize):
+    row = N * itemsize
+    per_sm = 1
+    if row <= 8192:
+        per_sm = 2
+    plan = activation_tile_of(N, itemsize, 8 // per_sm)
+    if row <= 2048:
+        plan["ROWS"] = min(2 * plan["ROWS"], 8)
+    else:
+        plan["ROWS"] = 1
+    # A slot of shared memory holds x and dy of a tile; 8 KB are for the sums.
+    columns = triton.cdiv(N, plan["CHUNK"]) * plan["CHUNK"]
+    tile = 2 * plan["ROWS"] * columns * itemsize
+    plan["STAGES"] = 1 + min((ACTIVATION_SHARED // per_sm - 8192) // tile, 3)
+    plan["per_sm"] = per_sm
+    return plan
+
+
+def activation_add_up(sums, grads):
+    """Fill grads, dw and db as (2, N), from (programs, 2, N) sums."""
+    programs, _, N = sums.shape
+    columns_per_program = 16
+    _activation_add_up[(triton.cdiv(2 * N, columns_per_program),)](
+        sums_ptr=sums,
+        grads_ptr=grads,
+        programs=programs,
+        WIDTH=2 * N,
+        ROWS=triton.next_power_of_2(max(programs, 1)),
+        COLS=columns_per_program,
+    )
+
+
+def activation_backward(dy, x, w, mean, rstd, dx, grads, function, rule=activation_plan_backward):
+    """Fill dx and grads, which are dw and db; either may be None."""
+    M, N = x.shape
+    plan = rule(N, x.itemsize)
+    programs = ACTIVATION_NUM_SMS * plan.pop("per_sm")
+    programs = min(programs, triton.cdiv(M, plan["ROWS"]))
+    sums = None
+    if grads is not None:
+        shape = (programs, 2, N)
+        sums = torch.empty(shape, dtype=mean.dtype, device=x.device)
+    _activation_layer_norm_bwd[(programs,)](
+        dy_ptr=dy,
+        x_ptr=x,
+        w_ptr=w,
+        mean_ptr=mean,
+        rstd_ptr=rstd,
+        dx_ptr=dx,
+        sums_ptr=sums,
+        M=M,
+        N=N,
+        ACT=function,
+        **plan,
+    )
+    if grads is not None:
+        activation_add_up(sums, grads)
+
+
+class ActivationLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, eps, function):
+        x = contiguous_or_none(x)
+        w = contiguous_or_none(w)
+        b = contiguous_or_none(b)
+        y, mean, rstd = activation_forward(x, w, b, eps, function)
+        ctx.save_for_backward(x, w, mean, rstd)
+        ctx.grads_dtype = dtype_of_gradients(w, b, mean.dtype)
+        ctx.function = function
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, dy):
+        x, w, mean, rstd = ctx.saved_tensors
+        wants_dx, wants_dw, wants_db, _, _ = ctx.needs_input_grad
+
+        # A gradient that nobody wants is None, and its code is not compiled.
+        dx = None
+        if wants_dx:
+            dx = torch.empty_like(x)
+        grads = None
+        if wants_dw or wants_db:
+            grads = x.new_empty(2, x.shape[1], dtype=ctx.grads_dtype)
+        dy = dy.contiguous()
+        activation_backward(dy, x, w, mean, rstd, dx, grads, ctx.function)
+
+        dw = None
+        if wants_dw:
+            dw = grads[0]
+        db = None
+        if wants_db:
+            db = grads[1]
+        # One gradient for each argument of forward; the last two have none.
+        return dx, dw, db, None, None
+
+
+def activation_check_arguments(x, shape, weight, bias, activation, eps):
+    """Raise an error that names the wrong argument, and says why."""
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    tensors = {name: t for name, t in tensors.items() if t is not None}
+
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: it must have floats of 16 bits or "
+                "more"
+            )
+        if tensor.device != x.device or tensor.device.type != DEVICE.type:
+            raise ValueError(
+                f"{name} is on {tensor.device}: x, weight and bias must all "
+                f"be on {DEVICE}"
+            )
+    # Triton starts a kernel on the current GPU, wherever its tensors are.
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(f"x is on {x.device}: not the current one")
+
+    if shape.numel() == 0 or len(shape) == 0:
+        raise ValueError(f"normalized_shape is {tuple(shape)}: it is empty")
+    for name, tensor in tensors.items():
+        last_dimensions = tensor.shape
+        if name == "x":
+            last_dimensions = tensor.shape[-len(shape) :]
+        if last_dimensions != shape:
+            raise ValueError(
+                f"the shape of {name} is {tuple(tensor.shape)}, and "
+                f"normalized_shape is {tuple(shape)}"
+            )
+    if isinstance(activation, str) and activation not in ACTIVATION_ACTIVATIONS:
+        names = ", ".join(ACTIVATION_ACTIVATIONS)
+        raise ValueError(f"activation: {activation} is none of {names}")
+    if not eps >= 0:  # negative, or NaN
+        raise ValueError(f"eps is {eps}: it must be 0 or more")
+
+    N = shape.numel()
+    if N * x.itemsize > 16384:
+        raise ValueError(
+            f"normalized_shape has {N} columns: this page takes up to 16 KB a "
+            "row"
+        )
+
+
+def activation_layer_norm(
+    x, normalized_shape, weight=None, bias=None, activation="silu", eps=1e-5
+):
+    """Layer norm of an activation of x; both passes run in Triton.
+
+    x has floats of 16 bits or more, and any dimensions and strides.
+    normalized_shape, a number or a shape, gives the last dimensions of x.
+    weight and bias have that shape, or are None.
+    activation is a name in ACTIVATIONS, or a function like _silu.
+    """
+    if isinstance(normalized_shape, int):
+        normalized_shape = [normalized_shape]
+    shape = torch.Size(normalized_shape)
+    activation_check_arguments(x, shape, weight, bias, activation, eps)
+    function = activation
+    if isinstance(activation, str):
+        function = ACTIVATION_ACTIVATIONS[activation]
+
+    # The kernels only know matrices, so all other dimensions become rows.
+    N = shape.numel()
+    if weight is not None:
+        weight = weight.reshape(N)
+    if bias is not None:
+        bias = bias.reshape(N)
+    y = ActivationLayerNorm.apply(
+        x.reshape(-1, N), weight, bias, eps, function
+    )
+    return y.reshape(x.shape)
+
+
+# norms-and-losses/05-wide-softmax ---------------------------------------------
+# Gives softmax, log_softmax.
+
+
+SOFTMAX_LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def _exp(x):
+    # A GPU has an instruction for powers of 2, and e is 2 to the LOG2E.
+    return tl.exp2(x * SOFTMAX_LOG2E)
+
+
+@triton.jit
+def _softmax_fwd_streaming(
+    x_ptr,  # (M, N), contiguous
+    y_ptr,  # (M, N)
+    N: tl.constexpr,  # columns
+    PAIRS: tl.constexpr,  # pairs of a program: a power of two
+    EACH: tl.constexpr,  # lanes that share a pair: a power of two
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
+    # 16-bit rows are summed in float32.
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    TILE: tl.constexpr = PAIRS * EACH
+    LAST: tl.constexpr = (N - 1) // TILE * TILE  # where the last tile begins
+
+    # A program for each row. M * N may pass 2**31.
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * N
+    y_ptr += row * N
+    lane = tl.arange(0, PAIRS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+
+    # First sweep: each pair sees all tiles, EACH of their elements at a time.
+    m = tl.full((PAIRS,), LOWEST, acc)
+    s = tl.zeros((PAIRS,), acc)
+    for start in range(0, N, TILE):
+        col = start + lane
+        x = tl.load(
+            x_ptr + col,
+            mask=col < N,
+            other=float("-inf"),
+            eviction_policy="evict_last",  # the second sweep needs it again
+        ).to(acc)
+        new = tl.maximum(m, tl.max(x, axis=1))
+        # What was summed so far shrinks, if the maximum is a new one. tl.exp:
+        # m may be the lowest number, and LOG2E times it is not finite.
+        s = s * tl.exp(m - new) + tl.sum(_exp(x - new[:, None]), axis=1)
+        m = new
+
+    # Put the pairs of the threads together. Here they wait for each other.
+    top = tl.max(m, axis=0)
+    s = tl.sum(s * tl.exp(m - top), axis=0)
+    scale = 1 / s
+    log = tl.log(s)
+
+    # Second sweep, from the last tile to the first.
+    for start in range(0, N, TILE):
+        col = LAST - start + lane
+        x = tl.load(
+            x_ptr + col,
+            mask=col < N,
+            other=float("-inf"),
+            eviction_policy="evict_first",  # nobody needs it any more
+        ).to(acc)
+        y = x - top - log if LOG else _exp(x - top) * scale
+        tl.store(y_ptr + col, y, mask=col < N)
+
+
+@triton.jit
+def _softmax_chunk(
+    ptr,  # (M, N), contiguous
+    c,  # the number of the chunk in its row
+    row,  # (ROWS, 1): the rows of the program
+    N: tl.constexpr,  # columns
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group
+):
+    """Pointers to the lanes of a chunk, and which lanes are in a group that
+    has a column of the row, in a group that has nothing else, in the row."""
+    first = tl.cast(row, tl.int64) * N  # M * N may pass 2**31
+    start = first // STEP * STEP  # where the first group begins
+    lane = c * CHUNK + tl.arange(0, CHUNK)[None, :]
+    if (STEP == 1 or c > 0) and (c + 1) * CHUNK <= N:
+        # All lanes have a column of the row and of no other one. The compiler
+        # knows these masks, and leaves them out.
+        every = tl.full((row.shape[0], CHUNK), 1, tl.int1)
+        return ptr + start + lane, every, every, every
+    begin = (first - start).to(tl.int32)  # the lane of column 0
+    end = begin + N
+    group = lane // STEP * STEP  # the first lane of the same group
+    inside = (lane >= begin) & (lane < end)
+    whole = (group >= begin) & (group + STEP <= end)
+    if STEP == 1:
+        whole = lane < end
+    return ptr + start + lane, group < end, whole, inside
+
+
+@triton.jit
+def _load_row(
+    ptr,  # (M, N), contiguous
+    row,  # (ROWS, 1): the rows of the program
+    N: tl.constexpr,  # columns
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group
+    OTHER: tl.constexpr,  # what idle lanes get
+):
+    """The rows in chunks, in the type in which they are stored."""
+    xs = ()
+    # A row that begins in the middle of a group takes STEP - 1 lanes more.
+    for c in tl.static_range((N + STEP - 2 + CHUNK) // CHUNK):
+        at, some, _, inside = _softmax_chunk(ptr, c, row, N, CHUNK, STEP)
+        x = tl.load(at, mask=some)
+        other = tl.full((), OTHER, tl.float32).to(ptr.dtype.element_ty)
+        xs += (tl.where(inside, x, other),)
+    return xs
+
+
+@triton.jit
+def _store_chunk(
+    ptr,  # (M, N), contiguous
+    x,  # (ROWS, CHUNK)
+    c,  # the number of the chunk in its row
+    row,  # (ROWS, 1): the rows of the program
+    N: tl.constexpr,  # columns
+    STEP: tl.constexpr,  # lanes of a group
+):
+    at, _, whole, inside = _softmax_chunk(ptr, c, row, N, x.shape[1], STEP)
+    # Groups that belong to the row alone: 16 bytes at once.
+    tl.store(at, x, mask=whole)
+    if STEP > 1:
+        # The others, at both ends of the row: element by element.
+        tl.store(at, x, mask=inside & (whole == 0))
+
+
+@triton.jit
+def _softmax_fwd(
+    x_ptr,  # (M, N), contiguous
+    y_ptr,  # (M, N)
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a program: a power of two
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group; 1 if all rows begin with one
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.minimum(row, M - 1)
+
+    xs = _load_row(x_ptr, row, N, CHUNK, STEP, float("-inf"))
+
+    # The maximum: of the chunks, lane by lane, and then of the lanes.
+    m = tl.full((ROWS, CHUNK), LOWEST, acc)
+    for c in tl.static_range(len(xs)):
+        m = tl.maximum(m, xs[c].to(acc))
+    m = tl.max(m, axis=1)[:, None]
+
+    # The sum of the powers, in the same way.
+    s = tl.zeros((ROWS, CHUNK), acc)
+    for c in tl.static_range(len(xs)):
+        s += _exp(xs[c].to(acc) - m)
+    s = tl.sum(s, axis=1)[:, None]
+    scale = 1 / s
+    log = tl.log(s)
+
+    for c in tl.static_range(len(xs)):
+        d = xs[c].to(acc) - m
+        y = d - log if LOG else _exp(d) * scale
+        _store_chunk(y_ptr, y, c, row, N, STEP)
+
+
+@triton.jit
+def _hidden(x, zero):
+    """x, which the compiler takes for something new; zero is 0."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True) ^ tl.cast(zero, tl.int16)
+        x = bits.to(x.dtype, bitcast=True)
+    return x
+
+
+@triton.jit
+def _softmax_bwd(
+    y_ptr,  # (M, N), contiguous: the result of the forward pass
+    dy_ptr,  # (M, N), contiguous
+    dx_ptr,  # (M, N)
+    zero,  # 0, but the compiler cannot assume that
+    M,  # rows
+    N: tl.constexpr,  # columns
+    ROWS: tl.constexpr,  # rows of a program: a power of two
+    CHUNK: tl.constexpr,  # lanes of a chunk: a power of two
+    STEP: tl.constexpr,  # lanes of a group; 1 if all rows begin with one
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.minimum(row, M - 1)
+
+    # Idle lanes get 0, which adds nothing to the sum.
+    ys = _load_row(y_ptr, row, N, CHUNK, STEP, 0.0)
+    dys = _load_row(dy_ptr, row, N, CHUNK, STEP, 0.0)
+
+    # The sum c of the formula.
+    c = tl.zeros((ROWS, CHUNK), acc)
+    for i in tl.static_range(len(ys)):
+        dy = dys[i].to(acc)
+        if LOG:
+            c += dy
+        else:
+            c += ys[i].to(acc) * dy
+    c = tl.sum(c, axis=1)[:, None]
+
+    for i in tl.static_range(len(ys)):
+        y = _hidden(ys[i], zero).to(acc)
+        dy = _hidden(dys[i], zero).to(acc)
+        dx = dy - _exp(y) * c if LOG else y * (dy - c)
+        _store_chunk(dx_ptr, dx, i, row, N, STEP)
+
+
+@triton.jit
+def _softmax_bwd_streaming(
+    y_ptr,  # (M, N), contiguous: the result of the forward pass
+    dy_ptr,  # (M, N), contiguous
+    dx_ptr,  # (M, N)
+    N: tl.constexpr,  # columns
+    BLOCK: tl.constexpr,  # lanes of a tile: a power of two
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK  # where the last tile begins
+    row = tl.program_id(0).to(tl.int64)
+    y_ptr += row * N
+    dy_ptr += row * N
+    dx_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+
+    # First sweep: the sum c, in each lane and then over all lanes.
+    c = tl.zeros((BLOCK,), acc)
+    for start in range(0, N, BLOCK):
+        col = start + lane
+        mask = col < N
+        dy = tl.load(
+            dy_ptr + col, mask=mask, other=0, eviction_policy="evict_last"
+        ).to(acc)
+        if LOG:
+            c += dy
+        else:
+            y = tl.load(
+                y_ptr + col, mask=mask, other=0, eviction_policy="evict_last"
+            ).to(acc)
+            c += y * dy
+    c = tl.sum(c, axis=0)
+
+    # Second sweep: dx, from the last tile to the first.
+    for start in range(0, N, BLOCK):
+        col = LAST - start + lane
+        mask = col < N
+        y = tl.load(y_ptr + col, mask=mask, eviction_policy="evict_first")
+        dy = tl.load(dy_ptr + col, mask=mask, eviction_policy="evict_first")
+        y = y.to(acc)
+        dy = dy.to(acc)
+        dx = dy - _exp(y) * c if LOG else y * (dy - c)
+        tl.store(dx_ptr + col, dx, mask=mask)
+
+
+SOFTMAX_CUDA = ON_GPU and torch.version.hip is None
+
+
+def softmax_plan_sweeps(N, itemsize):
+    """Pairs, and warps of a program, for rows of N elements."""
+    warps = triton.next_power_of_2(N * itemsize // 2048)
+    warps = min(max(warps, 2), 32)
+    plan = {"PAIRS": 32 * warps, "EACH": 16 // itemsize, "num_warps": warps}
+    if SOFTMAX_CUDA and itemsize < 8:
+        plan["maxnreg"] = 32
+    return plan
+
+
+def step_of(N, *matrices):
+    """Lanes of a group; 1 where all rows begin with one, or none does."""
+    step = 16 // max(matrix.itemsize for matrix in matrices)
+    if N % step == 0 or torch.compiler.is_compiling():
+        return 1
+    # A view may begin in the middle of a group. Then groups would not help.
+    if any(matrix.data_ptr() % 16 for matrix in matrices):
+        return 1
+    return step
+
+
+def softmax_tile_of(N, itemsize, step):
+    """How a row in registers is divided among the warps of a program."""
+    row_bytes = N * itemsize
+    warps = max(triton.next_power_of_2(triton.cdiv(row_bytes, 4096)), 2)
+    if row_bytes <= 512:
+        warps = 4
+    lanes = 512 // itemsize * warps  # that a program loads at once
+    chunk = min(lanes, triton.next_power_of_2(max(N + step - 1, 1)))
+    rows = 1
+    if row_bytes <= 512:
+        rows = 2 * lanes // chunk
+    return {"ROWS": rows, "CHUNK": chunk, "STEP": step, "num_warps": warps}
+
+
+def softmax_plan_forward(N, itemsize, step=1):
+    """A plan for one sweep, or for two."""
+    row_bytes = N * itemsize
+    in_one_sweep = 16384
+    if step > 1:
+        in_one_sweep = 32768
+    if row_bytes <= in_one_sweep:
+        return softmax_tile_of(N, itemsize, step)
+    return softmax_plan_sweeps(N, itemsize)
+
+
+def softmax_plan_backward(N, itemsize, step=1):
+    """A plan for one sweep, or for two."""
+    if N * itemsize > 65536:
+        return {"BLOCK": 32768 // itemsize, "num_warps": 32}
+    return softmax_tile_of(N, itemsize, step)
+
+
+def in_sweeps(x, plan, log=False, dtype=None):
+    """Softmax over the last dimension, in two sweeps; x is contiguous."""
+    y = torch.empty_like(x, dtype=dtype)
+    M = x[..., :1].numel()  # the rows, even if they have no columns
+    N = x.shape[-1]
+    _softmax_fwd_streaming[(M,)](x_ptr=x, y_ptr=y, N=N, LOG=log, **plan)
+    return y
+
+
+def softmax_forward(x, log=False, dtype=None, plan=None):
+    """Softmax over the last dimension; x is contiguous."""
+    y = torch.empty_like(x, dtype=dtype)
+    M = x[..., :1].numel()
+    N = x.shape[-1]
+    if plan is None:
+        plan = softmax_plan_forward(N, y.itemsize, step_of(N, x, y))
+    if "PAIRS" in plan:
+        return in_sweeps(x, plan, log, dtype)
+    grid = (triton.cdiv(M, plan["ROWS"]),)
+    _softmax_fwd[grid](x_ptr=x, y_ptr=y, M=M, N=N, LOG=log, **plan)
+    return y
+
+
+def softmax_backward(y, dy, log=False, dtype=None, plan=None):
+    """dx from the result of the forward pass; both are contiguous."""
+    dx = torch.empty_like(y, dtype=dtype)
+    M = y[..., :1].numel()
+    N = y.shape[-1]
+    if plan is None:
+        plan = softmax_plan_backward(N, y.itemsize, step_of(N, y, dy, dx))
+    if "BLOCK" in plan:
+        _softmax_bwd_streaming[(M,)](
+            y_ptr=y, dy_ptr=dy, dx_ptr=dx, N=N, LOG=log, **plan
+        )
+        return dx
+    grid = (triton.cdiv(M, plan["ROWS"]),)
+    _softmax_bwd[grid](
+        y_ptr=y, dy_ptr=dy, dx_ptr=dx, zero=0, M=M, N=N, LOG=log, **plan
+    )
+    return dx
+
+
+@triton.jit
+def _softmax_place(
+    row,
+    s,  # our slice
+    N: tl.constexpr,  # columns
+    WIDTH: tl.constexpr,  # lanes of a slice, a multiple of STEP
+    STEP: tl.constexpr,  # elements of 16 bytes, or 1 if all rows begin there
+):
+    """Where slice s begins in the matrix, at a multiple of 16 bytes; its
+    first lane of the row; and the first lane behind the slice."""
+    first = tl.cast(row, tl.int64) * N  # M * N may pass 2**31
+    start = first // STEP * STEP
+    # Slice 0 begins with up to STEP - 1 lanes of the row above. In the other
+    # slices this is negative: all of their lanes are behind the beginning.
+    begin = (first - start).to(tl.int32) - s * WIDTH
+    return start + s * WIDTH, begin, tl.minimum(begin + N, WIDTH)
+
+
+@triton.jit
+def _softmax_lanes(
+    c,  # a chunk
+    place,  # of our slice, from _place
+    PAIRS: tl.constexpr,  # rows of a chunk: one for each thread
+    EACH: tl.constexpr,  # lanes of a thread, 16 bytes
+    STEP: tl.constexpr,
+):
+    """The lanes of chunk c; which of them are of the slice; and which are in a
+    group of STEP lanes that are all of the slice."""
+    lane = tl.arange(0, PAIRS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    lane += c * (PAIRS * EACH)
+    _, begin, end = place
+    group = lane // STEP * STEP
+    whole = (group >= begin) & (group + STEP <= end)
+    return lane, (lane >= begin) & (lane < end), whole
+
+
+@triton.constexpr_function
+def _full(c, chunk, lanes, step):
+    """Whether chunk c needs no mask; lanes: how many a slice has at least."""
+    return (c + 1) * chunk <= lanes and (step == 1 or c > 0)
+
+
+@triton.jit
+def _only(x, c, place, other, FULL: tl.constexpr, STEP: tl.constexpr):
+    """x in the lanes of the slice, and other elsewhere."""
+    if not FULL:
+        _, inside, _ = _softmax_lanes(c, place, x.shape[0], x.shape[1], STEP)
+        x = tl.where(inside, x, other)
+    return x
+
+
+@triton.jit
+def _softmax_store(ptr, x, c, place, FULL: tl.constexpr, STEP: tl.constexpr):
+    """Store chunk c of a slice, and nothing beside the slice."""
+    lane, inside, whole = _softmax_lanes(c, place, x.shape[0], x.shape[1], STEP)
+    # Groups that are all ours, 16 bytes at a time. If STEP is 1, a group is a
+    # single lane.
+    tl.store(ptr + place[0] + lane, x, mask=None if FULL else whole)
+    if not FULL and STEP > 1:
+        # A group at either end that we share with a neighbor: lane by lane.
+        tl.store(ptr + place[0] + lane, x, mask=inside & (whole == 0))
+
+
+@triton.jit
+def _softmax_load(
+    ptr,
+    c,  # a chunk
+    place,  # of our slice
+    PAIRS: tl.constexpr,  # threads
+    EACH: tl.constexpr,  # lanes of a thread
+    FULL: tl.constexpr,  # whether the chunk needs no mask
+    STEP: tl.constexpr,
+    HINT: tl.constexpr,  # what the caches should do
+):
+    """A chunk, and minus infinity in lanes that are not of the slice."""
+    lane, _, _ = _softmax_lanes(c, place, PAIRS, EACH, STEP)
+    # Groups behind the end are not loaded. What a group holds of other rows is
+    # loaded and then replaced.
+    mask = None if FULL else lane // STEP * STEP < place[2]
+    x = tl.load(ptr + place[0] + lane, mask=mask, eviction_policy=HINT)
+    acc: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+    return _only(x.to(acc), c, place, float("-inf"), FULL, STEP)
+
+
+@triton.jit
+def _read(
+    x_ptr,
+    c,
+    place,
+    m,  # (PAIRS,): the maxima so far
+    s,  # (PAIRS,): the sums so far
+    EACH: tl.constexpr,
+    FULL: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """First sweep: the pairs with chunk c."""
+    PAIRS: tl.constexpr = m.shape[0]
+    x = _softmax_load(x_ptr, c, place, PAIRS, EACH, FULL, STEP, "evict_last")
+    new = tl.maximum(m, tl.max(x, 1))
+    # The sum so far was about the old maximum, so it shrinks.
+    s = s * tl.exp(m - new) + tl.sum(_exp(x - new[:, None]), 1)
+    return new, s
+
+
+@triton.jit
+def _softmax_write(
+    x_ptr,
+    y_ptr,
+    c,
+    place,
+    m,  # the maximum of the row
+    s,  # 1 / the sum of the row; its logarithm if LOG
+    PAIRS: tl.constexpr,
+    EACH: tl.constexpr,
+    FULL: tl.constexpr,
+    STEP: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """Second sweep: store the results of chunk c."""
+    x = _softmax_load(x_ptr, c, place, PAIRS, EACH, FULL, STEP, "evict_first")
+    y = x - m - s if LOG else _exp(x - m) * s
+    _softmax_store(y_ptr, y, c, place, FULL, STEP)
+
+
+@triton.jit
+def _softmax_fwd_shifted(
+    x_ptr,  # (M, N), contiguous
+    y_ptr,  # (M, N)
+    N: tl.constexpr,  # columns
+    PAIRS: tl.constexpr,  # threads: each has a pair
+    EACH: tl.constexpr,  # lanes of a thread, 16 bytes
+    STEP: tl.constexpr,  # elements of 16 bytes, or 1 if all rows begin there
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+):
+    DOUBLE: tl.constexpr = y_ptr.dtype.element_ty == tl.float64
+    acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    # Chunks HEAD to LAST - 1 have no masks. Before them is the first one, if
+    # rows begin anywhere, and behind them are one or two at the end.
+    HEAD: tl.constexpr = 1 if STEP > 1 else 0
+    FULL: tl.constexpr = N // (PAIRS * EACH)
+    LAST: tl.constexpr = FULL if FULL > HEAD else HEAD
+    ALL: tl.constexpr = (N + STEP - 2) // (PAIRS * EACH) + 1
+
+    # A program has a row, which is a single slice.
+    place = _softmax_place(tl.program_id(0), 0, N, N + STEP, STEP)
+    m = tl.full((PAIRS,), LOWEST, acc)
+    s = tl.zeros((PAIRS,), acc)
+
+    # First sweep. ``c % ALL`` comes back to chunk 0 behind the last one.
+    for c in tl.static_range(LAST, ALL + HEAD):
+        m, s = _read(x_ptr, c % ALL, place, m, s, EACH, False, STEP)
+    for c in tl.range(HEAD, LAST, num_stages=1):
+        m, s = _read(x_ptr, c, place, m, s, EACH, True, STEP)
+
+    # The pair of the row.
+    top = tl.max(m, 0)
+    s = tl.sum(s * tl.exp(m - top), 0)
+    s = tl.log(s) if LOG else 1 / s
+
+    # Second sweep. It begins with what was read last, and may still be in L1.
+    for c in tl.range(HEAD, LAST, num_stages=1):
+        back = HEAD + LAST - 1 - c
+        _softmax_write(x_ptr, y_ptr, back, place, top, s, PAIRS, EACH, True, STEP, LOG)
+    for c in tl.static_range(LAST, ALL + HEAD):
+        _softmax_write(
+            x_ptr,
+            y_ptr,
+            c % ALL,
+            place,
+            top,
+            s,
+            PAIRS,
+            EACH,
+            False,
+            STEP,
+            LOG,
+        )
+
+
+SOFTMAX_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+SOFTMAX_NUM_SMS = SOFTMAX_GPU.multi_processor_count if ON_GPU else 4
+
+# Bytes of L1 for two rows; the rest of its 256 KB is for other data.
+TWO_ROWS = 224 * 1024
+
+
+def in_shifted(x, log=False, dtype=None):
+    """Softmax of the last dimension in two sweeps, wherever rows begin."""
+    y = torch.empty_like(x, dtype=dtype)
+    N = x.shape[-1]
+    options = {"num_warps": 32}
+    if SOFTMAX_CUDA and y.itemsize < 8:
+        options["maxnreg"] = 64
+        if 2 * N * x.itemsize <= TWO_ROWS:
+            options["maxnreg"] = 32
+    _softmax_fwd_shifted[(x.numel() // N,)](
+        x_ptr=x,
+        y_ptr=y,
+        N=N,
+        PAIRS=1024 if ON_GPU else 4,
+        EACH=16 // y.itemsize,
+        STEP=step_of(N, x, y),
+        LOG=log,
+        **options,
+    )
+    return y
+
+
+SOFTMAX_EMPTY = 0x7F800001_7F800001
+
+
+def softmax_places(compiled):
+    """How many programs of a compiled kernel the GPU can run at a time."""
+    try:
+        compiled._init_handles()  # load it onto the GPU, as a launch does
+    except triton.OutOfResources:
+        return 0  # not even one: it needs more than an SM has
+    per_sm = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(per_sm),
+        ctypes.c_void_p(compiled.function),
+        ctypes.c_int(32 * compiled.metadata.num_warps),  # threads
+        ctypes.c_size_t(compiled.metadata.shared),  # bytes of shared memory
+    )
+    return per_sm.value * SOFTMAX_GPU.multi_processor_count
+
+
+def softmax_together(kernel, programs, per_sm, warps, **arguments):
+    """Launch programs that wait for each other, if the GPU has room for all of
+    them at a time; say whether it has."""
+    options = {"num_warps": warps, "PTX": SOFTMAX_CUDA}
+    if not SOFTMAX_CUDA:
+        for _ in range(2):
+            kernel[(programs,)](**arguments, **options)
+        return True
+
+    registers = 65536 // (32 * warps * per_sm)
+    options["maxnreg"] = min(registers // 8 * 8, 255)  # a multiple of 8
+    options["launch_cooperative_grid"] = True
+    compiled = kernel.warmup(grid=(programs,), **arguments, **options)
+    if programs > softmax_places(compiled):
+        return False
+    kernel[(programs,)](**arguments, **options)
+    return True
+
+
+def softmax_empty_words(rows, slices):
+    """Words for one launch: nobody has published any of them."""
+    empty = SOFTMAX_EMPTY if SOFTMAX_CUDA else 0
+    return torch.full((rows, slices), empty, device=DEVICE)
+
+
+@triton.jit
+def _softmax_publish(
+    words_ptr,  # (M, SLICES)
+    row,
+    s,  # our slice
+    a,  # float32: the lower half of the word
+    b,  # float32: the upper half
+    SLICES: tl.constexpr,  # slices of a row
+):
+    """Store the word of slice s."""
+    # A number of 32 bits becomes one of 64 with zeros before it, because it is
+    # unsigned.
+    low = a.to(tl.uint32, bitcast=True).to(tl.int64)
+    high = b.to(tl.uint32, bitcast=True).to(tl.int64)
+    at = words_ptr + tl.cast(row, tl.int64) * SLICES + s
+    tl.atomic_xchg(at, low | (high << 32), sem="relaxed")
+
+
+@triton.jit
+def _softmax_collect(
+    words_ptr,  # (M, SLICES)
+    row,
+    SLICES: tl.constexpr,  # slices of a row
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    """Both numbers of each slice of a row, as soon as all are there."""
+    s = tl.arange(0, PADDED)
+    at = words_ptr + tl.cast(row, tl.int64) * SLICES
+    at += tl.minimum(s, SLICES - 1)
+    word = tl.load(at, volatile=True)
+    if PTX:
+        loads = 0
+        # The same number as EMPTY: as long as any word is empty, load again.
+        while tl.max((word == 0x7F800001_7F800001).to(tl.int32)) > 0:
+            word = tl.load(at, volatile=True)
+            loads += 1
+            if loads == 10_000_000:  # it never comes: end with an error
+                tl.inline_asm_elementwise(
+                    "trap; mov.b32 $0, $1;",
+                    constraints="=r,r",
+                    args=[loads],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+
+    # Both halves as float32 again. Behind the last slice there is a maximum
+    # that is below all others, and a sum of 0.
+    a = word.to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.where(s < SLICES, a, LOWEST), tl.where(s < SLICES, b, 0)
+
+
+@triton.jit
+def _row_pair(
+    ms,  # (PADDED,): the maximum of each slice
+    sums,  # (PADDED,): its sum
+):
+    """Maximum and sum of the row."""
+    m = tl.max(ms, 0)
+    return m, tl.sum(sums * tl.exp(ms - m), 0)
+
+
+@triton.jit
+def _load_words(
+    ptr,
+    place,  # of our slice
+    PAIRS: tl.constexpr,  # threads
+    WIDTH: tl.constexpr,  # lanes of a slice
+    LEAST: tl.constexpr,  # lanes that the slices of all programs have
+):
+    """A slice as a tuple of chunks: integers of 32 bits."""
+    EACH: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    CHUNK: tl.constexpr = PAIRS * EACH
+    word = tl.arange(0, PAIRS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    # The compiler cannot know that a slice begins at 16 bytes: we say so.
+    at = tl.multiple_of(ptr + place[0], 16).to(tl.pointer_type(tl.int32))
+    words = ()
+    for c in tl.static_range((WIDTH + CHUNK - 1) // CHUNK):
+        mask = c * CHUNK + word // 4 * EACH < place[2]
+        mask = None if _full(c, CHUNK, LEAST, 1) else mask
+        words += (tl.load(at + c * PAIRS * 4 + word, mask=mask),)
+    return words
+
+
+@triton.jit
+def _numbers(words, dtype: tl.constexpr):
+    """The columns in words, in float32."""
+    KIND: tl.constexpr = tl.float32 if dtype == tl.bfloat16 else dtype
+    low = words.to(tl.int16)
+    high = (words >> 16).to(tl.int16)
+    if dtype == tl.bfloat16:
+        # A bfloat16 number is the upper half of a float32 number.
+        low = words << 16
+        high = words & -65536
+    if dtype != tl.float32:
+        # Column by column: a low half, then its high half.
+        words = tl.join(low, high).reshape(words.shape[0], 8)
+    return words.to(KIND, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _pair(
+    words,  # a slice, from _load_words
+    place,  # where it is
+    dtype: tl.constexpr,  # of its columns
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Maximum and sum of a slice."""
+    m = tl.full((words[0].shape[0],), LOWEST, tl.float32)
+    xs = ()
+    for c in tl.static_range(len(words)):
+        x = _numbers(words[c], dtype)
+        x = _only(
+            x, c, place, float("-inf"), _full(c, x.numel, LEAST, STEP), STEP
+        )
+        xs += (x,)
+        m = tl.maximum(m, tl.max(x, 1))
+    s = tl.zeros_like(m)
+    for c in tl.static_range(len(words)):
+        s += tl.sum(_exp(xs[c] - m[:, None]), 1)
+    # A pair for each thread became one for the program.
+    top = tl.max(m, 0)
+    return top, tl.sum(s * tl.exp(m - top), 0)
+
+
+@triton.jit
+def _softmax_finish(
+    words,  # a slice that has waited
+    m,  # the maximum of its row
+    s,  # the sum of its row
+    y_ptr,
+    place,
+    dtype: tl.constexpr,
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """Store the softmax of a slice."""
+    scale = 1 / s
+    log = tl.log(s)
+    for c in tl.static_range(len(words)):
+        d = _numbers(words[c], dtype) - m
+        y = d - log if LOG else _exp(d) * scale
+        _softmax_store(y_ptr, y, c, place, _full(c, y.numel, LEAST, STEP), STEP)
+
+
+@triton.jit
+def _softmax_fwd_shared(
+    x_ptr,  # (M, N), contiguous
+    y_ptr,  # (M, N)
+    words_ptr,  # (M, SLICES), empty
+    M,  # rows
+    N: tl.constexpr,  # columns
+    WIDTH: tl.constexpr,  # lanes of a slice
+    SLICES: tl.constexpr,  # slices of a row
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
+    PAIRS: tl.constexpr,  # threads
+    STEP: tl.constexpr,  # elements of 16 bytes, or 1 if all rows begin there
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    LEAST: tl.constexpr = N - (SLICES - 1) * WIDTH  # of the last slice
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    part = tl.program_id(0) % SLICES
+    first = tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
+
+    # The first row: only publish.
+    before = _softmax_place(first, part, N, WIDTH, STEP)
+    waits = _load_words(x_ptr, before, PAIRS, WIDTH, LEAST)
+    m, s = _pair(waits, before, dtype, LEAST, STEP)
+    _softmax_publish(words_ptr, first, part, m, s, SLICES)
+
+    for row in tl.range(first + groups, M, groups, num_stages=1):
+        # Load the next row.
+        place = _softmax_place(row, part, N, WIDTH, STEP)
+        words = _load_words(x_ptr, place, PAIRS, WIDTH, LEAST)
+
+        # Finish the row before.
+        ms, sums = _softmax_collect(words_ptr, row - groups, SLICES, PADDED, PTX)
+        top, total = _row_pair(ms, sums)
+        _softmax_finish(waits, top, total, y_ptr, before, dtype, LEAST, STEP, LOG)
+
+        # Tell the others about the next row.
+        m, s = _pair(words, place, dtype, LEAST, STEP)
+        _softmax_publish(words_ptr, row, part, m, s, SLICES)
+        waits = words
+        before = place
+
+    # Finish the last row of the group.
+    last = first + (M - 1 - first) // groups * groups
+    ms, sums = _softmax_collect(words_ptr, last, SLICES, PADDED, PTX)
+    top, total = _row_pair(ms, sums)
+    _softmax_finish(waits, top, total, y_ptr, before, dtype, LEAST, STEP, LOG)
+
+
+SOFTMAX_WARP = 32 if ON_GPU else 1  # threads; without a GPU small rows have slices
+
+
+def softmax_plan_shared(backward, row_bytes):
+    """Warps of a program, programs on an SM, chunks of a slice."""
+    if backward:
+        if 2**17 < row_bytes <= 2**18:
+            return 2, 12, 4
+        return 4, 6, 4
+    if row_bytes <= 2**19:
+        return 4, 8, 4
+    return 4, 4, 8
+
+
+def softmax_cut(N, each, warps, chunks):
+    """How many slices a row has, and how many lanes each of them."""
+    lanes = N
+    if N % each > 0:
+        lanes += each - 1  # before a row that begins anywhere
+    most = chunks * SOFTMAX_WARP * warps * each
+    slices = triton.cdiv(lanes, most)
+    # All slices as wide as each other, in steps of 8 lanes.
+    width = triton.cdiv(triton.cdiv(lanes, slices), 8) * 8
+    return triton.cdiv(lanes, width), width
+
+
+def aligned(matrix):
+    """The matrix, or a copy of it if it does not begin at 16 bytes."""
+    if matrix.data_ptr() % 16 > 0:
+        return matrix.clone()
+    return matrix
+
+
+def launch_shared(kernel, plan, matrix, log, **pointers):
+    """Launch programs that share rows; say whether the GPU has room for them.
+
+    matrix is one of those that are read.
+    """
+    warps, per_sm, chunks = plan
+    N = matrix.shape[-1]
+    M = matrix.numel() // N
+    each = 16 // matrix.itemsize
+    slices, width = softmax_cut(N, each, warps, chunks)
+    # At least one group, and not more groups than rows.
+    groups = min(max(SOFTMAX_NUM_SMS * per_sm // slices, 1), M)
+    return softmax_together(
+        kernel,
+        programs=groups * slices,
+        per_sm=per_sm,
+        warps=warps,
+        words_ptr=softmax_empty_words(M, slices),
+        M=M,
+        N=N,
+        WIDTH=width,
+        SLICES=slices,
+        PADDED=triton.next_power_of_2(slices),
+        PAIRS=SOFTMAX_WARP * warps,
+        STEP=each if N % each > 0 else 1,
+        LOG=log,
+        **pointers,
+    )
+
+
+def in_slices(x, log=False, dtype=None):
+    """Softmax of the last dimension in shared rows; None if programs do not
+    fit."""
+    x = aligned(x)
+    y = torch.empty_like(x, dtype=dtype)
+    plan = softmax_plan_shared(False, x.shape[-1] * x.itemsize)
+    launched = launch_shared(
+        _softmax_fwd_shared, plan, x, log, x_ptr=x, y_ptr=y
+    )
+    if not launched:
+        return None
+    return y
+
+
+@triton.jit
+def _dot(
+    ys,  # a slice of y
+    dys,  # a slice of dy
+    place,
+    dtype: tl.constexpr,
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """The sum of y * dy over a slice, or that of dy."""
+    total = tl.zeros((ys[0].shape[0],), tl.float32)
+    for c in tl.static_range(len(ys)):
+        term = _numbers(dys[c], dtype)
+        term = term if LOG else term * _numbers(ys[c], dtype)
+        term = _only(
+            term, c, place, 0.0, _full(c, term.numel, LEAST, STEP), STEP
+        )
+        total += tl.sum(term, 1)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _finish_gradient(
+    ys,  # a slice of y that has waited
+    dys,  # a slice of dy that has waited
+    total,  # c of its row
+    dx_ptr,
+    place,
+    dtype: tl.constexpr,
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """Store dx of a slice."""
+    for c in tl.static_range(len(ys)):
+        y = _numbers(ys[c], dtype)
+        dy = _numbers(dys[c], dtype)
+        dx = dy - _exp(y) * total if LOG else y * (dy - total)
+        _softmax_store(dx_ptr, dx, c, place, _full(c, dx.numel, LEAST, STEP), STEP)
+
+
+@triton.jit
+def _softmax_bwd_shared(
+    y_ptr,  # (M, N), contiguous: from the forward pass
+    dy_ptr,  # (M, N), contiguous
+    dx_ptr,  # (M, N)
+    words_ptr,  # (M, SLICES), empty
+    M,  # rows
+    N: tl.constexpr,  # columns
+    WIDTH: tl.constexpr,  # lanes of a slice
+    SLICES: tl.constexpr,  # slices of a row
+    PADDED: tl.constexpr,  # a power of two, at least SLICES
+    PAIRS: tl.constexpr,  # threads
+    STEP: tl.constexpr,  # elements of 16 bytes, or 1 if all rows begin there
+    LOG: tl.constexpr,  # whether y is the logarithm of softmax
+    PTX: tl.constexpr,  # False: in the interpreter
+):
+    LEAST: tl.constexpr = N - (SLICES - 1) * WIDTH  # of the last slice
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    part = tl.program_id(0) % SLICES
+    first = tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
+
+    # The first row: only publish.
+    before = _softmax_place(first, part, N, WIDTH, STEP)
+    y_waits = _load_words(y_ptr, before, PAIRS, WIDTH, LEAST)
+    dy_waits = _load_words(dy_ptr, before, PAIRS, WIDTH, LEAST)
+    total = _dot(y_waits, dy_waits, before, dtype, LEAST, STEP, LOG)
+    _softmax_publish(words_ptr, first, part, total, total, SLICES)
+
+    for row in tl.range(first + groups, M, groups, num_stages=1):
+        # Load the next row.
+        place = _softmax_place(row, part, N, WIDTH, STEP)
+        ys = _load_words(y_ptr, place, PAIRS, WIDTH, LEAST)
+        dys = _load_words(dy_ptr, place, PAIRS, WIDTH, LEAST)
+
+        # Finish the row before.
+        _, sums = _softmax_collect(words_ptr, row - groups, SLICES, PADDED, PTX)
+        c = tl.sum(sums, 0)
+        _finish_gradient(
+            y_waits, dy_waits, c, dx_ptr, before, dtype, LEAST, STEP, LOG
+        )
+
+        # Tell the others about the next row.
+        total = _dot(ys, dys, place, dtype, LEAST, STEP, LOG)
+        _softmax_publish(words_ptr, row, part, total, total, SLICES)
+        y_waits = ys
+        dy_waits = dys
+        before = place
+
+    # Finish the last row of the group.
+    last = first + (M - 1 - first) // groups * groups
+    _, sums = _softmax_collect(words_ptr, last, SLICES, PADDED, PTX)
+    c = tl.sum(sums, 0)
+    _finish_gradient(
+        y_waits, dy_waits, c, dx_ptr, before, dtype, LEAST, STEP, LOG
+    )
+
+
+def backward_in_slices(y, dy, log=False, dtype=None):
+    """dx in shared rows; None if programs do not fit."""
+    y = aligned(y)
+    dy = aligned(dy)
+    dx = torch.empty_like(y, dtype=dtype)
+    plan = softmax_plan_shared(True, y.shape[-1] * y.itemsize)
+    launched = launch_shared(
+        _softmax_bwd_shared, plan, y, log, y_ptr=y, dy_ptr=dy, dx_ptr=dx
+    )
+    if not launched:
+        return None
+    return dx
+
+
+def softmax_can_share(backward, dtype, x):
+    """Whether shared rows take it; dtype is that of the result."""
+    N = x.shape[-1]
+    warps, per_sm, chunks = softmax_plan_shared(backward, N * x.itemsize)
+    slices, _ = softmax_cut(N, 16 // x.itemsize, warps, chunks)
+    return (
+        ON_GPU == SOFTMAX_CUDA
+        and dtype != torch.float64
+        and slices <= SOFTMAX_NUM_SMS * per_sm
+    )
+
+
+def softmax_pick(backward, dtype, x):
+    """The form that the rule takes."""
+    N = x.shape[-1]
+    row_bytes = N * x.itemsize
+    most_swept = 65536 if backward else 131072
+    if row_bytes > most_swept and softmax_can_share(backward, dtype, x):
+        return "slices"
+    if backward:
+        return "page 03"
+    if N % (16 // x.itemsize) > 0 and row_bytes > 32768:
+        return "shifted"
+    if TWO_ROWS < 2 * row_bytes <= 2 * 131072:
+        return "shifted"
+    return "page 03"
+
+
+def run_forward(x, log, dtype, kind=None):
+    # Triton starts a kernel on the current GPU, wherever its tensors are.
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        raise ValueError(f"input is on {x.device}: not the current one")
+    if x.numel() == 0:
+        return torch.empty_like(x, dtype=dtype)
+    if kind is None:
+        kind = softmax_pick(False, dtype, x)
+    if kind == "page 03":
+        return softmax_forward(x, log, dtype)
+    y = None
+    if kind == "slices":
+        y = in_slices(x, log, dtype)
+    if y is None:  # also if programs do not fit
+        y = in_shifted(x, log, dtype)
+    return y
+
+
+def run_backward(y, dy, log, dtype, kind=None):
+    if y.numel() == 0:
+        return torch.empty_like(y, dtype=dtype)
+    if kind is None:
+        kind = softmax_pick(True, y.dtype, y)
+    dx = None
+    if kind == "slices":
+        dx = backward_in_slices(y, dy, log, dtype)
+    if dx is None:
+        dx = softmax_backward(y, dy, log, dtype)
+    return dx
+
+
+@torch.library.custom_op("both_passes::wide_softmax", mutates_args=())
+def operator(x: torch.Tensor, log: bool, dtype: torch.dtype) -> torch.Tensor:
+    return run_forward(x, log, dtype)
+
+
+@torch.library.custom_op("both_passes::wide_softmax_bwd", mutates_args=())
+def operator_bwd(
+    y: torch.Tensor, dy: torch.Tensor, log: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return run_backward(y, dy, log, dtype)
+
+
+@operator.register_fake
+def _(x, log, dtype):
+    return torch.empty_like(x, dtype=dtype)
+
+
+@operator_bwd.register_fake
+def _(y, dy, log, dtype):
+    return torch.empty_like(y, dtype=dtype)
+
+
+class Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log, dtype, kinds=(None, None)):
+        forward_kind, backward_kind = kinds
+        if torch.compiler.is_compiling():
+            y = operator(x, log, dtype)
+        else:
+            y = run_forward(x, log, dtype, forward_kind)
+        ctx.save_for_backward(y)
+        ctx.log = log
+        ctx.dtype = x.dtype
+        ctx.kind = backward_kind
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # no second derivatives
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        if torch.compiler.is_compiling():
+            dx = operator_bwd(y, dy, ctx.log, ctx.dtype)
+        else:
+            dx = run_backward(y, dy, ctx.log, ctx.dtype, ctx.kind)
+        return dx, None, None, None
+
+
+def softmax(input, dim=-1, dtype=None):
+    """Powers of e, over their sum along a dimension."""
+    return along(input, dim, dtype, log=False)
+
+
+def log_softmax(input, dim=-1, dtype=None):
+    """The logarithm of softmax."""
+    return along(input, dim, dtype, log=True)
+
+
+def along(input, dim, dtype, log):
+    """Either function: check the arguments, and make the dimension the last
+    one of a contiguous tensor."""
+    if dtype is None:
+        dtype = input.dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise TypeError(f"{dtype}: input or dtype is a float of 16 to 64 bits")
+    if input.device.type != DEVICE.type:
+        raise ValueError(f"input is on {input.device}: it goes on {DEVICE}")
+    x = torch.atleast_1d(input)
+    # The kernels widen a float, and PyTorch does all other conversions.
+    if not x.is_floating_point() or not 2 <= x.itemsize < dtype.itemsize:
+        x = x.to(dtype)
+    x = x.movedim(dim, -1).contiguous()
+    y = Softmax.apply(x, log, dtype)
+    return y.movedim(-1, dim).reshape(input.shape)
+
+
+# attention/04-rotary ----------------------------------------------------------
+# Gives tables, rotary_embedding, rotary_embedding_, rotate_query_and_key.
 
 
 def tables(length, dimension, base=10000.0):
@@ -367,7 +4930,7 @@ def _norm_load(ptr, c, N: tl.constexpr, CHUNK: tl.constexpr, HINT: tl.constexpr)
 
 
 @triton.jit
-def _store(ptr, value, c, N: tl.constexpr, CHUNK: tl.constexpr):
+def _norm_store(ptr, value, c, N: tl.constexpr, CHUNK: tl.constexpr):
     """The same for a store."""
     col = c * CHUNK + tl.arange(0, CHUNK)
     tl.store(ptr + col, value, mask=col < N)
@@ -423,7 +4986,7 @@ def _rms_norm_fwd(
         s = xs[c]
         if residual_ptr is not None:
             s = (s.to(acc) + residuals[c].to(acc)).to(residuals[c].dtype)
-            _store(s_ptr + row * N, s, c, N, CHUNK)
+            _norm_store(s_ptr + row * N, s, c, N, CHUNK)
         sums += (s,)
         squares += _rounded(s.to(acc) * s.to(acc), half, NONE)
 
@@ -438,7 +5001,7 @@ def _rms_norm_fwd(
         w = _norm_load(w_ptr, c, N, CHUNK, "evict_last")
         x_hat = _rounded(sums[c].to(acc) * rstd, half, CASTING != "gemma")
         y = x_hat * _factor(w, offset, CASTING, acc)
-        _store(y_ptr + row * N, y, c, N, CHUNK)
+        _norm_store(y_ptr + row * N, y, c, N, CHUNK)
 
 
 def norm_plan_forward(N, sizes):
@@ -540,18 +5103,18 @@ def _rms_norm_bwd(
             if ds_ptr is not None:
                 dx += _norm_load(ds_ptr + at, c, N, CHUNK, "").to(acc)
             # A store rounds to the type of its pointer.
-            _store(dx_ptr + at, dx - s * a, c, N, CHUNK)
+            _norm_store(dx_ptr + at, dx - s * a, c, N, CHUNK)
             if dr_ptr is not None:
-                _store(dr_ptr + at, dx - s * a, c, N, CHUNK)
+                _norm_store(dr_ptr + at, dx - s * a, c, N, CHUNK)
         dws = sums
 
     for c in tl.static_range(len(dws)):
-        _store(sums_ptr + tl.program_id(0) * N, dws[c], c, N, CHUNK)
+        _norm_store(sums_ptr + tl.program_id(0) * N, dws[c], c, N, CHUNK)
 
 
-GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
-NORM_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
-NORM_SHARED = getattr(GPU, "shared_memory_per_block_optin", 65536)
+NORM_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+NORM_NUM_SMS = NORM_GPU.multi_processor_count if ON_GPU else 4
+NORM_SHARED = getattr(NORM_GPU, "shared_memory_per_block_optin", 65536)
 
 
 def norm_plan_backward(N, sizes):
@@ -709,8 +5272,193 @@ def add_rms_norm(x, residual, *args, **options):
     return rms_norm(x, *args, residual=residual, **options)
 
 
-# attention/03-any-attention ---------------------------------------------------
+# attention/05-warp-specialization ---------------------------------------------
 # Gives attention.
+
+
+@triton.jit
+def _step_of_queries(
+    dq,
+    q,
+    dy,
+    lse,
+    delta,
+    k_desc,
+    v_desc,
+    batch,
+    head,  # of the keys
+    start,  # the first key of the tile
+    limit,  # how many keys a query sees: a column, or one number for all
+    scale,
+    DIM: tl.constexpr,
+    TILE_K: tl.constexpr,
+    MASK: tl.constexpr,  # whether some query does not see all of the tile
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    """dq of a tile of queries, with one tile of keys more."""
+    k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
+    score = tl.dot(q, k.T, input_precision=PRECISION)
+    # New: dp before the powers.
+    v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
+    dp = tl.dot(dy, v.T, input_precision=PRECISION)
+    if MASK:
+        key = start + tl.arange(0, TILE_K)
+        score = tl.where(key[None, :] < limit, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[:, None])
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    return tl.dot(ds, k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _step_of_keys(
+    dk,
+    dv,
+    k,
+    v,
+    q_desc,
+    dy_desc,
+    lse_ptr,  # of the first query of this head, as delta_ptr
+    delta_ptr,
+    batch,
+    head,  # of the queries
+    start,  # the first query of the tile
+    key,  # the indices of our keys
+    scale,
+    DIM: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    MASK: tl.constexpr,  # whether some query does not see all of our keys
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    """dk and dv of a tile of keys, with one tile of queries more."""
+    q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
+    query = start + tl.arange(0, TILE_Q)
+    score = tl.dot(k, q.T, input_precision=PRECISION)
+    lse = tl.load(lse_ptr + query)
+    if MASK:
+        seen = key[:, None] <= query[None, :]
+        score = tl.where(seen, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[None, :])
+    # New: dp before dv.
+    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
+    dp = tl.dot(v, dy.T, input_precision=PRECISION)
+    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
+    delta = tl.load(delta_ptr + query)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+ATTENTION_LOG2E = 1.4426950408889634  # the logarithm of e, to the base 2
+
+
+def width_of(D):
+    """Columns of a tile for rows of D numbers: a power of two, at least 16,
+    which is the least that a product of tiles takes."""
+    return max(triton.next_power_of_2(D), 16)
+
+
+def rows_like(t):
+    """An empty tensor of the same shape and order of dimensions, whose rows
+    begin at multiples of 16 bytes."""
+    D = t.shape[-1]
+    unit = 16 // t.itemsize
+    padded = triton.cdiv(D, unit) * unit
+    # The dimension with the largest stride comes first in memory.
+    order = sorted(range(3), key=lambda dimension: -t.stride(dimension))
+    shape = [t.shape[dimension] for dimension in order]
+    memory = torch.empty(*shape, padded, dtype=t.dtype, device=t.device)
+    places = [order.index(dimension) for dimension in range(3)]
+    return memory.permute(*places, 3)[..., :D]
+
+
+def attention_for_descriptors(t):
+    """The tensor, or a copy of it that a descriptor takes."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
+    for stride in t.stride()[:-1]:
+        # A stride of 0, as an expanded tensor has it, is copied, too.
+        if stride <= 0 or stride * t.itemsize % 16:
+            aligned = False
+    if aligned:
+        return t
+    return rows_like(t).copy_(t)
+
+
+def tiles_of(t, rows):
+    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
+    tile = [1, 1, rows, width_of(t.shape[-1])]
+    return TensorDescriptor.from_tensor(t, tile)
+
+
+ATTENTION_TILES = {
+    # width: queries, keys, warps and stages; then the same if causal
+    16: ((128, 64, 4, 3), (128, 64, 4, 3)),
+    32: ((128, 64, 4, 3), (128, 64, 4, 3)),
+    64: ((64, 128, 4, 2), (64, 128, 4, 2)),
+    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
+    256: ((128, 64, 8, 2), (128, 64, 8, 2)),
+}
+
+OWN_AND_STEP = {
+    # width: what a program owns, what it takes in a step, warps, stages
+    16: (64, 64, 4, 3),
+    32: (64, 64, 4, 3),
+    64: (64, 64, 4, 3),
+    128: (64, 64, 4, 2),
+    256: (64, 32, 8, 2),
+}
+
+
+def small_tiles(dtype):
+    """Whether operands lie in registers: in float32, and without a TMA."""
+    if dtype == torch.float32:
+        return True
+    if not ON_GPU:
+        return False  # the interpreter has no registers
+    if torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability()[0] < 9
+
+
+def options(tile_q, tile_k, warps, stages, dtype, D):
+    """Constants of a kernel that depend on the type and the width of rows."""
+    precision = None  # what a GPU does by itself; 16 bits need no choice
+    if dtype == torch.float32 and torch.version.hip is None:
+        precision = "tf32x3"
+    return {
+        "DIM": width_of(D),
+        "TILE_Q": tile_q,
+        "TILE_K": tile_k,
+        "PRECISION": precision,
+        "STAGES": stages,
+        "num_warps": warps,
+    }
+
+
+def attention_plan_forward(dtype, D, is_causal):
+    if small_tiles(dtype):
+        return options(16, 32, 8, 2, dtype, D)
+    usual, causal = ATTENTION_TILES[width_of(D)]
+    tiles = causal if is_causal else usual
+    return options(*tiles, dtype, D)
+
+
+def attention_plan_backward(dtype, D):
+    """For the kernel of the queries, and for that of the keys."""
+    own, step, warps, stages = OWN_AND_STEP[width_of(D)]
+    if small_tiles(dtype):
+        own, step, warps, stages = 16, 16, 8, 2
+    return (
+        options(own, step, warps, stages, dtype, D),
+        options(step, own, warps, stages, dtype, D),
+    )
+
+
+def empty_lse(query, is_causal):
+    """(batch, heads, rows): room for whole tiles of queries."""
+    batch, heads, queries, D = query.shape
+    tile_q = attention_plan_forward(query.dtype, D, is_causal)["TILE_Q"]
+    rows = triton.cdiv(queries, tile_q) * tile_q
+    return query.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 @triton.jit
@@ -824,100 +5572,9 @@ def _any_attention_fwd(
     tl.store(lse_ptr + at, maximum + tl.log2(total))
 
 
-ATTENTION_LOG2E = 1.4426950408889634  # the logarithm of e, to the base 2
-
-
-def width_of(D):
-    """Columns of a tile for rows of D numbers: a power of two, at least 16,
-    which is the least that a product of tiles takes."""
-    return max(triton.next_power_of_2(D), 16)
-
-
-def rows_like(t):
-    """An empty tensor of the same shape and order of dimensions, whose rows
-    begin at multiples of 16 bytes."""
-    D = t.shape[-1]
-    unit = 16 // t.itemsize
-    padded = triton.cdiv(D, unit) * unit
-    # The dimension with the largest stride comes first in memory.
-    order = sorted(range(3), key=lambda dimension: -t.stride(dimension))
-    shape = [t.shape[dimension] for dimension in order]
-    memory = torch.empty(*shape, padded, dtype=t.dtype, device=t.device)
-    places = [order.index(dimension) for dimension in range(3)]
-    return memory.permute(*places, 3)[..., :D]
-
-
-def attention_for_descriptors(t):
-    """The tensor, or a copy of it that a descriptor takes."""
-    aligned = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
-    for stride in t.stride()[:-1]:
-        # A stride of 0, as an expanded tensor has it, is copied, too.
-        if stride <= 0 or stride * t.itemsize % 16:
-            aligned = False
-    if aligned:
-        return t
-    return rows_like(t).copy_(t)
-
-
-def tiles_of(t, rows):
-    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
-    tile = [1, 1, rows, width_of(t.shape[-1])]
-    return TensorDescriptor.from_tensor(t, tile)
-
-
-ATTENTION_TILES = {
-    # width: queries, keys, warps and stages; then the same if causal
-    16: ((128, 64, 4, 3), (128, 64, 4, 3)),
-    32: ((128, 64, 4, 3), (128, 64, 4, 3)),
-    64: ((64, 128, 4, 2), (64, 128, 4, 2)),
-    128: ((128, 64, 4, 2), (64, 64, 4, 3)),
-    256: ((128, 64, 8, 2), (128, 64, 8, 2)),
-}
-
-
-def small_tiles(dtype):
-    """Whether operands lie in registers: in float32, and without a TMA."""
-    if dtype == torch.float32:
-        return True
-    if not ON_GPU:
-        return False  # the interpreter has no registers
-    if torch.version.hip is not None:
-        return True
-    return torch.cuda.get_device_capability()[0] < 9
-
-
-def options(tile_q, tile_k, warps, stages, dtype, D):
-    """Constants of a kernel that depend on the type and the width of rows."""
-    precision = None  # what a GPU does by itself; 16 bits need no choice
-    if dtype == torch.float32 and torch.version.hip is None:
-        precision = "tf32x3"
-    return {
-        "DIM": width_of(D),
-        "TILE_Q": tile_q,
-        "TILE_K": tile_k,
-        "PRECISION": precision,
-        "STAGES": stages,
-        "num_warps": warps,
-    }
-
-
-def attention_plan_forward(dtype, D, is_causal):
-    if small_tiles(dtype):
-        return options(16, 32, 8, 2, dtype, D)
-    usual, causal = ATTENTION_TILES[width_of(D)]
-    tiles = causal if is_causal else usual
-    return options(*tiles, dtype, D)
-
-
-def empty_lse(query, is_causal):
-    """(batch, heads, rows): room for whole tiles of queries."""
-    batch, heads, queries, D = query.shape
-    tile_q = attention_plan_forward(query.dtype, D, is_causal)["TILE_Q"]
-    rows = triton.cdiv(queries, tile_q) * tile_q
-    return query.new_empty(batch, heads, rows, dtype=torch.float32)
-
-
-def attention_forward(query, key, value, is_causal, scale, kernel=_any_attention_fwd):
+def plain_forward(
+    query, key, value, is_causal, scale, kernel=_any_attention_fwd
+):
     """The results, and a log-sum-exp for each query."""
     batch, heads, queries, D = query.shape
     _, k_heads, keys, _ = key.shape
@@ -948,38 +5605,6 @@ def attention_forward(query, key, value, is_causal, scale, kernel=_any_attention
         **plan,
     )
     return y, lse
-
-
-@triton.jit
-def _step_of_queries(
-    dq,
-    q,
-    dy,
-    lse,
-    delta,
-    k_desc,
-    v_desc,
-    batch,
-    head,  # of the keys
-    start,  # the first key of the tile
-    limit,  # how many keys a query sees: a column, or one number for all
-    scale,
-    DIM: tl.constexpr,
-    TILE_K: tl.constexpr,
-    MASK: tl.constexpr,  # whether some query does not see all of the tile
-    PRECISION: tl.constexpr,  # of products of float32
-):
-    """dq of a tile of queries, with one tile of keys more."""
-    k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
-    score = tl.dot(q, k.T, input_precision=PRECISION)
-    if MASK:
-        key = start + tl.arange(0, TILE_K)
-        score = tl.where(key[None, :] < limit, score, float("-inf"))
-    p = tl.exp2(score * scale - lse[:, None])
-    v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
-    dp = tl.dot(dy, v.T, input_precision=PRECISION)
-    ds = (p * (dp - delta[:, None])).to(k.dtype)
-    return tl.dot(ds, k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -1056,46 +5681,6 @@ def _any_attention_bwd_queries(
 
     dq = (dq * scale).to(dq_desc.dtype)
     dq_desc.store([batch, head, first, 0], dq.reshape(1, 1, TILE_Q, DIM))
-
-
-@triton.jit
-def _step_of_keys(
-    dk,
-    dv,
-    k,
-    v,
-    q_desc,
-    dy_desc,
-    lse_ptr,  # of the first query of this head, as delta_ptr
-    delta_ptr,
-    batch,
-    head,  # of the queries
-    start,  # the first query of the tile
-    key,  # the indices of our keys
-    scale,
-    DIM: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    MASK: tl.constexpr,  # whether some query does not see all of our keys
-    PRECISION: tl.constexpr,  # of products of float32
-):
-    """dk and dv of a tile of keys, with one tile of queries more."""
-    # A query that does not exist is a row of zeros, and so is its dy. It adds
-    # nothing to dk and dv.
-    q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
-    query = start + tl.arange(0, TILE_Q)
-    score = tl.dot(k, q.T, input_precision=PRECISION)
-    lse = tl.load(lse_ptr + query)
-    if MASK:
-        seen = key[:, None] <= query[None, :]
-        score = tl.where(seen, score, float("-inf"))
-    p = tl.exp2(score * scale - lse[None, :])
-    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
-    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
-    delta = tl.load(delta_ptr + query)
-    dp = tl.dot(v, dy.T, input_precision=PRECISION)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -1178,54 +5763,23 @@ def _any_attention_bwd_keys(
     dv_desc.store([batch, k_head, first, 0], dv.reshape(1, 1, TILE_K, DIM))
 
 
-OWN_AND_STEP = {
-    # width: what a program owns, what it takes in a step, warps, stages
-    16: (64, 64, 4, 3),
-    32: (64, 64, 4, 3),
-    64: (64, 64, 4, 3),
-    128: (64, 64, 4, 2),
-    256: (64, 32, 8, 2),
-}
-
-
-def attention_plan_backward(dtype, D):
-    """For the kernel of the queries, and for that of the keys."""
-    own, step, warps, stages = OWN_AND_STEP[width_of(D)]
-    if small_tiles(dtype):
-        own, step, warps, stages = 16, 16, 8, 2
-    return (
-        options(own, step, warps, stages, dtype, D),
-        options(step, own, warps, stages, dtype, D),
-    )
-
-
-def attention_backward(dy, query, key, value, y, lse, is_causal, scale):
-    """dq, dk and dv."""
-    batch, heads, queries, D = query.shape
-    _, k_heads, keys, _ = key.shape
-    dq = rows_like(query)
-    dk = rows_like(key)
-    dv = rows_like(value)
-    if dq.numel() == 0 or dk.numel() == 0:  # nobody attends to anything
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    q = attention_for_descriptors(query)
-    k = attention_for_descriptors(key)
-    v = attention_for_descriptors(value)
-    dy = attention_for_descriptors(dy)
-    delta = torch.empty_like(lse)
-    for_queries, for_keys = attention_plan_backward(query.dtype, D)
-
-    # First the queries, because the keys need their delta.
-    tile_q = for_queries["TILE_Q"]
-    tile_k = for_queries["TILE_K"]
-    tiles = triton.cdiv(queries, tile_q)
-    _any_attention_bwd_queries[(tiles * batch * heads,)](
-        q_desc=tiles_of(q, tile_q),
-        k_desc=tiles_of(k, tile_k),
-        v_desc=tiles_of(v, tile_k),
-        y_desc=tiles_of(y, tile_q),
-        dy_desc=tiles_of(dy, tile_q),
-        dq_desc=tiles_of(dq, tile_q),
+def launch_queries(
+    kernel, describe, own, plan, q, k, v, y, dy, dq, lse, delta, is_causal,
+    scale,
+):  # fmt: skip
+    """dq, and delta for the kernel of the keys. A program owns so many
+    queries."""
+    batch, heads, queries, _ = q.shape
+    _, k_heads, keys, _ = k.shape
+    tile_q = plan["TILE_Q"]
+    tile_k = plan["TILE_K"]
+    kernel[(triton.cdiv(queries, own) * batch * heads,)](
+        q_desc=describe(q, tile_q),
+        k_desc=describe(k, tile_k),
+        v_desc=describe(v, tile_k),
+        y_desc=describe(y, tile_q),
+        dy_desc=describe(dy, tile_q),
+        dq_desc=describe(dq, tile_q),
         lse_ptr=lse,
         delta_ptr=delta,
         rows=lse.shape[-1],
@@ -1237,13 +5791,19 @@ def attention_backward(dy, query, key, value, y, lse, is_causal, scale):
         GROUP=heads // k_heads,
         CAUSAL=is_causal,
         RAGGED=not is_causal and keys % tile_k > 0,
-        **for_queries,
+        **plan,
     )
 
-    tile_q = for_keys["TILE_Q"]
-    tile_k = for_keys["TILE_K"]
-    tiles = triton.cdiv(keys, tile_k)
-    _any_attention_bwd_keys[(tiles * batch * k_heads,)](
+
+def launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale):
+    """dk and dv."""
+    _, heads, queries, D = q.shape
+    batch, k_heads, keys, _ = k.shape
+    _, plan = attention_plan_backward(q.dtype, D)
+    tile_q = plan["TILE_Q"]
+    tile_k = plan["TILE_K"]
+    programs = triton.cdiv(keys, tile_k) * batch * k_heads
+    _any_attention_bwd_keys[(programs,)](
         q_desc=tiles_of(q, tile_q),
         k_desc=tiles_of(k, tile_k),
         v_desc=tiles_of(v, tile_k),
@@ -1260,9 +5820,719 @@ def attention_backward(dy, query, key, value, y, lse, is_causal, scale):
         log2e=ATTENTION_LOG2E,
         GROUP=heads // k_heads,
         CAUSAL=is_causal,
-        **for_keys,
+        **plan,
     )
+
+
+def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
+    """dq by the plain kernel."""
+    plan, _ = attention_plan_backward(q.dtype, q.shape[-1])
+    launch_queries(
+        _any_attention_bwd_queries, tiles_of, plan["TILE_Q"], plan, q, k, v, y,
+        dy, dq, lse, delta, is_causal, scale,
+    )  # fmt: skip
+
+
+def attention_backward(
+    dy, query, key, value, y, lse, is_causal, scale, by=plain_queries
+):
+    """dq, dk and dv. ``by`` gives dq."""
+    dq = rows_like(query)
+    dk = rows_like(key)
+    dv = rows_like(value)
+    if dq.numel() == 0 or dk.numel() == 0:  # nobody attends to anything
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q = attention_for_descriptors(query)
+    k = attention_for_descriptors(key)
+    v = attention_for_descriptors(value)
+    dy = attention_for_descriptors(dy)
+    delta = torch.empty_like(lse)
+    # First the queries, because the keys need their delta.
+    by(q, k, v, y, dy, dq, lse, delta, is_causal, scale)
+    launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale)
     return dq, dk, dv
+
+
+# From Triton 3.9 on these two have shorter names.
+FETCH = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _fetch_keys(
+    k_desc,
+    v_desc,
+    ring,
+    batch,
+    head,  # of the keys
+    steps,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """All tiles of keys and values that a program needs, in their order."""
+    # Of each buffer, the barrier 2 * at is for its keys, and the next one for
+    # its values.
+    k_mem, v_mem, full, free = ring
+    for i in range(steps):
+        at = i % BUFFERS
+        parity = (i // BUFFERS + 1) & 1
+        mbarrier.wait(free.index(2 * at), parity)
+        mbarrier.expect(full.index(2 * at), k_desc.block_type.nbytes)
+        FETCH(
+            k_desc,
+            [batch, head, i * TILE_K, 0],
+            full.index(2 * at),
+            k_mem.index(at),
+        )
+        mbarrier.wait(free.index(2 * at + 1), parity)
+        mbarrier.expect(full.index(2 * at + 1), v_desc.block_type.nbytes)
+        FETCH(
+            v_desc,
+            [batch, head, i * TILE_K, 0],
+            full.index(2 * at + 1),
+            v_mem.index(at),
+        )
+
+
+@gluon.jit
+def _load_fwd(
+    q_desc,
+    k_desc,
+    v_desc,
+    q_mem,
+    q_full,
+    ring,
+    batch,
+    head,  # of the queries
+    k_head,
+    first,  # our first query
+    steps,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does in the forward kernel."""
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        row = first + half * TILE_Q
+        FETCH(q_desc, [batch, head, row, 0], q_full, q_mem.index(half))
+    _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
+
+
+@gluon.jit
+def _powers(
+    maximum,  # of each query, as the next one
+    total,
+    score,
+    start,  # the first key of the tile
+    limit,  # how many keys each query sees
+    scale,
+    TILE_K: gl.constexpr,
+    MASK: gl.constexpr,  # whether some query does not see all of the tile
+):
+    if MASK:
+        KEYS: gl.constexpr = gl.SliceLayout(0, score.type.layout)
+        key = start + gl.arange(0, TILE_K, KEYS)
+        seen = key[None, :] < limit[:, None]
+        score = gl.where(seen, score, float("-inf"))
+    new = gl.maximum(maximum, gl.max(score, axis=1) * scale)
+    power = gl.exp2(score * scale - new[:, None])
+    shrink = gl.exp2(maximum - new)
+    total = total * shrink + gl.sum(power, axis=1)
+    return new, total, shrink, power
+
+
+@gluon.jit
+def _step_fwd(
+    maximum,  # of each query, as the next one
+    total,
+    weighted,
+    power,  # of the last step
+    i,
+    q,
+    ring,
+    turn,
+    half,  # 0 or 1: which group we are
+    limit,
+    scale,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MASK: gl.constexpr,
+    LATER: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """The scores of tile i, and the product of the powers of tile i - 1."""
+    k_mem, v_mem, full, free = ring
+    at = i % BUFFERS
+    last = (i - 1) % BUFFERS
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    v = v_mem.index(last).reshape([TILE_K, DIM])
+    # The layout of scores, of which that of the maximum is a slice. The zeros
+    # only give it to the product: use_acc=False leaves them out.
+    SCORE: gl.constexpr = maximum.type.layout.parent
+    zeros = gl.zeros([maximum.shape[0], TILE_K], gl.float32, SCORE)
+
+    # Both products begin.
+    mbarrier.wait(full.index(2 * at), (i // BUFFERS) & 1)
+    if TURNS:
+        mbarrier.wait(turn.index(half), (i - 1) & 1)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    if not LATER:
+        score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.wait(full.index(2 * last + 1), ((i - 1) // BUFFERS) & 1)
+    weighted = warpgroup_mma(power, v, weighted, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - half), count=1)
+
+    # The powers, while the second product is under way.
+    if LATER:
+        score = warpgroup_mma_wait(1, deps=[score])
+    else:
+        weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+    mbarrier.arrive(free.index(2 * at), count=1)
+    maximum, total, shrink, new = _powers(
+        maximum, total, score, i * TILE_K, limit, scale, TILE_K, MASK
+    )
+    if LATER:
+        weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+    mbarrier.arrive(free.index(2 * last + 1), count=1)
+
+    # The sums of the tiles up to i - 1 shrink to the maximum of tile i.
+    SUM: gl.constexpr = weighted.type.layout
+    by = gl.convert_layout(shrink, gl.SliceLayout(1, SUM))
+    weighted = weighted * by[:, None]
+    power = gl.convert_layout(new.to(power.dtype), power.type.layout)
+    return maximum, total, weighted, power
+
+
+@gluon.jit
+def _group_fwd(
+    half,
+    y_desc,
+    lse_ptr,  # of the first query of this head
+    q_mem,
+    q_full,
+    ring,
+    turn,
+    batch,
+    head,
+    first,  # the first query of both groups
+    keys,
+    scale,
+    whole,  # tiles that all of our queries see
+    steps,  # tiles that some of them see
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    LATER: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    """The results of 64 queries."""
+    DTYPE: gl.constexpr = y_desc.dtype
+    # Layouts of a tile of scores, of the sums, of an operand of the second
+    # product, and of one number for each query. [3, 0] stands for Hopper's
+    # Tensor Cores, [4, 1] for four warps one below the other, and the last
+    # three numbers are the rows of a warp, the columns, and how many numbers
+    # are multiplied at a time. Of an operand we say that it is the left one,
+    # 0, and that a register has two of its numbers.
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_K, 16]
+    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    POWER: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
+    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
+    if CAUSAL:
+        limit = gl.minimum(query + 1, limit)
+    maximum = gl.full([TILE_Q], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([TILE_Q], gl.float32, ROW)
+    weighted = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+
+    # The powers of the first tile.
+    k_mem, v_mem, full, free = ring
+    q = q_mem.index(half).reshape([TILE_Q, DIM])
+    k = k_mem.index(0).reshape([TILE_K, DIM])
+    zeros = gl.zeros([TILE_Q, TILE_K], gl.float32, SCORE)
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(full.index(0), 0)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(free.index(0), count=1)
+    maximum, total, _, power = _powers(
+        maximum, total, score, 0, limit, scale, TILE_K, CAUSAL or RAGGED
+    )
+    power = gl.convert_layout(power.to(DTYPE), POWER)
+
+    for i in range(1, whole):
+        maximum, total, weighted, power = _step_fwd(
+            maximum, total, weighted, power, i, q, ring, turn, half, limit,
+            scale, DIM, TILE_K, BUFFERS, False, LATER, TURNS,
+        )  # fmt: skip
+    if CAUSAL or RAGGED:
+        for i in range(gl.maximum(whole, 1), steps):
+            maximum, total, weighted, power = _step_fwd(
+                maximum, total, weighted, power, i, q, ring, turn, half, limit,
+                scale, DIM, TILE_K, BUFFERS, True, LATER, TURNS,
+            )  # fmt: skip
+
+    # The product of the last tile.
+    last = (steps - 1) % BUFFERS
+    mbarrier.wait(full.index(2 * last + 1), ((steps - 1) // BUFFERS) & 1)
+    v = v_mem.index(last).reshape([TILE_K, DIM])
+    weighted = warpgroup_mma(power, v, weighted, is_async=True)
+    weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+
+    y = weighted / gl.convert_layout(total, gl.SliceLayout(1, SUM))[:, None]
+    q.store(y.to(DTYPE))
+    fence_async_shared()
+    place = [batch, head, first + half * TILE_Q, 0]
+    STORE(y_desc, place, q_mem.index(half))
+    gl.store(lse_ptr + query, maximum + gl.log2(total))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _warps_fwd(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    y_desc,  # as q_desc
+    lse_ptr,  # (batch, heads, rows): saved for the backward pass
+    rows,  # queries, and those that only fill the last tiles
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores, times LOG2E
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_K: gl.constexpr,  # keys of a step
+    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
+    LATER: gl.constexpr,
+    TURNS: gl.constexpr,
+    num_warps: gl.constexpr,  # of the first function
+):
+    # Which queries are ours, and which keys do they see? As in plain Triton,
+    # but counted in tiles, and each program has two tiles of queries.
+    OWN: gl.constexpr = 2 * TILE_Q
+    tiles = gl.cdiv(queries, OWN)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    first = tile * OWN
+    lead = gl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    whole = keys // TILE_K
+    steps = gl.cdiv(keys, TILE_K)
+    if CAUSAL:
+        whole = gl.minimum(first // TILE_K, whole)
+        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=2)  # both groups
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()  # the TMA sees them, too
+    if TURNS:
+        mbarrier.arrive(turn.index(0), count=1)  # the first group begins
+    ring = (k_mem, v_mem, full, free)
+    lse_ptr += lead.to(gl.int64) * rows  # may pass 2**31
+
+    gl.warp_specialize(
+        [
+            (_group_fwd, (
+                0, y_desc, lse_ptr, q_mem, q_full, ring, turn, batch, head,
+                first, keys, scale, whole, steps, CAUSAL, RAGGED, DIM, TILE_Q,
+                TILE_K, BUFFERS, LATER, TURNS,
+            )),
+            (_group_fwd, (
+                1, y_desc, lse_ptr, q_mem, q_full, ring, turn, batch, head,
+                first, keys, scale, whole, steps, CAUSAL, RAGGED, DIM, TILE_Q,
+                TILE_K, BUFFERS, LATER, TURNS,
+            )),
+            (_load_fwd, (
+                q_desc, k_desc, v_desc, q_mem, q_full, ring, batch, head,
+                head // GROUP, first, steps, TILE_Q, TILE_K, BUFFERS,
+            )),
+        ],
+        [4, 1],  # warps of the second and of the third
+        [240, 24],  # registers of their threads
+    )  # fmt: skip
+
+
+def by_warps(query):
+    """Whether kernels in Gluon take it."""
+    if not ON_GPU or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return query.dtype != torch.float32 and width_of(query.shape[-1]) == 128
+
+
+OWN = 128  # queries of a program: 64 for each group of warps
+
+
+def room_for_lse(query, is_causal):
+    """(batch, heads, rows): room for whole tiles of queries."""
+    if not by_warps(query):
+        return empty_lse(query, is_causal)
+    batch, heads, queries, _ = query.shape
+    rows = triton.cdiv(queries, OWN) * OWN
+    return query.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def tiles_for_gluon(t, rows):
+    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
+    tile = [1, 1, rows, width_of(t.shape[-1])]
+    dtype = gl.float16 if t.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
+    return GluonDescriptor.from_tensor(t, tile, layout)
+
+
+def attention_forward(query, key, value, is_causal, scale, tile_k=128, buffers=2, **how):
+    """The results, and a log-sum-exp for each query."""
+    batch, heads, queries, D = query.shape
+    _, k_heads, keys, _ = key.shape
+    if not by_warps(query) or query.numel() == 0 or keys == 0:
+        y, lse = plain_forward(query, key, value, is_causal, scale)
+        return y, lse
+    y = rows_like(query)
+    lse = room_for_lse(query, is_causal)
+    programs = triton.cdiv(queries, OWN) * batch * heads
+    _warps_fwd[(programs,)](
+        q_desc=tiles_for_gluon(attention_for_descriptors(query), OWN // 2),
+        k_desc=tiles_for_gluon(attention_for_descriptors(key), tile_k),
+        v_desc=tiles_for_gluon(attention_for_descriptors(value), tile_k),
+        y_desc=tiles_for_gluon(y, OWN // 2),
+        lse_ptr=lse,
+        rows=lse.shape[-1],
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        scale=scale * ATTENTION_LOG2E,
+        GROUP=heads // k_heads,
+        CAUSAL=is_causal,
+        RAGGED=not is_causal and keys % tile_k > 0,
+        DIM=width_of(D),
+        TILE_Q=OWN // 2,
+        TILE_K=tile_k,
+        BUFFERS=buffers,
+        **{"LATER": True, "TURNS": False, "num_warps": 4} | how,
+    )
+    return y, lse
+
+
+@gluon.jit
+def _load_bwd(
+    q_desc,
+    dy_desc,
+    y_desc,
+    k_desc,
+    v_desc,
+    q_mem,
+    dy_mem,
+    y_mem,
+    q_full,
+    ring,
+    batch,
+    head,  # of the queries
+    k_head,
+    first,  # our first query
+    steps,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does for dq."""
+    mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        place = [batch, head, first + half * TILE_Q, 0]
+        FETCH(q_desc, place, q_full, q_mem.index(half))
+        FETCH(dy_desc, place, q_full, dy_mem.index(half))
+        FETCH(y_desc, place, q_full, y_mem.index(half))
+    _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
+
+
+@gluon.jit
+def _step_bwd(
+    dq,
+    ds,  # of the last step: an operand of the product that is under way
+    i,
+    q,
+    dy,
+    lse,
+    delta,
+    ring,
+    limit,
+    scale,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MASK: gl.constexpr,  # whether some query does not see all of the tile
+    FIRST: gl.constexpr,  # whether there is no step before
+):
+    """dq with tile i of the keys; its product may still be under way."""
+    k_mem, v_mem, full, free = ring
+    at = i % BUFFERS
+    parity = (i // BUFFERS) & 1
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    v = v_mem.index(at).reshape([TILE_K, DIM])
+    SCORE: gl.constexpr = lse.type.layout.parent
+    zeros = gl.zeros([lse.shape[0], TILE_K], gl.float32, SCORE)
+
+    mbarrier.wait(full.index(2 * at), parity)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full.index(2 * at + 1), parity)
+    dp = warpgroup_mma(
+        dy, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+
+    # Products end in their order: when at most one is under way, the scores
+    # are there, and so is the sum of the last step.
+    # Its operand ds had to stay in its registers until now.
+    score, dq, ds = warpgroup_mma_wait(1, deps=[score, dq, ds])
+    if not FIRST:
+        mbarrier.arrive(free.index(2 * ((i - 1) % BUFFERS)), count=1)
+    if MASK:
+        KEYS: gl.constexpr = gl.SliceLayout(0, SCORE)
+        key = i * TILE_K + gl.arange(0, TILE_K, KEYS)
+        seen = key[None, :] < limit[:, None]
+        score = gl.where(seen, score, float("-inf"))
+    p = gl.exp2(score * scale - lse[:, None])
+
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(free.index(2 * at + 1), count=1)
+    ds_of_tile = (p * (dp - delta[:, None])).to(ds.dtype)
+    ds = gl.convert_layout(ds_of_tile, ds.type.layout)
+    dq = warpgroup_mma(ds, k, dq, is_async=True)
+    return dq, ds
+
+
+@gluon.jit
+def _group_bwd(
+    half,
+    dq_desc,
+    lse_ptr,  # of the first query of this head, as delta_ptr
+    delta_ptr,
+    q_mem,
+    dy_mem,
+    y_mem,
+    q_full,
+    ring,
+    batch,
+    head,
+    first,  # the first query of both groups
+    keys,
+    scale,
+    log2e,
+    whole,  # tiles that all of our queries see
+    steps,  # tiles that some of them see
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """dq of 64 queries."""
+    DTYPE: gl.constexpr = dq_desc.dtype
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_K, 16]
+    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
+    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
+    if CAUSAL:
+        limit = gl.minimum(query + 1, limit)
+    lse = gl.load(lse_ptr + query)
+
+    mbarrier.wait(q_full, 0)
+    q = q_mem.index(half).reshape([TILE_Q, DIM])
+    dy = dy_mem.index(half).reshape([TILE_Q, DIM])
+    y = y_mem.index(half).reshape([TILE_Q, DIM])
+    product = y.load(SUM).to(gl.float32) * dy.load(SUM).to(gl.float32)
+    delta = gl.convert_layout(gl.sum(product, axis=1), ROW)
+    gl.store(delta_ptr + query, delta)
+
+    both = scale * log2e
+    dq = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+    ds = gl.zeros([TILE_Q, TILE_K], DTYPE, LEFT)
+    dq, ds = _step_bwd(
+        dq, ds, 0, q, dy, lse, delta, ring, limit, both, DIM, TILE_K, BUFFERS,
+        CAUSAL or RAGGED, True,
+    )  # fmt: skip
+    for i in range(1, whole):
+        dq, ds = _step_bwd(
+            dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
+            BUFFERS, False, False,
+        )  # fmt: skip
+    if CAUSAL or RAGGED:
+        for i in range(gl.maximum(whole, 1), steps):
+            dq, ds = _step_bwd(
+                dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
+                BUFFERS, True, False,
+            )  # fmt: skip
+    dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
+
+    q.store((dq * scale).to(DTYPE))
+    fence_async_shared()
+    place = [batch, head, first + half * TILE_Q, 0]
+    STORE(dq_desc, place, q_mem.index(half))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _warps_bwd_queries(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    y_desc,  # as q_desc, and so are the next two
+    dy_desc,
+    dq_desc,
+    lse_ptr,  # (batch, heads, rows)
+    delta_ptr,  # (batch, heads, rows): stored for the kernel of the keys
+    rows,  # queries, and those that only fill the last tiles
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores alone, for dq
+    log2e,  # LOG2E, for the powers of 2
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_K: gl.constexpr,  # keys of a step
+    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
+    num_warps: gl.constexpr,
+):
+    # Which queries are ours, and which keys do they see?
+    OWN: gl.constexpr = 2 * TILE_Q
+    tiles = gl.cdiv(queries, OWN)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    first = tile * OWN
+    lead = gl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    whole = keys // TILE_K
+    steps = gl.cdiv(keys, TILE_K)
+    if CAUSAL:
+        whole = gl.minimum(first // TILE_K, whole)
+        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    dy_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    y_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=2)  # both groups
+    fence_async_shared()
+    ring = (k_mem, v_mem, full, free)
+    at = lead.to(gl.int64) * rows  # may pass 2**31
+    lse_ptr += at
+    delta_ptr += at
+
+    gl.warp_specialize(
+        [
+            (_group_bwd, (
+                0, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+                ring, batch, head, first, keys, scale, log2e, whole, steps,
+                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
+            )),
+            (_group_bwd, (
+                1, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+                ring, batch, head, first, keys, scale, log2e, whole, steps,
+                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
+            )),
+            (_load_bwd, (
+                q_desc, dy_desc, y_desc, k_desc, v_desc, q_mem, dy_mem, y_mem,
+                q_full, ring, batch, head, head // GROUP, first, steps, TILE_Q,
+                TILE_K, BUFFERS,
+            )),
+        ],
+        [4, 1],  # warps of the second and of the third
+        [240, 24],  # registers of their threads
+    )  # fmt: skip
+
+
+def fast_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
+    """dq by the kernel in Gluon."""
+    plan = {
+        "DIM": width_of(q.shape[-1]),
+        "TILE_Q": OWN // 2,
+        "TILE_K": 64,
+        "BUFFERS": 3,
+        "num_warps": 4,
+    }
+    launch_queries(
+        _warps_bwd_queries, tiles_for_gluon, OWN, plan, q, k, v, y, dy, dq,
+        lse, delta, is_causal, scale,
+    )  # fmt: skip
+
+
+def attention_gradients(dy, query, key, value, y, lse, is_causal, scale):
+    """dq, dk and dv, by the kernels that take them."""
+    by = fast_queries if by_warps(query) else plain_queries
+    return attention_backward(dy, query, key, value, y, lse, is_causal, scale, by)
 
 
 class _AnyAttention(torch.autograd.Function):
@@ -1277,12 +6547,12 @@ class _AnyAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        grads = attention_backward(dy, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+        grads = attention_gradients(dy, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
         return *grads, None, None
 
 
-@torch.library.custom_op("both_passes::any_attention", mutates_args=())
-def operator_forward(
+@torch.library.custom_op("both_passes::fast_attention", mutates_args=())
+def attention_operator_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -1292,13 +6562,15 @@ def operator_forward(
     return attention_forward(query, key, value, is_causal, scale)
 
 
-@operator_forward.register_fake
+@attention_operator_forward.register_fake
 def _(query, key, value, is_causal, scale):
-    return rows_like(query), empty_lse(query, is_causal)
+    if query.numel() == 0 or key.numel() == 0:
+        return rows_like(query), empty_lse(query, is_causal)
+    return rows_like(query), room_for_lse(query, is_causal)
 
 
-@torch.library.custom_op("both_passes::any_attention_bwd", mutates_args=())
-def operator_backward(
+@torch.library.custom_op("both_passes::fast_attention_bwd", mutates_args=())
+def attention_operator_backward(
     dy: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -1308,15 +6580,15 @@ def operator_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_backward(dy, query, key, value, y, lse, is_causal, scale)
+    return attention_gradients(dy, query, key, value, y, lse, is_causal, scale)
 
 
-@operator_backward.register_fake
+@attention_operator_backward.register_fake
 def _(dy, query, key, value, y, lse, is_causal, scale):
     return rows_like(query), rows_like(key), rows_like(value)
 
 
-def keep(ctx, inputs, output):
+def attention_keep(ctx, inputs, output):
     query, key, value, is_causal, scale = inputs
     y, lse = output
     ctx.save_for_backward(query, key, value, y, lse)
@@ -1326,13 +6598,13 @@ def keep(ctx, inputs, output):
     ctx.scale = scale
 
 
-def operator_gradients(ctx, dy, _):
-    grads = operator_backward(dy, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+def attention_operator_gradients(ctx, dy, _):
+    grads = attention_operator_backward(dy, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
     return *grads, None, None
 
 
-BOUND = operator_forward.register_autograd(
-    operator_gradients, setup_context=keep
+ATTENTION_BOUND = attention_operator_forward.register_autograd(
+    attention_operator_gradients, setup_context=attention_keep
 )
 
 
@@ -1437,7 +6709,7 @@ def attention(
         # The interpreter multiplies the bits of bfloat16 as whole numbers.
         query, key, value = query.float(), key.float(), value.float()
     if torch.compiler.is_compiling():
-        y, _ = operator_forward(query, key, value, is_causal, scale)
+        y, _ = attention_operator_forward(query, key, value, is_causal, scale)
     else:
         y = _AnyAttention.apply(query, key, value, is_causal, scale)
     return y.to(dtype)
@@ -1448,7 +6720,7 @@ def attention(
 
 
 @triton.jit
-def _place(tile, rows, columns, GROUP: tl.constexpr):
+def _linear_place(tile, rows, columns, GROUP: tl.constexpr):
     """Row and column of a tile, by its number: groups of so many rows of
     tiles, and in a group column by column."""
     first = tile // (GROUP * columns) * GROUP
@@ -1458,12 +6730,12 @@ def _place(tile, rows, columns, GROUP: tl.constexpr):
     return first + place % height, place // height
 
 
-PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
+LINEAR_PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
 
 
 @triton.jit
-def _sigmoid(x):
-    if PTX and x.dtype == tl.float32:
+def _linear_sigmoid(x):
+    if LINEAR_PTX and x.dtype == tl.float32:
         return tl.inline_asm_elementwise(
             """
             {
@@ -1485,14 +6757,17 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _silu(x):
-    sigmoid = _sigmoid(x)
+def _linear_silu(x):
+    sigmoid = _linear_sigmoid(x)
     return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
 
 
 @triton.jit
 def _relu(z):
-    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+    # Without propagate_nan, the maximum of NaN and 0 is 0 on a GPU, so a NaN
+    # would vanish, and nobody would notice it.
+    y = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y, tl.where(z > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -1505,7 +6780,7 @@ def _linear_gelu(z):
     # 0.044715 it is 0.0713...; three times that is 0.2140...
     u = near * (1.5957691216057308 + 0.07135481627260025 * square)
     du = near * (1.5957691216057308 + 0.21406444881780076 * square)
-    sigmoid = _sigmoid(u)
+    sigmoid = _linear_sigmoid(u)
     return z * sigmoid, sigmoid * (1 + du * (1 - sigmoid))
 
 
@@ -1567,7 +6842,7 @@ def _product(
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,  # rows of tiles in a group
     STAGES: tl.constexpr,  # num_stages of the inner loop
-    STAY: tl.constexpr,  # whether programs take several tiles
+    STAY: tl.constexpr,  # persistent: whether programs take several tiles
     HALVES: tl.constexpr,  # whether results are stored in two halves
     DIVIDED: tl.constexpr,  # whether K is divided into parts
     PARTS,  # how many there are, each added up on its own
@@ -1587,7 +6862,7 @@ def _product(
     for work in tl.range(
         tl.program_id(0), tiles * PARTS, tl.num_programs(0), flatten=STAY
     ):
-        row, column = _place(work % tiles, rows, columns, GROUP)
+        row, column = _linear_place(work % tiles, rows, columns, GROUP)
         row *= TILE_M
         column *= TILE_N
         part = work // tiles
@@ -1626,17 +6901,20 @@ def _product(
                 N=N,
                 ACT=ACT,
             )
-LINEAR_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 
 
-def shared_memory():
+LINEAR_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+LINEAR_NUM_SMS = LINEAR_GPU.multi_processor_count if ON_GPU else 4
+
+
+def linear_shared_memory():
     """Bytes that a program can have; without a GPU, those of an H200."""
     if not ON_GPU:
         return 232448
-    return getattr(GPU, "shared_memory_per_block_optin", 65536)
+    return getattr(LINEAR_GPU, "shared_memory_per_block_optin", 65536)
 
 
-LINEAR_SHARED = shared_memory()
+LINEAR_SHARED = linear_shared_memory()
 
 
 def lies_in_rows(t):
@@ -1700,7 +6978,7 @@ def launch(a, b, c, plan, bias=None, act=None, slope=None):
     )
 
 
-ACTIVATIONS = {None: None, "relu": _relu, "gelu": _linear_gelu, "silu": _silu}
+LINEAR_ACTIVATIONS = {None: None, "relu": _relu, "gelu": _linear_gelu, "silu": _linear_silu}
 
 
 LINEAR_TILES = {
@@ -1763,8 +7041,8 @@ def estimate(M, N, K, precision, tile, parts):
     # Most of the shorter time is hidden by the longer one.
     time = max(on_sms, from_dram) + 0.3 * min(on_sms, from_dram)
     if parts > 1:
-        # A second kernel adds them up. They are written and read once, as
-        # float32, and a µs has room for 2.3 MB of that.
+        # A second kernel starts and adds them up. They are written and read
+        # once, as float32, and a µs has room for 2.3 MB of that.
         time += 5 + 8 * parts * M * N / 2.3e6
     return time
 
@@ -1834,14 +7112,14 @@ def _add_parts(
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < size
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, parts, ROWS):
+    for start in range(0, parts, ROWS):  # so many parts at a time
         part = start + tl.arange(0, ROWS)
         mask = (part[:, None] < parts) & inside[None, :]
         place = part.to(tl.int64)[:, None] * size + at[None, :]
         sums += tl.load(parts_ptr + place, mask=mask, other=0)
     total = tl.sum(sums, axis=0)
 
-    if bias_ptr is not None:
+    if bias_ptr is not None:  # at % N is the new feature
         bias = tl.load(bias_ptr + at % N, mask=inside, other=0)
         total += bias.to(tl.float32)
     if ACT is not None:
@@ -1909,7 +7187,8 @@ def _times_slope(dy, slope):
 
 @triton.jit
 def _where_positive(dy, y):
-    return tl.where(y > 0, dy, 0.0)
+    # y > 0 would stop the gradient where y is NaN. PyTorch lets it pass.
+    return tl.where(y <= 0, 0.0, dy)
 
 
 CHAINS = {
@@ -1934,10 +7213,10 @@ def _own_pass(
     STAGES: tl.constexpr,
 ):
     columns = tl.cdiv(N, TILE_N)
-    strip = tl.program_id(0) // columns
+    strip = tl.program_id(0) // columns  # of STEPS * TILE_M tokens
     start = tl.program_id(0) % columns * TILE_N
     sums = tl.zeros((TILE_M, TILE_N), tl.float32)
-    for step in tl.range(STEPS, num_stages=STAGES):
+    for step in tl.range(STEPS, num_stages=STAGES):  # down the strip
         row = (strip * STEPS + step) * TILE_M
         dz = dy_desc.load([row, start])
         if saved_desc is not None:
@@ -2071,8 +7350,8 @@ def linear_check_arguments(input, weight, bias, activation):
             f"bias is {tuple(bias.shape)}, and weight makes "
             f"{weight.shape[0]} features"
         )
-    if activation not in ACTIVATIONS:
-        names = ", ".join(str(name) for name in ACTIVATIONS)
+    if activation not in LINEAR_ACTIVATIONS:
+        names = ", ".join(str(name) for name in LINEAR_ACTIVATIONS)
         raise ValueError(f"activation is {activation!r}: {names} are taken")
 
 
@@ -2088,7 +7367,7 @@ class _Linear(torch.autograd.Function):
         if bias is not None:
             bias = bias.contiguous()
         keeps_slope = trains and activation in ("gelu", "silu")
-        act = ACTIVATIONS[activation]
+        act = LINEAR_ACTIVATIONS[activation]
         y, saved = linear_forward(x, w, bias, act, keeps_slope)
         if activation == "relu":
             saved = y
@@ -2145,6 +7424,38 @@ def linear(input, weight, bias=None, activation=None):
 # Gives swiglu, geglu, gated.
 
 
+GATE_PTX = tl.constexpr(ON_GPU and torch.version.hip is None)
+
+
+@triton.jit
+def _gate_sigmoid(x):
+    if GATE_PTX and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 a;
+            mul.f32 a, $1, 0fBFB8AA3B;  // -log2(e)
+            ex2.approx.ftz.f32 a, a;
+            add.f32 a, a, 0f3F800000;  // 1
+            rcp.approx.ftz.f32 $0, a;
+            }
+            """,
+            "=f,f",  # one result and one argument, both in registers
+            [x],
+            dtype=tl.float32,
+            is_pure=True,  # the compiler may drop or move it
+            pack=1,  # an element at a time
+        )
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def _gate_silu(x):
+    sigmoid = _gate_sigmoid(x)
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
 @triton.jit
 def _gate_gelu(x):
     below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1 / sqrt(2)
@@ -2155,7 +7466,7 @@ def _gate_gelu(x):
 
 @triton.jit
 def _reciprocal(x):
-    if PTX:
+    if GATE_PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
             "=f,f",  # one result and one argument, both in registers
@@ -2170,7 +7481,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _power_of_two(x):
-    if PTX:
+    if GATE_PTX:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;",
             "=f,f",
@@ -2203,14 +7514,14 @@ def _gelu_short(x):
 
 
 @triton.jit
-def _gelu_tanh(x):
+def _gate_gelu_tanh(x):
     near = tl.minimum(tl.maximum(x, -30.0), 30.0)
     square = near * near
     # v, and its derivative times x. 2 sqrt(2 / pi) is 1.5957..., and times
     # 0.044715 it is 0.0713...; three times that is 0.2140...
     v = near * (1.5957691216057308 + 0.07135481627260025 * square)
     dv = near * (1.5957691216057308 + 0.21406444881780076 * square)
-    sigmoid = _sigmoid(v)
+    sigmoid = _gate_sigmoid(v)
     return x * sigmoid, sigmoid * (1 + dv * (1 - sigmoid))
 
 
@@ -2486,12 +7797,12 @@ def swiglu(gate, up=None):
     Both have the same shape and the same type, of 16 bits or more. Without
     up, the last dimension of gate holds both, first the gate.
     """
-    return gated(gate, up, _silu)
+    return gated(gate, up, _gate_silu)
 
 
 def geglu(gate, up=None, approximate="none"):
     """What F.gelu(gate, approximate=approximate) * up gives; see swiglu."""
-    functions = {"none": _gelu_short, "tanh": _gelu_tanh}
+    functions = {"none": _gelu_short, "tanh": _gate_gelu_tanh}
     if approximate not in functions:
         raise ValueError(
             f"approximate is {approximate!r}: 'none' and 'tanh' are taken"
@@ -2504,7 +7815,6 @@ def geglu(gate, up=None, approximate="none"):
 
 
 LOSS_LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
@@ -2751,16 +8061,16 @@ def _cross_entropy_fwd(
     _keep(rows_ptr + row, M, None, live, x_t, w_t, sum_w, sums, N, SMOOTH, Z)
 
 
-CUDA = ON_GPU and torch.version.hip is None
-WARP = 32 if ON_GPU else 1  # threads; without a GPU small rows have blocks
+LOSS_CUDA = ON_GPU and torch.version.hip is None
+LOSS_WARP = 32 if ON_GPU else 1  # threads; without a GPU small rows have blocks
 
 
 def threads_of(warps):
     """Threads of a program: enough for both edges."""
-    return max(WARP * warps, 16)
+    return max(LOSS_WARP * warps, 16)
 
 
-def cut(N, group, slices, block):
+def loss_cut(N, group, slices, block):
     """How many slices a row really has; how many groups a slice has; and how
     many of them, in whole blocks, exist in each slice of each row."""
     most = max(N // group, 1)
@@ -2790,7 +8100,7 @@ def loss_forward(x, target, w=None, ignore=-100, smooth=0.0, z=0.0):
     group = 16 // x.itemsize
     warps, loads = loss_plan_forward(smooth, w is not None)
     threads = threads_of(warps)
-    _, _, full = cut(N, group, slices=1, block=threads * loads)
+    _, _, full = loss_cut(N, group, slices=1, block=threads * loads)
     rows = torch.empty(4, M, device=x.device)
     _cross_entropy_fwd[(M,)](
         x_ptr=x,
@@ -2812,7 +8122,7 @@ def loss_forward(x, target, w=None, ignore=-100, smooth=0.0, z=0.0):
 
 
 @triton.jit
-def _write(
+def _loss_write(
     xs,  # the logits of a block
     block,
     dx_ptr,  # gradients, from the first group on
@@ -2899,12 +8209,12 @@ def _cross_entropy_bwd(
     p, a, e = _factors(g_ptr, live, w_t, sum_w, m, s, N, SMOOTH, Z)
 
     hot = (t - head).to(tl.int32)
-    _write(xs, block, dx_ptr, w_here, hot, m, p, a, e, SMOOTH)
+    _loss_write(xs, block, dx_ptr, w_here, hot, m, p, a, e, SMOOTH)
     edges = number == 0 if N % GROUP > 0 else False
     if edges:
         outer = _edges(head, groups, N, THREADS, GROUP)
         xs_outer = _loss_load(x_ptr, outer, "")
-        _write(xs_outer, outer, dx_ptr, w_here, hot, m, p, a, e, SMOOTH)
+        _loss_write(xs_outer, outer, dx_ptr, w_here, hot, m, p, a, e, SMOOTH)
 
 
 def stride_of(g):
@@ -2976,7 +8286,7 @@ class Later(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-EMPTY = tl.constexpr(0x7F800001_7F800001)  # two NaN that no sum gives
+LOSS_EMPTY = tl.constexpr(0x7F800001_7F800001)  # two NaN that no sum gives
 
 
 @triton.jit
@@ -3001,7 +8311,7 @@ def _share(
     at = words_ptr + tl.minimum(slices, SLICES - 1)
     word = tl.load(at, volatile=True)
     loads = 0
-    while WAIT and tl.max((word == EMPTY).to(tl.int32)) > 0:
+    while WAIT and tl.max((word == LOSS_EMPTY).to(tl.int32)) > 0:
         word = tl.load(at, volatile=True)
         loads += 1
         if loads == 10_000_000:  # it never comes: end with an error
@@ -3051,7 +8361,7 @@ def _cross_entropy_ahead(
     # Which row, and which slice of it?
     ticket = tl.program_id(0)
     if WAIT and words_ptr is not None:
-        drawn = tl.atomic_add(words_ptr, 1, sem="relaxed") - EMPTY
+        drawn = tl.atomic_add(words_ptr, 1, sem="relaxed") - LOSS_EMPTY
         ticket = drawn.to(tl.int32)
     row = ticket // SLICES
     part = ticket % SLICES
@@ -3114,25 +8424,28 @@ def _cross_entropy_ahead(
         for first in tl.range(0, tl.minimum(groups, FULL), STEP, num_stages=1):
             block = _block(first, None, THREADS, GROUP, LOADS)
             xs = _loss_load(x_ptr, block, "evict_first")  # for the last time
-            _write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
+            _loss_write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
         for first in tl.range(FULL, groups, STEP, num_stages=1):
             block = _block(first, groups, THREADS, GROUP, LOADS)
             xs = _loss_load(x_ptr, block, "evict_first")
-            _write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
+            _loss_write(xs, block, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
         if edges:
             outer = _edges(head, groups_of_row, N, THREADS, GROUP)
             xs_outer = _loss_load(x_ptr, outer, "evict_first")
-            _write(xs_outer, outer, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
-LOSS_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
+            _loss_write(xs_outer, outer, dx_ptr, w_ptr, hot, m, p, a, e, SMOOTH)
+
+
+LOSS_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+LOSS_NUM_SMS = LOSS_GPU.multi_processor_count if ON_GPU else 4
 
 # Bytes of a row that a single program has, and of a slice. The interpreter
 # gets small ones. On AMD's GPUs programs do not wait for each other.
 WHOLE_ROW = 128 * 1024
-SLICE = 48 * 1024
+LOSS_SLICE = 48 * 1024
 if not ON_GPU:
     WHOLE_ROW = 768
-    SLICE = 288
-elif not CUDA:
+    LOSS_SLICE = 288
+elif not LOSS_CUDA:
     WHOLE_ROW = 2**31
 
 
@@ -3140,7 +8453,7 @@ def plan_ahead(row_bytes):
     """Warps of a program, groups that a thread loads at a time, slices of a
     row, and registers of a thread."""
     if row_bytes > WHOLE_ROW:
-        return 8, 2, triton.cdiv(row_bytes, SLICE), 64
+        return 8, 2, triton.cdiv(row_bytes, LOSS_SLICE), 64
     if row_bytes > 65536:
         return 16, 4, 1, 64
     return 16, 2, 1, 64
@@ -3167,14 +8480,14 @@ def ahead(x, target, w, g, dx=None, ignore=-100, smooth=0.0, z=0.0):
 
     group = 16 // x.itemsize
     threads = threads_of(warps)
-    slices, width, full = cut(N, group, slices, threads * loads)
+    slices, width, full = loss_cut(N, group, slices, threads * loads)
     rows = torch.empty(4, M, device=x.device)
     words = None
     if slices > 1:
-        empty = EMPTY.value if CUDA else 0x3F800000 << 32  # a sum of 1
+        empty = LOSS_EMPTY.value if LOSS_CUDA else 0x3F800000 << 32  # a sum of 1
         words = torch.full((1 + 2 * M * slices,), empty, device=x.device)
     options = {"num_warps": warps}
-    if CUDA:
+    if LOSS_CUDA:
         options["maxnreg"] = registers
 
     # The interpreter runs one program after the other, and nobody can wait
@@ -3204,7 +8517,7 @@ def ahead(x, target, w, g, dx=None, ignore=-100, smooth=0.0, z=0.0):
             SLICES=slices,
             WIDTH=width,
             PADDED=triton.next_power_of_2(slices),
-            WAIT=CUDA,
+            WAIT=LOSS_CUDA,
             **options,
         )
     return rows, dx
@@ -3352,10 +8665,31 @@ def cross_entropy(
 
 # matrix-products/03-linear-cross-entropy --------------------------------------
 # Gives linear_cross_entropy.
-HEAD_NUM_SMS = GPU.multi_processor_count if ON_GPU else 4
 
 
-HEAD_SHARED = shared_memory()
+@triton.jit
+def _head_place(tile, rows, columns, GROUP: tl.constexpr):
+    """Row and column of a tile, by its number: groups of so many rows of
+    tiles, and in a group column by column."""
+    first = tile // (GROUP * columns) * GROUP
+    # The last group may have fewer rows.
+    height = tl.minimum(rows - first, GROUP)
+    place = tile % (GROUP * columns)
+    return first + place % height, place // height
+
+
+HEAD_GPU = torch.cuda.get_device_properties(DEVICE) if ON_GPU else None
+HEAD_NUM_SMS = HEAD_GPU.multi_processor_count if ON_GPU else 4
+
+
+def head_shared_memory():
+    """Bytes that a program can have; without a GPU, those of an H200."""
+    if not ON_GPU:
+        return 232448
+    return getattr(HEAD_GPU, "shared_memory_per_block_optin", 65536)
+
+
+HEAD_SHARED = head_shared_memory()
 
 
 HEAD_LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e, to the base 2
@@ -3426,7 +8760,7 @@ def _scores(
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
-        row, column = _place(work, rows, columns, GROUP)
+        row, column = _head_place(work, rows, columns, GROUP)
         row *= TILE_M
         column *= TILE_N
 
@@ -3478,7 +8812,7 @@ def _scores(
 
 
 @triton.jit
-def _finish(
+def _head_finish(
     parts_ptr,  # (2 or 3, columns, tokens), of _scores
     x_ptr,  # (tokens, features)
     w_ptr,  # (classes, features)
@@ -3661,7 +8995,7 @@ def finish(parts, x, w, bias, weight, all_weights, target, rows, options):
     """Put the parts together: six numbers of each token."""
     tokens, features = x.shape
     tile_n = plan_scores(x)["TILE_N"]
-    _finish[(triton.cdiv(tokens, 16),)](
+    _head_finish[(triton.cdiv(tokens, 16),)](
         parts_ptr=parts,
         x_ptr=x,
         w_ptr=w,
@@ -3802,7 +9136,7 @@ def _multiply(
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
-        tile, column = _place(work, rows, columns, GROUP)
+        tile, column = _head_place(work, rows, columns, GROUP)
         row = tile * TILE_M
         column *= TILE_N
         end = K
@@ -4133,7 +9467,7 @@ def _scores_again(
     for work in tl.range(
         tl.program_id(0), rows * columns, tl.num_programs(0), flatten=STAY
     ):
-        row, column = _place(work, rows, columns, GROUP)
+        row, column = _head_place(work, rows, columns, GROUP)
         row *= TILE_M
         column *= TILE_N
 
@@ -4435,6 +9769,8 @@ def linear_cross_entropy(
     skip_below, as a share of the weight of their token, add nothing to the
     gradients.
     """
+    if ignore_index is None:
+        ignore_index = -100  # what it stands for where targets are classes
     head_check_arguments(
         input, linear_weight, target, linear_bias, weight, reduction,
         ignore_index, label_smoothing, recompute, skip_below,

@@ -1,9 +1,11 @@
 """What must hold of the page "A linear layer, both passes"."""
 
 import contextlib
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Linear, LinearCase, Page
@@ -265,8 +267,9 @@ def hits(figure):
         f"at 4096 new features and {percent('triton', 14336)}% at 14336. Row "
         f"by row it is {percent('rows', 4096)}% and {percent('rows', 14336)}%."
     )
-    # "It hits as often", and "a fifth of the requests miss at best".
-    assert abs(percent("rows", 4096) - percent("triton", 4096)) < 4
+    # "It even hits a little more often", and "a fifth of the requests miss at
+    # best".
+    assert 0 < percent("rows", 4096) - percent("triton", 4096) < 4
     assert max(of.all_medians("rows") + of.all_medians("triton")) < 84
 
 
@@ -462,14 +465,29 @@ def small_weight(figure):
         f"measure {microseconds('one part', 16384)} and "
         f"{microseconds('triton', 16384)}: too much, but in the right order."
     )
-    cublas = of.ratios("torch", ["triton"])
-    for number in cublas:
-        number.rounding = ".2f"
-    assert min(cublas) > 1
+    # With 8192 tokens "the quantiles overlap"; else "cuBLAS is faster".
+    spans = {
+        row["provider"]: (row["low"], row["high"])
+        for row in of.benchmark["rows"]
+        if int(row["N"]) == 8192
+    }
+    ours, theirs = spans["triton"], spans["torch"]
+    assert max(ours[0], theirs[0]) < min(ours[1], theirs[1])
+    ahead = 100 * (of.ratio("triton", "torch", 8192) - 1)
+    cublas = [
+        of.ratio("torch", "triton", tokens)
+        for tokens in (2048, 4096, 16384, 32768)
+    ]
+    assert ahead > 0 and min(cublas) > 1
     least, most = (100 * (each - 1) for each in (min(cublas), max(cublas)))
-    least.rounding = most.rounding = ".0f"
-    yield f"cuBLAS is faster at each size, by {least}% to {most}%."
-    yield f"it is {min(cublas)} to {max(cublas)} times as fast."
+    ahead.rounding = least.rounding = most.rounding = ".0f"
+    yield (
+        f"cuBLAS is faster, by {least}% to {most}%, but not with 8192 tokens. "
+        f"There our median is {ahead}% higher, and the quantiles overlap."
+    )
+    times = max(cublas)
+    times.rounding = ".2f"
+    yield f"it is up to {times} times as fast."
 
 
 def backward(figure):
@@ -529,8 +547,11 @@ def traffic(figure):
     yield (
         f"our backward pass moves {mb('triton')} MB, and {mb('five')} by "
         "hand. If all columns of ``dx`` make ``dz``, it moves "
-        f"{mb('all columns')} MB, and {mb('four')} by hand."
+        f"{mb('all columns')} MB, and {mb('four')} by hand. Without an "
+        f"activation our backward pass moves {mb('no activation')} MB, and "
+        f"{mb('three')} by hand."
     )
+    assert mb("no activation") < mb("all columns")
     less = mb("five", 1024) - mb("triton", 1024)
     less.rounding = ".0f"
     # dz, dx and dw, which may all be in L2 when their kernels end.
@@ -589,6 +610,7 @@ ESTIMATE = "a number of the rule, chosen"
 TRIAL = "an H200, with each tile and each number of parts; not recorded"
 FACTS = {
     "lie two or three percent apart": "what a clock that changes may do",
+    "a read of ``dy`` by itself: 34 MB": "4096 * 4096 * 2 bytes",
     "more than 400 times as long to read": "115 ms and 0.28 ms, printed above",
     "it is less than three times as long": "0.67 and 0.28 ms, printed above",
     "the units for float32 do 67 TFLOP/s": DATA_SHEET,
@@ -690,12 +712,12 @@ def cut_as_pytorch_says(load):
         switch.fp32_precision = before
 
 
-def dz_in_the_reads_of_dx(load):
+def dz_in_the_reads_of_dx(load, form="small", sizes=(70, 56, 104)):
     """The design for comparison gives the same gradients, with some columns
     of dx and with all of them."""
-    page = load("small")
-    x, w, _, dy = page.inputs(70, 56, 104, HALF)
-    slope = page.normal(70, 56, dtype=HALF)
+    page = load(form)
+    x, w, _, dy = page.inputs(*sizes, HALF)
+    slope = page.normal(*sizes[:2], dtype=HALF)
     dz = (dy * slope).double()
     expected = dz @ w.double(), dz.T @ x.double(), dz.sum(0)
     for columns in (1, 2, 2**20):
@@ -704,6 +726,12 @@ def dz_in_the_reads_of_dx(load):
         )
         for one, other in zip(found, expected, strict=True):
             assert (one - other).abs().max() < 0.01 * other.abs().max()
+
+
+def dz_in_reads_as_they_are(load):
+    """With the tiles of a GPU, the last of which have too few tokens, and
+    features of both kinds."""
+    dz_in_the_reads_of_dx(load, "as it is", (300, 264, 520))
 
 
 PAGE = Page(
@@ -747,6 +775,7 @@ PAGE = Page(
         at((130,), 77, 35, HALF, activation="relu"),
         at((16,), 1024, 256, BRAIN),
     ),
+    sanitized_by={"memcheck": (dz_in_reads_as_they_are,)},
     prints={
         "errors below 1%": 4,
         "Timing needs a GPU": 9,
@@ -765,10 +794,10 @@ PAGE = Page(
             "column=column + i * pieces[i].shape[1]",
             "column=column",
         ),
-        "a slope of ReLU below 0": ("tl.where(y > 0, dy, 0.0)", "dy"),
+        "a slope of ReLU below 0": ("tl.where(y <= 0, 0.0, dy)", "dy"),
         "ReLU is flat at 0": (
-            "tl.where(y > 0, dy, 0.0)",
-            "tl.where(y >= 0, dy, 0.0)",
+            "tl.where(y <= 0, 0.0, dy)",
+            "tl.where(y < 0, 0.0, dy)",
         ),
         "the slope of GELU lacks a term": (
             "return z * sigmoid, sigmoid * (1 + du * (1 - sigmoid))",
@@ -1062,6 +1091,85 @@ def test_few_tiles_and_long_sums_are_divided():
             programs *= -(-N // plan["TILE_M"]) * -(-K // plan["TILE_N"])
             rounds = -(-programs // 132)
             assert programs / (132 * rounds) >= 0.7
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_what_is_not_a_number_stays_so(activation):
+    """In the result, as in PyTorch's; and ReLU passes the gradient of what is
+    not a number on."""
+    page = PAGE.load("small")
+    x, w, b, dy = page.inputs(20, 24, 40, HALF)
+    x[3] = float("nan")
+    given = [t.clone().requires_grad_() for t in (x, w, b)]
+    y = page.linear(*given, activation)
+    assert y[3].isnan().all() and not y[4:].isnan().any()
+    assert not y[:3].isnan().any()
+    if activation != "relu":
+        return
+    found = torch.autograd.grad(y, given, dy)
+    exact = [t.double().requires_grad_() for t in (x, w, b)]
+    expected = F.relu(F.linear(*exact))
+    expected = torch.autograd.grad(expected, exact, dy.double())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            ours.double(), theirs, rtol=0.01, atol=0.01, equal_nan=True
+        )
+
+
+def test_relu_keeps_nan_on_a_gpu(launches):
+    """As it is compiled: the instruction for a maximum has a form that does,
+    and the interpreter might keep NaN where a GPU drops it."""
+    from compiled.aot import Call
+
+    values = {"M": 4096, "N": 4096, "dtype": "bfloat16"}
+    (launched,) = launches([Call(PAGE.name, of_relu, values)])
+    texts = [one.asm["ptx"] for one in launched if one.kernel == "_product"]
+    found = [set(re.findall(r"max\.\S*f32", text)) for text in texts]
+    # The product with ReLU comes first; gradients have none.
+    assert found[0] == {"max.NaN.f32"} and not any(found[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_tf32_is_as_exact_as_it_should_be(page, activation):
+    """Each number of y, dx and dw: off by no more than operands that are cut
+    to 10 bits of their fraction explain, and the worst by more than it would
+    be in float32. (With ReLU a result near 0 may change its side.)"""
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    x, w, b, dy = page.inputs(1000, 520, 777, SINGLE)
+    errors = {}
+    try:
+        for said in ("ieee", "tf32"):
+            switch.fp32_precision = said
+            given = [t.clone().requires_grad_() for t in (x, w, b)]
+            y = page.linear(*given, activation)
+            grads = torch.autograd.grad(y, given, dy)
+            exact = [t.double().requires_grad_() for t in (x, w, b)]
+            z = F.linear(*exact)
+            z.retain_grad()
+            expected = page.TORCH[activation](z)
+            expected.backward(dy.double())
+            # The size of the terms of each sum, whatever their signs.
+            dz = z.grad.abs()
+            sizes = {
+                "y": exact[0].abs() @ exact[1].abs().T + exact[2].abs(),
+                "dx": dz @ exact[1].abs(),
+                "dw": dz.T @ exact[0].abs(),
+            }
+            pairs = {"y": (y, expected)}
+            for name, t, e in zip(("dx", "dw"), grads, exact, strict=False):
+                pairs[name] = (t, e.grad)
+            for name, (ours, theirs) in pairs.items():
+                off = ((ours - theirs).abs() / sizes[name]).max().item()
+                errors[said, name] = off
+    finally:
+        switch.fp32_precision = before
+    for name in ("y", "dx", "dw"):
+        # Either operand is cut, so it is off by 2**-10 of itself at most. A
+        # slope that was computed of z may be off by as much.
+        assert errors["tf32", name] < 4 * 2**-10
+        assert errors["ieee", name] < 2**-16 < errors["tf32", name]
 
 
 def test_exercise(output):
