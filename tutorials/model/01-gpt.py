@@ -363,7 +363,8 @@ OURS = {
     "linear": both_passes.linear,
     # attention/04: queries and keys are turned by their positions.
     "heads": heads,
-    # attention/03: causal, with heads that share their keys.
+    # attention/05: causal, with heads that share their keys. It takes what the
+    # function of attention/03 takes.
     "attend": attend,
     # matrix-products/02: the SiLU of one half, times the other half.
     "gate": both_passes.swiglu,
@@ -585,10 +586,10 @@ if not ON_GPU:
 
 # %%
 # **What the figure shows.**
-# On the H200 both passes of our norm take 69 µs, and those of PyTorch's 146
-# µs. For the gate it is 128 and 482 µs, for the rotary embedding 63 and 460
-# µs, for attention 361 and 377 µs, for the product 433 and 407 µs, and for the
-# loss 4248 and 9312 µs.
+# On the H200 both passes of our norm take 69 µs, and those of PyTorch's 147
+# µs. For the gate it is 128 and 483 µs, for the rotary embedding 63 and 464
+# µs, for attention 357 and 377 µs, for the product 431 and 404 µs, and for the
+# loss 4274 and 9307 µs.
 #
 # **Why.**
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
@@ -640,7 +641,7 @@ class Block(torch.nn.Module):
         y, stream = do.add_and_norm(x, stream, self.norm_1)
         # The product is from matrix-products/01, the rotation: attention/04.
         q, k, v = do.heads(do.linear(y, self.qkv), cos, sin)
-        y = do.attend(q, k, v)  # attention/03
+        y = do.attend(q, k, v)  # attention/05
         # The next product is from matrix-products/01, too.
         x = do.linear(y.transpose(1, 2).flatten(2), self.out)
 
@@ -951,14 +952,14 @@ bench_gradients.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200 the median gradient of a block has a relative error of 0.29%
-# to 0.33% with our functions, and of 0.30% to 0.34% with PyTorch's.
+# to 0.33% with our functions, and of 0.30% to 0.35% with PyTorch's.
 #
 # **Why.**
 # The weights and all that the functions hand to each other have 16 bits, with
 # ours and with PyTorch's. That is where most of the error should come from. So
 # ours count as right if their errors are not much larger than PyTorch's. They
-# are even a little smaller, in each of the twelve blocks. Two differences may
-# be the cause. Where we have one kernel for several operations, nothing is
+# are even a little smaller, in eleven of the twelve blocks. Two differences
+# may be the cause. Where we have one kernel for several operations, nothing is
 # rounded between them. And the angles of our rotary embedding have 32 bits,
 # where PyTorch's have 16.
 #
@@ -1047,7 +1048,7 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 # **What the figure shows.**
 # On the H200 the loss falls from 7.98 nats per token in the first ten steps
 # to 2.87 in the last ten with our functions, and to 2.87 with PyTorch's. At
-# the twenty points the two are 0.010 apart at most. Trainings with other seeds
+# the twenty points the two are 0.011 apart at most. Trainings with other seeds
 # end at 2.83, 3.03 and 2.94, so the ends of our four trainings lie up to 0.20
 # apart.
 #
@@ -1378,24 +1379,25 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 a step of ours takes 25.3 ms as a CUDA graph, and 51.2 ms
-# launched from Python. PyTorch takes 43.4 ms, and 41.8 ms as a graph.
-# torch.compile takes 27.2 ms, 27.1 ms as a graph, and 26.8 ms tuned. Liger
-# takes 34.4 ms. So our graph is 1.71 times as fast as PyTorch, 1.07 times as
+# On the H200 a step of ours takes 25.4 ms as a CUDA graph, and 43.9 ms
+# launched from Python. PyTorch takes 43.2 ms, and 41.7 ms as a graph.
+# torch.compile takes 27.2 ms, 26.8 ms as a graph, and 26.9 ms tuned. Liger
+# takes 33.0 ms. So our graph is 1.70 times as fast as PyTorch, 1.05 times as
 # fast as the graph of torch.compile, and 1.06 times as fast as its tuned one.
 #
 # **Why.**
 # The graph of ours waits for its kernels and for nothing else. Launched from
-# Python the same kernels take twice as long, because the host cannot keep up.
-# Our functions check what they are given, choose tiles, and describe matrices
-# to the GPU, all in Python, where PyTorch does such things in C++. So without
-# a graph ours is slower than all others. torch.compile keeps its host ahead of
-# the GPU, so a graph brings it next to nothing. To tune it brings 1%.
+# Python the same kernels take 1.73 times as long, because the host cannot keep
+# up. Our functions check what they are given, choose tiles, and describe
+# matrices to the GPU, all in Python, where PyTorch does such things in C++. So
+# without a graph ours is slower than all others. torch.compile keeps its host
+# ahead of the GPU, so a graph brings it hardly anything, and neither does
+# tuning.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
 # it needs faster kernels. And our lead over torch.compile is thin. When we
-# measure two GPUs below, in other processes, the same graph of ours takes 4.7%
+# measure two GPUs below, in other processes, the same graph of ours takes 4.0%
 # more on one GPU than here, which is most of that lead. torch.compile does not
 # take part there, so we cannot say whether it would be slower, too.
 #
@@ -1484,24 +1486,24 @@ if ON_GPU:
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernels take 25.1 ms of a step together, those of
-# PyTorch 42.2 ms, and those of torch.compile 26.0 ms. Our products
-# take 14.5 ms, and those of PyTorch, which are cuBLAS's, take 13.5.
+# On the H200 our kernels take 25.3 ms of a step together, those of
+# PyTorch 42.1 ms, and those of torch.compile 25.8 ms. Our products
+# take 14.6 ms, and those of PyTorch, which are cuBLAS's, take 13.5.
 # Our attention takes 4.3 ms, and cuDNN's 4.5. The loss takes 0.6
 # ms, 3.8 in PyTorch, and 1.4 with torch.compile. Norms, gate,
 # rotary embedding, and copies and other take 4.5 ms together with
-# ours, 19.2 with PyTorch, and 5.4 with torch.compile.
+# ours, 19.1 with PyTorch, and 5.3 with torch.compile.
 #
 # **Why.**
 # PyTorch has a kernel for each operation on a number, and each of them reads
 # and writes all numbers. torch.compile fuses such operations nearly as well as
-# our kernels do it by hand: of our lead over it, 0.9 ms come from there. The
+# our kernels do it by hand: of our lead over it, 0.8 ms come from there. The
 # loss brings 0.8 ms, for torch.compile has all logits, and reads them more
-# than once. Attention brings 0.2 ms. And 1.0 ms are lost in the products.
+# than once. Attention brings 0.2 ms. And 1.2 ms are lost in the products.
 #
-# The products are 9.8 · 10¹² operations, so ours do 680 TFLOP/s and cuBLAS
-# does 726. By the first figure of this page, 0.3 ms of what we lose are in the
-# layers that make gate and up: 26 µs in each of the twelve blocks. `A linear
+# The products are 9.8 · 10¹² operations, so ours do 674 TFLOP/s and cuBLAS
+# does 731. By the first figure of this page, 0.3 ms of what we lose are in the
+# layers that make gate and up: 27 µs in each of the twelve blocks. `A linear
 # layer, both passes <../matrix-products/01-linear.html>`_ shows where ours
 # lose most: in the gradient of a small weight, which has few tiles and long
 # sums. All weights of the blocks are small in this sense. The last one of the
@@ -1573,7 +1575,7 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 our training takes 7.16 GB, PyTorch's 14.55 GB, that of
+# On the H200 our training takes 7.17 GB, PyTorch's 14.55 GB, that of
 # torch.compile 8.55 GB, and that of Liger 7.32 GB.
 #
 # **Why.**
@@ -1673,29 +1675,27 @@ for line in times.columns[1:]:
 
 # %%
 # **What the figure shows.**
-# On two H200s a step of ours takes 28.0 ms as a graph, where one takes 26.5.
-# So two GPUs train with 1172 thousand tokens a second, and one with 619
-# thousand: 1.89 times as many. Launched from Python, a step of ours takes 44.1
-# ms on one and 66.4 ms on two. PyTorch has 735 thousand tokens a second on
-# two, and 753 thousand as a graph.
+# On two H200s a step of ours takes 27.7 ms as a graph, where one takes 26.4.
+# So two GPUs train with 1183 thousand tokens a second, and one with 621
+# thousand: 1.91 times as many. Launched from Python, a step of ours takes 40.4
+# ms on one and 42.5 ms on two. PyTorch has 743 thousand tokens a second on
+# two, and 755 thousand as a graph.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
 # DDP sends most of that while the backward pass still runs. Launched from
-# Python, ours waits for the host, and on two ranks the host takes half as long
-# again. We have not looked into the reasons: DDP has work to do for each
-# gradient, and two processes share the host.
+# Python, ours waits for the host, on two ranks as well as on one.
 #
-# On one GPU our graph takes 26.5 ms here, and 25.3 ms when it took turns with
+# On one GPU our graph takes 26.4 ms here, and 25.4 ms when it took turns with
 # the other designs. We do not know why. The kernels are the same, and PyTorch
-# takes 43.3 ms here and 43.4 ms there. It may be the clock rate of the GPU,
+# takes 43.3 ms here and 43.2 ms there. It may be the clock rate of the GPU,
 # which falls when the products need more power than the GPU may take. We have
 # not measured that. So between two figures a few percent mean little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
-# with 493 thousand tokens a second with our functions, and that is less than a
-# graph does on one.
+# with 770 thousand tokens a second with our functions, and the graph does 621
+# thousand on one.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -1708,8 +1708,8 @@ for line in times.columns[1:]:
 #   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
 #   of plain kernels at every length, and of `Attention with warps that only
 #   load <../attention/05-warp-specialization.html>`_ in the backward pass.
-# - **Liger is faster without a graph.** Launched from Python it takes two
-#   thirds of our time, and hardly more memory than ours.
+# - **Liger is faster without a graph.** Launched from Python it takes 0.75
+#   times our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
 #   our functions take the host longer than all others.
 # - **Our functions refuse what they do not know:** autocast, for most of them,
@@ -1796,15 +1796,15 @@ assert exercise_1(_squared_relu_1)
 # These are the designs of this page, with the time of a step of 16384 tokens
 # and the memory of a training on the H200:
 #
-# - **Ours, launched from Python:** 51.2 ms, and 7.16 GB. The host cannot keep
+# - **Ours, launched from Python:** 43.9 ms, and 7.16 GB. The host cannot keep
 #   up.
-# - **PyTorch:** 43.4 ms, and 14.55 GB. Each operation is a kernel, and each
+# - **PyTorch:** 43.2 ms, and 14.55 GB. Each operation is a kernel, and each
 #   number of the logits is there three times.
-# - **Liger:** 34.4 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
+# - **Liger:** 33.0 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
 # - **torch.compile:** 27.2 ms, and 8.55 GB. It writes fused kernels by itself,
 #   but has all logits.
-# - **torch.compile, tuned, as a CUDA graph:** 26.8 ms, and 8.55 GB.
-# - **Ours, as a CUDA graph:** 25.3 ms, and 7.16 GB. Fused kernels, a quarter
+# - **torch.compile, tuned, as a CUDA graph:** 26.9 ms, and 8.55 GB.
+# - **Ours, as a CUDA graph:** 25.4 ms, and 7.17 GB. Fused kernels, a quarter
 #   of the logits, and products that are a little slower than cuBLAS's.
 #
 # And for models in general:
