@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import (
@@ -5272,80 +5273,13 @@ def add_rms_norm(x, residual, *args, **options):
     return rms_norm(x, *args, residual=residual, **options)
 
 
-# attention/05-warp-specialization ---------------------------------------------
+# attention/06-two-programs ----------------------------------------------------
 # Gives attention.
 
 
-@triton.jit
-def _step_of_queries(
-    dq,
-    q,
-    dy,
-    lse,
-    delta,
-    k_desc,
-    v_desc,
-    batch,
-    head,  # of the keys
-    start,  # the first key of the tile
-    limit,  # how many keys a query sees: a column, or one number for all
-    scale,
-    DIM: tl.constexpr,
-    TILE_K: tl.constexpr,
-    MASK: tl.constexpr,  # whether some query does not see all of the tile
-    PRECISION: tl.constexpr,  # of products of float32
-):
-    """dq of a tile of queries, with one tile of keys more."""
-    k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
-    score = tl.dot(q, k.T, input_precision=PRECISION)
-    # New: dp before the powers.
-    v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
-    dp = tl.dot(dy, v.T, input_precision=PRECISION)
-    if MASK:
-        key = start + tl.arange(0, TILE_K)
-        score = tl.where(key[None, :] < limit, score, float("-inf"))
-    p = tl.exp2(score * scale - lse[:, None])
-    ds = (p * (dp - delta[:, None])).to(k.dtype)
-    return tl.dot(ds, k, dq, input_precision=PRECISION)
-
-
-@triton.jit
-def _step_of_keys(
-    dk,
-    dv,
-    k,
-    v,
-    q_desc,
-    dy_desc,
-    lse_ptr,  # of the first query of this head, as delta_ptr
-    delta_ptr,
-    batch,
-    head,  # of the queries
-    start,  # the first query of the tile
-    key,  # the indices of our keys
-    scale,
-    DIM: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    MASK: tl.constexpr,  # whether some query does not see all of our keys
-    PRECISION: tl.constexpr,  # of products of float32
-):
-    """dk and dv of a tile of keys, with one tile of queries more."""
-    q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
-    query = start + tl.arange(0, TILE_Q)
-    score = tl.dot(k, q.T, input_precision=PRECISION)
-    lse = tl.load(lse_ptr + query)
-    if MASK:
-        seen = key[:, None] <= query[None, :]
-        score = tl.where(seen, score, float("-inf"))
-    p = tl.exp2(score * scale - lse[None, :])
-    # New: dp before dv.
-    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
-    dp = tl.dot(v, dy.T, input_precision=PRECISION)
-    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
-    delta = tl.load(delta_ptr + query)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    return dk, dv
+# From Triton 3.9 on these two have shorter names.
+FETCH = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 ATTENTION_LOG2E = 1.4426950408889634  # the logarithm of e, to the base 2
@@ -5607,6 +5541,78 @@ def plain_forward(
     return y, lse
 
 
+@triton.jit
+def _step_of_queries(
+    dq,
+    q,
+    dy,
+    lse,
+    delta,
+    k_desc,
+    v_desc,
+    batch,
+    head,  # of the keys
+    start,  # the first key of the tile
+    limit,  # how many keys a query sees: a column, or one number for all
+    scale,
+    DIM: tl.constexpr,
+    TILE_K: tl.constexpr,
+    MASK: tl.constexpr,  # whether some query does not see all of the tile
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    """dq of a tile of queries, with one tile of keys more."""
+    k = k_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
+    score = tl.dot(q, k.T, input_precision=PRECISION)
+    # New: dp before the powers.
+    v = v_desc.load([batch, head, start, 0]).reshape(TILE_K, DIM)
+    dp = tl.dot(dy, v.T, input_precision=PRECISION)
+    if MASK:
+        key = start + tl.arange(0, TILE_K)
+        score = tl.where(key[None, :] < limit, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[:, None])
+    ds = (p * (dp - delta[:, None])).to(k.dtype)
+    return tl.dot(ds, k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _step_of_keys(
+    dk,
+    dv,
+    k,
+    v,
+    q_desc,
+    dy_desc,
+    lse_ptr,  # of the first query of this head, as delta_ptr
+    delta_ptr,
+    batch,
+    head,  # of the queries
+    start,  # the first query of the tile
+    key,  # the indices of our keys
+    scale,
+    DIM: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    MASK: tl.constexpr,  # whether some query does not see all of our keys
+    PRECISION: tl.constexpr,  # of products of float32
+):
+    """dk and dv of a tile of keys, with one tile of queries more."""
+    q = q_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
+    query = start + tl.arange(0, TILE_Q)
+    score = tl.dot(k, q.T, input_precision=PRECISION)
+    lse = tl.load(lse_ptr + query)
+    if MASK:
+        seen = key[:, None] <= query[None, :]
+        score = tl.where(seen, score, float("-inf"))
+    p = tl.exp2(score * scale - lse[None, :])
+    # New: dp before dv.
+    dy = dy_desc.load([batch, head, start, 0]).reshape(TILE_Q, DIM)
+    dp = tl.dot(v, dy.T, input_precision=PRECISION)
+    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
+    delta = tl.load(delta_ptr + query)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "keys"])
 def _any_attention_bwd_queries(
     q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
@@ -5831,31 +5837,6 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
         _any_attention_bwd_queries, tiles_of, plan["TILE_Q"], plan, q, k, v, y,
         dy, dq, lse, delta, is_causal, scale,
     )  # fmt: skip
-
-
-def attention_backward(
-    dy, query, key, value, y, lse, is_causal, scale, by=plain_queries
-):
-    """dq, dk and dv. ``by`` gives dq."""
-    dq = rows_like(query)
-    dk = rows_like(key)
-    dv = rows_like(value)
-    if dq.numel() == 0 or dk.numel() == 0:  # nobody attends to anything
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    q = attention_for_descriptors(query)
-    k = attention_for_descriptors(key)
-    v = attention_for_descriptors(value)
-    dy = attention_for_descriptors(dy)
-    delta = torch.empty_like(lse)
-    # First the queries, because the keys need their delta.
-    by(q, k, v, y, dy, dq, lse, delta, is_causal, scale)
-    launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale)
-    return dq, dk, dv
-
-
-# From Triton 3.9 on these two have shorter names.
-FETCH = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -6201,7 +6182,7 @@ def by_warps(query):
     return query.dtype != torch.float32 and width_of(query.shape[-1]) == 128
 
 
-OWN = 128  # queries of a program: 64 for each group of warps
+OWN = 128  # queries of a program forward: 64 for each group of warps
 
 
 def room_for_lse(query, is_causal):
@@ -6255,7 +6236,7 @@ def attention_forward(query, key, value, is_causal, scale, tile_k=128, buffers=2
 
 
 @gluon.jit
-def _load_bwd(
+def _load_bwd_queries(
     q_desc,
     dy_desc,
     y_desc,
@@ -6264,29 +6245,27 @@ def _load_bwd(
     q_mem,
     dy_mem,
     y_mem,
-    q_full,
+    own_full,
     ring,
     batch,
     head,  # of the queries
     k_head,
     first,  # our first query
     steps,
-    TILE_Q: gl.constexpr,
     TILE_K: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
     """What the loading warp does for dq."""
-    mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        place = [batch, head, first + half * TILE_Q, 0]
-        FETCH(q_desc, place, q_full, q_mem.index(half))
-        FETCH(dy_desc, place, q_full, dy_mem.index(half))
-        FETCH(y_desc, place, q_full, y_mem.index(half))
+    mbarrier.expect(own_full, 3 * q_desc.block_type.nbytes)
+    place = [batch, head, first, 0]
+    FETCH(q_desc, place, own_full, q_mem)
+    FETCH(dy_desc, place, own_full, dy_mem)
+    FETCH(y_desc, place, own_full, y_mem)
     _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
 
 
 @gluon.jit
-def _step_bwd(
+def _step_bwd_queries(
     dq,
     ds,  # of the last step: an operand of the product that is under way
     i,
@@ -6296,12 +6275,12 @@ def _step_bwd(
     delta,
     ring,
     limit,
+    whole,  # tiles that all of our queries see
     scale,
     DIM: gl.constexpr,
     TILE_K: gl.constexpr,
     BUFFERS: gl.constexpr,
-    MASK: gl.constexpr,  # whether some query does not see all of the tile
-    FIRST: gl.constexpr,  # whether there is no step before
+    MASK: gl.constexpr,  # whether there are tiles that some query does not see
 ):
     """dq with tile i of the keys; its product may still be under way."""
     k_mem, v_mem, full, free = ring
@@ -6321,17 +6300,17 @@ def _step_bwd(
         dy, v.permute((1, 0)), zeros, use_acc=False, is_async=True
     )
 
-    # Products end in their order: when at most one is under way, the scores
-    # are there, and so is the sum of the last step.
-    # Its operand ds had to stay in its registers until now.
+    # When at most one product is under way, the scores are there, and so is
+    # the sum of the last step: its tile of keys may be overwritten.
     score, dq, ds = warpgroup_mma_wait(1, deps=[score, dq, ds])
-    if not FIRST:
-        mbarrier.arrive(free.index(2 * ((i - 1) % BUFFERS)), count=1)
+    last = gl.maximum(i - 1, 0) % BUFFERS
+    mbarrier.arrive(free.index(2 * last), count=1, pred=i > 0)
     if MASK:
-        KEYS: gl.constexpr = gl.SliceLayout(0, SCORE)
-        key = i * TILE_K + gl.arange(0, TILE_K, KEYS)
-        seen = key[None, :] < limit[:, None]
-        score = gl.where(seen, score, float("-inf"))
+        KEY: gl.constexpr = gl.SliceLayout(0, SCORE)
+        if i >= whole:
+            key = i * TILE_K + gl.arange(0, TILE_K, KEY)
+            seen = key[None, :] < limit[:, None]
+            score = gl.where(seen, score, float("-inf"))
     p = gl.exp2(score * scale - lse[:, None])
 
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -6343,19 +6322,18 @@ def _step_bwd(
 
 
 @gluon.jit
-def _group_bwd(
-    half,
+def _group_bwd_queries(
     dq_desc,
     lse_ptr,  # of the first query of this head, as delta_ptr
     delta_ptr,
     q_mem,
     dy_mem,
     y_mem,
-    q_full,
+    own_full,
     ring,
     batch,
     head,
-    first,  # the first query of both groups
+    first,  # our first query
     keys,
     scale,
     log2e,
@@ -6378,58 +6356,48 @@ def _group_bwd(
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
-    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
+    query = first + gl.arange(0, TILE_Q, ROW)
     limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
     if CAUSAL:
         limit = gl.minimum(query + 1, limit)
     lse = gl.load(lse_ptr + query)
 
-    mbarrier.wait(q_full, 0)
-    q = q_mem.index(half).reshape([TILE_Q, DIM])
-    dy = dy_mem.index(half).reshape([TILE_Q, DIM])
-    y = y_mem.index(half).reshape([TILE_Q, DIM])
+    mbarrier.wait(own_full, 0)
+    q = q_mem.reshape([TILE_Q, DIM])
+    dy = dy_mem.reshape([TILE_Q, DIM])
+    y = y_mem.reshape([TILE_Q, DIM])
     product = y.load(SUM).to(gl.float32) * dy.load(SUM).to(gl.float32)
     delta = gl.convert_layout(gl.sum(product, axis=1), ROW)
     gl.store(delta_ptr + query, delta)
 
-    both = scale * log2e
-    dq = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+    # What the loop carries is under way, and it begins as if it were.
+    dq = warpgroup_mma_init(gl.zeros([TILE_Q, DIM], gl.float32, SUM))
     ds = gl.zeros([TILE_Q, TILE_K], DTYPE, LEFT)
-    dq, ds = _step_bwd(
-        dq, ds, 0, q, dy, lse, delta, ring, limit, both, DIM, TILE_K, BUFFERS,
-        CAUSAL or RAGGED, True,
-    )  # fmt: skip
-    for i in range(1, whole):
-        dq, ds = _step_bwd(
-            dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
-            BUFFERS, False, False,
+    for i in range(steps):
+        dq, ds = _step_bwd_queries(
+            dq, ds, i, q, dy, lse, delta, ring, limit, whole, scale * log2e,
+            DIM, TILE_K, BUFFERS, CAUSAL or RAGGED,
         )  # fmt: skip
-    if CAUSAL or RAGGED:
-        for i in range(gl.maximum(whole, 1), steps):
-            dq, ds = _step_bwd(
-                dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
-                BUFFERS, True, False,
-            )  # fmt: skip
     dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
 
+    # The queries have been read: their place takes the result.
     q.store((dq * scale).to(DTYPE))
     fence_async_shared()
-    place = [batch, head, first + half * TILE_Q, 0]
-    STORE(dq_desc, place, q_mem.index(half))
+    STORE(dq_desc, [batch, head, first, 0], q_mem)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "keys"])
-def _warps_bwd_queries(
+def _half_sm_bwd_queries(
     q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
-    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K keys
     v_desc,  # as k_desc
-    y_desc,  # as q_desc, and so are the next two
-    dy_desc,
-    dq_desc,
+    y_desc,  # as q_desc
+    dy_desc,  # as q_desc
+    dq_desc,  # as q_desc
     lse_ptr,  # (batch, heads, rows)
-    delta_ptr,  # (batch, heads, rows): stored for the kernel of the keys
-    rows,  # queries, and those that only fill the last tiles
+    delta_ptr,  # as lse_ptr
+    rows,  # queries, and those that only fill the last tile
     heads,  # of the queries
     queries,
     keys,
@@ -6439,18 +6407,17 @@ def _warps_bwd_queries(
     CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
     DIM: gl.constexpr,  # width of a tile: the head dimension, or more
-    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_Q: gl.constexpr,  # queries of a program
     TILE_K: gl.constexpr,  # keys of a step
     BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
     num_warps: gl.constexpr,
 ):
-    # Which queries are ours, and which keys do they see?
-    OWN: gl.constexpr = 2 * TILE_Q
-    tiles = gl.cdiv(queries, OWN)
+    # Which queries are ours, and which tiles of keys do they see?
+    tiles = gl.cdiv(queries, TILE_Q)
     tile = gl.program_id(0) % tiles
     if CAUSAL:
-        tile = tiles - 1 - tile
-    first = tile * OWN
+        tile = tiles - 1 - tile  # those that see most keys begin first
+    first = tile * TILE_Q
     lead = gl.program_id(0) // tiles
     batch = lead // heads
     head = lead % heads
@@ -6458,18 +6425,18 @@ def _warps_bwd_queries(
     steps = gl.cdiv(keys, TILE_K)
     if CAUSAL:
         whole = gl.minimum(first // TILE_K, whole)
-        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+        steps = gl.minimum(gl.cdiv(first + TILE_Q, TILE_K), steps)
 
     # Shared memory, and a ring of buffers.
     DTYPE: gl.constexpr = q_desc.dtype
     q_mem = gl.allocate_shared_memory(
-        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+        DTYPE, [1, 1, TILE_Q, DIM], q_desc.layout
     )
     dy_mem = gl.allocate_shared_memory(
-        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+        DTYPE, [1, 1, TILE_Q, DIM], dy_desc.layout
     )
     y_mem = gl.allocate_shared_memory(
-        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+        DTYPE, [1, 1, TILE_Q, DIM], y_desc.layout
     )
     k_mem = gl.allocate_shared_memory(
         DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
@@ -6478,61 +6445,399 @@ def _warps_bwd_queries(
         DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
     )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
+    mbarrier.init(own_full, count=1)
     for i in gl.static_range(2 * BUFFERS):
         mbarrier.init(full.index(i), count=1)  # the loading warp
-        mbarrier.init(free.index(i), count=2)  # both groups
+        mbarrier.init(free.index(i), count=1)  # the group that multiplies
     fence_async_shared()
     ring = (k_mem, v_mem, full, free)
-    at = lead.to(gl.int64) * rows  # may pass 2**31
-    lse_ptr += at
-    delta_ptr += at
 
+    place = lead.to(gl.int64) * rows
+    lse_ptr += place
+    delta_ptr += place
     gl.warp_specialize(
         [
-            (_group_bwd, (
-                0, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+            (_group_bwd_queries, (
+                dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, own_full,
                 ring, batch, head, first, keys, scale, log2e, whole, steps,
                 CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
             )),
-            (_group_bwd, (
-                1, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
-                ring, batch, head, first, keys, scale, log2e, whole, steps,
-                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
-            )),
-            (_load_bwd, (
+            (_load_bwd_queries, (
                 q_desc, dy_desc, y_desc, k_desc, v_desc, q_mem, dy_mem, y_mem,
-                q_full, ring, batch, head, head // GROUP, first, steps, TILE_Q,
+                own_full, ring, batch, head, head // GROUP, first, steps,
                 TILE_K, BUFFERS,
             )),
         ],
-        [4, 1],  # warps of the second and of the third
-        [240, 24],  # registers of their threads
+        [1],  # warp of the second
+        [24],  # registers of its threads
     )  # fmt: skip
 
 
-def fast_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
-    """dq by the kernel in Gluon."""
-    plan = {
-        "DIM": width_of(q.shape[-1]),
-        "TILE_Q": OWN // 2,
-        "TILE_K": 64,
-        "BUFFERS": 3,
+@gluon.jit
+def _load_bwd_keys(
+    k_desc,
+    v_desc,
+    q_desc,
+    dy_desc,
+    lse_desc,
+    delta_desc,
+    k_mem,
+    v_mem,
+    own_full,
+    ring,
+    batch,
+    k_head,
+    row,  # the first of our heads of queries, if all sequences' are counted
+    rows,  # of lse and delta, for each head
+    first,  # our first key
+    begin,  # the first query that sees it
+    steps,  # of each head
+    GROUP: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does for dk and dv."""
+    q_mem, dy_mem, lse_mem, delta_mem, full, free = ring
+    mbarrier.expect(own_full, 2 * k_desc.block_type.nbytes)
+    FETCH(k_desc, [batch, k_head, first, 0], own_full, k_mem)
+    FETCH(v_desc, [batch, k_head, first, 0], own_full, v_mem)
+    for i in range(steps * GROUP):
+        at = i % BUFFERS
+        member = i // steps  # of the heads that share our keys
+        start = begin + i % steps * TILE_Q
+        place = [batch, k_head * GROUP + member, start, 0]
+        flat = [(row + member) * rows + start]
+        mbarrier.wait(free.index(at), (i // BUFFERS + 1) & 1)
+        mbarrier.expect(
+            full.index(at),
+            2 * q_desc.block_type.nbytes + 2 * lse_desc.block_type.nbytes,
+        )
+        FETCH(q_desc, place, full.index(at), q_mem.index(at))
+        FETCH(lse_desc, flat, full.index(at), lse_mem.index(at))
+        FETCH(dy_desc, place, full.index(at), dy_mem.index(at))
+        FETCH(delta_desc, flat, full.index(at), delta_mem.index(at))
+
+
+@gluon.jit
+def _step_bwd_keys(
+    dk,
+    dv,
+    p,  # of the last step: operands of products that may be under way
+    ds,
+    i,
+    start,  # the first query of the step
+    first,  # our first key
+    k,
+    v,
+    ring,
+    scale,
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WAITS: gl.constexpr,  # for dv, before ds takes registers
+):
+    """dk and dv with a tile of queries; products may still be under way."""
+    q_mem, dy_mem, lse_mem, delta_mem, full, free = ring
+    at = i % BUFFERS
+    q = q_mem.index(at).reshape([TILE_Q, DIM])
+    dy = dy_mem.index(at).reshape([TILE_Q, DIM])
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_Q, 16]
+    )
+    QUERY: gl.constexpr = gl.SliceLayout(0, SCORE)
+    zeros = gl.zeros([TILE_K, TILE_Q], gl.float32, SCORE)
+
+    # A product adds to what it is given. We give it what must be subtracted,
+    # so that lse and delta need no registers of their own.
+    mbarrier.wait(full.index(at), (i // BUFFERS) & 1)
+    lse = lse_mem.index(at).load(QUERY)
+    score = warpgroup_mma(
+        k,
+        q.permute((1, 0)),
+        zeros - (lse / scale)[None, :],
+        is_async=True,
+    )
+    delta = delta_mem.index(at).load(QUERY)
+    dp = warpgroup_mma(
+        v, dy.permute((1, 0)), zeros - delta[None, :], is_async=True
+    )
+
+    # When at most one product is under way, the scores are there, and so are
+    # the sums of the last step: its buffer may be filled again.
+    score, dk, dv, p, ds = warpgroup_mma_wait(1, deps=[score, dk, dv, p, ds])
+    mbarrier.arrive(
+        free.index(gl.maximum(i - 1, 0) % BUFFERS), count=1, pred=i > 0
+    )
+    if CAUSAL:
+        KEY: gl.constexpr = gl.SliceLayout(1, SCORE)
+        if start < first + TILE_K:
+            key = first + gl.arange(0, TILE_K, KEY)
+            query = start + gl.arange(0, TILE_Q, QUERY)
+            seen = key[:, None] <= query[None, :]
+            score = gl.where(seen, score, float("-inf"))
+    power = gl.exp2(score * scale)
+    p = gl.convert_layout(power.to(p.dtype), p.type.layout)
+    dv = warpgroup_mma(p, dy, dv, is_async=True)
+    if WAITS:
+        dp, dv, p = warpgroup_mma_wait(0, deps=[dp, dv, p])
+    else:
+        dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = gl.convert_layout((power * dp).to(ds.dtype), ds.type.layout)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    if WAITS:
+        dv = warpgroup_mma_init(dv)  # what the loop carries is under way
+    return dk, dv, p, ds
+
+
+@gluon.jit
+def _group_bwd_keys(
+    dk_desc,
+    dv_desc,
+    k_mem,
+    v_mem,
+    own_full,
+    ring,
+    batch,
+    k_head,
+    first,
+    begin,
+    steps,
+    scale,
+    log2e,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WAITS: gl.constexpr,
+):
+    """dk and dv of 64 keys."""
+    DTYPE: gl.constexpr = dk_desc.dtype
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    k = k_mem.reshape([TILE_K, DIM])
+    v = v_mem.reshape([TILE_K, DIM])
+    dk = warpgroup_mma_init(gl.zeros([TILE_K, DIM], gl.float32, SUM))
+    dv = warpgroup_mma_init(gl.zeros([TILE_K, DIM], gl.float32, SUM))
+    p = gl.zeros([TILE_K, TILE_Q], DTYPE, LEFT)
+    ds = gl.zeros([TILE_K, TILE_Q], DTYPE, LEFT)
+    mbarrier.wait(own_full, 0)
+    for i in range(GROUP * steps):
+        start = begin + i % steps * TILE_Q
+        dk, dv, p, ds = _step_bwd_keys(
+            dk, dv, p, ds, i, start, first, k, v, ring, scale * log2e, CAUSAL,
+            DIM, TILE_K, TILE_Q, BUFFERS, WAITS,
+        )  # fmt: skip
+    dk, dv, p, ds = warpgroup_mma_wait(0, deps=[dk, dv, p, ds])
+
+    # The keys and values have been read: their place takes the results.
+    k.store((dk * scale).to(DTYPE))
+    v.store(dv.to(DTYPE))
+    fence_async_shared()
+    STORE(dk_desc, [batch, k_head, first, 0], k_mem)
+    STORE(dv_desc, [batch, k_head, first, 0], v_mem)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _half_sm_bwd_keys(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    dy_desc,  # as q_desc
+    dk_desc,  # as k_desc
+    dv_desc,  # as k_desc
+    lse_desc,  # (batch * heads * rows,), in tiles of TILE_Q
+    delta_desc,  # as lse_desc
+    rows,  # queries, and those that only fill the last tile
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores alone, for dk
+    log2e,  # LOG2E, for the powers of 2
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a step
+    TILE_K: gl.constexpr,  # keys of a program
+    BUFFERS: gl.constexpr,  # tiles of queries in shared memory
+    WAITS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    # Which keys are ours, and which queries see them?
+    tiles = gl.cdiv(keys, TILE_K)
+    first = gl.program_id(0) % tiles * TILE_K
+    lead = gl.program_id(0) // tiles
+    batch = lead // (heads // GROUP)
+    k_head = lead % (heads // GROUP)
+    row = batch * heads + k_head * GROUP
+    begin = 0
+    if CAUSAL:
+        begin = first  # a multiple of TILE_Q
+    steps = gl.maximum(gl.cdiv(queries - begin, TILE_Q), 0)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [1, 1, TILE_K, DIM], v_desc.layout
+    )
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    dy_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_Q, DIM], dy_desc.layout
+    )
+    lse_mem = gl.allocate_shared_memory(
+        gl.float32, [BUFFERS, TILE_Q], lse_desc.layout
+    )
+    delta_mem = gl.allocate_shared_memory(
+        gl.float32, [BUFFERS, TILE_Q], delta_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], BARRIER)
+    mbarrier.init(own_full, count=1)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=1)  # those that multiply
+    fence_async_shared()
+    ring = (q_mem, dy_mem, lse_mem, delta_mem, full, free)
+
+    gl.warp_specialize(
+        [
+            (_group_bwd_keys, (
+                dk_desc, dv_desc, k_mem, v_mem, own_full, ring, batch, k_head,
+                first, begin, steps, scale, log2e, GROUP, CAUSAL, DIM, TILE_K,
+                TILE_Q, BUFFERS, WAITS,
+            )),
+            (_load_bwd_keys, (
+                k_desc, v_desc, q_desc, dy_desc, lse_desc, delta_desc, k_mem,
+                v_mem, own_full, ring, batch, k_head, row, rows, first, begin,
+                steps, GROUP, TILE_Q, BUFFERS,
+            )),
+        ],
+        [1],  # warp of the second
+        [24],  # registers of its threads
+    )  # fmt: skip
+
+
+def row_tiles(t, length):
+    """A descriptor of all numbers, in tiles of so many."""
+    layout = gl.NVMMASharedLayout(0, 32, rank=1)
+    return GluonDescriptor.from_tensor(t.view(-1), [length], layout)
+
+
+def launch_keys_in_halves(
+    plan, q, k, v, dy, dk, dv, lse, delta, is_causal, scale
+):
+    """dk and dv by the kernel in Gluon."""
+    _, heads, queries, _ = q.shape
+    batch, k_heads, keys, _ = k.shape
+    tile_q = plan["TILE_Q"]
+    tile_k = plan["TILE_K"]
+    programs = triton.cdiv(keys, tile_k) * batch * k_heads
+    _half_sm_bwd_keys[(programs,)](
+        q_desc=tiles_for_gluon(q, tile_q),
+        k_desc=tiles_for_gluon(k, tile_k),
+        v_desc=tiles_for_gluon(v, tile_k),
+        dy_desc=tiles_for_gluon(dy, tile_q),
+        dk_desc=tiles_for_gluon(dk, tile_k),
+        dv_desc=tiles_for_gluon(dv, tile_k),
+        lse_desc=row_tiles(lse, tile_q),
+        delta_desc=row_tiles(delta, tile_q),
+        rows=lse.shape[-1],
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        scale=scale,
+        log2e=ATTENTION_LOG2E,
+        GROUP=heads // k_heads,
+        CAUSAL=is_causal,
+        **plan,
+    )
+
+
+def in_half_an_sm(query, scale):
+    """Whether kernels in Gluon give the gradients."""
+    if not ON_GPU or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability() != (9, 0):
+        return False
+    if abs(scale) < 1e-30:  # lse is divided by it
+        return False
+    wide = width_of(query.shape[-1])
+    return query.dtype != torch.float32 and wide in (64, 128)
+
+
+HALF_AN_SM = {
+    # width: keys of a step and buffers for dq, then buffers for dk and dv
+    64: (128, 2, 4),
+    128: (64, 2, 2),
+}
+
+
+def plan_of_halves(query, buffers=None):
+    """For the kernel of the queries, and for that of the keys."""
+    wide = width_of(query.shape[-1])
+    tile_k, of_keys, of_queries = HALF_AN_SM[wide]
+    common = {
+        "DIM": wide,
+        "TILE_Q": 64,
         "num_warps": 4,
+        # Registers of a thread, on average: two programs share 65536.
+        "maxnreg": 128,
     }
+    return (
+        common | {"TILE_K": tile_k, "BUFFERS": buffers or of_keys},
+        common
+        | {
+            "TILE_K": 64,
+            "BUFFERS": buffers or of_queries,
+            "WAITS": wide == 128,
+        },
+    )
+
+
+def attention_gradients(
+    dy, query, key, value, y, lse, is_causal, scale, plain=False, buffers=None
+):
+    """dq, dk and dv."""
+    dq = rows_like(query)
+    dk = rows_like(key)
+    dv = rows_like(value)
+    if dq.numel() == 0 or dk.numel() == 0:  # nobody attends to anything
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q = attention_for_descriptors(query)
+    k = attention_for_descriptors(key)
+    v = attention_for_descriptors(value)
+    dy = attention_for_descriptors(dy)
+    delta = torch.empty_like(lse)
+    # First the queries, because the keys need their delta.
+    if plain or not in_half_an_sm(query, scale):
+        plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale)
+        launch_keys(q, k, v, dy, dk, dv, lse, delta, is_causal, scale)
+        return dq, dk, dv
+    for_queries, for_keys = plan_of_halves(query, buffers)
     launch_queries(
-        _warps_bwd_queries, tiles_for_gluon, OWN, plan, q, k, v, y, dy, dq,
-        lse, delta, is_causal, scale,
+        _half_sm_bwd_queries, tiles_for_gluon, 64, for_queries, q, k, v, y,
+        dy, dq, lse, delta, is_causal, scale,
     )  # fmt: skip
-
-
-def attention_gradients(dy, query, key, value, y, lse, is_causal, scale):
-    """dq, dk and dv, by the kernels that take them."""
-    by = fast_queries if by_warps(query) else plain_queries
-    return attention_backward(dy, query, key, value, y, lse, is_causal, scale, by)
+    launch_keys_in_halves(
+        for_keys, q, k, v, dy, dk, dv, lse, delta, is_causal, scale
+    )
+    return dq, dk, dv
 
 
 class _AnyAttention(torch.autograd.Function):

@@ -1,0 +1,181 @@
+"""What must hold of the page "Two programs on an SM"."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from compiled.declared import Case, Kernel, Kernels, of_page
+from tutorial import loaded
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+ANY = "attention/03-any-attention"
+WARPS = "attention/05-warp-specialization"
+THERE = loaded(ANY)
+BEFORE = loaded(WARPS)
+both_passes, run, plain = BEFORE.both_passes, BEFORE.run, BEFORE.plain
+
+
+def shown(page, M, N, dtype):
+    """What is shown of the kernels: those in Gluon with heads of 128 numbers,
+    the plain ones with heads of 32."""
+    if page.by_warps(page.torch.empty(1, 1, N, 128, dtype=dtype)):
+        both_passes(page, M, N, dtype, 128)
+    both_passes(page, M, N, dtype, 32)
+
+
+def hopper(page, M, N, dtype):
+    """All that is launched in Gluon, on a Hopper GPU."""
+    for D in (128, 80, 64, 40):
+        for is_causal in False, True:
+            for group in 1, 4:
+                both_passes(page, M, N, dtype, D, is_causal, group)
+    t = torch.empty(1, 2, N, 128, dtype=dtype, device=page.DEVICE)
+    lse = page.room_for_lse(t, False)
+    for is_causal in False, True:
+        page.gradients(t, t, t, t, t, lse, is_causal, 1.0, buffers=4)
+
+
+def also(page, M, N, dtype):
+    """Other forms on every GPU: heads of 64 and 128 numbers, where this is
+    Hopper by the kernels in Gluon."""
+    both_passes(page, M, 1000, dtype, 64, is_causal=False)
+    both_passes(page, M, N, dtype, 128)
+    both_passes(page, M, N, dtype, D=80, group=4)
+    both_passes(page, M, N, torch.float32, D=64)
+
+
+PUBLISHED = "2026-11-29"
+
+IN_GLUON = {**BEFORE.IN_GLUON, "shared": 227 * 1024 // 2}
+KERNELS = Kernels(
+    run=shown,
+    also=also,
+    M=4,
+    N=[4096],
+    dtype="float16",
+    kernels={
+        **of_page(WARPS, "_any_attention_fwd"),
+        **of_page(WARPS, "_any_attention_bwd_queries"),
+        **of_page(WARPS, "_any_attention_bwd_keys"),
+        **of_page(WARPS, "_warps_fwd"),
+        "_half_sm_bwd_queries": Kernel(
+            look="""
+            Two programs of this kernel fit on an SM: the table has the shared
+            memory of one, and the registers that each thread begins with.
+            """,
+            narrow_loads=4,  # lse
+            narrow_stores=4,  # delta
+            **IN_GLUON,
+        ),
+        "_half_sm_bwd_keys": Kernel(
+            look="""
+            Look for the first ``wgmma`` of a step in the PTX: its sum does not
+            begin with zeros, but with the log-sum-exp of the queries.
+            """,
+            **IN_GLUON,
+        ),
+    },
+    cases={
+        "plain": Case(
+            run=plain,
+            sizes={"float16": [1000, 4096], "bfloat16": [1000, 4096]},
+        ),
+        "float32": Case(run=BEFORE.float32, sizes={"float32": [1000, 4096]}),
+        "in Gluon": Case(
+            run=hopper,
+            sizes={"float16": [1000, 4096], "bfloat16": [1000, 4096]},
+        ),
+    },
+)
+
+# The function is that of page 03, and all that holds of it holds here.
+case = THERE.case
+
+PAGE = dataclasses.replace(
+    BEFORE.PAGE,
+    file=__file__,
+    full=(
+        *BEFORE.PAGE.full,
+        *(
+            case(*size, dtype=dtype, causal=causal, group=group)
+            for size, causal, group in (
+                (((1, 2), 700, 900, 64), False, 2),
+                (((2, 2), 77, 1000, 64), True, 1),
+                (((2, 2), 1000, 77, 64), True, 1),
+                (((1, 3), 129, 129, 40), False, 1),
+                (((2, 1), 1, 4096, 64), False, 4),
+            )
+            for dtype in (HALF, BRAIN)
+        ),
+    ),
+    repeated=(*BEFORE.PAGE.repeated, case((1, 4), 1000, 1500, 64)),
+    sanitized=(
+        *BEFORE.PAGE.sanitized,
+        case((1, 2), 700, 633, 64, causal=True, group=2),
+        case((1, 2), 600, 733, 128),
+    ),
+    prints={
+        "errors below": 7,
+        "Timing needs a GPU": 5,
+        "right: False": 1,
+    },
+)
+
+# Each of them asks for the PAGE of the file that it stands in.
+test_scores_far_below_zero = THERE.test_scores_far_below_zero
+test_heads_may_be_split = THERE.test_heads_may_be_split_without_a_copy
+test_what_is_copied = THERE.test_what_is_copied_has_rows_of_16_bytes
+test_what_is_loaded = THERE.test_no_kernel_loads_what_nobody_has_stored
+test_limits_are_those_of_pytorch = THERE.test_limits_are_those_of_pytorch
+test_arguments_are_those_of_pytorch = THERE.test_arguments_are_those_of_pytorch
+test_torch_compile_sees_shapes = THERE.test_torch_compile_sees_shapes
+test_autocast_is_compiled = THERE.test_autocast_is_compiled
+test_operators = THERE.test_operators_are_what_they_promise
+test_transforms = THERE.test_transforms_of_torch_func_are_refused
+test_inputs_that_change = (
+    THERE.test_inputs_that_change_before_the_backward_pass
+)
+
+
+def compiled(launches, N, run, dtype="float16"):
+    """What is launched on a Hopper GPU."""
+    from compiled import limits
+
+    (builds,) = launches(
+        [limits.call(PAGE.name, KERNELS, N, "sm_90", dtype, run)]
+    )
+    return builds
+
+
+def two_fit(built):
+    """Whether two programs share an SM: 65536 registers, and 228 KB of shared
+    memory, of which each takes 1 KB more. Triton starts a whole group of four
+    warps for the one that loads."""
+    registers = 256 * built.registers
+    return registers <= 32768 and built.shared + 1024 <= 114 * 1024
+
+
+@pytest.mark.cpu  # what compiles for a GPU that is not there
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_two_programs_share_an_sm(launches, dtype):
+    """And they leave a product under way, without being made to wait for each
+    product by the assembler, which it does when it has too few registers."""
+    found = {}
+    for N in 1000, 4096:
+        for built in compiled(launches, N, hopper, dtype):
+            if not built.kernel.startswith("_half_sm"):
+                continue
+            assert "cp.async.bulk.tensor" in built.asm["ptx"]
+            assert built.asm["ptx"].count("setmaxnreg") >= 2
+            assert "1" in BEFORE.waits(built)
+            found.setdefault(built.kernel, []).append(two_fit(built))
+    for fits in found.values():
+        # Not with four buffers, in two of eighteen.
+        assert len(fits) == 36 and sum(fits) == 32
+
+
+def test_the_exercise_asks_for_both(page):
+    """A bias that is not divided by the scale is noticed."""
+    assert not page.exercise_1(page._one_tile)
+    assert page.exercise_1(page._one_tile_with_bias)
