@@ -2,7 +2,44 @@ r"""
 Two programs on an SM
 =====================
 
-TODO
+How can a model train with attention as fast as with a library's?
+We give each program of the backward pass half of an SM. Two of them share an
+SM then, and while one computes powers, begins or ends, the other multiplies.
+
+The forward kernel of `Attention with warps that only load
+<05-warp-specialization.html>`_ is as fast as cuDNN or faster with long
+sequences. In the backward pass the same form brought little, and one of its
+two kernels stayed in plain Triton. Now both are in Gluon, in another form,
+which serves heads of 64 numbers, too.
+
+Do you only want to use it? Take ``fast_attention.py``, which this page offers
+under its title: it is a module with the kernels and functions of this page.
+Put it beside your model, and write two lines:
+
+.. code-block:: python
+
+   from fast_attention import attention
+
+   y = attention(query, key, value, is_causal=True, enable_gqa=True)
+
+It takes what the function of `Causal, grouped, any length
+<03-any-attention.html>`_ takes, and gives the same. On Hopper GPUs, such as
+the H100 and the H200, heads of 33 to 128 numbers in 16 bits get the kernels in
+Gluon, those of 33 to 64 only in the backward pass. Everything else gets plain
+ones.
+
+**What you will learn**
+
+- How many programs fit on an SM, and what decides it.
+- Why two small programs can be faster than a large one.
+- How a product takes a subtraction along, for nothing.
+- How a compiler can make a kernel slow without a word in the usual numbers,
+  and where to look.
+
+**What you need:** `Attention with warps that only load
+<05-warp-specialization.html>`_, whose barriers and whose loading warp are used
+here without explaining them again. You don't need a GPU: plain kernels stand
+in for those in Gluon, and the exercise is in plain Triton.
 """
 
 # %%
@@ -54,7 +91,27 @@ FETCH = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 # %%
-# TODO what an SM has
+# What fits on an SM
+# ------------------
+#
+# A program runs on one SM, and keeps its registers and its shared memory until
+# it ends. As soon as an SM has enough of both left, it may take one more
+# program. Nobody tells it how many to take.
+#
+# The forward kernel has two groups of four warps that multiply, and a warp
+# that loads, which is started with three idle ones. That makes 384 threads,
+# and they are started with 168 registers each. With 128 numbers in a head its
+# tiles take 161 KB. So one program fills an SM. While it waits for its first
+# tiles, nobody multiplies there, and while it writes its results, nobody does
+# either.
+#
+# Now we split the program in two. Each has one group that multiplies, a
+# loading warp of its own, and half of the queries. Just as many warps multiply
+# on an SM as before. But each program begins and ends when it is its turn, and
+# while it does, the other one has the Tensor Cores for itself. The price is
+# paid in loads: a tile of keys serves 64 queries, and before it served 128.
+#
+# Both must fit, so each may have half of what an SM has:
 
 
 def programs_on_an_sm(threads, registers, kilobytes):
@@ -66,19 +123,68 @@ def programs_on_an_sm(threads, registers, kilobytes):
 
 
 for said, *needs in (
-    ("two groups that multiply, 128 keys a step", 384, 168, 161),
-    ("one group that multiplies, 64 keys a step", 256, 128, 113),
+    ("two groups, as forward", 384, 168, 161),
+    ("one group, two buffers", 256, 128, 113),
+    ("one group, four buffers", 256, 128, 177),
 ):
-    print(f"{said}: {programs_on_an_sm(*needs)}")
+    print(f"{said}: {programs_on_an_sm(*needs)} programs")
+
+# %%
+# The last line shows how easily it is lost. More buffers let the loading warp
+# run further ahead, which sounds good. But they take the room of the second
+# program. We will measure that, too.
+#
+# When one program waits, the other one works, without a word between them:
 
 # %%
 
 # Drawing: what the Tensor Cores of an SM do while programs begin and end.
 
-_, axes = plt.subplots(figsize=(7, 2.2))
-axes.axis("off")
+BEGINS, MULTIPLIES, ENDS = "0.85", "C0", "0.7"
+GROUPS = {
+    # of an SM: what it does, in turns, from which time on, for how long
+    "two groups,\none program": (
+        ((0, 1, BEGINS), (1, 4, MULTIPLIES), (5, 1, ENDS)),
+        ((6, 1, BEGINS), (7, 4, MULTIPLIES), (11, 1, ENDS)),
+    ),
+    "first program": (
+        ((0, 1, BEGINS), (1, 4, MULTIPLIES), (5, 1, ENDS)),
+        ((6, 1, BEGINS), (7, 4, MULTIPLIES), (11, 1, ENDS)),
+    ),
+    "second program": (
+        ((2.5, 1, BEGINS), (3.5, 4, MULTIPLIES), (7.5, 1, ENDS)),
+        ((8.5, 1, BEGINS), (9.5, 2.5, MULTIPLIES)),
+    ),
+}
+_, axes = plt.subplots(figsize=(7, 2.4))
+for row, programs in enumerate(GROUPS.values()):
+    height = 2.5 * (row > 0) + 1.2 * row
+    for start, length, color in [one for each in programs for one in each]:
+        axes.barh(-height, length, 0.9, start, color=color, edgecolor="w")
+axes.set_yticks([0, -3.7, -4.9], GROUPS)
+for height, text in ((0.9, "one program on an SM"), (-2.8, "two of them")):
+    axes.text(0, height, text, va="center")
+for x, text in ((0.5, "begins"), (3, "multiplies"), (5.5, "ends")):
+    axes.text(x, 0, text, ha="center", va="center", fontsize=8)
+axes.set_xlim(0, 12)
+axes.set_ylim(-5.6, 1.4)
+axes.set_xticks([])
+axes.set_xlabel("time")
+axes.spines[["top", "right", "left"]].set_visible(False)
+axes.tick_params(length=0)
+plt.tight_layout()
 plt.show()
 
+
+# %%
+# Who says that a program may have 128 registers a thread and no more? We do,
+# when we launch it: ``maxnreg=128``. Of 256 threads, 128 belong to the loading
+# warp and its three idle neighbors. They give back all but 24, and the group
+# that multiplies takes these, so it has 232: (232 + 24) · 128 is 32768, half
+# of an SM.
+#
+# What stays as it was is folded here: the plain kernels, their launches, and
+# the forward kernel in Gluon.
 
 # %%
 
@@ -1077,7 +1183,11 @@ def forward(query, key, value, is_causal, scale, tile_k=128, buffers=2, **how):
 
 
 # %%
-# The loading warp, dq.
+# The queries
+# -----------
+#
+# The kernel of the queries gives ``dq``. Its loading warp fetches what belongs
+# to 64 queries, and then one tile of keys and values after the other.
 
 
 @gluon.jit
@@ -1110,7 +1220,14 @@ def _load_bwd_queries(
 
 
 # %%
-# A step.
+# A step has three products, as on the page before: the scores and ``dp`` begin
+# at once, the powers are computed while ``dp`` is under way, and the product
+# for ``dq`` is waited for in the next step.
+#
+# There it stood in the kernel three times: for the first tile, for whole
+# tiles, and for those with a mask. Here it stands once. Whether a tile needs a
+# mask, and whether there was a step before, is asked while the kernel runs.
+# That costs next to nothing beside a product.
 
 
 @gluon.jit
@@ -1171,7 +1288,9 @@ def _step_bwd_queries(
 
 
 # %%
-# The group.
+# The loop carries a sum to which a product may still add. For Gluon that is a
+# type of its own, which the sum gets from ``warpgroup_mma_init`` before the
+# first step.
 
 
 @gluon.jit
@@ -1241,7 +1360,8 @@ def _group_bwd_queries(
 
 
 # %%
-# The kernel.
+# The kernel around it begins the group in its own four warps, and one warp
+# that loads.
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -1334,7 +1454,14 @@ def _half_sm_bwd_queries(
 
 
 # %%
-# Keys: loads.
+# The keys
+# --------
+#
+# A program of the keys has 64 keys and their values, and takes one tile of
+# queries after the other, from all heads of queries that share these keys. Of
+# each tile it needs the queries, ``dy``, and two numbers for each query: the
+# log-sum-exp and :math:`\delta`. All four come by the TMA, and one barrier
+# tells that they are there.
 
 
 @gluon.jit
@@ -1380,6 +1507,33 @@ def _load_bwd_keys(
         FETCH(lse_desc, flat, full.index(at), lse_mem.index(at))
         FETCH(dy_desc, place, full.index(at), dy_mem.index(at))
         FETCH(delta_desc, flat, full.index(at), delta_mem.index(at))
+
+
+# %%
+# A step has four products: the scores, ``dp``, and what is added to ``dv`` and
+# to ``dk``. How many registers does that need? Each of the two sums has 64 ×
+# 128 numbers, which are 64 registers for each of 128 threads. The scores and
+# ``dp`` take 32 each. Powers and ``ds`` are operands in 16 bits, and take 16
+# each. That makes 224, and a thread has 232.
+#
+# But two numbers for each query have to be subtracted, lse from the scores and
+# :math:`\delta` from ``dp``. Queries are the columns of these tiles, and a
+# thread has 16 columns. Their numbers would take 32 registers more, and there
+# is no room for them.
+#
+# **Let a product subtract.** A product adds to what its sum begins with, and
+# until now that was zero. We let it begin with ``-delta``. Then ``dp -
+# delta`` is there when the product is, in the registers where it has to be
+# anyway, and without a subtraction. For the scores it is ``-lse / scale``,
+# because they are multiplied by the scale after the product:
+#
+# .. math:: 2^{s\,(q \cdot k) - \mathrm{lse}}
+#    = 2^{s\,(q \cdot k - \mathrm{lse} / s)}.
+#
+# With 128 numbers in a head even that is not enough, if ``dv`` runs on while
+# ``ds`` is computed: its operand ``p`` has to keep its registers for so long.
+# So ``WAITS`` lets the step wait for ``dv`` first. With 64 numbers the sums
+# take half as many registers, and nobody has to wait.
 
 
 @gluon.jit
@@ -1439,8 +1593,8 @@ def _step_bwd_keys(
         if start < first + TILE_K:
             key = first + gl.arange(0, TILE_K, KEY)
             query = start + gl.arange(0, TILE_Q, QUERY)
-            seen = key[:, None] <= query[None, :]
-            score = gl.where(seen, score, float("-inf"))
+            hidden = key[:, None] > query[None, :]
+            score = gl.where(hidden, float("-inf"), score)
     power = gl.exp2(score * scale)
     p = gl.convert_layout(power.to(p.dtype), p.type.layout)
     dv = warpgroup_mma(p, dy, dv, is_async=True)
@@ -1453,6 +1607,11 @@ def _step_bwd_keys(
     if WAITS:
         dv = warpgroup_mma_init(dv)  # what the loop carries is under way
     return dk, dv, p, ds
+
+
+# %%
+# When the last step is done, nobody reads the keys and values any more, and
+# their place in shared memory takes the results on their way out.
 
 
 @gluon.jit
@@ -1506,6 +1665,11 @@ def _group_bwd_keys(
     STORE(dk_desc, [batch, k_head, first, 0], k_mem)
     STORE(dv_desc, [batch, k_head, first, 0], v_mem)
     tma.store_wait(0)
+
+
+# %%
+# The kernel around the step is like that of the queries. If causal, its first
+# tile of queries is the one with the same indices as its keys.
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "keys"])
@@ -1595,7 +1759,22 @@ def _half_sm_bwd_keys(
 
 
 # %%
-# Keys: launch.
+# **When the compiler waits behind our back.** How do we know that a kernel has
+# enough registers? With too few, ``ptxas``, NVIDIA's assembler, usually spills
+# some to memory, and the figure for that is easy to find. Here it can do
+# something else: it makes the warps wait for each product as soon as it has
+# begun. Nothing is spilled, and the numbers of registers and bytes look as
+# they should. Only the kernel is slow, because nothing runs beside anything.
+#
+# It happened to us in several drafts. What gives it away is the machine code.
+# There a product is made of instructions called ``HGMMA``, and a wait is
+# called ``WARPGROUP.DEPBAR``. As many waits as instructions are a bad sign.
+# With 128 numbers in a head, the kernel of the keys has 24 of the former and 5
+# of the latter, and that of the queries 20 and 3. The panels under the kernels
+# show both.
+#
+# Two more descriptors are needed, for lse and :math:`\delta`, whose tiles are
+# pieces of one long row:
 
 
 def row_tiles(t, length):
@@ -1635,7 +1814,12 @@ def launch_keys_in_halves(
 
 
 # %%
-# Who gets them
+# Around the kernels
+# ------------------
+#
+# Who gets the kernels in Gluon? Inputs of 16 bits on a Hopper GPU, whose tiles
+# have 64 or 128 columns. As lse is divided by the scale, a scale that is next
+# to zero gets plain kernels.
 
 
 def in_half_an_sm(query, scale):

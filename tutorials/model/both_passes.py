@@ -6578,8 +6578,8 @@ def _step_bwd_keys(
         if start < first + TILE_K:
             key = first + gl.arange(0, TILE_K, KEY)
             query = start + gl.arange(0, TILE_Q, QUERY)
-            seen = key[:, None] <= query[None, :]
-            score = gl.where(seen, score, float("-inf"))
+            hidden = key[:, None] > query[None, :]
+            score = gl.where(hidden, float("-inf"), score)
     power = gl.exp2(score * scale)
     p = gl.convert_layout(power.to(p.dtype), p.type.layout)
     dv = warpgroup_mma(p, dy, dv, is_async=True)
