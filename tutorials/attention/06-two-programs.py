@@ -1895,7 +1895,7 @@ def gradients(
 
 # %%
 
-# Scaffold: autograd, and both passes as operators, from page 05.
+# Scaffold: autograd, and both passes as operators for torch.compile.
 
 
 class _AnyAttention(torch.autograd.Function):
@@ -1914,7 +1914,7 @@ class _AnyAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-@torch.library.custom_op("both_passes::fast_attention", mutates_args=())
+@torch.library.custom_op("both_passes::half_sm_attention", mutates_args=())
 def operator_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -1932,7 +1932,7 @@ def _(query, key, value, is_causal, scale):
     return rows_like(query), room_for_lse(query, is_causal)
 
 
-@torch.library.custom_op("both_passes::fast_attention_bwd", mutates_args=())
+@torch.library.custom_op("both_passes::half_sm_attention_bwd", mutates_args=())
 def operator_backward(
     dy: torch.Tensor,
     query: torch.Tensor,

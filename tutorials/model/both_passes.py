@@ -6856,7 +6856,7 @@ class _AnyAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-@torch.library.custom_op("both_passes::fast_attention", mutates_args=())
+@torch.library.custom_op("both_passes::half_sm_attention", mutates_args=())
 def attention_operator_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -6874,7 +6874,7 @@ def _(query, key, value, is_causal, scale):
     return rows_like(query), room_for_lse(query, is_causal)
 
 
-@torch.library.custom_op("both_passes::fast_attention_bwd", mutates_args=())
+@torch.library.custom_op("both_passes::half_sm_attention_bwd", mutates_args=())
 def attention_operator_backward(
     dy: torch.Tensor,
     query: torch.Tensor,

@@ -179,3 +179,17 @@ def test_the_exercise_asks_for_both(page):
     """A bias that is not divided by the scale is noticed."""
     assert not page.exercise_1(page._one_tile)
     assert page.exercise_1(page._one_tile_with_bias)
+
+
+@pytest.mark.cpu  # what compiles for a GPU that is not there
+def test_a_new_length_compiles_nothing(launches):
+    texts = {}
+    for N in 1, 1007, 4096:
+        for one in compiled(launches, N, hopper)[:3]:
+            texts.setdefault(one.kernel, []).append(one.asm["ptx"])
+    assert texts.keys() == {
+        *("_warps_fwd", "_half_sm_bwd_queries", "_half_sm_bwd_keys")
+    }
+    # 4096 is a multiple of the tiles, which is compiled for.
+    for found in texts.values():
+        assert len({*found}) <= 2 and found[0] == found[1]
