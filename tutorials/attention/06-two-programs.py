@@ -2297,6 +2297,12 @@ def in_percent(benchmark):
 # %%
 # How fast is the backward pass?
 # ------------------------------
+#
+# We measure with 16 heads of 128 numbers and with 32 heads of 64, and 16384
+# tokens in sequences of 1024 to 16384. Beside ours there are the same kernels
+# with four buffers, of which an SM holds one program, and plain Triton, which
+# is what the page before this one has for heads of 64 numbers. Five products
+# count for each head, half of them if causal, although our kernels have seven.
 
 # %%
 
@@ -2432,10 +2438,39 @@ in_percent(bench_backward_64)
 in_percent(bench_backward_causal_64)
 
 # %%
+# **What the five figures show.**
+# TODO
+#
+# **Why.**
+# TODO
+#
+# **What follows.**
+# TODO
+#
+# Where PyTorch or a library is better
+# ------------------------------------
+#
+# TODO
+#
 # Exercise
 # --------
 #
-# TODO
+# **Exercise 1: a bias for each key.**
+# Some models add a number to all scores of a key, for instance to favor keys
+# that are near. After the softmax, such a bias :math:`b` is trained like any
+# other parameter. The score of query :math:`i` and key :math:`j` becomes
+# :math:`s \, q_i \cdot k_j + b_j`.
+#
+# The kernel below computes ``dq`` of one tile in plain Triton, with its
+# subtractions in the products. It does not know the bias yet. Add it where it
+# costs nothing, and store its gradient in place of the zeros. ``exercise_1``
+# compares both with autograd.
+#
+# **Hint 1.** The scores are multiplied by the scale after the product, and the
+# bias is not. So what must the product begin with?
+#
+# **Hint 2.** The gradient of the scores is ``ds``. Which scores does the bias
+# of a key stand in?
 
 
 @triton.jit
