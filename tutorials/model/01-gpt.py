@@ -1024,10 +1024,10 @@ bench_gradients.run(show_plots=ON_GPU)
 # **Why.**
 # The weights and all that the functions hand to each other have 16 bits, with
 # ours and with PyTorch's. That is where most of the error should come from. So
-# ours count as right if their errors are not much larger than PyTorch's. They
-# are even a little smaller, in eleven of the twelve blocks. Two differences
-# may be the cause. Where we have one kernel for several operations, nothing is
-# rounded between them. And the angles of our rotary embedding have 32 bits,
+# ours count as right if their errors are not much larger than PyTorch's. In
+# the mean of the twelve blocks they are NN times as large. Two things should
+# make ours smaller. Where we have one kernel for several operations, nothing
+# is rounded between them. And the angles of our rotary embedding have 32 bits,
 # where PyTorch's have 16.
 #
 # **What follows.**
@@ -1120,11 +1120,12 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 # On the H200 the loss falls from NN nats per token in the first ten steps to
 # NN in the last ten with our functions, and to NN with PyTorch's. At the forty
 # points the two are NN apart at most. Trainings with other seeds end at NN, NN
-# and NN, so the ends of our four trainings lie up to NN apart.
+# and NN, so the ends of our four trainings lie up to NN apart, which is NN
+# times as much.
 #
 # **What follows.**
-# With the same seed, what separates the two is far smaller than what separates
-# one seed from another. A mistake in a kernel would have to be smaller than
+# With the same seed, what separates the two is smaller than what separates one
+# seed from another. A mistake in a kernel would have to be smaller than
 # that to hide here, and the gradients above are the stricter check.
 #
 # The same bits
@@ -1478,21 +1479,21 @@ plt.show()
 # Python the same kernels take NN times as long, because the host cannot keep
 # up. Our functions check what they are given, choose tiles, and describe
 # matrices to the GPU, all in Python, where PyTorch does such things in C++. So
-# without a graph ours is slower than all others. torch.compile keeps its host
-# ahead of the GPU, so a graph brings it hardly anything, and neither does
-# tuning.
+# without a graph ours is slower than torch.compile and Liger. torch.compile
+# keeps its host ahead of the GPU, so a graph brings it hardly anything, and
+# neither does tuning.
 #
 # Under torch.compile our functions run as before, and Python calls them one
 # after the other. What is left to compile is a single graph, which serves all
 # blocks: attention, and the change of layout after it. The model has nothing
-# else that one could fuse, for our kernels have done that already. So
-# torch.compile does not help ours.
+# else that one could fuse, for our kernels have done that already. So ours
+# under torch.compile waits for the host, too.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
 # it needs faster kernels. And our lead over torch.compile is thin. We measure
-# both once more below, on one GPU and on two, in other processes. On one GPU
-# our graph is NN times as fast as that of torch.compile there.
+# the graphs of both once more below, on one GPU and on two, in other
+# processes.
 #
 # Where do the microseconds go?
 # -----------------------------
@@ -1679,9 +1680,8 @@ plt.show()
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
 # products, so the next step has to be made on the page of the linear layer.
-# Norms take NN ms with ours, and NN with torch.compile. That need not mean
-# that its norms are faster, because the name of a fused kernel does not tell
-# all that it does.
+# Norms take NN ms with ours, and NN with torch.compile. These two are hard to
+# compare, because the name of a fused kernel does not tell all that it does.
 #
 # How much memory?
 # ----------------
@@ -1834,8 +1834,8 @@ for line in times.columns[1:]:
 # two GPUs train with NN thousand tokens a second, and one with NN thousand: NN
 # times as many. Launched from Python, a step of ours takes NN ms on one and NN
 # ms on two. PyTorch has NN thousand tokens a second on two, and NN thousand as
-# a graph. The graph of torch.compile takes NN ms on one and NN ms on two, so
-# on two GPUs ours is NN times as fast.
+# a graph. The graph of torch.compile takes NN ms on one and NN ms on two. Ours
+# is NN times as fast as it on one, and NN times as fast on two.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
@@ -1843,8 +1843,8 @@ for line in times.columns[1:]:
 # Python, ours waits for the host, on two ranks as well as on one.
 #
 # On one GPU our graph takes NN ms here, and NN ms when it took turns with the
-# other designs. We do not know why. The kernels are the same, and PyTorch
-# takes NN ms here and NN ms there. It may be the clock rate of the GPU, which
+# other designs. PyTorch takes NN ms here and NN ms there. The kernels are the
+# same here and there. What differs may be the clock rate of the GPU, which
 # falls when the products need more power than the GPU may take. We have not
 # measured that. So between two figures a few percent mean little.
 #
@@ -1861,13 +1861,13 @@ for line in times.columns[1:]:
 #   over it is a few percent of the time, and NN GB.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
-#   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
-#   in the backward pass, as `Attention with warps that only load
+#   numbers and a sequence 1024 tokens. With longer sequences it is ahead in
+#   the backward pass, as `Attention with warps that only load
 #   <../attention/05-warp-specialization.html>`_ shows.
 # - **Liger is faster without a graph.** Launched from Python it takes NN times
 #   our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
-#   our functions take the host longer than all others.
+#   our functions let the GPU wait for the host.
 # - **Our functions refuse what they do not know:** autocast, for most of them,
 #   and second derivatives.
 # - **What we left to PyTorch** may stay there: its AdamW is a few fused
