@@ -848,6 +848,9 @@ def training_of_ranks(name, ranks, group):
             model, process_group=group, gradient_as_bucket_view=True
         )
     if name in COMPILED:
+        # The ranks share all cores, for nothing is timed yet.
+        threads = max(1, os.cpu_count() // ranks)
+        torch._inductor.config.compile_threads = threads
         call = torch.compile(call, dynamic=False, backend=BACKEND)
     training = Training(model, call)
     if name in RANKED_GRAPHS:
