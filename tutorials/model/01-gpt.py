@@ -4,9 +4,9 @@ A GPT whose every kernel is a page of this site
 
 Can a language model train with the kernels of this site alone, as well as with
 PyTorch's, and faster?
-It can: the losses follow PyTorch's, and as a CUDA graph a step takes three
-fifths of the time and half of the memory, because what stands between the
-products of matrices moves fewer bytes.
+It can: the losses follow PyTorch's, and a step, recorded as a CUDA graph,
+takes three fifths of PyTorch's time and half of its memory, because what
+stands between the products of matrices moves and keeps fewer bytes.
 
 On the other pages we write one operation at a time, and measure it by itself.
 Here they come together: embedding, blocks with attention and a gated MLP, and
@@ -14,13 +14,13 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` comes close to ours. We are ahead of it by a few percent of
-the time, and take less memory.
+``torch.compile`` comes close: we take a few percent less time than it does,
+and less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
-that these need, each as it stands on its page. Layer norm has a file of its
-own, which `Every width <../layer-norm/11-every-width.html>`_ offers.
+that these need, each as it stands on its page: those of this model, and layer
+norm, dropout, activations, softmax and cross-entropy, too.
 
 **What you will learn**
 
@@ -99,9 +99,9 @@ import both_passes
 # - The *MLP*, which is two products with a gate between them, works on each
 #   token by itself.
 #
-# Both read the stream through a norm. At the end a last product makes a number
-# of each token of the vocabulary, and the loss compares these with the token
-# that really came.
+# Both read the stream through a norm. At the end a last product, the *head*,
+# makes a number for each token of the vocabulary, which is called its *logit*.
+# The loss compares these with the token that really came.
 
 # %%
 
@@ -148,8 +148,8 @@ LARGE = {
     "layers": 12,  # blocks
     "words": 32000,  # tokens of the vocabulary
     "length": 1024,  # tokens of a sequence
-    "sequences": 16,  # of a step
-    "steps": 200,
+    "sequences": 16,  # of a step, which so has 16384 tokens
+    "steps": 400,
 }
 TINY = {
     "width": 32,
@@ -206,7 +206,8 @@ print(TEXT[:200])
 # What is a token? We cut the text into pieces: words with the space before
 # them, digits, blanks, and runs of other characters. The pieces that occur
 # most often become tokens. All other pieces are spelled, character by
-# character, for which 128 tokens are kept.
+# character, for which 128 tokens are kept, one for each character of ASCII.
+# What is not ASCII has become a question mark above.
 
 
 PIECE = re.compile(r" ?[A-Za-z_]+|\d|\s+|[^\sA-Za-z_\d]+")
@@ -252,8 +253,8 @@ def batch(step, seed):
 # -------------
 #
 # Which functions does the model call? There are six, and we have them twice:
-# ours, and PyTorch's. Two of ours come first, because they put functions of
-# pages together.
+# ours, and PyTorch's. Four of ours are functions of pages as they are. The
+# other two need a few lines here, so we begin with them.
 #
 # **The loss.** The logits of 16384 tokens and 32000 words take 1 GB in 16
 # bits. The function of `A loss without its logits
@@ -262,8 +263,8 @@ def batch(step, seed):
 # it would take all tokens in one chunk here. We tell it to take 4096, so only
 # a quarter of the logits is there at a time. As PyTorch's does, the function
 # returns the loss in the type of its input, and bfloat16 has less than three
-# digits. A curve wants more. So we call two of the functions that it is made
-# of, and keep the loss in float32.
+# digits. That is too coarse for two curves that we want to compare. So we call
+# two of the functions that it is made of, and keep the loss in float32.
 
 # %%
 
@@ -302,8 +303,8 @@ def mean_loss(x, weight, target):
 # %%
 # **The heads.** One product makes queries, keys and values, side by side.
 # Queries and keys have to be rotated, and values stay as they are. If we left
-# that to autograd, it would put the three gradients together with a copy of
-# all of them. In our backward pass the kernel of `Rotary embedding
+# that to autograd, it would copy all three gradients to put them side by side
+# again. In our backward pass the kernel of `Rotary embedding
 # <../attention/04-rotary.html>`_ writes the gradients of queries and keys
 # where they belong, and only those of the values, a fifth of all numbers here,
 # are copied.
@@ -439,8 +440,9 @@ PYTORCH = {
 # Before we build the model, here are both passes of each function by itself,
 # with the sizes that it has there. The clock is that of `Layer normalization,
 # both passes <../layer-norm/01-layer-norm.html>`_. A block calls
-# ``add_and_norm`` twice and ``linear`` four times. The one that we measure
-# makes the gate and the up projection, which is the largest of the four.
+# ``add_and_norm`` twice and ``linear`` four times. Of these we measure the
+# largest: the first product of the MLP, which makes both halves of what the
+# gate is given.
 
 # %%
 
@@ -565,10 +567,10 @@ def both_passes_of(function, name):
         line_names=["Triton", "PyTorch"],
         ylabel="µs",
         plot_name="gpt-functions",
-        args={"M": 16384, "dtype": torch.bfloat16, "passes": "both"},
+        args={"M": 16384, "dtype": torch.bfloat16, "pass": "both passes"},
     )
 )
-def bench_functions(function, M, dtype, passes, provider):
+def bench_functions(function, M, dtype, provider, **_):
     """Device time: a CUDA graph of several calls, each with inputs of its own
     and after L2 was overwritten, less the graph without the calls; median, 20%
     and 80% quantiles."""
@@ -586,17 +588,18 @@ if not ON_GPU:
 
 # %%
 # **What the figure shows.**
-# On the H200 both passes of our norm take 69 µs, and those of PyTorch's 147
-# µs. For the gate it is 128 and 483 µs, for the rotary embedding 63 and 464
-# µs, for attention 357 and 377 µs, for the product 431 and 404 µs, and for the
-# loss 4274 and 9307 µs.
+# On the H200 both passes of our norm take NN µs, and those of PyTorch's NN µs.
+# For the gate it is NN and NN µs, for the rotary embedding NN and NN µs, for
+# attention NN and NN µs, for the product NN and NN µs, and for the loss NN and
+# NN µs.
 #
 # **Why.**
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
-# for each of them, and what one writes the next one reads again. So does its
-# loss. Ours is mostly its three products: they are 2.4 · 10¹² operations, and
-# take 3.2 ms at 750 TFLOP/s. For products and attention PyTorch calls NVIDIA's
-# libraries, cuBLAS and cuDNN, which are made to keep Tensor Cores busy.
+# for each of them, and what one writes the next one reads again. It is the
+# same with its loss. Our loss is mostly its three products: they are 2.4 ·
+# 10¹² operations, and take 3.2 ms at 750 TFLOP/s. For products and attention
+# PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are made to keep
+# Tensor Cores busy.
 #
 # **What follows.**
 # Where one waits for memory, one kernel in place of several brings most. Where
@@ -607,10 +610,14 @@ if not ON_GPU:
 #
 # Here is the whole model. It is given the functions, so the two models that we
 # compare differ in nothing else.
+#
+# One thing is unusual. What attention or the MLP has computed is not added to
+# the stream at once: this result, ``x``, and the stream are both handed on,
+# and the kernel of the next norm adds them before it normalizes the sum.
 
 
 def new_matrix(rows, columns, scale=1.0):
-    """A weight whose products keep the size of what they are given."""
+    """A random weight: a product with it is about as large as its input."""
     weight = torch.randn(rows, columns, device=DEVICE)
     return torch.nn.Parameter(weight * scale * columns**-0.5)
 
@@ -670,7 +677,9 @@ class GPT(torch.nn.Module):
 
     def forward(self, tokens, target):
         x = self.embedding(tokens)
-        stream = torch.zeros_like(x)  # the first block adds x to it
+        # The first block adds x to zeros. A norm alone would move 75 MB less,
+        # but then autograd would add two gradients of x, and move as much.
+        stream = torch.zeros_like(x)
         for block in self.blocks:
             x, stream = block(x, stream, *self.angles)
         # The last norm: norms-and-losses/02.
@@ -685,7 +694,7 @@ def model_of(functions, seed=0, dtype=DTYPE):
 
 
 parameters = sum(each.numel() for each in GPT(OURS).parameters())
-print(f"{parameters / 1e6:.1f} million parameters")
+print(f"{parameters:,} parameters")
 
 # %%
 # Weights in 16 bits, and their masters
@@ -699,8 +708,8 @@ print(f"{parameters / 1e6:.1f} million parameters")
 # So each weight has a *master* in float32. The optimizer changes the masters,
 # and after each step the weights are set to them, rounded. The optimizer is
 # PyTorch's AdamW. With ``fused`` a few kernels change all masters, and with
-# ``capturable`` it keeps all that it knows on the GPU, of which we will make
-# use. The learning rate is on the GPU, too.
+# ``capturable`` it keeps its count of steps on the GPU, where the learning
+# rate is, too. The next section needs that.
 
 
 class Training:
@@ -777,7 +786,7 @@ class Recorded:
         self.tokens.copy_(tokens)
         self.target.copy_(target)
         self.graph.replay()
-        return self.loss.clone()
+        return self.loss.clone()  # the next replay overwrites it
 
     def record(self):
         self.tokens, self.target = batch(0, seed=0)
@@ -788,6 +797,7 @@ class Recorded:
             # A thread of NCCL, if there is one, may go on meanwhile.
             capture_error_mode="thread_local",
         ):
+            # Nothing runs yet: the launches are only recorded.
             self.loss = self.training.step(self.tokens, self.target)
 
 
@@ -805,33 +815,66 @@ class Recorded:
 # ``torchrun --nproc-per-node 2 01-gpt.py`` runs this page twice, as two ranks.
 # They train some steps on one of them and on both, launched from Python and as
 # graphs, say how long a step takes, and end here. Further down we start them
-# from this page.
+# from this page. Names behind the script tell which *designs* they are to
+# train: whose functions a training has, and how they are launched.
+#
+# Two of these designs have to do with ``torch.compile``. It compiles PyTorch's
+# model as it is. Of ours it can take attention into its graph, for this is an
+# operator that it knows. It is told not to look into our other functions, but
+# to call them as they are.
 
 # %%
 
 # Scaffold: what a rank does.
 
+RANKED = ("eager", "torch", "triton", "torch graph")  # if no name is given
+COMPILED = ("compile graph", "triton compiled")
+RANKED_GRAPHS = ("triton", "torch graph", "compile graph")
+NOT_TRACED = {
+    name: function if name == "attend" else torch.compiler.disable(function)
+    for name, function in OURS.items()
+}
+# Without a GPU it finds what to compile, and compiles nothing.
+BACKEND = "inductor" if ON_GPU else "eager"
 
-def time_of_ranks(functions, ranks, as_a_graph):
-    """µs of a step on this many ranks; None on a rank that waits."""
-    group = dist.new_group(list(range(ranks)))
-    if dist.get_rank() >= ranks:
-        return None
-    model = model_of(functions)
-    call = None
+
+def training_of_ranks(name, ranks, group):
+    """A training in the way of a design, on one rank or on several."""
+    functions = {"triton compiled": NOT_TRACED, "eager": OURS, "triton": OURS}
+    model = model_of(functions.get(name, PYTORCH))
+    call = model
     if ranks > 1:
         call = DistributedDataParallel(
             model, process_group=group, gradient_as_bucket_view=True
         )
+    if name in COMPILED:
+        # The ranks share all cores, for nothing is timed yet.
+        threads = max(1, os.cpu_count() // ranks)
+        torch._inductor.config.compile_threads = threads
+        call = torch.compile(call, dynamic=False, backend=BACKEND)
     training = Training(model, call)
-    if as_a_graph:
+    if name in RANKED_GRAPHS:
         # DDP wants eleven usual steps before it can be recorded.
-        training = Recorded(training, usual=11)
+        return Recorded(training, usual=11)
+    return training
+
+
+def time_of_ranks(name, ranks):
+    """µs of a step on this many ranks, and the most GB that the tensors of a
+    rank take; None on a rank that waits."""
+    group = dist.new_group(list(range(ranks)))
+    if dist.get_rank() >= ranks:
+        return None
+    before = torch.cuda.memory_allocated() if ON_GPU else 0
+    training = training_of_ranks(name, ranks, group)
     # Each rank has batches of its own.
     batches = [batch(i, seed=dist.get_rank()) for i in range(3)]
-    for _ in range(5 if ON_GPU else 0):  # not timed
+    for turn in range(5 if ON_GPU else 0):  # not timed
         for each in batches:
             training.step(*each)
+        if turn == 0:  # what compiling needs does not count
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
     fastest = float("inf")
     for _ in range(8 if ON_GPU else 1):
         dist.barrier(group)
@@ -841,28 +884,55 @@ def time_of_ranks(functions, ranks, as_a_graph):
         loss.item()  # waits for the GPU
         seconds = (time.perf_counter() - start) / len(batches)
         fastest = min(fastest, 1e6 * seconds)
-    return fastest
+    most = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
+    return fastest, most / 1e9
 
 
-def run_as_a_rank():
+def run_as_a_rank(names):
     dist.init_process_group("nccl" if ON_GPU else "gloo")
     world = dist.get_world_size()
-    for name in ("eager", "torch", "triton", "torch graph"):
-        functions = PYTORCH if name.startswith("torch") else OURS
-        as_a_graph = name in ("triton", "torch graph")
+    for name in names:
         for ranks in sorted({1, world}):
-            times = [None] * world
-            us = time_of_ranks(functions, ranks, as_a_graph)
-            dist.all_gather_object(times, us)
+            results = [None] * world
+            dist.all_gather_object(results, time_of_ranks(name, ranks))
             if dist.get_rank() == 0:
-                us = max(each for each in times if each)
-                print(f"{name}, ranks: {ranks}, {us:.0f} µs", flush=True)
+                us, most = max(each for each in results if each)
+                print(
+                    f"{name}, ranks: {ranks}, {us:.0f} µs, {most:.3f} GB",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 
 if TORCHRUN:
-    run_as_a_rank()
+    run_as_a_rank(sys.argv[1:] or RANKED)
     sys.exit()
+
+
+def said_by_ranks(ranks, names, seconds):
+    """{(name, ranks): (µs of a step, GB)}, by torchrun; what goes wrong, or
+    takes longer than so many seconds, is left out."""
+    script = Path(run_as_a_rank.__code__.co_filename)
+    if not ON_GPU or not script.exists():
+        return {}  # a notebook has no file to start
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*command, f"--nproc-per-node={ranks}", script, *names],
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks, too
+        said, _ = process.communicate()
+    if process.returncode != 0:  # what is missing is a gap
+        print(f"not all of {', '.join(names)} runs: {process.returncode}")
+    line = r"([a-z ]+), ranks: (\d), (\d+) µs, (\S+) GB"
+    found = {}
+    for name, count, us, most in re.findall(line, said):
+        found[name, int(count)] = float(us), float(most)
+    return found
 
 
 # %%
@@ -951,16 +1021,16 @@ bench_gradients.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 the median gradient of a block has a relative error of 0.29%
-# to 0.33% with our functions, and of 0.30% to 0.35% with PyTorch's.
+# On the H200 the median gradient of a block has a relative error of NN% to NN%
+# with our functions, and of NN% to NN% with PyTorch's.
 #
 # **Why.**
 # The weights and all that the functions hand to each other have 16 bits, with
 # ours and with PyTorch's. That is where most of the error should come from. So
-# ours count as right if their errors are not much larger than PyTorch's. They
-# are even a little smaller, in eleven of the twelve blocks. Two differences
-# may be the cause. Where we have one kernel for several operations, nothing is
-# rounded between them. And the angles of our rotary embedding have 32 bits,
+# ours count as right if their errors are not much larger than PyTorch's. In
+# the mean of the twelve blocks they are NN times as large. Two things should
+# make ours smaller. Where we have one kernel for several operations, nothing
+# is rounded between them. And the angles of our rotary embedding have 32 bits,
 # where PyTorch's have 16.
 #
 # **What follows.**
@@ -973,8 +1043,11 @@ bench_gradients.run(show_plots=ON_GPU)
 # Now we train, with our functions and with PyTorch's: with the same weights to
 # begin with, and the same batches. Two trainings that round differently drift
 # apart, because each step begins with what the last one has left. Is a
-# difference the noise of roundings, or a mistake? To see that we also train
-# with other seeds: other weights to begin with, and other batches.
+# difference the noise of roundings, or a mistake? To have a measure we also
+# train with other seeds: other weights to begin with, and other batches. They
+# show how far trainings may lie apart in which nothing is wrong.
+#
+# A loss is a natural logarithm, and the unit of those is the *nat*.
 
 
 def train(functions, seed):
@@ -989,6 +1062,7 @@ def trained(provider, seed):
     return train({"triton": OURS, "torch": PYTORCH}[provider], seed)
 
 
+@functools.cache
 def losses_of(provider, seed):
     return trained(provider, seed)[0]
 
@@ -1013,7 +1087,7 @@ def mean_of_ten(losses, step):
 @triton.testing.perf_report(
     triton.testing.Benchmark(
         x_names=["step"],
-        x_vals=list(range(10, 201, 10)),
+        x_vals=list(range(10, 401, 10)),
         xlabel="step",
         line_arg="provider",
         line_vals=["triton", "torch", "seed 1", "seed 2", "seed 3"],
@@ -1046,15 +1120,15 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 
 # %%
 # **What the figure shows.**
-# On the H200 the loss falls from 7.98 nats per token in the first ten steps
-# to 2.87 in the last ten with our functions, and to 2.87 with PyTorch's. At
-# the twenty points the two are 0.011 apart at most. Trainings with other seeds
-# end at 2.83, 3.03 and 2.94, so the ends of our four trainings lie up to 0.20
-# apart.
+# On the H200 the loss falls from NN nats per token in the first ten steps to
+# NN in the last ten with our functions, and to NN with PyTorch's. At the forty
+# points the two are NN apart at most. Trainings with other seeds end at NN, NN
+# and NN, so the ends of our four trainings lie up to NN apart, which is NN
+# times as much.
 #
 # **What follows.**
-# With the same seed, what separates the two is far smaller than what separates
-# one seed from another. A mistake in a kernel would have to be smaller than
+# With the same seed, what separates the two is smaller than what separates one
+# seed from another. A mistake in a kernel would have to be smaller than
 # that to hide here, and the gradients above are the stricter check.
 #
 # The same bits
@@ -1079,24 +1153,20 @@ assert same and losses == losses_of("triton", 0)
 # - **Ours**, launched from Python and as a CUDA graph.
 # - **PyTorch**, in the same two ways.
 # - **torch.compile** of PyTorch's model, which fuses what stands between the
-#   products, in the same two ways. A third one, *tuned*, is also a graph. It
-#   has what ``mode="max-autotune"`` sets, but for ``max_autotune_gemm``, which
-#   tries twenty kernels of Triton for each product. In a trial on the H200
-#   that took cuBLAS's kernel for twelve of the first thirteen products, and
-#   was not done after three minutes. So we leave them to cuBLAS at once.
+#   products, in the same two ways. A third design, *tuned*, is also a graph.
+#   It has what ``mode="max-autotune"`` sets, but for ``max_autotune_gemm``,
+#   which tries twenty kernels of Triton for each product. In a trial on the
+#   H200 that took cuBLAS's kernel for twelve of the first thirteen products,
+#   and was not done after three minutes. So we leave them to cuBLAS at once.
 # - `Liger <https://github.com/linkedin/Liger-Kernel>`_, where it is installed:
 #   its functions for norms, rotary embedding, gate and loss, and PyTorch's for
 #   the rest. It waits for the GPU in its loss, so no graph can record it.
-#
-# **Ours under torch.compile** is not measured. Our attention is an operator
-# that torch.compile knows, but it has to trace our other functions. In a trial
-# of an earlier version it cut the model into 28 graphs, and a step took 89 to
-# 134 ms. With the loss of this page a step stopped with an illegal memory
-# access, and we have not found out why. If you want to try it, begin with
-# ``training_of("triton compiled")``, which is folded below. It tells
-# torch.compile to call these functions as they are, and to compile what is
-# left. In the interpreter that works, with ``backend="eager"``. On a GPU we
-# have not tried it.
+# - **Ours under torch.compile**, which calls all of our functions but
+#   attention as they are. In a trial in which it looked into them, it cut the
+#   model into 28 graphs. In an earlier one a step stopped with an illegal
+#   memory access, and we do not know why. After such an error a process can do
+#   nothing more with its GPU. So this design has a process of its own, and
+#   does not take turns with the others.
 
 # %%
 
@@ -1159,10 +1229,9 @@ DESIGNS = {
 }
 if find_spec("liger_kernel"):
     DESIGNS["liger"] = "Liger"
-NOT_TRACED = {
-    name: function if name == "attend" else torch.compiler.disable(function)
-    for name, function in OURS.items()
-}
+# The last one, and by itself:
+APART = "triton compiled"
+DESIGNS[APART] = "Triton, torch.compile"
 GRAPHS = "triton", "torch graph", "compile graph", "tuned"
 # What mode="max-autotune" sets, but for max_autotune_gemm.
 TUNED = {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}
@@ -1189,9 +1258,6 @@ def training_of(provider):
         training = Training(
             model, torch.compile(model, dynamic=False, options=TUNED)
         )
-    elif provider == "triton compiled":
-        model = model_of(NOT_TRACED)
-        training = Training(model, torch.compile(model, dynamic=False))
     else:
         functions = {"triton": OURS, "eager": OURS, "liger": LIGER}
         training = Training(model_of(functions.get(provider, PYTORCH)))
@@ -1223,6 +1289,13 @@ def started(provider):
     return training, most / 1e9
 
 
+@functools.cache
+def measured_apart():
+    """µs of a step of ours under torch.compile, and GB, in a process of its
+    own; None if it does not run here."""
+    return said_by_ranks(1, [APART], seconds=100).get((APART, 1))
+
+
 def is_quiet(times):
     """Whether the three fastest of these turns hardly differ."""
     first, _, third = sorted(times)[:3]
@@ -1232,9 +1305,13 @@ def is_quiet(times):
 @functools.cache
 def step_times():
     """µs of a step of each design: the second, first and third fastest."""
+    found = {}
+    if measured_apart():  # before the others, whose GPU is then their own
+        us, _ = measured_apart()
+        found[APART] = us, us, us
     trainings = {}
     for provider in DESIGNS:
-        if started(provider):
+        if provider != APART and started(provider):
             trainings[provider], _ = started(provider)
     batches = [batch(i, seed=0) for i in range(3)]
     times = {provider: [] for provider in trainings}
@@ -1254,7 +1331,6 @@ def step_times():
             seconds = (time.perf_counter() - start) / len(batches)
             times[provider].append(1e6 * seconds)
     gc.unfreeze()
-    found = {}
     for provider, its in times.items():
         first, second, third = sorted(its)[:3]
         found[provider] = second, first, third
@@ -1274,7 +1350,10 @@ KINDS = {
     "layer_norm": "norms",
     "gammabeta": "norms",
     "_rotary": "rotary",
+    "_rope": "rotary",  # Liger's
     "_gate": "gate",
+    "swiglu": "gate",
+    "element_mul": "loss",
     "_finish": "loss",
     "_in_place": "loss",
     "_round": "loss",
@@ -1302,12 +1381,8 @@ def kind_of(kernel):
     return next((KINDS[part] for part in KINDS if part in name), PARTS[-1])
 
 
-@functools.cache
-def kernel_times(provider):
-    """µs of a step in each kernel, by name."""
-    if not started(provider):
-        return {}
-    training, _ = started(provider)
+def kernels_of(training):
+    """µs of a step of this training in each kernel, by name."""
     batches = [batch(i, seed=0) for i in range(3)]
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -1321,9 +1396,25 @@ def kernel_times(provider):
     }
 
 
+@functools.cache
+def kernel_times(provider):
+    """The same of a design."""
+    if not started(provider):
+        return {}
+    training, _ = started(provider)
+    return kernels_of(training)
+
+
+def time_of_kind(times, kind):
+    return sum(us for kernel, us in times.items() if kind_of(kernel) == kind)
+
+
 # %%
 # How long does a step take?
 # --------------------------
+#
+# All designs but the last one take turns, so what changes meanwhile, such as
+# the clock rate of the GPU, concerns all of them alike.
 
 # %%
 
@@ -1352,7 +1443,8 @@ def bench_step(N, layers, dtype, mode, provider):
     done with the last, on the host's clock. All designs take 20 turns. Of each
     the three fastest count, for what else runs on a host only makes it slower:
     median, least and most of these. A design whose three lie further apart
-    than 5% takes up to 100 turns."""
+    than 5% takes up to 100 turns. Ours under torch.compile has eight turns in
+    a process of its own, and the fastest counts."""
     if not ON_GPU:
         return 3 * [float("nan")]
     return step_times().get(provider, 3 * [float("nan")])
@@ -1373,46 +1465,59 @@ for name in steps.columns[1:]:
 
 plt.figure("How long a step of 16384 tokens takes in each design", (7.5, 3))
 names = [name.split(" (")[0] for name in steps.columns[1:]]
-plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1])
-plt.xlabel("µs")
+plt.barh(names[::-1], steps.iloc[0, 1:].astype(float)[::-1] / 1000)
+plt.xlabel("ms")
 plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 a step of ours takes 25.4 ms as a CUDA graph, and 43.9 ms
-# launched from Python. PyTorch takes 43.2 ms, and 41.7 ms as a graph.
-# torch.compile takes 27.2 ms, 26.8 ms as a graph, and 26.9 ms tuned. Liger
-# takes 33.0 ms. So our graph is 1.70 times as fast as PyTorch, 1.05 times as
-# fast as the graph of torch.compile, and 1.06 times as fast as its tuned one.
+# On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
+# from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
+# NN ms, NN ms as a graph, and NN ms tuned. Liger takes NN ms. So our graph is
+# NN times as fast as PyTorch, NN times as fast as the graph of torch.compile,
+# and NN times as fast as its tuned one. Ours under torch.compile takes NN ms.
 #
 # **Why.**
-# The graph of ours waits for its kernels and for nothing else. Launched from
-# Python the same kernels take 1.73 times as long, because the host cannot keep
+# Our graph waits for its kernels and for nothing else. Launched from
+# Python the same kernels take NN times as long, because the host cannot keep
 # up. Our functions check what they are given, choose tiles, and describe
 # matrices to the GPU, all in Python, where PyTorch does such things in C++. So
-# without a graph ours is slower than all others. torch.compile keeps its host
-# ahead of the GPU, so a graph brings it hardly anything, and neither does
-# tuning.
+# without a graph ours is slower than torch.compile and Liger. torch.compile
+# keeps its host ahead of the GPU, so a graph brings it hardly anything, and
+# neither does tuning.
+#
+# Under torch.compile our functions run as before, and Python calls them one
+# after the other. What is left to compile is a single graph, which serves all
+# blocks: attention, and the change of layout after it. The model has nothing
+# else that one could fuse, for our kernels have done that already. So ours
+# under torch.compile waits for the host, too.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
-# it needs faster kernels. And our lead over torch.compile is thin. When we
-# measure two GPUs below, in other processes, the same graph of ours takes 4.0%
-# more on one GPU than here, which is most of that lead. torch.compile does not
-# take part there, so we cannot say whether it would be slower, too.
+# it needs faster kernels. And our lead over torch.compile is thin. We measure
+# the graphs of both once more below, on one GPU and on two, in other
+# processes.
 #
 # Where do the microseconds go?
 # -----------------------------
 #
 # PyTorch's profiler tells how long each kernel takes on the GPU. We add up
-# kernels of one kind, by their names. PyTorch has kernels for any operation on
-# each number, such as a product or a sum, and their names don't tell what they
-# are for. What it takes for gate, rotary embedding and the stream is therefore
-# found under *copies and other*.
+# kernels of one kind, by their names. Where PyTorch multiplies or adds numbers
+# one by one, it uses the same few kernels everywhere, and their names don't
+# tell what they are for. What it takes for gate, rotary embedding and the
+# stream is therefore found under *copies and other*.
 
 # %%
 
 # Scaffold: the kinds of kernels, a benchmark.
+
+PROFILED = {
+    "triton": "Triton",
+    "torch": "PyTorch",
+    "torch.compile": "torch.compile",
+}
+if "liger" in DESIGNS:
+    PROFILED["liger"] = "Liger"
 
 
 @triton.testing.perf_report(
@@ -1421,25 +1526,23 @@ plt.show()
         x_vals=PARTS,
         xlabel="",
         line_arg="provider",
-        line_vals=["triton", "torch", "torch.compile"],
-        line_names=["Triton", "PyTorch", "torch.compile"],
+        line_vals=list(PROFILED),
+        line_names=list(PROFILED.values()),
         ylabel="µs",
         plot_name="gpt-kernels",
         args={
             "M": 16384,
             "dtype": torch.bfloat16,
-            "counted": "device",
+            "pass": "a whole step",
         },
     )
 )
-def bench_kernels(kind, M, dtype, counted, provider):
+def bench_kernels(kind, M, dtype, provider, **_):
     """What the kernels of one kind take on the GPU in a step, by PyTorch's
     profiler: mean of three steps."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    times = kernel_times(provider)
-    its = [us for kernel, us in times.items() if kind_of(kernel) == kind]
-    return sum(its) or float("nan")
+    return time_of_kind(kernel_times(provider), kind) or float("nan")
 
 
 # %%
@@ -1476,34 +1579,100 @@ plt.show()
 
 # %%
 
-# Scaffold: our kernels one by one.
+# Scaffold: our kernels one by one, a benchmark.
 
-if ON_GPU:
-    print("µs of a step in each of our kernels:")
-    times = kernel_times("triton")
-    for kernel in sorted(times, key=times.get, reverse=True)[:20]:
-        print(f"{times[kernel]:9.0f}  {kernel[:60]}")
+OUR_KERNELS = [
+    "_product",  # of a linear layer
+    "_add_parts",  # the end of products whose sum is long
+    "_scores",  # the first product of the loss
+    "_multiply",  # its other two
+    "_head_finish",
+    "_in_place",
+    "_round",
+    "_any_attention_fwd",
+    "_any_attention_bwd_queries",
+    "_any_attention_bwd_keys",
+    "_rms_norm_fwd",
+    "_rms_norm_bwd",
+    "_gate_fwd",
+    "_gate_bwd",
+    "_rotary",
+]
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["kernel"],
+        x_vals=OUR_KERNELS,
+        xlabel="",
+        line_arg="provider",
+        line_vals=["triton"],
+        line_names=["Triton"],
+        ylabel="µs",
+        plot_name="gpt-each-kernel",
+        args={
+            "M": 16384,
+            "dtype": torch.bfloat16,
+            "pass": "a whole step",
+        },
+    )
+)
+def bench_each_kernel(kernel, M, dtype, provider, **_):
+    """What all launches of a kernel take on the GPU in a step, by PyTorch's
+    profiler: mean of three steps."""
+    if not ON_GPU:
+        return 3 * [float("nan")]
+    return kernel_times(provider).get(kernel, float("nan"))
+
 
 # %%
-# **What the figure shows.**
-# On the H200 our kernels take 25.3 ms of a step together, those of
-# PyTorch 42.1 ms, and those of torch.compile 25.8 ms. Our products
-# take 14.6 ms, and those of PyTorch, which are cuBLAS's, take 13.5.
-# Our attention takes 4.3 ms, and cuDNN's 4.5. The loss takes 0.6
-# ms, 3.8 in PyTorch, and 1.4 with torch.compile. Norms, gate,
-# rotary embedding, and copies and other take 4.5 ms together with
-# ours, 19.1 with PyTorch, and 5.3 with torch.compile.
+
+each_kernel = bench_each_kernel.run(return_df=True)
+plt.close()  # bars say more
+if ON_GPU:
+    times = kernel_times("triton")
+    others = sum(times[name] for name in times if name not in OUR_KERNELS)
+    print(f"kernels that are not in the figure: {others:.0f} µs")
+    for name in times:
+        if name.startswith("_") and name not in OUR_KERNELS:
+            print(f"one of ours is missing in the figure: {name}")
+
+# %%
+
+# Drawing: our kernels one by one.
+
+plt.figure("How long each of our kernels takes in a step, sorted", (7.5, 4))
+table = each_kernel.sort_values(each_kernel.columns[1])
+plt.barh(table["kernel"], table.iloc[:, 1].astype(float) / 1000)
+plt.xlabel("ms")
+plt.tight_layout()
+plt.show()
+
+# %%
+# **What both figures show.**
+# On the H200 our kernels take NN ms of a step together, those of PyTorch NN
+# ms, those of torch.compile NN ms, and those of Liger NN ms. Our products take
+# NN ms, and those of PyTorch, which are cuBLAS's, take NN. Our attention takes
+# NN ms, and cuDNN's NN. The loss takes NN ms, NN in PyTorch, and NN with
+# torch.compile. Norms, gate, rotary embedding, and copies and other take NN ms
+# together with ours, NN with PyTorch, NN with torch.compile, and NN with
+# Liger.
+#
+# Of our own kernels the product of the linear layers takes NN ms, and those of
+# attention take NN ms. The three products of the loss take NN ms. No other
+# kernel takes more than NN ms.
 #
 # **Why.**
-# PyTorch has a kernel for each operation on a number, and each of them reads
-# and writes all numbers. torch.compile fuses such operations nearly as well as
-# our kernels do it by hand: of our lead over it, 0.8 ms come from there. The
-# loss brings 0.8 ms, for torch.compile has all logits, and reads them more
-# than once. Attention brings 0.2 ms. And 1.2 ms are lost in the products.
+# Between products PyTorch has a kernel for each operation, and each of them
+# reads and writes all numbers. torch.compile fuses such operations nearly as
+# well as our kernels do it by hand: of our lead over it, NN ms come from
+# there. The loss brings NN ms, for torch.compile has all logits, and reads
+# them more than once. Attention brings NN ms. And NN ms are lost in the
+# products.
 #
-# The products are 9.8 · 10¹² operations, so ours do 674 TFLOP/s and cuBLAS
-# does 731. By the first figure of this page, 0.3 ms of what we lose are in the
-# layers that make gate and up: 27 µs in each of the twelve blocks. `A linear
+# The products are 9.8 · 10¹² operations, so ours do NN TFLOP/s and cuBLAS
+# does NN. By our figure of single functions, NN ms of what we lose are in the
+# layers that make gate and up: NN µs in each of the twelve blocks. `A linear
 # layer, both passes <../matrix-products/01-linear.html>`_ shows where ours
 # lose most: in the gradient of a small weight, which has few tiles and long
 # sums. All weights of the blocks are small in this sense. The last one of the
@@ -1514,9 +1683,8 @@ if ON_GPU:
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
 # products, so the next step has to be made on the page of the linear layer.
-# Norms take 1.4 ms with ours, and 1.3 with torch.compile. That need not mean
-# that its norms are faster, because the name of a fused kernel does not tell
-# all that it does.
+# Norms take NN ms with ours, and NN with torch.compile. These two are hard to
+# compare, because the name of a fused kernel does not tell all that it does.
 #
 # How much memory?
 # ----------------
@@ -1548,9 +1716,11 @@ def bench_memory(N, layers, dtype, mode, provider):
     step on, by torch.cuda.max_memory_allocated."""
     if not ON_GPU:
         return 3 * [float("nan")]
-    if not started(provider):
+    apart = provider == APART
+    result = measured_apart() if apart else started(provider)
+    if not result:
         return float("nan")
-    _, most = started(provider)
+    _, most = result
     return most
 
 
@@ -1575,21 +1745,21 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 our training takes 7.17 GB, PyTorch's 14.55 GB, that of
-# torch.compile 8.55 GB, and that of Liger 7.32 GB.
+# On the H200 our training takes NN GB, PyTorch's NN GB, that of torch.compile
+# NN GB, that of Liger NN GB, and ours under torch.compile NN GB.
 #
 # **Why.**
 # Every design has weights in 16 bits and, in 32 bits, masters, their gradients
 # and two averages of AdamW. These are 18 bytes for each parameter, or 2.2 GB.
 # The largest tensors are those of the loss. When PyTorch begins its backward
 # pass, three of them have the size of the logits, in 32 bits: the logarithms
-# that it has kept, the gradient that arrives there, and the gradient of the
-# logits. Together these take 6.3 GB. Ours has a quarter of the logits in 16
-# bits, and the sums for the gradient of the head in 32 bits, which take 0.4 GB
-# together. The rest is what each function keeps for its backward pass. Our
-# norm keeps the sum that it has normalized, our rotary embedding keeps nothing
-# but its angles, and our gate keeps what it was given. PyTorch keeps results
-# between the steps of each of them.
+# of the softmax, which it has kept, the gradient that arrives there, and the
+# gradient of the logits. Together these take 6.3 GB. Ours has a quarter of the
+# logits in 16 bits, and the sums for the gradient of the head in 32 bits,
+# which take 0.4 GB together. The rest is what each function keeps for its
+# backward pass. Our norm keeps the sum that it has normalized, our rotary
+# embedding keeps nothing but its angles, and our gate keeps what it was given.
+# PyTorch keeps results between the steps of each of them.
 #
 # **What follows.**
 # There is more to save. `A gate between two products
@@ -1599,10 +1769,7 @@ plt.show()
 # On two GPUs
 # -----------
 #
-# How many tokens a second does a training read on one GPU, and on two? The
-# lines under the figure count the tokens of the model that runs here. Without
-# a GPU that is the tiny one, so they say nothing of the H200 then: its numbers
-# stand in the text below.
+# How many tokens a second does a training read on one GPU, and on two?
 
 # %%
 
@@ -1611,28 +1778,14 @@ plt.show()
 
 @functools.cache
 def times_of_ranks():
-    """{(name, ranks): µs of a step}, by torchrun."""
-    script = Path(run_as_a_rank.__code__.co_filename)
-    if not ON_GPU or not script.exists():
-        return {}  # a notebook has no file to start
-    for kept in (trained, compiled, started, step_times, kernel_times):
+    """{(name, ranks): (µs of a step, GB)}, by torchrun."""
+    for kept in (trained, compiled, started):
         kept.cache_clear()  # and its memory is free for the ranks
     torch.cuda.empty_cache()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = min(torch.cuda.device_count(), 2)
-    try:
-        done = subprocess.run(
-            [*command, f"--nproc-per-node={ranks}", script],
-            stdout=subprocess.PIPE,
-            check=True,
-            timeout=120,  # seconds
-        )
-        said = done.stdout
-    except subprocess.SubprocessError as error:  # what is missing is a gap
-        print(f"Not all runs on several ranks: {error}")
-        said = error.output or b""
-    found = re.findall(r"([a-z ]+), ranks: (\d), (\d+) µs", said.decode())
-    return {(name, int(ranks)): float(us) for name, ranks, us in found}
+    found = said_by_ranks(ranks, RANKED, seconds=120)
+    # By itself, so that the others are there whatever becomes of it.
+    return found | said_by_ranks(ranks, ["compile graph"], seconds=150)
 
 
 @triton.testing.perf_report(
@@ -1641,12 +1794,13 @@ def times_of_ranks():
         x_vals=[1, 2],
         xlabel="GPUs",
         line_arg="provider",
-        line_vals=["triton", "eager", "torch", "torch graph"],
+        line_vals=["triton", "eager", "torch", "torch graph", "compile graph"],
         line_names=[
             "Triton, CUDA graph",
             "Triton",
             "PyTorch",
             "PyTorch, CUDA graph",
+            "torch.compile, CUDA graph",
         ],
         ylabel="µs",
         plot_name="gpt-ranks",
@@ -1661,7 +1815,10 @@ def bench_ranks(ranks, M, dtype, mode, provider):
     """A step of each of so many ranks, with 16384 tokens each and the
     optimizer: of eight turns of three steps that follow each other, on the
     host's clock, the fastest, on the slower rank."""
-    return times_of_ranks().get((provider, ranks), float("nan"))
+    if not ON_GPU:
+        return float("nan")
+    us, _ = times_of_ranks().get((provider, ranks), (float("nan"), None))
+    return us
 
 
 # %%
@@ -1670,31 +1827,33 @@ times = bench_ranks.run(show_plots=ON_GPU, return_df=True)
 for line in times.columns[1:]:
     for ranks, us in zip((1, 2), times[line].astype(float), strict=True):
         if us > 0:
-            tokens = ranks * SEQUENCES * LENGTH / us * 1e6
-            print(f"{line}, {ranks} GPUs: {tokens:,.0f} tokens a second")
+            tokens = ranks * 16384 / us * 1e6  # of the large model
+            name = line.removesuffix(" (µs)")
+            print(f"{name}, GPUs: {ranks}: {tokens:,.0f} tokens a second")
 
 # %%
 # **What the figure shows.**
-# On two H200s a step of ours takes 27.7 ms as a graph, where one takes 26.4.
-# So two GPUs train with 1183 thousand tokens a second, and one with 621
-# thousand: 1.91 times as many. Launched from Python, a step of ours takes 40.4
-# ms on one and 42.5 ms on two. PyTorch has 743 thousand tokens a second on
-# two, and 755 thousand as a graph.
+# On two H200s a step of ours takes NN ms as a graph, where one takes NN. So
+# two GPUs train with NN thousand tokens a second, and one with NN thousand: NN
+# times as many. Launched from Python, a step of ours takes NN ms on one and NN
+# ms on two. PyTorch has NN thousand tokens a second on two, and NN thousand as
+# a graph. The graph of torch.compile takes NN ms on one and NN ms on two. Ours
+# is NN times as fast as it on one, and NN times as fast on two.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
 # DDP sends most of that while the backward pass still runs. Launched from
 # Python, ours waits for the host, on two ranks as well as on one.
 #
-# On one GPU our graph takes 26.4 ms here, and 25.4 ms when it took turns with
-# the other designs. We do not know why. The kernels are the same, and PyTorch
-# takes 43.3 ms here and 43.2 ms there. It may be the clock rate of the GPU,
-# which falls when the products need more power than the GPU may take. We have
-# not measured that. So between two figures a few percent mean little.
+# On one GPU our graph takes NN ms here, and NN ms when it took turns with the
+# other designs. PyTorch takes NN ms here and NN ms there. The kernels are the
+# same here and there. What differs may be the clock rate of the GPU, which
+# falls when the products need more power than the GPU may take. We have not
+# measured that. So between two figures a few percent mean little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
-# with 770 thousand tokens a second with our functions, and the graph does 621
+# with NN thousand tokens a second with our functions, and the graph does NN
 # thousand on one.
 #
 # Where PyTorch or a library is better
@@ -1702,41 +1861,36 @@ for line in times.columns[1:]:
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is a few percent of the time, and 1.4 GB.
+#   over it is a few percent of the time, and NN GB.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
-#   numbers and a sequence 1024 tokens. With 128 numbers in a head it is ahead
-#   of plain kernels at every length, and of `Attention with warps that only
-#   load <../attention/05-warp-specialization.html>`_ in the backward pass.
-# - **Liger is faster without a graph.** Launched from Python it takes 0.75
-#   times our time, and hardly more memory than ours.
+#   numbers and a sequence 1024 tokens. With longer sequences it is ahead in
+#   the backward pass, as `Attention with warps that only load
+#   <../attention/05-warp-specialization.html>`_ shows.
+# - **Liger is faster without a graph.** Launched from Python it takes NN times
+#   our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
-#   our functions take the host longer than all others.
+#   our functions let the GPU wait for the host.
 # - **Our functions refuse what they do not know:** autocast, for most of them,
 #   and second derivatives.
 # - **What we left to PyTorch** may stay there: its AdamW is a few fused
 #   kernels, and its embedding is a lookup.
 #
-# Exercise 1: a kernel of your own
-# --------------------------------
+# Exercise
+# --------
 #
-# Replace one kernel, and see what becomes of the training. `A gate between two
-# products <../matrix-products/02-swiglu.html>`_ takes the activation as a
-# function that returns its value and its slope. Let the gate of the model be a
-# squared ReLU: 0 below 0, and the square above. The stub has the value, and
-# the slope is wrong.
+# **Exercise 1: a gate of your own.** Change one kernel, and see what becomes
+# of the training. The kernel of `A gate between two products
+# <../matrix-products/02-swiglu.html>`_ takes the activation as a function that
+# returns its value and its slope. Let the gate of the model be a squared ReLU:
+# 0 below 0, and the square above. The stub has the value, and the slope is
+# wrong.
 #
 # ``exercise_1`` compares the gradients of the whole model with those of
-# PyTorch's operations. Where they are right, it trains some steps, so that you
-# can compare the losses with those of SwiGLU above. Without a GPU that is two
-# steps with a batch each, and the loss need not fall.
-#
-# On a GPU you can see the curve of the losses and the bars move, too. When
-# your slope is right, copy ``_squared_relu`` and ``pytorch_squared_relu`` to a
-# place above ``OURS``. Give ``OURS`` the gate
-# ``lambda x: both_passes.gated(x, None, _squared_relu)``. Give ``PYTORCH`` the
-# gate ``pytorch_squared_relu``, because the page compares the two. Then run
-# the page again.
+# PyTorch's operations. Where they are right, it trains some steps, and draws
+# the losses beside those of SwiGLU. On a GPU it also draws where the time of a
+# step goes with both gates. Without a GPU it trains two steps with a batch
+# each, and the loss need not fall.
 #
 # **Hint 1.** What is the derivative of :math:`x^2`, and what is it below 0?
 #
@@ -1755,23 +1909,62 @@ def pytorch_squared_relu(x):
     return F.relu(gate).square() * up
 
 
+def draw_losses(losses):
+    plt.figure("The losses with a squared ReLU and with SwiGLU", (7.5, 3))
+    steps = range(1, len(losses) + 1)
+    plt.plot(steps, losses, label="squared ReLU")
+    plt.plot(steps, losses_of("triton", seed=0), label="SwiGLU")
+    plt.xlabel("step")
+    plt.ylabel("nats per token")
+    plt.legend()
+    plt.show()
+
+
+def draw_bars(times):
+    """The time of a step by kinds of kernels, beside that of SwiGLU."""
+    plt.figure("Where the time of a step goes with both gates", (7.5, 3))
+    gates = {"squared ReLU": times, "SwiGLU": kernel_times("triton")}
+    for kind in PARTS:
+        ms = {}
+        before = {}
+        for name, kernels in gates.items():
+            ms[name] = time_of_kind(kernels, kind) / 1000
+            kinds = PARTS[: PARTS.index(kind)]
+            before[name] = sum(
+                time_of_kind(kernels, each) / 1000 for each in kinds
+            )
+        plt.barh(
+            list(ms), list(ms.values()), left=list(before.values()), label=kind
+        )
+    plt.xlabel("ms")
+    plt.legend(fontsize=8, ncols=3)
+    plt.show()
+
+
 def exercise_1(activation):
     """Print the largest relative error of a gradient, and judge it."""
 
     def gate(x):
         return both_passes.gated(x, None, activation)
 
+    functions = OURS | {"gate": gate}
     exact = gradients_of(
         PYTORCH | {"gate": pytorch_squared_relu}, torch.float64
     )
-    errors = relative_errors(OURS | {"gate": gate}, exact)
+    errors = relative_errors(functions, exact)
     worst = max(errors, key=errors.get)
     print(f"largest relative error: {errors[worst]:.1e}, of {worst}")
-    right = errors[worst] < (0.02 if ON_GPU else 1e-4)
-    if right:
-        losses, _ = train(OURS | {"gate": gate}, seed=0)
-        print(f"the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}")
-    return right
+    if errors[worst] > (0.02 if ON_GPU else 1e-4):
+        return False
+    losses, _ = train(functions, seed=0)
+    print(f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f}")
+    draw_losses(losses)
+    if ON_GPU:
+        training = Recorded(Training(model_of(functions)))
+        for i in range(6):  # kernels are compiled, and the graph is made
+            training.step(*batch(i, seed=0))
+        draw_bars(kernels_of(training))
+    return True
 
 
 print("right:", exercise_1(_squared_relu))
@@ -1796,16 +1989,17 @@ assert exercise_1(_squared_relu_1)
 # These are the designs of this page, with the time of a step of 16384 tokens
 # and the memory of a training on the H200:
 #
-# - **Ours, launched from Python:** 43.9 ms, and 7.16 GB. The host cannot keep
-#   up.
-# - **PyTorch:** 43.2 ms, and 14.55 GB. Each operation is a kernel, and each
-#   number of the logits is there three times.
-# - **Liger:** 33.0 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
-# - **torch.compile:** 27.2 ms, and 8.55 GB. It writes fused kernels by itself,
-#   but has all logits.
-# - **torch.compile, tuned, as a CUDA graph:** 26.9 ms, and 8.55 GB.
-# - **Ours, as a CUDA graph:** 25.4 ms, and 7.17 GB. Fused kernels, a quarter
-#   of the logits, and products that are a little slower than cuBLAS's.
+# - **Ours, launched from Python:** NN ms, and NN GB. The host cannot keep up.
+# - **Ours, under torch.compile:** NN ms, and NN GB. It calls our functions as
+#   they are.
+# - **PyTorch:** NN ms, and NN GB. Each operation is a kernel, and each number
+#   of the logits is there three times.
+# - **Liger:** NN ms, and NN GB. Fused kernels between cuBLAS's products.
+# - **torch.compile:** NN ms, and NN GB. It writes fused kernels by itself, but
+#   has all logits.
+# - **torch.compile, tuned, as a CUDA graph:** NN ms, and NN GB.
+# - **Ours, as a CUDA graph:** NN ms, and NN GB. Fused kernels, a quarter of
+#   the logits, and products that are a little slower than cuBLAS's.
 #
 # And for models in general:
 #

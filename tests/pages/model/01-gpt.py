@@ -101,17 +101,16 @@ def of_gradients(figure):
         f"and of {percent(theirs.least)} to {percent(theirs.most)} with "
         "PyTorch's."
     )
-    # "in eleven of the twelve blocks"
-    pairs = [
-        [of.median(each, block) for each in ("triton", "torch")]
-        for block in range(1, 13)
-    ]
-    assert sum(a < b for a, b in pairs) == 11
+    # PyTorch's vary from run to run, so single blocks say little.
+    times = sum(ours) / sum(theirs)
+    times.rounding = ".2f"
+    yield f"In the mean of the twelve blocks they are {times} times as large."
+    assert times < 1.1, "not much larger"
 
 
 def of_losses(figure):
     of = figure("gpt-losses", CARD)
-    last = 200
+    last = 400
     ours, theirs = (of.all_medians(each) for each in ("triton", "torch"))
     apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     apart.rounding = ".3f"
@@ -119,17 +118,19 @@ def of_losses(figure):
     ends = [of.median("triton", last), *seeds]
     spread = max(ends) - min(ends)
     spread.rounding = ".2f"
+    as_much = spread / apart
+    as_much.rounding = ".0f"
     yield (
         f"On the H200 the loss falls from {of.median('triton', 10)} nats per "
         f"token in the first ten steps to {of.median('triton', last)} in the "
         f"last ten with our functions, and to {of.median('torch', last)} with "
-        f"PyTorch's. At the twenty points the two are {apart} apart at most. "
+        f"PyTorch's. At the forty points the two are {apart} apart at most. "
         f"Trainings with other seeds end at {seeds[0]}, {seeds[1]} and "
         f"{seeds[2]}, so the ends of our four trainings lie up to {spread} "
-        "apart."
+        f"apart, which is {as_much} times as much."
     )
     # What separates the two is smaller than what separates seeds.
-    assert 5 * apart < spread
+    assert as_much > 2
 
 
 def of_steps(figure):
@@ -160,14 +161,9 @@ def of_steps(figure):
         f"{over_compiled} times as fast as the graph of torch.compile, and "
         f"{over_tuned} times as fast as its tuned one."
     )
-    again = figure("gpt-ranks", CARD).median("triton", 1)
-    more = 100 * (again / of.median("triton", N) - 1)
-    more.rounding = ".1f"
-    yield (
-        "When we measure two GPUs below, in other processes, the same graph "
-        f"of ours takes {more}% more on one GPU than here, which is most of "
-        "that lead."
-    )
+    ours_compiled = ms(of, "triton compiled", N)
+    yield f"Ours under torch.compile takes {ours_compiled} ms."
+    assert ours_compiled > 1.1 * graph, "waits for the host, too"
     # "three fifths of the time"
     assert 0.57 < 1 / of.ratio("triton", "torch", N) < 0.63
     python = of.ratio("triton", "eager", N)
@@ -178,15 +174,14 @@ def of_steps(figure):
     )
     # "hardly anything", by the graph and by tuning
     for other in ("compile graph", "tuned"):
-        assert abs(of.ratio(other, "torch.compile", N) - 1) < 0.02
+        assert abs(of.ratio(other, "torch.compile", N) - 1) < 0.04
     times_ours = of.ratio("eager", "liger", N)
     times_ours.rounding = ".2f"
     yield f"Launched from Python it takes {times_ours} times our time"
     assert times_ours < 1
-    # What the page says: the order of all designs.
-    order = ("triton", "tuned", "liger", "torch graph", "torch", "eager")
-    times = [of.median(each, N) for each in order]
-    assert times == sorted(times)
+    assert compiled < plain, "slower than torch.compile and Liger"
+    assert plain > 1.1 * graph, "waits for the host"
+    assert over_compiled > 1 and over_tuned > 1, "our lead"
 
 
 # Of the products of a step: each weight is in three of them.
@@ -195,10 +190,12 @@ OPERATIONS = 6 * 16384 * (12 * PER_BLOCK + 32000 * 768)
 
 # Kinds of kernels that are neither products nor attention nor the loss. Only
 # ours have names that say what else they are for.
+ALL = "norms", "gate", "rotary", "copies and other"
 BETWEEN = {
-    "triton": ("norms", "gate", "rotary", "copies and other"),
+    "triton": ALL,
     "torch": ("norms", "copies and other"),
     "torch.compile": ("norms", "copies and other"),
+    "liger": ALL,
 }
 BESIDE = "products", "attention", "loss", "optimizer", "embedding"
 
@@ -221,15 +218,16 @@ def of_kernels(figure):
     ]
     yield (
         f"On the H200 our kernels take {total[0]} ms of a step together, "
-        f"those of PyTorch {total[1]} ms, and those of torch.compile "
-        f"{total[2]} ms. Our products take {products[0]} ms, and those of "
-        f"PyTorch, which are cuBLAS's, take {products[1]}. Our attention "
+        f"those of PyTorch {total[1]} ms, those of torch.compile {total[2]} "
+        f"ms, and those of Liger {total[3]} ms. Our products take "
+        f"{products[0]} ms, and those of PyTorch, which are cuBLAS's, take "
+        f"{products[1]}. Our attention "
         f"takes {attention[0]} ms, and cuDNN's {attention[1]}. The loss takes "
         f"{loss[0]} ms, {loss[1]} in PyTorch, and "
         f"{ms(of, 'torch.compile', 'loss')} with torch.compile. Norms, gate, "
         "rotary embedding, and copies and other take "
-        f"{rest[0]} ms together with ours, {rest[1]} with PyTorch, and "
-        f"{rest[2]} with torch.compile."
+        f"{rest[0]} ms together with ours, {rest[1]} with PyTorch, {rest[2]} "
+        f"with torch.compile, and {rest[3]} with Liger."
     )
     other = "torch.compile"
 
@@ -260,8 +258,8 @@ def of_kernels(figure):
     layers = 12 * layer / 1000
     layers.rounding = ".1f"
     yield (
-        f"so ours do {speeds[0]} TFLOP/s and cuBLAS does {speeds[1]}. By the "
-        f"first figure of this page, {layers} ms of what we lose are in the "
+        f"so ours do {speeds[0]} TFLOP/s and cuBLAS does {speeds[1]}. By our "
+        f"figure of single functions, {layers} ms of what we lose are in the "
         f"layers that make gate and up: {layer} µs in each of the twelve "
         "blocks."
     )
@@ -275,6 +273,29 @@ def of_kernels(figure):
     assert 0.5 < half < 0.6, "half of our time"
 
 
+def of_each_kernel(figure):
+    of = figure("gpt-each-kernel", CARD)
+
+    def together(*names):
+        number = sum(of.median("triton", f"_{name}") for name in names) / 1000
+        number.rounding = ".1f"
+        return number
+
+    attention = [
+        f"any_attention_{each}" for each in ("fwd", "bwd_queries", "bwd_keys")
+    ]
+    loss = ["scores", "multiply"]
+    others = "add_parts head_finish in_place round rms_norm_fwd rms_norm_bwd"
+    others = f"{others} gate_fwd gate_bwd rotary".split()
+    most = max(together(each) for each in others)
+    yield (
+        f"Of our own kernels the product of the linear layers takes "
+        f"{together('product')} ms, and those of attention take "
+        f"{together(*attention)} ms. The three products of the loss take "
+        f"{together(*loss)} ms. No other kernel takes more than {most} ms."
+    )
+
+
 def of_memory(figure):
     of = figure("gpt-memory", CARD)
     ours, theirs, compiled, liger = (
@@ -282,7 +303,8 @@ def of_memory(figure):
     )
     yield (
         f"On the H200 our training takes {ours} GB, PyTorch's {theirs} GB, "
-        f"that of torch.compile {compiled} GB, and that of Liger {liger} GB."
+        f"that of torch.compile {compiled} GB, that of Liger {liger} GB, and "
+        f"ours under torch.compile {gb(of, 'triton compiled')} GB."
     )
     less = compiled - ours
     less.rounding = ".1f"
@@ -318,6 +340,18 @@ def of_ranks(figure):
         f"thousand tokens a second on two, and {torch_graph} thousand as a "
         "graph."
     )
+    compiled = [ms(of, "compile graph", ranks) for ranks in (1, 2)]
+    faster = of.ratios("triton", "compile graph")
+    for each in faster:
+        each.rounding = ".2f"
+    yield (
+        f"The graph of torch.compile takes {compiled[0]} ms on one and "
+        f"{compiled[1]} ms on two. Ours is {faster[0]} times as fast as it on "
+        f"one, and {faster[1]} times as fast on two."
+    )
+    for ranks in (1, 2):
+        # "waits for the host, on two ranks as well as on one"
+        assert plain[ranks - 1] > 1.1 * ms(of, "triton", ranks)
     launched = thousands(of, "eager", 2)
     yield (
         f"Launched from Python, two GPUs train with {launched} thousand "
@@ -340,6 +374,7 @@ def ladder(figure):
     step, memory = figure("gpt-step", CARD), figure("gpt-memory", CARD)
     for name, provider in (
         ("Ours, launched from Python", "eager"),
+        ("Ours, under torch.compile", "triton compiled"),
         ("PyTorch", "torch"),
         ("Liger", "liger"),
         ("torch.compile", "torch.compile"),
@@ -358,6 +393,7 @@ CLAIMED = (
     of_losses,
     of_steps,
     of_kernels,
+    of_each_kernel,
     of_memory,
     of_ranks,
     ladder,
@@ -375,10 +411,12 @@ PARAMETERS = OPERATIONS // (6 * 16384) + 32000 * 768 + 25 * 768
 FACTS = {
     f"whose three lie further apart than {1.05 - 1:.0%}": "is_quiet",
     f"take {2 * LOGITS / 1e9:.0f} GB in 16 bits.": "the logits",
+    f"would move {6 * 16384 * 768 / 1e6:.0f} MB less": (
+        "zeros are written, zeros are read, and the sum is written"
+    ),
     f"take {6 * LOGITS * 768 / 750e9:.1f} ms at 750 TFLOP/s": (
         "three products; about the speed of cuBLAS"
     ),
-    "a step took 89 to 134 ms.": "a trial on an H200, which is no recording",
     f"for each parameter, or {18 * PARAMETERS / 1e9:.1f} GB.": "2 + 4 · 4",
     f"Together these take {12 * LOGITS / 1e9:.1f} GB.": (
         "4 bytes a logit, three times"
@@ -478,24 +516,115 @@ def test_what_the_script_says(output):
     assert float(gap) < 0.01
     stub, solution = re.findall(r"largest relative error: (\S+),", output)
     assert float(stub) > 0.1 and float(solution) < 1e-5
+    assert len(re.findall(r"the loss went from \S+ to \S+\n", output)) == 1
+
+
+@pytest.mark.cpu
+def test_the_bars_of_the_exercise(unedited, monkeypatch):
+    """Each kind begins where the one before it ends."""
+    swiglu = {"_product": 3000.0, "_gate_fwd": 500.0, "_gate_bwd": 700.0}
+    monkeypatch.setattr(unedited, "kernel_times", lambda provider: swiglu)
+    shown = []
+    monkeypatch.setattr(
+        unedited.plt, "show", lambda: shown.append(unedited.plt.gca())
+    )
+    unedited.draw_bars(swiglu | {"_gate_bwd": 900.0})
+    (axes,) = shown
+    for bars, gate in zip(
+        zip(*axes.containers, strict=True), (1.4, 1.2), strict=True
+    ):
+        ends = [bar.get_x() + bar.get_width() for bar in bars]
+        assert [bar.get_x() for bar in bars][1:] == pytest.approx(ends[:-1])
+        assert ends[-1] == pytest.approx(3 + gate)
+    unedited.plt.close()
+
+
+@pytest.mark.cpu
+def test_the_figure_has_each_kernel_of_a_step(unedited, monkeypatch):
+    """And none that a step does not launch; long sums are split only where
+    they are longer than here."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched = set()
+    call = GridExecutor.__call__
+
+    def counted(self, *args, **options):
+        launched.add(self.fn.__name__)
+        return call(self, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    training = unedited.Training(unedited.model_of(unedited.OURS))
+    # Several chunks, as at the model's sizes.
+    options = unedited.both_passes.Options(chunk=4)
+    monkeypatch.setattr(unedited.both_passes, "Options", lambda chunk: options)
+    training.step(*unedited.batch(0, seed=0))
+    assert launched | {"_add_parts"} == {*unedited.OUR_KERNELS}
+
+
+@pytest.mark.cpu
+def test_torch_compile_finds_attention_in_ours(unedited):
+    """It compiles one graph for all blocks, and the losses stay the same."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    batches = [unedited.batch(i, seed=0) for i in range(3)]
+    losses = []
+    for compiled in (True, False):
+        functions = unedited.NOT_TRACED if compiled else unedited.OURS
+        model = unedited.model_of(functions)
+        call = model
+        if compiled:
+            call = torch.compile(model, dynamic=False, backend=backend)
+        training = unedited.Training(model, call)
+        losses.append([training.step(*each).item() for each in batches])
+    assert losses[0] == losses[1]
+    assert len(graphs) == 1
+    assert "fast_attention" in graphs[0].code
 
 
 @pytest.mark.cpu
 @pytest.mark.long
-def test_two_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "names", [(), ("compile graph", "triton compiled")], ids=["all", "named"]
+)
+def test_two_ranks(tmp_path, names):
     """With gloo, and by torchrun as a reader starts it."""
     for file in (tutorial.script_of(NAME), tutorial.beside(NAME)):
         shutil.copy(file, tmp_path)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", "01-gpt.py"),
+            *("--nproc-per-node=2", "01-gpt.py", *names),
         ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.findall(r"([a-z ]+), ranks: (\d), \d+ µs", done.stdout)
-    names = "eager", "torch", "triton", "torch graph"
+    line = r"([a-z ]+), ranks: (\d), \d+ µs, 0.000 GB"
+    said = re.findall(line, done.stdout)
+    names = names or ("eager", "torch", "triton", "torch graph")
     assert said == [(name, ranks) for name in names for ranks in "12"]
+
+
+@pytest.mark.cpu
+def test_ranks_that_hang_or_break_leave_a_gap(unedited, monkeypatch, tmp_path):
+    """What was said before that is kept, and no rank stays."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import sys, time\n"
+        "print('eager, ranks: 1, 42 µs, 1.250 GB', flush=True)\n"
+        "if 'hang' in sys.argv: time.sleep(600)\n"
+        "if 'break' in sys.argv: sys.exit(1)\n"
+    )
+    code = unedited.run_as_a_rank.__code__
+    code = code.replace(co_filename=str(script))
+    monkeypatch.setattr(unedited.run_as_a_rank, "__code__", code)
+    monkeypatch.setattr(unedited, "ON_GPU", True)
+    for names, seconds in (["well"], 60), (["hang"], 15), (["break"], 60):
+        found = unedited.said_by_ranks(1, names, seconds)
+        assert found == {("eager", 1): (42.0, 1.25)}
