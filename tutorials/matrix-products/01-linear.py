@@ -619,10 +619,10 @@ bench_hits.run(show_plots=ON_GPU)
 # features and 79% at 14336. Row by row it is 80% and 59%.
 #
 # **Why.**
-# At 4096 features both orders fit into L2. Row by row a round reads 37 strips,
-# and even finds a little more of them there. At 14336 features row by row
-# needs 114 MB, which do not fit. The programs of a round then share tiles of
-# ``x``, but nearly each needs its own tiles of ``w``. When the next row of
+# At 4096 new features both orders fit into L2. Row by row a round reads 37
+# strips, and even finds a little more of them there. At 14336 features row by
+# row needs 114 MB, which do not fit. The programs of a round then share tiles
+# of ``x``, but nearly each needs its own tiles of ``w``. When the next row of
 # tiles needs these again, L2 has evicted them.
 #
 # This does not explain why a fifth of the requests miss at best: ``x`` and
@@ -1127,13 +1127,13 @@ in_percent(bench_ladder, "cuBLAS, by PyTorch")
 # The faster a kernel is, the more bytes it needs in a second. Row by row, the
 # first round of the last kernel reads at most 41 strips up to 4096 new
 # features, 69 at 8192 and 115 at 14336; in groups it is never more than 44.
-# And row by row the kernel is as fast as in groups up to 4096 features, within
-# 3%, but it is 6% slower at 8192 and 12% at 14336. A round that finds nothing
-# of the one before in L2 reads all its strips from DRAM: at 14336 that is 2.3
-# TB in a second, and in groups 1.0. DRAM can move twice as much, so its speed
-# alone does not explain the loss. But what comes from there arrives later, and
-# takes more power, of which a card under this load has none to spare. What
-# each of these costs, our figures don't say.
+# And row by row the kernel is as fast as in groups up to 4096 new features,
+# within 3%, but it is 6% slower at 8192 and 12% at 14336. A round that finds
+# nothing of the one before in L2 reads all its strips from DRAM: at 14336 that
+# is 2.3 TB in a second, and in groups 1.0. DRAM can move twice as much, so its
+# speed alone does not explain the loss. But what comes from there arrives
+# later, and takes more power, of which a card under this load has none to
+# spare. What each of these costs, our figures don't say.
 #
 # **What follows.**
 # No single step brings us to cuBLAS. Each takes away one thing that the Tensor
@@ -1558,7 +1558,7 @@ bench_few.run(show_plots=ON_GPU)
 # The weight has 34 MB, and all of it is read however few tokens there are. So
 # our kernel takes nearly the same time up to 128 tokens. By the data sheet,
 # memory could deliver the weight in less than half that time, but PyTorch
-# needs as long.
+# takes no less than ours.
 #
 # With one token, one part has 64 programs for 132 SMs. In four parts of larger
 # tiles there are 128. The price is a second kernel, and 8 bytes, written and
@@ -2649,9 +2649,9 @@ in_percent(bench_gelu_backward_narrow, "cuBLAS, products alone")
 # **What follows.**
 # Fewer bytes are not always faster. Tensor Cores are the most expensive thing
 # to keep waiting, so we keep the pass of its own. It could vanish in another
-# way: if the kernel that makes ``dy``, as the ``dx`` of the next layer,
-# multiplied it by the slope in its epilogue. Then both layers would have to be
-# one function.
+# way: if the kernel of the next layer, whose ``dx`` is our ``dy``, multiplied
+# it by the slope in its epilogue. Then both layers would have to be one
+# function.
 #
 # Saving ``z`` would have been as good, and with short sums the forward pass
 # would be a few percent faster. What speaks for the slope is that GELU and
