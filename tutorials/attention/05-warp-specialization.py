@@ -11,17 +11,11 @@ its warps does. We begin with what can be done there, and that is to put the
 products in another order. Then we write two of the three kernels in Gluon, a
 language one level below Triton, in which all of this is for us to say.
 
-Do you only want to use it? Take ``fast_attention.py``, which this page offers
-under its title: it is a module with the kernels and functions of this page.
-Put it beside your model, and write two lines:
+Do you only want to use it? `Two programs on an SM <06-two-programs.html>`_ adds
+to the kernels of this page, and offers ``fast_attention.py``, a module with
+all of them.
 
-.. code-block:: python
-
-   from fast_attention import attention
-
-   y = attention(query, key, value, is_causal=True, enable_gqa=True)
-
-It takes what the function of `Causal, grouped, any length
+The function that we end with takes what that of `Causal, grouped, any length
 <03-any-attention.html>`_ takes, and gives the same. On Hopper GPUs, such as
 the H100 and the H200, heads of 65 to 128 numbers in 16 bits get the kernels in
 Gluon. Everything else gets plain ones.
@@ -2510,7 +2504,8 @@ in_percent(bench_backward_bfloat16)
 # product of matrices, seven products would have 99% of cuDNN's speed.
 #
 # **What follows.**
-# A kernel in Gluon for the keys may bring some percent more. To pass cuDNN
+# `Two programs on an SM <06-two-programs.html>`_ has kernels in Gluon for the
+# queries and for the keys, in another form that brings more. To pass cuDNN
 # with long sequences we would have to save products.
 #
 # Where PyTorch or a library is better
@@ -2526,8 +2521,8 @@ in_percent(bench_backward_bfloat16)
 # - **Other GPUs.** Our kernels in Gluon need the instructions of Hopper.
 #   Blackwell has others, and gets the plain kernels from us, which we have not
 #   measured there. Libraries have kernels for both.
-# - **Heads of 64 numbers** have no kernel in Gluon. Forward cuDNN is ahead up
-#   to 2048 keys, as on the page of `any attention <03-any-attention.html>`_.
+# - **Heads of 64 numbers** have no kernel in Gluon here. Forward cuDNN is ahead
+#   up to 2048 keys, as on the page of `any attention <03-any-attention.html>`_.
 # - **PyTorch takes more**: masks, dropout, and the other things that the page
 #   of any attention lists.
 # - **Gluon is experimental.** A new version of Triton may ask for changes.
@@ -2648,5 +2643,5 @@ assert exercise_1(group_of_dq_later)
 # - A warp that only loads needs few registers, and leaves them to the others.
 # - Before you leave plain Triton, try the order of what is there already.
 #
-# **Next:** a model is more than attention. `A GPT whose every kernel is a page
-# of this site <../model/01-gpt.html>`_ puts all of them together.
+# **Next:** `Two programs on an SM <06-two-programs.html>`_ finds another form
+# for the backward pass.

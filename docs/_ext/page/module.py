@@ -44,7 +44,7 @@ as torch's scaled_dot_product_attention, without a mask and without dropout.
 ''',
         "attention",
     ),
-    "attention/05-warp-specialization": Module(
+    "attention/06-two-programs": Module(
         f'''"""Attention, fast on Hopper GPUs, forward and backward.
 
     attention(query, key, value, is_causal, scale, enable_gqa)
