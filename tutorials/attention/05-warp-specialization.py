@@ -11,9 +11,9 @@ its warps does. We begin with what can be done there, and that is to put the
 products in another order. Then we write two of the three kernels in Gluon, a
 language one level below Triton, in which all of this is for us to say.
 
-Do you only want to use it? `Two programs on an SM <06-two-programs.html>`_ adds
-to the kernels of this page, and offers ``fast_attention.py``, a module with
-all of them.
+Do you only want to use it? `Two programs on an SM <06-two-programs.html>`_
+adds to the kernels of this page, and offers ``fast_attention.py``, a module
+with all of them.
 
 The function that we end with takes what that of `Causal, grouped, any length
 <03-any-attention.html>`_ takes, and gives the same. On Hopper GPUs, such as
@@ -2521,8 +2521,9 @@ in_percent(bench_backward_bfloat16)
 # - **Other GPUs.** Our kernels in Gluon need the instructions of Hopper.
 #   Blackwell has others, and gets the plain kernels from us, which we have not
 #   measured there. Libraries have kernels for both.
-# - **Heads of 64 numbers** have no kernel in Gluon here. Forward cuDNN is ahead
-#   up to 2048 keys, as on the page of `any attention <03-any-attention.html>`_.
+# - **Heads of 64 numbers** have no kernel in Gluon here. Forward cuDNN is
+#   ahead up to 2048 keys, as on the page of `any attention
+#   <03-any-attention.html>`_.
 # - **PyTorch takes more**: masks, dropout, and the other things that the page
 #   of any attention lists.
 # - **Gluon is experimental.** A new version of Triton may ask for changes.
