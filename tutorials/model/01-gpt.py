@@ -14,8 +14,9 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` comes close: we take a few percent less time than it does,
-and less memory.
+``torch.compile`` takes about as long as we do: our lead of a few percent is
+smaller than the difference between two ways to measure. But we need less
+memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
@@ -599,11 +600,14 @@ if not ON_GPU:
 # same with its loss. Our loss is mostly its three products: they are 2.4 ·
 # 10¹² operations, and take 3.2 ms at 750 TFLOP/s. For products and attention
 # PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are made to keep
-# Tensor Cores busy.
+# Tensor Cores busy. Our attention is ahead of cuDNN's here all the same. Its
+# backward pass is that of `Two programs on an SM
+# <../attention/06-two-programs.html>`_, which has kernels in Gluon for heads
+# of 64 numbers, too.
 #
 # **What follows.**
 # Where one waits for memory, one kernel in place of several brings most. Where
-# one waits for Tensor Cores there is little to win, and something to lose.
+# one waits for Tensor Cores there is less to win, and something to lose.
 #
 # The model
 # ---------
@@ -1484,21 +1488,24 @@ plt.show()
 # the same kernels take 2.18 times as long, because the host cannot keep up.
 # Our functions check what they are given, choose tiles, and describe matrices
 # to the GPU, all in Python, where PyTorch does such things in C++. So without
-# a graph ours is slower than torch.compile and Liger. torch.compile keeps its
-# host ahead of the GPU, so a graph brings it hardly anything, and neither does
-# tuning.
+# a graph ours is slower than PyTorch, torch.compile and Liger. torch.compile
+# keeps its host ahead of the GPU, so a graph brings it hardly anything, and
+# neither does tuning.
 #
 # Under torch.compile our functions run as before, and Python calls them one
 # after the other. What is left to compile is a single graph, which serves all
 # blocks: attention, and the change of layout after it. The model has nothing
 # else that one could fuse, for our kernels have done that already. So ours
-# under torch.compile waits for the host, too.
+# under torch.compile waits for the host, too. It waits even longer than ours
+# launched from Python. Entering and leaving the graph takes the host time in
+# each block, and the process is another one. How much each of these costs, we
+# have not measured.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
 # it needs faster kernels. And our lead over torch.compile is thin. We measure
-# the graphs of both once more below, on one GPU and on two, in other
-# processes.
+# the graphs of both once more below, in other processes. On one GPU
+# torch.compile is ahead there.
 #
 # Where do the microseconds go?
 # -----------------------------
@@ -1851,27 +1858,40 @@ for line in times.columns[1:]:
 # Python, ours waits for the host, on two ranks as well as on one.
 #
 # On one GPU our graph takes 26.4 ms here, and 25.1 ms when it took turns with
-# the other designs. PyTorch takes 43.4 ms here and 43.3 ms there. The kernels
-# are the same here and there. What differs may be the clock rate of the GPU,
-# which falls when the products need more power than the GPU may take. We have
-# not measured that. So between two figures a few percent mean little.
+# the other designs. PyTorch takes 43.4 ms here and 43.3 ms there. With the
+# graph of torch.compile it is the other way round: it is faster here than
+# there. Here each design takes all of its steps in a row, and that of
+# torch.compile has processes of its own. The kernels are the same here and
+# there. What differs may be the clock rate of the GPU, which falls when the
+# products need more power than the GPU may take. We have not measured that.
+# Ours launched from Python differs more, because it waits for the host.
+#
+# So our lead over torch.compile is smaller than the difference between these
+# two ways to measure. On one GPU we cannot say which of the two is faster. On
+# two GPUs we have measured in one way only, and a lead of a few percent says
+# as little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
 # with 434 thousand tokens a second with our functions, and the graph does 622
-# thousand on one.
+# thousand on one. And do not choose between our graph and that of
+# torch.compile by their times.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is a few percent of the time, and 1.4 GB.
+#   over it is 1.4 GB. In time one of us is ahead by a few percent, and which
+#   one it is depends on how we measure.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
-#   numbers and a sequence 1024 tokens. With longer sequences it is ahead in
-#   the backward pass, as `Attention with warps that only load
-#   <../attention/05-warp-specialization.html>`_ shows.
+#   numbers and a sequence 1024 tokens, if we count both passes. Forward it is
+#   ahead with short sequences: with 128 numbers in a head up to 2048 keys, and
+#   up to 4096 if causal, as `Attention with warps that only load
+#   <../attention/05-warp-specialization.html>`_ shows. Backward, with 128
+#   numbers, it is ahead with long sequences, as `Two programs on an SM
+#   <../attention/06-two-programs.html>`_ shows.
 # - **Liger is faster without a graph.** Launched from Python it takes 0.63
 #   times our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
@@ -1994,10 +2014,10 @@ assert exercise_1(_squared_relu_1)
 # These are the designs of this page, with the time of a step of 16384 tokens
 # and the memory of a training on the H200:
 #
+# - **Ours, under torch.compile:** 88.7 ms, and 7.16 GB. It calls our functions
+#   as they are, and the host keeps up even less.
 # - **Ours, launched from Python:** 54.6 ms, and 7.16 GB. The host cannot keep
 #   up.
-# - **Ours, under torch.compile:** 88.7 ms, and 7.16 GB. It calls our functions
-#   as they are.
 # - **PyTorch:** 43.3 ms, and 14.55 GB. Each operation is a kernel, and each
 #   number of the logits is there three times.
 # - **Liger:** 34.6 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
@@ -2006,6 +2026,9 @@ assert exercise_1(_squared_relu_1)
 # - **torch.compile, tuned, as a CUDA graph:** 27.2 ms, and 8.55 GB.
 # - **Ours, as a CUDA graph:** 25.1 ms, and 7.16 GB. Fused kernels, a quarter
 #   of the logits, and products that are a little slower than cuBLAS's.
+#
+# Ours and the graphs of torch.compile are about equally fast: what separates
+# them here is less than the difference between two ways to measure.
 #
 # And for models in general:
 #
