@@ -14,8 +14,9 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` comes close: we take a few percent less time than it does,
-and less memory.
+``torch.compile`` takes about as long as we do: our lead of a few percent is
+smaller than the difference between two ways to measure. But we need less
+memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
@@ -588,10 +589,10 @@ if not ON_GPU:
 
 # %%
 # **What the figure shows.**
-# On the H200 both passes of our norm take NN µs, and those of PyTorch's NN µs.
-# For the gate it is NN and NN µs, for the rotary embedding NN and NN µs, for
-# attention NN and NN µs, for the product NN and NN µs, and for the loss NN and
-# NN µs.
+# On the H200 both passes of our norm take 69 µs, and those of PyTorch's 146
+# µs. For the gate it is 128 and 480 µs, for the rotary embedding 63 and 461
+# µs, for attention 314 and 373 µs, for the product 435 and 410 µs, and for the
+# loss 4248 and 9316 µs.
 #
 # **Why.**
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
@@ -599,11 +600,14 @@ if not ON_GPU:
 # same with its loss. Our loss is mostly its three products: they are 2.4 ·
 # 10¹² operations, and take 3.2 ms at 750 TFLOP/s. For products and attention
 # PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are made to keep
-# Tensor Cores busy.
+# Tensor Cores busy. Our attention is ahead of cuDNN's here all the same. Its
+# backward pass is that of `Two programs on an SM
+# <../attention/06-two-programs.html>`_, which has kernels in Gluon for heads
+# of 64 numbers, too.
 #
 # **What follows.**
 # Where one waits for memory, one kernel in place of several brings most. Where
-# one waits for Tensor Cores there is little to win, and something to lose.
+# one waits for Tensor Cores there is less to win, and something to lose.
 #
 # The model
 # ---------
@@ -1021,14 +1025,14 @@ bench_gradients.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 the median gradient of a block has a relative error of NN% to NN%
-# with our functions, and of NN% to NN% with PyTorch's.
+# On the H200 the median gradient of a block has a relative error of 0.29% to
+# 0.32% with our functions, and of 0.30% to 0.34% with PyTorch's.
 #
 # **Why.**
 # The weights and all that the functions hand to each other have 16 bits, with
 # ours and with PyTorch's. That is where most of the error should come from. So
 # ours count as right if their errors are not much larger than PyTorch's. In
-# the mean of the twelve blocks they are NN times as large. Two things should
+# the mean of the twelve blocks they are 0.97 times as large. Two things should
 # make ours smaller. Where we have one kernel for several operations, nothing
 # is rounded between them. And the angles of our rotary embedding have 32 bits,
 # where PyTorch's have 16.
@@ -1120,11 +1124,11 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 
 # %%
 # **What the figure shows.**
-# On the H200 the loss falls from NN nats per token in the first ten steps to
-# NN in the last ten with our functions, and to NN with PyTorch's. At the forty
-# points the two are NN apart at most. Trainings with other seeds end at NN, NN
-# and NN, so the ends of our four trainings lie up to NN apart, which is NN
-# times as much.
+# On the H200 the loss falls from 7.98 nats per token in the first ten steps to
+# 2.32 in the last ten with our functions, and to 2.31 with PyTorch's. At the
+# forty points the two are 0.022 apart at most. Trainings with other seeds end
+# at 2.33, 2.47 and 2.21, so the ends of our four trainings lie up to 0.26
+# apart, which is 12 times as much.
 #
 # **What follows.**
 # With the same seed, what separates the two is smaller than what separates one
@@ -1472,18 +1476,19 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 a step of ours takes NN ms as a CUDA graph, and NN ms launched
-# from Python. PyTorch takes NN ms, and NN ms as a graph. torch.compile takes
-# NN ms, NN ms as a graph, and NN ms tuned. Liger takes NN ms. So our graph is
-# NN times as fast as PyTorch, NN times as fast as the graph of torch.compile,
-# and NN times as fast as its tuned one. Ours under torch.compile takes NN ms.
+# On the H200 a step of ours takes 25.1 ms as a CUDA graph, and 54.6 ms
+# launched from Python. PyTorch takes 43.3 ms, and 41.9 ms as a graph.
+# torch.compile takes 27.6 ms, 27.2 ms as a graph, and 27.2 ms tuned. Liger
+# takes 34.6 ms. So our graph is 1.73 times as fast as PyTorch, 1.08 times as
+# fast as the graph of torch.compile, and 1.08 times as fast as its tuned one.
+# Ours under torch.compile takes 88.7 ms.
 #
 # **Why.**
-# Our graph waits for its kernels and for nothing else. Launched from
-# Python the same kernels take NN times as long, because the host cannot keep
-# up. Our functions check what they are given, choose tiles, and describe
-# matrices to the GPU, all in Python, where PyTorch does such things in C++. So
-# without a graph ours is slower than torch.compile and Liger. torch.compile
+# Our graph waits for its kernels and for nothing else. Launched from Python
+# the same kernels take 2.18 times as long, because the host cannot keep up.
+# Our functions check what they are given, choose tiles, and describe matrices
+# to the GPU, all in Python, where PyTorch does such things in C++. So without
+# a graph ours is slower than PyTorch, torch.compile and Liger. torch.compile
 # keeps its host ahead of the GPU, so a graph brings it hardly anything, and
 # neither does tuning.
 #
@@ -1491,13 +1496,16 @@ plt.show()
 # after the other. What is left to compile is a single graph, which serves all
 # blocks: attention, and the change of layout after it. The model has nothing
 # else that one could fuse, for our kernels have done that already. So ours
-# under torch.compile waits for the host, too.
+# under torch.compile waits for the host, too. It waits even longer than ours
+# launched from Python. Entering and leaving the graph takes the host time in
+# each block, and the process is another one. How much each of these costs, we
+# have not measured.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
 # it needs faster kernels. And our lead over torch.compile is thin. We measure
-# the graphs of both once more below, on one GPU and on two, in other
-# processes.
+# the graphs of both once more below, in other processes. On one GPU
+# torch.compile is ahead there.
 #
 # Where do the microseconds go?
 # -----------------------------
@@ -1651,41 +1659,42 @@ plt.show()
 
 # %%
 # **What both figures show.**
-# On the H200 our kernels take NN ms of a step together, those of PyTorch NN
-# ms, those of torch.compile NN ms, and those of Liger NN ms. Our products take
-# NN ms, and those of PyTorch, which are cuBLAS's, take NN. Our attention takes
-# NN ms, and cuDNN's NN. The loss takes NN ms, NN in PyTorch, and NN with
-# torch.compile. Norms, gate, rotary embedding, and copies and other take NN ms
-# together with ours, NN with PyTorch, NN with torch.compile, and NN with
-# Liger.
+# On the H200 our kernels take 25.0 ms of a step together, those of PyTorch
+# 42.2 ms, those of torch.compile 26.1 ms, and those of Liger 29.5 ms. Our
+# products take 14.8 ms, and those of PyTorch, which are cuBLAS's, take 13.6.
+# Our attention takes 3.9 ms, and cuDNN's 4.5. The loss takes 0.6 ms, 3.8 in
+# PyTorch, and 1.4 with torch.compile. Norms, gate, rotary embedding, and
+# copies and other take 4.5 ms together with ours, 19.1 with PyTorch, 5.4 with
+# torch.compile, and 8.0 with Liger.
 #
-# Of our own kernels the product of the linear layers takes NN ms, and those of
-# attention take NN ms. The three products of the loss take NN ms. No other
-# kernel takes more than NN ms.
+# Of our own kernels the product of the linear layers takes 10.8 ms, and those
+# of attention take 3.9 ms. The three products of the loss take 3.8 ms. No
+# other kernel takes more than 0.9 ms.
 #
 # **Why.**
 # Between products PyTorch has a kernel for each operation, and each of them
 # reads and writes all numbers. torch.compile fuses such operations nearly as
-# well as our kernels do it by hand: of our lead over it, NN ms come from
-# there. The loss brings NN ms, for torch.compile has all logits, and reads
-# them more than once. Attention brings NN ms. And NN ms are lost in the
+# well as our kernels do it by hand: of our lead over it, 0.9 ms come from
+# there. The loss brings 0.8 ms, for torch.compile has all logits, and reads
+# them more than once. Attention brings 0.7 ms. And 1.2 ms are lost in the
 # products.
 #
-# The products are 9.8 · 10¹² operations, so ours do NN TFLOP/s and cuBLAS
-# does NN. By our figure of single functions, NN ms of what we lose are in the
-# layers that make gate and up: NN µs in each of the twelve blocks. `A linear
-# layer, both passes <../matrix-products/01-linear.html>`_ shows where ours
-# lose most: in the gradient of a small weight, which has few tiles and long
-# sums. All weights of the blocks are small in this sense. The last one of the
-# MLP, for instance, has 96 tiles of 128 × 128 for 132 SMs. cuBLAS has many
+# The products are 9.8 · 10¹² operations, so ours do 666 TFLOP/s and cuBLAS
+# does 724. By our figure of single functions, 0.3 ms of what we lose are in
+# the layers that make gate and up: 25 µs in each of the twelve blocks. `A
+# linear layer, both passes <../matrix-products/01-linear.html>`_ shows where
+# ours lose most: in the gradient of a small weight, which has few tiles and
+# long sums. All weights of the blocks are small in this sense. The last one of
+# the MLP, for instance, has 96 tiles of 128 × 128 for 132 SMs. cuBLAS has many
 # more tiles to choose from than we do. And in the loss our products have more
 # to do: one of them takes a power of each number of its tiles.
 #
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
 # products, so the next step has to be made on the page of the linear layer.
-# Norms take NN ms with ours, and NN with torch.compile. These two are hard to
-# compare, because the name of a fused kernel does not tell all that it does.
+# Norms take 1.4 ms with ours, and 1.3 with torch.compile. These two are hard
+# to compare, because the name of a fused kernel does not tell all that it
+# does.
 #
 # How much memory?
 # ----------------
@@ -1746,8 +1755,9 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 our training takes NN GB, PyTorch's NN GB, that of torch.compile
-# NN GB, that of Liger NN GB, and ours under torch.compile NN GB.
+# On the H200 our training takes 7.16 GB, PyTorch's 14.55 GB, that of
+# torch.compile 8.55 GB, that of Liger 7.32 GB, and ours under torch.compile
+# 7.16 GB.
 #
 # **Why.**
 # Every design has weights in 16 bits and, in 32 bits, masters, their gradients
@@ -1834,42 +1844,56 @@ for line in times.columns[1:]:
 
 # %%
 # **What the figure shows.**
-# On two H200s a step of ours takes NN ms as a graph, where one takes NN. So
-# two GPUs train with NN thousand tokens a second, and one with NN thousand: NN
-# times as many. Launched from Python, a step of ours takes NN ms on one and NN
-# ms on two. PyTorch has NN thousand tokens a second on two, and NN thousand as
-# a graph. The graph of torch.compile takes NN ms on one and NN ms on two. Ours
-# is NN times as fast as it on one, and NN times as fast on two.
+# On two H200s a step of ours takes 27.7 ms as a graph, where one takes 26.4.
+# So two GPUs train with 1184 thousand tokens a second, and one with 622
+# thousand: 1.90 times as many. Launched from Python, a step of ours takes 67.4
+# ms on one and 75.4 ms on two. PyTorch has 735 thousand tokens a second on
+# two, and 752 thousand as a graph. The graph of torch.compile takes 25.9 ms on
+# one and 29.4 ms on two. Ours is 0.98 times as fast as it on one, and 1.06
+# times as fast on two.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
 # DDP sends most of that while the backward pass still runs. Launched from
 # Python, ours waits for the host, on two ranks as well as on one.
 #
-# On one GPU our graph takes NN ms here, and NN ms when it took turns with the
-# other designs. PyTorch takes NN ms here and NN ms there. The kernels are the
-# same here and there. What differs may be the clock rate of the GPU, which
-# falls when the products need more power than the GPU may take. We have not
-# measured that. So between two figures a few percent mean little.
+# On one GPU our graph takes 26.4 ms here, and 25.1 ms when it took turns with
+# the other designs. PyTorch takes 43.4 ms here and 43.3 ms there. With the
+# graph of torch.compile it is the other way round: it is faster here than
+# there. Here each design takes all of its steps in a row, and that of
+# torch.compile has processes of its own. The kernels are the same here and
+# there. What differs may be the clock rate of the GPU, which falls when the
+# products need more power than the GPU may take. We have not measured that.
+# Ours launched from Python differs more, because it waits for the host.
+#
+# So our lead over torch.compile is smaller than the difference between these
+# two ways to measure. On one GPU we cannot say which of the two is faster. On
+# two GPUs we have measured in one way only, and a lead of a few percent says
+# as little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
-# with NN thousand tokens a second with our functions, and the graph does NN
-# thousand on one.
+# with 434 thousand tokens a second with our functions, and the graph does 622
+# thousand on one. And do not choose between our graph and that of
+# torch.compile by their times.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is a few percent of the time, and NN GB.
+#   over it is 1.4 GB. In time one of us is ahead by a few percent, and which
+#   one it is depends on how we measure.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
-#   numbers and a sequence 1024 tokens. With longer sequences it is ahead in
-#   the backward pass, as `Attention with warps that only load
-#   <../attention/05-warp-specialization.html>`_ shows.
-# - **Liger is faster without a graph.** Launched from Python it takes NN times
-#   our time, and hardly more memory than ours.
+#   numbers and a sequence 1024 tokens, if we count both passes. Forward it is
+#   ahead with short sequences: with 128 numbers in a head up to 2048 keys, and
+#   up to 4096 if causal, as `Attention with warps that only load
+#   <../attention/05-warp-specialization.html>`_ shows. Backward, with 128
+#   numbers, it is ahead with long sequences, as `Two programs on an SM
+#   <../attention/06-two-programs.html>`_ shows.
+# - **Liger is faster without a graph.** Launched from Python it takes 0.63
+#   times our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
 #   our functions let the GPU wait for the host.
 # - **Our functions refuse what they do not know:** autocast, for most of them,
@@ -1990,17 +2014,21 @@ assert exercise_1(_squared_relu_1)
 # These are the designs of this page, with the time of a step of 16384 tokens
 # and the memory of a training on the H200:
 #
-# - **Ours, launched from Python:** NN ms, and NN GB. The host cannot keep up.
-# - **Ours, under torch.compile:** NN ms, and NN GB. It calls our functions as
-#   they are.
-# - **PyTorch:** NN ms, and NN GB. Each operation is a kernel, and each number
-#   of the logits is there three times.
-# - **Liger:** NN ms, and NN GB. Fused kernels between cuBLAS's products.
-# - **torch.compile:** NN ms, and NN GB. It writes fused kernels by itself, but
-#   has all logits.
-# - **torch.compile, tuned, as a CUDA graph:** NN ms, and NN GB.
-# - **Ours, as a CUDA graph:** NN ms, and NN GB. Fused kernels, a quarter of
-#   the logits, and products that are a little slower than cuBLAS's.
+# - **Ours, under torch.compile:** 88.7 ms, and 7.16 GB. It calls our functions
+#   as they are, and the host keeps up even less.
+# - **Ours, launched from Python:** 54.6 ms, and 7.16 GB. The host cannot keep
+#   up.
+# - **PyTorch:** 43.3 ms, and 14.55 GB. Each operation is a kernel, and each
+#   number of the logits is there three times.
+# - **Liger:** 34.6 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
+# - **torch.compile:** 27.6 ms, and 8.55 GB. It writes fused kernels by itself,
+#   but has all logits.
+# - **torch.compile, tuned, as a CUDA graph:** 27.2 ms, and 8.55 GB.
+# - **Ours, as a CUDA graph:** 25.1 ms, and 7.16 GB. Fused kernels, a quarter
+#   of the logits, and products that are a little slower than cuBLAS's.
+#
+# Ours and the graphs of torch.compile are about equally fast: what separates
+# them here is less than the difference between two ways to measure.
 #
 # And for models in general:
 #
