@@ -956,26 +956,26 @@ in_percent(bench_forward, "cuBLAS, the product alone")
 
 # %%
 # **What the figure shows.**
-# On the H200 our loss reaches 809 TFLOP/s at 2048 tokens, 760 at 8192 and 691
-# at 32768. That is 101%, 104% and 97% of the product alone. PyTorch reaches
-# 669, 636 and 617 TFLOP/s, and Cut Cross-Entropy 492, 515 and 541. Four
-# percent may be noise: a card under this load changes its clock all the time.
-# With more tokens it works for longer without a pause, and cuBLAS gets slower,
-# too.
+# On the H200 our loss reaches 796 TFLOP/s at 2048 tokens, 704 at 8192 and 669
+# at 32768. That is 102%, 98% and 97% of the product alone. PyTorch reaches
+# 654, 613 and 605 TFLOP/s, and Cut Cross-Entropy 528, 521 and 541. The 3%
+# that are missing with 32768 tokens may be noise: a card under this load
+# changes its clock all the time. With more tokens it works for longer without
+# a pause, and cuBLAS gets slower, too.
 #
 # **Why.**
 # Behind each tile stand 32768 powers, but its product has 4096 multiplications
 # for each of them, so they hardly count. Of 256 logits, two numbers are
 # written. cuBLAS writes all logits, and PyTorch reads them after that and
 # writes the logarithm of their softmax: 17 GB with 32768 tokens, which take
-# 3.5 ms at 4.8 TB/s. The product alone takes 48 ms, and PyTorch needs 7 ms
+# 3.5 ms at 4.8 TB/s. The product alone takes 50 ms, and PyTorch needs 7 ms
 # more, so it must move more than that, or move it slowly. Cut Cross-Entropy
 # loads its tiles by pointers, and not by descriptors as we do. How much of its
 # time that costs, our figure doesn't say.
 #
 # **What follows.**
-# Whoever only wants the loss needs no memory for logits, and waits for hardly
-# more than the product.
+# Whoever only wants the loss needs no memory for logits, and waits for a
+# few percent more than the product at most.
 #
 # Keep powers, not logits
 # -----------------------
@@ -2302,14 +2302,14 @@ bench_error.run(show_plots=ON_GPU)
 
 # %%
 # **What the three figures show.**
-# On the H200, with 32768 tokens, a step reaches 624 TFLOP/s by default and 505
-# with ``recompute=True``. PyTorch reaches 615, torch.compile 659, Liger 634
-# with sums in bfloat16 and 588 with sums in float32, and Cut Cross-Entropy
-# 270. So we take 0.99 and 1.22 times the time of PyTorch. With 8192 tokens it
-# is 1.02 and 1.31 times, and with 2048 tokens 0.87 and 1.29 times.
+# On the H200, with 32768 tokens, a step reaches 614 TFLOP/s by default and 479
+# with ``recompute=True``. PyTorch reaches 602, torch.compile 625, Liger 627
+# with sums in bfloat16 and 570 with sums in float32, and Cut Cross-Entropy
+# 271. So we take 0.98 and 1.26 times the time of PyTorch. With 8192 tokens it
+# is 0.99 and 1.29 times, and with 2048 tokens 0.89 and 1.31 times.
 #
-# Of the three products alone, by cuBLAS, our default reaches 95%, 92% and 91%
-# at 2048, 8192 and 32768 tokens, and torch.compile 93%, 96% and 96%.
+# Of the three products alone, by cuBLAS, our default reaches 93%, 94% and 91%
+# at 2048, 8192 and 32768 tokens, and torch.compile 94%, 95% and 92%.
 #
 # Beyond its inputs a step with 32768 tokens takes 3.44 GB by default and 1.39
 # GB with ``recompute=True``. PyTorch takes 25.22 GB, torch.compile 9.72 GB,
@@ -2332,10 +2332,11 @@ bench_error.run(show_plots=ON_GPU)
 # chunks, whose sums of ``dw`` are read and written. With 2048 tokens there is
 # one chunk, and we are as fast as torch.compile. With 32768 tokens there are
 # eight. Their sums move 34 GB, which take 7 ms at 4.8 TB/s. All in all, our
-# step takes 165 ms and that of torch.compile 157 ms.
+# step takes 168 ms and that of torch.compile 165 ms, so we lose less than the
+# sums would take alone.
 #
 # Four products should take four thirds of the time of three. With
-# ``recompute=True`` a step takes 1.49, 1.29 and 1.24 times as long as by
+# ``recompute=True`` a step takes 1.48, 1.30 and 1.28 times as long as by
 # default, at 2048, 8192 and 32768 tokens. The fourth product costs more than
 # all of PyTorch's passes, so this design is slower than PyTorch.
 #
@@ -2369,9 +2370,9 @@ bench_error.run(show_plots=ON_GPU)
 #
 # ``recompute=True`` comes near to the second aim, but misses it by 5%, and it
 # misses the first one. Whoever has no memory to spare takes it: with 32768
-# tokens it is 1.87 times as fast as Cut Cross-Entropy, and leaves nothing out.
+# tokens it is 1.77 times as fast as Cut Cross-Entropy, and leaves nothing out.
 # If sums in bfloat16 are good enough, Liger is a good choice at 32768 tokens:
-# it is 1.26 times as fast as ``recompute=True`` and takes 1.14 times its
+# it is 1.31 times as fast as ``recompute=True`` and takes 1.14 times its
 # memory. At 8192 tokens it is slower and takes more memory.
 #
 # A small model
@@ -2390,8 +2391,8 @@ bench_small_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 16384 tokens, a step reaches 614 TFLOP/s by default and 441
-# with ``recompute=True``. PyTorch reaches 449, torch.compile 547, Liger 388,
+# On the H200, with 16384 tokens, a step reaches 604 TFLOP/s by default and 431
+# with ``recompute=True``. PyTorch reaches 441, torch.compile 540, Liger 376,
 # and Cut Cross-Entropy 154. We take 1.12 GB by default and 0.38 GB with
 # ``recompute=True``, PyTorch 3.15 GB, torch.compile 1.12 GB, Liger 0.11 GB and
 # Cut Cross-Entropy 0.07 GB.
@@ -2411,7 +2412,7 @@ bench_small_memory.run(show_plots=ON_GPU)
 # gradient over the logits, we take a third of PyTorch's memory. But
 # ``recompute=True`` is no good choice: it is not faster than PyTorch, and
 # takes 3.6 times the memory of Liger and 5.1 times that of Cut Cross-Entropy.
-# Where memory counts more than time, take Liger: it takes 1.14 times as long
+# Where memory counts more than time, take Liger: it takes 1.15 times as long
 # as ``recompute=True`` with sums in bfloat16, and even with sums in float32 it
 # needs only 0.17 GB.
 #
@@ -2496,18 +2497,20 @@ bench_products.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200, with 128256 classes, ``scores`` reaches 97% of cuBLAS, ``dx``
-# 99% and ``dw`` 88%. With 32000 classes it is 99%, 98% and 86%.
+# On the H200, with 128256 classes, ``scores`` reaches 95% of cuBLAS, ``dx``
+# 100% and ``dw`` 87%. With 32000 classes it is 99%, 98% and 86%.
 #
 # **Why.**
-# As in the loss alone, the powers of ``scores`` hardly count. ``dx`` has
-# nothing to do beside its product.
+# As in the loss alone, the powers of ``scores`` hardly count. A tile has as
+# many of them with 32000 classes, and there 1% of the speed is missing. The 5%
+# with 128256 classes may be noise. ``dx`` has nothing to do beside its
+# product.
 #
 # A tile of ``dw`` reads its old sums and writes new ones, 0.26 MB in all. With
 # 128256 classes all tiles together move 4.2 GB, which take 0.9 ms at 4.8 TB/s,
-# and cuBLAS needs 6.0 ms for the product. One after the other, that would be
-# 87% of the speed of cuBLAS, and we measure as much: Tensor Cores wait while a
-# tile adds to its sums.
+# and cuBLAS needs 6.4 ms for the product. One after the other, that would be
+# 88% of the speed of cuBLAS, and we measure about as much: Tensor Cores wait
+# while a tile adds to its sums.
 #
 # How long should a chunk be?
 # ---------------------------
@@ -2599,22 +2602,22 @@ bench_chunks_memory.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, by default, chunks of 1024 tokens reach 561 TFLOP/s, those of
-# 2048 reach 603, those of 4096 reach 631 and those of 8192 reach 644. They
-# take 3.29, 3.29, 3.30 and 4.37 GB. With ``recompute=True`` it is 492, 491,
-# 500 and 495 TFLOP/s, and 1.22 GB with chunks of 1024.
+# On the H200, by default, chunks of 1024 tokens reach 543 TFLOP/s, those of
+# 2048 reach 592, those of 4096 reach 610 and those of 8192 reach 622. They
+# take 3.29, 3.29, 3.30 and 4.37 GB. With ``recompute=True`` it is 477, 478,
+# 489 and 479 TFLOP/s, and 1.22 GB with chunks of 1024.
 #
 # **Why.**
 # The sums of ``dw`` are read and written once for each chunk. Up to 4096
 # tokens a chunk is no larger than ``dw``, which comes when the chunk is gone,
 # so the memory stays the same. With ``recompute=True`` there are no such sums,
-# so short chunks cost hardly anything, and what the chunk of the forward pass
-# takes is gone before the backward pass makes ``dw``.
+# so short chunks cost little: those of 1024 tokens are 2% slower than the
+# fastest, where by default they are 13% slower. And what the chunk of the
+# forward pass takes is gone before the backward pass makes ``dw``.
 #
 # **What follows.**
-# Chunks of 8192 tokens would be 2% faster than those of 4096, within the
-# noise, and take 1.07 GB more. So our rule stops where longer chunks begin to
-# need memory.
+# Chunks of 8192 tokens would be 2% faster than those of 4096, but take 1.07 GB
+# more. So our rule stops where longer chunks begin to need memory.
 #
 # Leaving out what is small
 # -------------------------
@@ -2740,11 +2743,11 @@ bench_skipping_error.run(show_plots=ON_GPU)
 
 # %%
 # **What both figures show.**
-# On the H200, with 8192 tokens, a step reaches 658 TFLOP/s when nothing is
-# left out. With the threshold of rounding it reaches 633 at :math:`s` = 1,
-# where there is nothing to leave out, 1058 at 2 and 1411 at 3. With
-# :math:`2^{-12}`, the threshold of Cut Cross-Entropy, our kernels reach 1270,
-# 1493 and 1512.
+# On the H200, with 8192 tokens, a step reaches 632 TFLOP/s when nothing is
+# left out. With the threshold of rounding it reaches 614 at :math:`s` = 1,
+# where there is nothing to leave out, 1035 at 2 and 1403 at 3. With
+# :math:`2^{-12}`, the threshold of Cut Cross-Entropy, our kernels reach 1277,
+# 1466 and 1509.
 #
 # With the threshold of rounding, the gradients are off by 0.004% at most, the
 # worse of both in norm, and those of classes that are no target by 0.008% at
@@ -2768,9 +2771,10 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #
 # **What follows.**
 # A threshold that keeps its promise finds something to leave out once a model
-# is quite sure. Where it finds nothing, looking for it has cost 4% of the
-# speed. A fixed threshold like :math:`2^{-12}` leaves out more, but what it
-# loses depends on the vocabulary and on the model, and the user is not told.
+# is quite sure. Where it finds nothing, at :math:`s` = 1 and 1.5, looking for
+# it has cost 3% and 6% of the speed. A fixed threshold like :math:`2^{-12}`
+# leaves out more, but what it loses depends on the vocabulary and on the
+# model, and the user is not told.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2782,10 +2786,10 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #   than ``recompute=True``, if sums in bfloat16 are good enough. At 32768
 #   tokens it is also faster than both of our designs, at 1.02 times the speed
 #   of our default. Liger also has a z-loss and capped logits.
-# - **torch.compile is as fast as our default** with 2048 tokens, and faster
-#   with 8192 and 32768, at 1.03 and 1.06 times its speed. With 32768 tokens it
-#   takes 2.8 times as much memory, because it has all logits, and with fewer
-#   as much as we do.
+# - **torch.compile is about as fast as our default**: it reaches 1.01, 1.01
+#   and 1.02 times its speed with 2048, 8192 and 32768 tokens. With 32768
+#   tokens it takes 2.8 times as much memory, because it has all logits, and
+#   with fewer as much as we do.
 # - **PyTorch is faster than recompute=True** at all sizes that we measured, by
 #   2% to 31%. And with 2048 tokens and 128256 classes our default saves time,
 #   but no memory, because ``dw`` is as large there as two matrices of logits.
@@ -2887,15 +2891,15 @@ assert exercise_1(combine_1)
 # H200 with 32768 tokens, 4096 features and 128256 classes, and their memory
 # beyond the inputs:
 #
-# - **Whole logits, by PyTorch:** 3 products, 615 TFLOP/s, 25.22 GB.
-# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, 634 TFLOP/s,
+# - **Whole logits, by PyTorch:** 3 products, 602 TFLOP/s, 25.22 GB.
+# - **Chunks of tokens, by Liger, sums in bfloat16:** 3 products, 627 TFLOP/s,
 #   1.58 GB.
-# - **Chunks of tokens, sums in float32, our default:** 3 products, 624
+# - **Chunks of tokens, sums in float32, our default:** 3 products, 614
 #   TFLOP/s, 3.44 GB.
-# - **Chunks of both, our recompute=True:** 4 products, 505 TFLOP/s, 1.39 GB.
+# - **Chunks of both, our recompute=True:** 4 products, 479 TFLOP/s, 1.39 GB.
 # - **No logits at all:** 5 products, and sums that do not fit on the chip. We
 #   did not build it. Cut Cross-Entropy comes close, with 4 products, parts of
-#   which it leaves out: 270 TFLOP/s, 1.32 GB.
+#   which it leaves out: 271 TFLOP/s, 1.32 GB.
 #
 # And for kernels in general:
 #

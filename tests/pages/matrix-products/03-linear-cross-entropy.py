@@ -241,11 +241,12 @@ def forward(figure):
     torch_ = medians(of, "torch", *TOKENS)
     cce = medians(of, CCE, *TOKENS)
     assert of.ratios("triton", "torch").least > 1
-    # "cuBLAS gets slower", and "waits for hardly more".
+    # "cuBLAS gets slower", and "a few percent more than the product at most".
     cublas = medians(of, "cublas", *TOKENS)
-    assert cublas[0] > cublas[1] > cublas[2] and min(shares) >= 97
-    # "Four percent may be noise".
+    assert cublas[0] > cublas[1] > cublas[2] and min(shares) > 96
     assert overlap(*(of.spans[name][32768] for name in ("triton", "cublas")))
+    missing = percent(1 - many / cublas[2], ".0f")
+    yield f"The {missing}% that are missing with 32768 tokens may be noise"
     yield (
         f"our loss reaches {few} TFLOP/s at 2048 tokens, {more} at 8192 and "
         f"{many} at 32768. That is {shares[0]}%, {shares[1]}% and "
@@ -301,9 +302,10 @@ def step_speed(figure):
         times(ms_of_product(of.median(name, 32768) / 3, 32768), ".0f")
         for name in ("triton", COMPILED)
     )
+    assert 0 < ms - ms_compiled < 7  # ms, which the sums take
     yield (
         f"All in all, our step takes {ms} ms and that of torch.compile "
-        f"{ms_compiled} ms"
+        f"{ms_compiled} ms, so we lose less than the sums would take alone."
     )
     # "With 2048 tokens Liger is slower than all others."
     order = sorted(of.medians, key=lambda name: of.medians[name][2048])
@@ -329,12 +331,14 @@ def step_speed(figure):
     assert memory.median("recompute", 8192) < memory.median(LIGER, 8192)
     few, some, many = (times(of.ratio(COMPILED, "triton", N)) for N in TOKENS)
     more = memory.median(COMPILED, 32768) / memory.median("triton", 32768)
-    # "As fast", and "faster".
-    assert 0.98 < few < 1.02 < min(some, many)
+    # "About as fast", and with 2048 tokens "as fast as torch.compile".
+    assert min(few, some, many) > 0.97 and max(few, some, many) < 1.03
+    assert overlap(*(of.spans[name][2048] for name in ("triton", COMPILED)))
     yield (
-        "**torch.compile is as fast as our default** with 2048 tokens, and "
-        f"faster with 8192 and 32768, at {some} and {many} times its speed. "
-        f"With 32768 tokens it takes {times(more, '.1f')} times as much memory"
+        "**torch.compile is about as fast as our default**: it reaches "
+        f"{few}, {some} and {many} times its speed with 2048, 8192 and 32768 "
+        f"tokens. With 32768 tokens it takes {times(more, '.1f')} times as "
+        "much memory"
     )
     yield (
         "it is also faster than both of our designs, at "
@@ -483,8 +487,21 @@ def products(figure):
         ]
 
     many, some = three(128256), three(32000)
-    # "little", and "nothing to do beside its product".
-    assert min(*many[:2], *some[:2]) >= 97
+    # "hardly count", and "nothing to do beside its product".
+    assert min(some[0], many[1], some[1]) >= 97
+    # "may be noise"
+    assert overlap(
+        *(of.spans[name][128256] for name in ("scores", "scores cublas"))
+    )
+    missing = [
+        percent(1 - of.ratio("scores", "scores cublas", N), ".0f")
+        for N in (32000, 128256)
+    ]
+    yield (
+        "A tile has as many of them with 32000 classes, and there "
+        f"{missing[0]}% of the speed is missing. The {missing[1]}% with "
+        "128256 classes may be noise."
+    )
     yield (
         f"with 128256 classes, ``scores`` reaches {many[0]}% of cuBLAS, "
         f"``dx`` {many[1]}% and ``dw`` {many[2]}%. With 32000 classes it is "
@@ -496,7 +513,8 @@ def products(figure):
     assert abs(expected - many[2]) < 1.5
     yield (
         f"cuBLAS needs {alone} ms for the product. One after the other, that "
-        f"would be {expected}% of the speed of cuBLAS, and we measure as much"
+        f"would be {expected}% of the speed of cuBLAS, and we measure about "
+        "as much"
     )
 
 
@@ -509,9 +527,16 @@ def chunks(figure):
     of = figure("lce-chunks-memory", CARD)
     memory = medians(of, "triton", *sizes)
     assert max(memory[:3]) < 1.05 * min(memory[:3]) and ours[2] > ours[0]
-    # "short chunks cost hardly anything", and "within the noise"
-    assert again[0] > 0.98 * max(again)
-    assert overlap(spans[4096], spans[8192])
+    # "short chunks cost little", and "faster"
+    slower, slower_ours = (
+        percent(1 - speeds[0] / max(speeds), ".0f") for speeds in (again, ours)
+    )
+    assert again[0] > 0.97 * max(again) and 3 * slower < slower_ours
+    assert spans[8192][0] > spans[4096][1]
+    yield (
+        f"those of 1024 tokens are {slower}% slower than the fastest, where "
+        f"by default they are {slower_ours}% slower."
+    )
     short = of.median("recompute", 1024)
     yield (
         f"by default, chunks of 1024 tokens reach {ours[0]} TFLOP/s, those of "
@@ -524,7 +549,7 @@ def chunks(figure):
     yield (
         "Chunks of 8192 tokens would be "
         f"{percent(ours[3] / ours[2] - 1, '.0f')}% faster than those of 4096, "
-        f"within the noise, and take {memory[3] - memory[2]} GB more."
+        f"but take {memory[3] - memory[2]} GB more."
     )
 
 
@@ -542,16 +567,22 @@ def left_out(figure):
         f"Cross-Entropy, our kernels reach {fixed[0]}, {fixed[1]} and "
         f"{fixed[2]}."
     )
-    lost = percent(1 - rounding[0] / whole, ".0f")
-    yield f"Where it finds nothing, looking for it has cost {lost}% of"
+    lost = [
+        percent(1 - of.median("unnoticed", s) / of.median("triton", s), ".0f")
+        for s in (1.0, 1.5)
+    ]
+    yield (
+        "Where it finds nothing, at :math:`s` = 1 and 1.5, looking for it has "
+        f"cost {lost[0]}% and {lost[1]}% of the speed."
+    )
     of = figure("lce-skipping-error", CARD)
     steep = 1.0, 1.5, 2.0, 3.0
     worst, worst_rare = (
         percent(max(medians(of, name, *steep)), ".3f")
         for name in ("unnoticed", "unnoticed rare")
     )
-    # "there is nothing to leave out"
-    assert of.median("unnoticed", 1.0) == 0
+    # "there is nothing to leave out", and "where it finds nothing"
+    assert of.median("unnoticed", 1.0) == of.median("unnoticed", 1.5) == 0
     off = percent(of.median("as cce", 1.0))
     rare = percent(of.median("as cce rare", 1.0), ".0f")
     rare_steep = percent(of.median("as cce rare", 3.0), ".1f")
@@ -600,13 +631,12 @@ def CLAIMS(figure):
 
 DATA_SHEET = "the data sheet of the H200"
 FACTS = {
-    "Four percent may be noise": "what a clock that changes may do",
     "one such matrix takes 8.4 GB": "32768 * 128256 * 2 bytes",
     "its gradient take 0.27 GB each": "32768 * 4096 * 2 bytes",
     "and its gradient 1.05 GB each": "128256 * 4096 * 2 bytes",
     "An H200 moves 4.8 TB in a second": DATA_SHEET,
     "cuBLAS does about 750 TFLOP/s on it": "round, for arithmetic; measured "
-    "are 703 to 793 with the product alone",
+    "are 693 to 784 with the product alone",
     "That is 25 GB, where the gradients that we want have 1.3 GB": "three "
     "matrices; both gradients",
     "Their sums move 34 GB, which take 7 ms at 4.8 TB/s": "128256 * 4096 * 4 "
