@@ -1882,8 +1882,8 @@ for line in times.columns[1:]:
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is 1.4 GB. In time one of us is ahead by a few percent, and which
-#   one it is depends on how we measure.
+#   over it is 1.4 GB. In time one of the two is ahead by a few percent, and
+#   which one it is depends on how we measure.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
 #   numbers and a sequence 1024 tokens, if we count both passes. Forward it is
