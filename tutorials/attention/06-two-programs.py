@@ -2,9 +2,9 @@ r"""
 Two programs on an SM
 =====================
 
-How can a model train with attention as fast as with a library's?
+How can a model train with our attention as fast as with a library's?
 We give each program of the backward pass half of an SM. Two of them share an
-SM then, and while one computes powers, begins or ends, the other multiplies.
+SM then. While one computes powers, begins or ends, the other one can multiply.
 
 The forward kernel of `Attention with warps that only load
 <05-warp-specialization.html>`_ is as fast as cuDNN or faster with long
@@ -31,9 +31,9 @@ ones.
 **What you will learn**
 
 - How many programs fit on an SM, and what decides it.
-- Why two small programs can be faster than a large one.
-- How a product takes a subtraction along, for nothing.
-- How a compiler can make a kernel slow without a word in the usual numbers,
+- Why a second program on an SM can be worth more than more buffers.
+- How a product takes a subtraction along, and saves registers.
+- How a compiler can make a kernel slow while the usual numbers say nothing,
   and where to look.
 
 **What you need:** `Attention with warps that only load
@@ -99,8 +99,9 @@ STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # program. Nobody tells it how many to take.
 #
 # The forward kernel has two groups of four warps that multiply, and a warp
-# that loads, which is started with three idle ones. That makes 384 threads,
-# and they are started with 168 registers each. With 128 numbers in a head its
+# that loads, which is started with three idle ones. That makes 384 threads.
+# They are started with 168 registers each, and pass them on later: those that
+# load keep 24, and those that multiply get 240. With 128 numbers in a head its
 # tiles take 161 KB. So one program fills an SM. While it waits for its first
 # tiles, nobody multiplies there, and while it writes its results, nobody does
 # either.
@@ -111,12 +112,13 @@ STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # while it does, the other one has the Tensor Cores for itself. The price is
 # paid in loads: a tile of keys serves 64 queries, and before it served 128.
 #
-# Both must fit, so each may have half of what an SM has:
+# Both must fit, so each may have half of what an SM has. The last two lines
+# are for the kernel of the queries, with 128 numbers in a head:
 
 
 def programs_on_an_sm(threads, registers, kilobytes):
-    """How many fit: an SM of Hopper has 65536 registers, and 227 KB of shared
-    memory, of which each program takes 1 KB more than it asks for."""
+    """How many fit: an SM of Hopper has 65536 registers and 228 KB of shared
+    memory, and each program takes 1 KB more than it asks for."""
     by_registers = 65536 // (threads * registers)
     by_memory = int(228 // (kilobytes + 1))
     return min(by_registers, by_memory)
@@ -134,7 +136,8 @@ for said, *needs in (
 # run further ahead, which sounds good. But they take the room of the second
 # program. We will measure that, too.
 #
-# When one program waits, the other one works, without a word between them:
+# When one program begins or ends, the other one can multiply, and no barrier
+# between them is needed. The lengths are not measured:
 
 # %%
 
@@ -183,9 +186,9 @@ plt.show()
 # %%
 # Who says that a program may have 128 registers a thread and no more? We do,
 # when we launch it: ``maxnreg=128``. Of 256 threads, 128 belong to the loading
-# warp and its three idle neighbors. They give back all but 24, and the group
-# that multiplies takes these, so it has 232: (232 + 24) · 128 is 32768, half
-# of an SM.
+# warp and its three idle neighbors. They keep 24 each and give back the rest.
+# The group that multiplies takes that, and has 232 each: (232 + 24) · 128 is
+# 32768, half of the registers of an SM.
 #
 # What stays as it was is folded here: the plain kernels, their launches, and
 # the forward kernel in Gluon.
@@ -1228,10 +1231,10 @@ def _load_bwd_queries(
 # at once, the powers are computed while ``dp`` is under way, and the product
 # for ``dq`` is waited for in the next step.
 #
-# There it stood in the kernel three times: for the first tile, for whole
-# tiles, and for those with a mask. Here it stands once. Whether a tile needs a
-# mask, and whether there was a step before, is asked while the kernel runs.
-# That costs next to nothing beside a product.
+# On that page the kernel had the step three times: for the first tile, for
+# whole tiles, and for those with a mask. Here it has it once. Whether a tile
+# needs a mask, and whether there was a step before, is asked while the kernel
+# runs. That costs next to nothing beside a product.
 
 
 @gluon.jit
@@ -1346,7 +1349,7 @@ def _group_bwd_queries(
     delta = gl.convert_layout(gl.sum(product, axis=1), ROW)
     gl.store(delta_ptr + query, delta)
 
-    # What the loop carries is under way, and it begins as if it were.
+    # The loop carries a sum that is under way, so it has to begin as one.
     dq = warpgroup_mma_init(gl.zeros([TILE_Q, DIM], gl.float32, SUM))
     ds = gl.zeros([TILE_Q, TILE_K], DTYPE, LEFT)
     for i in range(steps):
@@ -1501,6 +1504,7 @@ def _load_bwd_keys(
         member = i // steps  # of the heads that share our keys
         start = begin + i % steps * TILE_Q
         place = [batch, k_head * GROUP + member, start, 0]
+        # 32 bits are enough, or queries would not fit into memory.
         flat = [(row + member) * rows + start]
         mbarrier.wait(free.index(at), (i // BUFFERS + 1) & 1)
         mbarrier.expect(
@@ -1523,21 +1527,25 @@ def _load_bwd_keys(
 # But two numbers for each query have to be subtracted, lse from the scores and
 # :math:`\delta` from ``dp``. Queries are the columns of these tiles, and a
 # thread has 16 columns. Their numbers would take 32 registers more, and there
-# is no room for them.
+# is no room for them. In the kernel of the queries it is another matter: there
+# they belong to rows, and a thread has two rows.
 #
-# **Let a product subtract.** A product adds to what its sum begins with, and
-# until now that was zero. We let it begin with ``-delta``. Then ``dp -
-# delta`` is there when the product is, in the registers where it has to be
-# anyway, and without a subtraction. For the scores it is ``-lse / scale``,
-# because they are multiplied by the scale after the product:
+# **Let a product subtract.** A product adds to what its sum begins with. For
+# the scores and ``dp`` that was zero until now. We let ``dp`` begin with
+# ``-delta``. Then ``dp - delta`` is there when the product is, in the
+# registers where it has to be anyway. The numbers that are subtracted are
+# needed only until the product begins, and keep no registers after that. For
+# the scores it is ``-lse / scale``, because they are multiplied by the scale
+# after the product. Here :math:`s` is the scale times :math:`\log_2 e`, as lse
+# is to the base 2:
 #
 # .. math:: 2^{s\,(q \cdot k) - \mathrm{lse}}
 #    = 2^{s\,(q \cdot k - \mathrm{lse} / s)}.
 #
-# With 128 numbers in a head even that is not enough, if ``dv`` runs on while
-# ``ds`` is computed: its operand ``p`` has to keep its registers for so long.
-# So ``WAITS`` lets the step wait for ``dv`` first. With 64 numbers the sums
-# take half as many registers, and nobody has to wait.
+# With 128 numbers in a head even that is not enough if ``dv`` is under way
+# while ``ds`` is computed, because its operand ``p`` keeps its registers until
+# ``dv`` is done. So ``WAITS`` lets the step wait for ``dv`` first. With 64
+# numbers the sums take half as many registers, and nobody has to wait.
 
 
 @gluon.jit
@@ -1609,7 +1617,8 @@ def _step_bwd_keys(
     ds = gl.convert_layout((power * dp).to(ds.dtype), ds.type.layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     if WAITS:
-        dv = warpgroup_mma_init(dv)  # what the loop carries is under way
+        # It is not under way, but the loop carries a sum that may be.
+        dv = warpgroup_mma_init(dv)
     return dk, dv, p, ds
 
 
@@ -1770,12 +1779,13 @@ def _half_sm_bwd_keys(
 # begun. Nothing is spilled, and the numbers of registers and bytes look as
 # they should. Only the kernel is slow, because nothing runs beside anything.
 #
-# It happened to us in several drafts. What gives it away is the machine code.
-# There a product is made of instructions called ``HGMMA``, and a wait is
-# called ``WARPGROUP.DEPBAR``. As many waits as instructions are a bad sign.
-# With 128 numbers in a head, the kernel of the keys has 24 of the former and 5
-# of the latter, and that of the queries 20 and 3. The panels under the kernels
-# show both.
+# It happened to us in several drafts. ``ptxas`` writes a line about it, but
+# Triton does not show what it writes if all went well. What gives it away is
+# the machine code. There a product is made of instructions called ``HGMMA``,
+# and a wait is called ``WARPGROUP.DEPBAR``. About as many waits as ``HGMMA``
+# are a bad sign. With 128 numbers in a head, the kernel of the keys has 24
+# ``HGMMA`` and 5 waits, and that of the queries has 20 and 3. The panels under
+# the kernels show both.
 #
 # Two more descriptors are needed, for lse and :math:`\delta`, whose tiles are
 # pieces of one long row:
@@ -1822,8 +1832,9 @@ def launch_keys_in_halves(
 # ------------------
 #
 # Who gets the kernels in Gluon? Inputs of 16 bits on a Hopper GPU, whose tiles
-# have 64 or 128 columns. As lse is divided by the scale, a scale that is next
-# to zero gets plain kernels.
+# have 64 or 128 columns. With 64, tiles are half as large, so steps of 128
+# keys or four buffers fit, and two programs still share an SM. As lse is
+# divided by the scale, a scale that is next to zero gets plain kernels.
 
 
 def in_half_an_sm(query, scale):
@@ -2303,10 +2314,11 @@ def in_percent(benchmark):
 # ------------------------------
 #
 # We measure with 16 heads of 128 numbers and with 32 heads of 64, and 16384
-# tokens in sequences of 1024 to 16384. Beside ours there are the same kernels
-# with four buffers, of which an SM holds one program, and plain Triton, which
-# is what the page before this one has for heads of 64 numbers. Five products
-# count for each head, half of them if causal, although our kernels have seven.
+# tokens in sequences of 1024 to 16384. With 128 numbers, the same kernels with
+# four buffers stand beside ours, of which an SM holds one program. Plain
+# Triton is what the page before this one has for heads of 64 numbers. Five
+# products count for each head, half of them if causal, although our kernels
+# have seven.
 
 # %%
 
@@ -2460,23 +2472,28 @@ in_percent(bench_backward_causal_64)
 # another run.
 #
 # **Why.**
-# One program on an SM and two differ in nothing but the number of buffers. Two
-# are 1.30 to 1.36 times as fast. So what a loading warp can do ahead of time
-# counts for less than a second group that multiplies. It does so when the
-# first one begins, ends, computes powers, or waits for a product that it needs
-# right away.
+# One program on an SM and two have the same kernels, which differ in nothing
+# but the number of buffers. With four buffers one group multiplies on an SM,
+# and with two buffers two groups do. Two are 1.30 to 1.36 times as fast. So
+# what a loading warp can do ahead of time counts for less than a second group.
+# It multiplies when the first one begins, ends, computes powers, or waits for
+# a product that it needs right away.
+#
+# And two groups in one program? That was the kernel of the queries of the page
+# before. In a trial on an H200 with 128 numbers, the one of this page took 6%
+# to 14% less time.
 #
 # With seven products our kernels do 7/5 of 509, which is 712 TFLOP/s at 16384
-# keys. That is 95% of what the product of matrices reaches beside them. So the
-# Tensor Cores hardly have a pause any more. If cuDNN has five products, its
-# 530 TFLOP/s are 71% of it. Then it is ahead because it computes less, and not
-# because its Tensor Cores wait less.
+# keys. That is 95% of what the product of matrices reaches beside them. So
+# with long sequences the Tensor Cores hardly have a pause any more. If cuDNN
+# has five products, its 530 TFLOP/s are 71% of it. Then it is ahead because it
+# computes less, and not because its Tensor Cores wait less.
 #
 # **What follows.**
 # With 128 numbers in a head and long sequences, cuDNN is ahead by up to 9%. To
 # pass it we would have to save products, and `Five products or seven
 # <02-backward.html>`_ explains what that costs. With 64 numbers nothing that
-# we measured is faster, at any length.
+# we measured is faster, at any length, but at 4096 keys cuDNN is as fast.
 #
 # Would the forward kernel gain as much? In a trial on an H200, in this form
 # and with 128 numbers in a head, it took 9% less time at 1024 keys if causal,
@@ -2513,11 +2530,12 @@ in_percent(bench_backward_causal_64)
 # costs nothing, and store its gradient in place of the zeros. ``exercise_1``
 # compares both with autograd.
 #
-# **Hint 1.** The scores are multiplied by the scale after the product, and the
-# bias is not. So what must the product begin with?
+# **Hint 1.** What stands in the sum of the product is multiplied by the scale
+# after it, and by :math:`\log_2 e`. The bias needs the second factor and not
+# the first. And lse? So what must the product begin with?
 #
-# **Hint 2.** The gradient of the scores is ``ds``. Which scores does the bias
-# of a key stand in?
+# **Hint 2.** The gradient of the scores is ``ds``. In which scores does the
+# bias of a key stand, and by what is it multiplied there?
 
 
 @triton.jit
@@ -2527,7 +2545,7 @@ def _one_tile(
     v_ptr,
     dy_ptr,
     bias_ptr,  # (N,): for each key
-    lse_ptr,  # (N,): for each query, to the base 2
+    lse_ptr,  # (N,): for each query, to the base 2, with the bias
     delta_ptr,  # (N,): for each query
     dq_ptr,
     dbias_ptr,
@@ -2545,7 +2563,7 @@ def _one_tile(
     lse = tl.load(lse_ptr + row)
     delta = tl.load(delta_ptr + row)
     bias = tl.load(bias_ptr + row)
-    both = scale * log2e
+    both = scale * log2e  # by which a score is multiplied
     start = tl.zeros((N, N), tl.float32) - lse[:, None] / both  # to do
     score = tl.dot(q, k.T, start, input_precision="ieee")
     start = tl.zeros((N, N), tl.float32) - delta[:, None]
@@ -2636,9 +2654,9 @@ assert exercise_1(_one_tile_with_bias)
 #
 # - **Plain Triton**, which decides by itself where a program waits: 395 and
 #   349 TFLOP/s.
-# - **One program on an SM**, whose warps are told what to do: 336 with 128
-#   numbers.
-# - **Two programs on an SM**, with half as many buffers: 455 and 393.
+# - **One program on an SM**, with one group that multiplies and four buffers:
+#   336 with 128 numbers.
+# - **Two programs on an SM**, with fewer buffers: 455 and 393.
 # - **cuDNN**: 455 and 376.
 #
 # And for kernels in general:

@@ -6370,7 +6370,7 @@ def _group_bwd_queries(
     delta = gl.convert_layout(gl.sum(product, axis=1), ROW)
     gl.store(delta_ptr + query, delta)
 
-    # What the loop carries is under way, and it begins as if it were.
+    # The loop carries a sum that is under way, so it has to begin as one.
     dq = warpgroup_mma_init(gl.zeros([TILE_Q, DIM], gl.float32, SUM))
     ds = gl.zeros([TILE_Q, TILE_K], DTYPE, LEFT)
     for i in range(steps):
@@ -6509,6 +6509,7 @@ def _load_bwd_keys(
         member = i // steps  # of the heads that share our keys
         start = begin + i % steps * TILE_Q
         place = [batch, k_head * GROUP + member, start, 0]
+        # 32 bits are enough, or queries would not fit into memory.
         flat = [(row + member) * rows + start]
         mbarrier.wait(free.index(at), (i // BUFFERS + 1) & 1)
         mbarrier.expect(
@@ -6590,7 +6591,8 @@ def _step_bwd_keys(
     ds = gl.convert_layout((power * dp).to(ds.dtype), ds.type.layout)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     if WAITS:
-        dv = warpgroup_mma_init(dv)  # what the loop carries is under way
+        # It is not under way, but the loop carries a sum that may be.
+        dv = warpgroup_mma_init(dv)
     return dk, dv, p, ds
 
 
