@@ -151,9 +151,9 @@ plt.figure(
 )
 LINES = (
     # height, and from which time on a program begins
-    (3.6, "two groups:", "one program", (0, 6)),
-    (1.4, "one group:", "first program", (0, 6)),
-    (0.4, "", "second program", (2.5, 8.5)),
+    (2.8, "one program, two groups", (0, 6)),
+    (1.4, "first program, one group", (0, 6)),
+    (0.4, "second program, one group", (2.5, 8.5)),
 )
 PARTS = (
     # from which time on, for how long
@@ -161,8 +161,7 @@ PARTS = (
     ("multiplies", 1, 4, "C0"),
     ("ends", 5, 1, "0.5"),
 )
-for height, name, program, starts in LINES:
-    plt.text(-4.4, height, name, va="center")
+for height, program, starts in LINES:
     plt.text(-0.2, height, program, va="center", ha="right")
     for start in starts:
         for what, at, length, color in PARTS:
@@ -181,7 +180,7 @@ for height, name, program, starts in LINES:
             )
 plt.annotate("", (12.5, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
 plt.text(6, -0.5, "time", ha="center", va="top")
-plt.axis((-4.5, 12.7, -1.2, 4.2))
+plt.axis((-5.4, 12.7, -1.2, 3.3))
 plt.axis("off")
 plt.show()
 
