@@ -176,7 +176,7 @@ for height, program, starts in LINES:
                 color="white",
                 ha="center",
                 va="center",
-                fontsize=7,
+                fontsize=6,
             )
 plt.annotate("", (12.5, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
 plt.text(6, -0.5, "time", ha="center", va="top")
