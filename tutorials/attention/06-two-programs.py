@@ -143,45 +143,46 @@ for said, *needs in (
 
 # Drawing: what the Tensor Cores of an SM do while programs begin and end.
 
-BEGINS, MULTIPLIES, ENDS = "0.85", "C0", "0.7"
-GROUPS = {
-    # of an SM: what it does, in turns, from which time on, for how long
-    "two groups,\none program": (
-        ((0, 1, BEGINS), (1, 4, MULTIPLIES), (5, 1, ENDS)),
-        ((6, 1, BEGINS), (7, 4, MULTIPLIES), (11, 1, ENDS)),
-    ),
-    "first program": (
-        ((0, 1, BEGINS), (1, 4, MULTIPLIES), (5, 1, ENDS)),
-        ((6, 1, BEGINS), (7, 4, MULTIPLIES), (11, 1, ENDS)),
-    ),
-    "second program": (
-        ((2.5, 1, BEGINS), (3.5, 4, MULTIPLIES), (7.5, 1, ENDS)),
-        ((8.5, 1, BEGINS), (9.5, 2.5, MULTIPLIES)),
-    ),
-}
-_, axes = plt.subplots(figsize=(7, 2.4))
-for row, programs in enumerate(GROUPS.values()):
-    height = 2.5 * (row > 0) + 1.2 * row
-    for start, length, color in [one for each in programs for one in each]:
-        axes.barh(-height, length, 0.9, start, color=color, edgecolor="w")
-axes.set_yticks([0, -3.7, -4.9], GROUPS)
-for height, text in ((0.9, "one program on an SM"), (-2.8, "two of them")):
-    axes.text(0, height, text, va="center")
-for x, text, color in (
-    (0.5, "begins", "k"),
-    (3, "multiplies", "w"),
-    (5.5, "ends", "k"),
-):
-    axes.text(x, 0, text, ha="center", va="center", fontsize=8, color=color)
-axes.set_xlim(0, 12)
-axes.set_ylim(-5.6, 1.4)
-axes.set_xticks([])
-axes.set_xlabel("time")
-axes.spines[["top", "right", "left"]].set_visible(False)
-axes.tick_params(length=0)
-plt.tight_layout()
+plt.figure(
+    "Above, one program with two groups of warps begins, multiplies and ends, "
+    "and then the next one begins. Below are two programs with a group each: "
+    "while one begins or ends, the other one multiplies.",
+    figsize=(7.5, 2.4),
+)
+LINES = (
+    # height, and from which time on a program begins
+    (2.8, "one program, two groups", (0, 6)),
+    (1.4, "first program, one group", (0, 6)),
+    (0.4, "second program, one group", (2.5, 8.5)),
+)
+PARTS = (
+    # from which time on, for how long
+    ("begins", 0, 1, "0.5"),
+    ("multiplies", 1, 4, "C0"),
+    ("ends", 5, 1, "0.5"),
+)
+for height, program, starts in LINES:
+    plt.text(-0.2, height, program, va="center", ha="right")
+    for start in starts:
+        for what, at, length, color in PARTS:
+            left = start + at
+            if left + length > 12.5:
+                continue
+            plt.barh(height, length - 0.05, 0.8, left, color=color)
+            plt.text(
+                left + length / 2,
+                height,
+                what,
+                color="white",
+                ha="center",
+                va="center",
+                fontsize=6,
+            )
+plt.annotate("", (12.5, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
+plt.text(6, -0.5, "time", ha="center", va="top")
+plt.axis((-5.4, 12.7, -1.2, 3.3))
+plt.axis("off")
 plt.show()
-
 
 # %%
 # Who says that a program may have 128 registers a thread and no more? We do,
