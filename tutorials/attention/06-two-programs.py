@@ -108,7 +108,7 @@ STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #
 # Now we split the program in two. Each has one group that multiplies, a
 # loading warp of its own, and half of the queries. Just as many warps multiply
-# on an SM as before. But each program begins and ends when it is its turn, and
+# on an SM as before. But each program begins and ends at its own time, and
 # while it does, the other one has the Tensor Cores for itself. The price is
 # paid in loads: a tile of keys serves 64 queries, and before it served 128.
 #
@@ -132,9 +132,9 @@ for said, *needs in (
     print(f"{said}: {programs_on_an_sm(*needs)} programs")
 
 # %%
-# The last line shows how easily it is lost. More buffers let the loading warp
-# run further ahead, which sounds good. But they take the room of the second
-# program. We will measure that, too.
+# The last line shows how easily the second program is lost. More buffers let
+# the loading warp run further ahead, which sounds good. But they take its
+# room. We will measure that, too.
 #
 # When one program begins or ends, the other one can multiply, and no barrier
 # between them is needed. The lengths are not measured:
@@ -1967,9 +1967,10 @@ bench_queries.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# On the H200 our kernel reaches NN TFLOP/s at 16384 keys. That is NN to NN
-# times the speed of plain Triton over all lengths, and NN to NN times that of
-# two groups in a program. With one program on an SM it reaches NN TFLOP/s.
+# On the H200 our kernel reaches 685 TFLOP/s at 16384 keys. That
+# is 1.16 to 1.25 times the speed of plain Triton over all
+# lengths, and 1.05 to 1.10 times that of two groups in a program.
+# With one program on an SM it reaches 557 TFLOP/s.
 #
 # **Why.**
 # With four buffers an SM has one group that multiplies, and with two buffers
@@ -2822,37 +2823,38 @@ in_percent(bench_backward_causal_64)
 
 # %%
 # **What the five figures show.**
-# On the H200, with 128 numbers in a head, our backward pass reaches 509
-# TFLOP/s at 16384 keys, and 504 if causal. Over all lengths it is at 92% to
-# 100% of cuDNN's speed, and at 94% to 114% if causal. In bfloat16, causal, it
-# is at 96% to 115%. With one program on an SM it is at 70% to 75% and at 70%
-# to 84%, and plain Triton is at 82% to 86% and at 82% to 98%.
+# On the H200, with 128 numbers in a head, our backward pass reaches 514
+# TFLOP/s at 16384 keys, and 522 if causal. Over all lengths it is at 91% to
+# 100% of cuDNN's speed, and at 95% to 115% if causal. In bfloat16, causal, it
+# is at 95% to 117%. With one program on an SM it is at 70% to 76% and at 69%
+# to 82%, and plain Triton is at 81% to 86% and at 81% to 97%.
 #
-# With 64 numbers in a head we are at 100% to 106% of cuDNN's speed, and at
-# 101% to 117% if causal, where plain Triton is at 95% to 103% and at 88% to
+# With 64 numbers in a head we are at 100% to 107% of cuDNN's speed, and at
+# 102% to 116% if causal, where plain Triton is at 94% to 104% and at 88% to
 # 103%.
 #
 # Ours is 1.9 to 2.0 times as fast as FlashAttention-2 with 128 numbers in a
-# head, and 1.8 to 2.1 times if causal. With 64 it is 1.7 to 1.8 times, and 1.7
+# head, and 1.9 to 2.1 times if causal. With 64 it is 1.7 to 1.8 times, and 1.7
 # to 1.9 times if causal. On the page before this one, with 128 numbers, our
 # backward pass was at 84% to 92%, and at 86% to 104% if causal. That was
 # another run.
 #
 # **Why.**
 # The whole backward pass gains what the kernel of the queries gains. With two
-# programs on an SM it is 1.30 to 1.36 times as fast as with one.
+# programs on an SM it is 1.30 to 1.40 times as fast as with one.
 #
-# With seven products our kernels do 7/5 of 509, which is 712 TFLOP/s at 16384
-# keys. That is 95% of what the product of matrices reaches beside them. So
+# With seven products our kernels do 7/5 of 514, which is 720 TFLOP/s at 16384
+# keys. That is 94% of what the product of matrices reaches beside them. So
 # with long sequences the Tensor Cores hardly have a pause any more. If cuDNN
-# has five products, its 530 TFLOP/s are 71% of it. Then it is ahead because it
+# has five products, its 536 TFLOP/s are 70% of it. Then it is ahead because it
 # computes less, and not because its Tensor Cores wait less.
 #
 # **What follows.**
-# With 128 numbers in a head and long sequences, cuDNN is ahead by up to 9%. To
-# pass it we would have to save products, and `Five products or seven
+# With 128 numbers in a head and long sequences, cuDNN is ahead by up to 10%.
+# To pass it we would have to save products, and `Five products or seven
 # <02-backward.html>`_ explains what that costs. With 64 numbers nothing that
-# we measured is faster, at any length, but at 4096 keys cuDNN is as fast.
+# we measured is faster, at any length, but at 4096 keys, not causal, cuDNN is
+# as fast.
 #
 # Would the forward kernel gain as much? In a trial on an H200, in this form
 # and with 128 numbers in a head, it took 9% less time at 1024 keys if causal,
@@ -2882,7 +2884,8 @@ in_percent(bench_backward_causal_64)
 # **Exercise 1: a bias for each key.**
 # Some models add a number to all scores of a key, a *bias*, which is trained
 # like any other parameter. With :math:`b_j` for key :math:`j`, its score with
-# query :math:`i` becomes :math:`s \, q_i \cdot k_j + b_j`.
+# query :math:`i` becomes :math:`s \, q_i \cdot k_j + b_j`, where :math:`s` is
+# the scale alone.
 #
 # The kernel below computes ``dq`` of one tile in plain Triton, with its
 # subtractions in the products. It does not know the bias yet. Add it where it
@@ -3011,12 +3014,12 @@ assert exercise_1(_one_tile_with_bias)
 # the H200 for causal attention of 4096 keys, with 128 and with 64 numbers in a
 # head:
 #
-# - **Plain Triton**, which decides by itself where a program waits: 395 and
-#   349 TFLOP/s.
+# - **Plain Triton**, which decides by itself where a program waits: 408 and
+#   344 TFLOP/s.
 # - **One program on an SM**, with one group that multiplies and four buffers:
-#   336 with 128 numbers.
-# - **Two programs on an SM**, with fewer buffers: 455 and 393.
-# - **cuDNN**: 455 and 376.
+#   349 with 128 numbers.
+# - **Two programs on an SM**, with fewer buffers: 469 and 389.
+# - **cuDNN**: 468 and 368.
 #
 # And for kernels in general:
 #
