@@ -3,8 +3,8 @@ Two programs on an SM
 =====================
 
 How can a model train with our attention as fast as with a library's?
-We give each program of the backward pass half of an SM. Two of them share an
-SM then. While one computes powers, begins or ends, the other one can multiply.
+Each program of the backward pass takes half of an SM, so two of them share
+one, and while one computes powers, begins or ends, the other one can multiply.
 
 The forward kernel of `Attention with warps that only load
 <05-warp-specialization.html>`_ is as fast as cuDNN or faster with long
@@ -108,7 +108,7 @@ STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #
 # Now we split the program in two. Each has one group that multiplies, a
 # loading warp of its own, and half of the queries. Just as many warps multiply
-# on an SM as before. But each program begins and ends when it is its turn, and
+# on an SM as before. But each program begins and ends at its own time, and
 # while it does, the other one has the Tensor Cores for itself. The price is
 # paid in loads: a tile of keys serves 64 queries, and before it served 128.
 #
@@ -132,9 +132,9 @@ for said, *needs in (
     print(f"{said}: {programs_on_an_sm(*needs)} programs")
 
 # %%
-# The last line shows how easily it is lost. More buffers let the loading warp
-# run further ahead, which sounds good. But they take the room of the second
-# program. We will measure that, too.
+# The last line shows how easily the second program is lost. More buffers let
+# the loading warp run further ahead, which sounds good. But they take its
+# room. We will measure that, too.
 #
 # When one program begins or ends, the other one can multiply, and no barrier
 # between them is needed. The lengths are not measured:
@@ -1462,6 +1462,528 @@ def _half_sm_bwd_queries(
 
 
 # %%
+# How fast is the kernel of the queries?
+# --------------------------------------
+#
+# We measure it alone, with 16 heads of 128 numbers, and 16384 tokens in
+# sequences of 1024 to 16384. Beside it are the same kernel with four buffers,
+# of which an SM holds one program, that of the page before, which has two
+# groups in a program, and plain Triton. Three products count.
+
+# %%
+
+# Scaffold: the kernel of the queries with two groups, from page 05.
+
+
+@gluon.jit
+def _load_bwd(
+    q_desc,
+    dy_desc,
+    y_desc,
+    k_desc,
+    v_desc,
+    q_mem,
+    dy_mem,
+    y_mem,
+    q_full,
+    ring,
+    batch,
+    head,  # of the queries
+    k_head,
+    first,  # our first query
+    steps,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """What the loading warp does for dq."""
+    mbarrier.expect(q_full, 6 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        place = [batch, head, first + half * TILE_Q, 0]
+        FETCH(q_desc, place, q_full, q_mem.index(half))
+        FETCH(dy_desc, place, q_full, dy_mem.index(half))
+        FETCH(y_desc, place, q_full, y_mem.index(half))
+    _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
+
+
+@gluon.jit
+def _step_bwd(
+    dq,
+    ds,  # of the last step: an operand of the product that is under way
+    i,
+    q,
+    dy,
+    lse,
+    delta,
+    ring,
+    limit,
+    scale,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MASK: gl.constexpr,  # whether some query does not see all of the tile
+    FIRST: gl.constexpr,  # whether there is no step before
+):
+    """dq with tile i of the keys; its product may still be under way."""
+    k_mem, v_mem, full, free = ring
+    at = i % BUFFERS
+    parity = (i // BUFFERS) & 1
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    v = v_mem.index(at).reshape([TILE_K, DIM])
+    SCORE: gl.constexpr = lse.type.layout.parent
+    zeros = gl.zeros([lse.shape[0], TILE_K], gl.float32, SCORE)
+
+    mbarrier.wait(full.index(2 * at), parity)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full.index(2 * at + 1), parity)
+    dp = warpgroup_mma(
+        dy, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+
+    # Products end in their order: when at most one is under way, the scores
+    # are there, and so is the sum of the last step.
+    # Its operand ds had to stay in its registers until now.
+    score, dq, ds = warpgroup_mma_wait(1, deps=[score, dq, ds])
+    if not FIRST:
+        mbarrier.arrive(free.index(2 * ((i - 1) % BUFFERS)), count=1)
+    if MASK:
+        KEYS: gl.constexpr = gl.SliceLayout(0, SCORE)
+        key = i * TILE_K + gl.arange(0, TILE_K, KEYS)
+        seen = key[None, :] < limit[:, None]
+        score = gl.where(seen, score, float("-inf"))
+    p = gl.exp2(score * scale - lse[:, None])
+
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(free.index(2 * at + 1), count=1)
+    ds_of_tile = (p * (dp - delta[:, None])).to(ds.dtype)
+    ds = gl.convert_layout(ds_of_tile, ds.type.layout)
+    dq = warpgroup_mma(ds, k, dq, is_async=True)
+    return dq, ds
+
+
+@gluon.jit
+def _group_bwd(
+    half,
+    dq_desc,
+    lse_ptr,  # of the first query of this head, as delta_ptr
+    delta_ptr,
+    q_mem,
+    dy_mem,
+    y_mem,
+    q_full,
+    ring,
+    batch,
+    head,
+    first,  # the first query of both groups
+    keys,
+    scale,
+    log2e,
+    whole,  # tiles that all of our queries see
+    steps,  # tiles that some of them see
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """dq of 64 queries."""
+    DTYPE: gl.constexpr = dq_desc.dtype
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_K, 16]
+    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
+    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
+    if CAUSAL:
+        limit = gl.minimum(query + 1, limit)
+    lse = gl.load(lse_ptr + query)
+
+    mbarrier.wait(q_full, 0)
+    q = q_mem.index(half).reshape([TILE_Q, DIM])
+    dy = dy_mem.index(half).reshape([TILE_Q, DIM])
+    y = y_mem.index(half).reshape([TILE_Q, DIM])
+    product = y.load(SUM).to(gl.float32) * dy.load(SUM).to(gl.float32)
+    delta = gl.convert_layout(gl.sum(product, axis=1), ROW)
+    gl.store(delta_ptr + query, delta)
+
+    both = scale * log2e
+    dq = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+    ds = gl.zeros([TILE_Q, TILE_K], DTYPE, LEFT)
+    dq, ds = _step_bwd(
+        dq, ds, 0, q, dy, lse, delta, ring, limit, both, DIM, TILE_K, BUFFERS,
+        CAUSAL or RAGGED, True,
+    )  # fmt: skip
+    for i in range(1, whole):
+        dq, ds = _step_bwd(
+            dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
+            BUFFERS, False, False,
+        )  # fmt: skip
+    if CAUSAL or RAGGED:
+        for i in range(gl.maximum(whole, 1), steps):
+            dq, ds = _step_bwd(
+                dq, ds, i, q, dy, lse, delta, ring, limit, both, DIM, TILE_K,
+                BUFFERS, True, False,
+            )  # fmt: skip
+    dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
+
+    q.store((dq * scale).to(DTYPE))
+    fence_async_shared()
+    place = [batch, head, first + half * TILE_Q, 0]
+    STORE(dq_desc, place, q_mem.index(half))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def _warps_bwd_queries(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    y_desc,  # as q_desc, and so are the next two
+    dy_desc,
+    dq_desc,
+    lse_ptr,  # (batch, heads, rows)
+    delta_ptr,  # (batch, heads, rows): stored for the kernel of the keys
+    rows,  # queries, and those that only fill the last tiles
+    heads,  # of the queries
+    queries,
+    keys,
+    scale,  # that of the scores alone, for dq
+    log2e,  # LOG2E, for the powers of 2
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_K: gl.constexpr,  # keys of a step
+    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
+    num_warps: gl.constexpr,
+):
+    # Which queries are ours, and which keys do they see?
+    OWN: gl.constexpr = 2 * TILE_Q
+    tiles = gl.cdiv(queries, OWN)
+    tile = gl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    first = tile * OWN
+    lead = gl.program_id(0) // tiles
+    batch = lead // heads
+    head = lead % heads
+    whole = keys // TILE_K
+    steps = gl.cdiv(keys, TILE_K)
+    if CAUSAL:
+        whole = gl.minimum(first // TILE_K, whole)
+        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+
+    # Shared memory, and a ring of buffers.
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    dy_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    y_mem = gl.allocate_shared_memory(
+        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=1)  # the loading warp
+        mbarrier.init(free.index(i), count=2)  # both groups
+    fence_async_shared()
+    ring = (k_mem, v_mem, full, free)
+    at = lead.to(gl.int64) * rows  # may pass 2**31
+    lse_ptr += at
+    delta_ptr += at
+
+    gl.warp_specialize(
+        [
+            (_group_bwd, (
+                0, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+                ring, batch, head, first, keys, scale, log2e, whole, steps,
+                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
+            )),
+            (_group_bwd, (
+                1, dq_desc, lse_ptr, delta_ptr, q_mem, dy_mem, y_mem, q_full,
+                ring, batch, head, first, keys, scale, log2e, whole, steps,
+                CAUSAL, RAGGED, DIM, TILE_Q, TILE_K, BUFFERS,
+            )),
+            (_load_bwd, (
+                q_desc, dy_desc, y_desc, k_desc, v_desc, q_mem, dy_mem, y_mem,
+                q_full, ring, batch, head, head // GROUP, first, steps, TILE_Q,
+                TILE_K, BUFFERS,
+            )),
+        ],
+        [4, 1],  # warps of the second and of the third
+        [240, 24],  # registers of their threads
+    )  # fmt: skip
+
+
+def fast_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
+    """dq by the kernel in Gluon."""
+    plan = {
+        "DIM": width_of(q.shape[-1]),
+        "TILE_Q": OWN // 2,
+        "TILE_K": 64,
+        "BUFFERS": 3,
+        "num_warps": 4,
+    }
+    launch_queries(
+        _warps_bwd_queries, tiles_for_gluon, OWN, plan, q, k, v, y, dy, dq,
+        lse, delta, is_causal, scale,
+    )  # fmt: skip
+
+
+# %%
+
+# Scaffold: the clock, in turns, from page 01.
+
+
+def in_turns(calls):
+    """µs of each call on the GPU: median, 20% and 80% quantiles.
+
+    ``calls`` are functions by their names. Each is recorded as a CUDA graph
+    that overwrites L2 and makes the call, and one more only overwrites L2.
+    The graphs are replayed in turns; what the last one takes is subtracted.
+    """
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def recorded(call):
+        call()  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            larger_than_l2.zero_()
+            result = call()
+        graph.replay()  # the first replay takes longer
+        return graph, result  # the memory of the result stays its own
+
+    def elapsed(graph):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return 1000 * start.elapsed_time(end)
+
+    graphs = {name: recorded(call) for name, call in calls.items()}
+    without, _ = recorded(lambda: None)
+    times = {name: [] for name in graphs}
+    for _ in range(15):
+        for name, (graph, _) in graphs.items():
+            times[name].append(elapsed(graph) - elapsed(without))
+    found = {}
+    for name, each in times.items():
+        each.sort()
+        found[name] = each[7], each[3], each[11]
+    return found
+
+
+# %%
+
+# Scaffold: inputs, and PyTorch by a library, from page 03.
+
+TOKENS = 16384
+
+LENGTHS = [1024, 2048, 4096, 8192, 16384]
+
+NOTHING = 3 * [float("nan")]  # where a line has no point
+
+
+def inputs(N, D, dtype):
+    """query, key, value and dy: TOKENS tokens as sequences of N."""
+    heads = 2048 // D
+    return [
+        torch.randn(
+            TOKENS // N, heads, N, D, device=DEVICE, dtype=dtype
+        ).requires_grad_()
+        for _ in range(4)
+    ]
+
+
+def with_backend(backend, is_causal):
+    """PyTorch's function, by a library of this name."""
+
+    def function(query, key, value):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=is_causal
+            )
+
+    return function
+
+
+# %%
+
+# Scaffold: speeds, and a benchmark of any pass.
+
+NAMES = {
+    "triton": "Triton",
+    "one": "one program an SM",
+    "two": "two groups, one program",
+    "plain": "Triton, plain",
+    "sdpa-cudnn": "cuDNN, by PyTorch",
+    "torch": "FlashAttention-2, by PyTorch",
+    "cublas": "A product of matrices",
+}
+
+
+def speeds(products, calls, N, is_causal):
+    """TFLOP/s of each call: median, low, high; and of cuBLAS beside them.
+
+    A call has so many products of (N, N) and D for each of 2048 / D heads.
+    """
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.float16)
+    calls = calls | {"cublas": lambda: a @ a}
+    found = {}
+    for name, times in in_turns(calls).items():
+        operations = products * 2 * N * 2048 * TOKENS
+        if is_causal:
+            operations /= 2
+        if name == "cublas":
+            operations = 2 * 8192**3
+        median, short, long = times
+        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
+    return found
+
+
+def libraries(is_causal):
+    """PyTorch's function by the libraries that we compare with."""
+    backends = torch.nn.attention.SDPBackend
+    return {
+        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION, is_causal),
+        "torch": with_backend(backends.FLASH_ATTENTION, is_causal),
+    }
+
+
+def benchmark_of(plot_name, mode, D, is_causal, dtype, lines):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=LENGTHS,
+        x_log=True,
+        xlabel="N (queries, and keys)",
+        line_arg="provider",
+        line_vals=lines,
+        line_names=[NAMES[line] for line in lines],
+        ylabel="TFLOP/s",
+        plot_name=plot_name,
+        args={
+            "D": D,
+            "is_causal": is_causal,
+            "dtype": dtype,
+            "mode": mode,
+        },
+    )
+
+
+def in_percent(benchmark):
+    """Draw a benchmark, and print each speed in % of that of cuDNN."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    cudnn = table[NAMES["sdpa-cudnn"]]
+    percent = 100 * table.div(cudnn, axis="index")
+    print("speed in % of that of cuDNN")
+    print(percent.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: the kernels of the queries, a benchmark.
+
+
+@functools.cache  # all lines in turns; then each is asked for its own
+def queries_speeds(N, D, dtype, is_causal):
+    if not ON_GPU:
+        return {}  # the interpreter cannot be timed
+    q, k, v, dy = (t.detach() for t in inputs(N, D, dtype))
+    scale = D**-0.5
+    y, lse = forward(q, k, v, is_causal, scale)
+    dq = torch.empty_like(q)
+    delta = torch.empty_like(lse)
+    given = q, k, v, y, dy, dq, lse, delta, is_causal, scale
+    calls = {"plain": functools.partial(plain_queries, *given)}
+    if by_warps(q):
+        calls["two"] = functools.partial(fast_queries, *given)
+        for name, buffers in (("triton", 2), ("one", 4)):
+            plan = {"DIM": D, "TILE_Q": 64, "TILE_K": 64, "BUFFERS": buffers}
+            plan |= {"num_warps": 4, "maxnreg": 128}
+            calls[name] = functools.partial(
+                launch_queries, _half_sm_bwd_queries, tiles_for_gluon, 64,
+                plan, *given,
+            )  # fmt: skip
+    return speeds(3, calls, N, is_causal)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=LENGTHS,
+        x_log=True,
+        xlabel="N (queries, and keys)",
+        line_arg="provider",
+        line_vals=["triton", "two", "one", "plain", "cublas"],
+        line_names=[
+            NAMES[line] for line in ("triton", "two", "one", "plain", "cublas")
+        ],
+        ylabel="TFLOP/s",
+        plot_name="halves-queries",
+        args={
+            "D": 128,
+            "is_causal": False,
+            "dtype": torch.float16,
+            "pass": "the kernel of the queries alone",
+        },
+    )
+)
+def bench_queries(N, D, is_causal, dtype, provider, **_):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    return queries_speeds(N, D, dtype, is_causal).get(provider, NOTHING)
+
+
+# %%
+
+bench_queries.run(show_plots=ON_GPU)
+
+# %%
+# **What the figure shows.**
+# On the H200 our kernel reaches 685 TFLOP/s at 16384 keys. That
+# is 1.16 to 1.25 times the speed of plain Triton over all
+# lengths, and 1.05 to 1.10 times that of two groups in a program.
+# With one program on an SM it reaches 557 TFLOP/s.
+#
+# **Why.**
+# With four buffers an SM has one group that multiplies, and with two buffers
+# it has two. So what a loading warp can do ahead of time counts for less than
+# a second group. It multiplies when the first one begins, ends, computes
+# powers, or waits for a product that it needs right away. Two groups in one
+# program can do the same but for the beginning and the end, when both have
+# nothing to multiply.
+#
+# **What follows.**
+# The kernel of the keys gets the same form.
+
+# %%
 # The keys
 # --------
 #
@@ -2156,161 +2678,6 @@ check(150, 260, 128, torch.bfloat16)
 check(40, 50, 65, torch.float32, is_causal=True)
 
 # %%
-
-# Scaffold: the clock, in turns, from page 01.
-
-
-def in_turns(calls):
-    """µs of each call on the GPU: median, 20% and 80% quantiles.
-
-    ``calls`` are functions by their names. Each is recorded as a CUDA graph
-    that overwrites L2 and makes the call, and one more only overwrites L2.
-    The graphs are replayed in turns; what the last one takes is subtracted.
-    """
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        call()  # compiles the kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            larger_than_l2.zero_()
-            result = call()
-        graph.replay()  # the first replay takes longer
-        return graph, result  # the memory of the result stays its own
-
-    def elapsed(graph):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return 1000 * start.elapsed_time(end)
-
-    graphs = {name: recorded(call) for name, call in calls.items()}
-    without, _ = recorded(lambda: None)
-    times = {name: [] for name in graphs}
-    for _ in range(15):
-        for name, (graph, _) in graphs.items():
-            times[name].append(elapsed(graph) - elapsed(without))
-    found = {}
-    for name, each in times.items():
-        each.sort()
-        found[name] = each[7], each[3], each[11]
-    return found
-
-
-# %%
-
-# Scaffold: inputs, and PyTorch by a library, from page 03.
-
-TOKENS = 16384
-
-LENGTHS = [1024, 2048, 4096, 8192, 16384]
-
-NOTHING = 3 * [float("nan")]  # where a line has no point
-
-
-def inputs(N, D, dtype):
-    """query, key, value and dy: TOKENS tokens as sequences of N."""
-    heads = 2048 // D
-    return [
-        torch.randn(
-            TOKENS // N, heads, N, D, device=DEVICE, dtype=dtype
-        ).requires_grad_()
-        for _ in range(4)
-    ]
-
-
-def with_backend(backend, is_causal):
-    """PyTorch's function, by a library of this name."""
-
-    def function(query, key, value):
-        with torch.nn.attention.sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal
-            )
-
-    return function
-
-
-# %%
-
-# Scaffold: speeds, and a benchmark of any pass.
-
-NAMES = {
-    "triton": "Triton",
-    "one": "one program an SM",
-    "plain": "Triton, plain",
-    "sdpa-cudnn": "cuDNN, by PyTorch",
-    "torch": "FlashAttention-2, by PyTorch",
-    "cublas": "A product of matrices",
-}
-
-
-def speeds(products, calls, N, is_causal):
-    """TFLOP/s of each call: median, low, high; and of cuBLAS beside them.
-
-    A call has so many products of (N, N) and D for each of 2048 / D heads.
-    """
-    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.float16)
-    calls = calls | {"cublas": lambda: a @ a}
-    found = {}
-    for name, times in in_turns(calls).items():
-        operations = products * 2 * N * 2048 * TOKENS
-        if is_causal:
-            operations /= 2
-        if name == "cublas":
-            operations = 2 * 8192**3
-        median, short, long = times
-        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
-    return found
-
-
-def libraries(is_causal):
-    """PyTorch's function by the libraries that we compare with."""
-    backends = torch.nn.attention.SDPBackend
-    return {
-        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION, is_causal),
-        "torch": with_backend(backends.FLASH_ATTENTION, is_causal),
-    }
-
-
-def benchmark_of(plot_name, mode, D, is_causal, dtype, lines):
-    return triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=LENGTHS,
-        x_log=True,
-        xlabel="N (queries, and keys)",
-        line_arg="provider",
-        line_vals=lines,
-        line_names=[NAMES[line] for line in lines],
-        ylabel="TFLOP/s",
-        plot_name=plot_name,
-        args={
-            "D": D,
-            "is_causal": is_causal,
-            "dtype": dtype,
-            "mode": mode,
-        },
-    )
-
-
-def in_percent(benchmark):
-    """Draw a benchmark, and print each speed in % of that of cuDNN."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True)
-    table = table.astype({"N": int}).set_index("N")
-    table.columns = [column.split(" (")[0] for column in table.columns]
-    if table.isna().all(axis=None):
-        print("Timing needs a GPU; the page shows recorded figures.")
-        return
-    cudnn = table[NAMES["sdpa-cudnn"]]
-    percent = 100 * table.div(cudnn, axis="index")
-    print("speed in % of that of cuDNN")
-    print(percent.to_string(float_format="%.0f"))
-
-
-# %%
 # How fast is the backward pass?
 # ------------------------------
 #
@@ -2456,45 +2823,38 @@ in_percent(bench_backward_causal_64)
 
 # %%
 # **What the five figures show.**
-# On the H200, with 128 numbers in a head, our backward pass reaches 509
-# TFLOP/s at 16384 keys, and 504 if causal. Over all lengths it is at 92% to
-# 100% of cuDNN's speed, and at 94% to 114% if causal. In bfloat16, causal, it
-# is at 96% to 115%. With one program on an SM it is at 70% to 75% and at 70%
-# to 84%, and plain Triton is at 82% to 86% and at 82% to 98%.
+# On the H200, with 128 numbers in a head, our backward pass reaches 514
+# TFLOP/s at 16384 keys, and 522 if causal. Over all lengths it is at 91% to
+# 100% of cuDNN's speed, and at 95% to 115% if causal. In bfloat16, causal, it
+# is at 95% to 117%. With one program on an SM it is at 70% to 76% and at 69%
+# to 82%, and plain Triton is at 81% to 86% and at 81% to 97%.
 #
-# With 64 numbers in a head we are at 100% to 106% of cuDNN's speed, and at
-# 101% to 117% if causal, where plain Triton is at 95% to 103% and at 88% to
+# With 64 numbers in a head we are at 100% to 107% of cuDNN's speed, and at
+# 102% to 116% if causal, where plain Triton is at 94% to 104% and at 88% to
 # 103%.
 #
 # Ours is 1.9 to 2.0 times as fast as FlashAttention-2 with 128 numbers in a
-# head, and 1.8 to 2.1 times if causal. With 64 it is 1.7 to 1.8 times, and 1.7
+# head, and 1.9 to 2.1 times if causal. With 64 it is 1.7 to 1.8 times, and 1.7
 # to 1.9 times if causal. On the page before this one, with 128 numbers, our
 # backward pass was at 84% to 92%, and at 86% to 104% if causal. That was
 # another run.
 #
 # **Why.**
-# One program on an SM and two have the same kernels, which differ in nothing
-# but the number of buffers. With four buffers one group multiplies on an SM,
-# and with two buffers two groups do. Two are 1.30 to 1.36 times as fast. So
-# what a loading warp can do ahead of time counts for less than a second group.
-# It multiplies when the first one begins, ends, computes powers, or waits for
-# a product that it needs right away.
+# The whole backward pass gains what the kernel of the queries gains. With two
+# programs on an SM it is 1.30 to 1.40 times as fast as with one.
 #
-# And two groups in one program? That was the kernel of the queries of the page
-# before. In a trial on an H200 with 128 numbers, the one of this page took 6%
-# to 14% less time.
-#
-# With seven products our kernels do 7/5 of 509, which is 712 TFLOP/s at 16384
-# keys. That is 95% of what the product of matrices reaches beside them. So
+# With seven products our kernels do 7/5 of 514, which is 720 TFLOP/s at 16384
+# keys. That is 94% of what the product of matrices reaches beside them. So
 # with long sequences the Tensor Cores hardly have a pause any more. If cuDNN
-# has five products, its 530 TFLOP/s are 71% of it. Then it is ahead because it
+# has five products, its 536 TFLOP/s are 70% of it. Then it is ahead because it
 # computes less, and not because its Tensor Cores wait less.
 #
 # **What follows.**
-# With 128 numbers in a head and long sequences, cuDNN is ahead by up to 9%. To
-# pass it we would have to save products, and `Five products or seven
+# With 128 numbers in a head and long sequences, cuDNN is ahead by up to 10%.
+# To pass it we would have to save products, and `Five products or seven
 # <02-backward.html>`_ explains what that costs. With 64 numbers nothing that
-# we measured is faster, at any length, but at 4096 keys cuDNN is as fast.
+# we measured is faster, at any length, but at 4096 keys, not causal, cuDNN is
+# as fast.
 #
 # Would the forward kernel gain as much? In a trial on an H200, in this form
 # and with 128 numbers in a head, it took 9% less time at 1024 keys if causal,
@@ -2524,7 +2884,8 @@ in_percent(bench_backward_causal_64)
 # **Exercise 1: a bias for each key.**
 # Some models add a number to all scores of a key, a *bias*, which is trained
 # like any other parameter. With :math:`b_j` for key :math:`j`, its score with
-# query :math:`i` becomes :math:`s \, q_i \cdot k_j + b_j`.
+# query :math:`i` becomes :math:`s \, q_i \cdot k_j + b_j`, where :math:`s` is
+# the scale alone.
 #
 # The kernel below computes ``dq`` of one tile in plain Triton, with its
 # subtractions in the products. It does not know the bias yet. Add it where it
@@ -2653,12 +3014,12 @@ assert exercise_1(_one_tile_with_bias)
 # the H200 for causal attention of 4096 keys, with 128 and with 64 numbers in a
 # head:
 #
-# - **Plain Triton**, which decides by itself where a program waits: 395 and
-#   349 TFLOP/s.
+# - **Plain Triton**, which decides by itself where a program waits: 408 and
+#   344 TFLOP/s.
 # - **One program on an SM**, with one group that multiplies and four buffers:
-#   336 with 128 numbers.
-# - **Two programs on an SM**, with fewer buffers: 455 and 393.
-# - **cuDNN**: 455 and 376.
+#   349 with 128 numbers.
+# - **Two programs on an SM**, with fewer buffers: 469 and 389.
+# - **cuDNN**: 468 and 368.
 #
 # And for kernels in general:
 #
