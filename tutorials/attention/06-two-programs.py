@@ -2840,7 +2840,7 @@ in_percent(bench_backward_causal_64)
 # another run.
 #
 # **Why.**
-# The whole backward pass gains what the kernel of the queries gains. With two
+# The whole backward pass gains more than the kernel of the queries. With two
 # programs on an SM it is 1.30 to 1.40 times as fast as with one.
 #
 # With seven products our kernels do 7/5 of 514, which is 720 TFLOP/s at 16384

@@ -59,7 +59,6 @@ def also(page, M, N, dtype):
 
 PUBLISHED = "2026-11-29"
 
-IN_GLUON = {**BEFORE.IN_GLUON, "shared": 227 * 1024 // 2}
 KERNELS = Kernels(
     run=shown,
     also=also,
@@ -79,7 +78,7 @@ KERNELS = Kernels(
             """,
             narrow_loads=4,  # lse
             narrow_stores=4,  # delta
-            **IN_GLUON,
+            **BEFORE.IN_GLUON,
         ),
         "_half_sm_bwd_keys": Kernel(
             look="""
@@ -87,7 +86,7 @@ KERNELS = Kernels(
             begin with zeros, but with minus the log-sum-exp of the queries,
             divided by the scale.
             """,
-            **IN_GLUON,
+            **BEFORE.IN_GLUON,
         ),
     },
     cases={

@@ -293,7 +293,7 @@ def climbed(figure):
     slower = {N: 100 * (1 - of.ratio("rows", "triton", N)) for N in STRIPS}
     for number in slower.values():
         number.rounding = ".0f"
-    # "As fast as in groups up to 4096 features, within 3%".
+    # "As fast as in groups up to 4096 new features, within 3%".
     assert max(abs(slower[N]) for N in (1024, 2048, 4096)) < 3
     yield (
         f"it is {slower[8192]}% slower at 8192 and {slower[14336]}% at 14336."
@@ -626,7 +626,7 @@ FACTS = {
     "``x`` and ``w`` have 101 MB": "2 * (8192 + 4096) * 4096 bytes",
     "the programs ask for 4.3 GB": "printed above: tiles of 128 x 128",
     "so 2% would have to miss": "101 MB of 4.3 GB",
-    "up to 4096 features, within 3%": "an order above",
+    "up to 4096 new features, within 3%": "an order above",
     "The weight has 34 MB": "2 * 4096**2 bytes",
     "64 tokens and two parts it would be 4.2 MB": "8 * 2 * 64 * 4096 bytes",
     "in which an SM loads 49 KB": "2 * (64 + 128) * 128 bytes",
