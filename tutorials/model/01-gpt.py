@@ -14,9 +14,8 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` takes about as long as we do: our lead of a few percent is
-smaller than the difference between two ways to measure. But we need less
-memory.
+``torch.compile`` takes about as long as we do: measured in one way we are 8%
+faster, in another 2% slower. But we need less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
@@ -31,11 +30,11 @@ norm, dropout, activations, softmax and cross-entropy, too.
 - How a whole step becomes a CUDA graph, and where its microseconds go.
 - How the same script trains on two GPUs, and what the second one brings.
 
-**What you need:** a look at the pages whose functions we take, and most of all
+**What you need:** a look at the pages whose functions we take. Most of all,
 `RMS normalization and the residual stream
 <../norms-and-losses/01-rms-norm.html>`_ and `Causal, grouped, any length
-<../attention/03-any-attention.html>`_. You don't need a GPU: without one, a
-tiny model trains for a few steps.
+<../attention/03-any-attention.html>`_ explain what our norm and our attention
+do. You don't need a GPU: without one, a tiny model trains for a few steps.
 """
 
 # %%
@@ -598,10 +597,10 @@ if not ON_GPU:
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
 # for each of them, and what one writes the next one reads again. It is the
 # same with its loss. Our loss is mostly its three products: they are 2.4 ·
-# 10¹² operations, and take 3.2 ms at 750 TFLOP/s. For products and attention
-# PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are made to keep
-# Tensor Cores busy. Our attention is ahead of cuDNN's here all the same. Its
-# backward pass is that of `Two programs on an SM
+# 10¹² operations, and take 3.8 ms in the profile further down. For products
+# and attention PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are
+# made to keep Tensor Cores busy. Our attention is ahead of cuDNN's here all
+# the same. Its backward pass is that of `Two programs on an SM
 # <../attention/06-two-programs.html>`_, which has kernels in Gluon for heads
 # of 64 numbers, too.
 #
@@ -1126,9 +1125,11 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 # **What the figure shows.**
 # On the H200 the loss falls from 7.98 nats per token in the first ten steps to
 # 2.32 in the last ten with our functions, and to 2.31 with PyTorch's. At the
-# forty points the two are 0.022 apart at most. Trainings with other seeds end
-# at 2.33, 2.47 and 2.21, so the ends of our four trainings lie up to 0.26
-# apart, which is 12 times as much.
+# forty points the two are 0.022 apart at most, and 0.006 at the end. Ours is
+# the larger one at 36 of them: once two trainings have drifted apart, they
+# need not cross again. Trainings with other seeds end at 2.33, 2.47 and 2.21,
+# so the ends of our four trainings lie up to 0.26 apart, which is 12 times as
+# much.
 #
 # **What follows.**
 # With the same seed, what separates the two is smaller than what separates one
@@ -1139,8 +1140,8 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 # -------------
 #
 # Do two trainings with the same seed give the same weights? No kernel of ours
-# adds with atomics, so the order of every sum is fixed. We train once more,
-# and compare all masters.
+# that this model calls adds with atomics, so the order of our sums is fixed.
+# We train once more, and compare all masters.
 
 losses, masters = train(OURS, seed=0)
 pairs = zip(masters, trained("triton", 0)[1], strict=True)
@@ -1418,8 +1419,9 @@ def time_of_kind(times, kind):
 # How long does a step take?
 # --------------------------
 #
-# All designs but the last one take turns, so what changes meanwhile, such as
-# the clock rate of the GPU, concerns all of them alike.
+# All designs but the last one take turns, so what changes slowly concerns all
+# of them alike. But their order is fixed, so a design may find the GPU warm
+# from the one before it.
 
 # %%
 
@@ -1484,27 +1486,27 @@ plt.show()
 # Ours under torch.compile takes 88.7 ms.
 #
 # **Why.**
-# Our graph waits for its kernels and for nothing else. Launched from Python
-# the same kernels take 2.18 times as long, because the host cannot keep up.
-# Our functions check what they are given, choose tiles, and describe matrices
-# to the GPU, all in Python, where PyTorch does such things in C++. So without
-# a graph ours is slower than PyTorch, torch.compile and Liger. torch.compile
-# keeps its host ahead of the GPU, so a graph brings it hardly anything, and
-# neither does tuning.
+# Our graph waits for its kernels and for nothing else. Launched from Python, a
+# step with the same kernels takes 2.18 times as long, because the host cannot
+# keep up. Our functions check what they are given, choose tiles, and describe
+# matrices to the GPU, all in Python, where PyTorch does such things in C++. So
+# without a graph ours is slower than PyTorch, torch.compile and Liger.
+# torch.compile keeps its host ahead of the GPU, so a graph brings it hardly
+# anything, and neither does tuning.
 #
 # Under torch.compile our functions run as before, and Python calls them one
 # after the other. What is left to compile is a single graph, which serves all
-# blocks: attention, and the change of layout after it. The model has nothing
-# else that one could fuse, for our kernels have done that already. So ours
-# under torch.compile waits for the host, too. It waits even longer than ours
-# launched from Python. Entering and leaving the graph takes the host time in
-# each block, and the process is another one. How much each of these costs, we
-# have not measured.
+# blocks: attention, and the change of layout after it. There is little else
+# that one could fuse, for our kernels have done that already. So ours under
+# torch.compile waits for the host, too. It waits even longer than ours
+# launched from Python. A part of that is the process, which is another one:
+# below, ours launched from Python takes 67.4 ms in a process of its own. The
+# other 21 ms may come from entering and leaving the graph in each block.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
 # it needs faster kernels. And our lead over torch.compile is thin. We measure
-# the graphs of both once more below, in other processes. On one GPU
+# the graphs of both once more below, in other processes. On one GPU that of
 # torch.compile is ahead there.
 #
 # Where do the microseconds go?
@@ -1659,8 +1661,8 @@ plt.show()
 
 # %%
 # **What both figures show.**
-# On the H200 our kernels take 25.0 ms of a step together, those of PyTorch
-# 42.2 ms, those of torch.compile 26.1 ms, and those of Liger 29.5 ms. Our
+# On the H200 all kernels of a step take 25.0 ms with our functions, 42.2 ms
+# with PyTorch's, 26.1 ms with torch.compile, and 29.5 ms with Liger. Our
 # products take 14.8 ms, and those of PyTorch, which are cuBLAS's, take 13.6.
 # Our attention takes 3.9 ms, and cuDNN's 4.5. The loss takes 0.6 ms, 3.8 in
 # PyTorch, and 1.4 with torch.compile. Norms, gate, rotary embedding, and
@@ -1669,25 +1671,28 @@ plt.show()
 #
 # Of our own kernels the product of the linear layers takes 10.8 ms, and those
 # of attention take 3.9 ms. The three products of the loss take 3.8 ms. No
-# other kernel takes more than 0.9 ms.
+# other kernel of ours takes more than 1 ms.
 #
 # **Why.**
 # Between products PyTorch has a kernel for each operation, and each of them
 # reads and writes all numbers. torch.compile fuses such operations nearly as
-# well as our kernels do it by hand: of our lead over it, 0.9 ms come from
-# there. The loss brings 0.8 ms, for torch.compile has all logits, and reads
-# them more than once. Attention brings 0.7 ms. And 1.2 ms are lost in the
-# products.
+# well as our kernels do it by hand: our kernels are 1.1 ms ahead of its
+# kernels, and 0.9 ms come from there. The loss brings 0.8 ms, for
+# torch.compile has all logits, and reads them more than once. Attention brings
+# 0.7 ms. And 1.2 ms are lost in the products. A step of our graph is 2.1 ms
+# ahead of a step of its graph. Where the rest of that comes from, this profile
+# does not say.
 #
 # The products are 9.8 · 10¹² operations, so ours do 666 TFLOP/s and cuBLAS
 # does 724. By our figure of single functions, 0.3 ms of what we lose are in
 # the layers that make gate and up: 25 µs in each of the twelve blocks. `A
 # linear layer, both passes <../matrix-products/01-linear.html>`_ shows where
 # ours lose most: in the gradient of a small weight, which has few tiles and
-# long sums. All weights of the blocks are small in this sense. The last one of
-# the MLP, for instance, has 96 tiles of 128 × 128 for 132 SMs. cuBLAS has many
-# more tiles to choose from than we do. And in the loss our products have more
-# to do: one of them takes a power of each number of its tiles.
+# long sums. Three of the four weights of a block have fewer tiles of 128 × 128
+# than there are SMs: the last one of the MLP, for instance, has 96 for 132
+# SMs. cuBLAS has many more tiles to choose from than we do. And in the loss
+# our products have more to do: one of them takes a power of each number of its
+# tiles.
 #
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
@@ -1854,22 +1859,27 @@ for line in times.columns[1:]:
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
-# DDP sends most of that while the backward pass still runs. Launched from
+# DDP should send most of that while the backward pass still runs. The second
+# GPU costs a step of our graph 1.3 ms, and one of torch.compile's graph 3.5
+# ms. torch.compile cuts a model under DDP into pieces, so that gradients can
+# leave early. That may be why, but we have not measured it. Launched from
 # Python, ours waits for the host, on two ranks as well as on one.
 #
 # On one GPU our graph takes 26.4 ms here, and 25.1 ms when it took turns with
 # the other designs. PyTorch takes 43.4 ms here and 43.3 ms there. With the
 # graph of torch.compile it is the other way round: it is faster here than
 # there. Here each design takes all of its steps in a row, and that of
-# torch.compile has processes of its own. The kernels are the same here and
-# there. What differs may be the clock rate of the GPU, which falls when the
-# products need more power than the GPU may take. We have not measured that.
-# Ours launched from Python differs more, because it waits for the host.
+# torch.compile has processes of its own. The fastest of eight turns counts
+# here, and the second fastest of twenty or more there. The kernels should be
+# the same. The clock rate of the GPU may differ, for it falls when the
+# products need more power than the GPU may take. We have not measured that,
+# and it would not say why one design gains and the other loses. Ours launched
+# from Python differs more, because it waits for the host.
 #
-# So our lead over torch.compile is smaller than the difference between these
-# two ways to measure. On one GPU we cannot say which of the two is faster. On
-# two GPUs we have measured in one way only, and a lead of a few percent says
-# as little.
+# So on one GPU our graph is 8% faster than that of torch.compile if the
+# designs take turns, and 2% slower if each runs by itself. We cannot say which
+# of the two is faster. On two GPUs we have measured in one way only, and a
+# lead of a few percent says as little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
@@ -1882,8 +1892,8 @@ for line in times.columns[1:]:
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is 1.4 GB. In time one of the two is ahead by a few percent, and
-#   which one it is depends on how we measure.
+#   over it is 1.4 GB. On one GPU we are 8% faster or 2% slower, which depends
+#   on how we measure.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
 #   numbers and a sequence 1024 tokens, if we count both passes. Forward it is
@@ -2027,8 +2037,8 @@ assert exercise_1(_squared_relu_1)
 # - **Ours, as a CUDA graph:** 25.1 ms, and 7.16 GB. Fused kernels, a quarter
 #   of the logits, and products that are a little slower than cuBLAS's.
 #
-# Ours and the graphs of torch.compile are about equally fast: what separates
-# them here is less than the difference between two ways to measure.
+# Ours and the graphs of torch.compile are about equally fast: measured in
+# another way, ours takes 26.4 ms, and the graph of torch.compile 25.9 ms.
 #
 # And for models in general:
 #
