@@ -229,7 +229,7 @@ def test_titles_say_the_subject():
 
 
 PROPER = {
-    *("Triton", "PyTorch", "GPU", "GPUs", "GPT", "RMS"),
+    *("Triton", "PyTorch", "GPU", "GPUs", "GPT", "RMS", "SM"),
     *("Composable", "Kernel"),
 }
 

@@ -2332,8 +2332,7 @@ bench_error.run(show_plots=ON_GPU)
 # chunks, whose sums of ``dw`` are read and written. With 2048 tokens there is
 # one chunk, and we are as fast as torch.compile. With 32768 tokens there are
 # eight. Their sums move 34 GB, which take 7 ms at 4.8 TB/s. All in all, our
-# step takes 168 ms and that of torch.compile 165 ms, so we lose less than the
-# sums would take alone.
+# step takes 168 ms and that of torch.compile 165 ms.
 #
 # Four products should take four thirds of the time of three. With
 # ``recompute=True`` a step takes 1.48, 1.30 and 1.28 times as long as by
@@ -2355,13 +2354,9 @@ bench_error.run(show_plots=ON_GPU)
 # Liger. With ``recompute=True`` we have a strip of 67 MB at most beside the
 # gradients, and no sums in memory at all.
 #
-# That PyTorch rounds its logits to 16 bits does not show here. The logits have
-# a size of 1, and not of 20 as in the example above.
-#
 # **What follows.**
 # We had two aims: at most 1.1 times the time of PyTorch, and at most the
-# memory of the most frugal library. As we had seen by arithmetic, no design of
-# this page meets both.
+# memory of the most frugal library. No design of this page meets both.
 #
 # The default meets the first aim everywhere. With 32768 tokens it takes a
 # seventh of PyTorch's memory, with 8192 tokens half of it, but with 2048
@@ -2501,10 +2496,8 @@ bench_products.run(show_plots=ON_GPU)
 # 100% and ``dw`` 87%. With 32000 classes it is 99%, 98% and 86%.
 #
 # **Why.**
-# As in the loss alone, the powers of ``scores`` hardly count. A tile has as
-# many of them with 32000 classes, and there 1% of the speed is missing. The 5%
-# with 128256 classes may be noise. ``dx`` has nothing to do beside its
-# product.
+# As in the loss alone, the powers of ``scores`` cost little, 5% at most.
+# ``dx`` has nothing to do beside its product.
 #
 # A tile of ``dw`` reads its old sums and writes new ones, 0.26 MB in all. With
 # 128256 classes all tiles together move 4.2 GB, which take 0.9 ms at 4.8 TB/s,
@@ -2788,8 +2781,7 @@ bench_skipping_error.run(show_plots=ON_GPU)
 #   of our default. Liger also has a z-loss and capped logits.
 # - **torch.compile is about as fast as our default**: it reaches 1.01, 1.01
 #   and 1.02 times its speed with 2048, 8192 and 32768 tokens. With 32768
-#   tokens it takes 2.8 times as much memory, because it has all logits, and
-#   with fewer as much as we do.
+#   tokens it takes 2.8 times as much memory, because it has all logits.
 # - **PyTorch is faster than recompute=True** at all sizes that we measured, by
 #   2% to 31%. And with 2048 tokens and 128256 classes our default saves time,
 #   but no memory, because ``dw`` is as large there as two matrices of logits.
