@@ -1,6 +1,7 @@
 """What must hold of the page "Attention with warps that only load"."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -146,19 +147,16 @@ ANY = "attention/03-any-attention"
 LENGTHS = 1024, 2048, 4096, 8192, 16384
 
 
-def both_of(figure, mode, of_64=""):
+def both_of(figure, mode, of_64="", kind="warps", **page):
     """The figure of a pass, and that of causal attention."""
     return [
-        figure(f"warps-{mode}{which}{of_64}", CARD)
+        figure(f"{kind}-{mode}{which}{of_64}", CARD, **page)
         for which in ("", "-causal")
     ]
 
 
 def of_page_03(figure, mode, of_64=""):
-    return [
-        figure(f"any-attention-{mode}{which}{of_64}", CARD, page=ANY)
-        for which in ("", "-causal")
-    ]
+    return both_of(figure, mode, of_64, "any-attention", page=ANY)
 
 
 def of_cudnn(figures, first=1024, who="triton"):
@@ -166,6 +164,23 @@ def of_cudnn(figures, first=1024, who="triton"):
     return [
         from_to(of.between(first).shares(who, CUDNN), "%") for of in figures
     ]
+
+
+def of_flash(figures):
+    """How many times as fast as FlashAttention-2, of each figure."""
+    return [from_to(of.ratios("triton", FLASH), "") for of in figures]
+
+
+def seven_products(of):
+    """What our kernels do, as they have seven products and five count."""
+    ours = of.median("triton", 16384)
+    seven = Measured(7 / 5 * ours, ".0f")
+    share = Measured(100 * seven / of.median(CUBLAS, 16384), ".0f")
+    return (
+        f"With seven products our kernels do 7/5 of {ours}, which is {seven} "
+        f"TFLOP/s at 16384 keys. That is {share}% of what the product of "
+        "matrices reaches beside them."
+    )
 
 
 def forward(figure):
@@ -229,7 +244,7 @@ def backward(figure):
         f"{causal.median('triton', 16384)} if causal."
     )
     shares = of_cudnn(both, 2048)
-    flash = [from_to(of.ratios("triton", FLASH), "") for of in both]
+    flash = of_flash(both)
     yield (
         f"From 2048 keys on that is {shares[0]} of cuDNN's speed, and "
         f"{shares[1]} of it if causal. At 1024 keys it is "
@@ -249,15 +264,12 @@ def backward(figure):
     for of in both:
         for N in LENGTHS:
             assert of.median("triton", N) > of.median("plain", N)
-    seven = Measured(7 / 5 * ours, ".0f")
+    yield seven_products(usual)
     ceiling = usual.median(CUBLAS, 16384)
     cudnn = usual.median(CUDNN, 16384)
-    share = Measured(100 * seven / ceiling, ".0f")
     yield (
-        f"With seven products our kernels do 7/5 of {ours}, which is {seven} "
-        f"TFLOP/s at 16384 keys. That is {share}% of what the product of "
-        f"matrices reaches beside them. If cuDNN has five, its {cudnn} "
-        f"TFLOP/s are {usual.share(CUDNN, 16384, CUBLAS)}% of it."
+        f"If cuDNN has five, its {cudnn} TFLOP/s are "
+        f"{usual.share(CUDNN, 16384, CUBLAS)}% of it."
     )
     best = Measured(500 / 7 * ceiling / cudnn, ".0f")
     yield (
@@ -275,7 +287,7 @@ def of_64_numbers(figure):
     both = both_of(figure, "backward", "-64")
     now = of_cudnn(both)
     before = of_cudnn(of_page_03(figure, "backward", "-64"))
-    flash = [from_to(of.ratios("triton", FLASH), "") for of in both]
+    flash = of_flash(both)
     yield (
         f"the backward pass is at {now[0]} of cuDNN's speed, and at {now[1]} "
         "if causal."
@@ -400,28 +412,38 @@ test_inputs_that_change = (
 )
 
 
-def compiled(launches, N, run, dtype="float16"):
-    """What is launched on a Hopper GPU."""
+def on_hopper(launches, page, kernels, N, run, dtype="float16", **more):
+    """What a page launches on a Hopper GPU."""
     from compiled import limits
 
     (builds,) = launches(
-        [limits.call(PAGE.name, KERNELS, N, "sm_90", dtype, run)]
+        [limits.call(page.name, kernels, N, "sm_90", dtype, run, **more)]
     )
     return builds
 
 
-@pytest.mark.cpu  # what compiles for a GPU that is not there
-def test_a_new_length_compiles_nothing(launches):
+def few_versions(compiled, run):
+    """The first three kernels of a run, of which no length needs a version of
+    its own: 4096 is a multiple of the tiles, which is compiled for."""
     texts = {}
     for N in 1, 1007, 4096:
-        for one in compiled(launches, N, hopper)[:3]:
+        for one in compiled(N, run)[:3]:
             texts.setdefault(one.kernel, []).append(one.asm["ptx"])
-    assert texts.keys() == {
-        *("_warps_fwd", "_warps_bwd_queries", "_any_attention_bwd_keys")
-    }
-    # 4096 is a multiple of the tiles, which is compiled for.
     for found in texts.values():
         assert len({*found}) <= 2 and found[0] == found[1]
+    return texts.keys()
+
+
+@pytest.fixture
+def compiled(launches):
+    return functools.partial(on_hopper, launches, PAGE, KERNELS)
+
+
+@pytest.mark.cpu  # what compiles for a GPU that is not there
+def test_a_new_length_compiles_nothing(compiled):
+    assert few_versions(compiled, hopper) == {
+        *("_warps_fwd", "_warps_bwd_queries", "_any_attention_bwd_keys")
+    }
 
 
 def waits(built):
@@ -431,12 +453,12 @@ def waits(built):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_kernels_in_gluon(launches, dtype):
+def test_kernels_in_gluon(compiled, dtype):
     """They fetch tiles by the TMA, have warps with registers of their own, and
     leave a product under way where they are not told to wait at once."""
     found = {}
     for N in 1000, 4096:
-        for built in compiled(launches, N, hopper, dtype):
+        for built in compiled(N, hopper, dtype):
             if not built.kernel.startswith("_warps"):
                 continue
             assert "cp.async.bulk.tensor" in built.asm["ptx"]
@@ -449,11 +471,11 @@ def test_kernels_in_gluon(launches, dtype):
 
 
 @pytest.mark.cpu
-def test_where_plain_kernels_wait(launches):
+def test_where_plain_kernels_wait(compiled):
     """As the page says: for all products that are under way. And the last two
     products of the step of the keys are begun without a wait between them."""
     runs = {}
-    for built in compiled(launches, 4096, run):
+    for built in compiled(4096, run):
         assert {*waits(built)} == {"0"}, built.kernel
         steps = re.findall(r"wgmma.(mma_async|wait_group)", built.asm["ptx"])
         runs[built.kernel] = [

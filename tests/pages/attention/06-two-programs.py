@@ -1,6 +1,7 @@
 """What must hold of the page "Two programs on an SM"."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -102,28 +103,14 @@ KERNELS = Kernels(
     },
 )
 
-CARD = "H200"
-CUDNN = "sdpa-cudnn"
-FLASH = "torch"
-CUBLAS = "cublas"
-LENGTHS = 1024, 2048, 4096, 8192, 16384
+CARD, LENGTHS = BEFORE.CARD, BEFORE.LENGTHS
+CUDNN, FLASH, CUBLAS = BEFORE.CUDNN, BEFORE.FLASH, BEFORE.CUBLAS
+of_cudnn, of_flash = BEFORE.of_cudnn, BEFORE.of_flash
 
 
 def both_of(figure, of_64=""):
     """The figure of the backward pass, and that of causal attention."""
-    return [
-        figure(f"halves-backward{which}{of_64}", CARD)
-        for which in ("", "-causal")
-    ]
-
-
-def shares(figures, who="triton"):
-    """Of cuDNN's speed, from the least share to the most, of each figure."""
-    return [from_to(of.shares(who, CUDNN), "%") for of in figures]
-
-
-def times(figures, who):
-    return [from_to(of.ratios("triton", who), "") for of in figures]
+    return BEFORE.both_of(figure, "backward", of_64, "halves")
 
 
 def of_queries(figure):
@@ -148,37 +135,29 @@ def speeds(figure):
     narrow = both_of(figure, "-64")
     short = figure("halves-backward-causal-bfloat16", CARD)
     ours, one, plain = (
-        shares(both, who) for who in ("triton", "one", "plain")
+        of_cudnn(both, who=who) for who in ("triton", "one", "plain")
     )
     yield (
         f"our backward pass reaches {usual.median('triton', 16384)} TFLOP/s "
         f"at 16384 keys, and {causal.median('triton', 16384)} if causal. Over "
         f"all lengths it is at {ours[0]} of cuDNN's speed, and at {ours[1]} "
-        f"if causal. In bfloat16, causal, it is at {shares([short])[0]}. With "
-        f"one program on an SM it is at {one[0]} and at {one[1]}, and plain "
-        f"Triton is at {plain[0]} and at {plain[1]}."
+        f"if causal. In bfloat16, causal, it is at {of_cudnn([short])[0]}. "
+        f"With one program on an SM it is at {one[0]} and at {one[1]}, and "
+        f"plain Triton is at {plain[0]} and at {plain[1]}."
     )
-    ours, plain = (shares(narrow, who) for who in ("triton", "plain"))
+    ours, plain = (of_cudnn(narrow, who=who) for who in ("triton", "plain"))
     yield (
         f"With 64 numbers in a head we are at {ours[0]} of cuDNN's speed, and "
         f"at {ours[1]} if causal, where plain Triton is at {plain[0]} and at "
         f"{plain[1]}."
     )
-    wide, slim = times(both, FLASH), times(narrow, FLASH)
+    wide, slim = of_flash(both), of_flash(narrow)
     yield (
         f"Ours is {wide[0]} times as fast as FlashAttention-2 with 128 "
         f"numbers in a head, and {wide[1]} times if causal. With 64 it is "
         f"{slim[0]} times, and {slim[1]} times if causal."
     )
-    before = [
-        from_to(
-            figure(f"warps-backward{which}", CARD, page=WARPS).shares(
-                "triton", CUDNN
-            ),
-            "%",
-        )
-        for which in ("", "-causal")
-    ]
+    before = of_cudnn(BEFORE.both_of(figure, "backward", page=WARPS))
     yield (
         f"with 128 numbers, our backward pass was at {before[0]}, and at "
         f"{before[1]} if causal."
@@ -204,15 +183,7 @@ def speeds(figure):
         "With 128 numbers in a head and long sequences, cuDNN is ahead by up "
         f"to {Measured(100 * (most - 1), '.0f')}%"
     )
-    best = usual.median("triton", 16384)
-    seven = Measured(7 / 5 * best, ".0f")
-    ceiling = usual.median(CUBLAS, 16384)
-    share = Measured(100 * seven / ceiling, ".0f")
-    yield (
-        f"With seven products our kernels do 7/5 of {best}, which is {seven} "
-        f"TFLOP/s at 16384 keys. That is {share}% of what the product of "
-        "matrices reaches beside them."
-    )
+    yield BEFORE.seven_products(usual)
     yield (
         f"If cuDNN has five products, its {usual.median(CUDNN, 16384)} "
         f"TFLOP/s are {usual.share(CUDNN, 16384, CUBLAS)}% of it."
@@ -299,14 +270,9 @@ test_the_module_is_right = THERE.test_the_module_is_right_by_itself
 test_the_module_has_its_cells = THERE.test_the_module_has_the_cells_of_the_page
 
 
-def compiled(launches, N, run, dtype="float16"):
-    """What is launched on a Hopper GPU."""
-    from compiled import limits
-
-    (builds,) = launches(
-        [limits.call(PAGE.name, KERNELS, N, "sm_90", dtype, run)]
-    )
-    return builds
+@pytest.fixture
+def compiled(launches):
+    return functools.partial(BEFORE.on_hopper, launches, PAGE, KERNELS)
 
 
 def two_fit(built):
@@ -319,12 +285,12 @@ def two_fit(built):
 
 @pytest.mark.cpu  # what compiles for a GPU that is not there
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_two_programs_share_an_sm(launches, dtype):
+def test_two_programs_share_an_sm(compiled, dtype):
     """And they leave a product under way, without being made to wait for each
     product by the assembler, which it does when it has too few registers."""
     found = {}
     for N in 1000, 4096:
-        for built in compiled(launches, N, hopper, dtype):
+        for built in compiled(N, hopper, dtype):
             if not built.kernel.startswith("_half_sm"):
                 continue
             assert "cp.async.bulk.tensor" in built.asm["ptx"]
@@ -343,32 +309,21 @@ def test_the_exercise_asks_for_both(page):
 
 
 @pytest.mark.cpu  # what compiles for a GPU that is not there
-def test_a_new_length_compiles_nothing(launches):
-    texts = {}
-    for N in 1, 1007, 4096:
-        for one in compiled(launches, N, hopper)[:3]:
-            texts.setdefault(one.kernel, []).append(one.asm["ptx"])
-    assert texts.keys() == {
+def test_a_new_length_compiles_nothing(compiled):
+    assert BEFORE.few_versions(compiled, hopper) == {
         *("_warps_fwd", "_half_sm_bwd_queries", "_half_sm_bwd_keys")
     }
-    # 4096 is a multiple of the tiles, which is compiled for.
-    for found in texts.values():
-        assert len({*found}) <= 2 and found[0] == found[1]
 
 
 @pytest.mark.cpu
-def test_nobody_waits_for_each_instruction_of_a_product(launches):
+def test_nobody_waits_for_each_instruction_of_a_product(compiled):
     """The machine code has as many products and waits as the page says."""
-    from compiled import limits
-
-    call = limits.call(PAGE.name, KERNELS, 4096, "sm_90", "float16", shown)
-    (builds,) = launches([dataclasses.replace(call, sass=True)])
     found = {
         one.kernel: tuple(
             one.asm["sass"].count(word)
             for word in ("HGMMA", "WARPGROUP.DEPBAR")
         )
-        for one in builds
+        for one in compiled(4096, shown, sass=True)
         if one.kernel.startswith("_half_sm")
     }
     assert found == {

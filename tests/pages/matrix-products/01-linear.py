@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from compiled.declared import Case, Kernel, Kernels
 from conformance import Linear, LinearCase, Page
+from measurements.figure import overlap
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 EVERY = (True, True, True)
@@ -466,13 +467,7 @@ def small_weight(figure):
         f"{microseconds('triton', 16384)}: too much, but in the right order."
     )
     # With 8192 tokens "the quantiles overlap"; else "cuBLAS is faster".
-    spans = {
-        row["provider"]: (row["low"], row["high"])
-        for row in of.benchmark["rows"]
-        if int(row["N"]) == 8192
-    }
-    ours, theirs = spans["triton"], spans["torch"]
-    assert max(ours[0], theirs[0]) < min(ours[1], theirs[1])
+    assert overlap(*(of.spans[name][8192] for name in ("triton", "torch")))
     ahead = 100 * (of.ratio("triton", "torch", 8192) - 1)
     cublas = [
         of.ratio("torch", "triton", tokens)
