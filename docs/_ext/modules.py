@@ -47,7 +47,7 @@ BOTH_PASSES = {
         "tables rotary_embedding rotary_embedding_ rotate_query_and_key",
     ),
     "norms-and-losses/02-rms-norm-16-bits": ("norm", "rms_norm add_rms_norm"),
-    "attention/06-two-programs": ("attention", "attention"),
+    "attention/07-programs-that-stay": ("attention", "attention"),
     "matrix-products/01-linear": ("linear", "linear"),
     "matrix-products/02-swiglu": ("gate", "swiglu geglu gated"),
     "norms-and-losses/04-cross-entropy": ("loss", "cross_entropy"),

@@ -5273,7 +5273,7 @@ def add_rms_norm(x, residual, *args, **options):
     return rms_norm(x, *args, residual=residual, **options)
 
 
-# attention/06-two-programs ----------------------------------------------------
+# attention/07-programs-that-stay ----------------------------------------------
 # Gives attention.
 
 
@@ -5840,6 +5840,442 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 
 
 @gluon.jit
+def _turns_of(
+    share,
+    tiles,  # of queries, in each head
+    PAIRS: gl.constexpr,  # whether two tiles of queries are a share
+):
+    """How many tiles of queries a share has."""
+    turns = 1
+    if PAIRS:
+        # Tile i and the i-th from the end. In the middle they are the same.
+        turns = 2
+        if 2 * (share % gl.cdiv(tiles, 2)) + 1 == tiles:
+            turns = 1
+    return turns
+
+
+@gluon.jit
+def _place_of(
+    share,
+    turn,  # 0 or 1: which tile of the share
+    tiles,  # of queries, in each head
+    keys,
+    OWN: gl.constexpr,  # queries of a tile
+    TILE_K: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAIRS: gl.constexpr,
+):
+    """The number of the head, the first query, and steps: those whose keys all
+    queries of the tile see, and those whose keys some of them see."""
+    if PAIRS:
+        shares = gl.cdiv(tiles, 2)  # of each head
+        tile = share % shares
+        if turn == 0:
+            tile = tiles - 1 - tile  # the longer one first
+    else:
+        shares = tiles
+        tile = tiles - 1 - share % shares
+    first = tile * OWN
+    whole = keys // TILE_K
+    steps = gl.cdiv(keys, TILE_K)
+    if CAUSAL:
+        whole = gl.minimum(first // TILE_K, whole)
+        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
+    return share // shares, first, whole, steps
+
+
+@gluon.jit
+def _load_tile(
+    share,
+    turn,
+    tile,  # how many tiles of queries this program had before
+    step,  # how many steps it had before
+    q_desc,
+    k_desc,
+    v_desc,
+    own,
+    ring,
+    heads,
+    tiles,
+    keys,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAIRS: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Fetch the queries of a tile, and all keys and values that they see."""
+    q_mem, _, q_full, q_free = own
+    k_mem, v_mem, full, free = ring
+    lead, first, _, steps = _place_of(
+        share, turn, tiles, keys, WARPS * TILE_Q, TILE_K, CAUSAL, PAIRS
+    )
+    batch = lead // heads
+    head = lead % heads
+    k_head = head // GROUP
+
+    # The first wait is over at once: nobody has multiplied yet.
+    mbarrier.wait(q_free, (tile + 1) & 1)
+    mbarrier.expect(q_full, WARPS * q_desc.block_type.nbytes)
+    for group in gl.static_range(WARPS):
+        row = first + group * TILE_Q
+        FETCH(q_desc, [batch, head, row, 0], q_full, q_mem.index(group))
+
+    for i in range(steps):
+        at = (step + i) % BUFFERS
+        parity = ((step + i) // BUFFERS + 1) & 1
+        place = [batch, k_head, i * TILE_K, 0]
+        mbarrier.wait(free.index(2 * at), parity)
+        mbarrier.expect(full.index(2 * at), k_desc.block_type.nbytes)
+        FETCH(k_desc, place, full.index(2 * at), k_mem.index(at))
+        mbarrier.wait(free.index(2 * at + 1), parity)
+        mbarrier.expect(full.index(2 * at + 1), v_desc.block_type.nbytes)
+        FETCH(v_desc, place, full.index(2 * at + 1), v_mem.index(at))
+    return step + steps
+
+
+@gluon.jit
+def _load_shares(
+    q_desc,
+    k_desc,
+    v_desc,
+    own,
+    ring,
+    heads,
+    tiles,
+    keys,
+    shares,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAIRS: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """What the loading warp does, from the first share to the last."""
+    tile = 0
+    step = 0
+    for share in range(gl.program_id(0), shares, gl.num_programs(0)):
+        for turn in range(_turns_of(share, tiles, PAIRS)):
+            step = _load_tile(
+                share, turn, tile, step, q_desc, k_desc, v_desc, own, ring,
+                heads, tiles, keys, GROUP, CAUSAL, PAIRS, TILE_Q, TILE_K,
+                BUFFERS, WARPS,
+            )  # fmt: skip
+            tile += 1
+
+
+@gluon.jit
+def _powers(
+    maximum,  # of each query, as the next one
+    total,
+    score,
+    i,
+    whole,  # steps before this one need no mask
+    limit,  # how many keys each query sees
+    scale,
+    TILE_K: gl.constexpr,
+    MASK: gl.constexpr,  # whether there are steps that need one
+):
+    if MASK:
+        KEY: gl.constexpr = gl.SliceLayout(0, score.type.layout)
+        if i >= whole:
+            key = i * TILE_K + gl.arange(0, TILE_K, KEY)
+            seen = key[None, :] < limit[:, None]
+            score = gl.where(seen, score, float("-inf"))
+    new = gl.maximum(maximum, gl.max(score, axis=1) * scale)
+    power = gl.exp2(score * scale - new[:, None])
+    shrink = gl.exp2(maximum - new)
+    total = total * shrink + gl.sum(power, axis=1)
+    return new, total, shrink, power
+
+
+@gluon.jit
+def _step_fwd(
+    maximum,  # of each query, as the next one
+    total,
+    weighted,
+    power,  # of the last step
+    i,  # which tile of keys
+    step,  # which step of this program
+    q,
+    ring,
+    whole,
+    limit,
+    scale,
+    DIM: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    """The scores of tile i, and the product of the powers of tile i - 1."""
+    k_mem, v_mem, full, free = ring
+    at = step % BUFFERS
+    last = (step - 1) % BUFFERS
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    v = v_mem.index(last).reshape([TILE_K, DIM])
+    SCORE: gl.constexpr = maximum.type.layout.parent
+    SUM: gl.constexpr = weighted.type.layout
+    zeros = gl.zeros([maximum.shape[0], TILE_K], gl.float32, SCORE)
+
+    # Both products begin.
+    mbarrier.wait(full.index(2 * at), (step // BUFFERS) & 1)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(full.index(2 * last + 1), ((step - 1) // BUFFERS) & 1)
+    weighted = warpgroup_mma(power, v, weighted, is_async=True)
+
+    # The scores are there when at most one product is under way.
+    score = warpgroup_mma_wait(1, deps=[score])
+    mbarrier.arrive(free.index(2 * at), count=1)
+    maximum, total, shrink, new = _powers(
+        maximum, total, score, i, whole, limit, scale, TILE_K, MASK
+    )
+    new = gl.convert_layout(new.to(power.dtype), power.type.layout)
+
+    # The sums of the tiles up to i - 1 shrink to the maximum of tile i.
+    weighted, power, new = warpgroup_mma_wait(0, deps=[weighted, power, new])
+    mbarrier.arrive(free.index(2 * last + 1), count=1)
+    by = gl.convert_layout(shrink, gl.SliceLayout(1, SUM))
+    weighted = weighted * by[:, None]
+    return maximum, total, weighted, new
+
+
+@gluon.jit
+def _tile_fwd(
+    share,
+    turn,
+    tile,  # how many tiles of queries this program had before
+    step,  # how many steps it had before
+    group,  # which group of warps we are: 0 or 1
+    y_desc,
+    lse_ptr,
+    rows,
+    own,
+    ring,
+    heads,
+    tiles,
+    keys,
+    scale,
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PAIRS: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The results of the 64 queries that a group has of a tile."""
+    DTYPE: gl.constexpr = y_desc.dtype
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, TILE_K, 16]
+    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DIM, 16]
+    )
+    POWER: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    MASK: gl.constexpr = CAUSAL or RAGGED
+    q_mem, y_mem, q_full, q_free = own
+    k_mem, v_mem, full, free = ring
+    lead, first, whole, steps = _place_of(
+        share, turn, tiles, keys, WARPS * TILE_Q, TILE_K, CAUSAL, PAIRS
+    )
+    first += group * TILE_Q
+    query = first + gl.arange(0, TILE_Q, ROW)
+    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
+    if CAUSAL:
+        limit = gl.minimum(query + 1, limit)
+    maximum = gl.full([TILE_Q], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([TILE_Q], gl.float32, ROW)
+    weighted = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
+
+    # The powers of the first tile of keys.
+    at = step % BUFFERS
+    q = q_mem.index(group).reshape([TILE_Q, DIM])
+    k = k_mem.index(at).reshape([TILE_K, DIM])
+    zeros = gl.zeros([TILE_Q, TILE_K], gl.float32, SCORE)
+    mbarrier.wait(q_full, tile & 1)
+    mbarrier.wait(full.index(2 * at), (step // BUFFERS) & 1)
+    score = warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(free.index(2 * at), count=1)
+    maximum, total, _, power = _powers(
+        maximum, total, score, 0, whole, limit, scale, TILE_K, MASK
+    )
+    power = gl.convert_layout(power.to(DTYPE), POWER)
+
+    for i in range(1, steps):
+        maximum, total, weighted, power = _step_fwd(
+            maximum, total, weighted, power, i, step + i, q, ring, whole,
+            limit, scale, DIM, TILE_K, BUFFERS, MASK,
+        )  # fmt: skip
+    step += steps
+    # New: the queries of the next tile may come.
+    mbarrier.arrive(q_free, count=1)
+
+    # The product of the last tile of keys. lse is stored beside it.
+    last = (step - 1) % BUFFERS
+    v = v_mem.index(last).reshape([TILE_K, DIM])
+    mbarrier.wait(full.index(2 * last + 1), ((step - 1) // BUFFERS) & 1)
+    weighted = warpgroup_mma(power, v, weighted, is_async=True)
+    place = lead.to(gl.int64) * rows  # may pass 2**31
+    gl.store(lse_ptr + place + query, maximum + gl.log2(total))
+    weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
+    mbarrier.arrive(free.index(2 * last + 1), count=1)
+    y = weighted / gl.convert_layout(total, gl.SliceLayout(1, SUM))[:, None]
+
+    # New: the results before these must have left their buffer.
+    tma.store_wait(0)
+    y_mem.index(group).reshape([TILE_Q, DIM]).store(y.to(DTYPE))
+    fence_async_shared()
+    place = [lead // heads, lead % heads, first, 0]
+    STORE(y_desc, place, y_mem.index(group))
+    return step
+
+
+@gluon.jit
+def _group_fwd(
+    group,
+    y_desc,
+    lse_ptr,
+    rows,
+    own,
+    ring,
+    heads,
+    tiles,
+    keys,
+    shares,
+    scale,
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PAIRS: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """What a group that multiplies does, from the first share to the last."""
+    tile = 0
+    step = 0
+    for share in range(gl.program_id(0), shares, gl.num_programs(0)):
+        for turn in range(_turns_of(share, tiles, PAIRS)):
+            step = _tile_fwd(
+                share, turn, tile, step, group, y_desc, lse_ptr, rows, own,
+                ring, heads, tiles, keys, scale, CAUSAL, RAGGED, PAIRS, DIM,
+                TILE_Q, TILE_K, BUFFERS, WARPS,
+            )  # fmt: skip
+            tile += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys", "shares"])
+def _staying_fwd(
+    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
+    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
+    v_desc,  # as k_desc
+    y_desc,  # as q_desc
+    lse_ptr,  # (batch, heads, rows): saved for the backward pass
+    rows,  # queries, and those that only fill the last tiles
+    heads,  # of the queries
+    queries,
+    keys,
+    shares,  # of all heads together
+    scale,  # that of the scores, times LOG2E
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
+    CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
+    PAIRS: gl.constexpr,  # whether two tiles of queries are a share
+    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
+    TILE_Q: gl.constexpr,  # queries of a group of warps
+    TILE_K: gl.constexpr,  # keys of a step
+    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
+    WARPS: gl.constexpr,  # groups of four warps that multiply: 1 or 2
+    REGISTERS: gl.constexpr,  # of a thread of the second group
+    num_warps: gl.constexpr,  # of the first group
+):
+    # Shared memory. Each group has its queries and its results.
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_mem = gl.allocate_shared_memory(
+        DTYPE, [WARPS, 1, 1, TILE_Q, DIM], q_desc.layout
+    )
+    y_mem = gl.allocate_shared_memory(
+        DTYPE, [WARPS, 1, 1, TILE_Q, DIM], y_desc.layout
+    )
+    k_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
+    )
+    v_mem = gl.allocate_shared_memory(
+        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
+    )
+
+    # Barriers: full ones are for the loading warp, free ones for the groups.
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_free, count=WARPS)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=WARPS)
+    fence_async_shared()  # the TMA sees them, too
+    own = (q_mem, y_mem, q_full, q_free)
+    ring = (k_mem, v_mem, full, free)
+
+    tiles = gl.cdiv(queries, WARPS * TILE_Q)
+    if WARPS == 1:
+        gl.warp_specialize(
+            [
+                (_group_fwd, (
+                    0, y_desc, lse_ptr, rows, own, ring, heads, tiles, keys,
+                    shares, scale, CAUSAL, RAGGED, PAIRS, DIM, TILE_Q, TILE_K,
+                    BUFFERS, WARPS,
+                )),
+                (_load_shares, (
+                    q_desc, k_desc, v_desc, own, ring, heads, tiles, keys,
+                    shares, GROUP, CAUSAL, PAIRS, TILE_Q, TILE_K, BUFFERS,
+                    WARPS,
+                )),
+            ],
+            [1],  # warp of the second
+            [24],  # registers of its threads
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_group_fwd, (
+                    0, y_desc, lse_ptr, rows, own, ring, heads, tiles, keys,
+                    shares, scale, CAUSAL, RAGGED, PAIRS, DIM, TILE_Q, TILE_K,
+                    BUFFERS, WARPS,
+                )),
+                (_group_fwd, (
+                    1, y_desc, lse_ptr, rows, own, ring, heads, tiles, keys,
+                    shares, scale, CAUSAL, RAGGED, PAIRS, DIM, TILE_Q, TILE_K,
+                    BUFFERS, WARPS,
+                )),
+                (_load_shares, (
+                    q_desc, k_desc, v_desc, own, ring, heads, tiles, keys,
+                    shares, GROUP, CAUSAL, PAIRS, TILE_Q, TILE_K, BUFFERS,
+                    WARPS,
+                )),
+            ],
+            [4, 1],  # warps of the second and of the third
+            [REGISTERS, 24],  # registers of their threads
+        )  # fmt: skip
+
+
+@gluon.jit
 def _fetch_keys(
     k_desc,
     v_desc,
@@ -5873,366 +6309,6 @@ def _fetch_keys(
             full.index(2 * at + 1),
             v_mem.index(at),
         )
-
-
-@gluon.jit
-def _load_fwd(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_mem,
-    q_full,
-    ring,
-    batch,
-    head,  # of the queries
-    k_head,
-    first,  # our first query
-    steps,
-    TILE_Q: gl.constexpr,
-    TILE_K: gl.constexpr,
-    BUFFERS: gl.constexpr,
-):
-    """What the loading warp does in the forward kernel."""
-    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        row = first + half * TILE_Q
-        FETCH(q_desc, [batch, head, row, 0], q_full, q_mem.index(half))
-    _fetch_keys(k_desc, v_desc, ring, batch, k_head, steps, TILE_K, BUFFERS)
-
-
-@gluon.jit
-def _powers(
-    maximum,  # of each query, as the next one
-    total,
-    score,
-    start,  # the first key of the tile
-    limit,  # how many keys each query sees
-    scale,
-    TILE_K: gl.constexpr,
-    MASK: gl.constexpr,  # whether some query does not see all of the tile
-):
-    if MASK:
-        KEYS: gl.constexpr = gl.SliceLayout(0, score.type.layout)
-        key = start + gl.arange(0, TILE_K, KEYS)
-        seen = key[None, :] < limit[:, None]
-        score = gl.where(seen, score, float("-inf"))
-    new = gl.maximum(maximum, gl.max(score, axis=1) * scale)
-    power = gl.exp2(score * scale - new[:, None])
-    shrink = gl.exp2(maximum - new)
-    total = total * shrink + gl.sum(power, axis=1)
-    return new, total, shrink, power
-
-
-@gluon.jit
-def _step_fwd(
-    maximum,  # of each query, as the next one
-    total,
-    weighted,
-    power,  # of the last step
-    i,
-    q,
-    ring,
-    turn,
-    half,  # 0 or 1: which group we are
-    limit,
-    scale,
-    DIM: gl.constexpr,
-    TILE_K: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    MASK: gl.constexpr,
-    LATER: gl.constexpr,
-    TURNS: gl.constexpr,
-):
-    """The scores of tile i, and the product of the powers of tile i - 1."""
-    k_mem, v_mem, full, free = ring
-    at = i % BUFFERS
-    last = (i - 1) % BUFFERS
-    k = k_mem.index(at).reshape([TILE_K, DIM])
-    v = v_mem.index(last).reshape([TILE_K, DIM])
-    # The layout of scores, of which that of the maximum is a slice. The zeros
-    # only give it to the product: use_acc=False leaves them out.
-    SCORE: gl.constexpr = maximum.type.layout.parent
-    zeros = gl.zeros([maximum.shape[0], TILE_K], gl.float32, SCORE)
-
-    # Both products begin.
-    mbarrier.wait(full.index(2 * at), (i // BUFFERS) & 1)
-    if TURNS:
-        mbarrier.wait(turn.index(half), (i - 1) & 1)
-    score = warpgroup_mma(
-        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    if not LATER:
-        score = warpgroup_mma_wait(0, deps=[score])
-    mbarrier.wait(full.index(2 * last + 1), ((i - 1) // BUFFERS) & 1)
-    weighted = warpgroup_mma(power, v, weighted, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turn.index(1 - half), count=1)
-
-    # The powers, while the second product is under way.
-    if LATER:
-        score = warpgroup_mma_wait(1, deps=[score])
-    else:
-        weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
-    mbarrier.arrive(free.index(2 * at), count=1)
-    maximum, total, shrink, new = _powers(
-        maximum, total, score, i * TILE_K, limit, scale, TILE_K, MASK
-    )
-    if LATER:
-        weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
-    mbarrier.arrive(free.index(2 * last + 1), count=1)
-
-    # The sums of the tiles up to i - 1 shrink to the maximum of tile i.
-    SUM: gl.constexpr = weighted.type.layout
-    by = gl.convert_layout(shrink, gl.SliceLayout(1, SUM))
-    weighted = weighted * by[:, None]
-    power = gl.convert_layout(new.to(power.dtype), power.type.layout)
-    return maximum, total, weighted, power
-
-
-@gluon.jit
-def _group_fwd(
-    half,
-    y_desc,
-    lse_ptr,  # of the first query of this head
-    q_mem,
-    q_full,
-    ring,
-    turn,
-    batch,
-    head,
-    first,  # the first query of both groups
-    keys,
-    scale,
-    whole,  # tiles that all of our queries see
-    steps,  # tiles that some of them see
-    CAUSAL: gl.constexpr,
-    RAGGED: gl.constexpr,
-    DIM: gl.constexpr,
-    TILE_Q: gl.constexpr,
-    TILE_K: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    LATER: gl.constexpr,
-    TURNS: gl.constexpr,
-):
-    """The results of 64 queries."""
-    DTYPE: gl.constexpr = y_desc.dtype
-    # Layouts of a tile of scores, of the sums, of an operand of the second
-    # product, and of one number for each query. [3, 0] stands for Hopper's
-    # Tensor Cores, [4, 1] for four warps one below the other, and the last
-    # three numbers are the rows of a warp, the columns, and how many numbers
-    # are multiplied at a time. Of an operand we say that it is the left one,
-    # 0, and that a register has two of its numbers.
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, TILE_K, 16]
-    )
-    SUM: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, DIM, 16]
-    )
-    POWER: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
-    query = first + half * TILE_Q + gl.arange(0, TILE_Q, ROW)
-    limit = gl.full([TILE_Q], 0, gl.int32, ROW) + keys
-    if CAUSAL:
-        limit = gl.minimum(query + 1, limit)
-    maximum = gl.full([TILE_Q], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([TILE_Q], gl.float32, ROW)
-    weighted = gl.zeros([TILE_Q, DIM], gl.float32, SUM)
-
-    # The powers of the first tile.
-    k_mem, v_mem, full, free = ring
-    q = q_mem.index(half).reshape([TILE_Q, DIM])
-    k = k_mem.index(0).reshape([TILE_K, DIM])
-    zeros = gl.zeros([TILE_Q, TILE_K], gl.float32, SCORE)
-    mbarrier.wait(q_full, 0)
-    mbarrier.wait(full.index(0), 0)
-    score = warpgroup_mma(
-        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    score = warpgroup_mma_wait(0, deps=[score])
-    mbarrier.arrive(free.index(0), count=1)
-    maximum, total, _, power = _powers(
-        maximum, total, score, 0, limit, scale, TILE_K, CAUSAL or RAGGED
-    )
-    power = gl.convert_layout(power.to(DTYPE), POWER)
-
-    for i in range(1, whole):
-        maximum, total, weighted, power = _step_fwd(
-            maximum, total, weighted, power, i, q, ring, turn, half, limit,
-            scale, DIM, TILE_K, BUFFERS, False, LATER, TURNS,
-        )  # fmt: skip
-    if CAUSAL or RAGGED:
-        for i in range(gl.maximum(whole, 1), steps):
-            maximum, total, weighted, power = _step_fwd(
-                maximum, total, weighted, power, i, q, ring, turn, half, limit,
-                scale, DIM, TILE_K, BUFFERS, True, LATER, TURNS,
-            )  # fmt: skip
-
-    # The product of the last tile.
-    last = (steps - 1) % BUFFERS
-    mbarrier.wait(full.index(2 * last + 1), ((steps - 1) // BUFFERS) & 1)
-    v = v_mem.index(last).reshape([TILE_K, DIM])
-    weighted = warpgroup_mma(power, v, weighted, is_async=True)
-    weighted, power = warpgroup_mma_wait(0, deps=[weighted, power])
-
-    y = weighted / gl.convert_layout(total, gl.SliceLayout(1, SUM))[:, None]
-    q.store(y.to(DTYPE))
-    fence_async_shared()
-    place = [batch, head, first + half * TILE_Q, 0]
-    STORE(y_desc, place, q_mem.index(half))
-    gl.store(lse_ptr + query, maximum + gl.log2(total))
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
-def _warps_fwd(
-    q_desc,  # (batch, heads, queries, up to DIM), in tiles of TILE_Q queries
-    k_desc,  # (batch, heads / GROUP, keys, up to DIM), in tiles of TILE_K
-    v_desc,  # as k_desc
-    y_desc,  # as q_desc
-    lse_ptr,  # (batch, heads, rows): saved for the backward pass
-    rows,  # queries, and those that only fill the last tiles
-    heads,  # of the queries
-    queries,
-    keys,
-    scale,  # that of the scores, times LOG2E
-    GROUP: gl.constexpr,  # heads of queries that share a head of keys
-    CAUSAL: gl.constexpr,
-    RAGGED: gl.constexpr,  # not causal, and the last tile of keys is not full
-    DIM: gl.constexpr,  # width of a tile: the head dimension, or more
-    TILE_Q: gl.constexpr,  # queries of a group of warps
-    TILE_K: gl.constexpr,  # keys of a step
-    BUFFERS: gl.constexpr,  # tiles of keys, and of values, in shared memory
-    LATER: gl.constexpr,
-    TURNS: gl.constexpr,
-    num_warps: gl.constexpr,  # of the first function
-):
-    # Which queries are ours, and which keys do they see? As in plain Triton,
-    # but counted in tiles, and each program has two tiles of queries.
-    OWN: gl.constexpr = 2 * TILE_Q
-    tiles = gl.cdiv(queries, OWN)
-    tile = gl.program_id(0) % tiles
-    if CAUSAL:
-        tile = tiles - 1 - tile
-    first = tile * OWN
-    lead = gl.program_id(0) // tiles
-    batch = lead // heads
-    head = lead % heads
-    whole = keys // TILE_K
-    steps = gl.cdiv(keys, TILE_K)
-    if CAUSAL:
-        whole = gl.minimum(first // TILE_K, whole)
-        steps = gl.minimum(gl.cdiv(first + OWN, TILE_K), steps)
-
-    # Shared memory, and a ring of buffers.
-    DTYPE: gl.constexpr = q_desc.dtype
-    q_mem = gl.allocate_shared_memory(
-        DTYPE, [2, 1, 1, TILE_Q, DIM], q_desc.layout
-    )
-    k_mem = gl.allocate_shared_memory(
-        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], k_desc.layout
-    )
-    v_mem = gl.allocate_shared_memory(
-        DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
-    )
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], BARRIER)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    for i in gl.static_range(2 * BUFFERS):
-        mbarrier.init(full.index(i), count=1)  # the loading warp
-        mbarrier.init(free.index(i), count=2)  # both groups
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()  # the TMA sees them, too
-    if TURNS:
-        mbarrier.arrive(turn.index(0), count=1)  # the first group begins
-    ring = (k_mem, v_mem, full, free)
-    lse_ptr += lead.to(gl.int64) * rows  # may pass 2**31
-
-    gl.warp_specialize(
-        [
-            (_group_fwd, (
-                0, y_desc, lse_ptr, q_mem, q_full, ring, turn, batch, head,
-                first, keys, scale, whole, steps, CAUSAL, RAGGED, DIM, TILE_Q,
-                TILE_K, BUFFERS, LATER, TURNS,
-            )),
-            (_group_fwd, (
-                1, y_desc, lse_ptr, q_mem, q_full, ring, turn, batch, head,
-                first, keys, scale, whole, steps, CAUSAL, RAGGED, DIM, TILE_Q,
-                TILE_K, BUFFERS, LATER, TURNS,
-            )),
-            (_load_fwd, (
-                q_desc, k_desc, v_desc, q_mem, q_full, ring, batch, head,
-                head // GROUP, first, steps, TILE_Q, TILE_K, BUFFERS,
-            )),
-        ],
-        [4, 1],  # warps of the second and of the third
-        [240, 24],  # registers of their threads
-    )  # fmt: skip
-
-
-def by_warps(query):
-    """Whether kernels in Gluon take it."""
-    if not ON_GPU or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability() != (9, 0):
-        return False
-    return query.dtype != torch.float32 and width_of(query.shape[-1]) == 128
-
-
-OWN = 128  # queries of a program forward: 64 for each group of warps
-
-
-def room_for_lse(query, is_causal):
-    """(batch, heads, rows): room for whole tiles of queries."""
-    if not by_warps(query):
-        return empty_lse(query, is_causal)
-    batch, heads, queries, _ = query.shape
-    rows = triton.cdiv(queries, OWN) * OWN
-    return query.new_empty(batch, heads, rows, dtype=torch.float32)
-
-
-def tiles_for_gluon(t, rows):
-    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
-    tile = [1, 1, rows, width_of(t.shape[-1])]
-    dtype = gl.float16 if t.dtype == torch.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
-    return GluonDescriptor.from_tensor(t, tile, layout)
-
-
-def attention_forward(query, key, value, is_causal, scale, tile_k=128, buffers=2, **how):
-    """The results, and a log-sum-exp for each query."""
-    batch, heads, queries, D = query.shape
-    _, k_heads, keys, _ = key.shape
-    if not by_warps(query) or query.numel() == 0 or keys == 0:
-        y, lse = plain_forward(query, key, value, is_causal, scale)
-        return y, lse
-    y = rows_like(query)
-    lse = room_for_lse(query, is_causal)
-    programs = triton.cdiv(queries, OWN) * batch * heads
-    _warps_fwd[(programs,)](
-        q_desc=tiles_for_gluon(attention_for_descriptors(query), OWN // 2),
-        k_desc=tiles_for_gluon(attention_for_descriptors(key), tile_k),
-        v_desc=tiles_for_gluon(attention_for_descriptors(value), tile_k),
-        y_desc=tiles_for_gluon(y, OWN // 2),
-        lse_ptr=lse,
-        rows=lse.shape[-1],
-        heads=heads,
-        queries=queries,
-        keys=keys,
-        scale=scale * ATTENTION_LOG2E,
-        GROUP=heads // k_heads,
-        CAUSAL=is_causal,
-        RAGGED=not is_causal and keys % tile_k > 0,
-        DIM=width_of(D),
-        TILE_Q=OWN // 2,
-        TILE_K=tile_k,
-        BUFFERS=buffers,
-        **{"LATER": True, "TURNS": False, "num_warps": 4} | how,
-    )
-    return y, lse
 
 
 @gluon.jit
@@ -6735,6 +6811,14 @@ def _half_sm_bwd_keys(
     )  # fmt: skip
 
 
+def tiles_for_gluon(t, rows):
+    """A descriptor of (batch, heads, length, D), in tiles of so many rows."""
+    tile = [1, 1, rows, width_of(t.shape[-1])]
+    dtype = gl.float16 if t.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
+    return GluonDescriptor.from_tensor(t, tile, layout)
+
+
 def row_tiles(t, length):
     """A descriptor of all numbers, in tiles of so many."""
     layout = gl.NVMMASharedLayout(0, 32, rank=1)
@@ -6842,6 +6926,98 @@ def attention_gradients(
     return dq, dk, dv
 
 
+OWN_QUERIES = 64  # of each group of warps
+
+STAYING = {
+    # width: groups of warps, keys of a step, buffers, programs on an SM;
+    # then the same for short sequences if causal
+    64: ((1, 128, 2, 2), (1, 64, 3, 3)),
+    128: ((2, 128, 2, 1), (2, 128, 2, 1)),
+}
+
+
+def in_gluon(query):
+    """Whether the kernel in Gluon takes it."""
+    if not ON_GPU or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return (
+        query.dtype != torch.float32 and width_of(query.shape[-1]) in STAYING
+    )
+
+
+def plan_to_stay(query, keys, is_causal):
+    """How many programs share an SM, and the constants of the kernel."""
+    wide = width_of(query.shape[-1])
+    usual, short = STAYING[wide]
+    plan = short if is_causal and keys <= 2048 else usual
+    groups, tile_k, buffers, on_an_sm = plan
+    threads = 128 * (groups + 1)
+    registers = 65536 // (threads * on_an_sm) // 8 * 8
+    for_groups = (registers * threads - 24 * 128) // (128 * groups) // 8 * 8
+    return on_an_sm, {
+        "PAIRS": is_causal or wide == 128,
+        "DIM": wide,
+        "TILE_Q": OWN_QUERIES,
+        "TILE_K": tile_k,
+        "BUFFERS": buffers,
+        "WARPS": groups,
+        "REGISTERS": for_groups,
+        "num_warps": 4,
+        "maxnreg": registers,
+    }
+
+
+def room_for_lse(query, is_causal):
+    """(batch, heads, rows): room for whole tiles of queries."""
+    if not in_gluon(query):
+        return empty_lse(query, is_causal)
+    batch, heads, queries, _ = query.shape
+    rows = triton.cdiv(queries, 2 * OWN_QUERIES) * 2 * OWN_QUERIES
+    return query.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def attention_forward(query, key, value, is_causal, scale, stays=True, pairs=None):
+    """The results, and a log-sum-exp for each query."""
+    batch, heads, queries, _ = query.shape
+    _, k_heads, keys, _ = key.shape
+    if not in_gluon(query) or query.numel() == 0 or keys == 0:
+        y, lse = plain_forward(query, key, value, is_causal, scale)
+        return y, lse
+    on_an_sm, plan = plan_to_stay(query, keys, is_causal)
+    if pairs is not None:
+        plan["PAIRS"] = pairs
+    shares = triton.cdiv(queries, plan["WARPS"] * OWN_QUERIES)
+    if plan["PAIRS"]:
+        shares = triton.cdiv(shares, 2)
+    shares = shares * batch * heads
+    programs = shares
+    if stays:
+        gpu = torch.cuda.get_device_properties(query.device)
+        programs = min(shares, gpu.multi_processor_count * on_an_sm)
+    y = rows_like(query)
+    lse = room_for_lse(query, is_causal)
+    _staying_fwd[(programs,)](
+        q_desc=tiles_for_gluon(attention_for_descriptors(query), OWN_QUERIES),
+        k_desc=tiles_for_gluon(attention_for_descriptors(key), plan["TILE_K"]),
+        v_desc=tiles_for_gluon(attention_for_descriptors(value), plan["TILE_K"]),
+        y_desc=tiles_for_gluon(y, OWN_QUERIES),
+        lse_ptr=lse,
+        rows=lse.shape[-1],
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        shares=shares,
+        scale=scale * ATTENTION_LOG2E,
+        GROUP=heads // k_heads,
+        CAUSAL=is_causal,
+        RAGGED=not is_causal and keys % plan["TILE_K"] > 0,
+        **plan,
+    )
+    return y, lse
+
+
 class _AnyAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale):
@@ -6858,7 +7034,7 @@ class _AnyAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-@torch.library.custom_op("both_passes::half_sm_attention", mutates_args=())
+@torch.library.custom_op("both_passes::staying_attention", mutates_args=())
 def attention_operator_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -6876,7 +7052,7 @@ def _(query, key, value, is_causal, scale):
     return rows_like(query), room_for_lse(query, is_causal)
 
 
-@torch.library.custom_op("both_passes::half_sm_attention_bwd", mutates_args=())
+@torch.library.custom_op("both_passes::staying_attention_bwd", mutates_args=())
 def attention_operator_backward(
     dy: torch.Tensor,
     query: torch.Tensor,

@@ -41,7 +41,7 @@ OFFERED = {
 MODULES = {
     "layer-norm/11-every-width": "every_width.py",
     "attention/03-any-attention": "any_attention.py",
-    "attention/06-two-programs": "fast_attention.py",
+    "attention/07-programs-that-stay": "fast_attention.py",
     "model/01-gpt": "both_passes.py",
 }
 FOLDER = tutorial.BUILD / "downloads" / CURRENT.folder

@@ -44,7 +44,7 @@ as torch's scaled_dot_product_attention, without a mask and without dropout.
 ''',
         "attention",
     ),
-    "attention/06-two-programs": Module(
+    "attention/07-programs-that-stay": Module(
         f'''"""Attention, fast on Hopper GPUs, forward and backward.
 
     attention(query, key, value, is_causal, scale, enable_gqa)
