@@ -364,7 +364,7 @@ OURS = {
     "linear": both_passes.linear,
     # attention/04: queries and keys are turned by their positions.
     "heads": heads,
-    # attention/06: causal, with heads that share their keys. It takes what the
+    # attention/07: causal, with heads that share their keys. It takes what the
     # function of attention/03 takes.
     "attend": attend,
     # matrix-products/02: the SiLU of one half, times the other half.
@@ -651,7 +651,7 @@ class Block(torch.nn.Module):
         y, stream = do.add_and_norm(x, stream, self.norm_1)
         # The product is from matrix-products/01, the rotation: attention/04.
         q, k, v = do.heads(do.linear(y, self.qkv), cos, sin)
-        y = do.attend(q, k, v)  # attention/06
+        y = do.attend(q, k, v)  # attention/07
         # The next product is from matrix-products/01, too.
         x = do.linear(y.transpose(1, 2).flatten(2), self.out)
 
@@ -1352,6 +1352,7 @@ KINDS = {
     "cudnn": "attention",
     "fmha": "attention",
     "_half_sm": "attention",
+    "_staying": "attention",
     "rms_norm": "norms",
     "layer_norm": "norms",
     "gammabeta": "norms",
@@ -1600,8 +1601,8 @@ OUR_KERNELS = [
     "_head_finish",
     "_in_place",
     "_round",
-    "_any_attention_fwd",
-    "_half_sm_bwd_queries",  # on Hopper; _any_attention_bwd_queries elsewhere
+    "_staying_fwd",  # on Hopper, as the next two; plain ones elsewhere
+    "_half_sm_bwd_queries",
     "_half_sm_bwd_keys",
     "_rms_norm_fwd",
     "_rms_norm_bwd",

@@ -266,8 +266,6 @@ test_transforms = THERE.test_transforms_of_torch_func_are_refused
 test_inputs_that_change = (
     THERE.test_inputs_that_change_before_the_backward_pass
 )
-test_the_module_is_right = THERE.test_the_module_is_right_by_itself
-test_the_module_has_its_cells = THERE.test_the_module_has_the_cells_of_the_page
 
 
 @pytest.fixture
