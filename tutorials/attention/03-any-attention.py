@@ -20,9 +20,8 @@ Put it beside your model, and write two lines:
 Its arguments, their order and their defaults are those of PyTorch's
 ``F.scaled_dot_product_attention``, except that it takes no mask and no
 dropout. It works under ``torch.autocast`` and ``torch.compile``, and gives the
-same bits each time. On an H100 or an H200 take that of `Attention with warps
-that only load <05-warp-specialization.html>`_, which is faster and takes the
-same.
+same bits each time. On an H100 or an H200 take that of `Programs that stay
+<07-programs-that-stay.html>`_, which is faster and takes the same.
 
 **What you will learn**
 
@@ -1844,7 +1843,8 @@ bench_memory.run(show_plots=ON_GPU)
 # with Triton 3.6 on an H100. Even with the best tiles that we found for it
 # they were slower than without it. `Attention with warps that only load
 # <05-warp-specialization.html>`_ says itself what each warp does, and has the
-# first two of these three ideas.
+# first two of these three ideas. `Programs that stay
+# <07-programs-that-stay.html>`_ has the third.
 #
 # Exercise
 # --------

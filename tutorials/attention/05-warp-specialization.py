@@ -3,17 +3,17 @@ Attention with warps that only load
 ===================================
 
 How can attention be as fast as a library's?
-In our kernel some warps do nothing but fetch tiles, while the others always
-have a product under way beside the powers that they compute.
+In our kernel some warps do nothing but fetch tiles, while the others begin a
+product before they need it, and do something else meanwhile.
 
 Triton decides by itself when a program waits for a product, and what each of
 its warps does. We begin with what can be done there, and that is to put the
 products in another order. Then we write two of the three kernels in Gluon, a
 language one level below Triton, in which all of this is for us to say.
 
-Do you only want to use it? `Two programs on an SM <06-two-programs.html>`_
-adds to the kernels of this page, and offers ``fast_attention.py``, a module
-with all of them.
+Do you only want to use it? `Programs that stay <07-programs-that-stay.html>`_,
+two pages further, offers ``fast_attention.py``, a module with the fastest
+kernels of all three pages.
 
 The function that we end with takes what that of `Causal, grouped, any length
 <03-any-attention.html>`_ takes, and gives the same. On Hopper GPUs, such as
@@ -26,7 +26,7 @@ Gluon. Everything else gets plain ones.
   products in a loop matters.
 - What Gluon is, and which decisions it leaves to you.
 - How warps of a program hand tiles to each other, by barriers with phases.
-- How a product and the powers of the next tile run at the same time.
+- How a step has a product under way while it computes something else.
 
 **What you need:** `Attention without its matrix <01-attention.html>`_ and
 `Causal, grouped, any length <03-any-attention.html>`_, whose kernels we
@@ -1827,9 +1827,12 @@ in_percent(bench_forward_bfloat16)
 #
 # Waiting later helps, but less than our drawing promises. With two groups on
 # an SM, one of them may multiply while the other one computes powers, even if
-# both wait at once, so fewer gaps are left to fill. Taking turns does not help
-# here, although the authors of FlashAttention-3 gain by it. We have not looked
-# into it.
+# both wait at once, so fewer gaps are left to fill. And what runs is not quite
+# what is drawn. NVIDIA's assembler has moved the wait for the second product
+# up: in the machine code it stands behind the maxima, but before the powers.
+# `Programs that stay <07-programs-that-stay.html>`_ looks into that. Taking
+# turns does not help here, although the authors of FlashAttention-3 gain by
+# it. We have not looked into it.
 #
 # **Why are short causal sequences slower?**
 # Tiles of 128 × 128 on the diagonal are large for them. At 1024 keys 36 tiles
@@ -1842,6 +1845,8 @@ in_percent(bench_forward_bfloat16)
 # With long sequences our kernel is faster than cuDNN's. Compared with the
 # product of matrices it reaches 89% at 16384 keys. The rest may be the
 # beginning and the end of each program, and powers that are still not hidden.
+# For short sequences, `Programs that stay <07-programs-that-stay.html>`_ does
+# something about beginnings and ends.
 #
 # The gradient of the queries
 # ---------------------------
@@ -2523,7 +2528,7 @@ in_percent(bench_backward_bfloat16)
 #   measured there. Libraries have kernels for both.
 # - **Heads of 64 numbers** have no kernel in Gluon here. Forward cuDNN is
 #   ahead up to 2048 keys, as on the page of `any attention
-#   <03-any-attention.html>`_.
+#   <03-any-attention.html>`_. The next two pages have one for each pass.
 # - **PyTorch takes more**: masks, dropout, and the other things that the page
 #   of any attention lists.
 # - **Gluon is experimental.** A new version of Triton may ask for changes.

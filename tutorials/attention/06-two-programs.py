@@ -12,17 +12,11 @@ sequences. In the backward pass the same form brought little, and one of its
 two kernels stayed in plain Triton. Now both are in Gluon, in another form,
 which serves heads of 64 numbers, too.
 
-Do you only want to use it? Take ``fast_attention.py``, which this page offers
-under its title: it is a module with the kernels and functions of this page.
-Put it beside your model, and write two lines:
+Do you only want to use it? `Programs that stay <07-programs-that-stay.html>`_
+has a better forward kernel beside those of this page, and offers
+``fast_attention.py``, a module with all of them.
 
-.. code-block:: python
-
-   from fast_attention import attention
-
-   y = attention(query, key, value, is_causal=True, enable_gqa=True)
-
-It takes what the function of `Causal, grouped, any length
+The function that we end with takes what that of `Causal, grouped, any length
 <03-any-attention.html>`_ takes, and gives the same. On Hopper GPUs, such as
 the H100 and the H200, heads of 33 to 128 numbers in 16 bits get the kernels in
 Gluon, those of 33 to 64 only in the backward pass. Everything else gets plain
@@ -2310,6 +2304,11 @@ def _half_sm_bwd_keys(
 # ``HGMMA`` and 5 waits, and that of the queries has 20 and 3. The panels under
 # the kernels show both.
 #
+# Nor does a wait always stay where we have put it. In the kernel of the
+# queries ``ptxas`` has moved the one for ``dp`` up, to before most of the
+# powers. `Programs that stay <07-programs-that-stay.html>`_ tries whether such
+# a thing costs anything.
+#
 # Two more descriptors are needed, for lse and :math:`\delta`, whose tiles are
 # pieces of one long row:
 
@@ -2859,7 +2858,8 @@ in_percent(bench_backward_causal_64)
 # Would the forward kernel gain as much? In a trial on an H200, in this form
 # and with 128 numbers in a head, it took 9% less time at 1024 keys if causal,
 # and 2% to 6% more in all other cases that we tried. So forward we keep two
-# groups in a program.
+# groups in a program, and `Programs that stay <07-programs-that-stay.html>`_
+# finds another way for short sequences.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
@@ -2868,7 +2868,7 @@ in_percent(bench_backward_causal_64)
 #   2048 keys on, and from 8192 on if causal.
 # - **Forward**, all holds that the page of `warps that only load
 #   <05-warp-specialization.html>`_ says: cuDNN is ahead with shorter
-#   sequences.
+#   sequences, until the next page.
 # - **FlashAttention-3** has warps that only load in its backward pass, too. We
 #   have not measured it. It can also multiply in 8 bits.
 # - **Other GPUs.** Our kernels in Gluon need the instructions of Hopper, and
@@ -3032,5 +3032,5 @@ assert exercise_1(_one_tile_with_bias)
 # - If a kernel is slower than it should be and nothing is spilled, look into
 #   the machine code, and count waits.
 #
-# **Next:** a model is more than attention. `A GPT whose every kernel is a page
-# of this site <../model/01-gpt.html>`_ puts all of them together.
+# **Next:** `Programs that stay <07-programs-that-stay.html>`_ finds another
+# form for the forward pass.

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
 
 from compiled.declared import Case, Kernel, Kernels, of_page
-from measurements.figure import from_to
+from measurements.figure import Measured, from_to, overlap
 from tutorial import loaded
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -80,14 +81,176 @@ KERNELS = Kernels(
 )
 
 CARD, LENGTHS = GLUON.CARD, (512, *GLUON.LENGTHS)
-CUDNN, FLASH = GLUON.CUDNN, GLUON.FLASH
+CUDNN, FLASH, CUBLAS = GLUON.CUDNN, GLUON.FLASH, GLUON.CUBLAS
+of_cudnn, of_flash = GLUON.of_cudnn, GLUON.of_flash
+PRODUCTS = 2  # forward
+
+
+def both_of(figure, of_64=""):
+    """The figure of the forward pass, and that of causal attention."""
+    return GLUON.both_of(figure, "forward", of_64, "staying")
+
+
+def us(of, who, N, causal):
+    """What a call takes."""
+    operations = PRODUCTS * 2 * N * 2048 * 16384 / (2 if causal else 1)
+    return operations / of.median(who, N) * 1e-6
+
+
+def shares(of, who, *lengths):
+    """From the least share of cuDNN's speed to the most."""
+    return from_to(of.at(*lengths).shares(who, CUDNN), "%")
+
+
+def of_128(figure):
+    usual, causal = both = both_of(figure)
+    short = figure("staying-forward-causal-bfloat16", CARD)
+    yield (
+        f"our kernel reaches {usual.median('triton', 16384)} TFLOP/s at 16384 "
+        f"keys, and {causal.median('triton', 16384)} if causal. It is at "
+        f"{usual.share('triton', 512, CUDNN)}% of cuDNN's speed at 512 keys, "
+        f"at {usual.share('triton', 1024, CUDNN)}% at 1024, and at "
+        f"{shares(usual, 'triton', *LENGTHS[2:])} from 2048 keys on. If "
+        f"causal, it is at {causal.share('triton', 512, CUDNN)}% at 512 keys, "
+        f"and at {shares(causal, 'triton', *LENGTHS[1:])} from 1024 keys on. "
+        "In bfloat16, causal, these are "
+        f"{short.share('triton', 512, CUDNN)}% and "
+        f"{shares(short, 'triton', *LENGTHS[1:])}."
+    )
+    # "At 1024 keys, not causal, we are as fast as cuDNN."
+    assert overlap(*(usual.spans[who][1024] for who in ("triton", CUDNN)))
+    ends = of_cudnn(both, 512, "ends")
+    (tiles,) = of_cudnn([causal], 512, "tiles")
+    faster = [[of.ratio("triton", "ends", N) for N in LENGTHS] for of in both]
+    for each in itertools.chain(*faster):
+        each.rounding = ".2f"
+    yield (
+        f"With a program for each tile the kernel is at {ends[0]}, and at "
+        f"{ends[1]} if causal. Ours is {faster[0][0]} times as fast as that "
+        f"at 512 keys, and {faster[1][0]} times if causal. At 16384 keys it "
+        f"is {faster[0][-1]} times as fast, and {faster[1][-1]} times if "
+        "causal, which is slower. Programs that stay and take tile by tile, "
+        f"causal, are at {tiles} of cuDNN's speed, and at no length are they "
+        "faster than those that end."
+    )
+    for N in LENGTHS:
+        assert causal.ratio("tiles", "ends", N) < 1
+    slower = causal.ratio("ends", "tiles", 16384)
+    slower.rounding = ".2f"
+    yield (
+        f"there the kernel takes {slower} times as long as that whose "
+        "programs end."
+    )
+    plain = of_cudnn(both, 512, "plain")
+    flash = of_flash(both)
+    yield (
+        f"Plain Triton is at {plain[0]}, and at {plain[1]} if causal. Ours is "
+        f"{flash[0]} times as fast as FlashAttention-2, and {flash[1]} times "
+        "if causal."
+    )
+
+
+def why(figure):
+    usual, causal = both_of(figure)
+    saved = [
+        us(usual, "ends", N, False) - us(usual, "triton", N, False)
+        for N in LENGTHS
+    ]
+    least, most = (Measured(each(saved), ".0f") for each in (min, max))
+    tile = [us(usual, "triton", N, False) / 15.5 for N in (512, 16384)]
+    yield (
+        f"Not causal, it saves {least} to {most} µs at each length. An SM has "
+        "15 or 16 tiles one after the other, so that is "
+        f"{Measured(least / 15.5, '.1f')} to {Measured(most / 15.5, '.1f')} "
+        f"µs for each of them. At 512 keys a tile takes "
+        f"{Measured(tile[0], '.0f')} µs, and at 16384 keys "
+        f"{Measured(tile[1], '.0f')} µs."
+    )
+    saved = [
+        us(causal, "ends", N, True) - us(causal, "triton", N, True)
+        for N in LENGTHS
+    ]
+    least, most = (Measured(each(saved[:-1]), ".0f") for each in (min, max))
+    whole = us(causal, "triton", 16384, True)
+    yield (
+        f"If causal, it saves {least} to {most} µs up to 8192 keys, and at "
+        f"16384 keys it loses {Measured(-saved[-1], '.0f')} µs."
+    )
+    # Eight pairs in place of 1024 / 132.
+    yield (
+        f"There the kernel takes {Measured(whole, '.0f')} µs, and 3% of that "
+        f"are {Measured(0.03 * whole, '.0f')} µs."
+    )
+    assert 0.03 < 1 - 1024 / 132 / 8 < 0.031
+
+
+def of_64_numbers(figure):
+    both = both_of(figure, "-64")
+    ours, plain = (of_cudnn(both, 512, who) for who in ("triton", "plain"))
+    flash = of_flash(both)
+    yield (
+        f"our kernel is at {ours[0]} of cuDNN's speed, and at {ours[1]} if "
+        f"causal, where plain Triton is at {plain[0]} and at {plain[1]}. It "
+        f"is {flash[0]} times as fast as FlashAttention-2, and {flash[1]} "
+        "times if causal."
+    )
+    # "Nothing is ahead of us by more than 2%."
+    for of in both:
+        for N in LENGTHS:
+            assert of.ratio("triton", [CUDNN, FLASH, "plain"], N) > 0.98
+
+
+def training(figure):
+    wide, narrow = (
+        figure(f"staying-both-passes{which}", CARD) for which in ("", "-64")
+    )
+    ours = of_cudnn([wide, narrow])
+    flash = of_cudnn([wide, narrow], who=FLASH)
+    yield (
+        f"both passes together are at {ours[0]} of cuDNN's speed with 128 "
+        f"numbers in a head, and at {ours[1]} with 64. With FlashAttention-2 "
+        f"they are at {flash[0]} and at {flash[1]}."
+    )
+
+
+def designs(figure):
+    _, causal = both_of(figure)
+
+    def pair(who):
+        return f"{causal.median(who, 1024)} and {causal.median(who, 4096)}"
+
+    yield f"- **Plain Triton**: {pair('plain')} TFLOP/s."
+    yield f"- **A program for each tile**, in Gluon: {pair('ends')}."
+    yield f"- **Programs that stay**, tile by tile: {pair('tiles')}."
+    yield f"- **Programs that stay and take pairs**: {pair('triton')}."
+    yield f"- **cuDNN**: {pair(CUDNN)}."
 
 
 def CLAIMS(figure):
-    yield from ()
+    yield from of_128(figure)
+    yield from of_64_numbers(figure)
+    yield from why(figure)
+    yield from training(figure)
+    yield from designs(figure)
 
 
-FACTS = {}
+FACTS = {
+    "at its end weighs 14 times as much": "64.5 steps on average, and 4.5",
+    "eight pairs take 3% longer than the mean": "the cell of the count",
+    "The same 3% are there at all lengths": "the same cell",
+    "so the most is 1.03 times the mean": "the cell above prints it",
+    "takes up to 1.57 times the mean": "the cell above prints it",
+    "slowest program has 1.57 times the mean": "that cell prints it",
+    "it took up to 2% less time with 128": "a trial on an H200, not recorded",
+    "between 1% less and 11% more": "the same trial",
+    "by 0% to 2% in a trial on an H200": "another trial, not recorded",
+    "they cost 3% to 7% there": "the same trial",
+    "takes 7% less time at 1024 keys": "another trial, not recorded",
+    "and 4% more at 4096": "the same trial",
+    "and 3% of that are": "8 pairs in place of 1024 / 132",
+    "more than 2%": "a bound that a claim asserts",
+    "than 1.1 times the mean": "a limit of the exercise",
+}
 
 # Its lengths are those of page 06, and some more: tiles of queries with and
 # without a partner, and one query of each head.
