@@ -5,8 +5,8 @@ A GPT whose every kernel is a page of this site
 Can a language model train with the kernels of this site alone, as well as with
 PyTorch's, and faster?
 It can: the losses follow PyTorch's, and a step, recorded as a CUDA graph,
-takes three fifths of PyTorch's time and half of its memory, because what
-stands between the products of matrices moves and keeps fewer bytes.
+takes less than three fifths of PyTorch's time and half of its memory, because
+what stands between the products of matrices moves and keeps fewer bytes.
 
 On the other pages we write one operation at a time, and measure it by itself.
 Here they come together: embedding, blocks with attention and a gated MLP, and
@@ -14,8 +14,8 @@ a loss. Every kernel of the layers is one that a page explains, in both passes,
 products of matrices included. PyTorch adds what these pages do not have: the
 lookup of the embedding, the mean of the losses, the optimizer, some copies,
 and the memory that tensors live in.
-``torch.compile`` takes about as long as we do: measured in one way we are 8%
-faster, in another 2% slower. But we need less memory.
+``torch.compile`` comes close: measured in one way we are 10% faster, in
+another 1%, which may be noise. And we need less memory.
 
 Do you only want the functions? Take ``both_passes.py``, which this page offers
 under its title. It has the functions of many pages, with their kernels and all
@@ -588,10 +588,10 @@ if not ON_GPU:
 
 # %%
 # **What the figure shows.**
-# On the H200 both passes of our norm take 69 µs, and those of PyTorch's 146
-# µs. For the gate it is 128 and 480 µs, for the rotary embedding 63 and 461
-# µs, for attention 314 and 373 µs, for the product 435 and 410 µs, and for the
-# loss 4248 and 9316 µs.
+# On the H200 both passes of our norm take 70 µs, and those of PyTorch's 148
+# µs. For the gate it is 128 and 488 µs, for the rotary embedding 64 and 463
+# µs, for attention 306 and 379 µs, for the product 433 and 406 µs, and for the
+# loss 4285 and 9380 µs.
 #
 # **Why.**
 # Norm, gate and rotary embedding wait for memory. PyTorch has several kernels
@@ -600,9 +600,10 @@ if not ON_GPU:
 # 10¹² operations, and take 3.8 ms in the profile further down. For products
 # and attention PyTorch calls NVIDIA's libraries, cuBLAS and cuDNN, which are
 # made to keep Tensor Cores busy. Our attention is ahead of cuDNN's here all
-# the same. Its backward pass is that of `Two programs on an SM
-# <../attention/06-two-programs.html>`_, which has kernels in Gluon for heads
-# of 64 numbers, too.
+# the same. Its forward pass is that of `Programs that stay
+# <../attention/07-programs-that-stay.html>`_, and its backward pass that of
+# `Two programs on an SM <../attention/06-two-programs.html>`_. Both have
+# kernels in Gluon for heads of 64 numbers, too.
 #
 # **What follows.**
 # Where one waits for memory, one kernel in place of several brings most. Where
@@ -1025,13 +1026,13 @@ bench_gradients.run(show_plots=ON_GPU)
 # %%
 # **What the figure shows.**
 # On the H200 the median gradient of a block has a relative error of 0.29% to
-# 0.32% with our functions, and of 0.30% to 0.34% with PyTorch's.
+# 0.35% with our functions, and of 0.30% to 0.35% with PyTorch's.
 #
 # **Why.**
 # The weights and all that the functions hand to each other have 16 bits, with
 # ours and with PyTorch's. That is where most of the error should come from. So
 # ours count as right if their errors are not much larger than PyTorch's. In
-# the mean of the twelve blocks they are 0.97 times as large. Two things should
+# the mean of the twelve blocks they are 0.98 times as large. Two things should
 # make ours smaller. Where we have one kernel for several operations, nothing
 # is rounded between them. And the angles of our rotary embedding have 32 bits,
 # where PyTorch's have 16.
@@ -1124,12 +1125,11 @@ losses = bench_losses.run(show_plots=ON_GPU, return_df=True)
 # %%
 # **What the figure shows.**
 # On the H200 the loss falls from 7.98 nats per token in the first ten steps to
-# 2.32 in the last ten with our functions, and to 2.31 with PyTorch's. At the
-# forty points the two are 0.022 apart at most, and 0.006 at the end. Ours is
-# the larger one at 36 of them: once two trainings have drifted apart, they
-# need not cross again. Trainings with other seeds end at 2.33, 2.47 and 2.21,
-# so the ends of our four trainings lie up to 0.26 apart, which is 12 times as
-# much.
+# 2.32 in the last ten with our functions, and to 2.32 with PyTorch's. At the
+# forty points the two are 0.012 apart at most, and 0.001 at the end. Ours is
+# the larger one at 24 of them. Trainings with other seeds end at 2.34, 2.46
+# and 2.20, so the ends of our four trainings lie up to 0.26 apart, which is 22
+# times as much.
 #
 # **What follows.**
 # With the same seed, what separates the two is smaller than what separates one
@@ -1479,16 +1479,16 @@ plt.show()
 
 # %%
 # **What the figure shows.**
-# On the H200 a step of ours takes 25.1 ms as a CUDA graph, and 54.6 ms
-# launched from Python. PyTorch takes 43.3 ms, and 41.9 ms as a graph.
-# torch.compile takes 27.6 ms, 27.2 ms as a graph, and 27.2 ms tuned. Liger
-# takes 34.6 ms. So our graph is 1.73 times as fast as PyTorch, 1.08 times as
-# fast as the graph of torch.compile, and 1.08 times as fast as its tuned one.
-# Ours under torch.compile takes 88.7 ms.
+# On the H200 a step of ours takes 24.7 ms as a CUDA graph, and 66.3 ms
+# launched from Python. PyTorch takes 43.6 ms, and 42.1 ms as a graph.
+# torch.compile takes 27.2 ms, 27.1 ms as a graph, and 27.1 ms tuned. Liger
+# takes 37.6 ms. So our graph is 1.77 times as fast as PyTorch, 1.10 times as
+# fast as the graph of torch.compile, and 1.10 times as fast as its tuned one.
+# Ours under torch.compile takes 91.1 ms.
 #
 # **Why.**
 # Our graph waits for its kernels and for nothing else. Launched from Python, a
-# step with the same kernels takes 2.18 times as long, because the host cannot
+# step with the same kernels takes 2.69 times as long, because the host cannot
 # keep up. Our functions check what they are given, choose tiles, and describe
 # matrices to the GPU, all in Python, where PyTorch does such things in C++. So
 # without a graph ours is slower than PyTorch, torch.compile and Liger.
@@ -1501,14 +1501,14 @@ plt.show()
 # that one could fuse, for our kernels have done that already. So ours under
 # torch.compile waits for the host, too. It waits even longer than ours
 # launched from Python. A part of that is the process, which is another one:
-# below, ours launched from Python takes 67.4 ms in a process of its own. The
+# below, ours launched from Python takes 70.2 ms in a process of its own. The
 # other 21 ms may come from entering and leaving the graph in each block.
 #
 # **What follows.**
 # A model of kernels that Python launches needs a graph, or lean calls, before
-# it needs faster kernels. And our lead over torch.compile is thin. We measure
-# the graphs of both once more below, in other processes. On one GPU that of
-# torch.compile is ahead there.
+# it needs faster kernels. And our lead over torch.compile depends on the way
+# of measuring. We measure the graphs of both once more below, in other
+# processes. On one GPU hardly anything is left of our lead there.
 #
 # Where do the microseconds go?
 # -----------------------------
@@ -1662,31 +1662,33 @@ plt.show()
 
 # %%
 # **What both figures show.**
-# On the H200 all kernels of a step take 25.0 ms with our functions, 42.2 ms
-# with PyTorch's, 26.1 ms with torch.compile, and 29.5 ms with Liger. Our
-# products take 14.8 ms, and those of PyTorch, which are cuBLAS's, take 13.6.
-# Our attention takes 3.9 ms, and cuDNN's 4.5. The loss takes 0.6 ms, 3.8 in
+# On the H200 all kernels of a step take 25.0 ms with our functions, 42.4 ms
+# with PyTorch's, 25.8 ms with torch.compile, and 29.6 ms with Liger. Our
+# products take 14.9 ms, and those of PyTorch, which are cuBLAS's, take 13.6.
+# Our attention takes 3.8 ms, and cuDNN's 4.5. The loss takes 0.6 ms, 3.8 in
 # PyTorch, and 1.4 with torch.compile. Norms, gate, rotary embedding, and
-# copies and other take 4.5 ms together with ours, 19.1 with PyTorch, 5.4 with
-# torch.compile, and 8.0 with Liger.
+# copies and other take 4.5 ms together with ours, 19.3 with PyTorch, 5.3 with
+# torch.compile, and 8.1 with Liger.
 #
-# Of our own kernels the product of the linear layers takes 10.8 ms, and those
-# of attention take 3.9 ms. The three products of the loss take 3.8 ms. No
+# Of our own kernels the product of the linear layers takes 10.9 ms, and those
+# of attention take 3.8 ms. The three products of the loss take 3.8 ms. No
 # other kernel of ours takes more than 1 ms.
 #
 # **Why.**
 # Between products PyTorch has a kernel for each operation, and each of them
 # reads and writes all numbers. torch.compile fuses such operations nearly as
-# well as our kernels do it by hand: our kernels are 1.1 ms ahead of its
-# kernels, and 0.9 ms come from there. The loss brings 0.8 ms, for
-# torch.compile has all logits, and reads them more than once. Attention brings
-# 0.7 ms. And 1.2 ms are lost in the products. A step of our graph is 2.1 ms
-# ahead of a step of its graph. Where the rest of that comes from, this profile
-# does not say.
+# well as our kernels do it by hand: ours gain 0.8 ms there. The loss brings
+# 0.8 ms, for torch.compile has all logits, and reads them more than once.
+# Attention brings 0.7 ms. And 1.4 ms are lost in the products. All in all our
+# kernels are 0.8 ms ahead of its kernels. A step of our graph is 2.4 ms ahead
+# of a step of its graph. Where the rest of that comes from, this profile does
+# not say. It takes the mean of three steps, and the figure of whole steps
+# counts the fastest ones only. So our kernels can add up to more than a step
+# takes.
 #
-# The products are 9.8 · 10¹² operations, so ours do 666 TFLOP/s and cuBLAS
-# does 724. By our figure of single functions, 0.3 ms of what we lose are in
-# the layers that make gate and up: 25 µs in each of the twelve blocks. `A
+# The products are 9.8 · 10¹² operations, so ours do 662 TFLOP/s and cuBLAS
+# does 725. By our figure of single functions, 0.3 ms of what we lose are in
+# the layers that make gate and up: 27 µs in each of the twelve blocks. `A
 # linear layer, both passes <../matrix-products/01-linear.html>`_ shows where
 # ours lose most: in the gradient of a small weight, which has few tiles and
 # long sums. Three of the four weights of a block have fewer tiles of 128 × 128
@@ -1698,7 +1700,7 @@ plt.show()
 # **What follows.**
 # The longest bar is the place to begin. More than half of our time is in the
 # products, so the next step has to be made on the page of the linear layer.
-# Norms take 1.4 ms with ours, and 1.3 with torch.compile. These two are hard
+# Norms take 1.5 ms with ours, and 1.3 with torch.compile. These two are hard
 # to compare, because the name of a fused kernel does not tell all that it
 # does.
 #
@@ -1850,24 +1852,24 @@ for line in times.columns[1:]:
 
 # %%
 # **What the figure shows.**
-# On two H200s a step of ours takes 27.7 ms as a graph, where one takes 26.4.
-# So two GPUs train with 1184 thousand tokens a second, and one with 622
-# thousand: 1.90 times as many. Launched from Python, a step of ours takes 67.4
-# ms on one and 75.4 ms on two. PyTorch has 735 thousand tokens a second on
-# two, and 752 thousand as a graph. The graph of torch.compile takes 25.9 ms on
-# one and 29.4 ms on two. Ours is 0.98 times as fast as it on one, and 1.06
+# On two H200s a step of ours takes 27.3 ms as a graph, where one takes 26.1.
+# So two GPUs train with 1202 thousand tokens a second, and one with 628
+# thousand: 1.91 times as many. Launched from Python, a step of ours takes 70.2
+# ms on one and 73.4 ms on two. PyTorch has 731 thousand tokens a second on
+# two, and 748 thousand as a graph. The graph of torch.compile takes 26.3 ms on
+# one and 29.1 ms on two. Ours is 1.01 times as fast as it on one, and 1.07
 # times as fast on two.
 #
 # **Why.**
 # The ranks exchange 2 bytes for each parameter, which is a quarter of a GB.
 # DDP should send most of that while the backward pass still runs. The second
-# GPU costs a step of our graph 1.3 ms, and one of torch.compile's graph 3.5
+# GPU costs a step of our graph 1.2 ms, and one of torch.compile's graph 2.8
 # ms. torch.compile cuts a model under DDP into pieces, so that gradients can
 # leave early. That may be why, but we have not measured it. Launched from
 # Python, ours waits for the host, on two ranks as well as on one.
 #
-# On one GPU our graph takes 26.4 ms here, and 25.1 ms when it took turns with
-# the other designs. PyTorch takes 43.4 ms here and 43.3 ms there. With the
+# On one GPU our graph takes 26.1 ms here, and 24.7 ms when it took turns with
+# the other designs. PyTorch takes 43.7 ms here and 43.6 ms there. With the
 # graph of torch.compile it is the other way round: it is faster here than
 # there. Here each design takes all of its steps in a row, and that of
 # torch.compile has processes of its own. The fastest of eight turns counts
@@ -1875,35 +1877,37 @@ for line in times.columns[1:]:
 # the same. The clock rate of the GPU may differ, for it falls when the
 # products need more power than the GPU may take. We have not measured that,
 # and it would not say why one design gains and the other loses. Ours launched
-# from Python differs more, because it waits for the host.
+# from Python takes longer here, too, but it waits for the host.
 #
-# So on one GPU our graph is 8% faster than that of torch.compile if the
-# designs take turns, and 2% slower if each runs by itself. We cannot say which
-# of the two is faster. On two GPUs we have measured in one way only, and a
-# lead of a few percent says as little.
+# So on one GPU our graph is 10% faster than that of torch.compile if the
+# designs take turns, and 1% faster if each runs by itself. The first is more
+# than noise, for the three fastest turns of each differ far less. The second
+# may be noise: of eight turns only the fastest is kept, which does not tell
+# how much they vary. On two GPUs we have measured in this way only, and a lead
+# of a few percent says little.
 #
 # **What follows.**
 # Record the step before you add a GPU. Launched from Python, two GPUs train
-# with 434 thousand tokens a second with our functions, and the graph does 622
+# with 447 thousand tokens a second with our functions, and the graph does 628
 # thousand on one. And do not choose between our graph and that of
-# torch.compile by their times.
+# torch.compile by their times alone.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
 # - **torch.compile needs no kernels of yours.** It fuses norms, gate and
 #   rotary embedding by itself, in any model that you can write. What we gain
-#   over it is 1.4 GB. On one GPU we are 8% faster or 2% slower, which depends
-#   on how we measure.
+#   over it is 1.4 GB. On one GPU we are 10% or 1% faster, which depends on how
+#   we measure.
 # - **cuBLAS** is faster than our products in this model.
 # - **cuDNN** is not faster than our attention here, where a head has 64
-#   numbers and a sequence 1024 tokens, if we count both passes. Forward it is
-#   ahead with short sequences: with 128 numbers in a head up to 2048 keys, and
-#   up to 4096 if causal, as `Attention with warps that only load
-#   <../attention/05-warp-specialization.html>`_ shows. Backward, with 128
-#   numbers, it is ahead with long sequences, as `Two programs on an SM
+#   numbers and a sequence 1024 tokens, if we count both passes. Forward, with
+#   128 numbers in a head, it is ahead with the shortest sequences that
+#   `Programs that stay <../attention/07-programs-that-stay.html>`_ measures,
+#   and with 64 it is hardly ahead anywhere. Backward, with 128 numbers, it is
+#   ahead with long sequences, as `Two programs on an SM
 #   <../attention/06-two-programs.html>`_ shows.
-# - **Liger is faster without a graph.** Launched from Python it takes 0.63
+# - **Liger is faster without a graph.** Launched from Python it takes 0.57
 #   times our time, and hardly more memory than ours.
 # - **Shapes that change.** A graph replays one shape, and launched from Python
 #   our functions let the GPU wait for the host.
@@ -2025,21 +2029,22 @@ assert exercise_1(_squared_relu_1)
 # These are the designs of this page, with the time of a step of 16384 tokens
 # and the memory of a training on the H200:
 #
-# - **Ours, under torch.compile:** 88.7 ms, and 7.16 GB. It calls our functions
+# - **Ours, under torch.compile:** 91.1 ms, and 7.16 GB. It calls our functions
 #   as they are, and the host keeps up even less.
-# - **Ours, launched from Python:** 54.6 ms, and 7.16 GB. The host cannot keep
+# - **Ours, launched from Python:** 66.3 ms, and 7.16 GB. The host cannot keep
 #   up.
-# - **PyTorch:** 43.3 ms, and 14.55 GB. Each operation is a kernel, and each
+# - **PyTorch:** 43.6 ms, and 14.55 GB. Each operation is a kernel, and each
 #   number of the logits is there three times.
-# - **Liger:** 34.6 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
-# - **torch.compile:** 27.6 ms, and 8.55 GB. It writes fused kernels by itself,
+# - **Liger:** 37.6 ms, and 7.32 GB. Fused kernels between cuBLAS's products.
+# - **torch.compile:** 27.2 ms, and 8.55 GB. It writes fused kernels by itself,
 #   but has all logits.
-# - **torch.compile, tuned, as a CUDA graph:** 27.2 ms, and 8.55 GB.
-# - **Ours, as a CUDA graph:** 25.1 ms, and 7.16 GB. Fused kernels, a quarter
+# - **torch.compile, tuned, as a CUDA graph:** 27.1 ms, and 8.55 GB.
+# - **Ours, as a CUDA graph:** 24.7 ms, and 7.16 GB. Fused kernels, a quarter
 #   of the logits, and products that are a little slower than cuBLAS's.
 #
-# Ours and the graphs of torch.compile are about equally fast: measured in
-# another way, ours takes 26.4 ms, and the graph of torch.compile 25.9 ms.
+# How far we are ahead of the graphs of torch.compile depends on how we
+# measure: in another way ours takes 26.1 ms, and the graph of torch.compile
+# 26.3 ms.
 #
 # And for models in general:
 #

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -330,16 +331,30 @@ def test_a_new_length_compiles_little(compiled):
     }
 
 
+def usual(page, M, N, dtype):
+    """The forward pass of heads of 128 numbers, not causal."""
+    t = torch.empty(M, 2, N, 128, dtype=dtype, device=page.DEVICE)
+    page.forward(t, t, t, False, 1.0)
+
+
 @pytest.mark.cpu
 def test_the_assembler_moves_a_wait_up(compiled):
-    """In the loop of the machine code it waits for all products before the
-    first power, and in the PTX after the last one."""
-    (built,) = (
-        one
-        for one in compiled(4096, shown, sass=True)
-        if one.kernel == "_staying_fwd"
-    )
-    assert built.asm["sass"]
+    """In a step it waits for one product and then for all. In the PTX all
+    powers stand between both waits, and in the machine code none."""
+    (built,) = compiled(4096, usual, sass=True)
+    for kind, waits, power, powers in (
+        ("ptx", r"wait_group.sync.aligned (\d)", "ex2.approx", 66),
+        ("sass", r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", "MUFU.EX2", 0),
+    ):
+        _, *parts = re.split(waits, built.asm[kind])
+        order = parts[::2]
+        # From a wait for one product to the wait for all, in both groups.
+        steps = [
+            parts[2 * i + 1].count(power)
+            for i in range(len(order) - 1)
+            if order[i : i + 2] == ["1", "0"]
+        ]
+        assert steps == [powers, powers]
 
 
 def test_programs_get_equal_work(page):

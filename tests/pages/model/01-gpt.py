@@ -13,7 +13,7 @@ import modules
 import tutorial
 from compiled.declared import Kernels
 from conformance import operation
-from measurements.figure import Measured
+from measurements.figure import Measured, overlap
 from tutorial import load
 
 NAME = "model/01-gpt"
@@ -130,12 +130,13 @@ def of_losses(figure):
         f"token in the first ten steps to {of.median('triton', last)} in the "
         f"last ten with our functions, and to {of.median('torch', last)} with "
         f"PyTorch's. At the forty points the two are {apart} apart at most, "
-        f"and {end} at the end. Ours is the larger one at {above} of them: "
-        "once two trainings have drifted apart, they need not cross again. "
+        f"and {end} at the end. Ours is the larger one at {above} of them. "
         f"Trainings with other seeds end at {seeds[0]}, {seeds[1]} and "
         f"{seeds[2]}, so the ends of our four trainings lie up to {spread} "
         f"apart, which is {as_much} times as much."
     )
+    # Otherwise the prose has to say why one is larger nearly always.
+    assert 12 <= above <= 28
     # What separates the two is smaller than what separates seeds.
     assert as_much > 2
 
@@ -171,8 +172,8 @@ def of_steps(figure):
     ours_compiled = ms(of, "triton compiled", N)
     yield f"Ours under torch.compile takes {ours_compiled} ms."
     assert ours_compiled > 1.1 * graph, "waits for the host, too"
-    # "three fifths of the time"
-    assert 0.57 < 1 / of.ratio("triton", "torch", N) < 0.63
+    # "less than three fifths of the time", and not half of it
+    assert 0.55 < 1 / of.ratio("triton", "torch", N) < 0.6
     python = of.ratio("triton", "eager", N)
     python.rounding = ".2f"
     yield (
@@ -254,6 +255,7 @@ def of_kernels(figure):
 
     between = rest[2] - rest[0]
     between.rounding = ".1f"
+    assert 0 < between < 0.2 * rest[2], "fuses nearly as well"
     ahead = total[2] - total[0]
     ahead.rounding = ".1f"
     steps = figure("gpt-step", CARD)
@@ -263,13 +265,14 @@ def of_kernels(figure):
     lost = -1 * gained("products")
     lost.rounding = ".1f"
     yield (
-        f"our kernels are {ahead} ms ahead of its kernels, and {between} ms "
-        "come from there. The loss brings "
+        f"ours gain {between} ms there. The loss brings "
         f"{gained('loss')} ms, for torch.compile has all logits, and reads "
         f"them more than once. Attention brings {gained('attention')} ms. And "
-        f"{lost} ms are lost in the products. A step of our graph is {step} "
+        f"{lost} ms are lost in the products. All in all our kernels are "
+        f"{ahead} ms ahead of its kernels. A step of our graph is {step} "
         "ms ahead of a step of its graph."
     )
+    assert ahead > 0
     assert step > ahead, "the rest of that"
     speeds = [
         OPERATIONS / 1e6 / of.median(each, "products")
@@ -292,7 +295,7 @@ def of_kernels(figure):
         f"Norms take {ms(of, 'triton', 'norms')} ms with ours, and "
         f"{ms(of, other, 'norms')} with torch.compile."
     )
-    assert between > 0 and gained("loss") > 0 and gained("attention") > 0
+    assert gained("loss") > 0 and gained("attention") > 0
     assert lost > 0
     half = of.median("triton", "products") / (1000 * total[0])
     assert 0.5 < half < 0.6, "half of our time"
@@ -341,6 +344,33 @@ def of_memory(figure):
     assert ours < liger < compiled < theirs
     assert 0.47 < ours / theirs < 0.53, "half of the memory"
     assert liger < 1.03 * ours, "hardly more"
+
+
+def of_cudnn(figure):
+    """What two other pages show."""
+
+    def ratios(page, *names):
+        figures = (figure(each, CARD, page=page) for each in names)
+        return [each.ratios("triton", "sdpa-cudnn") for each in figures]
+
+    staying = "attention/07-programs-that-stay"
+    names = "staying-forward", "staying-forward-causal"
+    yield (
+        "Forward, with 128 numbers in a head, it is ahead with the shortest "
+        f"sequences that `Programs that stay <../{staying}.html>`_ measures, "
+        "and with 64 it is hardly ahead anywhere."
+    )
+    for each in ratios(staying, *names):
+        assert each[0] < 0.98 and min(each[1:]) > 0.99
+    for each in ratios(staying, *(f"{name}-64" for name in names)):
+        assert min(each) > 0.97
+    halves = "attention/06-two-programs"
+    yield (
+        "Backward, with 128 numbers, it is ahead with long sequences, as "
+        f"`Two programs on an SM <../{halves}.html>`_ shows."
+    )
+    for each in ratios(halves, "halves-backward", "halves-backward-causal"):
+        assert max(each[-2:]) < 0.98
 
 
 def thousands(of, provider, ranks):
@@ -392,19 +422,26 @@ def of_ranks(figure):
         "designs."
     )
     lead = steps.ratio("triton", "compile graph", 16384)
-    assert faster[0] < 1 < lead, "which one is ahead depends on it"
-    behind = of.ratio("compile graph", "triton", 1)
-    lead, behind = (Measured(100 * (x - 1), ".0f") for x in (lead, behind))
-    yield f"one way we are {lead}% faster, in another {behind}% slower."
+    both = [steps.spans[each][16384] for each in ("triton", "compile graph")]
+    assert lead > 1 and not overlap(*both), "more than noise"
+    # "differ far less"
+    assert all(most / least - 1 < 0.2 * (lead - 1) for least, most in both)
+    # "may be noise": of each the fastest turn is recorded, and no quantiles.
+    assert 1 < faster[0] < 1.02 < lead, "it depends on the way of measuring"
+    lead, alone = (Measured(100 * (x - 1), ".0f") for x in (lead, faster[0]))
+    yield (
+        f"measured in one way we are {lead}% faster, in another {alone}%, "
+        "which may be noise."
+    )
     yield (
         f"on one GPU our graph is {lead}% faster than that of torch.compile "
-        f"if the designs take turns, and {behind}% slower if each runs by "
+        f"if the designs take turns, and {alone}% faster if each runs by "
         "itself."
     )
-    yield f"On one GPU we are {lead}% faster or {behind}% slower"
+    yield f"On one GPU we are {lead}% or {alone}% faster"
     yield (
-        f"measured in another way, ours takes {ms(of, 'triton', 1)} ms, and "
-        f"the graph of torch.compile {compiled[0]} ms."
+        f"in another way ours takes {ms(of, 'triton', 1)} ms, and the graph "
+        f"of torch.compile {compiled[0]} ms."
     )
     more = [
         (of.median(each, 2) - of.median(each, 1)) / 1000
@@ -419,6 +456,10 @@ def of_ranks(figure):
     there = steps.median("compile graph", 16384)
     assert of.median("compile graph", 1) < there, "the other way round"
     assert 1 < faster[1] < 1.1, "a few percent, on two"
+    # "takes longer here, too"
+    assert of.median("eager", 1) > steps.median("eager", 16384)
+    assert of.median("triton", 1) > steps.median("triton", 16384)
+    assert of.median("torch", 1) > steps.median("torch", 16384)
     yield (
         f"PyTorch takes {ms(of, 'torch', 1)} ms here and "
         f"{ms(steps, 'torch', 16384)} ms there."
@@ -450,6 +491,7 @@ CLAIMED = (
     of_kernels,
     of_each_kernel,
     of_memory,
+    of_cudnn,
     of_ranks,
     ladder,
 )
