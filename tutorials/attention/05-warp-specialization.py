@@ -2528,7 +2528,9 @@ in_percent(bench_backward_bfloat16)
 #   measured there. Libraries have kernels for both.
 # - **Heads of 64 numbers** have no kernel in Gluon here. Forward cuDNN is
 #   ahead up to 2048 keys, as on the page of `any attention
-#   <03-any-attention.html>`_. The next two pages have one for each pass.
+#   <03-any-attention.html>`_. `Two programs on an SM <06-two-programs.html>`_
+#   has kernels for their backward pass, and `Programs that stay
+#   <07-programs-that-stay.html>`_ one for their forward pass.
 # - **PyTorch takes more**: masks, dropout, and the other things that the page
 #   of any attention lists.
 # - **Gluon is experimental.** A new version of Triton may ask for changes.

@@ -2868,7 +2868,8 @@ in_percent(bench_backward_causal_64)
 #   2048 keys on, and from 8192 on if causal.
 # - **Forward**, all holds that the page of `warps that only load
 #   <05-warp-specialization.html>`_ says: cuDNN is ahead with shorter
-#   sequences, until the next page.
+#   sequences. `Programs that stay <07-programs-that-stay.html>`_ is about
+#   that.
 # - **FlashAttention-3** has warps that only load in its backward pass, too. We
 #   have not measured it. It can also multiply in 8 bits.
 # - **Other GPUs.** Our kernels in Gluon need the instructions of Hopper, and

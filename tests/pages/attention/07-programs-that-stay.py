@@ -21,6 +21,7 @@ GLUON = loaded(WARPS)
 BEFORE = loaded(HALVES)
 both_passes = GLUON.both_passes
 plain, float32 = GLUON.plain, GLUON.float32
+also = BEFORE.also
 
 
 def shown(page, M, N, dtype):
@@ -48,7 +49,7 @@ PUBLISHED = "2026-11-29"
 
 KERNELS = Kernels(
     run=shown,
-    also=BEFORE.also,
+    also=also,
     M=4,
     N=[4096],
     dtype="float16",
