@@ -2,16 +2,17 @@ r"""
 Programs that stay
 ==================
 
-How can attention be as fast with short sequences as with long ones?
+How can attention lose less time with short sequences?
 A program does not end with its tile of queries but takes another one, whose
 keys are fetched while it still writes its results. And each program gets as
 much to do as any other.
 
 The forward kernel of `Attention with warps that only load
 <05-warp-specialization.html>`_ is faster than cuDNN with long sequences and
-slower with short ones, and with 64 numbers in a head it has nothing to offer.
-The one of this page does both. The backward pass is that of `Two programs on
-an SM <06-two-programs.html>`_.
+slower with short ones, and it is not made for heads of 64 numbers. The one of
+this page takes these, too. With 128 numbers in a head it is behind cuDNN only
+with 512 keys. The backward pass is that of `Two programs on an SM
+<06-two-programs.html>`_.
 
 Do you only want to use it? Take ``fast_attention.py``, which this page offers
 under its title: it is a module with the kernels and functions of this page.
@@ -100,8 +101,8 @@ STORE = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # its warps get their registers, and its first tiles travel from memory. After
 # its last product it divides, and writes its results. During all of that its
 # Tensor Cores wait. How much of a program is that? It depends on how many
-# steps stand in between. We count them for 16 heads and 16384 tokens in
-# sequences of some length. A program has 128 queries, and takes 128 keys in a
+# steps stand in between. We count them for 16 heads and 16384 tokens, in
+# sequences of four lengths. A program has 128 queries, and takes 128 keys in a
 # step.
 
 TOKENS = 16384
@@ -109,6 +110,7 @@ TOKENS = 16384
 for length in (512, 1024, 4096, 16384):
     tiles = length // 128
     programs = TOKENS // length * 16 * tiles
+    # The first tile of queries sees one tile of keys, and the last sees all.
     causal = (tiles + 1) / 2
     print(
         f"{length:5} keys: {programs} programs of {tiles:3} steps each, and "
@@ -116,39 +118,45 @@ for length in (512, 1024, 4096, 16384):
     )
 
 # %%
-# There are as many programs at each length. But with 1024 keys a causal
-# program has 4.5 steps on average, where it has 64.5 with 16384. What a
+# The number of programs is the same at each length. But with 1024 keys a
+# causal program has 4.5 steps on average, where it has 64.5 with 16384. What a
 # program loses at its beginning and at its end weighs 14 times as much.
 #
-# On the page of two programs on an SM, a second program multiplies meanwhile.
-# With 128 numbers in a head that did not pay in the forward pass: the tiles of
-# 64 queries that fit then need twice as many loads, and long sequences become
-# slower. So we leave one program on an SM, and let it stay. It is started
-# once, and takes one tile of queries after the other. A kernel whose programs
-# do that is called *persistent*.
+# On the page of `two programs on an SM <06-two-programs.html>`_, a second
+# program multiplies meanwhile. In the forward pass, with 128 numbers in a
+# head, that was slower in all cases that we tried but the short causal one:
+# programs of 64 queries need twice as many loads of keys. So we leave one
+# program on an SM, and let it stay. It is started once, and takes one tile of
+# queries after the other. A kernel whose programs do that is called
+# *persistent*.
 #
-# What does that bring? The loading warp goes ahead. When it has fetched the
-# last keys of a tile, it goes on with the queries and the first keys of the
-# next one, while the other warps still multiply, divide and write. When they
-# come to the next tile, it is there. The lengths are not measured:
+# What does that bring? The loading warp goes ahead. As soon as nobody needs
+# the queries of a tile any more, it fetches those of the next tile and the
+# first keys, while the other warps still compute the last product, divide and
+# write. When they come to the next tile, they need not wait as long for it, or
+# not at all. The drawing shows both ways. Its lengths are not measured:
 
 # %%
 
 # Drawing: one SM, with programs that end, and with one that stays.
 
 plt.figure(
-    "Above, a program loads, multiplies and writes, and then the next one "
-    "begins with its loads. Below, a program stays: the loads of the next "
-    "tile run while it still multiplies, and it goes on right after it has "
-    "written.",
+    "Above, programs end: each one loads, multiplies and writes, and the next "
+    "one begins with its loads when the first is gone. Below, a program "
+    "stays: the loads of the next tile run while it still multiplies and "
+    "writes, and it goes on right after it has written.",
     figsize=(7.5, 2.8),
 )
 ROWS = (
     # height, what it says, and parts: from when on, for how long, which tile
-    (3.6, "loads, programs end", ((0, 4, 0), (5.4, 4, 1))),
-    (2.8, "multiplies, programs end", ((1, 3.6, 0), (6.4, 3.6, 1))),
-    (1.2, "loads, a program stays", ((0, 4, 0), (4, 4, 1), (8, 4, 2))),
-    (0.4, "multiplies, it stays", ((1, 3.6, 0), (5.2, 3.6, 1), (9.4, 3.1, 2))),
+    (3.6, "loads, programs end", ((0, 4, 0), (5.4, 4, 1), (10.8, 2.2, 2))),
+    (
+        2.8,
+        "multiplies, they end",
+        ((1, 3.6, 0), (6.4, 3.6, 1), (11.8, 1.2, 2)),
+    ),
+    (1.2, "loads, one stays", ((0, 4, 0), (4, 4, 1), (8, 4, 2), (12, 1, 3))),
+    (0.4, "multiplies, it stays", ((1, 3.6, 0), (5.2, 3.6, 1), (9.4, 3.6, 2))),
 )
 for height, what, times in ROWS:
     plt.text(-0.2, height, what, va="center", ha="right")
@@ -163,9 +171,20 @@ for height, what, times in ROWS:
             va="center",
             fontsize=7,
         )
-plt.annotate("", (12.5, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
-plt.text(6, -0.5, "time", ha="center", va="top")
-plt.axis((-5.4, 12.7, -1.2, 4.1))
+# After its last product a tile is divided and written.
+for height, left in ((2.8, 4.6), (2.8, 10), (0.4, 4.6), (0.4, 8.8)):
+    plt.text(
+        left + 0.28,
+        height,
+        "writes",
+        ha="center",
+        va="center",
+        fontsize=6,
+        rotation=90,
+    )
+plt.annotate("", (13.1, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
+plt.text(6.5, -0.5, "time", ha="center", va="top")
+plt.axis((-5.4, 13.3, -1.2, 4.1))
 plt.axis("off")
 plt.show()
 
@@ -179,9 +198,9 @@ plt.show()
 # as an H200 has 132 SMs.
 #
 # That is fair if all tiles have equally many steps. In causal attention they
-# have not: the last tile of queries sees all keys, and the first one sees a
-# single tile of them. What does a program get then? If the last one to finish
-# has much more than the others, all SMs but one wait for it.
+# do not: the last tile of queries sees all keys, and the first one sees a
+# single tile of them. How many steps does a program get then? If the last one
+# to finish has much more than the others, all SMs but one wait for it.
 #
 # The remedy is old. Put the longest tile and the shortest one together, the
 # second longest and the second shortest, and so on. All such *pairs* have the
@@ -210,15 +229,21 @@ for length in (1024, 4096, 16384):
         )
 
 # %%
-# With single tiles the program that has most takes up to 1.57 times the mean,
-# and the whole kernel takes as long as it. With pairs a program has seven of
-# them or eight at each length, so the most is 1.03 times the mean.
+# With single tiles the program that has most has up to 1.57 times the mean,
+# and the whole kernel takes as long as it does. Why does that differ so much?
+# Of 16384 keys a head has 128 tiles. A program takes every 132nd, so each of
+# its tiles is 4 steps shorter than the one before: the first program has 128,
+# 124, 120 and so on, down to 68, and never a short one. With 4096 keys it has
+# 32, 28 and so on down to 4, and then the same again. With pairs a program has
+# seven of them or eight at each length, so the most is 1.03 times the mean.
 #
-# What a GPU deals out by itself is not lost by unequal tiles, because whoever
-# is done early gets more. Could programs that stay do that, too? Yes, with a
-# counter in memory that each of them increments to get its next tile. But the
-# loading warp and those that multiply would have to agree on it, by one more
-# barrier. Pairs need nothing.
+# A GPU that deals out programs gives the next one to whoever is done first.
+# That does not level out everything, because a long tile may come late: if we
+# deal out the same tiles like that, the SM that ends last has 1.06 or 1.07
+# times the mean from 512 to 8192 keys, and 1.01 times with 16384. Could
+# programs that stay do the same? Yes, with a counter in memory that each of
+# them increments to get its next tile. But the loading warp and those that
+# multiply would have to agree on it, by one more barrier. Pairs need neither.
 #
 # What stays as it was is folded here: the plain kernels and their launches,
 # which stand in where there is no Hopper GPU.
@@ -820,7 +845,8 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 # We call what a program takes at a time a *share*: a pair of tiles of queries,
 # or one tile. From the number of a share follows all that a program must know.
 # Both the loading warp and those that multiply compute it, so they need not
-# tell each other.
+# tell each other anything. The tiles of a share come one after the other, in
+# turn 0 and turn 1.
 #
 # With an odd number of tiles the one in the middle has nobody to be paired
 # with, and its share has one turn in place of two.
@@ -828,7 +854,7 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 
 @gluon.jit
 def _turns_of(
-    share,
+    share,  # its number, among those of all heads
     tiles,  # of queries, in each head
     PAIRS: gl.constexpr,  # whether two tiles of queries are a share
 ):
@@ -844,7 +870,7 @@ def _turns_of(
 
 @gluon.jit
 def _place_of(
-    share,
+    share,  # its number, among those of all heads
     turn,  # 0 or 1: which tile of the share
     tiles,  # of queries, in each head
     keys,
@@ -856,13 +882,13 @@ def _place_of(
     """The number of the head, the first query, and steps: those whose keys all
     queries of the tile see, and those whose keys some of them see."""
     if PAIRS:
-        shares = gl.cdiv(tiles, 2)  # of each head
+        shares = gl.cdiv(tiles, 2)  # of this head alone
         tile = share % shares
         if turn == 0:
-            tile = tiles - 1 - tile  # the longer one first
+            tile = tiles - 1 - tile  # the one from the end, with more steps
     else:
         shares = tiles
-        tile = tiles - 1 - share % shares
+        tile = tiles - 1 - share % shares  # the longest of a head first
     first = tile * OWN
     whole = keys // TILE_K
     steps = gl.cdiv(keys, TILE_K)
@@ -882,7 +908,9 @@ def _place_of(
 #
 # The queries have a buffer and two barriers, like a ring of one. ``q_full``
 # says that they are there. ``q_free`` says that nobody multiplies with them
-# any more, so those of the next tile may take their place.
+# any more, so those of the next tile may take their place. The loading warp
+# waits for that before it fetches the first keys of the next tile. So it is
+# ahead by the last product, the division and the writing of a tile.
 
 
 @gluon.jit
@@ -894,18 +922,18 @@ def _load_tile(
     q_desc,
     k_desc,
     v_desc,
-    own,
-    ring,
-    heads,
-    tiles,
+    own,  # buffers and barriers of queries and results
+    ring,  # buffers and barriers of keys and values
+    heads,  # of the queries
+    tiles,  # of queries, in each head
     keys,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
     CAUSAL: gl.constexpr,
     PAIRS: gl.constexpr,
-    TILE_Q: gl.constexpr,
+    TILE_Q: gl.constexpr,  # queries of a group of warps
     TILE_K: gl.constexpr,
     BUFFERS: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr,  # groups of four warps that multiply: 1 or 2
 ):
     """Fetch the queries of a tile, and all keys and values that they see."""
     q_mem, _, q_full, q_free = own
@@ -947,7 +975,7 @@ def _load_shares(
     heads,
     tiles,
     keys,
-    shares,
+    shares,  # of all heads together
     GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -957,6 +985,7 @@ def _load_shares(
     WARPS: gl.constexpr,
 ):
     """What the loading warp does, from the first share to the last."""
+    # The groups that multiply have the same loops, and so the same counts.
     tile = 0
     step = 0
     for share in range(gl.program_id(0), shares, gl.num_programs(0)):
@@ -975,8 +1004,9 @@ def _load_shares(
 #
 # A step is that of the page of warps that only load, with two changes. As on
 # the page of two programs on an SM it stands in the kernel once, and asks
-# while it runs whether its tile needs a mask. And the powers become an operand
-# before the step waits for the product of the last one.
+# while it runs whether its tile needs a mask. And the powers are rounded and
+# become an operand before the step waits for the product of the last one, so
+# that this work can be hidden behind the product, too.
 
 
 @gluon.jit
@@ -984,13 +1014,14 @@ def _powers(
     maximum,  # of each query, as the next one
     total,
     score,
-    i,
+    i,  # which tile of keys
     whole,  # steps before this one need no mask
     limit,  # how many keys each query sees
-    scale,
+    scale,  # that of the scores, times LOG2E
     TILE_K: gl.constexpr,
     MASK: gl.constexpr,  # whether there are steps that need one
 ):
+    """The new maximum and sum, what the sums so far shrink by, and powers."""
     if MASK:
         KEY: gl.constexpr = gl.SliceLayout(0, score.type.layout)
         if i >= whole:
@@ -1048,7 +1079,8 @@ def _step_fwd(
     )
     new = gl.convert_layout(new.to(power.dtype), power.type.layout)
 
-    # The sums of the tiles up to i - 1 shrink to the maximum of tile i.
+    # ``new`` goes through the wait as well, so that it is computed before it.
+    # Then the sums of the tiles up to i - 1 shrink to the maximum of tile i.
     weighted, power, new = warpgroup_mma_wait(0, deps=[weighted, power, new])
     mbarrier.arrive(free.index(2 * last + 1), count=1)
     by = gl.convert_layout(shrink, gl.SliceLayout(1, SUM))
@@ -1065,14 +1097,14 @@ def _step_fwd(
 # after some of the maxima and before the first power. ``ptxas``, NVIDIA's
 # assembler, moves a wait up when nothing tells it not to.
 #
-# Does it cost us anything? We tried the step with a wait for the next keys
-# between the powers and the wait for the product. ``ptxas`` does not move a
-# wait across that, and so the order was ours. On an H200 it took up to 2% less
-# time with 128 numbers in a head if causal, and between 1% less and 11% more
-# in all other cases. So we leave it to ``ptxas``. Why is the other order not
-# better? While a group waits, another one on the same SM may compute. We
-# suppose that this is overlap enough, and that a product which ends early lets
-# the next one begin early. We have not measured it.
+# Does it cost us anything? In a trial we put a wait for the barrier of the
+# next keys between the powers and the wait for the product. ``ptxas`` does not
+# move a wait up across that, and so the order was ours. On an H200 it took up
+# to 2% less time with 128 numbers in a head if causal, and between 1% less and
+# 11% more in all other cases. So we leave it to ``ptxas``. Why is our order
+# not better? While a group waits, another one on the same SM may compute, so
+# there may be little left to hide. Why it is slower in some cases, we have not
+# found out.
 #
 # A tile of queries
 # -----------------
@@ -1093,11 +1125,11 @@ def _tile_fwd(
     group,  # which group of warps we are: 0 or 1
     y_desc,
     lse_ptr,
-    rows,
-    own,
-    ring,
-    heads,
-    tiles,
+    rows,  # of lse, for each head
+    own,  # buffers and barriers of queries and results
+    ring,  # buffers and barriers of keys and values
+    heads,  # of the queries
+    tiles,  # of queries, in each head
     keys,
     scale,
     CAUSAL: gl.constexpr,
@@ -1213,6 +1245,7 @@ def _group_fwd(
                 TILE_Q, TILE_K, BUFFERS, WARPS,
             )  # fmt: skip
             tile += 1
+    # Shared memory must last until the TMA has read the last results.
     tma.store_wait(0)
 
 
@@ -1265,7 +1298,7 @@ def _staying_fwd(
         DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
     )
 
-    # Barriers: full ones are for the loading warp, free ones for the groups.
+    # Barriers. At full ones the loading warp arrives, at free ones the groups.
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -1327,21 +1360,25 @@ def _staying_fwd(
 # -----------------------------------
 #
 # With 128 numbers in a head an SM has one program with two groups of warps.
-# With 64 numbers tiles are half as large, and an SM has two programs with one
-# group each, or three for short causal sequences. Why three? There a step of
-# 128 keys costs more than it looks: on the diagonal half of its scores are
-# computed and then hidden. With steps of 64 keys fewer are. Such small steps
-# have less to overlap, but they need fewer registers, so a third program fits.
-# In a trial on an H200 that takes 7% less time at 1024 keys if causal, and 4%
-# more at 4096, where the diagonal hardly counts.
+# Results have a buffer of their own now, so it takes 32 KB for queries, 32 KB
+# for results, and 128 KB for keys and values. With 64 numbers tiles are half
+# as large, and an SM has two programs with one group each. For causal
+# sequences of up to 2048 keys it has three. Why three? On the diagonal half of
+# the scores are computed and then hidden. With steps of 64 keys in place of
+# 128 these are half as many, and if there are few steps, that counts. Such
+# small steps have less to overlap, but they need fewer registers, so a third
+# program fits. In trials on an H200 that takes 7% less time at 1024 keys if
+# causal, about the same at 2048, and 4% more at 4096.
 #
-# Are pairs of use only if causal? With 128 numbers they also help otherwise,
-# by 0% to 2% in a trial on an H200, and we don't know why. With 64 numbers
-# they cost 3% to 7% there. So a tile is a share of its own in that case.
+# Do pairs help only if causal? With 128 numbers they also help otherwise, by
+# 0% to 2% in a trial on an H200, and we don't know why. With 64 numbers they
+# cost 3% to 7% there. Of 264 programs, 136 would have 32 tiles then and the
+# others 30, where without pairs all but 8 have 31. That explains 3%. So a tile
+# is a share of its own in that case.
 #
 # A group of warps has 128 threads, and so has the loading warp with its three
 # idle neighbors. What a program may have of an SM's 65536 registers follows
-# from how many programs there shall be. ``maxnreg`` wants it for each thread,
+# from how many programs we want there. ``maxnreg`` wants it for each thread,
 # as a multiple of 8. Of that, those that load keep 24, and the others get the
 # rest: 240, 232 or 136 registers.
 
@@ -2030,7 +2067,8 @@ def plan_to_stay(query, keys, is_causal):
     usual, short = STAYING[wide]
     plan = short if is_causal and keys <= 2048 else usual
     groups, tile_k, buffers, on_an_sm = plan
-    threads = 128 * (groups + 1)
+    threads = 128 * (groups + 1)  # with the loading warp and its neighbors
+    # Those that load keep 24 registers, and the groups share the rest.
     registers = 65536 // (threads * on_an_sm) // 8 * 8
     for_groups = (registers * threads - 24 * 128) // (128 * groups) // 8 * 8
     return on_an_sm, {
@@ -2056,7 +2094,11 @@ def room_for_lse(query, is_causal):
 
 
 def forward(query, key, value, is_causal, scale, stays=True, pairs=None):
-    """The results, and a log-sum-exp for each query."""
+    """The results, and a log-sum-exp for each query.
+
+    To measure what each idea brings, stays=False starts a program for each
+    share, and pairs=False makes each tile a share of its own.
+    """
     batch, heads, queries, _ = query.shape
     _, k_heads, keys, _ = key.shape
     if not in_gluon(query) or query.numel() == 0 or keys == 0:
@@ -2296,7 +2338,8 @@ def attention(
 #
 # We compare with PyTorch's function in float64, as on the page of `any
 # attention <03-any-attention.html>`_, and print the largest error of each
-# tensor, as a share of its largest number.
+# tensor, as a share of its largest number. These inputs are small, so that no
+# program gets a second share. The tests of this site have larger ones, too.
 
 # %%
 
@@ -2657,22 +2700,24 @@ in_percent(bench_forward_bfloat16)
 # 2.2 times as fast as FlashAttention-2, and 1.6 to 2.2 times if causal.
 #
 # **Why.**
-# What staying saves should be the same at each length, as there are equally
-# many tiles, and it is about the same. Not causal, it saves 25 to 40 µs at
-# each length. An SM has 15 or 16 tiles one after the other, so that is 1.6 to
-# 2.6 µs for each of them. At 512 keys a tile takes 9 µs, and at 16384 keys 210
-# µs. So it counts for much with short sequences and for little with long ones.
+# Not causal, all tiles have equally many steps, so what staying saves should
+# be the same at each length. It saves 25 to 40 µs. An SM has 15.5 tiles on
+# average, so that is 1.6 to 2.6 µs for each of them. At 512 keys a tile takes
+# 9 µs, and at 16384 keys 210 µs. So it counts for much with short sequences
+# and for little with long ones. Why it is more with long ones, we don't know.
+# Our kernel also takes pairs here, which may be a part of it.
 #
 # If causal, it saves 20 to 39 µs up to 8192 keys, and at 16384 keys it loses
-# 29 µs. What is lost there is in the dealing out. As our count has shown, the
-# programs that have eight pairs take 3% longer than the mean. There the kernel
-# takes 1691 µs, and 3% of that are 51 µs. A GPU that deals out single tiles
-# loses less at the end. The same 3% are there at all lengths, but with shorter
-# sequences they are less than what staying saves.
+# 29 µs. There the dealing out counts, too. By our count the program that has
+# most has 1.03 times the mean with pairs. A GPU that deals out single tiles
+# comes to 1.06 or 1.07 times the mean up to 8192 keys, and to 1.01 times at
+# 16384. So pairs gain by it up to 8192 keys, and lose at 16384.
 #
-# And tile by tile? There the count is the answer, too. With single tiles the
-# slowest program has 1.57 times the mean at 16384 keys, and there the kernel
-# takes 1.54 times as long as that whose programs end.
+# And tile by tile? By the count, the slowest program has 1.33 times the steps
+# that it has with pairs at 1024 keys, 1.09 times at 4096, and 1.52 times at
+# 16384. The kernel takes 1.22, 1.08 and 1.51 times as long. With short
+# sequences that is less than the count says, because both have the same number
+# of tiles, and each tile costs its beginning and its end.
 #
 # Half as many numbers in a head
 # ------------------------------
@@ -2693,12 +2738,23 @@ in_percent(bench_forward_causal_64)
 # if causal, where plain Triton is at 90% to 103% and at 86% to 104%. It is 1.4
 # to 1.7 times as fast as FlashAttention-2, and 1.5 to 1.8 times if causal.
 #
+# With a program for each tile it is at 85% to 107%, and at 95% to 103% if
+# causal. Ours is 1.16 times as fast as that at 512 keys, and 1.14 times if
+# causal. From 1024 keys on it is 1.00 to 1.07 times, and 0.99 to 1.05 times if
+# causal. Programs that stay and take tile by tile, causal, are at 88% to 100%.
+#
+# **Why.**
+# An SM has two programs here, or three. While one of them begins or ends,
+# another one can multiply, so there is less for staying to save.
+#
 # **What follows.**
 # With 64 numbers in a head, nothing is ahead of us by more than 2% at any
-# length. With 128, cuDNN is as fast at 1024 keys if not causal. Beyond that
-# nothing is faster but our own kernel with a program for each tile, and that
-# only at 16384 keys if causal. With 512 keys cuDNN is ahead. A causal program
-# has 2.5 steps on average then, and we have not looked for what else it loses.
+# length. With 128, cuDNN is ahead at 512 keys, and as fast at 1024 if not
+# causal. With more, nothing is faster but our own kernel with a program for
+# each tile, and that only at 16384 keys if causal, by 2%. So we do not choose
+# between the two. At 512 keys a causal tile of queries has 2.5 steps on
+# average, and ten tiles of 128 × 128 are computed for the eight that count. We
+# have not looked for what else it loses.
 #
 # How fast are both passes?
 # -------------------------
@@ -2782,19 +2838,25 @@ in_percent(bench_both_passes_64)
 #
 # **Why.**
 # Five of the seven products are in the backward pass, so most of the time is
-# spent there. The forward pass adds what it is ahead.
+# spent there. The forward pass adds its own lead.
+#
+# **What follows.**
+# With 128 numbers in a head and from 8192 keys on, the lead of the forward
+# pass does not quite make up for the backward pass, and cuDNN is up to 2%
+# ahead. Everywhere else that we measured, ours is faster.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
-# - **cuDNN is faster with 512 keys** if a head has 128 numbers. With 64 it is
-#   a little ahead up to 1024 keys, and at 2048 if causal.
+# - **cuDNN is faster with 512 keys** if a head has 128 numbers. If it has 64,
+#   cuDNN is a little ahead at 512 and 1024 keys if attention is not causal,
+#   and at 2048 keys if it is.
 # - **Backward, cuDNN is faster** with 128 numbers in a head and long
 #   sequences, as `Two programs on an SM <06-two-programs.html>`_ shows.
 # - **A GPU that does something else, too.** Programs that stay have shared the
-#   work before they begin. If another kernel takes some SMs meanwhile, those
-#   whose programs wait for them finish last, and nobody helps them. A GPU that
-#   deals out programs by itself copes with that.
+#   work before they begin. If another kernel holds some SMs, the programs that
+#   have to wait for these SMs begin late and end late, and no other program
+#   takes work from them. If programs end, the other SMs get more of them.
 # - **One query at a time.** When a model writes word by word, there is one
 #   query for each head, and most SMs have nothing to do. Libraries split the
 #   keys among programs then.
@@ -2813,15 +2875,18 @@ in_percent(bench_both_passes_64)
 # **Exercise 1: a triangle, dealt out fairly.**
 # The kernel below adds up the rows of a triangle: row ``r`` has ``r + 1``
 # numbers, and takes a step for each ``BLOCK`` of them. Its programs stay, and
-# each takes every so-manieth row. The sums are right, but some programs have
-# more steps than others. Change which rows a program takes so that all have
-# about as many. ``exercise_1`` checks the sums, and that no program has more
-# than 1.1 times the mean. The number of rows may be odd.
+# with 7 of them each takes every seventh row. The sums are right, but some
+# programs have more steps than others. Change which rows a program takes so
+# that all have about as many. ``exercise_1`` checks the sums, and that no
+# program has more than 1.1 times the mean of all steps. The number of rows may
+# be odd.
 #
 # **Hint 1.** Two rows can be a share: the first and the last, the second and
-# the one before the last. Then let each program take every so-manieth share.
+# the one before the last. Then deal out shares in place of rows.
 #
-# **Hint 2.** In which share are both rows the same? It must be added up once.
+# **Hint 2.** In which share are both rows the same? Its sum would be right if
+# you added it up twice, but half of its steps would be for nothing, and
+# ``exercise_1`` does not notice. So give this share one turn.
 
 
 @triton.jit
@@ -2884,7 +2949,7 @@ def _rows_of_triangle_in_pairs(
     shares = (N + 1) // 2
     for share in range(tl.program_id(0), shares, tl.num_programs(0)):
         turns = 2
-        if 2 * share + 1 == N:
+        if 2 * share + 1 == N:  # the row in the middle is its own partner
             turns = 1
         for turn in range(turns):
             row = share
@@ -2925,7 +2990,7 @@ assert exercise_1(_rows_of_triangle_in_pairs)
 #   and short pieces together.
 # - A result on its way out needs a place of its own, or the next one waits.
 # - Look into the machine code for the order of things. A compiler may have
-#   changed it, and not always to your harm.
+#   changed it. Measure before you force your own: here that gained little.
 #
 # **Next:** a model is more than attention. `A GPT whose every kernel is a page
 # of this site <../model/01-gpt.html>`_ puts all of them together.

@@ -5841,7 +5841,7 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
 
 @gluon.jit
 def _turns_of(
-    share,
+    share,  # its number, among those of all heads
     tiles,  # of queries, in each head
     PAIRS: gl.constexpr,  # whether two tiles of queries are a share
 ):
@@ -5857,7 +5857,7 @@ def _turns_of(
 
 @gluon.jit
 def _place_of(
-    share,
+    share,  # its number, among those of all heads
     turn,  # 0 or 1: which tile of the share
     tiles,  # of queries, in each head
     keys,
@@ -5869,13 +5869,13 @@ def _place_of(
     """The number of the head, the first query, and steps: those whose keys all
     queries of the tile see, and those whose keys some of them see."""
     if PAIRS:
-        shares = gl.cdiv(tiles, 2)  # of each head
+        shares = gl.cdiv(tiles, 2)  # of this head alone
         tile = share % shares
         if turn == 0:
-            tile = tiles - 1 - tile  # the longer one first
+            tile = tiles - 1 - tile  # the one from the end, with more steps
     else:
         shares = tiles
-        tile = tiles - 1 - share % shares
+        tile = tiles - 1 - share % shares  # the longest of a head first
     first = tile * OWN
     whole = keys // TILE_K
     steps = gl.cdiv(keys, TILE_K)
@@ -5894,18 +5894,18 @@ def _load_tile(
     q_desc,
     k_desc,
     v_desc,
-    own,
-    ring,
-    heads,
-    tiles,
+    own,  # buffers and barriers of queries and results
+    ring,  # buffers and barriers of keys and values
+    heads,  # of the queries
+    tiles,  # of queries, in each head
     keys,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr,  # heads of queries that share a head of keys
     CAUSAL: gl.constexpr,
     PAIRS: gl.constexpr,
-    TILE_Q: gl.constexpr,
+    TILE_Q: gl.constexpr,  # queries of a group of warps
     TILE_K: gl.constexpr,
     BUFFERS: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr,  # groups of four warps that multiply: 1 or 2
 ):
     """Fetch the queries of a tile, and all keys and values that they see."""
     q_mem, _, q_full, q_free = own
@@ -5947,7 +5947,7 @@ def _load_shares(
     heads,
     tiles,
     keys,
-    shares,
+    shares,  # of all heads together
     GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -5957,6 +5957,7 @@ def _load_shares(
     WARPS: gl.constexpr,
 ):
     """What the loading warp does, from the first share to the last."""
+    # The groups that multiply have the same loops, and so the same counts.
     tile = 0
     step = 0
     for share in range(gl.program_id(0), shares, gl.num_programs(0)):
@@ -5974,13 +5975,14 @@ def _powers(
     maximum,  # of each query, as the next one
     total,
     score,
-    i,
+    i,  # which tile of keys
     whole,  # steps before this one need no mask
     limit,  # how many keys each query sees
-    scale,
+    scale,  # that of the scores, times LOG2E
     TILE_K: gl.constexpr,
     MASK: gl.constexpr,  # whether there are steps that need one
 ):
+    """The new maximum and sum, what the sums so far shrink by, and powers."""
     if MASK:
         KEY: gl.constexpr = gl.SliceLayout(0, score.type.layout)
         if i >= whole:
@@ -6038,7 +6040,8 @@ def _step_fwd(
     )
     new = gl.convert_layout(new.to(power.dtype), power.type.layout)
 
-    # The sums of the tiles up to i - 1 shrink to the maximum of tile i.
+    # ``new`` goes through the wait as well, so that it is computed before it.
+    # Then the sums of the tiles up to i - 1 shrink to the maximum of tile i.
     weighted, power, new = warpgroup_mma_wait(0, deps=[weighted, power, new])
     mbarrier.arrive(free.index(2 * last + 1), count=1)
     by = gl.convert_layout(shrink, gl.SliceLayout(1, SUM))
@@ -6055,11 +6058,11 @@ def _tile_fwd(
     group,  # which group of warps we are: 0 or 1
     y_desc,
     lse_ptr,
-    rows,
-    own,
-    ring,
-    heads,
-    tiles,
+    rows,  # of lse, for each head
+    own,  # buffers and barriers of queries and results
+    ring,  # buffers and barriers of keys and values
+    heads,  # of the queries
+    tiles,  # of queries, in each head
     keys,
     scale,
     CAUSAL: gl.constexpr,
@@ -6175,6 +6178,7 @@ def _group_fwd(
                 TILE_Q, TILE_K, BUFFERS, WARPS,
             )  # fmt: skip
             tile += 1
+    # Shared memory must last until the TMA has read the last results.
     tma.store_wait(0)
 
 
@@ -6218,7 +6222,7 @@ def _staying_fwd(
         DTYPE, [BUFFERS, 1, 1, TILE_K, DIM], v_desc.layout
     )
 
-    # Barriers: full ones are for the loading warp, free ones for the groups.
+    # Barriers. At full ones the loading warp arrives, at free ones the groups.
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -6953,7 +6957,8 @@ def plan_to_stay(query, keys, is_causal):
     usual, short = STAYING[wide]
     plan = short if is_causal and keys <= 2048 else usual
     groups, tile_k, buffers, on_an_sm = plan
-    threads = 128 * (groups + 1)
+    threads = 128 * (groups + 1)  # with the loading warp and its neighbors
+    # Those that load keep 24 registers, and the groups share the rest.
     registers = 65536 // (threads * on_an_sm) // 8 * 8
     for_groups = (registers * threads - 24 * 128) // (128 * groups) // 8 * 8
     return on_an_sm, {
@@ -6979,7 +6984,11 @@ def room_for_lse(query, is_causal):
 
 
 def attention_forward(query, key, value, is_causal, scale, stays=True, pairs=None):
-    """The results, and a log-sum-exp for each query."""
+    """The results, and a log-sum-exp for each query.
+
+    To measure what each idea brings, stays=False starts a program for each
+    share, and pairs=False makes each tile a share of its own.
+    """
     batch, heads, queries, _ = query.shape
     _, k_heads, keys, _ = key.shape
     if not in_gluon(query) or query.numel() == 0 or keys == 0:
