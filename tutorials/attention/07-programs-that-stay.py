@@ -4,7 +4,7 @@ Programs that stay
 
 How can attention lose less time with short sequences?
 A program does not end with its tile of queries but takes another one, whose
-keys are fetched while it still writes its results. And each program gets as
+keys are fetched while it still writes its results, and each program gets as
 much to do as any other.
 
 The forward kernel of `Attention with warps that only load
@@ -122,131 +122,10 @@ for length in (512, 1024, 4096, 16384):
 # causal program has 4.5 steps on average, where it has 64.5 with 16384. What a
 # program loses at its beginning and at its end weighs 14 times as much.
 #
-# On the page of `two programs on an SM <06-two-programs.html>`_, a second
-# program multiplies meanwhile. In the forward pass, with 128 numbers in a
-# head, that was slower in all cases that we tried but the short causal one:
-# programs of 64 queries need twice as many loads of keys. So we leave one
-# program on an SM, and let it stay. It is started once, and takes one tile of
-# queries after the other. A kernel whose programs do that is called
-# *persistent*.
-#
-# What does that bring? The loading warp goes ahead. As soon as nobody needs
-# the queries of a tile any more, it fetches those of the next tile and the
-# first keys, while the other warps still compute the last product, divide and
-# write. When they come to the next tile, they need not wait as long for it, or
-# not at all. The drawing shows both ways. Its lengths are not measured:
-
-# %%
-
-# Drawing: one SM, with programs that end, and with one that stays.
-
-plt.figure(
-    "Above, programs end: each one loads, multiplies and writes, and the next "
-    "one begins with its loads when the first is gone. Below, a program "
-    "stays: the loads of the next tile run while it still multiplies and "
-    "writes, and it goes on right after it has written.",
-    figsize=(7.5, 2.8),
-)
-ROWS = (
-    # height, what it says, and parts: from when on, for how long, which tile
-    (3.6, "loads, programs end", ((0, 4, 0), (5.4, 4, 1), (10.8, 2.2, 2))),
-    (
-        2.8,
-        "multiplies, they end",
-        ((1, 3.6, 0), (6.4, 3.6, 1), (11.8, 1.2, 2)),
-    ),
-    (1.2, "loads, one stays", ((0, 4, 0), (4, 4, 1), (8, 4, 2), (12, 1, 3))),
-    (0.4, "multiplies, it stays", ((1, 3.6, 0), (5.2, 3.6, 1), (9.4, 3.6, 2))),
-)
-for height, what, times in ROWS:
-    plt.text(-0.2, height, what, va="center", ha="right")
-    for left, length, tile in times:
-        plt.barh(height, length - 0.05, 0.6, left, color=f"C{tile}")
-        plt.text(
-            left + length / 2,
-            height,
-            f"tile {tile}",
-            color="white",
-            ha="center",
-            va="center",
-            fontsize=7,
-        )
-# After its last product a tile is divided and written.
-for height, left in ((2.8, 4.6), (2.8, 10), (0.4, 4.6), (0.4, 8.8)):
-    plt.text(
-        left + 0.28,
-        height,
-        "writes",
-        ha="center",
-        va="center",
-        fontsize=6,
-        rotation=90,
-    )
-plt.annotate("", (13.1, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
-plt.text(6.5, -0.5, "time", ha="center", va="top")
-plt.axis((-5.4, 13.3, -1.2, 4.1))
-plt.axis("off")
-plt.show()
-
-# %%
-# Who gets which tile?
-# --------------------
-#
-# Programs that end are dealt out by the GPU: an SM that has finished one gets
-# the next. Programs that stay have to share the tiles themselves. The simplest
-# way is to number all tiles and to let each of 132 programs take every 132nd,
-# as an H200 has 132 SMs.
-#
-# That is fair if all tiles have equally many steps. In causal attention they
-# do not: the last tile of queries sees all keys, and the first one sees a
-# single tile of them. How many steps does a program get then? If the last one
-# to finish has much more than the others, all SMs but one wait for it.
-#
-# The remedy is old. Put the longest tile and the shortest one together, the
-# second longest and the second shortest, and so on. All such *pairs* have the
-# same number of steps. We deal out both and count.
-
-
-def steps_of_programs(length, programs, in_pairs):
-    """How many steps each program has, with 16 heads and TOKENS tokens."""
-    tiles = length // 128
-    shares = list(range(tiles, 0, -1))  # steps of each tile, longest first
-    if in_pairs:
-        pairs = tiles // 2
-        shares = [shares[i] + shares[-1 - i] for i in range(pairs)]
-    shares = shares * (TOKENS // length * 16)  # of all heads, one by one
-    return [sum(shares[program::programs]) for program in range(programs)]
-
-
-for length in (1024, 4096, 16384):
-    for in_pairs in (False, True):
-        steps = steps_of_programs(length, 132, in_pairs)
-        ratio = max(steps) / (sum(steps) / 132)
-        what = "pairs" if in_pairs else "tiles"
-        print(
-            f"{length:5} keys, {what}: {min(steps):4} to {max(steps):4} "
-            f"steps, the most is {ratio:.2f} times the mean"
-        )
-
-# %%
-# With single tiles the program that has most has up to 1.57 times the mean,
-# and the whole kernel takes as long as it does. Why does that differ so much?
-# Of 16384 keys a head has 128 tiles. A program takes every 132nd, so each of
-# its tiles is 4 steps shorter than the one before: the first program has 128,
-# 124, 120 and so on, down to 68, and never a short one. With 4096 keys it has
-# 32, 28 and so on down to 4, and then the same again. With pairs a program has
-# seven of them or eight at each length, so the most is 1.03 times the mean.
-#
-# A GPU that deals out programs gives the next one to whoever is done first.
-# That does not level out everything, because a long tile may come late: if we
-# deal out the same tiles like that, the SM that ends last has 1.06 or 1.07
-# times the mean from 512 to 8192 keys, and 1.01 times with 16384. Could
-# programs that stay do the same? Yes, with a counter in memory that each of
-# them increments to get its next tile. But the loading warp and those that
-# multiply would have to agree on it, by one more barrier. Pairs need neither.
-#
-# What stays as it was is folded here: the plain kernels and their launches,
-# which stand in where there is no Hopper GPU.
+# Does one see it? We measure plain Triton, whose programs begin and end, too,
+# and two libraries, for causal attention. The plain kernels and their
+# launches, the clock and all that a benchmark needs are as they were, and
+# folded.
 
 # %%
 
@@ -837,6 +716,338 @@ def plain_queries(q, k, v, y, dy, dq, lse, delta, is_causal, scale):
         dy, dq, lse, delta, is_causal, scale,
     )  # fmt: skip
 
+
+# %%
+
+# Scaffold: the clock, in turns, from page 01.
+
+
+def in_turns(calls):
+    """µs of each call on the GPU: median, 20% and 80% quantiles.
+
+    ``calls`` are functions by their names. Each is recorded as a CUDA graph
+    that overwrites L2 and makes the call, and one more only overwrites L2.
+    The graphs are replayed in turns; what the last one takes is subtracted.
+    """
+    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+    def recorded(call):
+        call()  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            larger_than_l2.zero_()
+            result = call()
+        graph.replay()  # the first replay takes longer
+        return graph, result  # the memory of the result stays its own
+
+    def elapsed(graph):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return 1000 * start.elapsed_time(end)
+
+    graphs = {name: recorded(call) for name, call in calls.items()}
+    without, _ = recorded(lambda: None)
+    times = {name: [] for name in graphs}
+    for _ in range(15):
+        for name, (graph, _) in graphs.items():
+            times[name].append(elapsed(graph) - elapsed(without))
+    found = {}
+    for name, each in times.items():
+        each.sort()
+        found[name] = each[7], each[3], each[11]
+    return found
+
+
+# %%
+
+# Scaffold: inputs, and PyTorch by a library, from page 03.
+
+TOKENS = 16384
+
+LENGTHS = [1024, 2048, 4096, 8192, 16384]
+
+NOTHING = 3 * [float("nan")]  # where a line has no point
+
+
+def inputs(N, D, dtype):
+    """query, key, value and dy: TOKENS tokens as sequences of N."""
+    heads = 2048 // D
+    return [
+        torch.randn(
+            TOKENS // N, heads, N, D, device=DEVICE, dtype=dtype
+        ).requires_grad_()
+        for _ in range(4)
+    ]
+
+
+def with_backend(backend, is_causal):
+    """PyTorch's function, by a library of this name."""
+
+    def function(query, key, value):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=is_causal
+            )
+
+    return function
+
+
+# %%
+
+# Scaffold: speeds, and a benchmark of any pass.
+
+FROM_512 = [512, *LENGTHS]
+
+NAMES = {
+    "triton": "Triton",
+    "ends": "a program for each tile",
+    "tiles": "stays, tile by tile",
+    "plain": "Triton, plain",
+    "sdpa-cudnn": "cuDNN, by PyTorch",
+    "torch": "FlashAttention-2, by PyTorch",
+    "cublas": "A product of matrices",
+}
+
+
+def speeds(products, calls, N, is_causal):
+    """TFLOP/s of each call: median, low, high; and of cuBLAS beside them.
+
+    A call has so many products of (N, N) and D for each of 2048 / D heads.
+    """
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.float16)
+    calls = calls | {"cublas": lambda: a @ a}
+    found = {}
+    for name, times in in_turns(calls).items():
+        operations = products * 2 * N * 2048 * TOKENS
+        if is_causal:
+            operations /= 2
+        if name == "cublas":
+            operations = 2 * 8192**3
+        median, short, long = times
+        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
+    return found
+
+
+def libraries(is_causal):
+    """PyTorch's function by the libraries that we compare with."""
+    backends = torch.nn.attention.SDPBackend
+    return {
+        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION, is_causal),
+        "torch": with_backend(backends.FLASH_ATTENTION, is_causal),
+    }
+
+
+def benchmark_of(plot_name, mode, D, is_causal, dtype, lines, lengths):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=lengths,
+        x_log=True,
+        xlabel="N (queries, and keys)",
+        line_arg="provider",
+        line_vals=lines,
+        line_names=[NAMES[line] for line in lines],
+        ylabel="TFLOP/s",
+        plot_name=plot_name,
+        args={
+            "D": D,
+            "is_causal": is_causal,
+            "dtype": dtype,
+            "mode": mode,
+        },
+    )
+
+
+def in_percent(benchmark):
+    """Draw a benchmark, and print each speed in % of that of cuDNN."""
+    table = benchmark.run(show_plots=ON_GPU, return_df=True)
+    table = table.astype({"N": int}).set_index("N")
+    table.columns = [column.split(" (")[0] for column in table.columns]
+    if table.isna().all(axis=None):
+        print("Timing needs a GPU; the page shows recorded figures.")
+        return
+    cudnn = table[NAMES["sdpa-cudnn"]]
+    percent = 100 * table.div(cudnn, axis="index")
+    print("speed in % of that of cuDNN")
+    print(percent.to_string(float_format="%.0f"))
+
+
+# %%
+
+# Scaffold: what short sequences cost, a benchmark.
+
+
+@functools.cache  # all lines in turns; then each is asked for its own
+def short_speeds(N, D, dtype, is_causal):
+    if not ON_GPU:
+        return {}  # the interpreter cannot be timed
+    q, k, v, _ = (t.detach() for t in inputs(N, D, dtype))
+    given = q, k, v, is_causal, D**-0.5
+    calls = {"plain": functools.partial(plain_forward, *given)}
+    for name, function in libraries(is_causal).items():
+        calls[name] = functools.partial(function, q, k, v)
+    return speeds(2, calls, N, is_causal)
+
+
+@triton.testing.perf_report(
+    benchmark_of(
+        "staying-short",
+        "forward",
+        128,
+        True,
+        torch.float16,
+        ["plain", "sdpa-cudnn", "torch", "cublas"],
+        FROM_512,
+    )
+)
+def bench_short(N, D, is_causal, dtype, mode, provider):
+    """All lines in turns, 15 times, each a CUDA graph that overwrites L2
+    first; the time of a graph that only overwrites L2 is subtracted."""
+    return short_speeds(N, D, dtype, is_causal).get(provider, NOTHING)
+
+
+# %%
+
+bench_short.run(show_plots=ON_GPU)
+
+# %%
+# **What the figure shows.**
+# @SHORT@
+#
+# **Why.**
+# @WHY@
+#
+# **What follows.**
+# @FOLLOWS@
+#
+# A program that stays
+# --------------------
+#
+# On the page of `two programs on an SM <06-two-programs.html>`_, a second
+# program multiplies meanwhile. In the forward pass, with 128 numbers in a
+# head, that was slower in all cases that we tried but the short causal one:
+# programs of 64 queries need twice as many loads of keys. So we leave one
+# program on an SM, and let it stay. It is started once, and takes one tile of
+# queries after the other. A kernel whose programs do that is called
+# *persistent*.
+#
+# What does that bring? The loading warp goes ahead. As soon as nobody needs
+# the queries of a tile any more, it fetches those of the next tile and the
+# first keys, while the other warps still compute the last product, divide and
+# write. When they come to the next tile, they need not wait as long for it, or
+# not at all. The drawing shows both ways. Its lengths are not measured:
+
+# %%
+
+# Drawing: one SM, with programs that end, and with one that stays.
+
+plt.figure(
+    "Above, programs end: each one loads, multiplies and writes, and the next "
+    "one begins with its loads when the first is gone. Below, a program "
+    "stays: the loads of the next tile run while it still multiplies and "
+    "writes, and it goes on right after it has written.",
+    figsize=(7.5, 2.8),
+)
+ROWS = (
+    # height, what it says, and parts: from when on, for how long, which tile
+    (3.6, "loads, programs end", ((0, 4, 0), (5.4, 4, 1), (10.8, 2.2, 2))),
+    (
+        2.8,
+        "multiplies, they end",
+        ((1, 3.6, 0), (6.4, 3.6, 1), (11.8, 1.2, 2)),
+    ),
+    (1.2, "loads, one stays", ((0, 4, 0), (4, 4, 1), (8, 4, 2), (12, 1, 3))),
+    (0.4, "multiplies, it stays", ((1, 3.6, 0), (5.2, 3.6, 1), (9.4, 3.6, 2))),
+)
+for height, what, times in ROWS:
+    plt.text(-0.2, height, what, va="center", ha="right")
+    for left, length, tile in times:
+        plt.barh(height, length - 0.05, 0.6, left, color=f"C{tile}")
+        plt.text(
+            left + length / 2,
+            height,
+            f"tile {tile}",
+            color="white",
+            ha="center",
+            va="center",
+            fontsize=7,
+        )
+# After its last product a tile is divided and written.
+for height, left in ((2.8, 4.6), (2.8, 10), (0.4, 4.6), (0.4, 8.8)):
+    plt.text(
+        left + 0.28,
+        height,
+        "writes",
+        ha="center",
+        va="center",
+        fontsize=6,
+        rotation=90,
+    )
+plt.annotate("", (13.1, -0.4), (0, -0.4), arrowprops={"arrowstyle": "->"})
+plt.text(6.5, -0.5, "time", ha="center", va="top")
+plt.axis((-5.4, 13.3, -1.2, 4.1))
+plt.axis("off")
+plt.show()
+
+# %%
+# Who gets which tile?
+# --------------------
+#
+# Programs that end are dealt out by the GPU: an SM that has finished one gets
+# the next. Programs that stay have to share the tiles themselves. The simplest
+# way is to number all tiles and to let each of 132 programs take every 132nd,
+# as an H200 has 132 SMs.
+#
+# That is fair if all tiles have equally many steps. In causal attention they
+# do not: the last tile of queries sees all keys, and the first one sees a
+# single tile of them. How many steps does a program get then? If the last one
+# to finish has much more than the others, all SMs but one wait for it.
+#
+# The remedy is old. Put the longest tile and the shortest one together, the
+# second longest and the second shortest, and so on. All such *pairs* have the
+# same number of steps. We deal out both and count.
+
+
+def steps_of_programs(length, programs, in_pairs):
+    """How many steps each program has, with 16 heads and TOKENS tokens."""
+    tiles = length // 128
+    shares = list(range(tiles, 0, -1))  # steps of each tile, longest first
+    if in_pairs:
+        pairs = tiles // 2
+        shares = [shares[i] + shares[-1 - i] for i in range(pairs)]
+    shares = shares * (TOKENS // length * 16)  # of all heads, one by one
+    return [sum(shares[program::programs]) for program in range(programs)]
+
+
+for length in (1024, 4096, 16384):
+    for in_pairs in (False, True):
+        steps = steps_of_programs(length, 132, in_pairs)
+        ratio = max(steps) / (sum(steps) / 132)
+        what = "pairs" if in_pairs else "tiles"
+        print(
+            f"{length:5} keys, {what}: {min(steps):4} to {max(steps):4} "
+            f"steps, the most is {ratio:.2f} times the mean"
+        )
+
+# %%
+# With single tiles the program that has most has up to 1.57 times the mean,
+# and the whole kernel takes as long as it does. Why does that differ so much?
+# Of 16384 keys a head has 128 tiles. A program takes every 132nd, so each of
+# its tiles is 4 steps shorter than the one before: the first program has 128,
+# 124, 120 and so on, down to 68, and never a short one. With 4096 keys it has
+# 32, 28 and so on down to 4, and then the same again. With pairs a program has
+# seven of them or eight at each length, so the most is 1.03 times the mean.
+#
+# A GPU that deals out programs gives the next one to whoever is done first.
+# That does not level out everything, because a long tile may come late: if we
+# deal out the same tiles like that, the SM that ends last has 1.06 or 1.07
+# times the mean from 512 to 8192 keys, and 1.01 times with 16384. Could
+# programs that stay do the same? Yes, with a counter in memory that each of
+# them increments to get its next tile. But the loading warp and those that
+# multiply would have to agree on it, by one more barrier. Pairs need neither.
 
 # %%
 # A share of work
@@ -2396,164 +2607,6 @@ check(40, 50, 65, torch.float32, is_causal=True)
 # 16384. Beside our kernel stands the same one with a program for each tile,
 # which ends with it. If causal, there is also one whose programs stay but take
 # tiles one by one. Plain Triton has the kernel of any attention.
-
-# %%
-
-# Scaffold: the clock, in turns, from page 01.
-
-
-def in_turns(calls):
-    """µs of each call on the GPU: median, 20% and 80% quantiles.
-
-    ``calls`` are functions by their names. Each is recorded as a CUDA graph
-    that overwrites L2 and makes the call, and one more only overwrites L2.
-    The graphs are replayed in turns; what the last one takes is subtracted.
-    """
-    larger_than_l2 = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-
-    def recorded(call):
-        call()  # compiles the kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            larger_than_l2.zero_()
-            result = call()
-        graph.replay()  # the first replay takes longer
-        return graph, result  # the memory of the result stays its own
-
-    def elapsed(graph):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return 1000 * start.elapsed_time(end)
-
-    graphs = {name: recorded(call) for name, call in calls.items()}
-    without, _ = recorded(lambda: None)
-    times = {name: [] for name in graphs}
-    for _ in range(15):
-        for name, (graph, _) in graphs.items():
-            times[name].append(elapsed(graph) - elapsed(without))
-    found = {}
-    for name, each in times.items():
-        each.sort()
-        found[name] = each[7], each[3], each[11]
-    return found
-
-
-# %%
-
-# Scaffold: inputs, and PyTorch by a library, from page 03.
-
-TOKENS = 16384
-
-LENGTHS = [1024, 2048, 4096, 8192, 16384]
-
-NOTHING = 3 * [float("nan")]  # where a line has no point
-
-
-def inputs(N, D, dtype):
-    """query, key, value and dy: TOKENS tokens as sequences of N."""
-    heads = 2048 // D
-    return [
-        torch.randn(
-            TOKENS // N, heads, N, D, device=DEVICE, dtype=dtype
-        ).requires_grad_()
-        for _ in range(4)
-    ]
-
-
-def with_backend(backend, is_causal):
-    """PyTorch's function, by a library of this name."""
-
-    def function(query, key, value):
-        with torch.nn.attention.sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal
-            )
-
-    return function
-
-
-# %%
-
-# Scaffold: speeds, and a benchmark of any pass.
-
-FROM_512 = [512, *LENGTHS]
-
-NAMES = {
-    "triton": "Triton",
-    "ends": "a program for each tile",
-    "tiles": "stays, tile by tile",
-    "plain": "Triton, plain",
-    "sdpa-cudnn": "cuDNN, by PyTorch",
-    "torch": "FlashAttention-2, by PyTorch",
-    "cublas": "A product of matrices",
-}
-
-
-def speeds(products, calls, N, is_causal):
-    """TFLOP/s of each call: median, low, high; and of cuBLAS beside them.
-
-    A call has so many products of (N, N) and D for each of 2048 / D heads.
-    """
-    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.float16)
-    calls = calls | {"cublas": lambda: a @ a}
-    found = {}
-    for name, times in in_turns(calls).items():
-        operations = products * 2 * N * 2048 * TOKENS
-        if is_causal:
-            operations /= 2
-        if name == "cublas":
-            operations = 2 * 8192**3
-        median, short, long = times
-        found[name] = [operations / us * 1e-6 for us in (median, long, short)]
-    return found
-
-
-def libraries(is_causal):
-    """PyTorch's function by the libraries that we compare with."""
-    backends = torch.nn.attention.SDPBackend
-    return {
-        "sdpa-cudnn": with_backend(backends.CUDNN_ATTENTION, is_causal),
-        "torch": with_backend(backends.FLASH_ATTENTION, is_causal),
-    }
-
-
-def benchmark_of(plot_name, mode, D, is_causal, dtype, lines, lengths):
-    return triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=lengths,
-        x_log=True,
-        xlabel="N (queries, and keys)",
-        line_arg="provider",
-        line_vals=lines,
-        line_names=[NAMES[line] for line in lines],
-        ylabel="TFLOP/s",
-        plot_name=plot_name,
-        args={
-            "D": D,
-            "is_causal": is_causal,
-            "dtype": dtype,
-            "mode": mode,
-        },
-    )
-
-
-def in_percent(benchmark):
-    """Draw a benchmark, and print each speed in % of that of cuDNN."""
-    table = benchmark.run(show_plots=ON_GPU, return_df=True)
-    table = table.astype({"N": int}).set_index("N")
-    table.columns = [column.split(" (")[0] for column in table.columns]
-    if table.isna().all(axis=None):
-        print("Timing needs a GPU; the page shows recorded figures.")
-        return
-    cudnn = table[NAMES["sdpa-cudnn"]]
-    percent = 100 * table.div(cudnn, axis="index")
-    print("speed in % of that of cuDNN")
-    print(percent.to_string(float_format="%.0f"))
-
 
 # %%
 
