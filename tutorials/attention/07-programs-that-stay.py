@@ -915,13 +915,20 @@ bench_short.run(show_plots=ON_GPU)
 
 # %%
 # **What the figure shows.**
-# @SHORT@
+# On the H200 all of them are slower with short sequences. At 512 keys plain
+# Triton has 51% of the speed that it has at 16384, cuDNN has 58%, and
+# FlashAttention-2 has 64%. The product of matrices, which does not know of
+# sequences, does 774 to 785 TFLOP/s.
 #
 # **Why.**
-# @WHY@
+# Two things add up for short causal sequences. One is what programs lose where
+# they begin and end. The other is the diagonal: scores are computed there and
+# then hidden, and the shorter a sequence is, the more of its tiles are on the
+# diagonal. The figure does not tell how much each of them costs.
 #
 # **What follows.**
-# @FOLLOWS@
+# The diagonal costs what it costs, as long as tiles are as large as that. But
+# beginnings and ends can be moved to where others work.
 #
 # A program that stays
 # --------------------
@@ -2737,38 +2744,40 @@ in_percent(bench_forward_bfloat16)
 
 # %%
 # **What the three figures show.**
-# On the H200 our kernel reaches 676 TFLOP/s at 16384 keys, and 650 if causal.
-# It is at 97% of cuDNN's speed at 512 keys, at 100% at 1024, and at 103% to
-# 107% from 2048 keys on. If causal, it is at 89% at 512 keys, and at 103% to
-# 112% from 1024 keys on. In bfloat16, causal, these are 89% and 101% to 112%.
+# On the H200 our kernel reaches 668 TFLOP/s at 16384 keys, and 649 if causal.
+# It is at 96% of cuDNN's speed at 512 keys, at 100% at 1024, and at 103% to
+# 107% from 2048 keys on. If causal, it is at 88% at 512 keys, and at 101% to
+# 117% from 1024 keys on. In bfloat16, causal, these are 86% and 101% to 111%.
+# At 4096 keys, causal, single measurements of this run differ by up to 14%,
+# those of cuDNN, too. Without that length it is 101% to 112%.
 #
-# With a program for each tile the kernel is at 81% to 105%, and at 76% to 114%
-# if causal. Ours is 1.19 times as fast as that at 512 keys, and 1.17 times if
+# With a program for each tile the kernel is at 79% to 106%, and at 74% to 114%
+# if causal. Ours is 1.21 times as fast as that at 512 keys, and 1.19 times if
 # causal. At 16384 keys it is 1.01 times as fast, and 0.98 times if causal,
-# which is slower. Programs that stay and take tile by tile, causal, are at 71%
-# to 103% of cuDNN's speed, and at no length are they faster than those that
+# which is slower. Programs that stay and take tile by tile, causal, are at 69%
+# to 104% of cuDNN's speed, and at no length are they faster than those that
 # end.
 #
-# Plain Triton is at 78% to 81%, and at 79% to 87% if causal. Ours is 1.6 to
-# 2.2 times as fast as FlashAttention-2, and 1.6 to 2.2 times if causal.
+# Plain Triton is at 76% to 83%, and at 77% to 92% if causal. Ours is 1.6 to
+# 2.2 times as fast as FlashAttention-2, and 1.6 to 2.3 times if causal.
 #
 # **Why.**
 # Not causal, all tiles have equally many steps, so what staying saves should
-# be the same at each length. It saves 25 to 40 µs. An SM has 15.5 tiles on
-# average, so that is 1.6 to 2.6 µs for each of them. At 512 keys a tile takes
-# 9 µs, and at 16384 keys 210 µs. So it counts for much with short sequences
+# be the same at each length. It saves 23 to 37 µs. An SM has 15.5 tiles on
+# average, so that is 1.5 to 2.4 µs for each of them. At 512 keys a tile takes
+# 9 µs, and at 16384 keys 212 µs. So it counts for much with short sequences
 # and for little with long ones. Why it is more with long ones, we don't know.
 # Our kernel also takes pairs here, which may be a part of it.
 #
-# If causal, it saves 20 to 39 µs up to 8192 keys, and at 16384 keys it loses
-# 29 µs. There the dealing out counts, too. By our count the program that has
+# If causal, it saves 22 to 38 µs up to 8192 keys, and at 16384 keys it loses
+# 32 µs. There the dealing out counts, too. By our count the program that has
 # most has 1.03 times the mean with pairs. A GPU that deals out single tiles
 # comes to 1.06 or 1.07 times the mean up to 8192 keys, and to 1.01 times at
 # 16384. So pairs gain by it up to 8192 keys, and lose at 16384.
 #
 # And tile by tile? By the count, the slowest program has 1.33 times the steps
-# that it has with pairs at 1024 keys, 1.09 times at 4096, and 1.52 times at
-# 16384. The kernel takes 1.22, 1.08 and 1.51 times as long. With short
+# that it has with pairs at 1024 keys, 1.18 times at 2048, and 1.52 times at
+# 16384. The kernel takes 1.22, 1.14 and 1.50 times as long. With short
 # sequences that is less than the count says, because both have the same number
 # of tiles, and each tile costs its beginning and its end.
 #
@@ -2787,22 +2796,23 @@ in_percent(bench_forward_causal_64)
 
 # %%
 # **What both figures show.**
-# On the H200 our kernel is at 98% to 108% of cuDNN's speed, and at 99% to 108%
-# if causal, where plain Triton is at 90% to 103% and at 86% to 104%. It is 1.4
-# to 1.7 times as fast as FlashAttention-2, and 1.5 to 1.8 times if causal.
+# On the H200 our kernel is at 98% to 107% of cuDNN's speed, and at 100% to
+# 108% if causal, where plain Triton is at 89% to 103% and at 85% to 104%. It
+# is 1.4 to 1.7 times as fast as FlashAttention-2, and 1.5 to 1.8 times if
+# causal.
 #
-# With a program for each tile it is at 85% to 107%, and at 95% to 103% if
-# causal. Ours is 1.16 times as fast as that at 512 keys, and 1.14 times if
-# causal. From 1024 keys on it is 1.00 to 1.07 times, and 0.99 to 1.05 times if
-# causal. Programs that stay and take tile by tile, causal, are at 88% to 100%.
+# With a program for each tile it is at 84% to 107%, and at 94% to 103% if
+# causal. Ours is 1.16 times as fast as that at 512 keys, and 1.15 times if
+# causal. From 1024 keys on it is 1.00 to 1.07 times, and 0.99 to 1.07 times if
+# causal. Programs that stay and take tile by tile, causal, are at 87% to 100%.
 #
 # **Why.**
 # An SM has two programs here, or three. While one of them begins or ends,
 # another one can multiply, so there is less for staying to save.
 #
 # **What follows.**
-# With 64 numbers in a head, nothing is ahead of us by more than 2% at any
-# length. With 128, cuDNN is ahead at 512 keys, and as fast at 1024 if not
+# With 64 numbers in a head, nothing is ahead of us by more than about 2% at
+# any length. With 128, cuDNN is ahead at 512 keys, and as fast at 1024 if not
 # causal. With more, nothing is faster but our own kernel with a program for
 # each tile, and that only at 16384 keys if causal, by 2%. So we do not choose
 # between the two. At 512 keys a causal tile of queries has 2.5 steps on
@@ -2885,25 +2895,24 @@ in_percent(bench_both_passes_64)
 
 # %%
 # **What both figures show.**
-# On the H200 both passes together are at 98% to 111% of cuDNN's speed with 128
-# numbers in a head, and at 101% to 114% with 64. With FlashAttention-2 they
-# are at 50% to 54% and at 60% to 63%.
+# On the H200 both passes together are at 98% to 112% of cuDNN's speed with 128
+# numbers in a head, and at 102% to 115% with 64. With FlashAttention-2 they
+# are at 50% to 54% and at 60% to 62%.
 #
 # **Why.**
 # Five of the seven products are in the backward pass, so most of the time is
 # spent there. The forward pass adds its own lead.
 #
 # **What follows.**
-# With 128 numbers in a head and from 8192 keys on, the lead of the forward
-# pass does not quite make up for the backward pass, and cuDNN is up to 2%
-# ahead. Everywhere else that we measured, ours is faster.
+# With 128 numbers in a head, the lead of the forward pass does not quite make
+# up for the backward pass of long sequences. There cuDNN is 2% ahead at 16384
+# keys, and as fast at 8192. Everywhere else that we measured, ours is faster.
 #
 # Where PyTorch or a library is better
 # ------------------------------------
 #
 # - **cuDNN is faster with 512 keys** if a head has 128 numbers. If it has 64,
-#   cuDNN is a little ahead at 512 and 1024 keys if attention is not causal,
-#   and at 2048 keys if it is.
+#   cuDNN is a little ahead at 512 and 1024 keys if attention is not causal.
 # - **Backward, cuDNN is faster** with 128 numbers in a head and long
 #   sequences, as `Two programs on an SM <06-two-programs.html>`_ shows.
 # - **A GPU that does something else, too.** Programs that stay have shared the
@@ -3025,14 +3034,14 @@ assert exercise_1(_rows_of_triangle_in_pairs)
 # ---------------
 #
 # These are the designs of this page, with the speed of their forward pass on
-# the H200 for causal attention of 1024 and of 4096 keys, with 128 numbers in a
+# the H200 for causal attention of 1024 and of 8192 keys, with 128 numbers in a
 # head:
 #
-# - **Plain Triton**: 354 and 472 TFLOP/s.
-# - **A program for each tile**, in Gluon: 367 and 561.
-# - **Programs that stay**, tile by tile: 354 and 559.
-# - **Programs that stay and take pairs**: 432 and 604.
-# - **cuDNN**: 421 and 554.
+# - **Plain Triton**: 354 and 487 TFLOP/s.
+# - **A program for each tile**, in Gluon: 368 and 614.
+# - **Programs that stay**, tile by tile: 354 and 606.
+# - **Programs that stay and take pairs**: 432 and 639.
+# - **cuDNN**: 428 and 582.
 #
 # And for kernels in general:
 #

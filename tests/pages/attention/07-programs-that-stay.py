@@ -120,6 +120,18 @@ def of_128(figure):
         f"{short.share('triton', 512, CUDNN)}% and "
         f"{shares(short, 'triton', *LENGTHS[1:])}."
     )
+    spread = max(
+        high / low
+        for low, high in (
+            causal.spans[who][4096] for who in ("triton", CUDNN, "ends")
+        )
+    )
+    usually = LENGTHS[1], LENGTHS[2], LENGTHS[4], LENGTHS[5]
+    yield (
+        "At 4096 keys, causal, single measurements of this run differ by up "
+        f"to {Measured(100 * (spread - 1), '.0f')}%, those of cuDNN, too. "
+        f"Without that length it is {shares(causal, 'triton', *usually)}."
+    )
     # "At 1024 keys, not causal, we are as fast as cuDNN."
     assert overlap(*(usual.spans[who][1024] for who in ("triton", CUDNN)))
     ends = of_cudnn(both, 512, "ends")
@@ -167,6 +179,21 @@ def dealt_by_a_gpu(N):
     return 132 * max(ends) / sum(steps)
 
 
+def short(figure):
+    of = figure("staying-short", CARD)
+
+    def falls(who):
+        share = of.median(who, 512) / of.median(who, 16384)
+        return Measured(100 * share, ".0f")
+
+    yield (
+        f"At 512 keys plain Triton has {falls('plain')}% of the speed that it "
+        f"has at 16384, cuDNN has {falls(CUDNN)}%, and FlashAttention-2 has "
+        f"{falls(FLASH)}%. The product of matrices, which does not know of "
+        f"sequences, does {from_to(of.all_medians(CUBLAS), '')} TFLOP/s."
+    )
+
+
 def why(figure):
     usual, causal = both_of(figure)
     saved = [
@@ -194,9 +221,9 @@ def why(figure):
     # What is counted: of pairs, of a GPU that deals out tiles, of both ways.
     dealt = [round(dealt_by_a_gpu(N), 2) for N in LENGTHS]
     assert {*dealt[:-1]} == {1.06, 1.07} and dealt[-1] == 1.01
-    for N, ratio in ((1024, 1.33), (4096, 1.09), (16384, 1.52)):
+    for N, ratio in ((1024, 1.33), (2048, 1.18), (16384, 1.52)):
         assert round(most_steps(N, False) / most_steps(N, True), 2) == ratio
-    longer = [causal.ratio("triton", "tiles", N) for N in (1024, 4096, 16384)]
+    longer = [causal.ratio("triton", "tiles", N) for N in (1024, 2048, 16384)]
     for each in longer:
         each.rounding = ".2f"
     yield (
@@ -229,15 +256,21 @@ def of_64_numbers(figure):
         f"times, and {long[1]} times if causal. Programs that stay and take "
         f"tile by tile, causal, are at {tiles}."
     )
-    # "Nothing is ahead of us by more than 2%."
-    for of in both:
-        for N in LENGTHS:
-            assert of.ratio("triton", [CUDNN, FLASH, "plain"], N) > 0.98
+    least = min(
+        of.ratio("triton", [CUDNN, FLASH, "plain"], N)
+        for of in both
+        for N in LENGTHS
+    )
+    yield (
+        "With 64 numbers in a head, nothing is ahead of us by more than about "
+        f"{Measured(100 / least - 100, '.0f')}% at any length."
+    )
     # Where cuDNN is "a little ahead".
     ahead = [
-        [N for N in LENGTHS if of.ratio("triton", CUDNN, N) < 1] for of in both
+        [N for N in LENGTHS if of.ratio("triton", CUDNN, N) < 0.99]
+        for of in both
     ]
-    assert ahead == [[512, 1024], [2048]]
+    assert ahead == [[512, 1024], []]
     # With 128 numbers nothing is faster than ours beyond 1024 keys, but the
     # kernel with a program for each tile, "and that only at 16384 if causal".
     for of, rivals in zip(both_of(figure), (1, 0.98), strict=True):
@@ -253,12 +286,13 @@ def training(figure):
     )
     ours = of_cudnn([wide, narrow])
     flash = of_cudnn([wide, narrow], who=FLASH)
-    # "From 8192 keys on cuDNN is up to 2% ahead. Everywhere else ours is."
+    # "At 16384 keys cuDNN is ahead, and at 8192 it is as fast."
     ahead = [
         [N for N in LENGTHS[1:] if of.ratio("triton", CUDNN, N) < 1]
         for of in (wide, narrow)
     ]
-    assert ahead == [[8192, 16384], []]
+    assert ahead == [[16384], []]
+    assert overlap(*(wide.spans[who][8192] for who in ("triton", CUDNN)))
     yield (
         f"both passes together are at {ours[0]} of cuDNN's speed with 128 "
         f"numbers in a head, and at {ours[1]} with 64. With FlashAttention-2 "
@@ -270,7 +304,7 @@ def designs(figure):
     _, causal = both_of(figure)
 
     def pair(who):
-        return f"{causal.median(who, 1024)} and {causal.median(who, 4096)}"
+        return f"{causal.median(who, 1024)} and {causal.median(who, 8192)}"
 
     yield f"- **Plain Triton**: {pair('plain')} TFLOP/s."
     yield f"- **A program for each tile**, in Gluon: {pair('ends')}."
@@ -280,6 +314,7 @@ def designs(figure):
 
 
 def CLAIMS(figure):
+    yield from short(figure)
     yield from of_128(figure)
     yield from of_64_numbers(figure)
     yield from why(figure)
@@ -297,7 +332,7 @@ FACTS = {
     "comes to 1.06 or 1.07 times the mean": "counted, as a claim asserts",
     "and to 1.01 times at 16384": "the same count",
     "has 1.33 times the steps": "counted, as a claim asserts",
-    "1.09 times at 4096, and 1.52 times at 16384": "the same count",
+    "1.18 times at 2048, and 1.52 times at 16384": "the same count",
     "it took up to 2% less time with 128": "a trial on an H200, not recorded",
     "between 1% less and 11% more": "the same trial",
     "by 0% to 2% in a trial on an H200": "another trial, not recorded",
@@ -305,9 +340,8 @@ FACTS = {
     "That explains 3%": "32 tiles in place of 31",
     "takes 7% less time at 1024 keys": "another trial, not recorded",
     "and 4% more at 4096": "the same trial",
-    "nothing is ahead of us by more than 2%": "a claim asserts it",
     "only at 16384 keys if causal, by 2%": "a claim has the ratio, 0.98",
-    "cuDNN is up to 2% ahead": "a claim has its share, 98%",
+    "There cuDNN is 2% ahead at 16384 keys": "a claim has its share, 98%",
     "than 1.1 times the mean": "a limit of the exercise",
 }
 
