@@ -451,6 +451,40 @@ def waits(built):
     return re.findall(r"wait_group.sync.aligned (\d)", built.asm["ptx"])
 
 
+def powers_between_waits(built):
+    """In the PTX and in the machine code: how many powers are computed between
+    each wait that leaves a product under way and the wait for all after it."""
+    found = []
+    for kind, waits, power in (
+        ("ptx", r"wait_group.sync.aligned (\d)", "ex2.approx"),
+        ("sass", r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", "MUFU.EX2"),
+    ):
+        _, *parts = re.split(waits, built.asm[kind])
+        order = parts[::2]
+        found.append(
+            [
+                parts[2 * i + 1].count(power)
+                for i in range(len(order) - 1)
+                if order[i : i + 2] == ["1", "0"]
+            ]
+        )
+    return found
+
+
+def usual(page, M, N, dtype):
+    """Both passes of heads of 128 numbers, not causal."""
+    both_passes(page, M, N, dtype, 128, is_causal=False)
+
+
+@pytest.mark.cpu
+def test_the_assembler_moves_a_wait_up(compiled):
+    """Of each group: by the source all powers of a step run beside a product,
+    and in the machine code none."""
+    built = compiled(4096, usual, sass=True)[0]
+    assert built.kernel == "_warps_fwd"
+    assert powers_between_waits(built) == [[66, 66], [0, 0]]
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_kernels_in_gluon(compiled, dtype):

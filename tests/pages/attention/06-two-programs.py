@@ -17,6 +17,7 @@ THERE = loaded(ANY)
 BEFORE = loaded(WARPS)
 both_passes, run = BEFORE.both_passes, BEFORE.run
 plain, float32 = BEFORE.plain, BEFORE.float32
+usual = BEFORE.usual
 
 
 def two_groups(page, N, dtype):
@@ -298,6 +299,15 @@ def test_two_programs_share_an_sm(compiled, dtype):
     for fits in found.values():
         # Not with four buffers, in two of eighteen.
         assert len(fits) == 36 and sum(fits) == 32
+
+
+@pytest.mark.cpu
+def test_the_assembler_moves_a_wait_up(compiled):
+    """Most powers of a step of the queries come after the wait for ``dp``."""
+    built = compiled(4096, usual, sass=True)[1]
+    assert built.kernel == "_half_sm_bwd_queries"
+    (source,), (machine,) = BEFORE.powers_between_waits(built)
+    assert source == 32 and machine < source / 2
 
 
 def test_the_exercise_asks_for_both(page):

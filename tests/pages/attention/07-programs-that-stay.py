@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import heapq
-import itertools
-import re
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ GLUON = loaded(WARPS)
 BEFORE = loaded(HALVES)
 both_passes = GLUON.both_passes
 plain, float32 = GLUON.plain, GLUON.float32
+usual = GLUON.usual
 also = BEFORE.also
 
 
@@ -44,6 +43,11 @@ def hopper(page, M, N, dtype):
         for is_causal in False, True:
             for stays in False, True:
                 page.forward(t, t, t, is_causal, 1.0, stays, pairs=False)
+
+
+def causal_64(page, M, N, dtype):
+    """Heads of which short sequences have tiles of their own."""
+    both_passes(page, M, N, dtype, 64)
 
 
 PUBLISHED = "2026-11-29"
@@ -86,7 +90,9 @@ KERNELS = Kernels(
 CARD, LENGTHS = GLUON.CARD, (512, *GLUON.LENGTHS)
 CUDNN, FLASH, CUBLAS = GLUON.CUDNN, GLUON.FLASH, GLUON.CUBLAS
 of_cudnn, of_flash = GLUON.of_cudnn, GLUON.of_flash
-PRODUCTS = 2  # forward
+# Where the prose compares what is measured with the most steps of a program
+# that takes tile by tile, over the most with pairs.
+COUNTED = {1024: 1.33, 2048: 1.18, 16384: 1.52}
 
 
 def both_of(figure, of_64=""):
@@ -96,13 +102,18 @@ def both_of(figure, of_64=""):
 
 def us(of, who, N, causal):
     """What a call takes."""
-    operations = PRODUCTS * 2 * N * 2048 * 16384 / (2 if causal else 1)
+    operations = 2 * 2 * N * 2048 * 16384 / (2 if causal else 1)
     return operations / of.median(who, N) * 1e-6
 
 
 def shares(of, who, *lengths):
     """From the least share of cuDNN's speed to the most."""
     return from_to(of.at(*lengths).shares(who, CUDNN), "%")
+
+
+def times(of, ours, theirs):
+    """How many times as fast at each length, with two decimals."""
+    return Several(Measured(of.ratio(ours, theirs, N), ".2f") for N in LENGTHS)
 
 
 def of_128(figure):
@@ -137,9 +148,7 @@ def of_128(figure):
     assert overlap(*(usual.spans[who][1024] for who in ("triton", CUDNN)))
     ends = of_cudnn(both, 512, "ends")
     (tiles,) = of_cudnn([causal], 512, "tiles")
-    faster = [[of.ratio("triton", "ends", N) for N in LENGTHS] for of in both]
-    for each in itertools.chain(*faster):
-        each.rounding = ".2f"
+    faster = [times(of, "triton", "ends") for of in both]
     yield (
         f"With a program for each tile the kernel is at {ends[0]}, and at "
         f"{ends[1]} if causal. Ours is {faster[0][0]} times as fast as that "
@@ -151,6 +160,13 @@ def of_128(figure):
     )
     for N in LENGTHS:
         assert causal.ratio("tiles", "ends", N) < 1
+    # Beyond 1024 keys nothing is faster than ours, but the kernel with a
+    # program for each tile, "and that only at 16384 keys if causal".
+    for of, rivals in zip(both, (1, 0.98), strict=True):
+        for N in LENGTHS[2:]:
+            assert of.ratio("triton", [CUDNN, FLASH, "plain"], N) > 1
+            of_ends = of.ratio("triton", "ends", N)
+            assert of_ends > (rivals if N == 16384 else 1)
     plain = of_cudnn(both, 512, "plain")
     flash = of_flash(both)
     yield (
@@ -158,26 +174,6 @@ def of_128(figure):
         f"{flash[0]} times as fast as FlashAttention-2, and {flash[1]} times "
         "if causal."
     )
-
-
-def most_steps(N, pairs):
-    """How many steps the program has that has most, of 132."""
-    tiles = N // 128
-    shares = [*range(tiles, 0, -1)]
-    if pairs:
-        shares = [tiles + 1] * (tiles // 2)
-    shares = shares * (16384 // N * 16)
-    return max(sum(shares[program::132]) for program in range(132))
-
-
-def dealt_by_a_gpu(N):
-    """The same if each SM that is done gets the next tile, over the mean."""
-    tiles = N // 128
-    steps = [*range(tiles, 0, -1)] * (16384 // N * 16)
-    ends = [0] * 132
-    for each in steps:
-        heapq.heapreplace(ends, ends[0] + each)
-    return 132 * max(ends) / sum(steps)
 
 
 def short(figure):
@@ -219,14 +215,10 @@ def why(figure):
         f"If causal, it saves {least} to {most} µs up to 8192 keys, and at "
         f"16384 keys it loses {Measured(-saved[-1], '.0f')} µs."
     )
-    # What is counted: of pairs, of a GPU that deals out tiles, of both ways.
-    dealt = [round(dealt_by_a_gpu(N), 2) for N in LENGTHS]
-    assert {*dealt[:-1]} == {1.06, 1.07} and dealt[-1] == 1.01
-    for N, ratio in ((1024, 1.33), (2048, 1.18), (16384, 1.52)):
-        assert round(most_steps(N, False) / most_steps(N, True), 2) == ratio
-    longer = [causal.ratio("triton", "tiles", N) for N in (1024, 2048, 16384)]
-    for each in longer:
-        each.rounding = ".2f"
+    by_length = dict(
+        zip(LENGTHS, times(causal, "triton", "tiles"), strict=True)
+    )
+    longer = [by_length[N] for N in COUNTED]
     yield (
         f"The kernel takes {longer[0]}, {longer[1]} and {longer[2]} times as "
         "long."
@@ -245,11 +237,9 @@ def of_64_numbers(figure):
     )
     ends = of_cudnn(both, 512, "ends")
     (tiles,) = of_cudnn(both[1:], 512, "tiles")
-    faster = [[of.ratio("triton", "ends", N) for N in LENGTHS] for of in both]
-    for each in itertools.chain(*faster):
-        each.rounding = ".2f"
-    short, long = zip(*((each[0], each[1:]) for each in faster), strict=True)
-    long = [from_to(Several(each), "") for each in long]
+    faster = [times(of, "triton", "ends") for of in both]
+    short = [each[0] for each in faster]
+    long = [from_to(Several(each[1:]), "") for each in faster]
     yield (
         f"With a program for each tile it is at {ends[0]}, and at {ends[1]} "
         f"if causal. Ours is {short[0]} times as fast as that at 512 keys, "
@@ -272,13 +262,6 @@ def of_64_numbers(figure):
         for of in both
     ]
     assert ahead == [[512, 1024], []]
-    # With 128 numbers nothing is faster than ours beyond 1024 keys, but the
-    # kernel with a program for each tile, "and that only at 16384 if causal".
-    for of, rivals in zip(both_of(figure), (1, 0.98), strict=True):
-        for N in LENGTHS[2:]:
-            assert of.ratio("triton", [CUDNN, FLASH, "plain"], N) > 1
-            ends = of.ratio("triton", "ends", N)
-            assert ends > (rivals if N == 16384 else 1)
 
 
 def training(figure):
@@ -327,12 +310,12 @@ FACTS = {
     "at its end weighs 14 times as much": "64.5 steps on average, and 4.5",
     "so the most is 1.03 times the mean": "the cell above prints it",
     "has up to 1.57 times the mean": "the cell above prints it",
-    "has 1.06 or 1.07 times the mean from 512": "counted, as a claim asserts",
+    "has 1.06 or 1.07 times the mean from 512": "counted, as a test asserts",
     "and 1.01 times with 16384": "the same count",
     "has most has 1.03 times the mean with pairs": "the cell of the count",
-    "comes to 1.06 or 1.07 times the mean": "counted, as a claim asserts",
+    "comes to 1.06 or 1.07 times the mean": "counted, as a test asserts",
     "and to 1.01 times at 16384": "the same count",
-    "has 1.33 times the steps": "counted, as a claim asserts",
+    "has 1.33 times the steps": "counted, as a test asserts",
     "1.18 times at 2048, and 1.52 times at 16384": "the same count",
     "it took up to 2% less time with 128": "a trial on an H200, not recorded",
     "between 1% less and 11% more": "the same trial",
@@ -417,37 +400,21 @@ def test_as_many_programs_fit_as_are_started(compiled, dtype):
 
 
 @pytest.mark.cpu  # what compiles for a GPU that is not there
-def test_a_new_length_compiles_little(compiled):
-    """For short causal sequences there is one version more."""
-    assert GLUON.few_versions(compiled, hopper) == {
+@pytest.mark.parametrize("run", [hopper, causal_64])
+def test_a_new_length_compiles_nothing(compiled, run):
+    """But that long causal sequences have a version of their own."""
+    assert GLUON.few_versions(compiled, run) == {
         *("_staying_fwd", "_half_sm_bwd_queries", "_half_sm_bwd_keys")
     }
-
-
-def usual(page, M, N, dtype):
-    """The forward pass of heads of 128 numbers, not causal."""
-    t = torch.empty(M, 2, N, 128, dtype=dtype, device=page.DEVICE)
-    page.forward(t, t, t, False, 1.0)
 
 
 @pytest.mark.cpu
 def test_the_assembler_moves_a_wait_up(compiled):
     """In a step it waits for one product and then for all. In the PTX all
     powers stand between both waits, and in the machine code none."""
-    (built,) = compiled(4096, usual, sass=True)
-    for kind, waits, power, powers in (
-        ("ptx", r"wait_group.sync.aligned (\d)", "ex2.approx", 66),
-        ("sass", r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d)", "MUFU.EX2", 0),
-    ):
-        _, *parts = re.split(waits, built.asm[kind])
-        order = parts[::2]
-        # From a wait for one product to the wait for all, in both groups.
-        steps = [
-            parts[2 * i + 1].count(power)
-            for i in range(len(order) - 1)
-            if order[i : i + 2] == ["1", "0"]
-        ]
-        assert steps == [powers, powers]
+    built = compiled(4096, usual, sass=True)[0]
+    assert built.kernel == "_staying_fwd"
+    assert GLUON.powers_between_waits(built) == [[66, 66], [0, 0]]
 
 
 def test_programs_get_equal_work(page):
@@ -457,6 +424,28 @@ def test_programs_get_equal_work(page):
         assert min(steps) == max(steps)
         steps = page.steps_of_programs(length, 128, False)
         assert min(steps) < max(steps)
+
+
+def dealt_by_a_gpu(N):
+    """The most steps of 132 SMs if each that is done gets the next tile, over
+    the mean."""
+    steps = [*range(N // 128, 0, -1)] * (16384 // N * 16)
+    ends = [0] * 132
+    for each in steps:
+        heapq.heapreplace(ends, ends[0] + each)
+    return 132 * max(ends) / sum(steps)
+
+
+def test_work_is_dealt_out_as_the_page_says(page):
+    """Of 132 programs: by a GPU, tile by tile, and in pairs."""
+    dealt = [round(dealt_by_a_gpu(N), 2) for N in LENGTHS]
+    assert {*dealt[:-1]} == {1.06, 1.07} and dealt[-1] == 1.01
+    for N, ratio in COUNTED.items():
+        tiles, pairs = (
+            max(page.steps_of_programs(N, 132, which))
+            for which in (False, True)
+        )
+        assert round(tiles / pairs, 2) == ratio
 
 
 def test_the_exercise_asks_for_both(page):
